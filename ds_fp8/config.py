@@ -1,0 +1,236 @@
+"""The "fp8" section of a DeepSpeed JSON, its presets, and what it cannot be combined with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from ds_fp8.errors import UserError
+from ds_fp8.formats import FormatName, Granularity, ScaleType
+from ds_fp8.schema import Section, nearest, parse_section
+
+
+class Cast(Section):
+    """How one kind of tensor is cast."""
+
+    format: FormatName = "e4m3"
+    granularity: Granularity = "1x128"
+    """Groups lie along the contraction of the product the cast feeds."""
+    scale: ScaleType = "pow2"
+
+
+class LinearConfig(Section):
+    """The linear layers: their three casts, who multiplies, and which layers stay in high precision."""
+
+    backend: Literal["auto", "reference"] = "auto"
+    input: Cast = Cast()
+    weight: Cast = Cast(granularity="128x128")
+    grad_output: Cast = Cast()
+    skip: tuple[str, ...] = ("lm_head",)
+    """Names, parts of dotted names, or glob patterns of linears that stay BF16."""
+
+    @model_validator(mode="after")
+    def _weight_is_transposable(self) -> LinearConfig:
+        if self.weight.granularity not in ("128x128", "tensor"):
+            raise ValueError(
+                f'weight granularity "{self.weight.granularity}" cannot be transposed for dgrad without casting again; '
+                'use "128x128" or "tensor"'
+            )
+        return self
+
+
+class ActivationsConfig(Section):
+    """What a linear keeps of its input for backward."""
+
+    save: Literal["fp8", "bf16"] = "fp8"
+    """fp8: the cast along tokens that wgrad reads, 1 byte an element. bf16: the input itself, cast in backward."""
+
+
+class ParameterGatherConfig(Section):
+    """What ZeRO-3's parameter all-gather carries for the weights of FP8 linears."""
+
+    format: Literal["e4m3", "e5m2", "bf16"] = "e4m3"
+
+
+class GradientReduceConfig(Section):
+    """What ZeRO-3's gradient reduce-scatter carries for every gradient of two or more dimensions."""
+
+    format: Literal["e4m3", "e5m2", "bf16"] = "e4m3"
+    group_size: Literal[128] = 128
+    hierarchy: Literal["auto", "flat"] = "auto"
+    """auto: inside the node first, then between nodes, when there is more than one node. flat: one all-to-all."""
+
+
+class OptimizerStateConfig(Section):
+    """Precision of the optimizer's state shards."""
+
+    master: Literal["fp32"] = "fp32"
+    exp_avg: Literal["fp32"] = "fp32"
+    exp_avg_sq: Literal["fp32"] = "fp32"
+
+
+class MonitorConfig(Section):
+    """Statistics of the casts: the share of elements saturated and flushed to zero."""
+
+    every: int = Field(100, ge=0)
+    """Optimizer steps between two measured ones; 0 never measures."""
+
+
+class FP8Config(Section):
+    """The whole "fp8" section. Every key is optional; `preset` supplies what the user leaves out."""
+
+    enabled: bool = True
+    preset: str = "infir2"
+    linear: LinearConfig = LinearConfig()
+    activations: ActivationsConfig = ActivationsConfig()
+    param_gather: ParameterGatherConfig = ParameterGatherConfig()
+    grad_reduce: GradientReduceConfig = GradientReduceConfig()
+    optimizer: OptimizerStateConfig = OptimizerStateConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+    @model_validator(mode="after")
+    def _gathers_what_is_multiplied(self) -> FP8Config:
+        gathered, multiplied = self.param_gather.format, self.linear.weight.format
+        if gathered not in ("bf16", multiplied):
+            raise ValueError(
+                f'param_gather.format "{gathered}" differs from linear.weight.format "{multiplied}": the gathered bytes '
+                "are what the GEMMs read, so both must be the same"
+            )
+        return self
+
+
+_TENSORWISE = {"granularity": "tensor"}
+PRESETS: dict[str, dict[str, Any]] = {
+    # InfiR2 (arXiv 2509.22536): E4M3 everywhere, 128x128 weights, 1x128 activations and gradients, power-of-two scales.
+    "infir2": {},
+    # One scale per tensor, E5M2 output gradients: the hybrid of Micikevicius et al. (arXiv 2209.05433).
+    "tensorwise": {
+        "linear": {"input": _TENSORWISE, "weight": _TENSORWISE, "grad_output": {**_TENSORWISE, "format": "e5m2"}}
+    },
+}
+
+
+def parse_fp8(raw: Mapping[str, Any], file: str | os.PathLike | None = None) -> FP8Config:
+    """The FP8Config of a whole DeepSpeed configuration; disabled when it has no "fp8" section.
+
+    Raises UserError naming file, key and remedy for anything the section may not contain.
+    """
+    if "fp8" not in raw:
+        for key in raw:
+            if key.lower().replace("_", "").replace("-", "") == "fp8":
+                raise UserError(f'unknown key "{key}"', key=key, file=file, remedy='Did you mean "fp8"?')
+        return FP8Config(enabled=False)
+    section = raw["fp8"]
+    if not isinstance(section, Mapping):
+        raise UserError(f'"fp8" must be a JSON object, got {section!r}', key="fp8", file=file, remedy='"fp8": {...}')
+    preset = section.get("preset", "infir2")
+    if preset not in PRESETS:
+        raise UserError(
+            f"unknown preset {preset!r}",
+            key="fp8.preset",
+            file=file,
+            remedy=nearest(str(preset), PRESETS).replace("Known keys", "Known presets"),
+        )
+    defaults = FP8Config().model_dump()
+    parse_section(FP8Config, section, key="fp8", file=file)  # the user's own keys, before the preset hides any
+    return parse_section(FP8Config, merge(merge(defaults, PRESETS[preset]), section), key="fp8", file=file)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, section by section."""
+    result = dict(base)
+    for key, value in over.items():
+        nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merge(result[key], value) if nested else value
+    return result
+
+
+def check_deepspeed(raw: Mapping[str, Any], fp8: FP8Config, file: str | os.PathLike | None = None) -> None:
+    """Raise UserError where DeepSpeed's own sections contradict the fp8 section. Does nothing when FP8 is disabled."""
+    if not fp8.enabled:
+        return
+
+    def refuse(key: str, problem: str, remedy: str) -> None:
+        raise UserError(problem, key=key, file=file, remedy=remedy)
+
+    if not (section_of(raw, "bf16").get("enabled") or section_of(raw, "bfloat16").get("enabled")):
+        refuse("bf16.enabled", "fp8 trains BF16 models, and bf16 is not enabled", '"bf16": {"enabled": true}')
+    if section_of(raw, "torch_autocast").get("enabled"):
+        refuse(
+            "torch_autocast.enabled",
+            "fp8 does not work under torch_autocast: it would cast weights on its own",
+            'remove "torch_autocast"',
+        )
+    if section_of(raw, "compile").get("deepcompile"):
+        refuse(
+            "compile.deepcompile",
+            "DeepCompile gathers parameters in its own graph and bypasses the FP8 all-gather",
+            '"deepcompile": false, or "fp8": {"enabled": false}',
+        )
+
+    zero = section_of(raw, "zero_optimization")
+    stage = zero.get("stage", 0)
+    gathers, reduces = fp8.param_gather.format != "bf16", fp8.grad_reduce.format != "bf16"
+    if stage != 3:
+        if gathers:
+            refuse(
+                "zero_optimization.stage",
+                f"FP8 parameter all-gather exists in ZeRO stage 3 only, and the stage is {stage}",
+                '"stage": 3, or "fp8": {"param_gather": {"format": "bf16"}}',
+            )
+        if reduces:
+            refuse(
+                "zero_optimization.stage",
+                f"FP8 gradient reduce-scatter exists in ZeRO stage 3 only, and the stage is {stage}",
+                '"stage": 3, or "fp8": {"grad_reduce": {"format": "bf16"}}',
+            )
+        return
+
+    if zero.get("zero_hpz_partition_size", 1) > 1:
+        refuse(
+            "zero_optimization.zero_hpz_partition_size",
+            "hpZ keeps a second BF16 copy of the weights inside each node, which FP8 gathers do not fill",
+            "remove the key: the FP8 all-gather already halves the bytes",
+        )
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if zero.get(key):
+            refuse(f"zero_optimization.{key}", f"{key} quantises what fp8 already sends in FP8", f'"{key}": false')
+    if "mics_shard_size" in zero and zero["mics_shard_size"] not in (-1, None):
+        refuse("zero_optimization.mics_shard_size", "MiCS shards parameters its own way", "remove the key")
+    if section_of(zero, "zenflow"):
+        refuse("zero_optimization.zenflow", "ZenFlow selects gradient columns before they are reduced", "remove it")
+    offload = section_of(zero, "offload_param").get("device", "none")
+    if gathers and offload not in ("none", None):
+        refuse(
+            "zero_optimization.offload_param.device",
+            f"parameter offload to {offload} moves BF16 shards, and the FP8 gather keeps FP8 shards on the device",
+            'remove "offload_param" (offload_optimizer works), or "fp8": {"param_gather": {"format": "bf16"}}',
+        )
+    if section_of(zero, "offload_optimizer").get("device") == "nvme":
+        refuse(
+            "zero_optimization.offload_optimizer.device",
+            "the FP8 shards are cast from the FP32 master shards after every step, which NVMe offload swaps out",
+            '"device": "cpu"',
+        )
+    if reduces and zero.get("reduce_scatter", True) is False:
+        refuse(
+            "zero_optimization.reduce_scatter",
+            "reduce_scatter false makes DeepSpeed all-reduce gradients and never reach the FP8 reduction",
+            '"reduce_scatter": true, or "fp8": {"grad_reduce": {"format": "bf16"}}',
+        )
+    accumulation = section_of(raw, "data_types").get("grad_accum_dtype")
+    if accumulation not in (None, "fp32", "float32"):
+        refuse(
+            "data_types.grad_accum_dtype",
+            f"gradients are summed in FP32, and grad_accum_dtype is {accumulation}",
+            '"data_types": {"grad_accum_dtype": "fp32"}',
+        )
+
+
+def section_of(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The sub-section `name`, empty where it is absent or null."""
+    value = parent.get(name)
+    return value if isinstance(value, Mapping) else {}

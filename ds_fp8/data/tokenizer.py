@@ -1,0 +1,139 @@
+"""The tokenizer of a stage: built in, a sentencepiece model file, or a Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import sentencepiece
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ds_fp8.data.chat import CHATML_TEMPLATE, CHATML_TOKENS
+from ds_fp8.data.sentencepiece_model import from_sentencepiece
+from ds_fp8.data.synthetic import conversations, documents
+from ds_fp8.errors import UserError
+
+if TYPE_CHECKING:
+    from ds_fp8.data.config import DataConfig
+
+SMALLEST_VOCABULARY = 384
+"""Of the built-in tokenizer: 256 bytes, the special tokens, every character of the built-in corpus, some merges."""
+
+
+def build_tokenizer(config: DataConfig, cache_dir: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that `config.tokenizer` names, with eos and pad tokens and, for format "chat", a chat template.
+
+    A tokenizer without a chat template gets ChatML for format "chat", with its two markers as new special tokens: the
+    tokenizer may then be larger than the model's vocabulary (compare `len(tokenizer)`).
+    Raises UserError (key data.tokenizer) when there is no such tokenizer or it has no end-of-text token.
+    """
+    if config.tokenizer == "synthetic":
+        tokenizer = from_sentencepiece(_synthetic_model(config.vocab_size, Path(cache_dir)))
+    elif config.tokenizer.endswith(".model"):
+        tokenizer = from_sentencepiece(_existing_file(config.tokenizer))
+    else:
+        tokenizer = _pretrained(config.tokenizer)
+    if tokenizer.eos_token is None:
+        raise UserError(
+            f"the tokenizer {config.tokenizer} has no end-of-text token",
+            key="data.tokenizer",
+            remedy="set eos_token in its tokenizer_config.json",
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.chat_template is None and (config.format == "chat" or config.tokenizer == "synthetic"):
+        # Tokens that are there already (the built-in tokenizer has both) keep their ids.
+        tokenizer.add_special_tokens({"additional_special_tokens": list(CHATML_TOKENS)})
+        tokenizer.chat_template = CHATML_TEMPLATE
+    return tokenizer
+
+
+def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text: the beginning-of-text token if there is one, the text, the end-of-text token."""
+    return [[*ids, tokenizer.eos_token_id] for ids in encode_prompts(tokenizer, texts)]
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text to be completed: as `encode_documents`, without the end-of-text token."""
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return [start + ids for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+
+
+def train_synthetic_model(vocab_size: int) -> bytes:
+    """A serialised sentencepiece BPE model of the built-in corpus, the same bytes on every machine.
+
+    BPE counts integers, where the unigram model iterates in floating point. Bytes stand in for characters outside the
+    corpus, so that every text can be encoded.
+    """
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(_training_texts()),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        num_threads=1,
+        character_coverage=1.0,
+        byte_fallback=True,
+        split_digits=True,
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        user_defined_symbols=["\n"],
+        control_symbols=list(CHATML_TOKENS),
+        pad_id=0,
+        unk_id=1,
+        bos_id=2,
+        eos_id=3,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def _training_texts() -> list[str]:
+    """The same texts whatever the stage, so that all stages share one tokenizer."""
+    texts = list(documents("train", 0, 3000, "mixed"))
+    for messages in conversations("train", 0, 1000, "mixed"):
+        texts.extend(message["content"] for message in messages)
+        texts.extend(message["role"] for message in messages)
+    return texts
+
+
+def _synthetic_model(vocab_size: int, cache_dir: Path) -> Path:
+    """The file of the trained model, trained now unless it is there. Any number of processes may call at once."""
+    digest = hashlib.sha256("\0".join(_training_texts()).encode()).hexdigest()[:8]
+    path = cache_dir / f"synthetic-bpe-{vocab_size}-{digest}.model"
+    if not path.exists():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache_dir, prefix=path.name, delete=False) as file:
+            file.write(train_synthetic_model(vocab_size))
+        os.replace(file.name, path)
+    return path
+
+
+def _existing_file(name: str) -> Path:
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UserError(
+            f"no sentencepiece model at {name}",
+            key="data.tokenizer",
+            remedy='give an existing .model file, a Hugging Face tokenizer, or "synthetic"',
+        )
+    return path
+
+
+def _pretrained(name: str) -> PreTrainedTokenizerBase:
+    folder = Path(name).expanduser()
+    try:
+        return AutoTokenizer.from_pretrained(folder if folder.is_dir() else name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"no tokenizer could be loaded from {name} ({reason})",
+            key="data.tokenizer",
+            remedy='give a folder with tokenizer.json, a reachable Hugging Face name, a .model file, or "synthetic"',
+        ) from None

@@ -1,0 +1,142 @@
+"""`initialize`: deepspeed.initialize, with the "fp8" section of its configuration put to work."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+
+from ds_fp8.config import FP8Config, check_deepspeed, parse_fp8
+from ds_fp8.errors import UserError
+from ds_fp8.modules.convert import Conversion, convert
+from ds_fp8.modules.linear import FP8Linear
+from ds_fp8.modules.monitor import CastMonitor
+from ds_fp8.report import print_report, start_report
+from ds_fp8.zero import seams
+from ds_fp8.zero.gradient_reduce import Nodes, find_nodes, make_reduce_scatter
+from ds_fp8.zero.parameter_gather import ParameterGather
+from ds_fp8.zero.wire import WireMeter
+
+
+class FP8State:
+    """What `initialize` hangs on an engine as `engine.fp8`, with FP8 enabled or not."""
+
+    def __init__(self, config: FP8Config, monitor: CastMonitor, wire: WireMeter):
+        self.config, self.monitor, self.wire = config, monitor, wire
+        self.conversion: Conversion | None = None
+        self.parameter_gather: ParameterGather | None = None
+        self.nodes: Nodes | None = None
+        self.report: dict[str, Any] = {}
+        """The start report, ready for JSON."""
+
+    def saturation(self) -> dict[str, float] | None:
+        """Shares of elements {"saturated", "underflow"} in the casts of the last measured step; None before one."""
+        return self.monitor.last
+
+
+def read_config(config: str | os.PathLike | Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """A private copy of a DeepSpeed configuration given as a mapping or a JSON file, and the file's name.
+
+    Raises UserError for a file that is missing or no JSON object.
+    """
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config)), None
+    file = os.fspath(config)
+    try:
+        with open(file, encoding="utf-8") as stream:
+            raw = json.load(stream)
+    except OSError as error:
+        raise UserError(f"cannot read the DeepSpeed configuration: {error.strerror}", file=file) from None
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}",
+            file=file,
+            remedy="mend that line; JSON has no comments and no trailing commas",
+        ) from None
+    if not isinstance(raw, dict):
+        raise UserError("the configuration must be a JSON object", file=file, remedy="{...}")
+    return raw, file
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    *more: Any,
+    config: str | os.PathLike | Mapping[str, Any] | None = None,
+    config_params: str | os.PathLike | Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> tuple:
+    """deepspeed.initialize for a configuration that may hold an "fp8" section: same arguments, same result.
+
+    With FP8 enabled the linears of `model` are converted in place, and under ZeRO stage 3 the parameter all-gather and
+    the gradient reduce-scatter of the engine are replaced. `engine.fp8` is the FP8State of the engine. Rank 0 prints
+    one report. Raises UserError for a configuration that is wrong or asks for what this machine cannot do.
+    """
+    given = config if config is not None else config_params
+    if given is None and args is not None:
+        given = getattr(args, "deepspeed_config", None)
+    if given is None:
+        raise UserError("no DeepSpeed configuration", remedy="pass config=..., or launch with --deepspeed_config FILE")
+    raw, file = read_config(given)
+    fp8 = parse_fp8(raw, file)
+    check_deepspeed(raw, fp8, file)
+
+    monitor = CastMonitor(fp8.monitor.every if fp8.enabled else 0)
+    conversion = None
+    if fp8.enabled:
+        if model is None:
+            raise UserError("initialize needs a model to put FP8 into", remedy="pass model=...")
+        conversion = _located(file, convert, model, fp8, monitor)
+        if fp8.grad_reduce.format != "bf16":
+            raw.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+
+    if getattr(args, "deepspeed_config", None) is not None:
+        # DeepSpeed refuses the configuration in both places.
+        args = copy.copy(args)
+        args.deepspeed_config = None
+    result = deepspeed.initialize(args, model, optimizer, model_parameters, *more, config=raw, **keywords)
+    engine = result[0]
+
+    state = FP8State(fp8, monitor, WireMeter())
+    engine.fp8 = state
+    if conversion is not None:
+        state.conversion = conversion
+        seams.on_step(engine, monitor.end_step)
+        _install(engine, state)
+    state.report = start_report(engine, state)
+    if dist.get_rank() == 0:
+        print_report(state.report)
+    return result
+
+
+def _located(file: str | None, function: Any, *args: Any) -> Any:
+    try:
+        return function(*args)
+    except UserError as error:
+        raise error.located(file) from None
+
+
+def _install(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
+    """Replace the collectives of a ZeRO-3 engine by the FP8 ones that the configuration asks for."""
+    fp8 = state.config
+    if fp8.param_gather.format != "bf16":
+        weights = [
+            module.weight
+            for module in engine.module.modules()
+            if isinstance(module, FP8Linear) and seams.is_partitioned(module.weight)
+        ]
+        if weights:
+            state.parameter_gather = ParameterGather(engine, weights, fp8.linear.weight, state.wire)
+    if fp8.grad_reduce.format != "bf16" and engine.optimizer is not None:
+        state.nodes = find_nodes(fp8.grad_reduce.hierarchy)
+        seams.replace_reduce_scatter(
+            engine, lambda stock: make_reduce_scatter(stock, fp8.grad_reduce.format, state.nodes)
+        )

@@ -1,0 +1,104 @@
+"""The start report: what became FP8, what did not and why, and what that means in bytes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from ds_fp8.gemm import DESCRIPTIONS
+from ds_fp8.modules.linear import FP8Linear
+from ds_fp8.zero import seams
+
+if TYPE_CHECKING:
+    from ds_fp8.engine import FP8State
+
+
+def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> dict[str, Any]:
+    """Facts about an initialised engine, ready for JSON. Counts are of the whole model; bytes as their keys say."""
+    parameters = list(engine.module.parameters())
+    total = sum(math.prod(seams.full_shape(p)) for p in parameters)
+    report: dict[str, Any] = {
+        "enabled": state.conversion is not None,
+        "deepspeed": deepspeed.__version__,
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size(),
+        "zero_stage": engine.zero_optimization_stage(),
+        "parameters": total,
+    }
+    if state.conversion is None:
+        return report
+
+    linears = [module for module in engine.module.modules() if isinstance(module, FP8Linear)]
+    in_fp8 = sum(math.prod(seams.full_shape(module.weight)) for module in linears)
+    gathered = [m.weight for m in linears if seams.is_partitioned(m.weight)] if state.parameter_gather else []
+    gathered_count = sum(math.prod(seams.full_shape(weight)) for weight in gathered)
+    whole = len(linears) - len(gathered)
+    fp8, recipe = state.config, state.conversion.recipe
+    report |= {
+        "preset": fp8.preset,
+        "backend": recipe.backend,
+        "backend_description": DESCRIPTIONS[recipe.backend],
+        "casts": {
+            name: "{format} {granularity} {scale}".format(**getattr(fp8.linear, name).model_dump())
+            for name in ("input", "weight", "grad_output")
+        },
+        "fp8_linears": len(linears),
+        "fp8_parameters": in_fp8,
+        "left_in_bf16": state.conversion.left,
+        "param_gather": fp8.param_gather.format if state.parameter_gather else "bf16",
+        "fp8_gathered_parameters": gathered_count,
+        "fp8_shard_bytes_per_rank": state.parameter_gather.bytes_per_rank if state.parameter_gather else 0,
+        "gathered_bytes_per_parameter": (2 * total - gathered_count) / total,
+        "grad_reduce": fp8.grad_reduce.format,
+        "grad_hierarchy": "flat"
+        if state.nodes is None
+        else f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}",
+        "optimizer_bytes_per_parameter": {"master": 4, "exp_avg": 4, "exp_avg_sq": 4},
+        "notes": [],
+    }
+    if whole and fp8.param_gather.format != "bf16":
+        if engine.zero_optimization_stage() == 3:
+            report["notes"].append(
+                f"{whole} FP8 linears have fewer elements than stage3_param_persistence_threshold: ZeRO-3 keeps their "
+                "weights whole in BF16, and they are cast when used"
+            )
+    if recipe.backend == "reference":
+        report["notes"].append("emulated arithmetic: the numerics of FP8, slower than BF16")
+    return report
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Print the report as one panel."""
+    console = Console(highlight=False)
+    if not report["enabled"]:
+        console.print("[bold]FP8 is off[/bold]: plain DeepSpeed, BF16 all the way")
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    share = report["fp8_parameters"] / report["parameters"]
+    table.add_row("linears in FP8", f"{report['fp8_linears']} ({share:.1%} of {report['parameters']:,} parameters)")
+    for reason, count in Counter(report["left_in_bf16"].values()).items():
+        names = [name for name, why in report["left_in_bf16"].items() if why == reason]
+        table.add_row("left in BF16", f"{', '.join(names[:3])}{' ...' if count > 3 else ''}: {reason}")
+    table.add_row("casts", ", ".join(f"{name} {cast}" for name, cast in report["casts"].items()))
+    table.add_row("GEMM backend", f"{report['backend']} ({report['backend_description']})")
+    table.add_row(
+        "parameter all-gather",
+        f"{report['param_gather']}, {report['gathered_bytes_per_parameter']:.2f} bytes a parameter (BF16: 2), "
+        f"{report['fp8_shard_bytes_per_rank']:,} bytes of FP8 shards and scales a rank",
+    )
+    table.add_row("gradient reduction", f"{report['grad_reduce']}, {report['grad_hierarchy']}")
+    state = report["optimizer_bytes_per_parameter"]
+    table.add_row("optimizer state", ", ".join(f"{name} {size} bytes" for name, size in state.items()) + " a parameter")
+    for note in report["notes"]:
+        table.add_row("note", note)
+    console.print(Panel(table, title=f"ds_fp8, preset {report['preset']}", title_align="left", expand=False))

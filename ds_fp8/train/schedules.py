@@ -1,0 +1,61 @@
+"""Learning-rate schedules: what share of the peak learning rate a step gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+from pydantic import Field
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from ds_fp8.schema import Section
+
+
+class Schedule(Section):
+    """How the learning rate moves over a run. Lengths are steps, or below 1 a fraction of all steps."""
+
+    type: Literal["wsd", "cosine", "constant"] = "cosine"
+    """wsd: warmup, stable, cosine decay at the end; cosine: decay right after warmup; constant: warmup only."""
+    warmup: float = Field(0.05, ge=0)
+    """Linear warmup."""
+    decay: float = Field(0.2, ge=0)
+    """The last part of a wsd run; the other types do not read it."""
+    min_ratio: float = Field(0.1, ge=0, le=1)
+    """The last step's share of the peak learning rate."""
+
+
+def _length(steps_or_fraction: float, total: int) -> int:
+    return round(steps_or_fraction * total if steps_or_fraction < 1 else steps_or_fraction)
+
+
+def learning_rate_factor(step: int, total: int, schedule: Schedule) -> float:
+    """The factor in [0, 1] on the peak learning rate of 0-based `step` in a run of `total` steps.
+
+    The last warmup step has factor 1, the last step of a decaying run has `min_ratio`; steps after the end keep it.
+    """
+    warmup = min(_length(schedule.warmup, total), total)
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule.type == "constant":
+        return 1.0
+    # The step that still has factor 1, after which the decay goes down to the last step.
+    peak = max(warmup - 1, 0)
+    if schedule.type == "wsd":
+        peak = max(peak, total - 1 - _length(schedule.decay, total))
+    last = total - 1
+    if step >= last:
+        progress = 1.0 if last > peak else 0.0
+    else:
+        progress = max(step - peak, 0) / (last - peak)
+    return schedule.min_ratio + (1 - schedule.min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def learning_rate_scheduler(total: int, schedule: Schedule) -> Callable[[Optimizer], LambdaLR]:
+    """What `initialize(lr_scheduler=...)` takes: makes the LambdaLR of `schedule` for an optimizer."""
+
+    def make(optimizer: Optimizer) -> LambdaLR:
+        return LambdaLR(optimizer, lambda step: learning_rate_factor(step, total, schedule))
+
+    return make

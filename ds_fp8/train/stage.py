@@ -1,0 +1,182 @@
+"""A stage: one JSON file, the command line's changes to it, and every check that needs no data and no processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from ds_fp8.config import FP8Config, check_deepspeed, parse_fp8
+from ds_fp8.data import DataConfig
+from ds_fp8.errors import UserError
+from ds_fp8.schema import Section, nearest, parse_section
+from ds_fp8.train.deepspeed_config import check_sections, known_keys, resolve_batch
+from ds_fp8.train.schedules import Schedule
+
+OWN_SECTIONS = ("fp8", "model", "data", "train")
+
+
+class ModelConfig(Section):
+    """Where the model comes from: exactly one of `path` and `config`, or neither when `train.init_from` is given."""
+
+    path: str | None = None
+    """A Hugging Face folder or model name."""
+    config: dict[str, Any] | None = None
+    """A Hugging Face configuration to start untrained, `model_type` included. Without a `vocab_size` it takes the
+    tokenizer's."""
+    attn_implementation: str = "sdpa"
+    activation_checkpointing: bool = False
+    """Recompute each decoder layer in backward."""
+
+
+class TrainConfig(Section):
+    """How long to train, from what, and what to write."""
+
+    run_dir: str
+    """Folder of checkpoints, metrics, result and final model. On many nodes it must be shared."""
+    init_from: str | None = None
+    """Weights to start from: the run_dir of a finished run, or a Hugging Face folder."""
+    steps: int = Field(gt=0)
+    seed: int = 1236
+    schedule: Schedule = Schedule()
+    log_every: int = Field(1, gt=0)
+    eval_every: int | None = Field(None, gt=0)
+    """Steps between validations; there is always one before the first step and one after the last."""
+    eval_batches: int = Field(8, gt=0)
+    """Validation micro-batches per rank."""
+    save_every: int | None = Field(None, gt=0)
+    """Steps between checkpoints; there is always one after the last step."""
+    keep_last: int = Field(2, gt=0)
+    """Checkpoints to keep."""
+    exact_match_problems: int = Field(0, ge=0)
+    """Held-out problems to answer before the first step and after the last."""
+    max_new_tokens: int = Field(48, gt=0)
+    """Length limit of an answer."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A checked stage. `raw` is the whole JSON after the command line's changes."""
+
+    raw: dict[str, Any]
+    file: Path
+    fp8: FP8Config
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    world: int
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.train.run_dir)
+
+
+def load_stage(path: str | os.PathLike, overrides: list[str] | tuple[str, ...] = ()) -> Stage:
+    """Read the stage at `path`, apply `a.b.c=value` overrides, and check what can be checked before data is read.
+
+    The number of ranks is the environment's WORLD_SIZE. Raises UserError with file, key and remedy.
+    """
+    file = Path(path)
+    try:
+        raw = read_json(file)
+        for override in overrides:
+            apply_override(raw, override)
+        return _check(raw, file)
+    except UserError as error:
+        raise error.located(file) from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in the JSON `file`; UserError with line and column for bad JSON or a key given twice."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+    except FileNotFoundError:
+        raise UserError("the configuration file does not exist", file=file, remedy="check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the configuration file cannot be read: {error}", file=file, remedy="check the path") from None
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"not valid JSON: {error.msg}", file=f"{file}, line {error.lineno}, column {error.colno}", remedy="mend it"
+        ) from None
+    if not isinstance(raw, dict):
+        raise UserError("the configuration must be a JSON object", file=file, remedy='{"model": {...}, ...}')
+    return raw
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise UserError(f'the key "{key}" is given twice in one object', key=key, remedy="remove one of them")
+        values[key] = value
+    return values
+
+
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set `a.b.c=value` in `raw`; the value is JSON where it parses as JSON, otherwise a string."""
+    dotted, equals, text = override.partition("=")
+    path = dotted.strip().split(".")
+    if not equals or not all(path):
+        raise UserError(f"--set {override!r} is not KEY=VALUE", remedy="--set train.steps=50")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    inner = raw
+    for depth, name in enumerate(path[:-1]):
+        inner = inner.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise UserError(
+                f'--set {dotted}: "{".".join(path[: depth + 1])}" is {inner!r}, which has no keys',
+                key=dotted,
+                remedy="set the value itself, or give the section as JSON",
+            )
+    inner[path[-1]] = value
+
+
+def _check(raw: dict[str, Any], file: Path) -> Stage:
+    known = known_keys() | set(OWN_SECTIONS)
+    for key in raw:
+        if key not in known:
+            raise UserError(f'unknown key "{key}"', key=key, remedy=nearest(key, known))
+    for section in ("data", "train"):
+        if section not in raw:
+            raise UserError(f'the section "{section}" is missing', key=section, remedy=f'add "{section}": {{...}}')
+    fp8 = parse_fp8(raw, file)
+    model = parse_section(ModelConfig, raw.get("model", {}), key="model", file=file)
+    data = parse_section(DataConfig, raw["data"], key="data", file=file)
+    train = parse_section(TrainConfig, raw["train"], key="train", file=file)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    check_sections(raw, world)
+    check_deepspeed(raw, fp8, file)
+    _check_model_source(model, train)
+    global_batch, micro_batch, accumulation = resolve_batch(raw, world)
+    if not train.run_dir.strip():
+        raise UserError("train.run_dir is empty", key="train.run_dir", remedy='"run_dir": "runs/first"')
+    return Stage(raw, file, fp8, model, data, train, world, global_batch, micro_batch, accumulation)
+
+
+def _check_model_source(model: ModelConfig, train: TrainConfig) -> None:
+    given = {"model.path": model.path, "model.config": model.config, "train.init_from": train.init_from}
+    present = [key for key, value in given.items() if value is not None]
+    if len(present) == 1:
+        return
+    if not present:
+        raise UserError(
+            "no model is given",
+            key="model",
+            remedy="give one of model.path (a Hugging Face folder or name), model.config (an untrained model) and "
+            "train.init_from (an earlier run)",
+        )
+    raise UserError(
+        f"{' and '.join(present)} contradict each other: the weights can come from one place only",
+        key=present[0],
+        remedy=f"keep one of {', '.join(present)}",
+    )

@@ -22,24 +22,21 @@ class Cast(Section):
     scale: ScaleType = "pow2"
 
 
+class WeightCast(Cast):
+    """How weights are cast: dgrad reads the cast of fprop transposed, which row-like groups do not survive."""
+
+    granularity: Literal["128x128", "tensor"] = "128x128"
+
+
 class LinearConfig(Section):
     """The linear layers: their three casts, who multiplies, and which layers stay in high precision."""
 
     backend: Literal["auto", "reference"] = "auto"
     input: Cast = Cast()
-    weight: Cast = Cast(granularity="128x128")
+    weight: WeightCast = WeightCast()
     grad_output: Cast = Cast()
     skip: tuple[str, ...] = ("lm_head",)
     """Names, parts of dotted names, or glob patterns of linears that stay BF16."""
-
-    @model_validator(mode="after")
-    def _weight_is_transposable(self) -> LinearConfig:
-        if self.weight.granularity not in ("128x128", "tensor"):
-            raise ValueError(
-                f'weight granularity "{self.weight.granularity}" cannot be transposed for dgrad without casting again; '
-                'use "128x128" or "tensor"'
-            )
-        return self
 
 
 class ActivationsConfig(Section):
@@ -95,9 +92,11 @@ class FP8Config(Section):
     def _gathers_what_is_multiplied(self) -> FP8Config:
         gathered, multiplied = self.param_gather.format, self.linear.weight.format
         if gathered not in ("bf16", multiplied):
-            raise ValueError(
-                f'param_gather.format "{gathered}" differs from linear.weight.format "{multiplied}": the gathered bytes '
-                "are what the GEMMs read, so both must be the same"
+            raise UserError(
+                f'param_gather.format "{gathered}" differs from linear.weight.format "{multiplied}": '
+                "the gathered bytes are what the GEMMs read, so both must be the same",
+                key="fp8.param_gather.format",
+                remedy=f'"param_gather": {{"format": "{multiplied}"}}, or "bf16" to gather without FP8',
             )
         return self
 
@@ -127,16 +126,14 @@ def parse_fp8(raw: Mapping[str, Any], file: str | os.PathLike | None = None) -> 
     if not isinstance(section, Mapping):
         raise UserError(f'"fp8" must be a JSON object, got {section!r}', key="fp8", file=file, remedy='"fp8": {...}')
     preset = section.get("preset", "infir2")
-    if preset not in PRESETS:
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise UserError(
             f"unknown preset {preset!r}",
             key="fp8.preset",
             file=file,
             remedy=nearest(str(preset), PRESETS).replace("Known keys", "Known presets"),
         )
-    defaults = FP8Config().model_dump()
-    parse_section(FP8Config, section, key="fp8", file=file)  # the user's own keys, before the preset hides any
-    return parse_section(FP8Config, merge(merge(defaults, PRESETS[preset]), section), key="fp8", file=file)
+    return parse_section(FP8Config, merge(PRESETS[preset], section), key="fp8", file=file)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,18 +175,18 @@ def check_deepspeed(raw: Mapping[str, Any], fp8: FP8Config, file: str | os.PathL
         if gathers:
             refuse(
                 "zero_optimization.stage",
-                f"FP8 parameter all-gather exists in ZeRO stage 3 only, and the stage is {stage}",
+                f"FP8 parameter all-gather exists in ZeRO stage 3 only, and the stage is {stage!r}",
                 '"stage": 3, or "fp8": {"param_gather": {"format": "bf16"}}',
             )
         if reduces:
             refuse(
                 "zero_optimization.stage",
-                f"FP8 gradient reduce-scatter exists in ZeRO stage 3 only, and the stage is {stage}",
+                f"FP8 gradient reduce-scatter exists in ZeRO stage 3 only, and the stage is {stage!r}",
                 '"stage": 3, or "fp8": {"grad_reduce": {"format": "bf16"}}',
             )
         return
 
-    if zero.get("zero_hpz_partition_size", 1) > 1:
+    if zero.get("zero_hpz_partition_size", 1) not in (1, None):
         refuse(
             "zero_optimization.zero_hpz_partition_size",
             "hpZ keeps a second BF16 copy of the weights inside each node, which FP8 gathers do not fill",

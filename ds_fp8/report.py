@@ -65,11 +65,10 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> dict[str
         "notes": [],
     }
     if whole and fp8.param_gather.format != "bf16":
-        if engine.zero_optimization_stage() == 3:
-            report["notes"].append(
-                f"{whole} FP8 linears have fewer elements than stage3_param_persistence_threshold: ZeRO-3 keeps their "
-                "weights whole in BF16, and they are cast when used"
-            )
+        report["notes"].append(
+            f"{whole} FP8 linears have fewer elements than stage3_param_persistence_threshold: ZeRO-3 keeps their "
+            "weights whole in BF16, and they are cast when used"
+        )
     if recipe.backend == "reference":
         report["notes"].append("emulated arithmetic: the numerics of FP8, slower than BF16")
     return report

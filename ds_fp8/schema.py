@@ -43,6 +43,8 @@ def parse_section(
         )
     try:
         return section.model_validate(dict(values))
+    except UserError as error:  # a section's own check, which names its keys itself
+        raise error.located(file) from None
     except ValidationError as error:
         first = error.errors()[0]
         path = [part for part in first["loc"] if isinstance(part, (str, int))]

@@ -54,7 +54,7 @@ class LinearRecipe:
         )
 
     def cast(self, tensor_class: str, x: torch.Tensor) -> QuantizedTensor:
-        """Cast the matrix `x` as tensors of `tensor_class` (input, weight, grad_output) are, and count what was lost."""
+        """Cast the matrix `x` as tensors of `tensor_class` (input, weight, grad_output) are, and count the losses."""
         spec: Cast = getattr(self, tensor_class)
         quantized = quantize(x, spec.format, spec.granularity, spec.scale)
         self.monitor.observe(tensor_class, x, quantized)

@@ -54,7 +54,7 @@ class QuantizedTensor:
     def t(self) -> QuantizedTensor:
         """The transposed matrix, without casting again: bytes and scales are views of this tensor's.
 
-        Raises ValueError for granularities whose groups lie along one dimension: a transposed row would need new scales.
+        Raises ValueError for granularities whose groups lie along one dimension: transposed, they need new scales.
         """
         if self.granularity == "tensor":
             return QuantizedTensor(self.data.t(), self.scale, "tensor", self.scale_type)

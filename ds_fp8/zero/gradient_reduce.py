@@ -46,7 +46,7 @@ class Nodes:
 def find_nodes(hierarchy: str, ranks_per_node: int | None = None) -> Nodes | None:
     """The two-level groups, or None for one flat all-to-all (`hierarchy` "flat", one node, or nodes of unequal size).
 
-    ranks_per_node: read from the launcher's LOCAL_WORLD_SIZE or LOCAL_SIZE when None. Collective: every rank must call it.
+    ranks_per_node: read from the launcher's LOCAL_WORLD_SIZE or LOCAL_SIZE when None. Collective.
     """
     world = dist.get_world_size()
     if ranks_per_node is None:
@@ -111,11 +111,10 @@ def make_reduce_scatter(stock: ReduceScatter, format: str, nodes: Nodes | None =
         if nodes is None:
             total = all_to_all_sum(x, format, group)
         else:
-            m, l, n = nodes.count, nodes.ranks_per_node, x.shape[1]
             # [M·L, n] -> [L, M·n]: to each neighbour what goes to its place in every node
-            by_place = x.view(m, l, n).transpose(0, 1).reshape(l, m * n)
+            by_place = x.view(nodes.count, nodes.ranks_per_node, -1).transpose(0, 1).flatten(1)
             inside = all_to_all_sum(by_place, format, nodes.inside)
-            total = all_to_all_sum(inside.view(m, n), format, nodes.between)
+            total = all_to_all_sum(inside.view(nodes.count, -1), format, nodes.between)
         total /= world
 
         for i, length, part in zip(large, lengths, total.split(padded), strict=True):

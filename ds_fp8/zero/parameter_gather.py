@@ -96,7 +96,7 @@ class _Weight:
 
 
 class _Handle:
-    """What DeepSpeed waits on: FP8 gathers in flight, and DeepSpeed's own handle for the parameters gathered in BF16."""
+    """What DeepSpeed waits on: FP8 gathers in flight, and its own handle for the parameters gathered in BF16."""
 
     def __init__(self, finish: list[Callable[[], None]], stock: object | None):
         self._finish, self._stock = finish, stock

@@ -2,8 +2,8 @@
 
 ZeRO-3 (`deepspeed.runtime.zero`) is entered at four places:
 
-    parameters      every partitioned Parameter carries the closures `all_gather_coalesced`, `all_gather` and `partition`,
-                    set in partition_parameters.Init; the parameter coordinator calls nothing else
+    parameters      every partitioned Parameter carries the closures `all_gather_coalesced`, `all_gather` and
+                    `partition`, set in partition_parameters.Init; the parameter coordinator calls nothing else
     gradients       stage3 calls the module-level `reduce_scatter_coalesced(gradients, group) -> local slices`
     master update   methods of the ZeRO-3 optimizer after which the FP32 master shards may differ
     wire            the communication backend object behind deepspeed.comm

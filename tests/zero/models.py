@@ -1,0 +1,113 @@
+"""Small models and engines on real ranks, shared by the tests of ds_fp8.zero."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "bf16": {"enabled": True},
+    "gradient_clipping": 1.0,
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "steps_per_print": 1000000,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True}},
+    # Prefetch and reuse off: otherwise small models stay gathered and backward never gathers.
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 300,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_reuse_distance": 0,
+    },
+}
+
+
+def config(fp8: dict | None = None, **zero) -> dict:
+    """CONFIG with an fp8 section (none when None) and changes to zero_optimization."""
+    result = {**CONFIG, "zero_optimization": {**CONFIG["zero_optimization"], **zero}}
+    return result if fp8 is None else {**result, "fp8": fp8}
+
+
+class Block(nn.Module):
+    """A residual MLP with awkward sizes, in which no weight divides by 2, 3 or 4 ranks evenly into rows or blocks."""
+
+    def __init__(self, hidden: int, inner: int):
+        super().__init__()
+        self.up = nn.Linear(hidden, inner)
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, hidden: int = 131, inner: int = 301, layers: int = 3, recompute: bool = False):
+        super().__init__()
+        self.embedding = nn.Embedding(61, hidden)
+        self.layers = nn.ModuleList(Block(hidden, inner) for _ in range(layers))
+        self.lm_head = nn.Linear(hidden, 61, bias=False)
+        self.recompute = recompute
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            if self.recompute and self.training:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = layer(x)
+        logits = self.lm_head(x)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def build(ds_config: dict, *, recompute: bool = False, prepare=None, stock: bool = False):
+    """An engine around Net in BF16 with weights from seed 0."""
+    import deepspeed
+
+    import ds_fp8
+
+    torch.manual_seed(0)
+    model = Net(recompute=recompute).bfloat16()
+    if prepare is not None:
+        prepare(model)
+    initialize = deepspeed.initialize if stock else ds_fp8.initialize
+    return initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    """Two rows that count upwards from random starts: quickly learnt, different on every step and rank."""
+    start = torch.randint(0, 61, (2, 1), generator=torch.Generator().manual_seed(1000 * step + rank))
+    return (start + torch.arange(17)) % 61
+
+
+def train(engine, steps: int, start: int = 0) -> list[float]:
+    """Losses of this rank."""
+    from deepspeed import comm as dist
+
+    losses = []
+    micro_batches = engine.gradient_accumulation_steps()
+    for step in range(start, start + steps):
+        for micro in range(micro_batches):
+            loss = engine(batch(step * micro_batches + micro, dist.get_rank()))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+def full_master(parameter) -> torch.Tensor:
+    """The whole FP32 master tensor of a ZeRO-3 parameter, on every rank."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return safe_get_full_fp32_param(parameter)
+
+
+def bf16_weights(engine) -> dict[str, torch.Tensor]:
+    """Every weight as GatheredParameters gives it."""
+    import deepspeed
+
+    result = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            result[name] = parameter.detach().clone()
+    return result

@@ -1,0 +1,151 @@
+import deepspeed
+import pytest
+import torch
+
+from ds_fp8.modules.linear import GATHERED, FP8Linear
+from ds_fp8.quantize import quantize
+from tests.zero import models
+
+SPECS = {"infir2": ("e4m3", "128x128"), "tensorwise": ("e4m3", "tensor")}
+
+
+def fp8_linears(engine):
+    return {name: m for name, m in engine.module.named_modules() if isinstance(m, FP8Linear)}
+
+
+def gather(engine, parameters):
+    parameters = list(parameters)
+    parameters[0].all_gather_coalesced(parameters).wait()
+
+
+def gathered_against_whole(preset, steps):
+    """Per weight: the gathered tensor equals a cast of the whole master tensor, bit for bit."""
+    engine = models.build(models.config({"preset": preset, "monitor": {"every": 0}}))
+    models.train(engine, steps)
+    weights = {name: m.weight for name, m in fp8_linears(engine).items()}
+    expected = {name: quantize(models.full_master(w), *SPECS[preset]) for name, w in weights.items()}
+    gather(engine, weights.values())
+    result = {}
+    for name, weight in weights.items():
+        ours, whole = getattr(weight, GATHERED), expected[name]
+        same = torch.equal(ours.data.view(torch.uint8), whole.data.view(torch.uint8))
+        result[name] = same and torch.equal(ours.scale, whole.scale)
+        assert weight.isnan().all(), "the placeholder must be loud"
+        assert weight.untyped_storage().nbytes() == 2
+        weight.partition()
+        assert getattr(weight, GATHERED) is None
+    return result
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("preset", SPECS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_gathered_weight_is_the_cast_of_the_whole_master(ranks, world, preset, steps):
+    for result in ranks(world, gathered_against_whole, preset, steps):
+        assert len(result) == 6
+        assert all(result.values()), result
+
+
+def gathered_parameters_are_bf16(write):
+    engine = models.build(models.config({"monitor": {"every": 0}}))
+    models.train(engine, 1)
+    weight = engine.module.layers[0].up.weight
+    master = models.full_master(weight).bfloat16()
+    gather(engine, [weight])  # GatheredParameters on a weight that FP8 has just gathered
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0 if write else None):
+        matches_master = torch.equal(weight, master)
+        if write and deepspeed.comm.get_rank() == 0:
+            weight.data.fill_(0.25)
+    gather(engine, [weight])
+    seen = getattr(weight, GATHERED).dequantize()
+    weight.partition()
+    return matches_master, seen, quantize(master.float(), "e4m3", "128x128").dequantize()
+
+
+def test_gathered_parameters_gives_real_bf16(ranks):
+    for matches, seen, _ in ranks(2, gathered_parameters_are_bf16, False):
+        assert matches
+        assert not seen.isnan().any()
+
+
+def test_weights_written_under_gathered_parameters_are_used(ranks):
+    for matches, seen, before in ranks(2, gathered_parameters_are_bf16, True):
+        assert matches
+        assert (seen == 0.25).all()
+        assert not torch.equal(seen, before)
+
+
+def frozen_weight():
+    def freeze(model):
+        model.layers[1].up.weight.requires_grad_(False)
+
+    engine = models.build(models.config({"monitor": {"every": 0}}), prepare=freeze)
+    weight = engine.module.layers[1].up.weight
+    with deepspeed.zero.GatheredParameters([weight]):
+        before = weight.detach().clone()
+    models.train(engine, 2)
+    gather(engine, [weight])
+    ours = getattr(weight, GATHERED)
+    weight.partition()
+    return torch.equal(ours.dequantize(), quantize(before.float(), "e4m3", "128x128").dequantize())
+
+
+def test_frozen_weights_are_gathered_in_fp8_and_stay(ranks):
+    assert all(ranks(2, frozen_weight))
+
+
+def master_and_bf16_agree():
+    engine = models.build(models.config({"monitor": {"every": 0}}))
+    models.train(engine, 2)
+    from ds_fp8.zero.seams import consolidated_state_dict
+
+    masters = {name: models.full_master(p).bfloat16() for name, p in engine.module.named_parameters()}
+    state = consolidated_state_dict(engine)
+    return None if state is None else all(torch.equal(state[name], masters[name]) for name in masters)
+
+
+def test_consolidated_weights_are_the_bf16_of_the_masters(ranks):
+    assert ranks(2, master_and_bf16_agree) == [True, None]
+
+
+def gathers_per_step(fp8):
+    engine = models.build(models.config(fp8))
+    models.train(engine, 2)
+    engine.fp8.wire.take()
+    models.train(engine, 1)
+    sent = engine.fp8.wire.take()
+    layers = sum(p.ds_numel for name, p in engine.module.named_parameters() if "layers" in name and p.ds_numel > 300)
+    others = sum(p.ds_numel for name, p in engine.module.named_parameters() if "layers" not in name)
+    return sent, layers, others
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bytes_on_the_wire(ranks, world):
+    """Layers are gathered twice a step (forward and backward), at one byte a parameter."""
+    fp8, layers, others = ranks(world, gathers_per_step, {"monitor": {"every": 0}})[0]
+    bf16, _, _ = ranks(world, gathers_per_step, {"enabled": False})[0]
+    share = (world - 1) / world
+    # Embedding and lm_head stay BF16; subtract them, and what the persistent vectors cost, from both.
+    rest = bf16["all_gather_bytes"] - 2 * layers * 2 * share
+    assert 0 < rest < 2 * 2 * others * share * 1.2
+    assert fp8["all_gather_bytes"] - rest <= 0.53 * 2 * layers * 2 * share
+    assert fp8["all_gather_bytes"] - rest >= 0.5 * 2 * layers * 2 * share
+    assert fp8["grad_bytes"] <= 0.53 * bf16["grad_bytes"]
+    assert bf16["grad_bytes"] == pytest.approx(2 * (layers + others) * share, rel=0.02)
+
+
+def persistent_weights(threshold):
+    engine = models.build(models.config({"monitor": {"every": 0}}, stage3_param_persistence_threshold=threshold))
+    losses = models.train(engine, 3)
+    return engine.fp8.report["fp8_linears"], engine.fp8.report["fp8_gathered_parameters"], engine.fp8.report, losses
+
+
+def test_persistent_weights_are_cast_when_used_and_reported(ranks):
+    for (linears, gathered, report, losses), (_, all_gathered, _, gathered_losses) in zip(
+        ranks(2, persistent_weights, 100000), ranks(2, persistent_weights, 300), strict=True
+    ):
+        assert all_gathered > 200000
+        assert (linears, gathered) == (6, 0)
+        assert report["param_gather"] == "bf16"
+        assert any("persistence_threshold" in note for note in report["notes"])
+        assert losses == pytest.approx(gathered_losses, rel=0.02)

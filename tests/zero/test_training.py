@@ -1,0 +1,152 @@
+"""Whole engines: FP8 against BF16, and DeepSpeed's own behaviours with FP8 in place."""
+
+import deepspeed
+import pytest
+import torch
+
+from tests.zero import models
+
+QUIET = {"monitor": {"every": 0}}
+
+
+def losses_and_weights(ds_config, recompute=False, leaf=False, stock=False, steps=4):
+    prepare = None
+    if leaf:
+
+        def prepare(model):
+            deepspeed.utils.set_z3_leaf_modules(model, [models.Block])
+
+    engine = models.build(ds_config, recompute=recompute, prepare=prepare, stock=stock)
+    losses = models.train(engine, steps)
+    return losses, models.bf16_weights(engine)
+
+
+def assert_same(left, right):
+    assert left[0] == right[0]
+    for name in left[1]:
+        assert torch.equal(left[1][name], right[1][name]), name
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_training_follows_bf16(ranks, world):
+    fp8 = ranks(world, losses_and_weights, models.config(QUIET), False, False, False, 20)[0][0]
+    bf16 = ranks(world, losses_and_weights, models.config({"enabled": False}), False, False, False, 20)[0][0]
+    assert bf16[-1] < 0.97 * bf16[0]
+    assert fp8 != bf16
+    assert fp8 == pytest.approx(bf16, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stage3_prefetch_bucket_size": 10**8, "stage3_max_reuse_distance": 10**8},
+        {"stage3_prefetch_bucket_size": 50000},
+        {"overlap_comm": True},
+        {"contiguous_gradients": False, "reduce_bucket_size": 50000},
+        {"sub_group_size": 50000},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_zero_options_change_nothing(ranks, changes):
+    """Prefetch, overlap, buckets and sub-groups are about when and where, not about what."""
+    config = models.config(QUIET, **changes)
+    base = ranks(2, losses_and_weights, models.config(QUIET))
+    for left, right in zip(base, ranks(2, losses_and_weights, config), strict=True):
+        assert_same(left, right)
+
+
+def test_optimizer_offload_follows_training_without_it(ranks):
+    """DeepSpeed sums the gradient norm in another order when it offloads, so the last bits differ."""
+    offloaded = models.config(QUIET, offload_optimizer={"device": "cpu"}) | {"zero_force_ds_cpu_optimizer": False}
+    base = ranks(2, losses_and_weights, models.config(QUIET))[0][0]
+    assert ranks(2, losses_and_weights, offloaded)[0][0] == pytest.approx(base, rel=1e-3)
+
+
+@pytest.mark.parametrize("variant", [{"recompute": True}, {"leaf": True}, {"recompute": True, "leaf": True}], ids=str)
+def test_recompute_and_leaf_modules_change_nothing(ranks, variant):
+    base = ranks(2, losses_and_weights, models.config(QUIET))
+    arguments = (variant.get("recompute", False), variant.get("leaf", False))
+    for left, right in zip(base, ranks(2, losses_and_weights, models.config(QUIET), *arguments), strict=True):
+        assert_same(left, right)
+
+
+def test_gradient_accumulation(ranks):
+    config = {**models.config(QUIET), "gradient_accumulation_steps": 3}
+    losses = ranks(2, losses_and_weights, config)[0][0]
+    twin = ranks(2, losses_and_weights, {**config, "fp8": {"enabled": False}})[0][0]
+    assert losses == pytest.approx(twin, rel=0.02)
+
+
+@pytest.mark.parametrize("fp8", [None, {"enabled": False}], ids=["no section", "disabled"])
+def test_without_fp8_nothing_changes_bit_for_bit(ranks, fp8):
+    stock = ranks(2, losses_and_weights, models.config(None), False, False, True)
+    for left, right in zip(stock, ranks(2, losses_and_weights, models.config(fp8)), strict=True):
+        assert_same(left, right)
+
+
+def stock_engine_beside_an_fp8_engine():
+    models.train(models.build(models.config(QUIET)), 1)
+    return losses_and_weights(models.config(None), stock=True)
+
+
+def test_a_plain_engine_beside_an_fp8_engine_is_untouched(ranks):
+    stock = ranks(2, losses_and_weights, models.config(None), False, False, True)
+    for left, right in zip(stock, ranks(2, stock_engine_beside_an_fp8_engine), strict=True):
+        assert_same(left, right)
+
+
+def step_with_overflow(value):
+    engine = models.build(models.config(QUIET))
+    models.train(engine, 1)
+    before = models.bf16_weights(engine)
+    skipped = engine.skipped_steps
+    loss = engine(models.batch(5, deepspeed.comm.get_rank()))
+    # One rank's loss is scaled so that its gradients are not finite.
+    engine.backward(loss * (value if deepspeed.comm.get_rank() == 1 else 1.0))
+    engine.step()
+    after = models.bf16_weights(engine)
+    unchanged = all(torch.equal(before[name], after[name]) for name in before)
+    losses = models.train(engine, 2)
+    return unchanged, engine.skipped_steps - skipped, losses
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_overflow_on_one_rank_skips_the_step_on_all(ranks, value):
+    for unchanged, skipped, losses in ranks(2, step_with_overflow, value):
+        assert unchanged
+        assert skipped == 1
+        assert all(loss == loss and loss < 10 for loss in losses)
+
+
+def evaluate_between_steps():
+    engine = models.build(models.config(QUIET))
+    plain = models.train(engine, 4)
+    engine = models.build(models.config(QUIET))
+    losses = models.train(engine, 2)
+    engine.eval()
+    with torch.no_grad():
+        first, second = (engine(models.batch(99, 0)).item() for _ in range(2))
+    engine.train()
+    return plain, losses + models.train(engine, 2, start=2), first, second
+
+
+def test_evaluation_between_steps_changes_nothing(ranks):
+    for plain, interrupted, first, second in ranks(2, evaluate_between_steps):
+        assert plain == interrupted
+        assert first == second
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_fp8_linears_alone_under_stages_1_and_2(ranks, stage):
+    fp8 = {**QUIET, "param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
+    losses = ranks(2, losses_and_weights, models.config(fp8, stage=stage))[0][0]
+    twin = ranks(2, losses_and_weights, models.config({"enabled": False}, stage=stage))[0][0]
+    assert losses != twin
+    assert losses == pytest.approx(twin, rel=0.02)
+
+
+@pytest.mark.parametrize("part", ["param_gather", "grad_reduce"])
+def test_each_collective_can_stay_bf16(ranks, part):
+    losses = ranks(2, losses_and_weights, models.config({**QUIET, part: {"format": "bf16"}}))[0][0]
+    full = ranks(2, losses_and_weights, models.config(QUIET))[0][0]
+    assert losses == pytest.approx(full, rel=0.02)

@@ -1,0 +1,62 @@
+# Source this from a script in the project's folder: makes .venv beside README.md with the tested versions, and enters it.
+#   . scripts/environment.sh [extra ...]      for example: . scripts/environment.sh test
+# A machine without an NVIDIA GPU gets the CPU build of torch. PYTHON chooses the interpreter (default python3).
+
+fail() { printf '\nerror: %s\n  remedy: %s\n' "$1" "$2" >&2; exit 2; }
+
+have_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+
+install_torch() {
+  local version
+  version=$(sed -n 's/^torch==//p' scripts/constraints.txt)
+  if have_gpu; then
+    python -m pip install -q "torch==$version"
+    return
+  fi
+  # "+cpu" admits the CPU build alone: from a folder or index that pip is configured with, or else through uv, which
+  # knows where PyTorch publishes it. Never the default build, which brings gigabytes of CUDA.
+  python -m pip install -q "torch==$version+cpu" 2>/dev/null && return
+  python -m pip install -q uv && uv pip install -q --torch-backend=cpu "torch==$version" && return
+  fail "no CPU build of torch $version for $(python --version) could be installed" \
+    "install it into .venv by hand as pytorch.org says (Get Started, pip, CPU), then run this again"
+}
+
+make_environment() {
+  local extras python=${PYTHON:-python3} stamp
+  extras=$(IFS=,; echo "$*")
+  command -v "$python" >/dev/null || fail "no $python" "install Python 3.10 to 3.13, or set PYTHON to its path"
+  "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' ||
+    fail "$("$python" --version) is not supported" "set PYTHON to a Python 3.10 to 3.13"
+  if ! command -v c++ >/dev/null; then
+    # DeepSpeed compiles a small communication op the first time it runs on a CPU.
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+      apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq g++ >/dev/null
+    else
+      fail "no C++ compiler, which DeepSpeed needs" "install g++"
+    fi
+  fi
+
+  # Installed once; again when the requirements or the interpreter change.
+  stamp=".venv/installed-$(cat pyproject.toml scripts/constraints.txt scripts/environment.sh | cat - <("$python" --version) \
+    | cksum | cut -d' ' -f1)-${extras:-base}"
+  if [ ! -e "$stamp" ]; then
+    echo "Installing into .venv (once, a few minutes) ..."
+    [ -e .venv/bin/python ] || "$python" -m venv .venv ||
+      fail "cannot make a virtual environment" "install the venv module of $python (Debian: apt install python3-venv)"
+    (
+      . .venv/bin/activate
+      export PIP_DISABLE_PIP_VERSION_CHECK=1
+      set -e
+      python -m pip install -q "setuptools>=77" wheel packaging ninja
+      python -c 'import torch' 2>/dev/null || install_torch
+      # DeepSpeed's build looks at the installed torch, so it must not build in an environment of its own.
+      python -m pip install -q --no-build-isolation -c scripts/constraints.txt deepspeed
+      python -m pip install -q --no-build-isolation -c scripts/constraints.txt -e ".${extras:+[$extras]}"
+    ) || fail "the installation into .venv failed" "see above; remove .venv to begin anew"
+    touch "$stamp"
+  fi
+  . .venv/bin/activate
+  have_gpu || export DS_ACCELERATOR=cpu
+}
+
+make_environment "$@"

@@ -1,0 +1,39 @@
+"""Train one stage: deepspeed scripts/train.py --deepspeed_config FILE [--set train.steps=50 ...]."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from ds_fp8.errors import main_entry
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="the stage's JSON")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key, such as train.steps=50"
+    )
+    parser.add_argument("--local_rank", type=int, help="given by the launcher")
+    arguments = parser.parse_args()
+
+    import torch
+    from deepspeed.utils.logging import set_log_level_from_string
+
+    from ds_fp8.train import load_stage, train
+    from ds_fp8.train.interrupt import EXIT_INTERRUPTED, Interrupted
+
+    if not torch.cuda.is_available():
+        ranks_here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+    set_log_level_from_string("warning")
+    try:
+        result = train(load_stage(arguments.deepspeed_config, arguments.set))
+    except Interrupted:
+        return EXIT_INTERRUPTED
+    if int(os.environ["RANK"]) == 0:
+        print(f"final validation loss {result['final_loss']:.4f} after {result['steps']} steps", flush=True)
+    return 0
+
+
+main_entry(main)

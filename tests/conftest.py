@@ -1,7 +1,3 @@
-import os
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 import pytest
 import torch
 
@@ -10,7 +6,7 @@ from tests.ranks import RankPools
 
 def pytest_collection_modifyitems(items):
     missing = pytest.mark.skip(reason="needs a Hopper GPU")
-    if not torch.cuda.is_available():
+    if not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(missing)
@@ -20,5 +16,13 @@ def pytest_collection_modifyitems(items):
 def ranks():
     """`ranks(world, function, *args)`: run a module-level function on real gloo ranks, results by rank."""
     pools = RankPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks():
+    """The same with one GPU a rank, over NCCL."""
+    pools = RankPools("cuda")
     yield pools
     pools.close()

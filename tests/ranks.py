@@ -1,4 +1,4 @@
-"""Real gloo ranks for tests: a pool of processes that run a function together and return what each rank got.
+"""Real ranks for tests, over gloo on CPUs or NCCL on GPUs: a pool of processes that run a function together.
 
 Starting a process and importing DeepSpeed takes seconds, so the processes of a pool are reused by all tests of a run. A
 test function is any module-level function; it is called on every rank after deepspeed.init_distributed.
@@ -24,7 +24,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _worker(rank: int, world: int, port: int, connection: Any) -> None:
+def _worker(rank: int, world: int, port: int, accelerator: str, connection: Any) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -32,7 +32,7 @@ def _worker(rank: int, world: int, port: int, connection: Any) -> None:
         LOCAL_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        DS_ACCELERATOR="cpu",
+        DS_ACCELERATOR=accelerator,
         LOG_LEVEL="ERROR",
         DEEPSPEED_LOG_LEVEL="error",
     )
@@ -46,7 +46,9 @@ def _worker(rank: int, world: int, port: int, connection: Any) -> None:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    if accelerator == "cuda":
+        torch.cuda.set_device(rank)
+    deepspeed.init_distributed(dist_backend="nccl" if accelerator == "cuda" else "gloo", verbose=False)
     while True:
         try:
             function, args = connection.recv()
@@ -59,16 +61,16 @@ def _worker(rank: int, world: int, port: int, connection: Any) -> None:
 
 
 class RankPool:
-    """`world` processes joined by gloo."""
+    """`world` processes joined by gloo (accelerator "cpu") or NCCL ("cuda")."""
 
-    def __init__(self, world: int):
+    def __init__(self, world: int, accelerator: str = "cpu"):
         self.world = world
         context = multiprocessing.get_context("spawn")
         port = _free_port()
         self._connections, self._processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(rank, world, port, theirs), daemon=True)
+            process = context.Process(target=_worker, args=(rank, world, port, accelerator, theirs), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -105,13 +107,14 @@ class RankPool:
 class RankPools:
     """Pools by size, made when first asked for and again after a failure broke one."""
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: str = "cpu") -> None:
+        self._accelerator = accelerator
         self._pools: dict[int, RankPool] = {}
 
     def __call__(self, world: int, function: Callable, *args: Any) -> list[Any]:
         pool = self._pools.get(world)
         if pool is None or pool.broken:
-            pool = self._pools[world] = RankPool(world)
+            pool = self._pools[world] = RankPool(world, self._accelerator)
         return pool.run(function, *args)
 
     def close(self) -> None:

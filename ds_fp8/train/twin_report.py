@@ -151,7 +151,8 @@ def _bars(summary: dict[str, Any], panels: Mapping[str, Callable[[dict], float]]
 _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:1080px;margin:2rem auto;padding:0 1rem;color:#1c2733}
 h1{font-size:1.6rem}h2{font-size:1.15rem;margin-top:2rem}img{max-width:100%}
-table{border-collapse:collapse;font-size:.9rem}th,td{padding:.25rem .8rem;text-align:right;border-bottom:1px solid #dde3ea}
+table{border-collapse:collapse;font-size:.9rem}
+th,td{padding:.25rem .8rem;text-align:right;border-bottom:1px solid #dde3ea}
 th:first-child,td:first-child{text-align:left}td.note{text-align:left}
 .muted{color:#667}
 """
@@ -217,8 +218,8 @@ def _page(title: str, summary: dict[str, Any], runs: Runs) -> str:
         f'<p class="muted">{summary["parameters"]:,} parameters, {summary["ranks"]} ranks on {summary["device"]}; '
         f"{escape(versions)}. The BF16 twin has the same seed, data and steps.</p>",
         _results_table(summary),
-        '<p class="muted">Losses are validation losses before and after the stage. Bytes and tokens/s are FP8 over BF16. '
-        f"{escape('. '.join(notes))}.</p>",
+        '<p class="muted">Losses are validation losses before and after the stage. Bytes and tokens/s are FP8 over '
+        f"BF16. {escape('. '.join(notes))}.</p>",
         "<h2>Loss</h2>",
         _losses(runs),
         "<h2>Answers</h2>",

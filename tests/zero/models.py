@@ -88,7 +88,7 @@ def train(engine, steps: int, start: int = 0) -> list[float]:
     micro_batches = engine.gradient_accumulation_steps()
     for step in range(start, start + steps):
         for micro in range(micro_batches):
-            loss = engine(batch(step * micro_batches + micro, dist.get_rank()))
+            loss = engine(batch(step * micro_batches + micro, dist.get_rank()).to(engine.device))
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
@@ -103,11 +103,11 @@ def full_master(parameter) -> torch.Tensor:
 
 
 def bf16_weights(engine) -> dict[str, torch.Tensor]:
-    """Every weight as GatheredParameters gives it."""
+    """Every weight as GatheredParameters gives it, on the CPU."""
     import deepspeed
 
     result = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
-            result[name] = parameter.detach().clone()
+            result[name] = parameter.detach().cpu().clone()
     return result

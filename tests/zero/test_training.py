@@ -100,7 +100,7 @@ def step_with_overflow(value):
     models.train(engine, 1)
     before = models.bf16_weights(engine)
     skipped = engine.skipped_steps
-    loss = engine(models.batch(5, deepspeed.comm.get_rank()))
+    loss = engine(models.batch(5, deepspeed.comm.get_rank()).to(engine.device))
     # One rank's loss is scaled so that its gradients are not finite.
     engine.backward(loss * (value if deepspeed.comm.get_rank() == 1 else 1.0))
     engine.step()
@@ -125,7 +125,7 @@ def evaluate_between_steps():
     losses = models.train(engine, 2)
     engine.eval()
     with torch.no_grad():
-        first, second = (engine(models.batch(99, 0)).item() for _ in range(2))
+        first, second = (engine(models.batch(99, 0).to(engine.device)).item() for _ in range(2))
     engine.train()
     return plain, losses + models.train(engine, 2, start=2), first, second
 

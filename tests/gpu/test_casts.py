@@ -1,0 +1,41 @@
+"""The reference casts give the same bits on a GPU as on a CPU."""
+
+import pytest
+import torch
+
+from ds_fp8.formats import FORMATS, GRANULARITIES, SCALE_TYPES
+from ds_fp8.gemm import scaled_matmul
+from ds_fp8.quantize import quantize
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("scale", SCALE_TYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 130), (200, 560), (129, 257)])
+def test_cast_is_bit_equal_to_the_cpu(format, granularity, scale, shape):
+    x = torch.randn(shape) * torch.logspace(-40, 30, shape[1])
+    x[0, 0] = 0
+    host, device = quantize(x, format, granularity, scale), quantize(x.cuda(), format, granularity, scale)
+    assert torch.equal(host.scale, device.scale.cpu())
+    assert torch.equal(host.data.view(torch.uint8), device.data.cpu().view(torch.uint8))
+    assert torch.equal(host.dequantize(), device.dequantize().cpu())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_overflow_survives(value):
+    x = torch.randn(3, 256, device="cuda")
+    x[1, 130] = value
+    bad = quantize(x).dequantize().isnan()
+    assert bad[1, 128:].all()
+    assert bad.sum() == 128
+
+
+@pytest.mark.parametrize("scale", SCALE_TYPES)
+def test_product_against_fp64(scale):
+    a = quantize(torch.randn(200, 560, device="cuda"), scale=scale)
+    b = quantize(torch.randn(130, 560, device="cuda"), granularity="128x128", scale=scale)
+    exact = a.dequantize().double() @ b.dequantize().double().t()
+    error = (scaled_matmul(a, b).double() - exact).norm() / exact.norm()
+    assert error < 3e-3  # one rounding to BF16

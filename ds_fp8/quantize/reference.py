@@ -47,7 +47,9 @@ def scale_from_amax(amax: torch.Tensor, format: str, scale: str) -> torch.Tensor
     """Dequantisation factors (FP32, the shape of `amax`) that bring `amax` to the format's largest value."""
     if scale not in SCALE_TYPES:
         raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALE_TYPES)}")
-    exact = (amax.float() / FORMATS[format].max).clamp_min(SMALLEST_SCALE)
+    amax = amax.float()
+    # A tensor as divisor: dividing by a number, CUDA multiplies by its rounded reciprocal.
+    exact = (amax / torch.full_like(amax, FORMATS[format].max)).clamp_min(SMALLEST_SCALE)
     if scale == "pow2":
         mantissa, exponent = torch.frexp(exact)  # exact = mantissa * 2**exponent, mantissa in [0.5, 1)
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)

@@ -69,6 +69,8 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> dict[str
             f"{whole} FP8 linears have fewer elements than stage3_param_persistence_threshold: ZeRO-3 keeps their "
             "weights whole in BF16, and they are cast when used"
         )
+    if state.conversion.unmatched:
+        report["notes"].append(f"fp8.linear.skip names no linear with {', '.join(state.conversion.unmatched)}")
     if recipe.backend == "reference":
         report["notes"].append("emulated arithmetic: the numerics of FP8, slower than BF16")
     return report

@@ -12,6 +12,9 @@ from ds_fp8.errors import UserError
 IGNORED = -100
 """Label of a token that carries no loss, as in Hugging Face and torch's cross entropy."""
 
+Message = dict[str, Any]
+"""One turn: {"role": ..., "content": ...}."""
+
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -25,21 +28,26 @@ CHATML_TEMPLATE = (
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 
-def tokenize_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]
-) -> tuple[list[int], list[int]]:
+def tokenize_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[int], list[int]]:
     """Token ids of a conversation and its labels, both of the same length.
 
     A label is the token id itself inside an assistant turn, its end-of-turn token included, and -100 elsewhere.
-    Raises UserError when the tokenizer's template renders a turn differently once another follows it.
+    Raises UserError (key data.tokenizer) when the tokenizer cannot tell where in the text its tokens are, or when its
+    template has no {% generation %} mark and renders a turn differently once another follows it.
     """
     return tokenize_chats(tokenizer, [messages])[0]
 
 
 def tokenize_chats(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, Any]]]
+    tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]]
 ) -> list[tuple[list[int], list[int]]]:
     """`tokenize_chat` of many conversations at once, which is several times faster."""
+    if not tokenizer.is_fast:
+        raise UserError(
+            "this tokenizer does not tell where in the text its tokens are, which the loss on assistant turns needs",
+            key="data.tokenizer",
+            remedy="use a tokenizer that has a tokenizer.json",
+        )
     if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()):
         encoded = tokenizer.apply_chat_template(
             conversations, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -51,31 +59,38 @@ def tokenize_chats(
     return [_tokenize_by_prefixes(tokenizer, messages) for messages in conversations]
 
 
-def _tokenize_by_prefixes(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]
-) -> tuple[list[int], list[int]]:
-    """An assistant turn is what the conversation up to it has more than the prompt for it."""
+def _tokenize_by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[int], list[int]]:
+    """An assistant turn is the text that the conversation up to it has more than the prompt for it."""
 
-    def encode(count: int, prompt: bool) -> list[int]:
-        return tokenizer.apply_chat_template(
-            messages[:count], tokenize=True, return_dict=True, add_generation_prompt=prompt
-        )["input_ids"]
+    def render(count: int, prompt: bool) -> str:
+        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
 
-    ids = encode(len(messages), prompt=False)
+    text = render(len(messages), prompt=False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
     labels = [IGNORED] * len(ids)
     special = set(tokenizer.all_special_ids)
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before, after = encode(index, prompt=True), encode(index + 1, prompt=False)
-        if after[: len(before)] != before or ids[: len(after)] != after:
+        if index == 0:
+            raise UserError(
+                "a conversation begins with an assistant turn, whose first word the chat template does not show",
+                key="data.tokenizer",
+                remedy="begin with a user turn, or use a chat template that has {% generation %}",
+            )
+        before, after = render(index, prompt=True), render(index + 1, prompt=False)
+        if not (after.startswith(before) and text.startswith(after)):
             raise UserError(
                 f"the chat template of this tokenizer rewrites turn {index + 1} when the conversation goes on",
                 key="data.tokenizer",
                 remedy="use a chat template that marks the assistant's words with {% generation %}",
             )
+        # A token that begins before the turn and reaches into it (a space and the first word) belongs to it.
+        turn = [place for place, (start, stop) in enumerate(offsets) if stop > len(before) and start < len(after)]
         # What a template writes after the end-of-turn token (ChatML: a line break) is not the model's to say.
-        ends = [place for place in range(len(before), len(after)) if after[place] in special]
-        stop = ends[-1] + 1 if ends else len(after)
-        labels[len(before) : stop] = ids[len(before) : stop]
+        while turn and ids[turn[-1]] not in special and special.intersection(ids[place] for place in turn):
+            turn.pop()
+        for place in turn:
+            labels[place] = ids[place]
     return ids, labels

@@ -30,8 +30,8 @@ class DataConfig(Section):
     """Column that holds a conversation: a list of {"role": ..., "content": ...}."""
 
     tokenizer: str = "synthetic"
-    """"synthetic" for a sentencepiece model trained on the built-in corpus on first use; a sentencepiece .model file; or
-    a Hugging Face tokenizer folder or name."""
+    """"synthetic" for a sentencepiece model trained on the built-in corpus on first use; a sentencepiece .model file;
+    or a Hugging Face tokenizer folder or name."""
 
     vocab_size: int = Field(default=640, ge=SMALLEST_VOCABULARY, le=2048)
     """Number of tokens of the "synthetic" tokenizer, special tokens and the 256 bytes included."""

@@ -88,9 +88,7 @@ def _pieces(ids: Sequence[int], labels: Sequence[int], sequence_length: int, ove
     return [piece for piece in pieces if any(label != IGNORED for label in piece[1][1:])]
 
 
-def _fill(
-    rows: list[list[Example]], sequence_length: int, pad_id: int, tokens: int, dropped: int
-) -> PackedDataset:
+def _fill(rows: list[list[Example]], sequence_length: int, pad_id: int, tokens: int, dropped: int) -> PackedDataset:
     shape = (len(rows), sequence_length)
     input_ids = np.full(shape, pad_id, dtype=np.int32)
     all_labels = np.full(shape, IGNORED, dtype=np.int32)

@@ -45,7 +45,9 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     )
     tokenizer.normalizer = _normalizer(model.normalizer_spec)
     prefix = model.normalizer_spec.add_dummy_prefix
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first" if prefix else "never", split=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        SPACE, prepend_scheme="first" if prefix else "never", split=False
+    )
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
@@ -94,5 +96,9 @@ def _normalizer(spec: sentencepiece_model_pb2.NormalizerSpec) -> normalizers.Seq
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        # A space that stands in front already serves as the prefix that Metaspace would add.
+        steps += [
+            normalizers.Strip(left=not spec.add_dummy_prefix, right=True),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
     return normalizers.Sequence(steps)

@@ -12,13 +12,15 @@ from ds_fp8.data.config import DataConfig
 from ds_fp8.data.synthetic import conversations, documents
 from ds_fp8.errors import UserError
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def read_examples(config: DataConfig, cache_dir: Path) -> list[str] | list[list[dict[str, Any]]]:
     """All examples that `config` names: texts for format "documents", lists of messages for "chat".
 
-    Raises UserError when there are none, the files cannot be read, the column is missing or a conversation is malformed.
+    Empty texts are left out. Raises UserError when nothing is left, the files cannot be read, the column is missing or
+    a conversation is malformed.
     """
     if config.path == "synthetic":
         generate = documents if config.format == "documents" else conversations
@@ -26,13 +28,18 @@ def read_examples(config: DataConfig, cache_dir: Path) -> list[str] | list[list[
     table = _load(config.path, cache_dir / "datasets")
     if config.format == "documents":
         texts = _column(table, config.text_key, "data.text_key", config.path)
-        examples = [_checked_text(text, row, config) for row, text in enumerate(texts) if text]
+        examples = [_checked_text(text, row, config) for row, text in enumerate(texts)]
+        examples = [text for text in examples if text]
     else:
         rows = _column(table, config.messages_key, "data.messages_key", config.path)
         examples = [_checked_messages(messages, row, config) for row, messages in enumerate(rows)]
     if not examples:
-        raise UserError(f"{config.path} holds no examples", key="data.path", remedy="give data that is not empty")
+        raise _empty(config.path)
     return examples
+
+
+def _empty(path: str) -> UserError:
+    return UserError(f"{path} holds no examples", key="data.path", remedy="give data that is not empty")
 
 
 def _load(path: str, cache_dir: Path) -> datasets.Dataset:
@@ -48,6 +55,8 @@ def _load(path: str, cache_dir: Path) -> datasets.Dataset:
         options = {}
     try:
         return datasets.load_dataset(name, subset or None, split="train", cache_dir=str(cache_dir), **options)
+    except StopIteration:  # how datasets greets a .json file without a row
+        raise _empty(path) from None
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         reason = str(error.__cause__ or error).strip().split("\n")[0]
         if local.exists():
@@ -80,13 +89,16 @@ def _files(local: Path) -> list[Path]:
 def _column(table: datasets.Dataset, name: str, key: str, path: str) -> Iterable[Any]:
     if name not in table.column_names:
         if not table.column_names:
-            raise UserError(f"{path} holds no examples", key="data.path", remedy="give data that is not empty")
+            raise _empty(path)
         columns = ", ".join(table.column_names)
         raise UserError(f'{path} has no column "{name}"', key=key, remedy=f"set {key} to one of: {columns}")
     return table[name]
 
 
 def _checked_text(text: Any, row: int, config: DataConfig) -> str:
+    """The text, "" for a row that has none."""
+    if text is None or (isinstance(text, str) and not text.strip()):
+        return ""
     if not isinstance(text, str):
         raise UserError(
             f'"{config.text_key}" of row {row} of {config.path} is no text but {type(text).__name__}',
@@ -101,7 +113,9 @@ def _checked_messages(messages: Any, row: int, config: DataConfig) -> list[dict[
         return UserError(
             f'"{config.messages_key}" of row {row} of {config.path} {problem}',
             key="data.path",
-            remedy='give a list of {"role": "system" | "user" | "assistant", "content": text} with an assistant turn',
+            remedy='give a list of {"role": ..., "content": text}, roles '
+            + ", ".join(ROLES)
+            + ", with an assistant turn",
         )
 
     if not isinstance(messages, list) or not messages:
@@ -111,6 +125,8 @@ def _checked_messages(messages: Any, row: int, config: DataConfig) -> list[dict[
             raise malformed('has a message without "role" and "content"')
         if not isinstance(message["role"], str) or not isinstance(message["content"], str):
             raise malformed("has a role or a content that is no text")
+        if message["role"] not in ROLES:
+            raise malformed(f'has the unknown role "{message["role"]}"')
     if not any(message["role"] == "assistant" for message in messages):
         raise malformed("has no assistant turn")
     return messages

@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import product
 from random import Random
 from typing import Literal
@@ -210,7 +210,7 @@ def _results(operations: str, numbers: tuple[int, ...]) -> list[int]:
     return results
 
 
-@lru_cache(maxsize=None)
+@cache
 def _number_choices(operations: str, largest: int) -> tuple[tuple[int, ...], ...]:
     """Numbers from 2 to `largest` (1 would need the singular) whose results lie between 1 and 3 * `largest`."""
     choices = product(range(2, largest + 1), repeat=len(operations) + 1)
@@ -219,7 +219,7 @@ def _number_choices(operations: str, largest: int) -> tuple[tuple[int, ...], ...
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _identities(kind: Kind, split: Split, largest: int) -> tuple[tuple[int, ...], ...]:
     """The numbers that problems of `kind` have in `split`."""
     choices = _number_choices(kind.operations, largest)

@@ -21,6 +21,8 @@ class Conversion:
     recipe: LinearRecipe
     converted: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
+    unmatched: list[str] = field(default_factory=list)
+    """Skip patterns of the user's that name no linear."""
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -56,6 +58,9 @@ def convert(model: nn.Module, config: FP8Config | None = None, monitor: CastMoni
             module.__class__ = FP8Linear
             module.recipe = recipe
             result.converted.append(name)
+    if "skip" in config.linear.model_fields_set:
+        names = list(linears)
+        result.unmatched.extend(p for p in config.linear.skip if not any(matches(name, p) for name in names))
     if not result.converted:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(result.left.items())[:5])
         raise UserError(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from ds_fp8.config import Cast, FP8Config
 from ds_fp8.gemm import scaled_matmul, select_backend
@@ -74,7 +75,7 @@ def weight_operand(weight: torch.Tensor, recipe: LinearRecipe) -> QuantizedTenso
 
 class _FP8LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: nn.Parameter, recipe: LinearRecipe) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, weight: nn.Parameter, recipe: LinearRecipe, training: bool) -> torch.Tensor:
         x_TK = x.reshape(-1, x.shape[-1])
         y_TN = scaled_matmul(
             recipe.cast("input", x_TK), weight_operand(weight, recipe), backend=recipe.backend, out_dtype=x.dtype
@@ -82,15 +83,17 @@ class _FP8LinearFunction(torch.autograd.Function):
         # The weight is kept as the parameter itself, not through save_for_backward: its storage is released after
         # forward, and backward finds whatever has been gathered by then.
         ctx.weight, ctx.recipe, ctx.input_shape, ctx.input_dtype = weight, recipe, x.shape, x.dtype
-        ctx.saved_fp8 = recipe.save_input == "fp8" and weight.requires_grad
-        if ctx.saved_fp8:
-            x_KT = recipe.cast_columnwise("input", x_TK)
-            ctx.save_for_backward(x_KT.data, x_KT.scale)
-        elif weight.requires_grad:
-            ctx.save_for_backward(x)
+        ctx.saved_fp8 = recipe.save_input == "fp8"
+        if training and weight.requires_grad:
+            if ctx.saved_fp8:
+                x_KT = recipe.cast_columnwise("input", x_TK)
+                ctx.save_for_backward(x_KT.data, x_KT.scale)
+            else:
+                ctx.save_for_backward(x)
         return y_TN.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
+    @once_differentiable  # a cast has no derivative: a gradient of gradients is an error, not silently zero
     def backward(ctx, dy: torch.Tensor):
         recipe, weight = ctx.recipe, ctx.weight
         dy_TN = dy.reshape(-1, dy.shape[-1])
@@ -109,7 +112,7 @@ class _FP8LinearFunction(torch.autograd.Function):
                 x_KT = recipe.cast_columnwise("input", x.reshape(-1, x.shape[-1]))
             dy_NT = recipe.cast_columnwise("grad_output", dy_TN)
             dw = scaled_matmul(dy_NT, x_KT, backend=recipe.backend, out_dtype=weight.dtype)
-        return dx, dw, None
+        return dx, dw, None, None
 
 
 class FP8Linear(nn.Linear):
@@ -121,8 +124,8 @@ class FP8Linear(nn.Linear):
     recipe: LinearRecipe
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = _FP8LinearFunction.apply(input, self.weight, self.recipe)
-        return y if self.bias is None else y + self.bias
+        y = _FP8LinearFunction.apply(input, self.weight, self.recipe, torch.is_grad_enabled())
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         recipe = self.recipe

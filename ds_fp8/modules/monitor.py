@@ -38,7 +38,7 @@ class CastMonitor:
 
     def end_step(self) -> None:
         """Close an optimizer step; after a measured one `last` holds its shares, over all classes together."""
-        if self.active and self._totals:
+        if self._totals:
             count, saturated, flushed = torch.stack(list(self._totals.values())).sum(0).tolist()
             self.last = {"saturated": saturated / max(count, 1), "underflow": flushed / max(count, 1)}
             self._totals.clear()

@@ -1,0 +1,112 @@
+"""Which tokens of a conversation carry loss."""
+
+import pytest
+
+from ds_fp8.data import IGNORED, tokenize_chat, tokenize_chats
+from ds_fp8.data.synthetic import conversations
+from ds_fp8.errors import UserError
+
+CHAT = [
+    {"role": "system", "content": "Show your steps."},
+    {"role": "user", "content": "And 3 more?"},
+    {"role": "assistant", "content": "Now add. 4 + 3 = 7."},
+    {"role": "user", "content": "And 2 less?"},
+    {"role": "assistant", "content": "5."},
+]
+# Without {% generation %}, so that the assistant's turns must be found by comparing prefixes.
+PLAIN_CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WITHOUT_MARKERS = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+FORGETFUL = (
+    "{% for m in messages %}{% if m['role'] != 'assistant' or loop.last %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def with_template(tokenizer):
+    own = tokenizer.chat_template
+
+    def use(template):
+        tokenizer.chat_template = template or own
+        return tokenizer
+
+    yield use
+    tokenizer.chat_template = own
+
+
+def _spans(tokenizer, labels):
+    """The stretches of tokens that carry loss, as text."""
+    spans, current = [], []
+    for label in [*labels, IGNORED]:
+        if label != IGNORED:
+            current.append(label)
+        elif current:
+            spans.append(tokenizer.decode(current))
+            current = []
+    return spans
+
+
+@pytest.mark.parametrize("template", [None, PLAIN_CHATML])
+def test_loss_falls_on_the_assistants_words_and_their_end(template, with_template):
+    tokenizer = with_template(template)
+    ids, labels = tokenize_chat(tokenizer, CHAT)
+    assert len(ids) == len(labels)
+    assert all(label in (token, IGNORED) for token, label in zip(ids, labels, strict=True))
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>system\nShow your steps.<|im_end|>\n"
+        "<|im_start|>user\nAnd 3 more?<|im_end|>\n"
+        "<|im_start|>assistant\nNow add. 4 + 3 = 7.<|im_end|>\n"
+        "<|im_start|>user\nAnd 2 less?<|im_end|>\n"
+        "<|im_start|>assistant\n5.<|im_end|>\n"
+    )
+    assert _spans(tokenizer, labels) == ["Now add. 4 + 3 = 7.<|im_end|>", "5.<|im_end|>"]
+
+
+def test_template_without_special_tokens(with_template):
+    tokenizer = with_template(WITHOUT_MARKERS)
+    _, labels = tokenize_chat(tokenizer, CHAT)
+    # " Now" and " 5" are one token each, begun by the prompt's last space.
+    assert _spans(tokenizer, labels) == [" Now add. 4 + 3 = 7.\n", " 5.\n"]
+
+
+def test_conversation_that_begins_with_the_assistant(with_template):
+    chat = [{"role": "assistant", "content": "5."}, *CHAT[1:3]]
+    _, labels = tokenize_chat(with_template(None), chat)
+    assert _spans(with_template(None), labels)[0] == "5.<|im_end|>"
+    with pytest.raises(UserError, match="begins with an assistant turn"):
+        tokenize_chat(with_template(PLAIN_CHATML), chat)
+
+
+def test_both_methods_agree_on_the_corpus(with_template):
+    chats = list(conversations("train", 2, 60, "mixed"))
+    marked = tokenize_chats(with_template(None), chats)
+    assert marked == tokenize_chats(with_template(PLAIN_CHATML), chats)
+    assert marked == [tokenize_chat(with_template(None), chat) for chat in chats]
+
+
+def test_no_assistant_turn_no_loss(with_template):
+    for template in (None, PLAIN_CHATML):
+        _, labels = tokenize_chat(with_template(template), CHAT[:2])
+        assert set(labels) == {IGNORED}
+
+
+def test_template_that_rewrites_earlier_turns_is_refused(with_template):
+    with pytest.raises(UserError, match="turn 3") as error:
+        tokenize_chat(with_template(FORGETFUL), CHAT)
+    assert error.value.key == "data.tokenizer"
+    assert "generation" in error.value.remedy
+
+
+def test_prompt_for_generation_is_a_prefix_of_the_conversation(tokenizer):
+    prompt = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids, labels = tokenize_chat(tokenizer, CHAT)
+    assert ids[: len(prompt)] == prompt
+    assert labels[: len(prompt)] == [IGNORED] * len(prompt)
+    assert labels[len(prompt)] != IGNORED

@@ -1,0 +1,171 @@
+"""Reading examples: every kind of local data, and an error with a remedy for every mistake."""
+
+import json
+
+import datasets
+import pytest
+
+from ds_fp8.data import DataConfig, read_examples
+from ds_fp8.errors import UserError
+
+TEXTS = ["The first text.", "The second text,\nof two lines.", "The third."]
+CHATS = [
+    [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}],
+    [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello."},
+    ],
+]
+
+
+def _write(path, column, values):
+    rows = [{column: value, "number": index} for index, value in enumerate(values)]
+    if path.suffix == ".txt":
+        path.write_text("\n\n".join(values) + "\n")
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    return str(path)
+
+
+def _error(config, tmp_path):
+    with pytest.raises(UserError) as error:
+        read_examples(config, tmp_path / "cache")
+    assert error.value.remedy
+    return error.value
+
+
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".json", ".parquet"])
+def test_texts_from_a_file(ending, tmp_path):
+    path = _write(tmp_path / f"data{ending}", "text", TEXTS)
+    assert [text.strip() for text in read_examples(DataConfig(path=path), tmp_path / "cache")] == TEXTS
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet"])
+def test_chats_from_a_file_under_another_key(ending, tmp_path):
+    path = _write(tmp_path / f"data{ending}", "turns", CHATS)
+    config = DataConfig(path=path, format="chat", messages_key="turns")
+    assert read_examples(config, tmp_path / "cache") == CHATS
+
+
+def test_folder_of_files_in_order(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    _write(folder / "a.jsonl", "text", TEXTS[:2])
+    _write(folder / "deep" / "b.jsonl", "text", TEXTS[2:])
+    (folder / "notes.md").write_text("not data")
+    assert read_examples(DataConfig(path=str(folder)), tmp_path / "cache") == TEXTS
+
+
+def test_changed_file_is_read_anew(tmp_path):
+    config = DataConfig(path=_write(tmp_path / "data.jsonl", "text", TEXTS))
+    assert read_examples(config, tmp_path / "cache") == TEXTS
+    _write(tmp_path / "data.jsonl", "text", [*TEXTS, "One more."])
+    assert read_examples(config, tmp_path / "cache") == [*TEXTS, "One more."]
+
+
+def test_synthetic_examples(tmp_path):
+    texts = read_examples(DataConfig(examples=7), tmp_path)
+    chats = read_examples(DataConfig(examples=7, format="chat"), tmp_path)
+    assert len(texts) == len(chats) == 7
+    assert isinstance(texts[0], str)
+    assert isinstance(chats[0], list)
+    assert texts != read_examples(DataConfig(examples=7, seed=1), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "missing/folder/", "missing.txt"])
+def test_missing_file(name, tmp_path):
+    error = _error(DataConfig(path=f"{tmp_path}/{name}"), tmp_path)
+    assert error.key == "data.path"
+    assert name in str(error)
+
+
+def test_relative_missing_file_is_not_taken_for_a_datasets_name(tmp_path):
+    assert "no file or folder" in str(_error(DataConfig(path="some/data.jsonl"), tmp_path))
+
+
+@pytest.mark.parametrize("name", ["owner/no_such_dataset", "owner/no_such_dataset:subset"])
+def test_name_that_cannot_be_reached(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    error = _error(DataConfig(path=name), tmp_path)
+    assert error.key == "data.path"
+    assert name in str(error)
+
+
+def test_unknown_ending(tmp_path):
+    (tmp_path / "data.docx").write_text("x")
+    error = _error(DataConfig(path=str(tmp_path / "data.docx")), tmp_path)
+    assert error.key == "data.path"
+    assert ".parquet" in error.remedy
+
+
+def test_folder_without_data_and_folder_of_several_kinds(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert "holds no" in str(_error(DataConfig(path=str(folder)), tmp_path))
+    _write(folder / "a.txt", "text", TEXTS)
+    _write(folder / "b.jsonl", "text", TEXTS)
+    assert "mixes .jsonl, .txt" in str(_error(DataConfig(path=str(folder)), tmp_path))
+
+
+def test_missing_column_names_those_there_are(tmp_path):
+    path = _write(tmp_path / "data.jsonl", "body", TEXTS)
+    error = _error(DataConfig(path=path), tmp_path)
+    assert error.key == "data.text_key"
+    assert "body" in error.remedy
+    assert "number" in error.remedy
+    error = _error(DataConfig(path=path, format="chat"), tmp_path)
+    assert error.key == "data.messages_key"
+    assert "body" in error.remedy
+
+
+def test_column_of_another_type(tmp_path):
+    error = _error(DataConfig(path=_write(tmp_path / "data.jsonl", "text", [1, 2])), tmp_path)
+    assert error.key == "data.text_key"
+
+
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+def test_empty_file(ending, content, tmp_path):
+    path = tmp_path / f"data{ending}"
+    path.write_bytes(content)
+    assert _error(DataConfig(path=str(path)), tmp_path).key == "data.path"
+
+
+def test_texts_that_are_all_empty(tmp_path):
+    error = _error(DataConfig(path=_write(tmp_path / "data.jsonl", "text", ["", "  ", None])), tmp_path)
+    assert error.key == "data.path"
+    assert "no examples" in str(error)
+
+
+def test_broken_file(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "fine"}\n{"text": broken\n')
+    error = _error(DataConfig(path=str(tmp_path / "data.jsonl")), tmp_path)
+    assert error.key == "data.path"
+    assert "cannot be read" in str(error)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "Hi",
+        ["Hi"],
+        [{"role": "user"}],
+        [{"from": "human", "value": "Hi"}],
+        [{"role": "user", "content": "Hi"}],
+        [{"role": "assistant", "content": None}],
+        [{"role": "robot", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
+    ],
+)
+def test_malformed_messages(messages, tmp_path):
+    path = _write(tmp_path / "data.jsonl", "messages", [messages])
+    error = _error(DataConfig(path=path, format="chat"), tmp_path)
+    assert error.key == "data.path"
+    assert "row 0" in str(error)
+    assert "content" in error.remedy

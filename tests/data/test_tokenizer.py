@@ -1,0 +1,188 @@
+"""Tokenizers: the same ids as sentencepiece, lossless, reproducible, and clear errors."""
+
+import io
+import re
+import threading
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from ds_fp8.data import DataConfig, build_tokenizer, encode_documents, encode_prompts
+from ds_fp8.data.sentencepiece_model import from_sentencepiece
+from ds_fp8.data.synthetic import conversations, documents
+from ds_fp8.data.tokenizer import SMALLEST_VOCABULARY, train_synthetic_model
+from ds_fp8.errors import UserError
+
+ODD_TEXTS = (
+    "",
+    " ",
+    "  two  spaces ",
+    "\n\n1\n",
+    "Tom",
+    "12345 67",
+    "naïve café, 漢字 and 😀",
+    "tab\there\r\n",
+    "▁ underline",
+)
+
+
+@pytest.fixture(scope="module")
+def processor(tokenizer, cache_dir):
+    (file,) = cache_dir.glob("*-640-*.model")
+    return sentencepiece.SentencePieceProcessor(model_file=str(file))
+
+
+def _corpus():
+    texts = list(documents("train", 11, 300, "mixed"))
+    return texts + [turn["content"] for chat in conversations("train", 11, 100, "mixed") for turn in chat]
+
+
+def _ids(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_ids_equal_sentencepiece(tokenizer, processor):
+    for text in (*_corpus(), *ODD_TEXTS):
+        assert _ids(tokenizer, text) == processor.encode(text), text
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0▁<"), max_size=40))
+def test_every_text_is_encoded_without_loss(tokenizer, text):
+    ids = _ids(tokenizer, text)
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids) == text
+
+
+def test_corpus_survives_decoding(tokenizer):
+    texts = _corpus()
+    assert tokenizer.batch_decode([_ids(tokenizer, text) for text in texts]) == texts
+
+
+@pytest.mark.parametrize("vocab_size", [SMALLEST_VOCABULARY, 500, 640])
+def test_vocabulary_has_the_size_asked_for(vocab_size, cache_dir):
+    tokenizer = build_tokenizer(DataConfig(vocab_size=vocab_size, format="chat"), cache_dir)
+    assert len(tokenizer) == tokenizer.vocab_size == vocab_size
+    ids = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    assert len(ids | set(tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]))) == 6
+
+
+def test_numbers_are_tokens_of_their_own(tokenizer):
+    for number in range(60):
+        pieces = tokenizer.convert_ids_to_tokens(
+            _ids(tokenizer, f"Tom has {number}. 3 + {number} = {number}, {number}?")
+        )
+        assert pieces.count(f"▁{number}") == 4 + (number == 3)
+    assert not [
+        piece for piece in tokenizer.get_vocab() if re.search(r"\d[^\dA-F]+$|[.,?]\d", piece) and "<" not in piece
+    ]
+
+
+def test_training_is_reproducible():
+    assert train_synthetic_model(400) == train_synthetic_model(400)
+
+
+def test_all_stages_share_one_tokenizer(tmp_path):
+    for config in (DataConfig(), DataConfig(format="chat", difficulty="mixed", seed=5, examples=10)):
+        build_tokenizer(config, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_ranks_may_build_at_once(tmp_path):
+    found = []
+
+    def build():
+        found.append(build_tokenizer(DataConfig(vocab_size=400), tmp_path / "cache").get_vocab())
+
+    threads = [threading.Thread(target=build) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(vocabulary == found[0] for vocabulary in found)
+    assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".model"]
+
+
+def test_saved_tokenizer_is_the_same(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    for loaded in (
+        AutoTokenizer.from_pretrained(tmp_path),
+        build_tokenizer(DataConfig(tokenizer=str(tmp_path)), tmp_path),
+    ):
+        assert loaded.chat_template == tokenizer.chat_template
+        assert loaded.special_tokens_map == tokenizer.special_tokens_map
+        assert len(loaded) == len(tokenizer)
+        for text in (*_corpus()[:50], *ODD_TEXTS):
+            assert _ids(loaded, text) == _ids(tokenizer, text)
+            assert loaded.decode(_ids(loaded, text)) == tokenizer.decode(_ids(tokenizer, text))
+        chat = next(conversations("train", 0, 1))
+        assert loaded.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(chat, tokenize=False)
+
+
+def test_documents_and_prompts(tokenizer):
+    (document,) = encode_documents(tokenizer, ["Tom has 3 apples."])
+    (prompt,) = encode_prompts(tokenizer, ["Tom has 3"])
+    assert document[0] == prompt[0] == tokenizer.bos_token_id
+    assert document[-1] == tokenizer.eos_token_id
+    assert document[: len(prompt)] == prompt
+    assert tokenizer.eos_token_id not in prompt
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+@pytest.mark.parametrize("options", [{}, {"byte_fallback": True, "normalization_rule_name": "identity"}])
+def test_any_sentencepiece_model_keeps_its_ids(model_type, options, tmp_path):
+    """With the trainer's usual settings: a space put in front, spaces merged, characters normalised."""
+    model = io.BytesIO()
+    texts = [text.replace("\n", " ") for text in documents("train", 0, 500)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=model,
+        model_type=model_type,
+        vocab_size=450 if options else 200,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **options,
+    )
+    file = tmp_path / "own.model"
+    file.write_bytes(model.getvalue())
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    tokenizer = build_tokenizer(DataConfig(tokenizer=str(file)), tmp_path)
+    for text in (*texts[:100], "Tom  has ½ an apple ", " Ann", "x" * 9):
+        assert _ids(tokenizer, text) == processor.encode(text), text
+        assert tokenizer.decode(_ids(tokenizer, texts[0])) == texts[0]
+    assert tokenizer.pad_token == tokenizer.eos_token == "</s>"
+    assert tokenizer.chat_template is None
+
+
+def test_chat_markers_are_added_where_there_is_no_template(tokenizer, tmp_path):
+    bare = from_sentencepiece(next(_model_files(tokenizer, tmp_path)))
+    bare.save_pretrained(tmp_path / "bare")
+    documents_only = build_tokenizer(DataConfig(tokenizer=str(tmp_path / "bare")), tmp_path)
+    assert documents_only.chat_template is None
+    chat = build_tokenizer(DataConfig(tokenizer=str(tmp_path / "bare"), format="chat"), tmp_path)
+    ids = chat.apply_chat_template([{"role": "user", "content": "Hi"}], return_dict=True)["input_ids"]
+    assert chat.convert_ids_to_tokens(ids)[0] == "<|im_start|>"
+    assert "<|im_end|>" in chat.convert_ids_to_tokens(ids)
+
+
+def _model_files(tokenizer, tmp_path):
+    build_tokenizer(DataConfig(vocab_size=400), tmp_path)
+    return tmp_path.glob("*.model")
+
+
+@pytest.mark.parametrize("name", ["nowhere.model", "folder.model", "empty-folder", "junk.model", "no_such/tokenizer"])
+def test_missing_tokenizer_is_an_error_with_a_remedy(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "folder.model").mkdir()
+    (tmp_path / "empty-folder").mkdir()
+    (tmp_path / "junk.model").write_bytes(b"this is no protocol buffer")
+    given = name if "/" in name else str(tmp_path / name)
+    with pytest.raises(UserError) as error:
+        build_tokenizer(DataConfig(tokenizer=given), tmp_path)
+    assert error.value.key == "data.tokenizer"
+    assert error.value.remedy
+    assert name in str(error.value)

@@ -1,0 +1,89 @@
+"""The scaled product against FP64, for every pair of casts and awkward sizes."""
+
+import itertools
+
+import pytest
+import torch
+
+from ds_fp8.errors import UserError
+from ds_fp8.formats import GRANULARITIES
+from ds_fp8.gemm import BACKENDS, scaled_matmul, select_backend
+from ds_fp8.quantize import quantize
+from tests.gemm.tolerance import assert_is_product
+
+SHAPES = [(1, 1, 1), (1, 130, 7), (7, 1, 130), (130, 7, 1), (129, 128, 127), (7, 300, 200), (200, 257, 3)]
+"""M, K, N."""
+
+
+def random(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Numbers whose magnitude differs from row to row and from column to column, so that scales do too."""
+    generator = torch.Generator().manual_seed(1000 * rows + columns + seed)
+    spread = torch.exp2(torch.randint(-6, 7, (rows, 1), generator=generator))
+    spread = spread * torch.exp2(torch.randint(-3, 4, (1, columns), generator=generator))
+    return torch.randn(rows, columns, generator=generator) * spread
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize(("a_granularity", "b_granularity"), list(itertools.product(GRANULARITIES, repeat=2)))
+@pytest.mark.parametrize(("m", "k", "n"), SHAPES)
+def test_product_of_dequantised_operands(m, k, n, a_granularity, b_granularity, scale, out_dtype):
+    a = quantize(random(m, k), "e4m3", a_granularity, scale)
+    b = quantize(random(n, k, seed=1), "e5m2", b_granularity, scale)
+    product = scaled_matmul(a, b, out_dtype=out_dtype)
+    assert product.dtype is out_dtype
+    assert_is_product(product, a.dequantize(), b.dequantize())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("a_scale", "b_scale"), [("pow2", "fp32"), ("fp32", "pow2")])
+def test_scale_types_may_be_mixed(backend, a_scale, b_scale):
+    a, b = quantize(random(9, 200), scale=a_scale), quantize(random(5, 200), scale=b_scale)
+    assert_is_product(scaled_matmul(a, b, backend=backend), a.dequantize(), b.dequantize())
+
+
+def test_a_transposed_operand():
+    a, b = quantize(random(9, 200), "e4m3"), quantize(random(200, 130), "e4m3", "128x128")
+    assert_is_product(scaled_matmul(a, b.t()), a.dequantize(), b.dequantize().t())
+
+
+def test_a_contraction_of_length_zero_is_zero():
+    product = scaled_matmul(quantize(torch.empty(3, 0)), quantize(torch.empty(4, 0)))
+    assert torch.equal(product, torch.zeros(3, 4, dtype=torch.bfloat16))
+
+
+def test_nan_reaches_the_rows_that_read_it():
+    x = random(3, 200)
+    x[1, 150] = torch.inf
+    product = scaled_matmul(quantize(x), quantize(random(4, 200)))
+    assert product.isnan().all(1).tolist() == [False, True, False]
+    assert product[[0, 2]].isfinite().all()
+
+
+def test_a_differing_contraction_names_both_operands():
+    with pytest.raises(ValueError, match=r"a \(3, 4\), b \(3, 5\)"):
+        scaled_matmul(quantize(torch.ones(3, 4)), quantize(torch.ones(3, 5)))
+
+
+@pytest.mark.parametrize(("a", "b"), [((4,), (3, 4)), ((3, 4), (2, 3, 4))])
+def test_an_operand_that_is_no_matrix_is_named(a, b):
+    with pytest.raises(ValueError, match="matrices") as error:
+        scaled_matmul(quantize(torch.ones(a)), quantize(torch.ones(b)))
+    assert f"a {a} and b {b}" in str(error.value)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_is_selected_by_its_name(backend):
+    assert select_backend(backend) == backend
+
+
+def test_auto_selects_a_backend_that_runs_here():
+    assert select_backend("auto") in BACKENDS
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones():
+    with pytest.raises(UserError) as error:
+        select_backend("cutlas")
+    assert "cutlas" in error.value.problem
+    assert error.value.key == "fp8.linear.backend"
+    assert all(name in error.value.remedy for name in ["auto", *BACKENDS])

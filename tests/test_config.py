@@ -1,0 +1,301 @@
+"""The "fp8" section: presets, mistakes, and contradictions with DeepSpeed's own sections."""
+
+import copy
+import json
+
+import pytest
+
+from ds_fp8.config import PRESETS, Cast, FP8Config, check_deepspeed, merge, parse_fp8
+from ds_fp8.errors import UserError
+
+GOOD = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+
+
+def parse(section) -> FP8Config:
+    return parse_fp8({"fp8": section})
+
+
+def mistake(section) -> UserError:
+    with pytest.raises(UserError) as error:
+        parse_fp8({"fp8": section}, "ds.json")
+    assert str(error.value.file) == "ds.json"
+    assert len(str(error.value).splitlines()) <= 5
+    assert len(str(error.value)) < 600
+    return error.value
+
+
+def casts(config: FP8Config) -> dict[str, tuple[str, str, str]]:
+    linear = config.linear
+    return {
+        name: (cast.format, cast.granularity, cast.scale)
+        for name, cast in (("input", linear.input), ("weight", linear.weight), ("grad_output", linear.grad_output))
+    }
+
+
+INFIR2 = {
+    "input": ("e4m3", "1x128", "pow2"),
+    "weight": ("e4m3", "128x128", "pow2"),
+    "grad_output": ("e4m3", "1x128", "pow2"),
+}
+TENSORWISE = {
+    "input": ("e4m3", "tensor", "pow2"),
+    "weight": ("e4m3", "tensor", "pow2"),
+    "grad_output": ("e5m2", "tensor", "pow2"),
+}
+
+
+def test_presets():
+    assert set(PRESETS) == {"infir2", "tensorwise"}
+    assert casts(parse({"preset": "infir2"})) == INFIR2
+    assert casts(parse({"preset": "tensorwise"})) == TENSORWISE
+
+
+def test_infir2_is_the_default_everywhere():
+    assert parse({}) == parse({"preset": "infir2"}) == FP8Config()
+    assert parse({}).enabled
+    assert casts(FP8Config()) == INFIR2
+
+
+@pytest.mark.parametrize("raw", [{}, {"bf16": {"enabled": True}}])
+def test_no_section_is_disabled(raw):
+    assert not parse_fp8(raw).enabled
+
+
+def test_a_section_can_be_disabled():
+    assert not parse({"enabled": False, "preset": "tensorwise"}).enabled
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "expected"),
+    [
+        ({"linear": {"weight": {"scale": "fp32"}}}, "weight", ("e4m3", "128x128", "fp32")),
+        ({"linear": {"weight": {"format": "e4m3"}}}, "weight", ("e4m3", "128x128", "pow2")),
+        ({"linear": {"weight": {}}}, "weight", ("e4m3", "128x128", "pow2")),
+        ({"linear": {"input": {"granularity": "row"}}}, "input", ("e4m3", "row", "pow2")),
+        ({"preset": "tensorwise", "linear": {"input": {"scale": "fp32"}}}, "input", ("e4m3", "tensor", "fp32")),
+        ({"preset": "tensorwise", "linear": {"weight": {"scale": "fp32"}}}, "weight", ("e4m3", "tensor", "fp32")),
+        (
+            {"preset": "tensorwise", "linear": {"grad_output": {"granularity": "row"}}},
+            "grad_output",
+            ("e5m2", "row", "pow2"),
+        ),
+        ({"preset": "tensorwise", "linear": {"skip": []}}, "input", ("e4m3", "tensor", "pow2")),
+    ],
+)
+def test_a_preset_supplies_what_the_user_leaves_out(section, name, expected):
+    preset = TENSORWISE if section.get("preset") == "tensorwise" else INFIR2
+    assert casts(parse(section)) == {**preset, name: expected}
+
+
+def test_python_and_json_agree():
+    assert FP8Config(linear={"weight": {"scale": "fp32"}}) == parse({"linear": {"weight": {"scale": "fp32"}}})
+
+
+def test_a_whole_configuration_reads_back():
+    config = parse({"preset": "tensorwise", "linear": {"skip": ["a", "b*"]}, "monitor": {"every": 0}})
+    assert parse(json.loads(config.model_dump_json())) == config
+
+
+def test_what_is_parsed_is_left_alone():
+    section = {"preset": "tensorwise", "linear": {"input": {"scale": "fp32"}}}
+    before, presets = copy.deepcopy(section), copy.deepcopy(PRESETS)
+    parse(section)
+    assert section == before
+    assert presets == PRESETS
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    ("section", "key", "meant"),
+    [
+        ({"liner": {}}, "fp8.liner", "linear"),
+        ({"param_gahter": {}}, "fp8.param_gahter", "param_gather"),
+        ({"linear": {"grad_outputs": {}}}, "fp8.linear.grad_outputs", "grad_output"),
+        ({"linear": {"input": {"formt": "e4m3"}}}, "fp8.linear.input.formt", "format"),
+        ({"linear": {"weight": {"granularty": "tensor"}}}, "fp8.linear.weight.granularty", "granularity"),
+        ({"grad_reduce": {"groupsize": 128}}, "fp8.grad_reduce.groupsize", "group_size"),
+        ({"monitor": {"evry": 1}}, "fp8.monitor.evry", "every"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(preset, section, key, meant):
+    error = mistake({"preset": preset, **section})
+    assert error.key == key
+    assert f'"{meant}"' in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"enabled": "maybe"}, "fp8.enabled"),
+        ({"linear": None}, "fp8.linear"),
+        ({"linear": {"backend": "cutlass"}}, "fp8.linear.backend"),
+        ({"linear": {"input": {"format": "e4m4"}}}, "fp8.linear.input.format"),
+        ({"linear": {"input": {"granularity": "1x64"}}}, "fp8.linear.input.granularity"),
+        ({"linear": {"input": {"scale": "pow3"}}}, "fp8.linear.input.scale"),
+        ({"linear": {"weight": {"granularity": "1x128"}}}, "fp8.linear.weight.granularity"),
+        ({"linear": {"weight": {"granularity": "row"}}}, "fp8.linear.weight.granularity"),
+        ({"linear": {"skip": "lm_head"}}, "fp8.linear.skip"),
+        ({"activations": {"save": "fp16"}}, "fp8.activations.save"),
+        ({"param_gather": {"format": "int8"}}, "fp8.param_gather.format"),
+        ({"grad_reduce": {"group_size": 64}}, "fp8.grad_reduce.group_size"),
+        ({"grad_reduce": {"hierarchy": "deep"}}, "fp8.grad_reduce.hierarchy"),
+        ({"optimizer": {"exp_avg": "int4"}}, "fp8.optimizer.exp_avg"),
+        ({"monitor": {"every": -1}}, "fp8.monitor.every"),
+        ({"monitor": {"every": "often"}}, "fp8.monitor.every"),
+    ],
+)
+def test_a_wrong_value_names_its_key(section, key):
+    error = mistake(section)
+    assert error.key == key
+    assert error.remedy
+
+
+@pytest.mark.parametrize("section", [None, True, "infir2", 3, []])
+def test_a_section_that_is_no_object(section):
+    assert mistake(section).key == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("preset", "remedy"), [("infir", "infir2"), ("tensor_wise", "tensorwise"), ("zzz", "infir2, tensorwise")]
+)
+def test_an_unknown_preset_names_the_nearest(preset, remedy):
+    error = mistake({"preset": preset})
+    assert error.key == "fp8.preset"
+    assert remedy in error.remedy
+
+
+@pytest.mark.parametrize("preset", [None, 3, ["infir2"], {"name": "infir2"}])
+def test_a_preset_that_is_no_word(preset):
+    assert mistake({"preset": preset}).key == "fp8.preset"
+
+
+@pytest.mark.parametrize("key", ["FP8", "fp_8", "fp-8", "Fp8"])
+def test_a_misspelt_section_is_no_silent_bf16(key):
+    with pytest.raises(UserError) as error:
+        parse_fp8({**GOOD, key: {}}, "ds.json")
+    assert error.value.key == key
+    assert '"fp8"' in error.value.remedy
+
+
+def test_gathered_bytes_are_those_multiplied():
+    error = mistake({"param_gather": {"format": "e5m2"}})
+    assert error.key == "fp8.param_gather.format"
+    assert '"e4m3"' in error.remedy
+    assert mistake({"linear": {"weight": {"format": "e5m2"}}}).key == "fp8.param_gather.format"
+    weight = {"linear": {"weight": {"format": "e5m2"}}}
+    assert parse({**weight, "param_gather": {"format": "e5m2"}}).param_gather.format == "e5m2"
+    assert parse({**weight, "param_gather": {"format": "bf16"}}).param_gather.format == "bf16"
+
+
+def test_a_cast_is_comparable():
+    assert Cast() == Cast(format="e4m3")
+    assert Cast() != Cast(format="e5m2")
+
+
+CONTRADICTIONS = [
+    ({"bf16": {"enabled": False}}, "bf16.enabled", '"enabled": true'),
+    ({"bf16": None}, "bf16.enabled", '"enabled": true'),
+    ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "remove"),
+    ({"compile": {"deepcompile": True}}, "compile.deepcompile", '"deepcompile": false'),
+    ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage", '"stage": 3'),
+    ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage", '"stage": 3'),
+    ({"zero_optimization": None}, "zero_optimization.stage", '"stage": 3'),
+    *(
+        ({"zero_optimization": {"stage": 3, key: value}}, f"zero_optimization.{named}", remedy)
+        for key, value, named, remedy in [
+            ("zero_hpz_partition_size", 2, "zero_hpz_partition_size", "remove"),
+            ("zero_hpz_partition_size", "2", "zero_hpz_partition_size", "remove"),
+            ("zero_quantized_weights", True, "zero_quantized_weights", "false"),
+            ("zero_quantized_nontrainable_weights", True, "zero_quantized_nontrainable_weights", "false"),
+            ("zero_quantized_gradients", True, "zero_quantized_gradients", "false"),
+            ("mics_shard_size", 4, "mics_shard_size", "remove"),
+            ("zenflow", {"topk_ratio": 0.1}, "zenflow", "remove"),
+            ("offload_param", {"device": "cpu"}, "offload_param.device", "param_gather"),
+            ("offload_param", {"device": "nvme"}, "offload_param.device", "param_gather"),
+            ("offload_optimizer", {"device": "nvme"}, "offload_optimizer.device", "cpu"),
+            ("reduce_scatter", False, "reduce_scatter", "true"),
+        ]
+    ),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype", "fp32"),
+]
+
+
+@pytest.mark.parametrize(("change", "key", "remedy"), CONTRADICTIONS)
+def test_a_contradiction_names_key_file_and_remedy(change, key, remedy):
+    with pytest.raises(UserError) as error:
+        check_deepspeed({**GOOD, **change}, FP8Config(), "ds.json")
+    assert error.value.key == key
+    assert error.value.file == "ds.json"
+    assert remedy in error.value.remedy
+
+
+@pytest.mark.parametrize("change", [change for change, _, _ in CONTRADICTIONS])
+def test_nothing_is_refused_when_fp8_is_disabled(change):
+    check_deepspeed({**GOOD, **change}, FP8Config(enabled=False))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"bf16": {"enabled": "auto"}},
+        {"compile": {"deepcompile": False}},
+        {"torch_autocast": {"enabled": False}},
+        {"data_types": {"grad_accum_dtype": "fp32"}},
+        {"data_types": {"grad_accum_dtype": None}},
+        *(
+            {"zero_optimization": {"stage": 3, **harmless}}
+            for harmless in [
+                {"zero_hpz_partition_size": 1},
+                {"zero_hpz_partition_size": None},
+                {"zero_quantized_weights": False},
+                {"mics_shard_size": -1},
+                {"offload_param": {"device": "none"}},
+                {"offload_param": None},
+                {"offload_optimizer": {"device": "cpu"}},
+                {"reduce_scatter": True},
+            ]
+        ),
+    ],
+)
+def test_what_goes_together_is_accepted(change):
+    check_deepspeed({**GOOD, **change}, FP8Config())
+
+
+BF16_WIRE = {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
+
+
+@pytest.mark.parametrize(
+    ("section", "zero"),
+    [
+        (BF16_WIRE, {"stage": 2}),
+        (BF16_WIRE, {"stage": 0}),
+        ({"param_gather": {"format": "bf16"}}, {"stage": 3, "offload_param": {"device": "cpu"}}),
+        ({"grad_reduce": {"format": "bf16"}}, {"stage": 3, "reduce_scatter": False}),
+    ],
+)
+def test_the_remedy_of_a_bf16_wire_helps(section, zero):
+    check_deepspeed({**GOOD, "zero_optimization": zero}, parse(section))
+
+
+@pytest.mark.parametrize("left", BF16_WIRE)
+def test_one_fp8_wire_is_enough_to_need_stage_3(left):
+    section = {key: value for key, value in BF16_WIRE.items() if key != left}
+    with pytest.raises(UserError) as error:
+        check_deepspeed({**GOOD, "zero_optimization": {"stage": 2}}, parse(section))
+    assert left in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("base", "over", "merged"),
+    [
+        ({}, {}, {}),
+        ({"a": 1, "b": 2}, {"b": 3, "c": 4}, {"a": 1, "b": 3, "c": 4}),
+        ({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}}, {"a": {"x": 1, "y": 3}}),
+        ({"a": {"x": 1}}, {"a": 5}, {"a": 5}),
+        ({"a": 5}, {"a": {"x": 1}}, {"a": {"x": 1}}),
+        ({"a": [1, 2]}, {"a": []}, {"a": []}),
+    ],
+)
+def test_merge(base, over, merged):
+    assert merge(base, over) == merged

@@ -98,6 +98,8 @@ def initialize(
         if fp8.grad_reduce.format != "bf16":
             raw.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
 
+    if not dist.is_initialized():
+        seams.spare_shared_memory_op()
     if getattr(args, "deepspeed_config", None) is not None:
         # DeepSpeed refuses the configuration in both places.
         args = copy.copy(args)

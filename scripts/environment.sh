@@ -27,14 +27,6 @@ make_environment() {
   command -v "$python" >/dev/null || fail "no $python" "install Python 3.10 to 3.13, or set PYTHON to its path"
   "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' ||
     fail "$("$python" --version) is not supported" "set PYTHON to a Python 3.10 to 3.13"
-  if ! command -v c++ >/dev/null; then
-    # DeepSpeed compiles a small communication op the first time it runs on a CPU.
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-      apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq g++ >/dev/null
-    else
-      fail "no C++ compiler, which DeepSpeed needs" "install g++"
-    fi
-  fi
 
   # Installed once; again when the requirements or the interpreter change.
   stamp=".venv/installed-$(cat pyproject.toml scripts/constraints.txt scripts/environment.sh | cat - <("$python" --version) \

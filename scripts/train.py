@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import warnings
 
 from ds_fp8.errors import main_entry
 
@@ -18,15 +19,19 @@ def main() -> int:
     arguments = parser.parse_args()
 
     import torch
+    import transformers
     from deepspeed.utils.logging import set_log_level_from_string
 
     from ds_fp8.train import load_stage, train
     from ds_fp8.train.interrupt import EXIT_INTERRUPTED, Interrupted
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         ranks_here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
     set_log_level_from_string("warning")
+    transformers.utils.logging.disable_progress_bar()
+    # DeepSpeed calls collectives under names that newer versions of torch announce to rename.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     try:
         result = train(load_stage(arguments.deepspeed_config, arguments.set))
     except Interrupted:

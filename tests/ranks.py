@@ -46,6 +46,9 @@ def _worker(rank: int, world: int, port: int, accelerator: str, connection: Any)
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    from ds_fp8.zero.seams import spare_shared_memory_op
+
+    spare_shared_memory_op()
     if accelerator == "cuda":
         torch.cuda.set_device(rank)
     deepspeed.init_distributed(dist_backend="nccl" if accelerator == "cuda" else "gloo", verbose=False)

@@ -6,7 +6,7 @@ import torch
 
 from ds_fp8.formats import FORMATS
 from ds_fp8.quantize import QuantizedTensor
-from ds_fp8.quantize.reference import expand_scale
+from ds_fp8.quantize.reference import per_element
 
 
 class CastMonitor:
@@ -29,7 +29,7 @@ class CastMonitor:
         """Add one cast of `x` to the statistics of its class (input, weight, grad_output)."""
         if not self.active:
             return
-        units = x.detach().abs().float() / expand_scale(quantized.scale, x.shape, quantized.granularity)
+        units = per_element(torch.div, x.detach().abs(), quantized.scale, quantized.granularity)
         saturated = units > FORMATS[quantized.format].max
         flushed = (units > 0) & (quantized.data.float() == 0)
         counts = torch.stack([torch.full((), float(x.numel()), device=x.device), saturated.sum(), flushed.sum()])

@@ -12,8 +12,9 @@ group, into NaN: overflow is seen downstream, never hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch.nn.functional import pad
 
 from ds_fp8.formats import BLOCK, FORMATS, SCALE_TYPES, SMALLEST_SCALE, format_of, scale_shape
 
@@ -25,22 +26,25 @@ def group_amax(x: torch.Tensor, granularity: str) -> torch.Tensor:
     tensor has amax 0.
     """
     shape = scale_shape(x.shape, granularity)
-    magnitude = x.detach().abs().float()
     if x.numel() == 0:
-        return magnitude.new_zeros(shape)
+        return torch.zeros(shape, device=x.device)
+    magnitude = x.detach().abs()
     if granularity == "tensor":
         amax = magnitude.amax()
     elif granularity == "row":
         amax = magnitude.amax(-1, keepdim=True)
     elif granularity == "1x128":
-        groups = pad(magnitude, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-        amax = groups.amax(-1)
+        amax = _max_per_group(magnitude)
     else:
-        rows, columns = x.shape
-        padded = pad(magnitude, (0, -columns % BLOCK, 0, -rows % BLOCK))
-        # [M, K] -> [M/128, 128, K/128, 128]
-        amax = padded.view(shape[0], BLOCK, shape[1], BLOCK).amax((1, 3))
-    return amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        amax = _max_per_group(_max_per_group(magnitude).t()).t().contiguous()  # [M, K] -> [M, K/128] -> [M/128, K/128]
+    return amax.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _max_per_group(x: torch.Tensor) -> torch.Tensor:
+    """[..., K] -> [..., ceil(K/128)]: the largest of every 128 elements, and of the ragged rest."""
+    full = x.shape[-1] // BLOCK * BLOCK
+    groups = x[..., :full].unflatten(-1, (-1, BLOCK)).amax(-1) if full else x[..., :0]
+    return groups if full == x.shape[-1] else torch.cat([groups, x[..., full:].amax(-1, keepdim=True)], -1)
 
 
 def scale_from_amax(amax: torch.Tensor, format: str, scale: str) -> torch.Tensor:
@@ -58,20 +62,32 @@ def scale_from_amax(amax: torch.Tensor, format: str, scale: str) -> torch.Tensor
     return torch.where(amax.isfinite(), exact, torch.nan)
 
 
-def expand_scale(scale: torch.Tensor, shape: tuple[int, ...] | torch.Size, granularity: str) -> torch.Tensor:
-    """Scales broadcast to one per element, or to a shape that broadcasts against `shape`."""
+def per_element(
+    operation: Callable[..., torch.Tensor], x: torch.Tensor, scale: torch.Tensor, granularity: str
+) -> torch.Tensor:
+    """operation(x, the scale of each element), in the scale's dtype; `operation` is torch.mul or torch.div.
+
+    Groups of 128 are a dimension of their own, along which their scale broadcasts: one scale per element in memory
+    would be four times the size of a BF16 x.
+    """
     if granularity in ("tensor", "row"):
-        return scale
-    per_element = scale.repeat_interleave(BLOCK, -1)[..., : shape[-1]]
+        return operation(x.to(scale.dtype), scale)
     if granularity == "128x128":
-        per_element = per_element.repeat_interleave(BLOCK, 0)[: shape[0]]
-    return per_element
+        scale = scale.repeat_interleave(BLOCK, 0)[: x.shape[0]]  # [M/128, K/128] -> [M, K/128], as of 1x128
+    full = x.shape[-1] // BLOCK * BLOCK
+    result = torch.empty(x.shape, dtype=scale.dtype, device=x.device)
+    if full:
+        groups = result[..., :full].unflatten(-1, (-1, BLOCK))
+        operation(x[..., :full].unflatten(-1, (-1, BLOCK)), scale[..., : full // BLOCK, None], out=groups)
+    if full < x.shape[-1]:
+        operation(x[..., full:], scale[..., full // BLOCK :], out=result[..., full:])
+    return result
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, format: str, granularity: str) -> torch.Tensor:
     """The elements of `x` in units of `scale`, rounded to nearest even and saturated, as an FP8 tensor of x's shape."""
     target = FORMATS[format]
-    in_units = x.detach().float() / expand_scale(scale, x.shape, granularity)
+    in_units = per_element(torch.div, x.detach(), scale, granularity)
     return in_units.clamp_(-target.max, target.max).to(target.dtype)
 
 
@@ -84,6 +100,11 @@ def decode(data: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tens
     return table.index_select(0, data.contiguous().view(torch.uint8).flatten().int()).view(data.shape)
 
 
-def dequantize(data: torch.Tensor, scale: torch.Tensor, granularity: str, dtype: torch.dtype) -> torch.Tensor:
-    """data * scale, computed in FP32 and rounded once to `dtype`."""
-    return (decode(data) * expand_scale(scale, data.shape, granularity)).to(dtype)
+def dequantize(
+    data: torch.Tensor, scale: torch.Tensor, granularity: str, scale_type: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """data * scale, rounded once to `dtype`."""
+    if dtype is torch.bfloat16 and scale_type == "pow2":
+        # Both factors are exact in BF16, so the BF16 product is the FP32 product rounded once, in half the memory.
+        return per_element(torch.mul, decode(data, dtype), scale.to(dtype), granularity)
+    return per_element(torch.mul, decode(data), scale, granularity).to(dtype)

@@ -49,7 +49,7 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The numbers this tensor stands for, of shape `shape`."""
-        return reference.dequantize(self.data, self.scale, self.granularity, dtype)
+        return reference.dequantize(self.data, self.scale, self.granularity, self.scale_type, dtype)
 
     def t(self) -> QuantizedTensor:
         """The transposed matrix, without casting again: bytes and scales are views of this tensor's.

@@ -109,8 +109,7 @@ def check_sections(raw: dict, world: int) -> None:
     except ValidationError as error:
         raise _explain(error, raw) from None
     except Exception as error:  # DeepSpeed reports mistakes in a config with every kind of exception
-        words = str(error) or type(error).__name__
-        key = next((key for key in raw if key in words), "")
+        words, key = str(error) or type(error).__name__, _section_at_fault(raw)
         raise UserError(
             f"DeepSpeed refuses the configuration: {words}", key=key, remedy="change what DeepSpeed names"
         ) from None
@@ -147,9 +146,7 @@ def _explain(error: ValidationError, raw: dict) -> UserError:
     """The first mistake of a validation by one of DeepSpeed's config models, with its full dotted key."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
-    # DeepSpeed names the key inside the section, not the section.
-    sections = [name for name, values in raw.items() if isinstance(values, dict) and path and path[0] in values]
-    dotted = ".".join(sections[:1] + path)
+    dotted = ".".join([_section_at_fault(raw), *path]).strip(".")
     shown = "" if first["type"] == "missing" else f" (got {first.get('input')!r})"
     if first["type"] == "extra_forbidden":
         model = next((model for model in _subclasses(DeepSpeedConfigModel) if model.__name__ == error.title), None)
@@ -157,6 +154,19 @@ def _explain(error: ValidationError, raw: dict) -> UserError:
         return UserError(f'DeepSpeed does not know the key "{dotted}"', key=dotted, remedy=nearest(path[-1], known))
     message = first["msg"].removeprefix("Value error, ")
     return UserError(f"{dotted}: {message}{shown}", key=dotted, remedy=f'change the value of "{dotted}"')
+
+
+def _section_at_fault(raw: dict) -> str:
+    """The first top-level key that DeepSpeed refuses by itself, "" when only several together are wrong.
+
+    DeepSpeed's messages name the key inside a section, not the section.
+    """
+    for key in raw.keys() & known_keys() - {TRAIN_BATCH, MICRO_BATCH, ACCUMULATION}:
+        try:
+            DeepSpeedConfig({MICRO_BATCH: 1, key: copy.deepcopy(raw[key])})
+        except Exception:
+            return key
+    return ""
 
 
 def _subclasses(model: type) -> Iterator[Any]:

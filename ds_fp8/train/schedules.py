@@ -25,6 +25,14 @@ class Schedule(Section):
     min_ratio: float = Field(0.1, ge=0, le=1)
     """The last step's share of the peak learning rate."""
 
+    def check_lengths(self, total: int) -> None:
+        """Raise ValueError when the parts do not fit into `total` steps."""
+        parts = {"warmup": self.warmup} | ({"decay": self.decay} if self.type == "wsd" else {})
+        lengths = {name: _length(value, total) for name, value in parts.items()}
+        if sum(lengths.values()) > total:
+            shown = " + ".join(f"{name} {length}" for name, length in lengths.items())
+            raise ValueError(f"the schedule is longer than the run: {shown} steps > steps {total}")
+
 
 def _length(steps_or_fraction: float, total: int) -> int:
     return round(steps_or_fraction * total if steps_or_fraction < 1 else steps_or_fraction)
@@ -44,11 +52,7 @@ def learning_rate_factor(step: int, total: int, schedule: Schedule) -> float:
     peak = max(warmup - 1, 0)
     if schedule.type == "wsd":
         peak = max(peak, total - 1 - _length(schedule.decay, total))
-    last = total - 1
-    if step >= last:
-        progress = 1.0 if last > peak else 0.0
-    else:
-        progress = max(step - peak, 0) / (last - peak)
+    progress = min(max((step - peak) / max(total - 1 - peak, 1), 0.0), 1.0)
     return schedule.min_ratio + (1 - schedule.min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 

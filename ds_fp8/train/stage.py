@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ds_fp8.config import FP8Config, check_deepspeed, parse_fp8
 from ds_fp8.data import DataConfig
@@ -56,6 +56,11 @@ class TrainConfig(Section):
     """Held-out problems to answer before the first step and after the last."""
     max_new_tokens: int = Field(48, gt=0)
     """Length limit of an answer."""
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> TrainConfig:
+        self.schedule.check_lengths(self.steps)
+        return self
 
 
 @dataclass(frozen=True)

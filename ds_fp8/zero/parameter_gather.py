@@ -96,17 +96,18 @@ class _Weight:
 
 
 class _Handle:
-    """What DeepSpeed waits on: FP8 gathers in flight, and its own handle for the parameters gathered in BF16."""
+    """What DeepSpeed waits on: an FP8 gather in flight, and its own handle for the parameters gathered in BF16."""
 
-    def __init__(self, finish: list[Callable[[], None]], stock: object | None):
+    def __init__(self, finish: Callable[[], None] | None, stock: object | None):
         self._finish, self._stock = finish, stock
 
     def wait(self, handle_dependency: bool = True) -> None:
         if self._stock is not None:
             self._stock.wait(handle_dependency=handle_dependency)
             self._stock = None
-        while self._finish:
-            self._finish.pop(0)()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
 
 
 class ParameterGather:
@@ -162,20 +163,26 @@ class ParameterGather:
             weight.cast_shard(self._spec, sources[key], scale.view(own.shape))
         self._stale = False
 
-    def _gather(self, weight: _Weight) -> Callable[[], None]:
-        """Start the gather of one weight; the result makes it available."""
-        shard, parameter = weight.shard, weight.parameter
-        seams.begin_gather(parameter)
-        buffer = torch.empty(shard.numel * shard.world, dtype=torch.uint8, device=weight.data.device)
-        work = dist.all_gather_into_tensor(buffer, weight.data, group=shard.group, async_op=True)
+    def _gather(self, weights: list[_Weight]) -> Callable[[], None]:
+        """Start one all-gather for all of `weights`; the result, called, waits for it and makes them available."""
+        for weight in weights:
+            seams.begin_gather(weight.parameter)
+        shards = [weight.data for weight in weights]
+        send = torch.cat(shards) if len(shards) > 1 else shards[0]
+        world = weights[0].shard.world
+        buffer = torch.empty(world, send.numel(), dtype=torch.uint8, device=send.device)
+        work = dist.all_gather_into_tensor(buffer.view(-1), send, group=weights[0].shard.group, async_op=True)
 
         def finish() -> None:
             work.wait()
-            codes = buffer[: math.prod(shard.shape)].view(FORMATS[self._spec.format].dtype).view(shard.shape)
-            gathered = QuantizedTensor(codes, weight.scale, self._spec.granularity, self._spec.scale)
-            setattr(parameter, GATHERED, gathered)
-            parameter.data = weight.placeholder
-            seams.end_gather(parameter)
+            # [W, shards of all weights] -> of each weight its W shards, side by side (a copy unless it is alone)
+            for weight, pieces in zip(weights, buffer.split([s.numel() for s in shards], dim=1), strict=True):
+                shape = weight.shard.shape
+                codes = pieces.reshape(-1)[: math.prod(shape)].view(FORMATS[self._spec.format].dtype).view(shape)
+                gathered = QuantizedTensor(codes, weight.scale, self._spec.granularity, self._spec.scale)
+                setattr(weight.parameter, GATHERED, gathered)
+                weight.parameter.data = weight.placeholder
+                seams.end_gather(weight.parameter)
 
         return finish
 
@@ -187,7 +194,7 @@ class ParameterGather:
             if ours and self._stale:
                 self._refresh()
             handle = stock(others, safe_mode=safe_mode, quantize=quantize) if others else None
-            return _Handle([self._gather(weight) for weight in ours], handle)
+            return _Handle(self._gather(ours) if ours else None, handle)
 
         return all_gather_coalesced
 

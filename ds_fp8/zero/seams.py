@@ -31,6 +31,7 @@ from ds_fp8.errors import UserError
 
 TESTED_VERSIONS = ("0.19.8",)
 
+_SHARED_MEMORY_OP = "deepspeed_shm_comm"
 _OPTIMIZER = "DeepSpeedZeroOptimizer_Stage3"
 _AVERAGE_GRADIENTS = f"_{_OPTIMIZER}__avg_scatter_grads"
 _MASTER_UPDATES = ("step", "load_state_dict", "refresh_fp32_params", "set_full_hp_param", "set_local_hp_param")
@@ -40,6 +41,7 @@ _REQUIRED = {
     stage3: (_OPTIMIZER, "reduce_scatter_coalesced"),
     getattr(stage3, _OPTIMIZER, None): (_AVERAGE_GRADIENTS, *_MASTER_UPDATES),
     deepspeed_comm: ("cdb",),
+    deepspeed.ops: ("__compatible_ops__",),
     deepspeed_engine.DeepSpeedEngine: ("_zero3_consolidated_16bit_state_dict",),
 }
 
@@ -59,6 +61,15 @@ if missing_names():
         f"DeepSpeed {deepspeed.__version__} lacks {', '.join(missing_names())}, which the FP8 path of ZeRO-3 needs",
         remedy=f"install a tested version: {', '.join(TESTED_VERSIONS)}",
     )
+
+
+def spare_shared_memory_op() -> None:
+    """Keep DeepSpeed, on a CPU, from compiling its shared-memory all-reduce when ranks meet.
+
+    That takes a C++ compiler and a minute, and only inference calls it. Call before deepspeed.init_distributed.
+    """
+    if get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
 
 
 # ---------------------------------------------------------------- partitioned parameters

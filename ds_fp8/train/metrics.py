@@ -1,0 +1,98 @@
+"""What a run measures: one line of metrics.jsonl per event, and the summary that result.json is made of."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+Record = dict[str, Any]
+
+BYTES = ("all_gather_bytes", "grad_bytes", "other_bytes")
+LAST_LOSSES = 10
+
+
+def read_metrics(file: Path, last_step: int) -> list[Record]:
+    """The records of `file` up to `last_step`; a line cut off by a kill is left out. No file, no records."""
+    records = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return [record for record in records if record["step"] <= last_step]
+
+
+class MetricsLog:
+    """Appends to `file` on the rank that writes (rank 0) and keeps all records of the run in memory on every rank."""
+
+    def __init__(self, file: Path, records: list[Record], writes: bool) -> None:
+        self.records = list(records)
+        self._file = None
+        if writes:
+            write_atomically(file, "".join(json.dumps(record) + "\n" for record in self.records))
+            self._file = file.open("a", buffering=1)
+
+    def append(self, record: Record) -> None:
+        """Add one record; numbers that are not finite become null."""
+        record = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        self.records.append(record)
+        if self._file:
+            self._file.write(json.dumps(record) + "\n")
+
+    def value(self, step: int, key: str) -> Any:
+        """What the last record of `step` that has `key` says, None if there is none."""
+        found = [record[key] for record in self.records if record["step"] == step and key in record]
+        return found[-1] if found else None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this process had so far: allocated on the accelerator, or resident on a CPU."""
+    if device.type != "cpu":
+        return get_accelerator().max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def summarise(log: MetricsLog, steps: int) -> Record:
+    """The figures of a run of `steps` steps: losses in nats per token, bytes per step and rank, seconds, tokens/s.
+
+    `final_loss` is the validation loss after the last step; `last_train_loss` the mean of the last ten logged ones.
+    """
+    logged = [record for record in log.records if "loss" in record]
+    losses = [record["loss"] for record in logged if record["loss"] is not None]
+    return {
+        "steps": steps,
+        "first_loss": losses[0] if losses else None,
+        "last_train_loss": fmean(losses[-LAST_LOSSES:]) if losses else None,
+        "first_validation_loss": log.value(0, "validation_loss"),
+        "final_loss": log.value(steps, "validation_loss"),
+        "exact_match": {
+            "before": log.value(0, "exact_match"),
+            "after": log.value(steps, "exact_match"),
+            "problems": log.value(steps, "problems") or 0,
+        },
+        "bytes_per_step": {key: round(fmean(record[key] for record in logged)) for key in BYTES},
+        "tokens_per_second": median(record["tokens_per_second"] for record in logged),
+        "step_seconds": median(record["step_seconds"] for record in logged),
+        "peak_memory_bytes": max(record["memory_bytes"] for record in logged),
+        "skipped_steps": logged[-1]["skipped_steps"],
+    }
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Write `file` so that a reader sees the old content or the new, never a part."""
+    part = file.with_name(file.name + ".part")
+    part.write_text(text)
+    os.replace(part, file)

@@ -1,0 +1,55 @@
+"""What a finished run leaves: a Hugging Face model folder and result.json."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from importlib.metadata import version
+from typing import Any
+
+from deepspeed import DeepSpeedEngine
+from deepspeed import comm as dist
+from transformers import PreTrainedTokenizerBase
+
+import ds_fp8
+from ds_fp8.train.checkpoints import MODEL, RESULT
+from ds_fp8.train.metrics import MetricsLog, summarise, write_atomically
+from ds_fp8.train.stage import Stage
+from ds_fp8.zero.seams import consolidated_state_dict
+
+_PACKAGES = ("torch", "deepspeed", "transformers")
+
+
+def write_result(
+    stage: Stage, engine: DeepSpeedEngine, tokenizer: PreTrainedTokenizerBase, log: MetricsLog, data: dict[str, Any]
+) -> dict[str, Any]:
+    """Write run_dir/model (BF16 safetensors, configuration, tokenizer), then run_dir/result.json. Collective.
+
+    Returns the result, the same on every rank but for the FP8 report, which is the rank's own.
+    """
+    state = consolidated_state_dict(engine)
+    if dist.get_rank() == 0:
+        part, final = stage.run_dir / f"{MODEL}.part", stage.run_dir / MODEL
+        shutil.rmtree(part, ignore_errors=True)
+        engine.module.save_pretrained(part, state_dict=state)
+        tokenizer.save_pretrained(part)
+        shutil.rmtree(final, ignore_errors=True)
+        part.rename(final)
+    result = {
+        **summarise(log, stage.train.steps),
+        "ranks": stage.world,
+        "device": str(engine.device.type),
+        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
+        "tokens_per_step": stage.global_batch * stage.data.sequence_length,
+        "data": data,
+        "fp8": engine.fp8.report,
+        "versions": {
+            "python": platform.python_version(),
+            "ds_fp8": ds_fp8.__version__,
+            **{name: version(name) for name in _PACKAGES},
+        },
+    }
+    if dist.get_rank() == 0:
+        write_atomically(stage.run_dir / RESULT, json.dumps(result, indent=2) + "\n")
+    return result

@@ -1,0 +1,100 @@
+"""A tiny stage, and a way to run it as a user would."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TINY = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 100,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_reuse_distance": 0,
+    },
+    "fp8": {"enabled": True, "monitor": {"every": 5}},
+    "model": {
+        "config": {
+            "model_type": "qwen2",
+            "hidden_size": 60,
+            "intermediate_size": 136,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 128,
+            "tie_word_embeddings": True,
+        }
+    },
+    "data": {"path": "synthetic", "examples": 300, "sequence_length": 64},
+    "train": {"run_dir": "run", "steps": 12, "schedule": {"type": "cosine", "warmup": 2}, "eval_batches": 2},
+}
+
+
+@pytest.fixture(scope="session")
+def cache_home(tmp_path_factory) -> Path:
+    """A cache of the session's own, so that the tokenizer is trained once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def tiny() -> dict:
+    return copy.deepcopy(TINY)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a configuration, given as a mapping or as text, to a file in a folder of the test's own."""
+
+    def to_file(raw: dict | str, name: str = "stage.json") -> Path:
+        file = tmp_path / name
+        file.write_text(raw if isinstance(raw, str) else json.dumps(raw, indent=2))
+        return file
+
+    return to_file
+
+
+@pytest.fixture
+def launch(tmp_path, cache_home):
+    """Start `deepspeed scripts/train.py` on CPU ranks in the test's folder, or without the launcher for 0 ranks."""
+    started: list[subprocess.Popen] = []
+
+    def start(file: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        script = [str(ROOT / "scripts" / "train.py"), "--deepspeed_config", str(file)]
+        script += [part for override in overrides for part in ("--set", override)]
+        launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed"))]
+        command = [*launcher, "--num_gpus", str(ranks), "--master_port", str(port)] if ranks else [sys.executable]
+        ours = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "DS_FP8_CACHE": str(cache_home)}
+        process = subprocess.Popen(
+            [*command, *script],
+            cwd=tmp_path,
+            env={**os.environ, **ours, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)

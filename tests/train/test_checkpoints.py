@@ -1,0 +1,125 @@
+"""What a run folder says about the run in it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_fp8.errors import UserError
+from ds_fp8.train import checkpoints, load_stage
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def stage(tiny, write, run_dir):
+    """Load the tiny stage with overrides, in the test's run folder."""
+    tiny["train"]["run_dir"] = str(run_dir)
+    file = write(tiny)
+    return lambda *overrides: load_stage(file, overrides)
+
+
+def store(stage, steps: list[int], ranks: int = 1) -> None:
+    """What a run leaves behind that was stopped after the last of `steps`."""
+    stage.run_dir.mkdir(exist_ok=True)
+    (stage.run_dir / "config.json").write_text(json.dumps(stage.raw))
+    for step in steps:
+        folder = stage.run_dir / "checkpoints" / f"step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "complete.json").write_text(json.dumps({"step": step, "ranks": ranks}))
+
+
+def test_an_absent_or_empty_folder_starts_from_nothing(stage, run_dir):
+    assert checkpoints.inspect_run(stage()).step == 0
+    run_dir.mkdir()
+    (run_dir / "notes.txt").write_text("mine")
+    assert checkpoints.inspect_run(stage()).step == 0
+
+
+def test_the_newest_complete_checkpoint_counts_and_a_half_written_one_does_not(stage, run_dir):
+    store(stage(), [2, 10, 9])
+    half = run_dir / "checkpoints" / "step_11"
+    half.mkdir()
+    (half / "zero_pp_rank_0_mp_rank_00_model_states.pt").write_bytes(b"cut off")
+    # DeepSpeed writes this name while other ranks may still be writing.
+    (run_dir / "checkpoints" / "latest").write_text("step_11")
+    assert checkpoints.inspect_run(stage()).step == 10
+
+
+@pytest.mark.parametrize("keep", [1, 2, 9])
+def test_pruning_keeps_the_newest_complete_checkpoints_only(keep, stage, run_dir):
+    store(stage(), [2, 10, 9])
+    (run_dir / "checkpoints" / "step_11").mkdir()
+    checkpoints.prune(run_dir, keep)
+    left = sorted(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*"))
+    assert left == [2, 9, 10][-keep:]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.steps=90",
+        "train.eval_every=3",
+        "train.save_every=2",
+        "train.log_every=4",
+        'csv_monitor={"enabled": false}',
+    ],
+)
+def test_length_and_reporting_may_change(override, stage):
+    store(stage(), [4])
+    assert checkpoints.inspect_run(stage(override)).step == 4
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.seed=7",
+        "fp8.enabled=false",
+        "optimizer.params.lr=1",
+        "data.examples=301",
+        "model.config.hidden_size=66",
+        "gradient_accumulation_steps=2",
+        "train.schedule.min_ratio=0.2",
+    ],
+)
+def test_anything_else_that_changes_is_refused_and_named(override, stage):
+    store(stage(), [4])
+    with pytest.raises(UserError, match="holds a run with") as caught:
+        checkpoints.inspect_run(stage(override))
+    assert caught.value.key == override.partition("=")[0]
+    assert "run_dir" in caught.value.remedy
+
+
+def test_another_number_of_ranks_is_refused(stage):
+    store(stage(), [4], ranks=3)
+    with pytest.raises(UserError, match="made by 3 ranks"):
+        checkpoints.inspect_run(stage())
+
+
+def test_fewer_steps_than_done_are_refused(stage):
+    store(stage(), [4])
+    with pytest.raises(UserError, match="already done 4"):
+        checkpoints.inspect_run(stage("train.steps=3"))
+
+
+def test_a_finished_run_is_known_by_its_result_and_goes_on_with_more_steps(stage, run_dir):
+    store(stage(), [12])
+    (run_dir / "result.json").write_text(json.dumps({"steps": 12}))
+    assert checkpoints.inspect_run(stage()).result == {"steps": 12}
+    longer = checkpoints.inspect_run(stage("train.steps=20"))
+    assert (longer.step, longer.result) == (12, None)
+
+
+def test_a_folder_that_is_not_a_runs_is_left_alone(stage, run_dir):
+    (run_dir / "model").mkdir(parents=True)
+    with pytest.raises(UserError, match="not the folder of a run"):
+        checkpoints.inspect_run(stage())
+
+
+def test_a_file_in_place_of_the_folder_is_refused(stage, run_dir):
+    run_dir.write_text("")
+    with pytest.raises(UserError, match="not a folder"):
+        checkpoints.inspect_run(stage())

@@ -1,0 +1,121 @@
+"""Models of a stage: the same on every rank, and refused when they do not fit the data."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ds_fp8.data import build_tokenizer
+from ds_fp8.errors import UserError
+from ds_fp8.train import load_stage
+from ds_fp8.train.model import build_model, load_model_config
+
+
+@pytest.fixture
+def load(tiny, write, cache_home):
+    """The stage with overrides and its tokenizer."""
+
+    def load(*overrides: str):
+        stage = load_stage(write(tiny), overrides)
+        return stage, build_tokenizer(stage.data, cache_home)
+
+    return load
+
+
+def test_an_untrained_model_follows_from_the_seed_alone(load):
+    stage, tokenizer = load()
+    torch.rand(7)
+    first = build_model(stage, load_model_config(stage, tokenizer)).state_dict()
+    torch.rand(3)
+    again = build_model(stage, load_model_config(stage, tokenizer)).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    other = build_model(load("train.seed=7")[0], load_model_config(stage, tokenizer)).state_dict()
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_a_model_is_bf16_and_as_wide_as_the_tokenizer(load):
+    stage, tokenizer = load()
+    model = build_model(stage, load_model_config(stage, tokenizer))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize("where", ["model.path", "train.init_from", "a run"])
+def test_stored_weights_are_loaded(where, load, tmp_path):
+    stage, tokenizer = load()
+    model = build_model(stage, load_model_config(stage, tokenizer))
+    folder = tmp_path / "before" / ("model" if where == "a run" else "")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    key = "train.init_from" if where == "a run" else where
+    stage, tokenizer = load("model.config=null", f"{key}={tmp_path / 'before'}", "train.seed=7")
+    loaded = build_model(stage, load_model_config(stage, tokenizer)).state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in model.state_dict().items())
+
+
+WRONG = [
+    ("model.config.hiden_size=60", "model.config.hiden_size", 'Did you mean "hidden_size"?'),
+    ("model.config.model_type=qwem2", "model.config.model_type", 'Did you mean "qwen2"?'),
+    ("model.config.hidden_size=wide", "model.config", "hidden_size"),
+    ("model.config.num_attention_heads=7", "model.config.num_attention_heads", "does not divide"),
+    ("model.config.num_key_value_heads=2", "model.config.num_key_value_heads", "do not divide"),
+    ("data.sequence_length=129", "data.sequence_length", "max_position_embeddings 128"),
+    ("model.config.vocab_size=100", "model.config.vocab_size", "vocabulary 100"),
+]
+
+
+@pytest.mark.parametrize(("override", "key", "words"), WRONG, ids=[row[0] for row in WRONG])
+def test_a_model_that_cannot_be_is_refused(override, key, words, load):
+    stage, tokenizer = load(override)
+    with pytest.raises(UserError) as caught:
+        load_model_config(stage, tokenizer)
+    assert caught.value.key == key
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.path=/no/such/folder", "does not exist"),
+        ("model.path=./nowhere", "does not exist"),
+        ("train.init_from=nowhere", "run the stage that writes it first"),
+    ],
+)
+def test_a_missing_model_is_named(override, words, load):
+    stage, tokenizer = load("model.config=null", override)
+    with pytest.raises(UserError) as caught:
+        load_model_config(stage, tokenizer)
+    assert caught.value.key == override.partition("=")[0]
+    assert words in str(caught.value)
+
+
+def test_an_unfinished_run_is_no_start(load, tmp_path):
+    (tmp_path / "before" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "before" / "config.json").write_text("{}")
+    stage, tokenizer = load("model.config=null", f"train.init_from={tmp_path / 'before'}")
+    with pytest.raises(UserError, match="no finished model"):
+        load_model_config(stage, tokenizer)
+
+
+def test_a_tokenizer_other_than_the_stored_models_is_refused(load, tmp_path):
+    stage, tokenizer = load()
+    build_model(stage, load_model_config(stage, tokenizer)).save_pretrained(tmp_path / "before")
+    tokenizer.save_pretrained(tmp_path / "before")
+    stage, other = load("model.config=null", f"model.path={tmp_path / 'before'}", "data.vocab_size=500")
+    with pytest.raises(UserError, match="numbers tokens otherwise") as caught:
+        load_model_config(stage, other)
+    assert caught.value.key == "data.tokenizer"
+
+
+def test_num_items_in_batch_divides_the_summed_loss(load):
+    """What the loop's loss per token rests on."""
+    stage, tokenizer = load()
+    model = build_model(stage, load_model_config(stage, tokenizer)).float()
+    assert isinstance(model, type(AutoModelForCausalLM.from_config(model.config)))
+    ids = torch.arange(12).view(2, 6)
+    labels = ids.masked_fill(ids % 3 == 0, -100)
+    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+    for items in (1.0, 5.0):
+        loss = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(items)).loss
+        assert loss.item() == pytest.approx(total.item() / items, rel=1e-5)

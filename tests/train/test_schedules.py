@@ -1,0 +1,71 @@
+"""Learning-rate schedules at their ends, at their corners, and in between."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from ds_fp8.train.schedules import Schedule, learning_rate_factor, learning_rate_scheduler
+
+TOTALS = (1, 2, 7, 100, 1001)
+
+
+def factors(total: int, **settings) -> list[float]:
+    return [learning_rate_factor(step, total, Schedule(**settings)) for step in range(total)]
+
+
+@pytest.mark.parametrize("total", [7, 100, 1001])
+@pytest.mark.parametrize("kind", ["wsd", "cosine"])
+def test_ends_at_the_minimum_and_stays_there(kind, total):
+    schedule = Schedule(type=kind, min_ratio=0.1)
+    assert learning_rate_factor(total - 1, total, schedule) == pytest.approx(0.1)
+    assert learning_rate_factor(total + 5, total, schedule) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("kind", ["wsd", "cosine", "constant"])
+def test_stays_within_zero_and_one(kind, total):
+    assert all(0 < factor <= 1 for factor in factors(total, type=kind))
+
+
+def test_warmup_is_linear_and_reaches_the_peak_on_its_last_step():
+    assert factors(100, type="constant", warmup=4)[:6] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
+
+
+def test_a_length_below_one_is_a_fraction():
+    assert factors(200, type="wsd", warmup=0.1, decay=0.25) == factors(200, type="wsd", warmup=20, decay=50)
+
+
+def test_wsd_is_flat_between_warmup_and_decay_then_falls_over_the_decay_only():
+    shares = factors(100, type="wsd", warmup=10, decay=20, min_ratio=0.2)
+    assert shares[9:80] == [1.0] * 71
+    assert all(later < earlier for earlier, later in pairwise(shares[79:]))
+    assert shares[89] == pytest.approx(0.6, abs=0.01)  # half-way down
+
+
+def test_cosine_is_half_way_down_in_the_middle():
+    assert factors(101, type="cosine", warmup=0, min_ratio=0.0)[50] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("kind", ["wsd", "cosine", "constant"])
+def test_has_no_jumps(kind):
+    shares = factors(1000, type=kind, warmup=50, decay=100)
+    assert max(abs(later - earlier) for earlier, later in pairwise(shares)) <= 1 / 50 + 1e-9
+
+
+@pytest.mark.parametrize("values", [{"type": "cosin"}, {"warmup": -1}, {"min_ratio": 1.5}, {"warm": 3}])
+def test_refuses_wrong_values(values):
+    with pytest.raises(ValidationError):
+        Schedule(**values)
+
+
+def test_the_scheduler_sets_the_optimizers_learning_rate():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = learning_rate_scheduler(10, Schedule(type="cosine", warmup=2, min_ratio=0.1))(optimizer)
+    seen = []
+    for _ in range(10):
+        seen.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert seen == pytest.approx([2 * factor for factor in factors(10, type="cosine", warmup=2, min_ratio=0.1)])

@@ -1,0 +1,176 @@
+"""Loading a stage: overrides, and every mistake found before data is read or processes meet."""
+
+import json
+from pathlib import Path
+
+import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from ds_fp8.errors import UserError
+from ds_fp8.train import load_stage
+from ds_fp8.train.deepspeed_config import known_keys, resolve_batch
+
+QUICKSTART = sorted((Path(__file__).parents[2] / "ds_configs" / "quickstart").glob("*.json"))
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+def test_a_stage_holds_its_sections_and_batch(tiny, write):
+    stage = load_stage(write(tiny))
+    assert (stage.global_batch, stage.micro_batch, stage.accumulation, stage.world) == (4, 2, 1, 2)
+    assert stage.train.steps == 12
+    assert stage.fp8.enabled
+    assert stage.data.sequence_length == 64
+
+
+@pytest.mark.parametrize("file", QUICKSTART, ids=lambda file: file.stem)
+def test_the_quickstart_loads_here_and_in_stock_deepspeed(file):
+    stage = load_stage(file)
+    config = DeepSpeedConfig(str(file))
+    assert config.zero_config.stage == 3
+    assert config.train_micro_batch_size_per_gpu == stage.micro_batch
+
+
+def test_there_are_three_quickstart_stages_each_starting_from_the_last():
+    stages = {file.stem: load_stage(file) for file in QUICKSTART}
+    assert stages["sft_stage1"].train.init_from == stages["cpt"].train.run_dir
+    assert stages["sft_stage2"].train.init_from == stages["sft_stage1"].train.run_dir
+
+
+def test_overrides_reach_all_sections(tiny, write):
+    overrides = [
+        "train.steps=50",
+        "fp8.enabled=false",
+        "zero_optimization.stage=2",
+        "train.run_dir=elsewhere",
+        'train.schedule={"type": "constant"}',
+        "gradient_accumulation_steps=3",
+    ]
+    stage = load_stage(write(tiny), overrides)
+    assert stage.train.steps == 50
+    assert not stage.fp8.enabled
+    assert stage.raw["zero_optimization"]["stage"] == 2
+    assert stage.train.run_dir == "elsewhere"
+    assert stage.train.schedule.type == "constant"
+    assert stage.global_batch == 12
+
+
+# (override, key the error must name, words the screen must show)
+WRONG = [
+    ("trian.steps=5", "trian", 'Did you mean "train"?'),
+    ("gradient_cliping=1.0", "gradient_cliping", 'Did you mean "gradient_clipping"?'),
+    ("train.step=5", "train.step", 'Did you mean "steps"?'),
+    ("train.schedule.warm_up=5", "train.schedule.warm_up", 'Did you mean "warmup"?'),
+    ("model.confg={}", "model.confg", 'Did you mean "config"?'),
+    ("data.sequence_lenght=32", "data.sequence_lenght", 'Did you mean "sequence_length"?'),
+    ("fp8.monitr.every=3", "fp8.monitr", 'Did you mean "monitor"?'),
+    ("zero_optimization.stge=3", "zero_optimization.stge", 'Did you mean "stage"?'),
+    ("train.steps=0", "train.steps", "greater than 0"),
+    ("train.steps=many", "train.steps", "many"),
+    ("train.keep_last=0", "train.keep_last", "greater than 0"),
+    ("train.schedule.min_ratio=2", "train.schedule.min_ratio", "less than or equal to 1"),
+    ("train.schedule.type=linear", "train.schedule.type", "wsd"),
+    ("train.schedule.warmup=500", "train", "500"),
+    ("train.run_dir=", "train.run_dir", "empty"),
+    ("zero_optimization.stage=7", "zero_optimization.stage", "7"),
+    ("zero_optimization=3", "zero_optimization", "DeepSpeed"),
+    ("zero_optimization.reduce_scatter=false", "zero_optimization.reduce_scatter", "reduce_scatter"),
+    ("zero_optimization.zero_hpz_partition_size=2", "zero_optimization.zero_hpz_partition_size", "hpZ"),
+    ("zero_optimization.stage=2", "zero_optimization.stage", "stage"),
+    ('compile={"deepcompile": true}', "compile", "DeepCompile"),
+    ("bf16.enabled=false", "bf16", "BF16"),
+    ("optimizer.type=AdamX", "optimizer.type", "AdamX"),
+    ("optimizer.params.beta=0.9", "optimizer.params", "beta"),
+    ('scheduler={"type": "WarmupLR"}', "scheduler", "train.schedule"),
+    ("train_batch_size=7", "train_batch_size", "2 (train_micro_batch_size_per_gpu) x 1"),
+    ("train_micro_batch_size_per_gpu=0", "train_micro_batch_size_per_gpu", "at least 1"),
+    ("train_micro_batch_size_per_gpu=auto", "train_micro_batch_size_per_gpu", "auto"),
+    ("model.path=some/where", "model.path", "contradict"),
+    ("train.init_from=runs/before", "model.config", "contradict"),
+    ("model.config=null", "model", "no model is given"),
+    ("train.steps.more=5", "train.steps.more", "has no keys"),
+    ("train.steps", "", "KEY=VALUE"),
+]
+
+
+@pytest.mark.parametrize(("override", "key", "words"), WRONG, ids=[row[0] for row in WRONG])
+def test_a_mistake_names_file_key_and_remedy(override, key, words, tiny, write):
+    file = write(tiny)
+    with pytest.raises(UserError) as caught:
+        load_stage(file, [override])
+    screen = str(caught.value)
+    assert caught.value.key.startswith(key)
+    assert caught.value.remedy
+    assert str(file) in screen
+    assert words in screen
+    assert len(screen.splitlines()) < 20
+
+
+@pytest.mark.parametrize("section", ["data", "train", "optimizer"])
+def test_a_missing_section_is_named(section, tiny, write):
+    del tiny[section]
+    with pytest.raises(UserError, match="missing") as caught:
+        load_stage(write(tiny))
+    assert caught.value.key == section
+
+
+def test_bad_json_is_located(write):
+    file = write('{\n  "train": {"steps": 3,}\n}')
+    with pytest.raises(UserError, match="not valid JSON") as caught:
+        load_stage(file)
+    assert "line 2, column 2" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("[]", "JSON object"), ('{"train": {}, "train": {}}', "twice"), ("", "not valid JSON")]
+)
+def test_what_is_no_configuration_is_refused(text, words, write):
+    with pytest.raises(UserError, match=words):
+        load_stage(write(text))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match="does not exist") as caught:
+        load_stage(tmp_path / "none.json")
+    assert "none.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "expected"),
+    [
+        ((None, 3, None), 2, (6, 3, 1)),
+        ((None, 3, 4), 2, (24, 3, 4)),
+        ((24, 3, None), 2, (24, 3, 4)),
+        ((24, None, 4), 2, (24, 3, 4)),
+        ((24, None, None), 3, (24, 8, 1)),
+        ((24, 3, 4), 2, (24, 3, 4)),
+    ],
+)
+def test_the_batch_follows_from_what_is_given(given, world, expected):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    raw = {name: value for name, value in zip(names, given, strict=True) if value is not None}
+    assert resolve_batch(raw, world) == expected
+
+
+@pytest.mark.parametrize(("given", "world"), [((10, 4, None), 1), ((10, None, 4), 1), ((10, None, None), 3)])
+def test_a_batch_that_does_not_divide_shows_the_arithmetic(given, world):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    raw = {name: value for name, value in zip(names, given, strict=True) if value is not None}
+    with pytest.raises(UserError, match=rf"x {world} \(ranks\) = \d+"):
+        resolve_batch(raw, world)
+
+
+def test_deepspeeds_known_keys_are_those_it_reads():
+    assert {"zero_optimization", "bf16", "wandb", "tensorboard", "csv_monitor", "gradient_clipping"} <= known_keys()
+    assert not {"fp8", "model", "data", "train"} & known_keys()
+
+
+def test_loading_changes_nothing_on_disk(tiny, write, tmp_path):
+    tiny["train"]["run_dir"] = str(tmp_path / "run")
+    file = write(tiny)
+    load_stage(file)
+    assert [path.name for path in tmp_path.iterdir()] == ["stage.json"]
+    assert json.loads(file.read_text()) == tiny

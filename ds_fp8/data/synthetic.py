@@ -174,7 +174,7 @@ def conversations(split: Split, seed: int, count: int, difficulty: Difficulty = 
             messages.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})
         problem = None
         for _ in range(rng.choice((1, 2, 2, 3))):
-            follow_up = _draw_follow_up(rng, split, int(problem.answer)) if problem and rng.random() < 0.5 else None
+            follow_up = _draw_follow_up(rng, split, int(problem.answer)) if problem and rng.random() < 0.2 else None
             problem = follow_up or _draw_problem(rng, split, difficulty)
             messages.append({"role": "user", "content": problem.question})
             messages.append({"role": "assistant", "content": problem.solution})
@@ -228,7 +228,7 @@ def _identities(kind: Kind, split: Split, largest: int) -> tuple[tuple[int, ...]
 
 def _draw_problem(rng: Random, split: Split, difficulty: Difficulty) -> Problem:
     kinds, largest = BASIC_KINDS, 9
-    if difficulty == "mixed" and rng.random() < 0.5:
+    if difficulty == "mixed" and rng.random() < 0.3:
         kinds, largest = (BASIC_KINDS, 19) if rng.random() < 0.5 else (TWO_STEP_KINDS, 9)
     kind = rng.choice(kinds)
     return _tell(rng, kind, rng.choice(_identities(kind, split, largest)))

@@ -114,16 +114,15 @@ def _losses(runs: Runs) -> str:
     def draw(axes: Any) -> None:
         for axis, (stage, pair) in zip(axes, runs.items(), strict=True):
             for kind in KINDS:
-                axis.plot(*pair[kind].series("loss"), color=_COLOURS[kind], alpha=0.35, linewidth=1)
-                axis.plot(
-                    *pair[kind].series("validation_loss"),
-                    color=_COLOURS[kind],
-                    marker="o",
-                    linestyle="-" if kind == "fp8" else "--",
-                    label=f"{_LABELS[kind]} validation",
-                )
-            axis.set(title=stage, xlabel="step", ylabel="loss (nats per token)")
-        axes[0].legend(frameon=False)
+                style = {"color": _COLOURS[kind], "label": f"{_LABELS[kind]} training"}
+                axis.plot(*pair[kind].series("loss"), **style, linewidth=1.2, linestyle="-" if kind == "fp8" else "--")
+                style["label"] = f"{_LABELS[kind]} validation"
+                axis.plot(*pair[kind].series("validation_loss"), **style, linestyle="", marker="ox"[kind == "bf16"])
+            axis.set(title=stage, xlabel="step", ylabel="loss (nats per token)", yscale="log")
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
+            axis.tick_params(axis="y", which="both", labelsize=7)
+        axes[0].legend(frameon=False, fontsize=8)
 
     return _picture(draw, len(runs), "loss of FP8 and BF16 by stage")
 
@@ -138,10 +137,11 @@ def _bars(summary: dict[str, Any], panels: Mapping[str, Callable[[dict], float]]
                 heights = [value(stages[stage][kind]) for stage in stages]
                 places = [index + offset for index in range(len(stages))]
                 bars = axis.bar(places, heights, 0.38, color=_COLOURS[kind], label=_LABELS[kind])
-                axis.bar_label(bars, fmt="%.3g", fontsize=7)
+                axis.bar_label(bars, fmt="{:,.3g}" if max(heights) < 100 else "{:,.0f}", fontsize=7)
             axis.set_xticks(range(len(stages)), list(stages), fontsize=8)
-            axis.set_title(title)
-        axes[0].legend(frameon=False)
+            axis.set_title(title, fontsize=10)
+            axis.margins(y=0.3)  # room for the legend above the bars
+            axis.legend(frameon=False, ncols=2, loc="upper center", fontsize=8)
 
     return _picture(draw, len(panels), alternative)
 

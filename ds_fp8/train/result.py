@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import shutil
 from importlib.metadata import version
@@ -16,7 +17,7 @@ import ds_fp8
 from ds_fp8.train.checkpoints import MODEL, RESULT
 from ds_fp8.train.metrics import MetricsLog, summarise, write_atomically
 from ds_fp8.train.stage import Stage
-from ds_fp8.zero.seams import consolidated_state_dict
+from ds_fp8.zero.seams import consolidated_state_dict, full_shape
 
 _PACKAGES = ("torch", "deepspeed", "transformers")
 
@@ -40,7 +41,7 @@ def write_result(
         **summarise(log, stage.train.steps),
         "ranks": stage.world,
         "device": str(engine.device.type),
-        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
+        "parameters": sum(math.prod(full_shape(p)) for p in engine.module.parameters()),
         "tokens_per_step": stage.global_batch * stage.data.sequence_length,
         "data": data,
         "fp8": engine.fp8.report,

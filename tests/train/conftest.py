@@ -47,7 +47,7 @@ TINY = {
 
 @pytest.fixture(scope="session")
 def cache_home(tmp_path_factory) -> Path:
-    """A cache of the session's own, so that the tokenizer is trained once."""
+    """A cache of the test run's own, so that the tokenizer is trained once."""
     return tmp_path_factory.mktemp("cache")
 
 

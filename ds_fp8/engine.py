@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from ds_fp8.modules.convert import Conversion, convert
 from ds_fp8.modules.linear import FP8Linear
 from ds_fp8.modules.monitor import CastMonitor
 from ds_fp8.report import print_report, start_report
+from ds_fp8.schema import read_json
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import Nodes, find_nodes, make_reduce_scatter
 from ds_fp8.zero.parameter_gather import ParameterGather
@@ -47,21 +47,7 @@ def read_config(config: str | os.PathLike | Mapping[str, Any]) -> tuple[dict[str
     """
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config)), None
-    file = os.fspath(config)
-    try:
-        with open(file, encoding="utf-8") as stream:
-            raw = json.load(stream)
-    except OSError as error:
-        raise UserError(f"cannot read the DeepSpeed configuration: {error.strerror}", file=file) from None
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}",
-            file=file,
-            remedy="mend that line; JSON has no comments and no trailing commas",
-        ) from None
-    if not isinstance(raw, dict):
-        raise UserError("the configuration must be a JSON object", file=file, remedy="{...}")
-    return raw, file
+    return read_json(config), os.fspath(config)
 
 
 def initialize(

@@ -61,7 +61,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> dict[str
         "grad_hierarchy": "flat"
         if state.nodes is None
         else f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}",
-        "optimizer_bytes_per_parameter": {"master": 4, "exp_avg": 4, "exp_avg_sq": 4},
+        "optimizer_state": fp8.optimizer.model_dump(),
         "notes": [],
     }
     if whole and fp8.param_gather.format != "bf16":
@@ -98,8 +98,8 @@ def print_report(report: dict[str, Any]) -> None:
         f"{report['fp8_shard_bytes_per_rank']:,} bytes of FP8 shards and scales a rank",
     )
     table.add_row("gradient reduction", f"{report['grad_reduce']}, {report['grad_hierarchy']}")
-    state = report["optimizer_bytes_per_parameter"]
-    table.add_row("optimizer state", ", ".join(f"{name} {size} bytes" for name, size in state.items()) + " a parameter")
+    state = report["optimizer_state"]
+    table.add_row("optimizer state", ", ".join(f"{name} {precision}" for name, precision in state.items()))
     for note in report["notes"]:
         table.add_row("note", note)
     console.print(Panel(table, title=f"ds_fp8, preset {report['preset']}", title_align="left", expand=False))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -16,6 +18,32 @@ class Section(BaseModel):
     """Base of every section of the JSON that belongs to this package: immutable, typed, unknown keys rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+
+def read_json(file: str | os.PathLike) -> dict[str, Any]:
+    """The object in the JSON `file`; raises UserError with line and column for bad JSON or a key given twice."""
+    try:
+        raw = json.loads(Path(file).read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+    except FileNotFoundError:
+        raise UserError("the configuration file does not exist", file=file, remedy="check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the configuration file cannot be read: {error}", file=file, remedy="check the path") from None
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"not valid JSON: {error.msg}", file=f"{file}, line {error.lineno}, column {error.colno}", remedy="mend it"
+        ) from None
+    if not isinstance(raw, dict):
+        raise UserError("the configuration must be a JSON object", file=file, remedy='{"model": {...}, ...}')
+    return raw
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise UserError(f'the key "{key}" is given twice in one object', key=key, remedy="remove one of them")
+        values[key] = value
+    return values
 
 
 SectionType = TypeVar("SectionType", bound=Section)

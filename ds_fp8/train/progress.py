@@ -62,7 +62,7 @@ def _figures(record: Record) -> str:
         f"{record['memory_bytes'] / 2**30:.2f} GiB",
     ]
     if "saturated" in record:
-        parts.append(f"FP8 saturated {record['saturated']:.2%}")
+        parts.append(f"FP8 saturated {record['saturated']:.2%} flushed {record['underflow']:.2%}")
     if record["skipped_steps"]:
         parts.append(f"{record['skipped_steps']} skipped")
     return "  ".join(parts)

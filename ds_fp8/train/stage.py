@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from ds_fp8.config import FP8Config, check_deepspeed, parse_fp8
 from ds_fp8.data import DataConfig
 from ds_fp8.errors import UserError
-from ds_fp8.schema import Section, nearest, parse_section
+from ds_fp8.schema import Section, nearest, parse_section, read_json
 from ds_fp8.train.deepspeed_config import check_sections, known_keys, resolve_batch
 from ds_fp8.train.schedules import Schedule
 
@@ -53,7 +53,7 @@ class TrainConfig(Section):
     keep_last: int = Field(2, gt=0)
     """Checkpoints to keep."""
     exact_match_problems: int = Field(0, ge=0)
-    """Held-out problems to answer before the first step and after the last."""
+    """Held-out problems to answer before the first step and after the last, where the data has any."""
     max_new_tokens: int = Field(48, gt=0)
     """Length limit of an answer."""
 
@@ -96,32 +96,6 @@ def load_stage(path: str | os.PathLike, overrides: list[str] | tuple[str, ...] =
         return _check(raw, file)
     except UserError as error:
         raise error.located(file) from None
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in the JSON `file`; UserError with line and column for bad JSON or a key given twice."""
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
-    except FileNotFoundError:
-        raise UserError("the configuration file does not exist", file=file, remedy="check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the configuration file cannot be read: {error}", file=file, remedy="check the path") from None
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"not valid JSON: {error.msg}", file=f"{file}, line {error.lineno}, column {error.colno}", remedy="mend it"
-        ) from None
-    if not isinstance(raw, dict):
-        raise UserError("the configuration must be a JSON object", file=file, remedy='{"model": {...}, ...}')
-    return raw
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise UserError(f'the key "{key}" is given twice in one object', key=key, remedy="remove one of them")
-        values[key] = value
-    return values
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:

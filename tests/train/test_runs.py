@@ -100,6 +100,22 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tiny, write, launch, tmp_
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_30"]
 
 
+def test_the_same_stage_trains_on_a_file_of_ones_own(tiny, write, launch, tmp_path):
+    """Only `data.path` changes: there is nothing to answer in the file, which the run says."""
+    tiny["train"] |= {"steps": 2, "exact_match_problems": 5}
+    lines = [
+        json.dumps({"text": f"Line {number} of a text of one's own, long enough to learn from."})
+        for number in range(80)
+    ]
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    output = finish(launch(write(tiny), f"data.path={tmp_path / 'own.jsonl'}", ranks=0))
+    assert "no exact match" in output
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["final_loss"] < result["first_validation_loss"]
+    assert result["exact_match"] == {"before": None, "after": None, "problems": 0}
+    assert result["data"]["train"]["examples"] == 76
+
+
 def token_mean_loss(model: torch.nn.Module, rows: list[dict[str, torch.Tensor]]) -> float:
     """Mean loss over every label token of `rows`, one row at a time, by the definition."""
     total = count = 0

@@ -15,6 +15,7 @@ from ds_fp8.config import FP8Config, check_deepspeed, parse_fp8
 from ds_fp8.errors import UserError
 from ds_fp8.modules.convert import Conversion, convert
 from ds_fp8.modules.linear import FP8Linear
+from ds_fp8.modules.loss import LossFusion, fuse_loss
 from ds_fp8.modules.monitor import CastMonitor
 from ds_fp8.report import print_report, start_report
 from ds_fp8.schema import read_json
@@ -30,6 +31,7 @@ class FP8State:
     def __init__(self, config: FP8Config, monitor: CastMonitor, wire: WireMeter):
         self.config, self.monitor, self.wire = config, monitor, wire
         self.conversion: Conversion | None = None
+        self.loss: LossFusion | None = None
         self.parameter_gather: ParameterGather | None = None
         self.nodes: Nodes | None = None
         self.report: dict[str, Any] = {}
@@ -76,11 +78,13 @@ def initialize(
     check_deepspeed(raw, fp8, file)
 
     monitor = CastMonitor(fp8.monitor.every if fp8.enabled else 0)
-    conversion = None
+    conversion = loss = None
     if fp8.enabled:
         if model is None:
             raise UserError("initialize needs a model to put FP8 into", remedy="pass model=...")
         conversion = _located(file, convert, model, fp8, monitor)
+        if fp8.loss == "auto":
+            loss = fuse_loss(model)
         if fp8.grad_reduce.format != "bf16":
             raw.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
 
@@ -96,7 +100,7 @@ def initialize(
     state = FP8State(fp8, monitor, WireMeter())
     engine.fp8 = state
     if conversion is not None:
-        state.conversion = conversion
+        state.conversion, state.loss = conversion, loss
         seams.on_step(engine, monitor.end_step)
         _install(engine, state)
     state.report = start_report(engine, state)

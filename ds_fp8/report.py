@@ -62,6 +62,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> dict[str
         if state.nodes is None
         else f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}",
         "optimizer_state": fp8.optimizer.model_dump(),
+        "loss": state.loss.description if state.loss else "the model's own",
         "notes": [],
     }
     if whole and fp8.param_gather.format != "bf16":
@@ -100,6 +101,7 @@ def print_report(report: dict[str, Any]) -> None:
     table.add_row("gradient reduction", f"{report['grad_reduce']}, {report['grad_hierarchy']}")
     state = report["optimizer_state"]
     table.add_row("optimizer state", ", ".join(f"{name} {precision}" for name, precision in state.items()))
+    table.add_row("loss", report["loss"])
     for note in report["notes"]:
         table.add_row("note", note)
     console.print(Panel(table, title=f"ds_fp8, preset {report['preset']}", title_align="left", expand=False))

@@ -45,7 +45,10 @@ TENSORWISE = {
 
 
 def test_presets():
-    assert set(PRESETS) == {"infir2", "tensorwise"}
+    assert set(PRESETS) == {"infir2", "hybrid_fast", "rowwise", "tensorwise"}
+    assert casts(parse({"preset": "hybrid_fast"})) == INFIR2
+    assert parse({"preset": "hybrid_fast"}).linear.wgrad.input == "128x128"
+    assert {granularity for _, granularity, _ in casts(parse({"preset": "rowwise"})).values()} == {"row"}
     assert casts(parse({"preset": "infir2"})) == INFIR2
     assert casts(parse({"preset": "tensorwise"})) == TENSORWISE
 
@@ -133,7 +136,8 @@ def test_an_unknown_key_names_the_nearest(preset, section, key, meant):
         ({"linear": {"input": {"granularity": "1x64"}}}, "fp8.linear.input.granularity"),
         ({"linear": {"input": {"scale": "pow3"}}}, "fp8.linear.input.scale"),
         ({"linear": {"weight": {"granularity": "1x128"}}}, "fp8.linear.weight.granularity"),
-        ({"linear": {"weight": {"granularity": "row"}}}, "fp8.linear.weight.granularity"),
+        ({"linear": {"wgrad": {"input": "1x64"}}}, "fp8.linear.wgrad.input"),
+        ({"linear": {"accumulation": "fp16"}}, "fp8.linear.accumulation"),
         ({"linear": {"skip": "lm_head"}}, "fp8.linear.skip"),
         ({"activations": {"save": "fp16"}}, "fp8.activations.save"),
         ({"param_gather": {"format": "int8"}}, "fp8.param_gather.format"),
@@ -156,7 +160,8 @@ def test_a_section_that_is_no_object(section):
 
 
 @pytest.mark.parametrize(
-    ("preset", "remedy"), [("infir", "infir2"), ("tensor_wise", "tensorwise"), ("zzz", "infir2, tensorwise")]
+    ("preset", "remedy"),
+    [("infir", "infir2"), ("tensor_wise", "tensorwise"), ("zzz", "hybrid_fast, infir2, rowwise, tensorwise")],
 )
 def test_an_unknown_preset_names_the_nearest(preset, remedy):
     error = mistake({"preset": preset})

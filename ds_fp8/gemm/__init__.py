@@ -8,40 +8,87 @@ and wgrad are three calls with different operands (see ds_fp8.modules.linear).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
 from ds_fp8.errors import UserError
-from ds_fp8.gemm import reference
+from ds_fp8.gemm import cublas, reference, transformer_engine
 from ds_fp8.quantize import QuantizedTensor
 
-__all__ = ["BACKENDS", "scaled_matmul", "select_backend"]
+__all__ = ["BACKENDS", "DESCRIPTIONS", "Operand", "scaled_matmul", "select_backend", "unavailable"]
 
-BACKENDS: dict[str, Callable[..., torch.Tensor]] = {"reference": reference.scaled_matmul}
-DESCRIPTIONS = {"reference": "emulated: FP8 operands multiplied as BF16 (exact for pow2 scales) or FP32, FP32 sums"}
+BACKENDS: dict[str, ModuleType] = {
+    "cublas": cublas,
+    "transformer_engine": transformer_engine,
+    "reference": reference,
+}
+"""In order of preference. Each has scaled_matmul, unavailable() and unsupported(formats and granularities)."""
+
+DESCRIPTIONS = {
+    "cublas": "cuBLASLt through torch.nn.functional.scaled_mm",
+    "transformer_engine": "cuBLASLt through Transformer Engine",
+    "reference": "emulated: FP8 operands multiplied as BF16 (exact for pow2 scales) or FP32, FP32 sums",
+}
 
 
-def select_backend(name: str) -> str:
-    """The backend that `name` ("auto" or a backend's name) stands for on this machine. Raises UserError otherwise."""
+@dataclass(frozen=True)
+class Operand:
+    """What a backend must know of an operand beforehand."""
+
+    format: str
+    granularity: str
+
+
+def unavailable(name: str, products: Iterable[tuple[Operand, Operand]] = ()) -> str | None:
+    """Why backend `name` cannot run all of `products` on this machine; None where it can."""
+    module = BACKENDS[name]
+    reason = module.unavailable()
+    for a, b in products:
+        reason = reason or module.unsupported(a.format, a.granularity, b.format, b.granularity)
+    return reason
+
+
+def select_backend(name: str, products: Iterable[tuple[Operand, Operand]] = ()) -> str:
+    """The backend that `name` ("auto", or a backend's name) stands for on this machine and for these products.
+
+    Raises UserError, with the reason and what can run, for a backend that cannot.
+    """
+    products = list(products)
     if name == "auto":
-        return "reference"
+        return next(backend for backend in BACKENDS if unavailable(backend, products) is None)
     if name not in BACKENDS:
         raise UserError(
             f'unknown GEMM backend "{name}"', key="fp8.linear.backend", remedy=f"use auto or {', '.join(BACKENDS)}"
+        )
+    reason = unavailable(name, products)
+    if reason is not None:
+        able = [backend for backend in BACKENDS if unavailable(backend, products) is None]
+        raise UserError(
+            f'the GEMM backend "{name}" cannot run here: {reason}',
+            key="fp8.linear.backend",
+            remedy=f"use {' or '.join(able)}, or auto",
         )
     return name
 
 
 def scaled_matmul(
-    a: QuantizedTensor, b: QuantizedTensor, *, backend: str = "reference", out_dtype: torch.dtype = torch.bfloat16
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    *,
+    backend: str = "reference",
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accumulation: bool = False,
 ) -> torch.Tensor:
     """a [M, K] times b [N, K] transposed, summed in FP32 and rounded once to `out_dtype` [M, N].
 
-    Raises ValueError naming the operand when the shapes do not fit.
+    fast_accumulation lets Hopper's tensor cores sum tensor- and row-wise products in fewer bits. Raises ValueError
+    naming the operand when the shapes do not fit, or the reason when the backend does not multiply such operands.
     """
     if a.data.dim() != 2 or b.data.dim() != 2:
         raise ValueError(f"operands must be matrices, got a {tuple(a.shape)} and b {tuple(b.shape)}")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"the contraction differs: a {tuple(a.shape)}, b {tuple(b.shape)} (both need it last)")
-    return BACKENDS[backend](a, b, out_dtype)
+    return BACKENDS[backend].scaled_matmul(a, b, out_dtype, fast_accumulation)

@@ -10,8 +10,9 @@ from torch import nn
 
 from ds_fp8.config import FP8Config
 from ds_fp8.errors import UserError
-from ds_fp8.modules.linear import FP8Linear, LinearRecipe
+from ds_fp8.modules.linear import FP8Linear
 from ds_fp8.modules.monitor import CastMonitor
+from ds_fp8.modules.recipe import LinearRecipe
 
 
 @dataclass(frozen=True)

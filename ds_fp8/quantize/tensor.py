@@ -10,6 +10,14 @@ from ds_fp8.formats import format_of, scale_shape
 from ds_fp8.quantize import reference
 
 
+def block_scales(rows: int, columns: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """Uninitialised FP32 scales [rows, columns] of 128x128 blocks, laid out as cuBLAS reads them.
+
+    Rows lie a multiple of 4 floats apart; the view is what it seems, its storage a little larger.
+    """
+    return torch.empty(rows, -(-columns // 4) * 4, device=device)[:, :columns]
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """A tensor x stored as x ≈ data * scale.

@@ -11,10 +11,14 @@ is why its amax must be agreed).
 
 A shard is a flat slice [start, stop) of a matrix [R, C]. To find its blocks it is laid over the whole rows it touches,
 down to a multiple of 128 rows, with zeros elsewhere: then the reference cast's own block arithmetic applies.
+
+Weights of one fused product (`GROUP`: q, k, v; gate, up) that are fetched together arrive as adjacent row slices of one
+buffer, and their scales always lie so: wherever stacking keeps the scales, it is a view.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -26,73 +30,115 @@ from torch import nn
 
 from ds_fp8.config import Cast
 from ds_fp8.formats import BLOCK, FORMATS, scale_shape
-from ds_fp8.modules.linear import GATHERED
+from ds_fp8.modules.weights import GATHERED, GROUP, placeholder
 from ds_fp8.quantize import QuantizedTensor, cast, group_amax, scale_from_amax
 from ds_fp8.zero import seams
 from ds_fp8.zero.wire import GATHER, WireMeter
 
+SCALE_ALIGNMENT = 4
+"""Floats that the rows of 128x128 scales are padded to a multiple of: block-scaled products read them 16 bytes at a
+time. The scales of every weight or stack begin at a multiple of it too."""
 
-@dataclass
+
+@dataclass(eq=False)
 class _Weight:
-    """One weight [R, C] that is gathered in FP8, and its cast shard."""
+    """One weight [R, C] that is gathered in FP8, its cast shard and its scales."""
 
     parameter: nn.Parameter
     shard: seams.Shard
-    first_row: int
-    """First row of the cover: the shard's first row, rounded down to a multiple of the block."""
-    num_rows: int
-    scale: torch.Tensor = field(init=False)
+    granularity: str
     data: torch.Tensor = field(init=False)
-    """uint8 [shard.numel], the FP8 codes of the shard."""
-    placeholder: torch.Tensor = field(init=False)
+    """uint8 [shard.numel], the FP8 codes of the shard; a slice of the buffer of all shards."""
+    scale: torch.Tensor = field(init=False)
+    """Scales of the whole weight; a view of the buffer of all scales."""
+    scale_start: int = field(init=False)
+    """Where they begin in that buffer."""
 
-    @classmethod
-    def of(cls, parameter: nn.Parameter) -> _Weight:
-        shard = seams.shard_of(parameter)
-        columns = shard.shape[1]
-        first = min(shard.start, math.prod(shard.shape)) // columns // BLOCK * BLOCK
-        last = math.ceil((shard.start + shard.valid) / columns) if shard.valid else first
-        weight = cls(parameter, shard, first, last - first)
-        device = parameter.device
-        weight.data = torch.zeros(shard.numel, dtype=torch.uint8, device=device)
-        # 2 bytes of storage with the dtype and shape of the whole weight: hooks and gradient accumulation are content,
-        # and whoever reads it gets NaN.
-        weight.placeholder = torch.full((1,), torch.nan, dtype=parameter.dtype, device=device).expand(shard.shape)
-        return weight
+    def __post_init__(self) -> None:
+        rows, columns = self.shard.shape
+        # Rows that share a row of scales; the cover begins with a whole group of them.
+        self.unit = BLOCK if self.granularity == "128x128" else 1
+        self.first_row = min(self.shard.start, rows * columns) // columns // self.unit * self.unit
+        stop = math.ceil((self.shard.start + self.shard.valid) / columns) if self.shard.valid else self.first_row
+        self.num_rows = stop - self.first_row
+        self.offset = self.shard.start - self.first_row * columns
+        self.placeholder = placeholder(self.shard.shape, self.parameter.dtype, self.parameter.device)
+        self.scale_shape = scale_shape(self.shard.shape, self.granularity)
+        scales_per_row = self.scale_shape[-1] if self.scale_shape else 1
+        if self.granularity == "128x128":
+            scales_per_row = math.ceil(scales_per_row / SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+        self.scale_strides = (scales_per_row, 1) if self.scale_shape else ()
+        self.scale_numel = math.prod(self.scale_shape[:1]) * scales_per_row
 
     def cover(self, source: torch.Tensor) -> torch.Tensor:
-        """The shard's valid elements on whole rows [num_rows, C], zeros around them."""
-        columns = self.shard.shape[1]
-        offset = self.shard.start - self.first_row * columns
-        cover = source.new_zeros(self.num_rows * columns)
-        cover[offset : offset + self.shard.valid] = source[: self.shard.valid]
-        return cover.view(self.num_rows, columns)
+        """The shard's valid elements on whole rows [num_rows, C], zeros around them; a view where none are needed."""
+        shape = (self.num_rows, self.shard.shape[1])
+        if self.shard.valid == math.prod(shape):
+            return source[: self.shard.valid].view(shape)
+        cover = source.new_zeros(math.prod(shape))
+        cover[self.offset : self.offset + self.shard.valid] = source[: self.shard.valid]
+        return cover.view(shape)
 
-    def covered_scales(self, values: torch.Tensor, granularity: str) -> torch.Tensor:
-        """The part of per-group `values` of the whole weight (a view) that belongs to the cover."""
-        if granularity == "tensor":
-            return values
-        size = BLOCK if granularity == "128x128" else 1
-        first = self.first_row // size
-        return values[first : first + math.ceil(self.num_rows / size)]
+    @property
+    def start(self) -> int:
+        """Where the shard begins in the buffer of all shards."""
+        return self.data.storage_offset()
 
-    def amax(self, granularity: str, source: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the amax of every group of the whole weight; zero for groups it holds nothing of."""
-        amax = torch.zeros(scale_shape(self.shard.shape, granularity), device=self.data.device)
+    def scales_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This weight's scales (or amax) in a flat buffer of those of all weights."""
+        return buffer.as_strided(self.scale_shape, self.scale_strides, self.scale_start)
+
+    def _covered(self, scales: torch.Tensor) -> torch.Tensor:
+        """The part of the scales of the whole weight that belongs to the cover."""
+        if self.granularity == "tensor":
+            return scales
+        return scales[self.first_row // self.unit : math.ceil((self.first_row + self.num_rows) / self.unit)]
+
+    def write_amax(self, buffer: torch.Tensor, source: torch.Tensor) -> None:
+        """Write the amax of every group that the FP32 shard `source` has a part of into the zeroed flat `buffer`."""
         if self.shard.valid:
-            self.covered_scales(amax, granularity).copy_(group_amax(self.cover(source), granularity))
-        return amax
+            self._covered(self.scales_in(buffer)).copy_(group_amax(self.cover(source), self.granularity))
 
-    def cast_shard(self, spec: Cast, source: torch.Tensor, scale: torch.Tensor) -> None:
-        """Refill `data` from the FP32 shard `source`, in units of the agreed scales of the whole weight."""
-        self.scale = scale
+    def cast_shard(self, format: str, source: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Refill `data` from the FP32 shard `source`, in units of the agreed scales in the flat `buffer`."""
+        self.scale = self.scales_in(buffer)
         if self.shard.valid:
-            cover = cast(
-                self.cover(source), self.covered_scales(scale, spec.granularity), spec.format, spec.granularity
-            )
-            offset = self.shard.start - self.first_row * self.shard.shape[1]
-            codes = cover.view(torch.uint8).flatten()[offset : offset + self.shard.valid]
+            cover = cast(self.cover(source), self._covered(self.scale), format, self.granularity)
+            codes = cover.view(torch.uint8).flatten()[self.offset : self.offset + self.shard.valid]
             self.data[: self.shard.valid].copy_(codes)
+
+
+def _stacks(weights: Iterable[_Weight]) -> list[list[_Weight]]:
+    """`weights` in their order, those of one fused product together where all of it is there, every other one alone."""
+    present = {id(weight.parameter): weight for weight in weights}
+    stacks = []
+    for weight in present.values():
+        group = [id(p) for p in getattr(weight.parameter, GROUP, (weight.parameter,))]
+        stack = [present[key] for key in group] if all(key in present for key in group) else [weight]
+        if stack[0] is weight:
+            stacks.append(stack)
+    return stacks
+
+
+def _place_scales(stacks: list[list[_Weight]]) -> int:
+    """Give every weight its `scale_start`, those of a stack one behind the other; returns the floats needed."""
+    place = 0
+    for stack in stacks:
+        for weight in stack:
+            weight.scale_start = place
+            place += weight.scale_numel
+        place = math.ceil(place / SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+    return place
+
+
+def _side_by_side(shards: list[torch.Tensor], numels: list[int]) -> list[torch.Tensor]:
+    """Of every weight its shards [W, n] as one flat tensor [numel], adjacent in a new buffer."""
+    starts = list(itertools.accumulate(numels, initial=0))
+    codes = shards[0].new_empty(max(start + s.numel() for start, s in zip(starts[:-1], shards, strict=True)))
+    for start, pieces in zip(starts[:-1], shards, strict=True):
+        # The padding behind a weight's last shard lands where the next weight begins, which is written after it.
+        codes[start : start + pieces.numel()].view(pieces.shape).copy_(pieces)
+    return [codes[start:stop] for start, stop in itertools.pairwise(starts)]
 
 
 class _Handle:
@@ -115,8 +161,17 @@ class ParameterGather:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, weights: Iterable[nn.Parameter], spec: Cast, wire: WireMeter):
         self._spec, self._wire = spec, wire
-        # Keyed by id: a Parameter compares element by element. Sorted, so that all ranks agree on the order.
-        self._weights = {id(p): _Weight.of(p) for p in sorted(weights, key=seams.order)}
+        # Sorted, so that all ranks agree on the order.
+        stacks = _stacks(_Weight(p, seams.shard_of(p), spec.granularity) for p in sorted(weights, key=seams.order))
+        # Keyed by id: a Parameter compares element by element.
+        self._weights = {id(weight.parameter): weight for stack in stacks for weight in stack}
+        self._group = stacks[0][0].shard.group
+        self._num_scales = _place_scales(stacks)
+        # Shards that are fetched together lie side by side: what is sent is a view.
+        numels = [weight.shard.numel for weight in self._weights.values()]
+        self._shards = torch.zeros(sum(numels), dtype=torch.uint8, device=stacks[0][0].parameter.device)
+        for weight, data in zip(self._weights.values(), self._shards.split(numels), strict=True):
+            weight.data = data
         self._modified: set[int] = set()
         self._stale = True
         self._changed: object | None = None
@@ -131,10 +186,7 @@ class ParameterGather:
     @property
     def bytes_per_rank(self) -> int:
         """Bytes of this rank's FP8 shards and of the scales of all weights."""
-        return sum(
-            w.data.nbytes + 4 * math.prod(scale_shape(w.shard.shape, self._spec.granularity))
-            for w in self._weights.values()
-        )
+        return self._shards.nbytes + self._num_scales * torch.float32.itemsize
 
     def _master_updated(self) -> None:
         self._stale = True
@@ -149,47 +201,61 @@ class ParameterGather:
         reader of the scales was enqueued before the update, so nothing still reads what is overwritten here.
         """
         seams.wait_event(self._changed)
-        granularity = self._spec.granularity
-        sources = {
-            key: seams.bf16_shard(w.parameter) if key in self._modified else seams.master_shard(w.parameter)
-            for key, w in self._weights.items()
-        }
-        amax = [w.amax(granularity, sources[key]) for key, w in self._weights.items()]
-        flat = torch.cat([a.flatten() for a in amax])
+        amax = torch.zeros(self._num_scales, device=self._shards.device)
+        for weight in self._weights.values():
+            weight.write_amax(amax, self._source(weight))
         with self._wire.counted_as(GATHER):
-            dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=next(iter(self._weights.values())).shard.group)
-        scales = scale_from_amax(flat, self._spec.format, self._spec.scale).split([a.numel() for a in amax])
-        for (key, weight), scale, own in zip(self._weights.items(), scales, amax, strict=True):
-            weight.cast_shard(self._spec, sources[key], scale.view(own.shape))
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self._group)
+        scales = scale_from_amax(amax, self._spec.format, self._spec.scale)
+        for weight in self._weights.values():
+            weight.cast_shard(self._spec.format, self._source(weight), scales)
         self._stale = False
 
+    def _source(self, weight: _Weight) -> torch.Tensor:
+        """The shard to cast, FP32 [shard.numel]: for a moment only, since offloaded shards are copies on the device."""
+        modified = id(weight.parameter) in self._modified
+        return seams.bf16_shard(weight.parameter) if modified else seams.master_shard(weight.parameter)
+
     def _gather(self, weights: list[_Weight]) -> Callable[[], None]:
-        """Start one all-gather for all of `weights`; the result, called, waits for it and makes them available."""
+        """Start one all-gather for `weights`, sorted by `start`; the result, called, waits and makes them available."""
         for weight in weights:
             seams.begin_gather(weight.parameter)
-        shards = [weight.data for weight in weights]
-        send = torch.cat(shards) if len(shards) > 1 else shards[0]
-        world = weights[0].shard.world
-        buffer = torch.empty(world, send.numel(), dtype=torch.uint8, device=send.device)
-        work = dist.all_gather_into_tensor(buffer.view(-1), send, group=weights[0].shard.group, async_op=True)
+        lengths = [weight.shard.numel for weight in weights]
+        start, total = weights[0].start, sum(lengths)
+        if weights[-1].start + lengths[-1] == start + total:
+            send = self._shards[start : start + total]
+        else:
+            send = torch.cat([weight.data for weight in weights])
+        buffer = send.new_empty(weights[0].shard.world, total)
+        work = dist.all_gather_into_tensor(buffer.view(-1), send, group=self._group, async_op=True)
 
         def finish() -> None:
             work.wait()
-            # [W, shards of all weights] -> of each weight its W shards, side by side (a copy unless it is alone)
-            for weight, pieces in zip(weights, buffer.split([s.numel() for s in shards], dim=1), strict=True):
-                shape = weight.shard.shape
-                codes = pieces.reshape(-1)[: math.prod(shape)].view(FORMATS[self._spec.format].dtype).view(shape)
-                gathered = QuantizedTensor(codes, weight.scale, self._spec.granularity, self._spec.scale)
-                setattr(weight.parameter, GATHERED, gathered)
-                weight.parameter.data = weight.placeholder
-                seams.end_gather(weight.parameter)
+            if len(weights) == 1:
+                self._make_available(weights[0], buffer.flatten()[: math.prod(weights[0].shard.shape)])
+                return
+            shards = dict(zip(weights, buffer.split(lengths, dim=1), strict=True))
+            for stack in _stacks(weights):
+                numels = [math.prod(weight.shard.shape) for weight in stack]
+                codes = _side_by_side([shards[weight] for weight in stack], numels)
+                for weight, own in zip(stack, codes, strict=True):
+                    self._make_available(weight, own)
 
         return finish
+
+    def _make_available(self, weight: _Weight, codes: torch.Tensor) -> None:
+        """Hang the gathered weight on its parameter, from the uint8 codes [R * C]."""
+        data = codes.view(FORMATS[self._spec.format].dtype).view(weight.shard.shape)
+        gathered = QuantizedTensor(data, weight.scale, self._spec.granularity, self._spec.scale)
+        setattr(weight.parameter, GATHERED, gathered)
+        weight.parameter.data = weight.placeholder
+        seams.end_gather(weight.parameter)
 
     def _wrap_all_gather_coalesced(self, stock: Callable) -> Callable:
         def all_gather_coalesced(params: Iterable[nn.Parameter], safe_mode: bool = False, quantize: bool = False):
             params = sorted(params, key=seams.order)
             ours = [self._weights[id(p)] for p in params if id(p) in self._weights]
+            ours.sort(key=lambda weight: weight.start)
             others = [p for p in params if id(p) not in self._weights]
             if ours and self._stale:
                 self._refresh()

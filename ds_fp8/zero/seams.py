@@ -25,7 +25,6 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.zero import partition_parameters, stage3
-from deepspeed.utils import safe_get_local_fp32_param
 
 from ds_fp8.errors import UserError
 
@@ -39,21 +38,29 @@ _REQUIRED = {
     partition_parameters: ("ZeroParamStatus", "Init"),
     partition_parameters.ZeroParamStatus: ("NOT_AVAILABLE", "INFLIGHT", "AVAILABLE"),
     stage3: (_OPTIMIZER, "reduce_scatter_coalesced"),
-    getattr(stage3, _OPTIMIZER, None): (_AVERAGE_GRADIENTS, *_MASTER_UPDATES),
+    getattr(stage3, _OPTIMIZER, None): (_AVERAGE_GRADIENTS, "get_param_id", *_MASTER_UPDATES),
     deepspeed_comm: ("cdb",),
     deepspeed.ops: ("__compatible_ops__",),
     deepspeed_engine.DeepSpeedEngine: ("_zero3_consolidated_16bit_state_dict",),
 }
 
 
+_SET_BY = {"__init__": ("grad_position", "fp32_partitioned_groups_flat"), "_link_all_hp_params": ("_z3_optimizer",)}
+"""Methods of the optimizer, and the attributes set there that `master_shard` reads."""
+
+
 def missing_names() -> list[str]:
     """Names of DeepSpeed that this package needs and the installed version lacks."""
-    return [
+    missing = [
         f"{getattr(owner, '__name__', owner)}.{name}"
         for owner, names in _REQUIRED.items()
         for name in names
         if not hasattr(owner, name)
     ]
+    for method, attributes in _SET_BY.items():
+        code = getattr(getattr(getattr(stage3, _OPTIMIZER, None), method, None), "__code__", None)
+        missing += [f"{_OPTIMIZER}.{name}" for name in attributes if name not in getattr(code, "co_names", ())]
+    return missing
 
 
 if missing_names():
@@ -114,9 +121,16 @@ def shard_of(parameter: torch.nn.Parameter) -> Shard:
 
 
 def master_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's flat FP32 master shard with its padding; the BF16 shard of a frozen parameter, as FP32."""
-    master = safe_get_local_fp32_param(parameter) if parameter.requires_grad else None
-    return bf16_shard(parameter) if master is None else master
+    """This rank's flat FP32 master shard with its padding; the BF16 shard of a frozen parameter, as FP32.
+
+    As safe_get_local_fp32_param gives it, which makes the host wait for the stream of the gradients at every call.
+    """
+    if not parameter.requires_grad:
+        return bf16_shard(parameter)
+    optimizer = parameter._z3_optimizer
+    group, start, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    master = optimizer.fp32_partitioned_groups_flat[group].narrow(0, start, numel)
+    return master.to(get_accelerator().current_device_name())
 
 
 def bf16_shard(parameter: torch.nn.Parameter) -> torch.Tensor:

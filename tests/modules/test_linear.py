@@ -54,13 +54,21 @@ def saved_tensors(linear: FP8Linear, x: torch.Tensor) -> list[torch.Tensor]:
 def test_the_three_products(preset, save, dtype, tokens, inputs, outputs):
     linear = fp8_linear(inputs, outputs, dtype, preset=preset, activations={"save": save})
     recipe, w = linear.recipe, cast(linear.weight, linear.recipe.weight)
+    x_spec, dy_spec = recipe.input, recipe.grad_output
     x, dy = random(tokens, inputs, dtype=dtype), random(tokens, outputs, dtype=dtype, seed=1)
     y, dx, dw = run(linear, x, dy)
 
     assert {y.dtype, dx.dtype, dw.dtype} == {dtype}
     assert_is_product(y, cast(x, recipe.input), w)
-    assert_is_product(dx, cast(dy, recipe.grad_output), w.t())
-    assert_is_product(dw, cast(dy.t(), recipe.grad_output), cast(x.t(), recipe.input))
+    if recipe.weight.granularity == "row":  # dgrad contracts over the weight's rows: their scales go into dy's cast
+        codes = quantize(linear.weight.detach(), recipe.weight.format, "row", recipe.weight.scale)
+        scaled = dy.float() * codes.scale.flatten()
+        assert_is_product(dx, cast(scaled, dy_spec), codes.data.float().t())
+    else:
+        assert_is_product(dx, cast(dy, dy_spec), w.t())
+    dy_NT = quantize(dy.t(), dy_spec.format, recipe.wgrad_grad_output, dy_spec.scale)
+    x_KT = quantize(x.t(), x_spec.format, recipe.wgrad_input, x_spec.scale)
+    assert_is_product(dw, dy_NT.dequantize(), x_KT.dequantize())
 
 
 def test_every_cast_follows_its_own_key():
@@ -69,6 +77,7 @@ def test_every_cast_follows_its_own_key():
         "input": {"format": "e4m3", "granularity": "row", "scale": "fp32"},
         "weight": {"format": "e5m2", "granularity": "tensor"},
         "grad_output": {"format": "e5m2", "granularity": "1x128"},
+        "wgrad": {"input": "tensor", "grad_output": "128x128"},
     }
     linear = fp8_linear(200, 130, linear=casts, param_gather={"format": "e5m2"})
     x, dy = random(9, 200), random(9, 130, seed=1)
@@ -76,7 +85,7 @@ def test_every_cast_follows_its_own_key():
     w = quantize(linear.weight, "e5m2", "tensor", "pow2").dequantize()
     assert_is_product(y, quantize(x, "e4m3", "row", "fp32").dequantize(), w)
     assert_is_product(dx, quantize(dy, "e5m2", "1x128", "pow2").dequantize(), w.t())
-    x_KT, dy_NT = quantize(x.t(), "e4m3", "row", "fp32"), quantize(dy.t(), "e5m2", "1x128", "pow2")
+    x_KT, dy_NT = quantize(x.t(), "e4m3", "tensor", "fp32"), quantize(dy.t(), "e5m2", "128x128", "pow2")
     assert_is_product(dw, dy_NT.dequantize(), x_KT.dequantize())
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ds_fp8.modules.weights import GROUP
+
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 1,
@@ -41,11 +43,35 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
+class Branches(nn.Module):
+    """A residual layer whose first linears, of `sizes` outputs, are one fused product, as q, k and v are.
+
+    group: whether their weights are marked as such. The product stacks them in another order than the model has them.
+    """
+
+    def __init__(self, hidden: int, sizes: tuple[int, ...], group: bool = True):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(hidden, size, bias=False) for size in reversed(sizes))
+        self.join = nn.Linear(sum(sizes), hidden)
+        weights = self.weights()
+        for weight in weights if group else ():
+            setattr(weight, GROUP, weights)
+
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        """The weights of the fused product, in its order."""
+        return tuple(branch.weight for branch in reversed(self.branches))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.join(torch.tanh(torch.cat([branch(x) for branch in self.branches], -1)))
+
+
 class Net(nn.Module):
-    def __init__(self, hidden: int = 131, inner: int = 301, layers: int = 3, recompute: bool = False):
+    """A language model of residual layers: Blocks, or what `layer(hidden)` makes."""
+
+    def __init__(self, hidden: int = 131, inner: int = 301, layers: int = 3, recompute: bool = False, layer=None):
         super().__init__()
         self.embedding = nn.Embedding(61, hidden)
-        self.layers = nn.ModuleList(Block(hidden, inner) for _ in range(layers))
+        self.layers = nn.ModuleList(layer(hidden) if layer else Block(hidden, inner) for _ in range(layers))
         self.lm_head = nn.Linear(hidden, 61, bias=False)
         self.recompute = recompute
 
@@ -60,14 +86,14 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def build(ds_config: dict, *, recompute: bool = False, prepare=None, stock: bool = False):
+def build(ds_config: dict, *, recompute: bool = False, prepare=None, stock: bool = False, layer=None):
     """An engine around Net in BF16 with weights from seed 0."""
     import deepspeed
 
     import ds_fp8
 
     torch.manual_seed(0)
-    model = Net(recompute=recompute).bfloat16()
+    model = Net(recompute=recompute, layer=layer).bfloat16()
     if prepare is not None:
         prepare(model)
     initialize = deepspeed.initialize if stock else ds_fp8.initialize

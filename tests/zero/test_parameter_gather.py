@@ -2,11 +2,17 @@ import deepspeed
 import pytest
 import torch
 
-from ds_fp8.modules.linear import GATHERED, FP8Linear
+from ds_fp8.modules.linear import FP8Linear
+from ds_fp8.modules.weights import GATHERED
 from ds_fp8.quantize import quantize
 from tests.zero import models
 
-SPECS = {"infir2": ("e4m3", "128x128"), "tensorwise": ("e4m3", "tensor")}
+SPECS = {"infir2": ("e4m3", "128x128"), "tensorwise": ("e4m3", "tensor"), "rowwise": ("e4m3", "row")}
+SECTIONS = {
+    "infir2": {"preset": "infir2"},
+    "tensorwise": {"preset": "tensorwise"},
+    "rowwise": {"linear": {"weight": {"granularity": "row"}}},
+}
 
 
 def fp8_linears(engine):
@@ -20,7 +26,7 @@ def gather(engine, parameters):
 
 def gathered_against_whole(preset, steps):
     """Per weight: the gathered tensor equals a cast of the whole master tensor, bit for bit."""
-    engine = models.build(models.config({"preset": preset, "monitor": {"every": 0}}))
+    engine = models.build(models.config({**SECTIONS[preset], "monitor": {"every": 0}}))
     models.train(engine, steps)
     weights = {name: m.weight for name, m in fp8_linears(engine).items()}
     expected = {name: quantize(models.full_master(w), *SPECS[preset]) for name, w in weights.items()}

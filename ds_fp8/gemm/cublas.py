@@ -1,0 +1,119 @@
+"""The scaled product on Hopper's FP8 units, through torch.nn.functional.scaled_mm (cuBLASLt).
+
+cuBLASLt knows four pairs of scalings; every other pair is written as one of them by repeating scales, which changes
+nothing but their layout:
+
+    a           b           runs as
+    tensor      tensor      one scale each
+    row         row         one scale per row of a and per row of b; also for tensor x row
+    1x128       128x128     and the same with a and b exchanged
+    1x128       1x128       and every pair of other granularities with one of these two
+
+Both operands are E4M3, or one of them E5M2 where the scales are per tensor or per row. Dimensions are padded with
+zeros to multiples of 16, the alignment that cuBLASLt asks for.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ds_fp8.formats import BLOCK
+from ds_fp8.quantize import QuantizedTensor
+from ds_fp8.quantize.tensor import block_scales
+
+ALIGNMENT = 16
+BLOCKWISE = ("1x128", "128x128")
+
+
+def unavailable() -> str | None:
+    """Why this backend cannot run here; None where it can."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA GPU"
+    if torch.cuda.get_device_capability() < (9, 0):
+        return f"{torch.cuda.get_device_name()} has no FP8 units with block scales (compute capability 9.0 is needed)"
+    if not hasattr(F, "scaled_mm"):
+        return f"torch {torch.__version__} has no scaled_mm (torch >= 2.10 is needed)"
+    return None
+
+
+def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity: str) -> str | None:
+    """Why a product of such operands is not to be had; None where it is."""
+    if a_format == b_format == "e5m2":
+        return "Hopper multiplies no two E5M2 operands"
+    if "e5m2" in (a_format, b_format) and {a_granularity, b_granularity} & set(BLOCKWISE):
+        return "cuBLASLt has no block-scaled product with an E5M2 operand (use e4m3, or granularity row or tensor)"
+    return None
+
+
+def scaled_matmul(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accumulation: bool = False
+) -> torch.Tensor:
+    """a [M, K] @ b [N, K]ᵀ -> [M, N]. Raises ValueError for operands that cuBLASLt does not multiply."""
+    reason = unsupported(a.format, a.granularity, b.format, b.granularity)
+    if reason is not None:
+        raise ValueError(reason)
+    rows, columns = a.shape[0], b.shape[0]
+    if 0 in (rows, columns, a.shape[1]):
+        return torch.zeros(rows, columns, dtype=out_dtype, device=a.data.device)
+    kinds = F.ScalingType
+    pair = {a.granularity, b.granularity}
+    if pair == {"tensor"}:
+        scaling = (a.scale, kinds.TensorWise, b.scale, kinds.TensorWise)
+    elif not pair & set(BLOCKWISE):
+        scaling = (_row_scale(a), kinds.RowWise, _row_scale(b).t(), kinds.RowWise)
+    elif b.granularity == "128x128":
+        scaling = (group_scale(a), kinds.BlockWise1x128, block_scale(b).t(), kinds.BlockWise128x128)
+    elif a.granularity == "128x128":
+        scaling = (block_scale(a).t(), kinds.BlockWise128x128, group_scale(b), kinds.BlockWise1x128)
+    else:
+        scaling = (group_scale(a), kinds.BlockWise1x128, group_scale(b), kinds.BlockWise1x128)
+    result = F.scaled_mm(
+        aligned(a.data), aligned(b.data).t(), *scaling, output_dtype=out_dtype, use_fast_accum=fast_accumulation
+    )  # fmt: skip
+    return result if result.shape == (rows, columns) else result[:rows, :columns].contiguous()
+
+
+def _round_up(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def aligned(data: torch.Tensor) -> torch.Tensor:
+    """FP8 [R, K], contiguous, with both dimensions padded by zeros to the alignment."""
+    rows, columns = (_round_up(length) for length in data.shape)
+    if (rows, columns) == tuple(data.shape):
+        return data.contiguous()
+    padded = torch.zeros(rows, columns, dtype=torch.uint8, device=data.device)
+    padded[: data.shape[0], : data.shape[1]] = data.view(torch.uint8)
+    return padded.view(data.dtype)
+
+
+def _row_scale(q: QuantizedTensor) -> torch.Tensor:
+    """[R, 1] for a padded number of rows R."""
+    scale = q.scale.expand(q.shape[0], 1)
+    return _padded_rows(scale, scale.new_ones).contiguous()
+
+
+def group_scale(q: QuantizedTensor) -> torch.Tensor:
+    """[R, K/128] with strides (1, R), for a padded number of rows R."""
+    groups = -(-q.shape[1] // BLOCK)
+    scale = q.scale
+    if q.granularity == "128x128":
+        scale = scale.repeat_interleave(BLOCK, 0)[: q.shape[0]]
+    scale = _padded_rows(scale.expand(q.shape[0], groups), scale.new_ones)
+    return scale.t().contiguous().t()
+
+
+def _padded_rows(scale: torch.Tensor, new_ones) -> torch.Tensor:
+    missing = _round_up(scale.shape[0]) - scale.shape[0]
+    return torch.cat([scale, new_ones(missing, scale.shape[1])]) if missing else scale
+
+
+def block_scale(q: QuantizedTensor) -> torch.Tensor:
+    """[R/128, L] of blocks, contiguous, where L is K/128 rounded up to a multiple of 4: the layout of block_scales."""
+    rows, columns = q.scale.shape
+    length = -(-columns // 4) * 4
+    scale = q.scale
+    if scale.stride() != (length, 1) or scale.untyped_storage().nbytes() < 4 * (scale.storage_offset() + rows * length):
+        scale = block_scales(rows, columns, q.scale.device).copy_(q.scale)
+    return scale.as_strided((rows, length), (length, 1))

@@ -1,0 +1,242 @@
+"""act(gate) · up with its casts, forward and backward; modules/gated_activation.py has the maths and the reference."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_fp8.config import Cast
+from ds_fp8.modules.recipe import LinearRecipe
+from ds_fp8.quantize import QuantizedTensor
+from ds_fp8.quantize.kernels import (
+    MODES,
+    empty_result,
+    format_arguments,
+    is_even,
+    result_arguments,
+    store_cast,
+    store_cast_columnwise,
+    tiles,
+)
+
+_ACTIVATION = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+@triton.jit
+def _activate(g, ACTIVATION: tl.constexpr):
+    """(act(g), act'(g))"""
+    if ACTIVATION == 0:
+        sigmoid = tl.sigmoid(g)
+        value = g * sigmoid
+        slope = sigmoid * (1.0 + g * (1.0 - sigmoid))
+    elif ACTIVATION == 1:
+        below = 0.5 * (1.0 + tl.math.erf(g * 0.7071067811865476))
+        value = g * below
+        slope = below + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
+    else:
+        inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+        tanh = 2.0 * tl.sigmoid(2.0 * inner) - 1.0
+        value = 0.5 * g * (1.0 + tanh)
+        slope = 0.5 * (1.0 + tanh) + 0.5 * g * (1.0 - tanh * tanh) * 0.7978845608028654 * (1.0 + 0.134145 * g * g)
+    return value, slope
+
+
+@triton.jit
+def _load(x, m, k, M, WIDTH, stride, offset, F, EVEN: tl.constexpr):
+    """FP32 tile at rows m and columns offset + k < offset + F."""
+    address = x + m[:, None].to(tl.int64) * stride + (offset + k)[None, :]
+    if EVEN:
+        return tl.load(address).to(tl.float32)
+    return tl.load(address, mask=(m < M)[:, None] & (k < F)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _forward_tiles(
+    gate_up, M, F, stride, product, product_scale, saved, saved_scale,
+    ACTIVATION: tl.constexpr, CAST: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    g = _load(gate_up, m, k, M, 2 * F, stride, 0, F, EVEN)
+    u = _load(gate_up, m, k, M, 2 * F, stride, F, F, EVEN)
+    value, _ = _activate(g, ACTIVATION)
+    p = value * u
+    if CAST:
+        store_cast(p, k, m, F, M, product, product_scale, None, M, 1, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+    else:
+        inside = (m < M)[:, None] & (k < F)[None, :]
+        tl.store(product + m[:, None].to(tl.int64) * F + k[None, :], p.to(product.dtype.element_ty), mask=inside)
+    if SAVE:  # gate and up are groups of their own: F is a multiple of 128 here
+        store_cast(g, k, m, 2 * F, M, saved, saved_scale, None, M, 1, 1, 1, tl.float8e4nv, 448.0, SMALLEST, True, EVEN)
+        store_cast(
+            u, F + k, m, 2 * F, M, saved, saved_scale, None, M, 1, 1, 1, tl.float8e4nv, 448.0, SMALLEST, True, EVEN
+        )
+
+
+def gated_forward(
+    gate_up: torch.Tensor, activation: str, spec: Cast, save: bool, rows: int = 16, warps: int = 4
+) -> tuple[torch.Tensor | None, QuantizedTensor | None, QuantizedTensor | None]:
+    """(product [T, F] or None, its row-wise cast or None, gate_up [T, 2F] in FP8 or None).
+
+    The cast is given where `spec` has granularity 1x128, the product where not.
+    """
+    M, width = gate_up.shape
+    F = width // 2
+    gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
+    cast = product = saved = None
+    if spec.granularity == "1x128":
+        cast = empty_result(M, F, spec.format, "1x128", spec.scale, gate_up.device)
+    else:
+        product = torch.empty(M, F, dtype=gate_up.dtype, device=gate_up.device)
+    if save and F % 128 == 0:
+        saved = empty_result(M, 2 * F, "e4m3", "1x128", "pow2", gate_up.device)
+    if gate_up.numel():
+        _forward_tiles[(tiles(F), triton.cdiv(M, rows))](
+            gate_up, M, F, gate_up.stride(0), product if cast is None else cast.data, cast and cast.scale,
+            saved and saved.data, saved and saved.scale,
+            ACTIVATION=_ACTIVATION[activation], CAST=cast is not None, SAVE=saved is not None, ROWS=rows,
+            EVEN=M % rows == 0 and is_even(F), num_warps=warps, **format_arguments(spec.format, spec.scale),
+        )  # fmt: skip
+    if save and saved is None:
+        from ds_fp8.quantize import quantize
+
+        saved = quantize(gate_up, "e4m3", "1x128", "pow2")
+    return product, cast, saved
+
+
+@triton.jit
+def _gradients(
+    dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """(dgate, dup, product) of a tile, FP32."""
+    dp = _load(dproduct, m, k, M, F, F, 0, F, EVEN)
+    g = _load(gate_up, m, k, M, 2 * F, stride, 0, F, EVEN)
+    u = _load(gate_up, m, k, M, 2 * F, stride, F, F, EVEN)
+    if SAVED_FP8:
+        if EVEN:  # whole groups: one scale a row of the tile
+            group = tl.min(k, 0) // 128
+            g *= tl.load(scale + group * scale_group + m)[:, None]
+            u *= tl.load(scale + (F // 128 + group) * scale_group + m)[:, None]
+        else:
+            inside = (m < M)[:, None] & (k < F)[None, :]
+            g *= tl.load(scale + (k // 128)[None, :] * scale_group + m[:, None], mask=inside, other=0.0)
+            u *= tl.load(scale + ((F + k) // 128)[None, :] * scale_group + m[:, None], mask=inside, other=0.0)
+    value, slope = _activate(g, ACTIVATION)
+    return dp * u * slope, dp * value, value * u
+
+
+@triton.jit
+def _backward_cast_tiles(
+    dproduct, gate_up, scale, M, F, stride, scale_group,
+    row_data, row_scale, row_along, row_across,
+    column_data, column_scale, column_along, column_across,
+    product_data, product_scale, product_along, product_across,
+    PARTS: tl.constexpr, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, EVEN: tl.constexpr,
+    COLUMNWISE: tl.constexpr, PRODUCT: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr,
+    PRODUCT_DTYPE: tl.constexpr, PRODUCT_LARGEST: tl.constexpr, PRODUCT_POW2: tl.constexpr, SMALLEST: tl.constexpr,
+):
+    """The casts of dgate (PARTS & 1), dup (2) and the product (4) of a tile of 128 tokens x 128 features."""
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    first_m = tl.program_id(1) * 128
+    if EVEN:  # rows 4i, 4i + 1, ... apart, as store_cast_columnwise wants them
+        m = first_m + 4 * tl.arange(0, 32)
+        dg0, du0, p0 = _gradients(dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN)
+        dg1, du1, p1 = _gradients(dproduct, gate_up, scale, m + 1, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN)
+        dg2, du2, p2 = _gradients(dproduct, gate_up, scale, m + 2, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN)
+        dg3, du3, p3 = _gradients(dproduct, gate_up, scale, m + 3, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN)
+        if PARTS & 1:
+            store_cast(dg0, k, m, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+            store_cast(dg1, k, m + 1, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+            store_cast(dg2, k, m + 2, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+            store_cast(dg3, k, m + 3, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+            store_cast_columnwise(dg0, dg1, dg2, dg3, first_m, k, M, 2 * F, column_data, column_scale, None, column_along, column_across, COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2)
+        if PARTS & 2:
+            store_cast(du0, F + k, m, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+            store_cast(du1, F + k, m + 1, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+            store_cast(du2, F + k, m + 2, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+            store_cast(du3, F + k, m + 3, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+            store_cast_columnwise(du0, du1, du2, du3, first_m, F + k, M, 2 * F, column_data, column_scale, None, column_along, column_across, COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2)
+        if PARTS & 4:
+            store_cast_columnwise(p0, p1, p2, p3, first_m, k, M, F, product_data, product_scale, None, product_along, product_across, PRODUCT, PRODUCT_DTYPE, PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2)
+    else:
+        m = first_m + tl.arange(0, 128)
+        dg, du, p = _gradients(dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN)
+        if PARTS & 1:
+            store_cast(dg, k, m, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+            store_cast(dg, m, k, M, 2 * F, column_data, column_scale, None, column_along, column_across, 0, COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+        if PARTS & 2:
+            store_cast(du, F + k, m, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+            store_cast(du, m, F + k, M, 2 * F, column_data, column_scale, None, column_along, column_across, 0, COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+        if PARTS & 4:
+            store_cast(p, m, k, M, F, product_data, product_scale, None, product_along, product_across, 0, PRODUCT, PRODUCT_DTYPE, PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2, EVEN)
+
+
+@triton.jit
+def _backward_tiles(
+    dproduct, gate_up, scale, M, F, stride, scale_group, dgate_up, product,
+    ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    m = tl.program_id(1) * 32 + tl.arange(0, 32)
+    dg, du, p = _gradients(dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN)
+    inside = (m < M)[:, None] & (k < F)[None, :]
+    at = m[:, None].to(tl.int64) * F + k[None, :]
+    tl.store(product + at, p.to(product.dtype.element_ty), mask=inside)
+    at = m[:, None].to(tl.int64) * 2 * F + k[None, :]
+    tl.store(dgate_up + at, dg.to(dgate_up.dtype.element_ty), mask=inside)
+    tl.store(dgate_up + F + at, du.to(dgate_up.dtype.element_ty), mask=inside)
+
+
+def _saved_arguments(saved: QuantizedTensor | torch.Tensor) -> tuple:
+    if isinstance(saved, QuantizedTensor):
+        scale = saved.scale if saved.scale.stride(0) == 1 else saved.scale.t().contiguous().t()
+        return saved.data, scale, saved.data.stride(0), scale.stride(1)
+    return saved, None, saved.stride(0), 0
+
+
+def gated_backward_cast(
+    dproduct: torch.Tensor,
+    saved: QuantizedTensor | torch.Tensor,
+    activation: str,
+    recipe: LinearRecipe,
+    launches: tuple[tuple[int, int], ...] = ((7, 8),),
+) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
+    """Casts of dgate_up [T, 2F] and [2F, T] and of the product [F, T]; F is a multiple of 128."""
+    M, F = dproduct.shape
+    dproduct = dproduct.contiguous()
+    dy, x = recipe.grad_output, recipe.input
+    row = empty_result(M, 2 * F, dy.format, "1x128", dy.scale, dproduct.device)
+    column = empty_result(2 * F, M, dy.format, recipe.wgrad_grad_output, dy.scale, dproduct.device)
+    product = empty_result(F, M, x.format, recipe.wgrad_input, x.scale, dproduct.device)
+    if dproduct.numel():
+        data, scale, stride, scale_group = _saved_arguments(saved)
+        of_product = {f"PRODUCT_{key}": value for key, value in format_arguments(x.format, x.scale).items()}
+        del of_product["PRODUCT_SMALLEST"]
+        for parts, warps in launches:
+            _backward_cast_tiles[(tiles(F), tiles(M))](
+                dproduct, data, scale, M, F, stride, scale_group,
+                *result_arguments(row), *result_arguments(column), *result_arguments(product), PARTS=parts,
+                ACTIVATION=_ACTIVATION[activation], SAVED_FP8=scale is not None, EVEN=is_even(M),
+                COLUMNWISE=MODES[recipe.wgrad_grad_output], PRODUCT=MODES[recipe.wgrad_input],
+                num_warps=warps, **format_arguments(dy.format, dy.scale), **of_product,
+            )  # fmt: skip
+    return row, column, product
+
+
+def gated_backward(
+    dproduct: torch.Tensor, saved: QuantizedTensor | torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dgate_up [T, 2F], product [T, F]) in dproduct's dtype."""
+    M, F = dproduct.shape
+    dproduct = dproduct.contiguous()
+    dgate_up = torch.empty(M, 2 * F, dtype=dproduct.dtype, device=dproduct.device)
+    product = torch.empty_like(dproduct)
+    if dproduct.numel():
+        data, scale, stride, scale_group = _saved_arguments(saved)
+        _backward_tiles[(tiles(F), triton.cdiv(M, 32))](
+            dproduct, data, scale, M, F, stride, scale_group, dgate_up, product, ACTIVATION=_ACTIVATION[activation],
+            SAVED_FP8=scale is not None, EVEN=M % 32 == 0 and is_even(F), num_warps=4,
+        )  # fmt: skip
+    return dgate_up, product

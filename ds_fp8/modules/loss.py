@@ -1,0 +1,351 @@
+"""Cross entropy without logits: the language-model head and its loss as one operation.
+
+Logits of T tokens over a vocabulary of V take 4·T·V bytes in FP32, several times over. Here loss and gradients are
+computed together, a few tokens at a time, so that only a small piece of the logits ever exists:
+
+    logits_C [C, V] = hidden_C [C, H] · weight [V, H]ᵀ
+    loss            = Σ logsumexp(logits) - logits[target]
+    dlogits_C       = softmax(logits) - onehot(target)
+    dhidden_C       = dlogits_C · weight,    dweight += dlogits_Cᵀ · hidden_C
+
+T tokens, C of them in a chunk, H the hidden size. Backward scales what forward computed and never reads the weight,
+which ZeRO-3 has released by then.
+
+`fuse_loss` puts this under a live Hugging Face model. The model's own forward still runs. When it is given labels its
+head returns `WithheldLogits`, which hold the summed loss and can do nothing else, and its `loss_function` takes the
+loss out of them. A model that works on its logits before the loss (scaling, capping) cannot do so with these, which
+`fuse_loss` finds by running the model's forward on a few tokens; such a model is left as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+IGNORED = -100
+"""The target of a token that carries no loss."""
+
+LOGITS_BYTES = 64 << 20
+"""Bytes of FP32 logits in a chunk of the plain torch computation."""
+
+PROBE_TOLERANCE = 1e-4
+"""Relative difference in FP32 up to which a model with and without logits counts as the same."""
+
+Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def linear_cross_entropy_reference(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """What `linear_cross_entropy` computes, by way of all logits in FP32. Differentiable."""
+    logits = F.linear(hidden, weight).float()
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+
+def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Summed cross entropy (nats, FP32 scalar) of the logits `hidden` [T, H] · `weight` [V, H]ᵀ.
+
+    `targets` are int64 [T], each below V or IGNORED. Gradients have the dtype of what they belong to; the weight's is
+    summed in FP32. Only the first derivative exists: a second raises RuntimeError. Raises ValueError when the numbers
+    of tokens differ.
+    """
+    if hidden.shape[:-1] != targets.shape:
+        raise ValueError(f"hidden states of {tuple(hidden.shape[:-1])} tokens, targets of {tuple(targets.shape)}")
+    if torch.is_grad_enabled():
+        return _LinearCrossEntropy.apply(hidden, weight, targets)
+    return _compute(hidden, weight, targets, False, False)[0]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss, dhidden, dweight = _compute(hidden, weight, targets, *ctx.needs_input_grad[:2])
+        ctx.save_for_backward(dhidden, dweight)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss: torch.Tensor):
+        scaled = [
+            None if gradient is None else _scaled(gradient, dloss, dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None
+
+
+def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # As a vector the scale takes part in type promotion, so the product is FP32; as a scalar it would first be rounded
+    # to the gradient's dtype, and all gradients below would be off by the same factor.
+    return torch.mul(gradient, scale.view(1), out=torch.empty_like(gradient, dtype=dtype))
+
+
+def _compute(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, wants_dhidden: bool, wants_dweight: bool
+) -> Result:
+    """(summed loss, dhidden or None, dweight or None), gradients for a loss gradient of one."""
+    # Liger divides by the number of tokens, so none is not for it.
+    compute = _by_liger if hidden.is_cuda and targets.numel() and _liger() else _in_chunks
+    return compute(hidden, weight, targets, wants_dhidden, wants_dweight)
+
+
+@functools.cache
+def _liger() -> Callable[..., tuple] | None:
+    try:
+        from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
+    except ImportError:
+        return None
+    return fused_linear_cross_entropy_forward
+
+
+def _by_liger(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, wants_dhidden: bool, wants_dweight: bool
+) -> Result:
+    # Liger reads off its operands which gradients are wanted, and computes none unless `hidden` wants one.
+    result = _liger()(
+        hidden.detach().requires_grad_(wants_dhidden or wants_dweight),
+        weight.detach().requires_grad_(wants_dweight),
+        targets,
+        ignore_index=IGNORED,
+        reduction="sum",
+        accum_dtype=torch.float32,
+    )
+    loss, (dhidden, dweight, _) = result[0], result[-3:]
+    return loss, dhidden if wants_dhidden else None, dweight
+
+
+def _in_chunks(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, wants_dhidden: bool, wants_dweight: bool
+) -> Result:
+    """As `_compute`, in plain torch; dweight in FP32."""
+    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    dhidden = torch.empty_like(hidden) if wants_dhidden else None
+    dweight = torch.zeros_like(weight, dtype=torch.float32) if wants_dweight else None
+    chunk = max(1, LOGITS_BYTES // (4 * weight.shape[0]))
+    for start in range(0, hidden.shape[0], chunk):
+        x, target = hidden[start : start + chunk], targets[start : start + chunk]
+        ignored = target == IGNORED
+        target = target.masked_fill(ignored, 0).unsqueeze(1)
+        logits = F.linear(x, weight).float()
+        normaliser = logits.logsumexp(1, keepdim=True)
+        loss += (normaliser - logits.gather(1, target)).squeeze(1).masked_fill(ignored, 0).sum()
+        if dhidden is None and dweight is None:
+            continue
+        dlogits = logits.sub_(normaliser).exp_()
+        dlogits.scatter_add_(1, target, torch.full_like(normaliser, -1)).masked_fill_(ignored.unsqueeze(1), 0)
+        if dhidden is not None:
+            dhidden[start : start + chunk] = dlogits.to(weight.dtype) @ weight
+        if dweight is not None:
+            dweight.addmm_(dlogits.t(), x.float())
+    return loss, dhidden, dweight
+
+
+class WithheldLogits(dict):
+    """What a fused head returns for the logits: {"loss": summed loss, FP32 scalar}. Arithmetic on it is a TypeError."""
+
+
+class FusedHead(nn.Linear):
+    """nn.Linear without bias that, while `targets` (int64 [T]) are set, returns WithheldLogits of its T tokens."""
+
+    targets: torch.Tensor | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor | WithheldLogits:
+        if self.targets is None:
+            return super().forward(input)
+        # Within the call of this module, because here is where ZeRO-3 has its weight gathered.
+        hidden = input.reshape(-1, input.shape[-1])
+        return WithheldLogits(loss=linear_cross_entropy(hidden, self.weight, self.targets.to(hidden.device)))
+
+
+@dataclass(frozen=True)
+class LossFusion:
+    """What `fuse_loss` did."""
+
+    fused: bool
+    description: str
+    """One line for the start report: how the loss is computed, or why it was left as it is."""
+
+
+def fuse_loss(model: nn.Module) -> LossFusion:
+    """Make `model` compute its loss without logits, in place, where that gives the same loss and gradients.
+
+    With labels, in training and evaluation, the output then has `loss` and no logits; without labels nothing changes.
+    The loss is Hugging Face's for causal language models, with `num_items_in_batch` and `shift_labels`. Parameters,
+    their names, the names of classes and isinstance stay what they were.
+    """
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if type(head) is not FusedHead:
+        reason = _structural_objection(model, head) or _behavioural_objection(model, head)
+        if reason:
+            return LossFusion(False, f"Hugging Face's own, over all logits: {reason}")
+        _swap_classes(model, head)
+    if not torch.cuda.is_available():
+        return LossFusion(True, "without logits, chunks of tokens in plain torch: no GPU")
+    if _liger() is None:
+        return LossFusion(
+            True, "without logits, chunks of tokens in plain torch: liger-kernel, which is faster, is not installed"
+        )
+    return LossFusion(True, "without logits, Liger's kernels")
+
+
+def _structural_objection(model: nn.Module, head: nn.Module | None) -> str | None:
+    """Why the parts of `model` do not fit together as a fused loss needs; None when they do."""
+    kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        return f"{kind} is no model of transformers"
+    if head is None:
+        return f"{kind} has no output embeddings"
+    if type(head) is not nn.Linear:
+        return f"its head is a {type(head).__name__}, not a plain linear"
+    if head.bias is not None:
+        return "its head has a bias"
+    if model.loss_function is not ForCausalLMLoss:
+        return "it has a loss function of its own"
+    if "forward" in vars(model) or "forward" in vars(head):
+        return "its forward has been replaced on the instance"
+    children = list(model.children())
+    if not any(child is head for child in children) or not any(child is model.base_model for child in children):
+        return f"{kind} does not hold its decoder and its head as parts of its own"
+    return None
+
+
+class _FixedDecoder(nn.Module):
+    """Stands in for a decoder: the same hidden states [B, T, H] whatever it is called with."""
+
+    def __init__(self, hidden: torch.Tensor):
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+def _behavioural_objection(model: PreTrainedModel, head: nn.Linear) -> str | None:
+    """What happens when `model`'s forward runs without logits and should not; None when all is as with them.
+
+    Between decoder and loss nothing depends on the hidden size, so a shallow copy of the model with a narrow head and
+    fixed hidden states runs the very code in question in no time, wherever the parameters are.
+    """
+    rows, tokens, width = 2, 5, 4
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        hidden = torch.randn(rows, tokens, width, device="cpu", dtype=torch.float32, requires_grad=True)
+        narrow = nn.Linear(width, head.out_features, bias=False, device="cpu", dtype=torch.float32)
+        nn.init.normal_(narrow.weight)
+        ids, shifted = torch.randint(0, head.out_features, (2, rows, tokens), device="cpu")
+        labels = ids.clone()
+        labels[0, 2] = shifted[1, 1] = IGNORED
+
+        twin = copy.copy(model)
+        stand_ins = {id(head): narrow, id(model.base_model): _FixedDecoder(hidden)}
+        twin._modules = {name: stand_ins.get(id(child), child) for name, child in model._modules.items()}
+
+        def loss_and_gradients(**more: Any) -> list[torch.Tensor]:
+            # Not through __call__: hooks of the model are not meant for this copy.
+            loss = twin.forward(input_ids=ids, labels=labels, **more)[0]
+            return [loss.detach(), *torch.autograd.grad(loss, (hidden, narrow.weight))]
+
+        # The auxiliary loss of a mixture of experts is added to whatever the head's is, and needs a real decoder.
+        if "output_router_logits" in inspect.signature(twin.forward).parameters:
+            loss_and_gradients = functools.partial(loss_and_gradients, output_router_logits=False)
+        variants = [{}, {"num_items_in_batch": torch.tensor(3.5)}, {"shift_labels": shifted}]
+        try:
+            expected = [loss_and_gradients(**more) for more in variants]
+        except Exception as error:  # a foreign forward fails in its own way
+            return f"{type(model).__name__} cannot be tried out on hidden states alone ({_first_line(error)})"
+        _swap_classes(twin, narrow)
+        try:
+            got = [loss_and_gradients(**more) for more in variants]
+        except (TypeError, AttributeError, KeyError) as error:  # what using WithheldLogits raises
+            return f"{type(model).__name__} works on its logits before the loss ({_first_line(error)})"
+    pairs = zip(chain(*got), chain(*expected), strict=True)
+    if any((ours - theirs).norm() > PROBE_TOLERANCE * theirs.norm() for ours, theirs in pairs):
+        return f"{type(model).__name__} computes another loss than the cross entropy of its head's logits"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:200] or type(error).__name__
+
+
+def _swap_classes(model: PreTrainedModel, head: nn.Linear) -> None:
+    head.__class__ = FusedHead
+    model.__class__ = _fused_class(type(model))
+
+
+def _fused_head(model: nn.Module) -> FusedHead:
+    return next(child for child in model.children() if isinstance(child, FusedHead))
+
+
+@functools.cache
+def _fused_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The subclass of `base` that withholds its logits when it is given labels and nobody asks for a part of them."""
+    parameters = list(inspect.signature(base.forward).parameters)[1:]
+
+    @functools.wraps(base.forward)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        labels, logits_to_keep = given.get("labels"), given.get("logits_to_keep")
+        asks_for_logits = logits_to_keep is not None and (torch.is_tensor(logits_to_keep) or logits_to_keep != 0)
+        if labels is None or asks_for_logits or base.loss_function.fget(self) is not ForCausalLMLoss:
+            return base.forward(self, *args, **kwargs)
+        head = _fused_head(self)
+        head.targets = _targets(labels, given.get("shift_labels"), given.get("ignore_index", IGNORED))
+        try:
+            return _without_logits(base.forward(self, *args, **kwargs))
+        finally:
+            head.targets = None
+
+    def loss_function(self: PreTrainedModel) -> Callable[..., torch.Tensor]:
+        targets = _fused_head(self).targets
+        own = base.loss_function.fget(self)
+        return own if targets is None else functools.partial(_reduced_loss, targets=targets)
+
+    # Named as its base, because saved configurations and messages name the class of the model.
+    members = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members |= {"forward": forward, "loss_function": property(loss_function, base.loss_function.fset)}
+    return type(base.__name__, (base,), members)
+
+
+def _targets(labels: torch.Tensor, shift_labels: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
+    """int64 [B·T]: for each token the one to predict, or IGNORED, from labels [B, T]."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.reshape(-1)
+    return targets if ignore_index == IGNORED else targets.masked_fill(targets == ignore_index, IGNORED)
+
+
+def _reduced_loss(
+    logits: WithheldLogits,
+    *_: Any,
+    targets: torch.Tensor,
+    num_items_in_batch: torch.Tensor | float | None = None,
+    **__: Any,
+) -> torch.Tensor:
+    """The withheld loss per item, or per counted token when the number of items is not given."""
+    loss = logits["loss"]
+    if num_items_in_batch is None:
+        count = (targets != IGNORED).sum().to(loss.device)
+        # The mean over no token is NaN, and has no gradient, as in torch.
+        return (loss / count.clamp_min(1)).masked_fill(count == 0, math.nan)
+    if torch.is_tensor(num_items_in_batch):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
+
+
+def _without_logits(output: Any) -> Any:
+    if isinstance(output, tuple):
+        return tuple(part for part in output if not isinstance(part, WithheldLogits))
+    return replace(output, logits=None)

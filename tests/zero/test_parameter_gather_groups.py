@@ -1,0 +1,211 @@
+"""Weights of one fused product: adjacent in memory when fetched together, right in any case, freed after the last."""
+
+import functools
+import gc
+import math
+import time
+
+import deepspeed
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_fp8.modules.weights import GATHERED, can_stack, stacked_operand
+from ds_fp8.quantize import quantize
+from ds_fp8.zero.parameter_gather import SCALE_ALIGNMENT
+from tests.zero import models
+from tests.zero.test_parameter_gather import SECTIONS, SPECS, fp8_linears, gather
+from tests.zero.test_training import QUIET, assert_same
+
+SIZES = [(256, 128, 70), (130, 64, 70), (128, 384), (1024, 5)]
+"""Outputs of the linears of a fused product; blocks of the second straddle its weights."""
+PREFETCH = {"stage3_prefetch_bucket_size": 50000, "stage3_max_reuse_distance": 10**8}
+
+
+def build(sizes, section=None, leaf=False, group=True, **zero):
+    def prepare(model):
+        if leaf:
+            deepspeed.utils.set_z3_leaf_modules(model, [models.Branches])
+
+    layer = functools.partial(models.Branches, sizes=sizes, group=group)
+    return models.build(models.config({**QUIET, **(section or {})}, **zero), prepare=prepare, layer=layer)
+
+
+def release(weights):
+    for weight in weights:
+        weight.partition()
+
+
+def same(left, right):
+    return torch.equal(left.data.view(torch.uint8), right.data.view(torch.uint8)) and torch.equal(
+        left.scale, right.scale
+    )
+
+
+def codes(weight):
+    return getattr(weight, GATHERED).data.view(torch.uint8)
+
+
+def right(weights, masters, preset):
+    """Whether every gathered weight is the cast of its whole master tensor."""
+    return all(same(getattr(w, GATHERED), quantize(m, *SPECS[preset])) for w, m in zip(weights, masters, strict=True))
+
+
+def whole_product_gathered_together(preset, sizes):
+    engine = build(sizes, SECTIONS[preset])
+    models.train(engine, 1)
+    result = []
+    layers = engine.module.layers
+    for before, layer in zip([layers[-1], *layers[:-1]], layers, strict=True):
+        weights, others = layer.weights(), (before.join.weight, layer.join.weight)
+        masters = [models.full_master(weight) for weight in weights]
+        gather(engine, [*others, *reversed(weights)])
+        seen = {
+            "right": right(weights, masters, preset),
+            "others": right(others, [models.full_master(weight) for weight in others], preset),
+        }
+        ends = [codes(weight).data_ptr() + weight.ds_numel for weight in weights]
+        seen["adjacent"] = all(codes(w).data_ptr() == end for w, end in zip(weights[1:], ends[:-1], strict=True))
+        if can_stack(sizes, SPECS[preset][1]):
+            stacked = stacked_operand(weights, layer.join.recipe)
+            seen["view"] = stacked.data.data_ptr() == codes(weights[0]).data_ptr()
+            if preset == "tensorwise":
+                parts = [quantize(m, *SPECS[preset]).dequantize() for m in masters]
+                seen["whole"] = torch.equal(stacked.dequantize(), torch.cat(parts))
+            else:
+                seen["view"] &= stacked.scale.data_ptr() == getattr(weights[0], GATHERED).scale.data_ptr()
+                seen["whole"] = same(stacked, quantize(torch.cat(masters), *SPECS[preset]))
+        release([*weights, *others])
+        result.append(seen)
+    return result
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("preset", SPECS)
+def test_stacking_weights_fetched_together_is_a_view_of_their_whole_cast(ranks, world, preset, sizes):
+    for layers in ranks(world, whole_product_gathered_together, preset, sizes):
+        assert len(layers) == 3
+        for seen in layers:
+            assert len(seen) == (5 if can_stack(sizes, SPECS[preset][1]) else 3)
+            assert all(seen.values()), seen
+
+
+def fetched_apart(sizes):
+    engine = build(sizes)
+    models.train(engine, 1)
+    layer = engine.module.layers[0]
+    weights, join = [weight for weight in layer.weights() if not weight.ds_persist], layer.join.weight
+    masters = [models.full_master(weight) for weight in [*weights, join]]
+    gather(engine, [weights[0], join])
+    gather(engine, weights[1:])
+    stacked = stacked_operand(weights, layer.join.recipe)
+    whole = quantize(torch.cat(masters[:-1]), *SPECS["infir2"])
+    result = right([*weights, join], masters, "infir2"), same(stacked, whole), len(weights)
+    release([*weights, join])
+    return result
+
+
+@pytest.mark.parametrize(("sizes", "gathered"), [((256, 128, 70), 3), ((256, 128, 2), 2)], ids=str)
+def test_weights_fetched_apart_are_right(ranks, sizes, gathered):
+    """In two fetches, and with a third weight so small that it is not gathered at all."""
+    assert ranks(2, fetched_apart, sizes) == [(True, True, gathered)] * 2
+
+
+def stacked_where_it_is_used(leaf):
+    """Whether forward found all weights of the product adjacent, by layer."""
+    engine = build((256, 128, 70), leaf=leaf)
+    found = []
+
+    def look(layer, _):
+        stacked = stacked_operand(layer.weights(), layer.join.recipe)
+        found.append(stacked.data.data_ptr() == codes(layer.weights()[0]).data_ptr())
+
+    for layer in engine.module.layers:
+        layer.register_forward_pre_hook(look)
+    models.train(engine, 2)
+    return found, [name for name, m in fp8_linears(engine).items() if getattr(m.weight, GATHERED) is not None]
+
+
+def test_a_leaf_module_finds_its_product_stacked_and_leaves_nothing_behind(ranks):
+    assert ranks(2, stacked_where_it_is_used, True) == [([True] * 6, [])] * 2
+
+
+def losses_and_weights(leaf, group, zero):
+    engine = build((256, 128, 70), leaf=leaf, group=group, **zero)
+    return models.train(engine, 4), models.bf16_weights(engine)
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize("zero", [{}, PREFETCH], ids=["no prefetch", "prefetch"])
+def test_marking_a_product_changes_nothing(ranks, leaf, zero):
+    for left, marked in zip(
+        ranks(2, losses_and_weights, False, False, {}), ranks(2, losses_and_weights, leaf, True, zero), strict=True
+    ):
+        assert_same(left, marked)
+
+
+def scale_layouts(sizes):
+    engine = build(sizes)
+    weights = [m.weight for m in fp8_linears(engine).values()]
+    gather(engine, weights)
+    scales = [getattr(weight, GATHERED).scale for weight in weights]
+    again = [scale.data_ptr() for scale in scales]
+    release(weights)
+    gather(engine, weights)
+    once = again == [getattr(weight, GATHERED).scale.data_ptr() for weight in weights]
+    finite = torch.empty(0).set_(scales[0].untyped_storage()).isfinite().all().item()
+    return [(s.shape, s.stride(), s.data_ptr() % (4 * SCALE_ALIGNMENT)) for s in scales], finite, once
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_rows_of_block_scales_are_padded_once_a_refresh(ranks, sizes):
+    for layouts, finite, once in ranks(2, scale_layouts, sizes):
+        assert len(layouts) == 3 * (len(sizes) + 1)
+        for shape, stride, misalignment in layouts:
+            assert stride == (math.ceil(shape[1] / SCALE_ALIGNMENT) * SCALE_ALIGNMENT, 1)
+            assert misalignment == 0
+        assert finite
+        assert once
+
+
+def live_bytes():
+    """Bytes of all FP8 and uint8 storages that stay alive; gloo's thread drops its own a moment after a wait."""
+    return min(_live_bytes_after(0.05) for _ in range(10))
+
+
+def _live_bytes_after(seconds):
+    time.sleep(seconds)
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.dtype in (torch.uint8, torch.float8_e4m3fn):
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def memory_of_a_gather():
+    engine = build((256, 128, 70))
+    layer = engine.module.layers[0]
+    weights = [*layer.weights(), layer.join.weight]
+    gather(engine, weights)  # casts the shards
+    release(weights)
+    before = live_bytes()
+    handle = weights[0].all_gather_coalesced(weights)
+    handle.wait()
+    held = live_bytes() - before
+    storages = [StorageWeakRef(codes(weight).untyped_storage()) for weight in weights]
+    alive = []
+    for weight in weights:
+        weight.partition()
+        alive.append([not storage.expired() for storage in storages])
+    return held, sum(weight.ds_numel for weight in weights), alive, live_bytes() - before
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_product_is_held_once_and_freed_with_its_last_weight(ranks, world):
+    for held, numel, alive, after in ranks(world, memory_of_a_gather):
+        # The shards' padding, of at most world - 1 bytes a weight, stays behind a stack.
+        assert numel <= held <= numel + 2 * (world - 1)
+        assert alive == [[True] * 4, [True] * 4, [False] * 3 + [True], [False] * 4]
+        assert after == 0

@@ -64,7 +64,7 @@ def find_nodes(hierarchy: str, ranks_per_node: int | None = None) -> Nodes | Non
 def pack(x: torch.Tensor, format: str) -> torch.Tensor:
     """Cast x [W, n] (n a multiple of 128) into one uint8 buffer [W, n + n/32]: n codes, then n/128 FP32 scales."""
     quantized = quantize(x, format, "1x128", "pow2")
-    return torch.cat([quantized.data.view(torch.uint8), quantized.scale.view(torch.uint8)], 1)
+    return torch.cat([quantized.data.view(torch.uint8), quantized.scale.contiguous().view(torch.uint8)], 1)
 
 
 def unpack(buffer: torch.Tensor, n: int, format: str) -> torch.Tensor:

@@ -41,7 +41,7 @@ class WgradConfig(Section):
 class LinearConfig(Section):
     """The linear layers: their casts, who multiplies and how it sums, and which layers stay in high precision."""
 
-    backend: Literal["auto", "cublas", "transformer_engine", "reference"] = "auto"
+    backend: Literal["auto", "deep_gemm", "cublas", "transformer_engine", "reference"] = "auto"
     accumulation: Literal["fp32", "fast"] = "fp32"
     """fast: Hopper's tensor cores sum tensor- and row-wise products in fewer bits and finish earlier: relative
     error about 1e-3 at K = 4096, 3e-3 at 16384. Block-scaled products are summed in FP32 either way."""
@@ -54,10 +54,14 @@ class LinearConfig(Section):
 
 
 class ActivationsConfig(Section):
-    """What a linear keeps of its input for backward."""
+    """What is kept for backward of the FP8 linears and of the gated MLPs between them."""
 
     save: Literal["fp8", "bf16"] = "fp8"
-    """fp8: the cast along tokens that wgrad reads, 1 byte an element. bf16: the input itself, cast in backward."""
+    """fp8: a linear keeps the cast along tokens that wgrad reads, and a gated MLP its gate and up in FP8. bf16: the
+    input itself, cast in backward, and gate and up as they are."""
+    recompute: Literal["none", "mlp"] = "none"
+    """mlp: gated MLPs keep nothing of gate and up and compute their product again in backward. (Recomputing whole
+    layers is the model's own gradient_checkpointing.)"""
 
 
 class ParameterGatherConfig(Section):
@@ -97,6 +101,9 @@ class FP8Config(Section):
     preset: str = "infir2"
     linear: LinearConfig = LinearConfig()
     activations: ActivationsConfig = ActivationsConfig()
+    fuse: Literal["auto", "off"] = "auto"
+    """auto: decoder layers of the usual structure run as a few fused operations instead of linear by linear. off: every
+    layer keeps its own forward."""
     loss: Literal["auto", "off"] = "auto"
     """auto: the cross entropy is computed from the last hidden state without materialising logits, where the model's
     own loss allows it. off: the model's own loss."""

@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed.utils import set_z3_leaf_modules
 
 from ds_fp8.config import FP8Config, check_deepspeed, parse_fp8
 from ds_fp8.errors import UserError
@@ -88,6 +89,9 @@ def initialize(
         if fp8.grad_reduce.format != "bf16":
             raw.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
 
+    if conversion is not None and conversion.fusion.classes:
+        # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
+        set_z3_leaf_modules(model, sorted(conversion.fusion.classes, key=lambda fused: fused.__name__))
     if not dist.is_initialized():
         seams.spare_shared_memory_op()
     if getattr(args, "deepspeed_config", None) is not None:

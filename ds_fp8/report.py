@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -53,6 +52,9 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> dict[str
         "fp8_linears": len(linears),
         "fp8_parameters": in_fp8,
         "left_in_bf16": state.conversion.left,
+        "fused_layers": len(state.conversion.fusion.layers),
+        "fused_mlps": len(state.conversion.fusion.mlps),
+        "not_fused": state.conversion.fusion.left,
         "param_gather": fp8.param_gather.format if state.parameter_gather else "bf16",
         "fp8_gathered_parameters": gathered_count,
         "fp8_shard_bytes_per_rank": state.parameter_gather.bytes_per_rank if state.parameter_gather else 0,
@@ -88,9 +90,12 @@ def print_report(report: dict[str, Any]) -> None:
     table.add_column()
     share = report["fp8_parameters"] / report["parameters"]
     table.add_row("linears in FP8", f"{report['fp8_linears']} ({share:.1%} of {report['parameters']:,} parameters)")
-    for reason, count in Counter(report["left_in_bf16"].values()).items():
-        names = [name for name, why in report["left_in_bf16"].items() if why == reason]
-        table.add_row("left in BF16", f"{', '.join(names[:3])}{' ...' if count > 3 else ''}: {reason}")
+    for reason in dict.fromkeys(report["left_in_bf16"].values()):
+        table.add_row("left in BF16", f"{_some(report['left_in_bf16'], reason)}: {reason}")
+    fused = [f"{report[key]} {what}" for key, what in (("fused_layers", "decoder layers"), ("fused_mlps", "MLPs"))]
+    table.add_row("fused", ", ".join(text for text in fused if not text.startswith("0 ")) or "nothing")
+    for reason in dict.fromkeys(report["not_fused"].values()):
+        table.add_row("not fused", f"{_some(report['not_fused'], reason)}: {reason}")
     table.add_row("casts", ", ".join(f"{name} {cast}" for name, cast in report["casts"].items()))
     table.add_row("GEMM backend", f"{report['backend']} ({report['backend_description']})")
     table.add_row(
@@ -105,3 +110,9 @@ def print_report(report: dict[str, Any]) -> None:
     for note in report["notes"]:
         table.add_row("note", note)
     console.print(Panel(table, title=f"ds_fp8, preset {report['preset']}", title_align="left", expand=False))
+
+
+def _some(reasons: dict[str, str], reason: str) -> str:
+    """The first few names that have this reason."""
+    names = [name for name, why in reasons.items() if why == reason]
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")

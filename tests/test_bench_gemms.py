@@ -1,4 +1,4 @@
-"""The GEMM benchmark: what it multiplies, what it reports, and how it refuses."""
+"""The GEMM and crossover benchmarks: what it multiplies, what it reports, and how it refuses."""
 
 import json
 import sys
@@ -15,6 +15,7 @@ from ds_fp8.gemm import scaled_matmul
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
 import common
+import crossover
 import gemms
 
 PRODUCT_ERROR = 3e-3
@@ -23,8 +24,8 @@ CAST_ERROR = {"e4m3": (0.02, 0.06), "e5m2": (0.04, 0.10)}
 """What two casts of normally distributed operands lose, when the coarser of them has this format."""
 
 
-def run(capsys, *arguments):
-    gemms.main([*arguments])
+def run(capsys, benchmark, *arguments):
+    benchmark.main([*arguments])
     return capsys.readouterr().out
 
 
@@ -52,7 +53,7 @@ def test_every_preset_multiplies_what_the_linear_needs(preset, tokens, n, k):
         "dgrad": dy.double() @ w.double(),
         "wgrad": dy.double().t() @ x.double(),
     }
-    found = gemms.products(gemms.preset_recipe(preset), x, w, dy)
+    found = gemms.products(common.preset_recipe(preset), x, w, dy)
     assert [product.name for product in found] == list(exact)
     for product in found:
         result = scaled_matmul(product.a, product.b, out_dtype=torch.float32)
@@ -65,7 +66,7 @@ def test_every_preset_multiplies_what_the_linear_needs(preset, tokens, n, k):
 
 
 def test_sampled_errors_see_a_wrong_product():
-    product = gemms.products(gemms.preset_recipe("infir2"), *common.random_operands(128, 128, 128))[0]
+    product = gemms.products(common.preset_recipe("infir2"), *common.random_operands(128, 128, 128))[0]
     wrong = 1.01 * scaled_matmul(product.a, product.b, out_dtype=torch.float32)
     assert gemms.sampled_errors(wrong, product)["error_vs_fp64"] == pytest.approx(0.01, rel=1e-2)
 
@@ -73,7 +74,7 @@ def test_sampled_errors_see_a_wrong_product():
 def test_quick_measures_every_product_of_every_preset(tmp_path, capsys):
     file = tmp_path / "new" / "gemms.json"
     backends = "--backends", "reference"
-    output = run(capsys, "--quick", "--json", str(file), *backends)
+    output = run(capsys, gemms, "--quick", "--json", str(file), *backends)
     written = json.loads(file.read_text())
     assert written["banner"]["torch"] == torch.__version__
     for preset in PRESETS:
@@ -92,7 +93,7 @@ def test_quick_measures_every_product_of_every_preset(tmp_path, capsys):
 def test_quick_crossover_covers_the_grid(tmp_path, capsys):
     file = tmp_path / "crossover.json"
     grid = "--tokens", "16,48", "--hidden", "64,96"
-    output = run(capsys, "--quick", "--crossover", *grid, "--presets", "infir2", "--json", str(file))
+    output = run(capsys, crossover, "--quick", *grid, "--presets", "infir2", "--json", str(file))
     rows = json.loads(file.read_text())["rows"]
     assert {(row["hidden"], row["tokens"]) for row in rows} == {(64, 16), (64, 48), (96, 16), (96, 48)}
     assert all(row["milliseconds"] > 0 for row in rows)
@@ -117,6 +118,8 @@ def test_mistakes_name_the_remedy(arguments, expected, capsys):
 def test_without_a_gpu_large_sizes_and_gpu_backends_are_refused():
     with pytest.raises(UserError, match="--quick"):
         gemms.main(["--size", "7b"])
+    with pytest.raises(UserError, match="--hidden"):
+        crossover.main(["--tokens", "16"])
     with pytest.raises(UserError, match="no CUDA GPU"):
         gemms.main(["--quick", "--backends", "cublas"])
 

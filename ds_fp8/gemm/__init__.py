@@ -15,19 +15,22 @@ from types import ModuleType
 import torch
 
 from ds_fp8.errors import UserError
-from ds_fp8.gemm import cublas, reference, transformer_engine
+from ds_fp8.gemm import cublas, deep_gemm, reference, transformer_engine
 from ds_fp8.quantize import QuantizedTensor
 
 __all__ = ["BACKENDS", "DESCRIPTIONS", "Operand", "scaled_matmul", "select_backend", "unavailable"]
 
 BACKENDS: dict[str, ModuleType] = {
+    "deep_gemm": deep_gemm,
     "cublas": cublas,
     "transformer_engine": transformer_engine,
     "reference": reference,
 }
-"""In order of preference. Each has scaled_matmul, unavailable() and unsupported(formats and granularities)."""
+"""In order of preference. Each has unavailable(), unsupported(formats and granularities), and a scaled_matmul that is
+called with operands it supports, none of them empty."""
 
 DESCRIPTIONS = {
+    "deep_gemm": "DeepGEMM for 1x128 by 128x128, cuBLASLt for the rest",
     "cublas": "cuBLASLt through torch.nn.functional.scaled_mm",
     "transformer_engine": "cuBLASLt through Transformer Engine",
     "reference": "emulated: FP8 operands multiplied as BF16 (exact for pow2 scales) or FP32, FP32 sums",
@@ -91,4 +94,10 @@ def scaled_matmul(
         raise ValueError(f"operands must be matrices, got a {tuple(a.shape)} and b {tuple(b.shape)}")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"the contraction differs: a {tuple(a.shape)}, b {tuple(b.shape)} (both need it last)")
-    return BACKENDS[backend].scaled_matmul(a, b, out_dtype, fast_accumulation)
+    module = BACKENDS[backend]
+    reason = module.unsupported(a.format, a.granularity, b.format, b.granularity)
+    if reason is not None:
+        raise ValueError(reason)
+    if 0 in (*a.shape, *b.shape):
+        return torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.data.device)
+    return module.scaled_matmul(a, b, out_dtype, fast_accumulation)

@@ -49,13 +49,8 @@ def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity:
 def scaled_matmul(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accumulation: bool = False
 ) -> torch.Tensor:
-    """a [M, K] @ b [N, K]ᵀ -> [M, N]. Raises ValueError for operands that cuBLASLt does not multiply."""
-    reason = unsupported(a.format, a.granularity, b.format, b.granularity)
-    if reason is not None:
-        raise ValueError(reason)
+    """a [M, K] @ b [N, K]ᵀ -> [M, N] for operands that are supported and not empty."""
     rows, columns = a.shape[0], b.shape[0]
-    if 0 in (rows, columns, a.shape[1]):
-        return torch.zeros(rows, columns, dtype=out_dtype, device=a.data.device)
     kinds = F.ScalingType
     pair = {a.granularity, b.granularity}
     if pair == {"tensor"}:
@@ -90,8 +85,7 @@ def aligned(data: torch.Tensor) -> torch.Tensor:
 
 def _row_scale(q: QuantizedTensor) -> torch.Tensor:
     """[R, 1] for a padded number of rows R."""
-    scale = q.scale.expand(q.shape[0], 1)
-    return _padded_rows(scale, scale.new_ones).contiguous()
+    return _padded_rows(q.scale.expand(q.shape[0], 1)).contiguous()
 
 
 def group_scale(q: QuantizedTensor) -> torch.Tensor:
@@ -100,13 +94,12 @@ def group_scale(q: QuantizedTensor) -> torch.Tensor:
     scale = q.scale
     if q.granularity == "128x128":
         scale = scale.repeat_interleave(BLOCK, 0)[: q.shape[0]]
-    scale = _padded_rows(scale.expand(q.shape[0], groups), scale.new_ones)
-    return scale.t().contiguous().t()
+    return _padded_rows(scale.expand(q.shape[0], groups)).t().contiguous().t()
 
 
-def _padded_rows(scale: torch.Tensor, new_ones) -> torch.Tensor:
+def _padded_rows(scale: torch.Tensor) -> torch.Tensor:
     missing = _round_up(scale.shape[0]) - scale.shape[0]
-    return torch.cat([scale, new_ones(missing, scale.shape[1])]) if missing else scale
+    return torch.cat([scale, scale.new_ones(missing, scale.shape[1])]) if missing else scale
 
 
 def block_scale(q: QuantizedTensor) -> torch.Tensor:

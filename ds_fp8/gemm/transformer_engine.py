@@ -40,15 +40,10 @@ def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity:
 def scaled_matmul(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accumulation: bool = False
 ) -> torch.Tensor:
-    """a [M, K] @ b [N, K]ᵀ -> [M, N]. Raises ValueError for operands that it does not multiply."""
+    """a [M, K] @ b [N, K]ᵀ -> [M, N] for operands that are supported and not empty."""
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-    reason = unsupported(a.format, a.granularity, b.format, b.granularity)
-    if reason is not None:
-        raise ValueError(reason)
     rows, columns = a.shape[0], b.shape[0]
-    if 0 in (rows, columns, a.shape[1]):
-        return torch.zeros(rows, columns, dtype=out_dtype, device=a.data.device)
     if a.granularity == b.granularity == "tensor":
         first, second = _per_tensor(a), _per_tensor(b)
     elif b.granularity == "128x128":

@@ -1,15 +1,16 @@
-"""Surgery on a Hugging Face model: nn.Linear becomes FP8Linear in place."""
+"""Surgery on a Hugging Face model, in place: nn.Linear becomes FP8Linear, and decoder layers are fused."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from ds_fp8.config import FP8Config
 from ds_fp8.errors import UserError
+from ds_fp8.modules.decoder import Fusion, fuse_decoder
 from ds_fp8.modules.linear import FP8Linear
 from ds_fp8.modules.monitor import CastMonitor
 from ds_fp8.modules.recipe import LinearRecipe
@@ -24,6 +25,7 @@ class Conversion:
     left: dict[str, str] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
     """Skip patterns of the user's that name no linear."""
+    fusion: Fusion = field(default_factory=Fusion)
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -32,7 +34,8 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def convert(model: nn.Module, config: FP8Config | None = None, monitor: CastMonitor | None = None) -> Conversion:
-    """Turn every nn.Linear of `model` that `config.linear.skip` does not name into an FP8Linear, in place.
+    """Turn every nn.Linear of `model` that `config.linear.skip` does not name into an FP8Linear, in place, and fuse
+    its decoder layers where they can be (`config.fuse`).
 
     Parameter names and checkpoint keys do not change. Subclasses of nn.Linear, and linears whose weight another module
     uses as well (tied embeddings), are left as they are. Raises UserError when no linear is left to convert.
@@ -69,4 +72,4 @@ def convert(model: nn.Module, config: FP8Config | None = None, monitor: CastMoni
             key="fp8.linear.skip",
             remedy='name fewer layers in "skip", or set "fp8": {"enabled": false}',
         )
-    return result
+    return replace(result, fusion=fuse_decoder(model, recipe)) if config.fuse == "auto" else result

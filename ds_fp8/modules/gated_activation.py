@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ds_fp8.formats import BLOCK
 from ds_fp8.modules.recipe import LinearRecipe
 from ds_fp8.quantize import QuantizedTensor, quantize
 
@@ -89,7 +90,8 @@ def gated_activation_backward(
     if dproduct.device.type == "cuda":
         from ds_fp8.modules.kernels.gated_activation import gated_backward, gated_backward_cast
 
-        if dgrad_factor is None and recipe.casts_by_tile and dproduct.shape[-1] % 128 == 0:
+        whole_tiles = all(length % BLOCK == 0 for length in dproduct.shape)
+        if dgrad_factor is None and recipe.casts_by_tile and whole_tiles:
             row, column, product_column = gated_backward_cast(dproduct, saved, activation, recipe)
             if recipe.monitor.active:
                 dgate_up, _ = gated_backward(dproduct, saved, activation)

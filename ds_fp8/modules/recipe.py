@@ -17,7 +17,7 @@ import torch
 from ds_fp8.config import Cast, FP8Config
 from ds_fp8.gemm import Operand, scaled_matmul, select_backend
 from ds_fp8.modules.monitor import CastMonitor
-from ds_fp8.quantize import QuantizedTensor, quantize, quantize_both, quantize_columnwise
+from ds_fp8.quantize import QuantizedTensor, apply_factors, quantize, quantize_both, quantize_columnwise
 
 Factor = torch.Tensor | None
 
@@ -36,6 +36,8 @@ class LinearRecipe:
     fast_accumulation: bool
     save: str
     """activations.save: "fp8" or "bf16"."""
+    recompute: str
+    """activations.recompute: "none" or "mlp"."""
     monitor: CastMonitor = field(compare=False)
 
     @classmethod
@@ -60,6 +62,7 @@ class LinearRecipe:
             select_backend(linear.backend, products),
             linear.accumulation == "fast",
             config.activations.save,
+            config.activations.recompute,
             monitor or CastMonitor(config.monitor.every),
         )
 
@@ -107,7 +110,10 @@ class LinearRecipe:
     def cast_grad_output(
         self, dy: torch.Tensor, dgrad: bool = True, wgrad: bool = True, column_factor: Factor = None
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-        """dy [T, N] as dgrad reads it, times `column_factor` [N], and [N, T] as wgrad reads it, in one pass."""
+        """dy [T, N] as dgrad reads it, times `column_factor` [N], and [N, T] as wgrad reads it.
+
+        In one pass, unless there is a factor: it belongs to one of the casts only.
+        """
         spec = self.grad_output
         row = spec.granularity if dgrad else None
         column = self.wgrad_grad_output if wgrad else None
@@ -131,10 +137,5 @@ class LinearRecipe:
         column_factor: Factor = None,
     ) -> None:
         """Count what the cast of x, times its factors, lost; costs nothing outside measured steps."""
-        if not self.monitor.active:
-            return
-        if row_factor is not None:
-            x = x.float() * row_factor.float()[:, None]
-        if column_factor is not None:
-            x = x.float() * column_factor.float()
-        self.monitor.observe(tensor_class, x, quantized)
+        if self.monitor.active:
+            self.monitor.observe(tensor_class, apply_factors(x, row_factor, column_factor), quantized)

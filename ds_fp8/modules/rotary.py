@@ -29,9 +29,9 @@ class HeadLayout:
         """Columns of q, k and v."""
         return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
 
-    def split(self, qkv: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views q [B, heads, S, D], k and v [B, kv_heads, S, D] of the matrix."""
-        parts = qkv.view(batch, -1, qkv.shape[-1]).split(self.sizes, -1)
+    def split(self, qkv: torch.Tensor, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views q [B, heads, S, D], k and v [B, kv_heads, S, D] of the matrix, B = `batch`, S = `length`."""
+        parts = qkv.view(batch, length, qkv.shape[-1]).split(self.sizes, -1)
         return tuple(part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
 
 
@@ -94,7 +94,7 @@ def rotate_reference(
 ) -> torch.Tensor:
     """`rotate` in plain torch, in FP32, rounded once to qkv's dtype; always a new matrix."""
     x = qkv.float() if bias is None else qkv.float() + bias.float()
-    q, k, v = layout.split(x, cos_batch(qkv, cos))
+    q, k, v = layout.split(x, cos_batch(qkv, cos), cos.shape[1])
     if norms is not None:
         q, k = (_norm(part, weight, norms.eps) for part, weight in ((q, norms.q), (k, norms.k)))
     cos, sin = cos.float()[:, None], sin.float()[:, None]

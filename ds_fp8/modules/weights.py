@@ -7,7 +7,7 @@ together they already lie so in memory, and the stacked operand is a view.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -67,13 +67,30 @@ def dgrad_operand(w: QuantizedTensor) -> tuple[QuantizedTensor, torch.Tensor | N
     return transpose(codes), w.scale.reshape(-1)
 
 
-def hold_in_fp8(weight: nn.Parameter, recipe: LinearRecipe) -> None:
-    """Replace a weight's high-precision data by its FP8 cast, as ZeRO-3's FP8 gather leaves it between its hooks.
+def split_rows(gradient: torch.Tensor, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor | None, ...]:
+    """The gradient of stacked parameters as one of each: views of its rows, None where none is wanted."""
+    pieces = gradient.split([len(parameter) for parameter in parameters])
+    return tuple(p if parameter.requires_grad else None for p, parameter in zip(pieces, parameters, strict=True))
 
-    The weight keeps shape and dtype, but reading its data gives NaN.
+
+def hold_in_fp8(weights: Iterable[nn.Parameter], recipe: LinearRecipe) -> None:
+    """Replace high-precision weights by their FP8 casts, as ZeRO-3's FP8 gather leaves them between its hooks.
+
+    A weight keeps shape and dtype, but reading its data gives NaN. Those of one fused product lie adjacent.
     """
-    setattr(weight, GATHERED, recipe.cast_weight(weight.detach()))
-    weight.data = placeholder(weight.shape, weight.dtype, weight.device)
+    held: set[int] = set()
+    for weight in weights:
+        group = getattr(weight, GROUP, (weight,))
+        if id(weight) in held:
+            continue
+        held.update(map(id, group))
+        whole = stacked_operand([w.detach() for w in group], recipe)
+        rows = [len(w) for w in group]
+        unit = BLOCK if whole.granularity == "128x128" else 1
+        scales = [whole.scale] if len(group) == 1 else whole.scale.split([-(-count // unit) for count in rows])
+        for w, data, scale in zip(group, whole.data.split(rows), scales, strict=True):
+            setattr(w, GATHERED, QuantizedTensor(data, scale, whole.granularity, whole.scale_type))
+            w.data = placeholder(w.shape, w.dtype, w.device)
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from ds_fp8.formats import FORMATS, GRANULARITIES, SCALE_TYPES
-from ds_fp8.quantize.reference import cast, group_amax, scale_from_amax
+from ds_fp8.quantize.reference import apply_factors, cast, group_amax, scale_from_amax
 from ds_fp8.quantize.tensor import QuantizedTensor
 
 __all__ = [
     "QuantizedTensor",
+    "apply_factors",
     "cast",
     "group_amax",
     "quantize",
@@ -44,7 +45,7 @@ def quantize(
         scales = result.scale.reshape(*x.shape[:-1], -1) if result.scale.dim() else result.scale
         return QuantizedTensor(result.data.view(x.shape), scales, granularity, scale)
     _check_words(format, scale, granularity)
-    return _reference(_multiplied(x, row_factor, column_factor), format, granularity, scale)
+    return _reference(apply_factors(x, row_factor, column_factor), format, granularity, scale)
 
 
 def quantize_columnwise(
@@ -81,7 +82,7 @@ def quantize_both(
         from ds_fp8.quantize.kernels import quantize_tiles
 
         return quantize_tiles(x.detach(), format, scale, rowwise, columnwise, row_factor, column_factor)
-    x = _multiplied(x.detach(), row_factor, column_factor)
+    x = apply_factors(x.detach(), row_factor, column_factor)
     row = None if rowwise is None else _reference(x, format, rowwise, scale)
     return row, None if columnwise is None else _reference(x.t().contiguous(), format, columnwise, scale)
 
@@ -97,14 +98,6 @@ def transpose(q: QuantizedTensor) -> QuantizedTensor:
 
         return QuantizedTensor(transpose_bytes(q.data.contiguous()), turned.scale, q.granularity, q.scale_type)
     return QuantizedTensor(turned.data.contiguous(), turned.scale, q.granularity, q.scale_type)
-
-
-def _multiplied(x: torch.Tensor, row_factor: torch.Tensor | None, column_factor: torch.Tensor | None) -> torch.Tensor:
-    if row_factor is not None:
-        x = x.float() * row_factor.float()[:, None]
-    if column_factor is not None:
-        x = x.float() * column_factor.float()
-    return x
 
 
 def _reference(x: torch.Tensor, format: str, granularity: str, scale: str) -> QuantizedTensor:

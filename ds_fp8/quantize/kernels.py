@@ -30,9 +30,15 @@ MODES = {None: 0, "1x128": 1, "128x128": 2, "row": 3, "tensor": 4}
 
 
 @triton.jit
+def _magnitude_bits(x):
+    """Magnitudes of FP32 `x` as their bits, which order like the numbers, with NaN above Inf."""
+    return tl.abs(x).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def amax_bits(x, axis: tl.constexpr):
-    """Largest magnitude of FP32 `x` along `axis` as its bits, which order like the numbers, with NaN above Inf."""
-    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis)
+    """Largest magnitude of FP32 `x` along `axis`, as its bits."""
+    return tl.max(_magnitude_bits(x), axis)
 
 
 @triton.jit
@@ -88,7 +94,7 @@ def store_cast(
     tile, along, across, num_along, num_across, data, scale, amax, scale_along, scale_across,
     AXIS: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
     POW2: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+):
     """Cast a tile and store it in a result [num_across, num_along] whose contraction lies along `AXIS` of the tile.
 
     along, across: indices of the tile's elements in the contraction and in the other dimension of the result.
@@ -133,20 +139,40 @@ def _store_scale(factor, along, across, num_across, scale, scale_along, scale_ac
 
 
 @triton.jit
+def store_cast_rowwise(
+    x0, x1, x2, x3, first_m, k, M, K, data, scale, amax, scale_along, scale_across,
+    MODE: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):
+    """store_cast along axis 1 for a whole tile given as for store_cast_columnwise."""
+    m = first_m + 4 * tl.arange(0, 32)
+    store_cast(
+        x0, k, m, K, M, data, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+    store_cast(
+        x1, k, m + 1, K, M, data, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+    store_cast(
+        x2, k, m + 2, K, M, data, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+    store_cast(
+        x3, k, m + 3, K, M, data, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+
+
+@triton.jit
 def store_cast_columnwise(
     x0, x1, x2, x3, first_m, k, M, K, data, scale, amax, scale_along, scale_across,
     MODE: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
-):  # fmt: skip
+):
     """store_cast along axis 0 for a whole tile given as its rows 4i, 4i + 1, 4i + 2 and 4i + 3, each [32, 128].
 
     Four codes that will lie side by side are packed into one word before they change places: transposing words costs a
     quarter of transposing bytes. M is a multiple of 4.
     """
     if MODE == GROUP or MODE == TILE:
-        bits = tl.maximum(
-            tl.maximum(_magnitude_bits(x0), _magnitude_bits(x1)), tl.maximum(_magnitude_bits(x2), _magnitude_bits(x3))
-        )
-        bits = tl.max(bits, 0)
+        bits01 = tl.maximum(_magnitude_bits(x0), _magnitude_bits(x1))
+        bits23 = tl.maximum(_magnitude_bits(x2), _magnitude_bits(x3))
+        bits = tl.max(tl.maximum(bits01, bits23), 0)
         if MODE == TILE:
             bits = tl.max(bits, 0) + tl.zeros_like(k)
     elif MODE == ROW:
@@ -171,11 +197,6 @@ def store_cast_columnwise(
 
 
 @triton.jit
-def _magnitude_bits(x):
-    return tl.abs(x).to(tl.int32, bitcast=True)
-
-
-@triton.jit
 def _code(x, divisor, DTYPE: tl.constexpr, POW2: tl.constexpr):
     """The code of each element as an int32."""
     return to_fp8(x, divisor, DTYPE, POW2).to(tl.uint8, bitcast=True).to(tl.int32)
@@ -188,7 +209,7 @@ def _cast_tiles(
     column_data, column_scale, column_amax, column_scale_along, column_scale_across,
     FACTORS: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+):
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     first_m = tl.program_id(1) * 128
     if EVEN and COLUMNWISE != NONE and ROWWISE != TILE:
@@ -198,86 +219,15 @@ def _cast_tiles(
         x2 = _load_tile(x, row_factor, column_factor, m + 2, k, M, K, stride_m, FACTORS, EVEN)
         x3 = _load_tile(x, row_factor, column_factor, m + 3, k, M, K, stride_m, FACTORS, EVEN)
         if ROWWISE != NONE:
-            store_cast(
-                x0,
-                k,
-                m,
-                K,
-                M,
-                row_data,
-                row_scale,
-                row_amax,
-                row_scale_along,
-                row_scale_across,
-                1,
-                ROWWISE,
-                DTYPE,
-                LARGEST,
-                SMALLEST,
-                POW2,
-                EVEN,
-            )
-            store_cast(
-                x1,
-                k,
-                m + 1,
-                K,
-                M,
-                row_data,
-                row_scale,
-                row_amax,
-                row_scale_along,
-                row_scale_across,
-                1,
-                ROWWISE,
-                DTYPE,
-                LARGEST,
-                SMALLEST,
-                POW2,
-                EVEN,
-            )
-            store_cast(
-                x2,
-                k,
-                m + 2,
-                K,
-                M,
-                row_data,
-                row_scale,
-                row_amax,
-                row_scale_along,
-                row_scale_across,
-                1,
-                ROWWISE,
-                DTYPE,
-                LARGEST,
-                SMALLEST,
-                POW2,
-                EVEN,
-            )
-            store_cast(
-                x3,
-                k,
-                m + 3,
-                K,
-                M,
-                row_data,
-                row_scale,
-                row_amax,
-                row_scale_along,
-                row_scale_across,
-                1,
-                ROWWISE,
-                DTYPE,
-                LARGEST,
-                SMALLEST,
-                POW2,
-                EVEN,
+            store_cast_rowwise(
+                x0, x1, x2, x3, first_m, k, M, K, row_data, row_scale, row_amax, row_scale_along, row_scale_across,
+                ROWWISE, DTYPE, LARGEST, SMALLEST, POW2,
             )
         store_cast_columnwise(
-            x0, x1, x2, x3, first_m, k, M, K, column_data, column_scale, column_amax, column_scale_along, column_scale_across,
+            x0, x1, x2, x3, first_m, k, M, K,
+            column_data, column_scale, column_amax, column_scale_along, column_scale_across,
             COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2,
-        )  # fmt: skip
+        )
     else:
         m = first_m + tl.arange(0, 128)
         tile = _load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
@@ -285,19 +235,19 @@ def _cast_tiles(
             store_cast(
                 tile, k, m, K, M, row_data, row_scale, row_amax, row_scale_along, row_scale_across,
                 1, ROWWISE, DTYPE, LARGEST, SMALLEST, POW2, EVEN,
-            )  # fmt: skip
+            )
         if COLUMNWISE != NONE:
             store_cast(
                 tile, m, k, M, K, column_data, column_scale, column_amax, column_scale_along, column_scale_across,
                 0, COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2, EVEN,
-            )  # fmt: skip
+            )
 
 
 @triton.jit
 def _amax_tiles(
     x, row_factor, column_factor, M, K, stride_m, row_amax, column_amax,
     FACTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+):
     """Bits of the amax of every row and column of x, into zeroed int32 [M] and [K] (TENSOR: into element 0)."""
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     m = tl.program_id(1) * 128 + tl.arange(0, 128)
@@ -406,8 +356,9 @@ def quantize_tiles(
     column_data, column_scale, *column_strides = result_arguments(column)
     _cast_tiles[grid](
         *source, row_data, row_scale, row_amax, *row_strides, column_data, column_scale, column_amax, *column_strides,
-        ROWWISE=MODES[rowwise], COLUMNWISE=MODES[columnwise], num_warps=8 if column is None else 4, **format_arguments(format, scale), **common,
-    )  # fmt: skip
+        ROWWISE=MODES[rowwise], COLUMNWISE=MODES[columnwise], num_warps=8 if column is None else 4,
+        **format_arguments(format, scale), **common,
+    )
     return row, column
 
 

@@ -19,6 +19,15 @@ import torch
 from ds_fp8.formats import BLOCK, FORMATS, SCALE_TYPES, SMALLEST_SCALE, format_of, scale_shape
 
 
+def apply_factors(x: torch.Tensor, row_factor: torch.Tensor | None, column_factor: torch.Tensor | None) -> torch.Tensor:
+    """A matrix x [M, K] times row_factor [M] and then column_factor [K], in FP32; x itself without factors."""
+    if row_factor is not None:
+        x = x.float() * row_factor.float()[:, None]
+    if column_factor is not None:
+        x = x.float() * column_factor.float()
+    return x
+
+
 def group_amax(x: torch.Tensor, granularity: str) -> torch.Tensor:
     """Largest magnitude per group, FP32, of shape `scale_shape(x.shape, granularity)`.
 

@@ -1,7 +1,8 @@
-"""What the benchmarks share: model sizes, operands, timing, versions, Markdown tables and JSON."""
+"""What the benchmarks share: command line, model sizes, operands, timing, versions, Markdown tables and JSON."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -15,12 +16,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ds_fp8.config import PRESETS, parse_fp8
 from ds_fp8.errors import UserError
+from ds_fp8.gemm import BACKENDS, unavailable
+from ds_fp8.modules.recipe import LinearRecipe
+from ds_fp8.quantize import QuantizedTensor
+from ds_fp8.schema import nearest
 
 PACKAGES = ("ds-fp8", "torch", "triton", "transformer-engine", "transformers", "liger-kernel", "torchao", "deepspeed")
 TABLE_WIDTH = 240
 """Columns of a table that goes to a file or a pipe, where nobody says how wide the screen is."""
-
 
 WEIGHT_STD, GRADIENT_STD = 0.02, 1e-3
 """Spread of random weights and output gradients; inputs have 1. Only the errors depend on it, and barely."""
@@ -57,14 +62,54 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def preset_recipe(preset: str) -> LinearRecipe:
+    """How `preset` casts and multiplies on this machine, without the statistics that training takes."""
+    return LinearRecipe.from_config(parse_fp8({"fp8": {"preset": preset, "monitor": {"every": 0}}}))
+
+
+def distinct_presets(presets: Iterable[str]) -> dict[str, list[str]]:
+    """The first of every few presets that compute alike (and differ in the optimizer, say), with all of its few."""
+    alike: dict[LinearRecipe, list[str]] = {}
+    for preset in presets:
+        alike.setdefault(preset_recipe(preset), []).append(preset)
+    return {few[0]: few for few in alike.values()}
+
+
+def describe_cast(q: QuantizedTensor) -> str:
+    """A cast in words: its granularity, and format and scale type where they are not e4m3 and pow2."""
+    unusual = [q.format] * (q.format != "e4m3") + [f"{q.scale_type} scale"] * (q.scale_type != "pow2")
+    return " ".join([q.granularity, *unusual])
+
+
+def able_backends(wanted: list[str] | None) -> list[str]:
+    """The backends to measure: those asked for, else all that run here; the emulation only where nothing else runs.
+
+    Raises UserError for one that does not exist or does not run here, with the reason.
+    """
+    if wanted is None:
+        able = [name for name in BACKENDS if unavailable(name) is None]
+        for name in BACKENDS:
+            if name not in able:
+                print(f"not measured: {name} ({unavailable(name)})")
+        return [name for name in able if name != "reference"] or able
+    for name in wanted:
+        if name not in BACKENDS:
+            raise UserError(f'unknown backend "{name}"', key="--backends", remedy=nearest(name, BACKENDS))
+        reason = unavailable(name)
+        if reason is not None:
+            raise UserError(f'the backend "{name}" cannot run here: {reason}', key="--backends", remedy="leave it out")
+    return wanted
+
+
+def normal(*shape: int, std: float = 1.0, seed: int = 0) -> torch.Tensor:
+    """Normally distributed BF16 numbers, the same on every call with one seed."""
+    generator = torch.Generator(device()).manual_seed(seed)
+    return torch.empty(shape, device=device(), dtype=torch.bfloat16).normal_(0, std, generator=generator)
+
+
 def random_operands(tokens: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """BF16 x [T, K], w [N, K] and dy [T, N], the same on every call."""
-    generator = torch.Generator(device()).manual_seed(0)
-
-    def normal(rows: int, columns: int, std: float) -> torch.Tensor:
-        return torch.empty(rows, columns, device=device(), dtype=torch.bfloat16).normal_(0, std, generator=generator)
-
-    return normal(tokens, k, 1.0), normal(n, k, WEIGHT_STD), normal(tokens, n, GRADIENT_STD)
+    return normal(tokens, k, seed=0), normal(n, k, std=WEIGHT_STD, seed=1), normal(tokens, n, std=GRADIENT_STD, seed=2)
 
 
 def measure(function: Callable[[], Any], *, milliseconds: float = 120.0, warmup_milliseconds: float = 25.0) -> float:
@@ -150,12 +195,47 @@ def write_json(path: str | os.PathLike, **sections: Any) -> None:
         ) from error
 
 
+def argument_parser(description: str) -> argparse.ArgumentParser:
+    """A parser with what every benchmark understands."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small shapes and few repetitions, for any machine")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
+    return parser
+
+
+def check_presets(wanted: list[str] | None) -> list[str]:
+    """The presets asked for, all of them by default. Raises UserError for one that does not exist."""
+    for preset in wanted or ():
+        if preset not in PRESETS:
+            raise UserError(f'unknown preset "{preset}"', key="--presets", remedy=nearest(preset, PRESETS))
+    return wanted or list(PRESETS)
+
+
+def refuse_on_cpu(smaller: str) -> None:
+    """Raise UserError where there is no GPU; `smaller` names the arguments that choose smaller sizes."""
+    if device().type != "cuda":
+        raise UserError(
+            "there is no GPU here, and emulated products of the default sizes take hours",
+            remedy=f"add --quick, or choose small sizes with {smaller}",
+        )
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without its details; its type where it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def positive(text: str) -> int:
+    """A positive integer. Raises ValueError for anything else, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"{value} is below 1")
+    return value
+
+
 def integers(text: str) -> list[int]:
     """The positive integers of a comma-separated argument. Raises ValueError for anything else, for argparse."""
-    values = [int(part) for part in text.split(",")]
-    if min(values) < 1:
-        raise ValueError(f"{text} has a number below 1")
-    return values
+    return [positive(part) for part in text.split(",")]
 
 
 def words(text: str) -> list[str]:

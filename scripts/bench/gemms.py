@@ -1,7 +1,6 @@
 """The products of FP8 linears against BF16's, one by one: time, rate and error.
 
     python scripts/bench/gemms.py --size 7b                   every product of a decoder layer, every preset and backend
-    python scripts/bench/gemms.py --crossover                 whole linears with their casts: where FP8 stops paying
     python scripts/bench/gemms.py --quick                     seconds on a CPU, with the emulated product
 
 The operands are cast by the library's own recipes, so a row is exactly what training multiplies: x [T, K] is the input
@@ -16,43 +15,39 @@ Errors are relative (Frobenius norm), over a sample of rows and columns of the r
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import Any, NamedTuple
 
 import torch
 from common import (
     SIZES,
     ModelSize,
+    able_backends,
+    argument_parser,
     banner,
-    device,
+    check_presets,
+    describe_cast,
     integers,
     measure,
+    preset_recipe,
     print_banner,
     print_table,
     random_operands,
+    refuse_on_cpu,
     words,
     write_json,
 )
-from torch import nn
 
-from ds_fp8.config import PRESETS, parse_fp8
-from ds_fp8.errors import UserError, main_entry
+from ds_fp8.config import PRESETS
+from ds_fp8.errors import main_entry
 from ds_fp8.gemm import BACKENDS, Operand, scaled_matmul, unavailable
-from ds_fp8.modules.linear import FP8Linear
 from ds_fp8.modules.recipe import LinearRecipe
-from ds_fp8.modules.weights import dgrad_operand, hold_in_fp8
+from ds_fp8.modules.weights import dgrad_operand
 from ds_fp8.quantize import QuantizedTensor
-from ds_fp8.schema import nearest
 
 PASSES = "fprop", "dgrad", "wgrad"
 
 SAMPLE = 128
 """Rows and columns of a result that are compared with FP64."""
-
-
-def preset_recipe(preset: str) -> LinearRecipe:
-    """How `preset` casts and multiplies on this machine, without the statistics that training takes."""
-    return LinearRecipe.from_config(parse_fp8({"fp8": {"preset": preset, "monitor": {"every": 0}}}))
 
 
 class Product(NamedTuple):
@@ -70,13 +65,8 @@ class Product(NamedTuple):
 
     @property
     def casts(self) -> str:
-        """Both casts in words, "1x128 · 128x128"; format and scale type only where they are not e4m3 and pow2."""
-
-        def describe(q: QuantizedTensor) -> str:
-            unusual = [q.format] * (q.format != "e4m3") + [f"{q.scale_type} scale"] * (q.scale_type != "pow2")
-            return " ".join([q.granularity, *unusual])
-
-        return f"{describe(self.a)} · {describe(self.b)}"
+        """Both casts in words, "1x128 · 128x128"."""
+        return f"{describe_cast(self.a)} · {describe_cast(self.b)}"
 
     def has_fast_accumulation(self, backend: str) -> bool:
         """Whether `backend` can sum this product in fewer bits than FP32."""
@@ -113,26 +103,6 @@ def sampled_errors(result: torch.Tensor, product: Product) -> dict[str, float]:
     exact = product.a.dequantize()[rows].double() @ product.b.dequantize()[columns].double().t()
     bf16 = product.a_bf16[rows] @ product.b_bf16[columns].t()
     return {"error_vs_fp64": relative(exact), "error_vs_bf16": relative(bf16.double())}
-
-
-def able_backends(wanted: list[str] | None) -> list[str]:
-    """The backends to measure: those asked for, else all that run here; the emulation only where nothing else runs.
-
-    Raises UserError for one that does not exist or does not run here, with the reason.
-    """
-    if wanted is None:
-        able = [name for name in BACKENDS if unavailable(name) is None]
-        for name in BACKENDS:
-            if name not in able:
-                print(f"not measured: {name} ({unavailable(name)})")
-        return [name for name in able if name != "reference"] or able
-    for name in wanted:
-        if name not in BACKENDS:
-            raise UserError(f'unknown backend "{name}"', key="--backends", remedy=nearest(name, BACKENDS))
-        reason = unavailable(name)
-        if reason is not None:
-            raise UserError(f'the backend "{name}" cannot run here: {reason}', key="--backends", remedy="leave it out")
-    return wanted
 
 
 def report_gaps(presets: list[str], backends: list[str]) -> set[tuple[str, str]]:
@@ -200,37 +170,6 @@ def _measure_product(
     }
 
 
-def measure_crossover(
-    preset: str, backend: str, hidden: int, tokens: int, milliseconds: float
-) -> dict[str, int | float | str]:
-    """Forward and backward of a linear [hidden, hidden], casts of x and dy included, FP8 against BF16.
-
-    The weight is in FP8 beforehand, as the parameter gather leaves it.
-    """
-    x, _, dy = random_operands(tokens, hidden, hidden)
-    x.requires_grad_()
-    layer = nn.Linear(hidden, hidden, bias=False, device=x.device, dtype=x.dtype)
-
-    def step() -> None:
-        x.grad = layer.weight.grad = None
-        layer(x).backward(dy)
-
-    bf16_time = measure(step, milliseconds=milliseconds)
-    layer.__class__ = FP8Linear
-    layer.recipe = dataclasses.replace(preset_recipe(preset), backend=backend)
-    hold_in_fp8(layer.weight, layer.recipe)
-    time = measure(step, milliseconds=milliseconds)
-    return {
-        "preset": preset,
-        "backend": backend,
-        "hidden": hidden,
-        "tokens": tokens,
-        "milliseconds": time,
-        "bf16_milliseconds": bf16_time,
-        "speedup": bf16_time / time,
-    }
-
-
 def print_products(size: str, rows: list[dict[str, Any]]) -> None:
     columns = "linear", "pass", "M x N x K", "casts", "sums", "backend", "ms", "TFLOP/s", "BF16", "speed-up"
     print_table(
@@ -262,52 +201,21 @@ def print_totals(rows: list[dict[str, Any]]) -> None:
     print_table("products of one decoder layer, without casts", columns, totals)
 
 
-def print_crossover(rows: list[dict[str, Any]]) -> None:
-    tokens = sorted({row["tokens"] for row in rows})
-    for preset, backend in dict.fromkeys((row["preset"], row["backend"]) for row in rows):
-        mine = {
-            (row["hidden"], row["tokens"]): row["speedup"]
-            for row in rows
-            if (row["preset"], row["backend"]) == (preset, backend)
-        }
-        print_table(
-            f"{preset}, {backend}: forward and backward of one linear, BF16 time / FP8 time (below 1 FP8 loses)",
-            ("hidden", *(f"{count} tokens" for count in tokens)),
-            [(hidden, *(mine[hidden, count] for count in tokens)) for hidden in sorted({h for h, _ in mine})],
-        )
-
-
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line, with the defaults that follow from --quick, --crossover and the machine filled in."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The command line, with the defaults that follow from --quick and the machine filled in."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--size", choices=list(SIZES), help="whose linears to measure (default 7b, --quick: tiny)")
     parser.add_argument("--tokens", type=integers, metavar="T,...", help="tokens of a micro-batch (default 16384)")
     parser.add_argument("--presets", type=words, metavar="NAME,...", help=f"default all: {','.join(PRESETS)}")
     parser.add_argument(
         "--backends", type=words, metavar="NAME,...", help=f"default all that run: {','.join(BACKENDS)}"
     )
-    parser.add_argument("--crossover", action="store_true", help="whole linears over tokens and hidden sizes instead")
-    parser.add_argument("--hidden", type=integers, metavar="H,...", help="hidden sizes of --crossover")
-    parser.add_argument("--quick", action="store_true", help="small shapes and few repetitions, for any machine")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
     options = parser.parse_args(arguments)
-
-    for preset in options.presets or ():
-        if preset not in PRESETS:
-            raise UserError(f'unknown preset "{preset}"', key="--presets", remedy=nearest(preset, PRESETS))
-    options.presets = options.presets or list(PRESETS)
-    chosen_small = options.tokens and (options.hidden if options.crossover else options.size == "tiny")
-    if device().type != "cuda" and not options.quick and not chosen_small:
-        raise UserError(
-            "there is no GPU here, and emulated products of the default sizes take hours",
-            remedy="add --quick, or choose small ones: --size tiny, or --hidden with --crossover, and --tokens",
-        )
+    options.presets = check_presets(options.presets)
+    if not (options.quick or (options.tokens and options.size == "tiny")):
+        refuse_on_cpu("--size tiny and --tokens")
     options.size = options.size or ("tiny" if options.quick else "7b")
-    if options.crossover:
-        options.tokens = options.tokens or ([32, 128] if options.quick else [256, 1024, 4096, 16384])
-        options.hidden = options.hidden or ([64, 128] if options.quick else [512, 1024, 2048, 4096, 8192])
-    else:
-        options.tokens = options.tokens or ([256] if options.quick else [16384])
+    options.tokens = options.tokens or ([256] if options.quick else [16384])
     options.milliseconds = 2.0 if options.quick else 120.0
     return options
 
@@ -317,29 +225,18 @@ def main(arguments: list[str] | None = None) -> int:
     facts = banner()
     print_banner(facts)
     backends = able_backends(options.backends)
-    gaps = report_gaps(options.presets, backends)
-    if options.crossover:
-        rows = [
-            measure_crossover(preset, backend, hidden, tokens, options.milliseconds)
-            for preset in options.presets
-            for backend in backends
-            if (preset, backend) not in gaps
-            for hidden in options.hidden
-            for tokens in options.tokens
-        ]
-        print_crossover(rows)
-    else:
-        size = SIZES[options.size]
-        rows = [
-            row
-            for tokens in options.tokens
-            for linear in size.linears()
-            for row in measure_linear(size, linear, tokens, options.presets, backends, options.milliseconds)
-        ]
-        print_products(options.size, rows)
-        print_totals(rows)
+    report_gaps(options.presets, backends)
+    size = SIZES[options.size]
+    rows = [
+        row
+        for tokens in options.tokens
+        for linear in size.linears()
+        for row in measure_linear(size, linear, tokens, options.presets, backends, options.milliseconds)
+    ]
+    print_products(options.size, rows)
+    print_totals(rows)
     if options.json:
-        write_json(options.json, banner=facts, size=None if options.crossover else options.size, rows=rows)
+        write_json(options.json, banner=facts, size=options.size, rows=rows)
     return 0
 
 

@@ -11,6 +11,7 @@ from ds_fp8.modules.recipe import LinearRecipe
 from ds_fp8.quantize import QuantizedTensor
 from ds_fp8.quantize.kernels import (
     MODES,
+    NONE,
     empty_result,
     format_arguments,
     is_even,
@@ -43,7 +44,7 @@ def _activate(g, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _load(x, m, k, M, WIDTH, stride, offset, F, EVEN: tl.constexpr):
+def _load(x, m, k, M, stride, offset, F, EVEN: tl.constexpr):
     """FP32 tile at rows m and columns offset + k < offset + F."""
     address = x + m[:, None].to(tl.int64) * stride + (offset + k)[None, :]
     if EVEN:
@@ -56,11 +57,11 @@ def _forward_tiles(
     gate_up, M, F, stride, product, product_scale, saved, saved_scale,
     ACTIVATION: tl.constexpr, CAST: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
-):  # fmt: skip
+):
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    g = _load(gate_up, m, k, M, 2 * F, stride, 0, F, EVEN)
-    u = _load(gate_up, m, k, M, 2 * F, stride, F, F, EVEN)
+    g = _load(gate_up, m, k, M, stride, 0, F, EVEN)
+    u = _load(gate_up, m, k, M, stride, F, F, EVEN)
     value, _ = _activate(g, ACTIVATION)
     p = value * u
     if CAST:
@@ -98,7 +99,7 @@ def gated_forward(
             saved and saved.data, saved and saved.scale,
             ACTIVATION=_ACTIVATION[activation], CAST=cast is not None, SAVE=saved is not None, ROWS=rows,
             EVEN=M % rows == 0 and is_even(F), num_warps=warps, **format_arguments(spec.format, spec.scale),
-        )  # fmt: skip
+        )
     if save and saved is None:
         from ds_fp8.quantize import quantize
 
@@ -108,12 +109,13 @@ def gated_forward(
 
 @triton.jit
 def _gradients(
-    dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
+    dproduct, gate_up, scale, m, k, M, F, stride, scale_group,
+    ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, EVEN: tl.constexpr,
+):
     """(dgate, dup, product) of a tile, FP32."""
-    dp = _load(dproduct, m, k, M, F, F, 0, F, EVEN)
-    g = _load(gate_up, m, k, M, 2 * F, stride, 0, F, EVEN)
-    u = _load(gate_up, m, k, M, 2 * F, stride, F, F, EVEN)
+    dp = _load(dproduct, m, k, M, F, 0, F, EVEN)
+    g = _load(gate_up, m, k, M, stride, 0, F, EVEN)
+    u = _load(gate_up, m, k, M, stride, F, F, EVEN)
     if SAVED_FP8:
         if EVEN:  # whole groups: one scale a row of the tile
             group = tl.min(k, 0) // 128
@@ -128,56 +130,67 @@ def _gradients(
 
 
 @triton.jit
-def _backward_cast_tiles(
+def _backward_rows(
+    dproduct, gate_up, scale, M, F, stride, scale_group, data, row_scale, along, across,
+    ROWS: tl.constexpr, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):
+    """The row-wise cast of dgate and dup, ROWS tokens x 128 features."""
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    dg, du, _ = _gradients(dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True)
+    store_cast(
+        dg, k, m, 2 * F, M, data, row_scale, None, along, across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+    store_cast(
+        du, F + k, m, 2 * F, M, data, row_scale, None, along, across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+
+
+@triton.jit
+def _backward_columns(
     dproduct, gate_up, scale, M, F, stride, scale_group,
-    row_data, row_scale, row_along, row_across,
     column_data, column_scale, column_along, column_across,
     product_data, product_scale, product_along, product_across,
-    PARTS: tl.constexpr, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, EVEN: tl.constexpr,
-    COLUMNWISE: tl.constexpr, PRODUCT: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr,
+    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, COLUMNWISE: tl.constexpr,
+    PRODUCT: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr, PRODUCT_LARGEST: tl.constexpr, PRODUCT_POW2: tl.constexpr, SMALLEST: tl.constexpr,
 ):
-    """The casts of dgate (PARTS & 1), dup (2) and the product (4) of a tile of 128 tokens x 128 features."""
-    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    """The casts along 128 tokens of dgate and dup (COLUMNWISE) and of the product (PRODUCT), WIDTH features."""
+    k = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     first_m = tl.program_id(1) * 128
-    if EVEN:  # rows 4i, 4i + 1, ... apart, as store_cast_columnwise wants them
-        m = first_m + 4 * tl.arange(0, 32)
-        dg0, du0, p0 = _gradients(dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN)
-        dg1, du1, p1 = _gradients(dproduct, gate_up, scale, m + 1, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN)
-        dg2, du2, p2 = _gradients(dproduct, gate_up, scale, m + 2, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN)
-        dg3, du3, p3 = _gradients(dproduct, gate_up, scale, m + 3, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN)
-        if PARTS & 1:
-            store_cast(dg0, k, m, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
-            store_cast(dg1, k, m + 1, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
-            store_cast(dg2, k, m + 2, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
-            store_cast(dg3, k, m + 3, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
-            store_cast_columnwise(dg0, dg1, dg2, dg3, first_m, k, M, 2 * F, column_data, column_scale, None, column_along, column_across, COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2)
-        if PARTS & 2:
-            store_cast(du0, F + k, m, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
-            store_cast(du1, F + k, m + 1, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
-            store_cast(du2, F + k, m + 2, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
-            store_cast(du3, F + k, m + 3, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
-            store_cast_columnwise(du0, du1, du2, du3, first_m, F + k, M, 2 * F, column_data, column_scale, None, column_along, column_across, COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2)
-        if PARTS & 4:
-            store_cast_columnwise(p0, p1, p2, p3, first_m, k, M, F, product_data, product_scale, None, product_along, product_across, PRODUCT, PRODUCT_DTYPE, PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2)
-    else:
-        m = first_m + tl.arange(0, 128)
-        dg, du, p = _gradients(dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN)
-        if PARTS & 1:
-            store_cast(dg, k, m, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
-            store_cast(dg, m, k, M, 2 * F, column_data, column_scale, None, column_along, column_across, 0, COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
-        if PARTS & 2:
-            store_cast(du, F + k, m, 2 * F, M, row_data, row_scale, None, row_along, row_across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
-            store_cast(du, m, F + k, M, 2 * F, column_data, column_scale, None, column_along, column_across, 0, COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
-        if PARTS & 4:
-            store_cast(p, m, k, M, F, product_data, product_scale, None, product_along, product_across, 0, PRODUCT, PRODUCT_DTYPE, PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2, EVEN)
+    m = first_m + 4 * tl.arange(0, 32)  # rows 4i, 4i + 1, ... apart, as store_cast_columnwise wants them
+    dg0, du0, p0 = _gradients(dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True)
+    dg1, du1, p1 = _gradients(
+        dproduct, gate_up, scale, m + 1, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    )
+    dg2, du2, p2 = _gradients(
+        dproduct, gate_up, scale, m + 2, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    )
+    dg3, du3, p3 = _gradients(
+        dproduct, gate_up, scale, m + 3, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    )
+    if COLUMNWISE != NONE:
+        store_cast_columnwise(
+            dg0, dg1, dg2, dg3, first_m, k, M, 2 * F, column_data, column_scale, None, column_along, column_across,
+            COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2,
+        )
+        store_cast_columnwise(
+            du0, du1, du2, du3, first_m, F + k, M, 2 * F, column_data, column_scale, None, column_along, column_across,
+            COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2,
+        )
+    if PRODUCT != NONE:
+        store_cast_columnwise(
+            p0, p1, p2, p3, first_m, k, M, F, product_data, product_scale, None, product_along, product_across,
+            PRODUCT, PRODUCT_DTYPE, PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2,
+        )
 
 
 @triton.jit
 def _backward_tiles(
     dproduct, gate_up, scale, M, F, stride, scale_group, dgate_up, product,
     ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+):
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     m = tl.program_id(1) * 32 + tl.arange(0, 32)
     dg, du, p = _gradients(dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN)
@@ -197,31 +210,36 @@ def _saved_arguments(saved: QuantizedTensor | torch.Tensor) -> tuple:
 
 
 def gated_backward_cast(
-    dproduct: torch.Tensor,
-    saved: QuantizedTensor | torch.Tensor,
-    activation: str,
-    recipe: LinearRecipe,
-    launches: tuple[tuple[int, int], ...] = ((7, 8),),
+    dproduct: torch.Tensor, saved: QuantizedTensor | torch.Tensor, activation: str, recipe: LinearRecipe
 ) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
-    """Casts of dgate_up [T, 2F] and [2F, T] and of the product [F, T]; F is a multiple of 128."""
+    """Casts of dgate_up [T, 2F] and [2F, T] and of the product [F, T]; T and F are multiples of 128.
+
+    One launch casts along the features and others along the tokens: one that did both would need more registers than
+    there are, and reading twice what backward reads costs less.
+    """
     M, F = dproduct.shape
     dproduct = dproduct.contiguous()
     dy, x = recipe.grad_output, recipe.input
     row = empty_result(M, 2 * F, dy.format, "1x128", dy.scale, dproduct.device)
     column = empty_result(2 * F, M, dy.format, recipe.wgrad_grad_output, dy.scale, dproduct.device)
     product = empty_result(F, M, x.format, recipe.wgrad_input, x.scale, dproduct.device)
-    if dproduct.numel():
-        data, scale, stride, scale_group = _saved_arguments(saved)
-        of_product = {f"PRODUCT_{key}": value for key, value in format_arguments(x.format, x.scale).items()}
-        del of_product["PRODUCT_SMALLEST"]
-        for parts, warps in launches:
-            _backward_cast_tiles[(tiles(F), tiles(M))](
-                dproduct, data, scale, M, F, stride, scale_group,
-                *result_arguments(row), *result_arguments(column), *result_arguments(product), PARTS=parts,
-                ACTIVATION=_ACTIVATION[activation], SAVED_FP8=scale is not None, EVEN=is_even(M),
-                COLUMNWISE=MODES[recipe.wgrad_grad_output], PRODUCT=MODES[recipe.wgrad_input],
-                num_warps=warps, **format_arguments(dy.format, dy.scale), **of_product,
-            )  # fmt: skip
+    if dproduct.numel() == 0:
+        return row, column, product
+    data, scale, stride, scale_group = _saved_arguments(saved)
+    source = (dproduct, data, scale, M, F, stride, scale_group)
+    common = {"ACTIVATION": _ACTIVATION[activation], "SAVED_FP8": scale is not None, "num_warps": 4}
+    gradient = format_arguments(dy.format, dy.scale)
+    of_product = {f"PRODUCT_{key}": value for key, value in format_arguments(x.format, x.scale).items()}
+    del of_product["PRODUCT_SMALLEST"]
+    _backward_rows[(tiles(F), M // 16)](*source, *result_arguments(row), ROWS=16, **common, **gradient)
+    # Narrow tiles are the fastest; a scale per 128 x 128 elements needs its whole tile, and registers for one result.
+    both = recipe.wgrad_grad_output, recipe.wgrad_input
+    for granularities in (both,) if both == ("1x128", "1x128") else ((both[0], None), (None, both[1])):
+        width = 128 if "128x128" in granularities else 16
+        _backward_columns[(F // width, M // 128)](
+            *source, *result_arguments(column), *result_arguments(product), WIDTH=width,
+            COLUMNWISE=MODES[granularities[0]], PRODUCT=MODES[granularities[1]], **common, **gradient, **of_product,
+        )
     return row, column, product
 
 
@@ -238,5 +256,5 @@ def gated_backward(
         _backward_tiles[(tiles(F), triton.cdiv(M, 32))](
             dproduct, data, scale, M, F, stride, scale_group, dgate_up, product, ACTIVATION=_ACTIVATION[activation],
             SAVED_FP8=scale is not None, EVEN=M % 32 == 0 and is_even(F), num_warps=4,
-        )  # fmt: skip
+        )
     return dgate_up, product

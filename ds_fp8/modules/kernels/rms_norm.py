@@ -24,7 +24,7 @@ def _normalise_rows(
     x, residual, weight, hidden, rstd, data, scale, M, H, eps, stride_x, stride_residual,
     ADD: tl.constexpr, CAST: tl.constexpr, GROUPS: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
-):  # fmt: skip
+):
     """One token a program, as [GROUPS, 128]: h = x + residual; n = h * rsqrt(mean h² + eps) * w; cast per group."""
     m = tl.program_id(0)
     groups = tl.arange(0, GROUPS)
@@ -64,7 +64,7 @@ def normalise(
             x.stride(0), residual.stride(0) if residual is not None else 0,
             ADD=residual is not None, CAST=cast is not None, GROUPS=groups,
             num_warps=max(1, min(8, groups // 8)), **format_arguments(spec.format, spec.scale),
-        )  # fmt: skip
+        )
     return hidden, rstd, cast
 
 
@@ -72,7 +72,7 @@ def normalise(
 def _normalise_rows_backward(
     dn, hidden, weight, rstd, dresidual, dhidden, dweight, M, H, stride_dn, stride_dresidual,
     ADD: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+):
     """g = dn * w; dh = rstd * (g - ĥ * mean(g * ĥ)) + dresidual; dw += dn * ĥ. Tokens pid, pid + programs, ..."""
     program = tl.program_id(0)
     h = tl.arange(0, BLOCK_H)
@@ -117,5 +117,5 @@ def normalise_backward(
         dn, hidden, weight, rstd, dresidual, dhidden, partial, M, H,
         dn.stride(0), dresidual.stride(0) if dresidual is not None else 0,
         ADD=dresidual is not None, BLOCK_H=block, num_warps=warps,
-    )  # fmt: skip
+    )
     return dhidden, partial.sum(0).to(weight.dtype)

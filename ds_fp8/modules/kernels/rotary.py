@@ -21,11 +21,22 @@ def _load_half(x, at, inside, bias, column, d, half, BIAS: tl.constexpr):
 
 
 @triton.jit
+def _load_angles(cos, sin, t, S, stride_b, stride_s, d, half, inside):
+    """(cos, sin of the first half of a head, cos, sin of the second) at tokens t, FP32."""
+    angle = (t // S)[:, None] * stride_b + (t % S)[:, None] * stride_s + d[None, :]
+    cos1 = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    cos2 = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)
+    sin1 = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+    sin2 = tl.load(sin + angle + half, mask=inside, other=0.0).to(tl.float32)
+    return cos1, sin1, cos2, sin2
+
+
+@triton.jit
 def _rotate_tiles(
     qkv, result, cos, sin, bias, q_norm, k_norm, T, S, stride, cos_stride_b, cos_stride_s, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+):
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     d = tl.arange(0, HALF)
@@ -40,11 +51,7 @@ def _rotate_tiles(
             rstd = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
             x1 = x1 * rstd * tl.load(weight + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
             x2 = x2 * rstd * tl.load(weight + half + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
-        angle = (t // S)[:, None] * cos_stride_b + (t % S)[:, None] * cos_stride_s + d[None, :]
-        cos1 = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-        cos2 = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)
-        sin1 = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-        sin2 = tl.load(sin + angle + half, mask=inside, other=0.0).to(tl.float32)
+        cos1, sin1, cos2, sin2 = _load_angles(cos, sin, t, S, cos_stride_b, cos_stride_s, d, half, inside)
         y1 = x1 * cos1 - x2 * sin1
         y2 = x2 * cos2 + x1 * sin2
     else:
@@ -74,7 +81,7 @@ def rotate_heads(
             norms.eps if norms else 0.0, HEADS=layout.heads, KV_HEADS=layout.kv_heads, D=layout.head_dim,
             HALF=triton.next_power_of_2(layout.head_dim // 2), ROWS=ROWS, BIAS=bias is not None,
             NORM=norms is not None, num_warps=4,
-        )  # fmt: skip
+        )
     return result
 
 
@@ -84,7 +91,7 @@ def _rotate_tiles_backward(
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+):
     """dn = dy rotated back; dx = rstd * (g - x̂ * mean(g * x̂)) with g = dn * w; dnorm[block, head] = sum_t dn * x̂."""
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
@@ -103,11 +110,7 @@ def _rotate_tiles_backward(
     y1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     y2 = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     if head < HEADS + KV_HEADS:
-        angle = (t // S)[:, None] * cos_stride_b + (t % S)[:, None] * cos_stride_s + d[None, :]
-        cos1 = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-        cos2 = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)
-        sin1 = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-        sin2 = tl.load(sin + angle + half, mask=inside, other=0.0).to(tl.float32)
+        cos1, sin1, cos2, sin2 = _load_angles(cos, sin, t, S, cos_stride_b, cos_stride_s, d, half, inside)
         n1 = y1 * cos1 + y2 * sin2
         n2 = y2 * cos2 - y1 * sin1
         if NORM:
@@ -156,7 +159,7 @@ def rotate_heads_backward(
             HEADS=layout.heads, KV_HEADS=layout.kv_heads, D=layout.head_dim,
             HALF=triton.next_power_of_2(layout.head_dim // 2), ROWS=ROWS, BIAS=bias is not None,
             NORM=norms is not None, num_warps=4,
-        )  # fmt: skip
+        )
     if dnorm is None:
         return dqkv, None, None
     return dqkv, dnorm[:, : layout.heads].sum((0, 1)), dnorm[:, layout.heads :].sum((0, 1))

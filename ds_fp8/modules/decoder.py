@@ -1,0 +1,179 @@
+"""Fused decoder layers: a Hugging Face layer keeps its parameters, names and signature, and gets another forward.
+
+    q, k, v, x = normed_heads(x)                     RMSNorm -> stacked q, k, v -> rotation
+    o          = o_proj(attention(q, k, v))          FP8Linear; attention keeps its output anyway, o_proj keeps nothing
+    y          = normed_mlp(o, residual = x)         add -> RMSNorm -> gated MLP -> add
+
+Which layers this is the same computation for is found by their structure and proved by trying (structure.py). A
+layer of another structure keeps its forward; where its MLP is a gated one, that alone is fused.
+
+The class is swapped under the live module for a subclass of its own class, whose forward the layer falls back to when
+asked for what the fused one does not have (attention weights). Submodules are no longer called, so under ZeRO-3 the
+layer must be a leaf module: `leaf_classes`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_fp8.modules.attention import NormedHeads, attend, normed_heads
+from ds_fp8.modules.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
+from ds_fp8.modules.recipe import LinearRecipe
+from ds_fp8.modules.structure import Unfusable, gated_activation_of, head_layout_of, norm_eps, prove_layer, prove_mlp
+from ds_fp8.modules.weights import GROUP, can_stack
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What `fuse_decoder` did: names of the layers and MLPs that were fused, and of those that were not, with why."""
+
+    layers: list[str] = field(default_factory=list)
+    mlps: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    classes: set[type] = field(default_factory=set)
+    """Classes of the fused modules, which must be ZeRO-3 leaf modules."""
+
+
+class FusedDecoderLayer(nn.Module):
+    """Forward of a fused layer; made by `fuse_decoder` as the first base beside the layer's own class."""
+
+    fused_heads: NormedHeads
+    fused_mlp: GatedMLP
+    fused_returns_tuple: bool
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        attention, mlp = self.self_attn, self.mlp
+        wants_weights = kwargs.get("output_attentions") or getattr(attention.config, "output_attentions", False)
+        if wants_weights or position_embeddings is None:
+            return super().forward(
+                hidden_states,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                position_embeddings=position_embeddings,
+                **kwargs,
+            )
+        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        q, k, v, residual = normed_heads(
+            hidden_states,
+            self.input_layernorm.weight,
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            (None, None) if q_norm is None else (q_norm.weight, k_norm.weight),
+            position_embeddings,
+            self.fused_heads,
+        )
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, attention.layer_idx)
+        output = attend(attention, q, k, v, attention_mask, position_ids=position_ids, use_cache=use_cache, **kwargs)
+        norm = self.post_attention_layernorm
+        y = normed_mlp(attention.o_proj(output), residual, norm.weight, norm_eps(norm), weights_of(mlp), self.fused_mlp)
+        return (y,) if self.fused_returns_tuple else y
+
+
+class FusedMLP(nn.Module):
+    """Forward of a fused gated MLP inside a layer that is not fused."""
+
+    fused_mlp: GatedMLP
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gated_mlp(x, weights_of(self), self.fused_mlp)
+
+
+def weights_of(mlp: nn.Module) -> MLPWeights:
+    """The weights of a module with gate_proj, up_proj and down_proj."""
+    return MLPWeights(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+
+
+def fuse_decoder(model: nn.Module, recipe: LinearRecipe) -> Fusion:
+    """Fuse every decoder layer of `model` that can be, in place; its linears are FP8Linear already."""
+    fusion = Fusion()
+    for name, layer in list(model.named_modules()):
+        if all(hasattr(layer, part) for part in ("self_attn", "mlp")) and not isinstance(layer, FusedDecoderLayer):
+            try:
+                _fuse_layer(layer, recipe)
+                fusion.layers.append(name)
+                fusion.classes.add(type(layer))
+            except Unfusable as reason:
+                fusion.left[name] = str(reason)
+    for name, mlp in list(model.named_modules()):
+        inside = any(name.startswith(f"{layer}.") for layer in fusion.layers)
+        if not inside and all(hasattr(mlp, part) for part in ("gate_proj", "up_proj", "down_proj")):
+            try:
+                _fuse_mlp(mlp, recipe)
+                fusion.mlps.append(name)
+                fusion.classes.add(type(mlp))
+            except Unfusable as reason:
+                fusion.left.setdefault(name, str(reason))
+    return fusion
+
+
+def _fuse_layer(layer: nn.Module, recipe: LinearRecipe) -> None:
+    layout = head_layout_of(layer.self_attn)
+    activation = gated_activation_of(layer.mlp)
+    projections = [getattr(layer.self_attn, name).weight for name in ("q_proj", "k_proj", "v_proj")]
+    _check_stack(projections, layout.sizes, recipe)
+    gate_up = _check_mlp_stack(layer.mlp, recipe)
+    returns_tuple = prove_layer(layer, layout, activation)
+
+    head_norm = getattr(layer.self_attn, "q_norm", None)
+    layer.fused_heads = NormedHeads(
+        layout, norm_eps(layer.input_layernorm), 0.0 if head_norm is None else norm_eps(head_norm), recipe
+    )
+    layer.fused_mlp = GatedMLP(activation, recipe)
+    layer.fused_returns_tuple = returns_tuple
+    layer.self_attn.o_proj.input_is_saved = True
+    _group(projections)
+    _group(gate_up)
+    layer.__class__ = _fused_class(FusedDecoderLayer, type(layer))
+
+
+def _fuse_mlp(mlp: nn.Module, recipe: LinearRecipe) -> None:
+    activation = gated_activation_of(mlp)
+    gate_up = _check_mlp_stack(mlp, recipe)
+    prove_mlp(mlp, activation)
+    mlp.fused_mlp = GatedMLP(activation, recipe)
+    _group(gate_up)
+    mlp.__class__ = _fused_class(FusedMLP, type(mlp))
+
+
+def _check_mlp_stack(mlp: nn.Module, recipe: LinearRecipe) -> list[nn.Parameter]:
+    weights = [mlp.gate_proj.weight, mlp.up_proj.weight]
+    _check_stack(weights, [mlp.gate_proj.out_features, mlp.up_proj.out_features], recipe)
+    return weights
+
+
+def _check_stack(weights: list[nn.Parameter], rows: list[int] | tuple[int, ...], recipe: LinearRecipe) -> None:
+    if not can_stack(rows, recipe.weight.granularity):
+        raise Unfusable(f"weights of {', '.join(map(str, rows))} rows cannot be stacked: 128x128 blocks would straddle")
+    if recipe.backend == "transformer_engine" and recipe.weight.granularity == "tensor":
+        raise Unfusable(
+            "weights with a scale each cannot be stacked for Transformer Engine, which has no scale per row"
+        )
+    if len({weight.requires_grad for weight in weights}) > 1:
+        raise Unfusable("some of the weights of one product are frozen and others are not")
+
+
+def _group(weights: list[nn.Parameter]) -> None:
+    for weight in weights:
+        setattr(weight, GROUP, tuple(weights))
+
+
+@functools.cache
+def _fused_class(fused: type, own: type) -> type:
+    # The name is kept within it: Hugging Face finds layers that must not be split by the names of their classes.
+    return type(f"FP8{own.__name__}", (fused, own), {"__module__": own.__module__})

@@ -1,0 +1,79 @@
+"""Fused decoder layers of a Hugging Face model under ZeRO-3, on real ranks."""
+
+import pytest
+import torch
+
+from ds_fp8.modules import weights
+from tests.modules.hugging_face import causal_lm, tokens
+from tests.zero import models
+from tests.zero.test_training import QUIET
+
+STEPS = 4
+
+
+def train(section, world, recompute=False, steps=STEPS):
+    """(losses, largest differences between a BF16 weight and that of rank 0's, what was seen) of a tiny Qwen2."""
+    from deepspeed import comm as dist
+
+    import ds_fp8
+
+    model = causal_lm("qwen2")
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    config = models.config({**QUIET, **section})
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    views, stacked = [], weights._stacked
+
+    def watched(parts):
+        result = stacked(parts)
+        views.append(result.data_ptr() == parts[0].data_ptr())
+        return result
+
+    weights._stacked = watched
+    losses = []
+    for step in range(steps):
+        ids = tokens(2 * world, 16).roll(step, 1)[2 * dist.get_rank() :][:2]
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    weights._stacked = stacked
+    engine.eval()
+    with torch.no_grad():
+        logits = engine(input_ids=tokens(1, 9)).logits.float()
+        generated = engine.module.generate(tokens(1, 9), max_new_tokens=2, do_sample=False, synced_gpus=True)
+    report = engine.fp8.report
+    held = [p for p in engine.module.parameters() if getattr(p, weights.GATHERED, None) is not None]
+    return losses, models.bf16_weights(engine), (views, report.get("fused_layers"), logits, generated, len(held))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_fused_layers_train_as_bf16_does(ranks, world):
+    fp8 = ranks(world, train, {}, world, False, 12)
+    bf16 = ranks(world, train, {"enabled": False}, world, False, 12)
+    assert bf16[0][0][-1] < bf16[0][0][0]
+    for (losses, trained, seen), (expected, *_) in zip(fp8, bf16, strict=True):
+        assert losses != expected
+        assert losses == pytest.approx(expected, rel=0.02)
+        views, fused_layers, logits, generated, held = seen
+        assert fused_layers == 2
+        assert held == 0, "a gathered weight was not released"
+        assert generated.shape == (1, 11)
+        for name, weight in trained.items():
+            assert torch.equal(weight, fp8[0][1][name]), name
+        assert torch.equal(logits, fp8[0][2][2])
+        # 256 x 256, 128 x 256 and 384 x 256 elements divide by 2 ranks and not by 3: then padding lies between shards
+        assert all(views), "q, k, v and gate, up are copied, though their shards lie side by side"
+
+
+def test_recomputed_layers_change_no_bit(ranks):
+    for left, right in zip(ranks(2, train, {}, 2), ranks(2, train, {}, 2, True), strict=True):
+        assert left[0] == right[0]
+        for name, weight in left[1].items():
+            assert torch.equal(weight, right[1][name]), name
+
+
+@pytest.mark.parametrize("preset", ["hybrid_fast", "rowwise", "tensorwise"])
+def test_other_presets(ranks, preset):
+    losses = ranks(2, train, {"preset": preset}, 2)[0][0]
+    assert losses == pytest.approx(ranks(2, train, {"enabled": False}, 2)[0][0], rel=0.02)

@@ -18,8 +18,9 @@ _HOMES = {
     "quantize": "ds_fp8.quantize",
     "QuantizedTensor": "ds_fp8.quantize",
     "FP8Config": "ds_fp8.config",
+    "AdamW": "ds_fp8.optim",
 }
-__all__ = ["FP8Config", "QuantizedTensor", "convert", "initialize", "quantize"]
+__all__ = ["AdamW", "FP8Config", "QuantizedTensor", "convert", "initialize", "quantize"]
 
 
 def __getattr__(name: str) -> Any:

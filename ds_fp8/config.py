@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from ds_fp8.errors import UserError
 from ds_fp8.formats import FormatName, Granularity, ScaleType
+from ds_fp8.optim.codecs import CodecName
+from ds_fp8.optim.precision import MasterName, StateGranularity, StatePrecision
 from ds_fp8.schema import Section, nearest, parse_section
 
 
@@ -75,16 +78,60 @@ class GradientReduceConfig(Section):
 
     format: Literal["e4m3", "e5m2", "bf16"] = "e4m3"
     group_size: Literal[128] = 128
+    scale: Literal["group", "tensor"] = "group"
+    """group: every 128 elements have their own. tensor: one for each gradient, agreed by all ranks and adapted over
+    time, as in FP8-LM (arXiv 2310.18313); its state is not in checkpoints and starts afresh."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    seed: int = 0
+    """Of stochastic rounding: with the same seed and ranks a run repeats bit for bit."""
+    error_feedback: Literal["off", "bf16", "fp32"] = "off"
+    """Add what the cast of a gradient lost to the next gradient. Every rank keeps that for the whole model in this
+    precision, 2 or 4 bytes a parameter that are not sharded; it is not in checkpoints and starts afresh."""
     hierarchy: Literal["auto", "flat"] = "auto"
     """auto: inside the node first, then between nodes, when there is more than one node. flat: one all-to-all."""
 
+    @model_validator(mode="after")
+    def _options_need_a_cast(self) -> GradientReduceConfig:
+        if self.format == "bf16":
+            for key in ("scale", "rounding", "error_feedback"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise UserError(
+                        f'grad_reduce.{key} "{getattr(self, key)}" says how gradients are cast, and with format "bf16" '
+                        "they are not",
+                        key=f"fp8.grad_reduce.{key}",
+                        remedy=f'remove "{key}", or "format": "e4m3"',
+                    )
+        return self
+
 
 class OptimizerStateConfig(Section):
-    """Precision of the optimizer's state shards."""
+    """In what the optimizer keeps its state. Anything below FP32 makes it ds_fp8.optim.AdamW, with the parameters of
+    DeepSpeed's own "optimizer" section."""
 
-    master: Literal["fp32"] = "fp32"
-    exp_avg: Literal["fp32"] = "fp32"
-    exp_avg_sq: Literal["fp32"] = "fp32"
+    master: MasterName = "fp32"
+    """fp16_scaled: master weights are FP16 numbers in units of one power of two a tensor. ZeRO holds its shards of
+    master weights in FP32, so there the values change and the memory does not."""
+    exp_avg: CodecName = "fp32"
+    exp_avg_sq: CodecName = "fp32"
+    granularity: StateGranularity = "1x128"
+    """Which elements of a moment share a scale: 128 in a row of the flat shard, or a rank's part of a tensor."""
+    scale: ScaleType = "fp32"
+    """fp32: a group's largest magnitude is kept all but exactly, and decays while gradients are zero. pow2: it may get
+    stuck. e4m3_expanded has FP32 scales whatever is said here."""
+    stochastic_rounding: bool = False
+    seed: int = Field(0, ge=0)
+    """Of stochastic rounding."""
+    implementation: Literal["auto", "ds_fp8"] = "auto"
+    """auto: DeepSpeed's own Adam while all state is FP32. ds_fp8: this package's, also then."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> OptimizerStateConfig:
+        self.precision()
+        return self
+
+    def precision(self) -> StatePrecision:
+        """The same for ds_fp8.optim.AdamW. Raises UserError for words that do not go together."""
+        return StatePrecision(**{field.name: getattr(self, field.name) for field in fields(StatePrecision)})
 
 
 class MonitorConfig(Section):
@@ -129,6 +176,15 @@ def _granularity(word: str) -> dict[str, str]:
     return {"granularity": word}
 
 
+_TENSORWISE: dict[str, Any] = {
+    "linear": {
+        "input": _granularity("tensor"),
+        "weight": _granularity("tensor"),
+        "grad_output": {**_granularity("tensor"), "format": "e5m2"},
+    }
+}
+_FP8LM_MOMENTS = {"exp_avg": "e4m3", "exp_avg_sq": "fp16", "granularity": "tensor", "scale": "pow2"}
+
 PRESETS: dict[str, dict[str, Any]] = {
     # InfiR2 (arXiv 2509.22536): E4M3 everywhere, 128x128 weights, 1x128 activations and gradients, power-of-two scales.
     "infir2": {},
@@ -138,12 +194,23 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rowwise": {"linear": {name: _granularity("row") for name in ("input", "weight", "grad_output")}},
     # One scale per tensor, E5M2 output gradients: the hybrid of Micikevicius et al. (arXiv 2209.05433), and the GEMMs
     # of FP8-LM (arXiv 2310.18313).
-    "tensorwise": {
-        "linear": {
-            "input": _granularity("tensor"),
-            "weight": _granularity("tensor"),
-            "grad_output": {**_granularity("tensor"), "format": "e5m2"},
-        }
+    "tensorwise": _TENSORWISE,
+    # FP8-LM (arXiv 2310.18313): levels O1, O2 and O3. Weights are sharded in 16 bits before O3.
+    "fp8lm_o1": {**_TENSORWISE, "param_gather": {"format": "bf16"}},
+    "fp8lm_o2": {**_TENSORWISE, "param_gather": {"format": "bf16"}, "optimizer": _FP8LM_MOMENTS},
+    "fp8lm_o3": {**_TENSORWISE, "optimizer": {**_FP8LM_MOMENTS, "master": "fp16_scaled"}},
+    # COAT (arXiv 2410.19313): its linears and its optimizer, whose moments have their dynamic range expanded. It sends
+    # gradients in BF16.
+    "coat": {
+        **_TENSORWISE,
+        "grad_reduce": {"format": "bf16"},
+        "optimizer": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"},
+    },
+    # Fishman et al. (arXiv 2409.12517): its linears and its optimizer.
+    "fishman": {
+        **_TENSORWISE,
+        "grad_reduce": {"format": "bf16"},
+        "optimizer": {"exp_avg": "e4m3", "exp_avg_sq": "e5m2", "granularity": "tensor"},
     },
 }
 
@@ -206,6 +273,8 @@ def check_deepspeed(raw: Mapping[str, Any], fp8: FP8Config, file: str | os.PathL
 
     zero = section_of(raw, "zero_optimization")
     stage = zero.get("stage", 0)
+    if fp8.optimizer.precision().compressed:
+        _check_compressed_state(raw, zero, refuse)
     gathers, reduces = fp8.param_gather.format != "bf16", fp8.grad_reduce.format != "bf16"
     if stage != 3:
         if gathers:
@@ -261,6 +330,33 @@ def check_deepspeed(raw: Mapping[str, Any], fp8: FP8Config, file: str | os.PathL
             f"gradients are summed in FP32, and grad_accum_dtype is {accumulation}",
             '"data_types": {"grad_accum_dtype": "fp32"}',
         )
+
+
+def _check_compressed_state(raw: Mapping[str, Any], zero: Mapping[str, Any], refuse: Callable[..., None]) -> None:
+    """Refuse what of DeepSpeed handles the optimizer's state by itself and expects it in FP32."""
+    offload = section_of(zero, "offload_optimizer")
+    fp32 = '"fp8": {"optimizer": {"exp_avg": "fp32", "exp_avg_sq": "fp32", "master": "fp32"}}'
+    if offload.get("device") == "nvme":
+        refuse(
+            "zero_optimization.offload_optimizer.device",
+            "NVMe offload swaps FP32 moments, and fp8.optimizer keeps them compressed",
+            f'"device": "cpu", or {fp32}',
+        )
+    if offload.get("ratio", 1.0) != 1.0:
+        refuse(
+            "zero_optimization.offload_optimizer.ratio",
+            "partial offload steps a part of the parameters with another Adam, whose state is FP32",
+            f'"ratio": 1.0, or {fp32}',
+        )
+    if offload.get("super_offload"):
+        refuse(
+            "zero_optimization.offload_optimizer.super_offload",
+            "SuperOffload steps with its own Adam, whose state is FP32",
+            f'"super_offload": false, or {fp32}',
+        )
+    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        if section_of(raw, "bf16").get(key):
+            refuse(f"bf16.{key}", f"{key} makes DeepSpeed keep state that fp8.optimizer keeps", f'"{key}": false')
 
 
 def section_of(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -12,16 +12,19 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import set_z3_leaf_modules
 
-from ds_fp8.config import FP8Config, check_deepspeed, parse_fp8
+from ds_fp8.config import FP8Config, check_deepspeed, parse_fp8, section_of
 from ds_fp8.errors import UserError
 from ds_fp8.modules.convert import Conversion, convert
 from ds_fp8.modules.linear import FP8Linear
 from ds_fp8.modules.loss import LossFusion, fuse_loss
 from ds_fp8.modules.monitor import CastMonitor
+from ds_fp8.optim import AdamW
+from ds_fp8.optim.from_config import make_adamw, uses_own_optimizer
 from ds_fp8.report import print_report, start_report
 from ds_fp8.schema import read_json
 from ds_fp8.zero import seams
-from ds_fp8.zero.gradient_reduce import Nodes, find_nodes, make_reduce_scatter
+from ds_fp8.zero.gradient_reduce import GradientReduce
+from ds_fp8.zero.nodes import Nodes, find_nodes
 from ds_fp8.zero.parameter_gather import ParameterGather
 from ds_fp8.zero.wire import WireMeter
 
@@ -35,6 +38,8 @@ class FP8State:
         self.loss: LossFusion | None = None
         self.parameter_gather: ParameterGather | None = None
         self.nodes: Nodes | None = None
+        self.optimizer: AdamW | None = None
+        """The optimizer inside DeepSpeed's, where it is this package's."""
         self.report: dict[str, Any] = {}
         """The start report, ready for JSON."""
 
@@ -89,6 +94,8 @@ def initialize(
         if fp8.grad_reduce.format != "bf16":
             raw.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
 
+    if uses_own_optimizer(fp8):
+        optimizer = _own_optimizer(raw, fp8, file, optimizer)
     if conversion is not None and conversion.fusion.classes:
         # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
         set_z3_leaf_modules(model, sorted(conversion.fusion.classes, key=lambda fused: fused.__name__))
@@ -107,10 +114,18 @@ def initialize(
         state.conversion, state.loss = conversion, loss
         seams.on_step(engine, monitor.end_step)
         _install(engine, state)
-    state.report = start_report(engine, state)
+        _tell_optimizer(engine, state)
+    state.report = start_report(engine, state, _micro_batch_tokens(raw, engine))
     if dist.get_rank() == 0:
         print_report(state.report)
     return result
+
+
+def _micro_batch_tokens(raw: Mapping[str, Any], engine: deepspeed.DeepSpeedEngine) -> int | None:
+    """Tokens of one micro-batch on one GPU, where the configuration has a "data" section that says so."""
+    data = section_of(raw, "data")
+    length = data.get("sequence_length")
+    return data.get("tokens_per_gpu") or (length and length * engine.train_micro_batch_size_per_gpu())
 
 
 def _located(file: str | None, function: Any, *args: Any) -> Any:
@@ -118,6 +133,32 @@ def _located(file: str | None, function: Any, *args: Any) -> Any:
         return function(*args)
     except UserError as error:
         raise error.located(file) from None
+
+
+def _own_optimizer(raw: dict[str, Any], fp8: FP8Config, file: str | None, optimizer: Any) -> Any:
+    """What DeepSpeed gets as the user's optimizer, so that its state is as `fp8` says; `raw` is changed to allow it."""
+    if optimizer is not None and not isinstance(optimizer, AdamW):
+        raise UserError(
+            f"fp8.optimizer describes an optimizer, and initialize was given another ({type(optimizer).__name__})",
+            key="fp8.optimizer",
+            file=file,
+            remedy='leave "optimizer" out of the call and in the configuration, or pass a ds_fp8.optim.AdamW',
+        )
+    # DeepSpeed asks these before it accepts an optimizer that it does not know.
+    raw["zero_allow_untested_optimizer"] = True
+    raw["zero_force_ds_cpu_optimizer"] = False
+    return optimizer or make_adamw(raw, fp8, file, dist.get_rank)
+
+
+def _tell_optimizer(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
+    """Introduce this package's optimizer, if it is there, to the flat shards that it steps."""
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if not isinstance(optimizer, AdamW):
+        return
+    state.optimizer = optimizer
+    for shard, sizes in seams.flat_parameters(engine):
+        optimizer.set_segments(shard, sizes)
+    seams.before_moment_write(engine, optimizer.expand_moments)
 
 
 def _install(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
@@ -131,8 +172,12 @@ def _install(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
         ]
         if weights:
             state.parameter_gather = ParameterGather(engine, weights, fp8.linear.weight, state.wire)
-    if fp8.grad_reduce.format != "bf16" and engine.optimizer is not None:
+    if fp8.grad_reduce.format != "bf16" and seams.has_optimizer(engine):
         state.nodes = find_nodes(fp8.grad_reduce.hierarchy)
+
+        def clock() -> int:
+            return engine.micro_steps
+
         seams.replace_reduce_scatter(
-            engine, lambda stock: make_reduce_scatter(stock, fp8.grad_reduce.format, state.nodes)
+            engine, lambda stock: GradientReduce(stock, fp8.grad_reduce, state.wire, state.nodes, clock)
         )

@@ -12,16 +12,21 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from ds_fp8 import break_even
 from ds_fp8.gemm import DESCRIPTIONS
 from ds_fp8.modules.linear import FP8Linear
 from ds_fp8.zero import seams
+from ds_fp8.zero.gradient_reduce import residual_bytes
 
 if TYPE_CHECKING:
     from ds_fp8.engine import FP8State
 
 
-def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> dict[str, Any]:
-    """Facts about an initialised engine, ready for JSON. Counts are of the whole model; bytes as their keys say."""
+def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int | None) -> dict[str, Any]:
+    """Facts about an initialised engine, ready for JSON. Counts are of the whole model; bytes as their keys say.
+
+    tokens: of a micro-batch on one GPU, None where it is not known.
+    """
     parameters = list(engine.module.parameters())
     total = sum(math.prod(seams.full_shape(p)) for p in parameters)
     report: dict[str, Any] = {
@@ -60,10 +65,16 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> dict[str
         "fp8_shard_bytes_per_rank": state.parameter_gather.bytes_per_rank if state.parameter_gather else 0,
         "gathered_bytes_per_parameter": (2 * total - gathered_count) / total,
         "grad_reduce": fp8.grad_reduce.format,
+        "grad_cast": {key: getattr(fp8.grad_reduce, key) for key in ("scale", "rounding", "error_feedback")},
+        "grad_residual_bytes_per_rank": residual_bytes(
+            (seams.full_shape(p) for p in parameters if p.requires_grad), fp8.grad_reduce.error_feedback
+        ),
         "grad_hierarchy": "flat"
         if state.nodes is None
         else f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}",
+        "optimizer": "ds_fp8.optim.AdamW" if state.optimizer else _name_of_optimizer(engine),
         "optimizer_state": fp8.optimizer.model_dump(),
+        "moment_bytes_per_parameter": fp8.optimizer.precision().moment_bytes,
         "loss": state.loss.description if state.loss else "the model's own",
         "notes": [],
     }
@@ -72,11 +83,22 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> dict[str
             f"{whole} FP8 linears have fewer elements than stage3_param_persistence_threshold: ZeRO-3 keeps their "
             "weights whole in BF16, and they are cast when used"
         )
+    if state.optimizer and fp8.optimizer.master == "fp16_scaled" and report["zero_stage"]:
+        report["notes"].append(
+            "master weights take the values of scaled FP16, in the FP32 shards that ZeRO holds: no memory is saved"
+        )
     if state.conversion.unmatched:
         report["notes"].append(f"fp8.linear.skip names no linear with {', '.join(state.conversion.unmatched)}")
     if recipe.backend == "reference":
         report["notes"].append("emulated arithmetic: the numerics of FP8, slower than BF16")
+    elif (slow := break_even.warning(break_even.typical_hidden(linears), tokens)) is not None:
+        report["notes"].append(slow)
     return report
+
+
+def _name_of_optimizer(engine: deepspeed.DeepSpeedEngine) -> str:
+    optimizer = getattr(engine, "basic_optimizer", None)
+    return "none" if optimizer is None else type(optimizer).__name__
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -103,13 +125,28 @@ def print_report(report: dict[str, Any]) -> None:
         f"{report['param_gather']}, {report['gathered_bytes_per_parameter']:.2f} bytes a parameter (BF16: 2), "
         f"{report['fp8_shard_bytes_per_rank']:,} bytes of FP8 shards and scales a rank",
     )
-    table.add_row("gradient reduction", f"{report['grad_reduce']}, {report['grad_hierarchy']}")
+    table.add_row("gradient reduction", ", ".join([report["grad_reduce"], report["grad_hierarchy"], *_unusual(report)]))
     state = report["optimizer_state"]
-    table.add_row("optimizer state", ", ".join(f"{name} {precision}" for name, precision in state.items()))
+    kept = ", ".join(f"{name} {state[name]}" for name in ("master", "exp_avg", "exp_avg_sq"))
+    rounding = ", stochastic rounding" if state["stochastic_rounding"] else ""
+    moments = f"{report['moment_bytes_per_parameter']:.2f} bytes of moments a parameter"
+    table.add_row("optimizer", f"{report['optimizer']}: {kept}{rounding}, {moments}")
     table.add_row("loss", report["loss"])
     for note in report["notes"]:
         table.add_row("note", note)
     console.print(Panel(table, title=f"ds_fp8, preset {report['preset']}", title_align="left", expand=False))
+
+
+def _unusual(report: dict[str, Any]) -> list[str]:
+    """How gradients are cast, as far as it is not the default."""
+    cast = report["grad_cast"]
+    words = ["one scale a tensor"] * (cast["scale"] == "tensor") + ["stochastic rounding"] * (
+        cast["rounding"] == "stochastic"
+    )
+    if cast["error_feedback"] != "off":
+        kept = report["grad_residual_bytes_per_rank"]
+        words.append(f"error feedback in {cast['error_feedback']}, {kept:,} bytes a rank")
+    return words
 
 
 def _some(reasons: dict[str, str], reason: str) -> str:

@@ -45,12 +45,14 @@ TENSORWISE = {
 
 
 def test_presets():
-    assert set(PRESETS) == {"infir2", "hybrid_fast", "rowwise", "tensorwise"}
+    sources = {"fp8lm_o1", "fp8lm_o2", "fp8lm_o3", "coat", "fishman"}
+    assert set(PRESETS) == {"infir2", "hybrid_fast", "rowwise", "tensorwise"} | sources
     assert casts(parse({"preset": "hybrid_fast"})) == INFIR2
     assert parse({"preset": "hybrid_fast"}).linear.wgrad.input == "128x128"
     assert {granularity for _, granularity, _ in casts(parse({"preset": "rowwise"})).values()} == {"row"}
     assert casts(parse({"preset": "infir2"})) == INFIR2
-    assert casts(parse({"preset": "tensorwise"})) == TENSORWISE
+    for preset in ("tensorwise", *sources):
+        assert casts(parse({"preset": preset})) == TENSORWISE
 
 
 def test_infir2_is_the_default_everywhere():

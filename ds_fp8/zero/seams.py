@@ -1,4 +1,4 @@
-"""The only file that names DeepSpeed's private names.
+"""The only file that uses DeepSpeed's private names; deepspeed_versions.py lists them.
 
 ZeRO-3 (`deepspeed.runtime.zero`) is entered at four places:
 
@@ -8,7 +8,7 @@ ZeRO-3 (`deepspeed.runtime.zero`) is entered at four places:
     master update   methods of the ZeRO-3 optimizer after which the FP32 master shards may differ
     wire            the communication backend object behind deepspeed.comm
 
-Importing this module checks that every name used exists in the installed DeepSpeed, and says which is missing.
+Importing this module checks that the installed DeepSpeed is a version it knows and has every name, and says which not.
 """
 
 from __future__ import annotations
@@ -23,51 +23,14 @@ import deepspeed.comm.comm as deepspeed_comm
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.zero import partition_parameters, stage3
 
-from ds_fp8.errors import UserError
+from ds_fp8.zero import deepspeed_versions
 
-TESTED_VERSIONS = ("0.19.8",)
+deepspeed_versions.check(deepspeed.__version__)
 
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
-_OPTIMIZER = "DeepSpeedZeroOptimizer_Stage3"
-_AVERAGE_GRADIENTS = f"_{_OPTIMIZER}__avg_scatter_grads"
-_MASTER_UPDATES = ("step", "load_state_dict", "refresh_fp32_params", "set_full_hp_param", "set_local_hp_param")
-_REQUIRED = {
-    partition_parameters: ("ZeroParamStatus", "Init"),
-    partition_parameters.ZeroParamStatus: ("NOT_AVAILABLE", "INFLIGHT", "AVAILABLE"),
-    stage3: (_OPTIMIZER, "reduce_scatter_coalesced"),
-    getattr(stage3, _OPTIMIZER, None): (_AVERAGE_GRADIENTS, "get_param_id", *_MASTER_UPDATES),
-    deepspeed_comm: ("cdb",),
-    deepspeed.ops: ("__compatible_ops__",),
-    deepspeed_engine.DeepSpeedEngine: ("_zero3_consolidated_16bit_state_dict",),
-}
-
-
-_SET_BY = {"__init__": ("grad_position", "fp32_partitioned_groups_flat"), "_link_all_hp_params": ("_z3_optimizer",)}
-"""Methods of the optimizer, and the attributes set there that `master_shard` reads."""
-
-
-def missing_names() -> list[str]:
-    """Names of DeepSpeed that this package needs and the installed version lacks."""
-    missing = [
-        f"{getattr(owner, '__name__', owner)}.{name}"
-        for owner, names in _REQUIRED.items()
-        for name in names
-        if not hasattr(owner, name)
-    ]
-    for method, attributes in _SET_BY.items():
-        code = getattr(getattr(getattr(stage3, _OPTIMIZER, None), method, None), "__code__", None)
-        missing += [f"{_OPTIMIZER}.{name}" for name in attributes if name not in getattr(code, "co_names", ())]
-    return missing
-
-
-if missing_names():
-    raise UserError(
-        f"DeepSpeed {deepspeed.__version__} lacks {', '.join(missing_names())}, which the FP8 path of ZeRO-3 needs",
-        remedy=f"install a tested version: {', '.join(TESTED_VERSIONS)}",
-    )
+_MOMENT_WRITES = ("set_full_hp_param", "set_local_hp_param")
 
 
 def spare_shared_memory_op() -> None:
@@ -121,21 +84,20 @@ def shard_of(parameter: torch.nn.Parameter) -> Shard:
 
 
 def master_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's flat FP32 master shard with its padding; the BF16 shard of a frozen parameter, as FP32.
+    """This rank's flat FP32 master shard with its padding, where it lies; where there is none the BF16 shard.
 
     As safe_get_local_fp32_param gives it, which makes the host wait for the stream of the gradients at every call.
     """
-    if not parameter.requires_grad:
+    optimizer = getattr(parameter, "_z3_optimizer", None)
+    if optimizer is None or not parameter.requires_grad:
         return bf16_shard(parameter)
-    optimizer = parameter._z3_optimizer
     group, start, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    master = optimizer.fp32_partitioned_groups_flat[group].narrow(0, start, numel)
-    return master.to(get_accelerator().current_device_name())
+    return optimizer.fp32_partitioned_groups_flat[group].detach().narrow(0, start, numel)
 
 
 def bf16_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's flat shard of the BF16 parameter, as FP32 on the device."""
-    return parameter.ds_tensor.to(get_accelerator().current_device_name()).float()
+    """This rank's flat shard of the BF16 parameter, where it lies."""
+    return parameter.ds_tensor.detach()
 
 
 def order(parameter: torch.nn.Parameter) -> int:
@@ -170,58 +132,127 @@ def wrap_closure(parameter: torch.nn.Parameter, name: str, wrapper: Callable[[Ca
 _scope = threading.local()
 _stock_reduce_scatter = stage3.reduce_scatter_coalesced
 
-ReduceScatter = Callable[[list[torch.Tensor], object], list[torch.Tensor]]
+StockReduceScatter = Callable[[list[torch.Tensor], object], list[torch.Tensor]]
+"""(full gradients, group) -> local slices."""
+ReduceScatter = Callable[[list[torch.Tensor], object, list[int]], list[torch.Tensor]]
+"""The same with a number for each gradient that names its parameter: alike on all ranks, and in every step."""
+
+
+def stock_reduce_scatter() -> StockReduceScatter:
+    """DeepSpeed's own reduce-scatter."""
+    return _stock_reduce_scatter
 
 
 def _dispatch_reduce_scatter(tensors: list[torch.Tensor], group: object = None) -> list[torch.Tensor]:
-    reduce_scatter: ReduceScatter = getattr(_scope, "reduce_scatter", None) or _stock_reduce_scatter
-    return reduce_scatter(tensors, group)
+    scoped: Callable | None = getattr(_scope, "reduce_scatter", None)
+    return (scoped or _stock_reduce_scatter)(tensors, group)
 
 
-def replace_reduce_scatter(engine: deepspeed.DeepSpeedEngine, make: Callable[[ReduceScatter], ReduceScatter]) -> None:
+def replace_reduce_scatter(
+    engine: deepspeed.DeepSpeedEngine, make: Callable[[StockReduceScatter], ReduceScatter]
+) -> None:
     """Let the gradients of this engine, and of no other, go through `make(DeepSpeed's reduce-scatter)`.
 
     The result must be what DeepSpeed's own gives: for each full gradient the mean over ranks of this rank's flat slice
     of ceil(numel / world) elements, without padding.
     """
     replacement = make(_stock_reduce_scatter)
-    average = getattr(engine.optimizer, _AVERAGE_GRADIENTS)
+    average = getattr(engine.optimizer, deepspeed_versions.AVERAGE_GRADIENTS)
 
-    def scoped(*args, **kwargs):
-        _scope.reduce_scatter = replacement
+    def scoped(parameters: list[torch.nn.Parameter], *args, **kwargs):
+        keys = [order(parameter) for parameter in parameters]
+        _scope.reduce_scatter = lambda tensors, group: replacement(tensors, group, keys)
         try:
-            return average(*args, **kwargs)
+            return average(parameters, *args, **kwargs)
         finally:
             _scope.reduce_scatter = None
 
-    setattr(engine.optimizer, _AVERAGE_GRADIENTS, scoped)
+    setattr(engine.optimizer, deepspeed_versions.AVERAGE_GRADIENTS, scoped)
     stage3.reduce_scatter_coalesced = _dispatch_reduce_scatter
 
 
 # ---------------------------------------------------------------- master update, steps, weights
 
 
-def _after(owner: object, name: str, callback: Callable[[], None]) -> None:
+def _around(owner: object, name: str, before: Callable[[], None] | None, after: Callable[[], None]) -> None:
     method = getattr(owner, name)
 
     def wrapped(*args, **kwargs):
+        if before is not None:
+            before()
         result = method(*args, **kwargs)
-        callback()
+        after()
         return result
 
     setattr(owner, name, wrapped)
 
 
-def on_master_update(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
-    """Call `callback` after everything that may have changed the FP32 master shards."""
-    for name in _MASTER_UPDATES:
-        _after(engine.optimizer, name, callback)
+def has_optimizer(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether the engine trains; without an optimizer ZeRO-3 still shards the weights, in BF16 only."""
+    return hasattr(engine.optimizer, "step")
+
+
+def around_master_update(
+    engine: deepspeed.DeepSpeedEngine, before: Callable[[], None], after: Callable[[], None]
+) -> None:
+    """Call `before` and `after` around everything that may change the FP32 master shards of a ZeRO-3 engine."""
+    if has_optimizer(engine):
+        for name in deepspeed_versions.MASTER_UPDATES:
+            _around(engine.optimizer, name, before, after)
 
 
 def on_step(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
     """Call `callback` after every optimizer step, of any ZeRO stage."""
-    if engine.optimizer is not None:
-        _after(engine.optimizer, "step", callback)
+    if has_optimizer(engine):
+        _around(engine.optimizer, "step", None, callback)
+
+
+def before_moment_write(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
+    """Call `callback` before the user overwrites a part of a moment of a ZeRO-3 optimizer (safe_set_..._state)."""
+
+    def announced(method: Callable) -> Callable:
+        def wrapped(value, param, optim_state_key=None):
+            if optim_state_key is not None:
+                callback()
+            return method(value, param, optim_state_key)
+
+        return wrapped
+
+    for name in _MOMENT_WRITES:
+        if hasattr(engine.optimizer, name):
+            setattr(engine.optimizer, name, announced(getattr(engine.optimizer, name)))
+
+
+def flat_parameters(engine: deepspeed.DeepSpeedEngine) -> list[tuple[torch.Tensor, list[int]]]:
+    """The flat master shards that DeepSpeed gives its basic optimizer as parameters, and what each is made of.
+
+    Sizes are of this rank's parts of tensors, in their order in the shard, and of the padding between and after them,
+    which is uninitialised memory.
+    Empty where no ZeRO stage flattens parameters.
+    """
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        spans: list[list[tuple[int, int]]] = [[] for _ in optimizer.fp32_partitioned_groups_flat]
+        for parameter in engine.module.parameters():
+            if parameter.requires_grad:
+                group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                spans[group].append((start, shard_of(parameter).valid))
+        flat = optimizer.fp32_partitioned_groups_flat
+    elif engine.zero_optimization_stage() in (1, 2):
+        spans = [[(part.start, part.numel) for part in parts.values()] for parts in optimizer._param_slice_mappings]
+        flat = [group["params"][0] for group in optimizer.param_groups]
+    else:
+        return []
+    return [(shard, _cut(spans_of_shard, shard.numel())) for shard, spans_of_shard in zip(flat, spans, strict=True)]
+
+
+def _cut(spans: list[tuple[int, int]], total: int) -> list[int]:
+    """Sizes of the (start, numel) spans of a range of `total`, and of the gaps around them."""
+    sizes, end = [], 0
+    for start, numel in sorted(set(spans)):
+        sizes += [size for size in (start - end, numel) if size]
+        end = start + numel
+    return sizes + [total - end] * (total > end)
 
 
 def consolidated_state_dict(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor] | None:
@@ -231,30 +262,6 @@ def consolidated_state_dict(engine: deepspeed.DeepSpeedEngine) -> dict[str, torc
     if dist.get_rank() != 0:
         return None
     return {name: tensor.cpu() for name, tensor in engine.module.state_dict().items()}
-
-
-# ---------------------------------------------------------------- streams
-
-
-def record_event() -> object | None:
-    """An event on the current stream; None on a device without streams."""
-    if get_accelerator().is_synchronized_device():
-        return None
-    event = get_accelerator().Event()
-    event.record()
-    return event
-
-
-def wait_event(event: object | None) -> None:
-    """Let the current stream wait for `event`."""
-    if event is not None:
-        get_accelerator().current_stream().wait_event(event)
-
-
-def used_by_current_stream(tensor: torch.Tensor) -> None:
-    """Keep the memory of `tensor` from reuse until the current stream has passed this point."""
-    if not get_accelerator().is_synchronized_device():
-        tensor.record_stream(get_accelerator().current_stream())
 
 
 # ---------------------------------------------------------------- wire

@@ -1,24 +1,109 @@
-"""The ZeRO-3 seams over NCCL: streams must order the master update, the cast, the gather and the release."""
+"""ZeRO-3 on GPUs: kernels bit for bit, and streams that order master update, cast, gather and release."""
+
+import math
 
 import pytest
 import torch
 
+from ds_fp8.config import WeightCast
+from ds_fp8.quantize import quantize
+from ds_fp8.zero.gradient_wire import CastOptions, pack, pack_reference, sum_rows, sum_rows_reference
+from ds_fp8.zero.shard_cast import ReferenceShardCast, make_shard_cast
 from tests.zero import models
-from tests.zero.test_parameter_gather import gathered_against_whole
+from tests.zero.shard_casts import SHAPES, cast_on_all_ranks
+from tests.zero.test_gradient_reduce import OPTIONS
+from tests.zero.test_gradient_wire import KEY, laid_out
+from tests.zero.test_options import CASES, LOSS_GAP, resumed, train_and_look
+from tests.zero.test_parameter_gather import gather, gathered_against_whole
 from tests.zero.test_training import QUIET, assert_same, losses_and_weights, step_with_overflow
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+ALIGNED = [(256, 256), (384, 512)]
+"""Whole blocks, whose shards begin at multiples of 16 elements: the kernels then move 16 bytes at a time."""
 
 
-@pytest.mark.parametrize("preset", ["infir2", "tensorwise"])
+def random_masters(shapes):
+    generator = torch.Generator().manual_seed(1)
+    masters = [torch.randn(shape, generator=generator) * 0.02 for shape in shapes]
+    masters[0][0, :3] = torch.tensor([0.0, 1e-30, -3.0])
+    return masters
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, ALIGNED], ids=["ragged", "aligned"])
+@pytest.mark.parametrize("world", [1, 2, 3, 64])
+@pytest.mark.parametrize("granularity", ["128x128", "row", "tensor"])
+@pytest.mark.parametrize(("format", "scale"), [("e4m3", "pow2"), ("e4m3", "fp32"), ("e5m2", "pow2")])
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_shards_of_all_ranks_are_the_cast_of_the_whole(shapes, world, granularity, format, scale, where):
+    """Masters on the host are those of an offloaded optimizer."""
+    spec = WeightCast(format=format, granularity=granularity, scale=scale)
+    masters = random_masters(shapes)
+    to = (lambda shard: shard.cpu()) if where == "host" else (lambda shard: shard)
+    _, scales, codes = cast_on_all_ranks(make_shard_cast, masters, world, spec, "cuda", to)
+    for master, factor, code in zip(masters, scales, codes, strict=True):
+        whole = quantize(master, format, granularity, scale)
+        assert torch.equal(factor, whole.scale)
+        assert torch.equal(code, whole.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("granularity", ["128x128", "row", "tensor"])
+def test_frozen_bf16_shards_and_overflow(granularity):
+    spec = WeightCast(granularity=granularity)
+    masters = random_masters(SHAPES)
+    masters[0][130, 299], masters[1][5, 5] = torch.nan, torch.inf
+
+    def reference(weights, codes, spec):
+        return ReferenceShardCast(weights, spec)
+
+    def to(shard):
+        return shard.bfloat16()
+
+    on_cpu = cast_on_all_ranks(reference, masters, 2, spec, "cpu", to)
+    on_gpu = cast_on_all_ranks(make_shard_cast, masters, 2, spec, "cuda", to)
+    assert torch.equal(on_cpu[0], on_gpu[0])
+    for left, right in zip(on_cpu[2], on_gpu[2], strict=True):
+        left, right = (codes.view(torch.float8_e4m3fn).float() for codes in (left, right))
+        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("rows", "places", "numels"), [(2, 1, [5000, 131 * 301]), (3, 2, [8192]), (2, 1, [1 << 20])])
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("residual", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
+def test_gradient_messages_are_those_of_the_reference(rows, places, numels, format, dtype, residual, key):
+    shape, slices = laid_out(rows, places, numels)
+    generator = torch.Generator().manual_seed(0)
+    messages, residuals = [], []
+    gradients = [(torch.randn(n, generator=generator) * 1e-3).to(dtype) for n in numels]
+    gradients[0][77] = math.nan
+    for device, function in (("cpu", pack_reference), ("cuda", pack)):
+        message = torch.zeros(shape.rows, shape.row_bytes, dtype=torch.uint8, device=device)
+        for gradient, place in zip(gradients, slices, strict=True):
+            kept = None if residual is None else torch.full((gradient.numel(),), 1e-5, dtype=residual, device=device)
+            function(gradient.to(device), message, shape, place, CastOptions(format, key=key, residual=kept))
+            residuals.append(None if kept is None else kept.cpu())
+        messages.append(message)
+    reference, ours = messages[0], messages[1].cpu()
+    sums = [sum_rows_reference(reference, shape, format, 3), sum_rows(messages[1], shape, format, 3).cpu()]
+    torch.testing.assert_close(*sums, rtol=0, atol=0, equal_nan=True)
+    # NaN has two codes, and the devices may differ in its sign.
+    same = reference == ours
+    assert (~same).sum() <= 128
+    for left, right in zip(residuals[: len(numels)], residuals[len(numels) :], strict=True):
+        assert left is right is None or torch.equal(left, right)
+
+
+@two_gpus
+@pytest.mark.parametrize("preset", ["infir2", "tensorwise", "rowwise"])
 def test_gathered_weight_is_the_cast_of_the_whole_master(gpu_ranks, preset):
     for result in gpu_ranks(2, gathered_against_whole, preset, 2):
         assert all(result.values()), result
 
 
+@two_gpus
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("leaf", [False, True])
 def test_prefetch_changes_nothing_bit_for_bit(gpu_ranks, overlap, leaf):
@@ -32,12 +117,14 @@ def test_prefetch_changes_nothing_bit_for_bit(gpu_ranks, overlap, leaf):
         assert_same(left, right)
 
 
+@two_gpus
 def test_a_second_run_gives_the_same_bits(gpu_ranks):
     first, second = (gpu_ranks(2, losses_and_weights, models.config(QUIET), True, False, False, 40) for _ in range(2))
     for left, right in zip(first, second, strict=True):
         assert_same(left, right)
 
 
+@two_gpus
 def test_training_follows_bf16(gpu_ranks):
     fp8 = gpu_ranks(2, losses_and_weights, models.config(QUIET), False, False, False, 20)[0][0]
     bf16 = gpu_ranks(2, losses_and_weights, models.config({"enabled": False}), False, False, False, 20)[0][0]
@@ -45,7 +132,46 @@ def test_training_follows_bf16(gpu_ranks):
     assert fp8 == pytest.approx(bf16, rel=0.02)
 
 
-def test_overflow_on_one_rank_skips_the_step_on_all(gpu_ranks):
-    for unchanged, skipped, _ in gpu_ranks(2, step_with_overflow, float("nan")):
+@two_gpus
+@pytest.mark.parametrize("case", sorted(CASES.keys() - {"optimizer offload"}))  # needs DeepSpeed's compiled CPU Adam
+def test_options(gpu_ranks, case):
+    fp8, bf16 = (gpu_ranks(2, train_and_look, case, enabled) for enabled in (True, False))
+    for (losses, _, _, left_behind, wrong), (twin, *_) in zip(fp8, bf16, strict=True):
+        assert (left_behind, wrong) == (0, 0)
+        assert losses == pytest.approx(twin, rel=LOSS_GAP)
+
+
+@two_gpus
+def test_a_resumed_run_repeats_the_first_bit_for_bit(gpu_ranks, tmp_path):
+    for onward, again in gpu_ranks(2, resumed, str(tmp_path)):
+        assert onward == again
+
+
+@two_gpus
+@pytest.mark.parametrize("option", OPTIONS)
+def test_overflow_on_one_rank_skips_the_step_on_all(gpu_ranks, option):
+    for unchanged, skipped, _ in gpu_ranks(2, step_with_overflow, float("nan"), OPTIONS[option]):
         assert unchanged
         assert skipped == 1
+
+
+def gather_without_a_wait():
+    engine = models.build(models.config(QUIET))
+    models.train(engine, 2)
+    weights = [weight for layer in engine.module.layers for weight in (layer.up.weight, layer.down.weight)]
+    gather(engine, weights)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for weight in weights:
+            weight.partition()
+        gather(engine, weights)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for weight in weights:
+        weight.partition()
+    return True
+
+
+@two_gpus
+def test_a_gather_and_a_release_do_not_make_the_host_wait(gpu_ranks):
+    assert gpu_ranks(2, gather_without_a_wait) == [True, True]

@@ -86,14 +86,20 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def build(ds_config: dict, *, recompute: bool = False, prepare=None, stock: bool = False, layer=None):
-    """An engine around Net in BF16 with weights from seed 0."""
+def build(
+    ds_config: dict, *, recompute: bool = False, prepare=None, stock: bool = False, layer=None, born_sharded=False
+):
+    """An engine around Net in BF16 with weights from seed 0. born_sharded: built under deepspeed.zero.Init."""
     import deepspeed
 
     import ds_fp8
 
     torch.manual_seed(0)
-    model = Net(recompute=recompute, layer=layer).bfloat16()
+    if born_sharded:
+        with deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=torch.bfloat16):
+            model = Net(recompute=recompute, layer=layer)
+    else:
+        model = Net(recompute=recompute, layer=layer).bfloat16()
     if prepare is not None:
         prepare(model)
     initialize = deepspeed.initialize if stock else ds_fp8.initialize

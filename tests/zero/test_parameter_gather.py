@@ -43,7 +43,7 @@ def gathered_against_whole(preset, steps):
     return result
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("preset", SPECS)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_gathered_weight_is_the_cast_of_the_whole_master(ranks, world, preset, steps):
@@ -125,7 +125,7 @@ def gathers_per_step(fp8):
     return sent, layers, others
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_bytes_on_the_wire(ranks, world):
     """Layers are gathered twice a step (forward and backward), at one byte a parameter."""
     fp8, layers, others = ranks(world, gathers_per_step, {"monitor": {"every": 0}})[0]

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_fp8.modules.weights import GATHERED, can_stack, stacked_operand
 from ds_fp8.quantize import quantize
-from ds_fp8.zero.parameter_gather import SCALE_ALIGNMENT
+from ds_fp8.zero.shards import SCALE_ALIGNMENT
 from tests.zero import models
 from tests.zero.test_parameter_gather import SECTIONS, SPECS, fp8_linears, gather
 from tests.zero.test_training import QUIET, assert_same
@@ -171,7 +171,7 @@ def test_rows_of_block_scales_are_padded_once_a_refresh(ranks, sizes):
 
 def live_bytes():
     """Bytes of all FP8 and uint8 storages that stay alive; gloo's thread drops its own a moment after a wait."""
-    return min(_live_bytes_after(0.05) for _ in range(10))
+    return min(_live_bytes_after(0.1) for _ in range(3))
 
 
 def _live_bytes_after(seconds):

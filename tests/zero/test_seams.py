@@ -1,11 +1,55 @@
+"""The supported DeepSpeed versions, and what is said of others."""
+
+import re
 import subprocess
 import sys
+from pathlib import Path
 
-from ds_fp8.zero import seams
+import deepspeed
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from ds_fp8.errors import UserError
+from ds_fp8.zero import deepspeed_versions
 
 
 def test_every_name_exists_in_the_installed_version():
-    assert seams.missing_names() == []
+    installed = deepspeed_versions.supported_range(deepspeed.__version__)
+    assert installed is not None
+    assert deepspeed_versions.missing_names(installed) == []
+
+
+@pytest.mark.parametrize("ranges", deepspeed_versions.NAMES)
+def test_every_range_lists_what_seams_uses(ranges):
+    """A name of DeepSpeed that seams.py takes from a module or a parameter is in the table of every supported range."""
+    source = (Path(deepspeed_versions.__file__).parent / "seams.py").read_text()
+    listed = {name for table in (deepspeed_versions.NAMES, deepspeed_versions.ATTRIBUTES)
+              for names in table[ranges].values() for name in names}  # fmt: skip
+    used = set(re.findall(r"\b(?:parameter|p)\.(ds_\w+|_z3\w+)", source))
+    used |= set(re.findall(r"\b(?:partition_parameters|stage3)\.(\w+)", source))
+    used |= set(re.findall(r"\bstatus\.([A-Z_]+)", source))
+    used |= set(re.findall(r"\boptimizer\.(get_param_id|grad_position|fp32_partitioned_groups_flat)\b", source))
+    assert {"ds_tensor", "ZeroParamStatus", "INFLIGHT", "grad_position"} <= used
+    assert used <= listed
+
+
+def test_the_project_asks_for_the_supported_versions():
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (wanted,) = re.findall(r'"deepspeed([^"]+)"', project)
+    assert [SpecifierSet(ranges) for ranges in deepspeed_versions.NAMES] == [SpecifierSet(wanted)]
+
+
+@pytest.mark.parametrize("version", ["0.16.2", "0.19.7", "0.20.0", "1.0"])
+def test_an_unsupported_version_is_named(version):
+    with pytest.raises(UserError) as caught:
+        deepspeed_versions.check(version)
+    assert version in str(caught.value)
+    assert "0.19.8" in caught.value.remedy
+
+
+@pytest.mark.parametrize("version", ["0.19.8", "0.19.9", "0.19.8+d3a7"])
+def test_a_supported_version_is_let_through(version):
+    deepspeed_versions.check(version)
 
 
 def test_a_missing_name_is_named_with_the_version():
@@ -18,5 +62,5 @@ def test_a_missing_name_is_named_with_the_version():
     )
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert "DeepSpeedZeroOptimizer_Stage3.refresh_fp32_params" in printed
-    assert seams.deepspeed.__version__ in printed
+    assert deepspeed.__version__ in printed
     assert "0.19.8" in printed

@@ -77,10 +77,20 @@ def test_gradient_accumulation(ranks):
     assert losses == pytest.approx(twin, rel=0.02)
 
 
-@pytest.mark.parametrize("fp8", [None, {"enabled": False}], ids=["no section", "disabled"])
-def test_without_fp8_nothing_changes_bit_for_bit(ranks, fp8):
-    stock = ranks(2, losses_and_weights, models.config(None), False, False, True)
-    for left, right in zip(stock, ranks(2, losses_and_weights, models.config(fp8)), strict=True):
+@pytest.mark.parametrize(
+    ("fp8", "changes", "recompute", "leaf"),
+    [
+        (None, {}, False, False),
+        ({"enabled": False}, {}, False, False),
+        ({"enabled": False}, {"gradient_accumulation_steps": 3}, True, True),
+        ({"enabled": False}, {"zero_optimization": {"stage": 3, "overlap_comm": True}}, False, False),
+    ],
+    ids=["no section", "disabled", "accumulation, recompute and leaves", "prefetch and overlap"],
+)
+def test_without_fp8_nothing_changes_bit_for_bit(ranks, fp8, changes, recompute, leaf):
+    stock = ranks(2, losses_and_weights, {**models.config(None), **changes}, recompute, leaf, True)
+    ours = ranks(2, losses_and_weights, {**models.config(fp8), **changes}, recompute, leaf)
+    for left, right in zip(stock, ours, strict=True):
         assert_same(left, right)
 
 
@@ -95,8 +105,8 @@ def test_a_plain_engine_beside_an_fp8_engine_is_untouched(ranks):
         assert_same(left, right)
 
 
-def step_with_overflow(value):
-    engine = models.build(models.config(QUIET))
+def step_with_overflow(value, grad_reduce=None):
+    engine = models.build(models.config({**QUIET, "grad_reduce": grad_reduce or {}}))
     models.train(engine, 1)
     before = models.bf16_weights(engine)
     skipped = engine.skipped_steps
@@ -110,9 +120,20 @@ def step_with_overflow(value):
     return unchanged, engine.skipped_steps - skipped, losses
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_overflow_on_one_rank_skips_the_step_on_all(ranks, value):
-    for unchanged, skipped, losses in ranks(2, step_with_overflow, value):
+@pytest.mark.parametrize(
+    ("world", "value", "grad_reduce"),
+    [
+        (2, float("inf"), {}),
+        (2, float("nan"), {}),
+        (3, float("nan"), {}),
+        (2, float("inf"), {"scale": "tensor"}),
+        (2, float("nan"), {"error_feedback": "bf16"}),
+        (2, float("nan"), {"rounding": "stochastic"}),
+    ],
+    ids=str,
+)
+def test_overflow_on_one_rank_skips_the_step_on_all(ranks, world, value, grad_reduce):
+    for unchanged, skipped, losses in ranks(world, step_with_overflow, value, grad_reduce):
         assert unchanged
         assert skipped == 1
         assert all(loss == loss and loss < 10 for loss in losses)

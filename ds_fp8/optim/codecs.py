@@ -1,0 +1,199 @@
+"""How optimizer moments are stored: the formats, and encoding and decoding in plain torch, the oracle of kernels.py.
+
+    fp32            4 bytes, exact
+    bf16            2 bytes, no scale
+    fp16            2 bytes in units of a scale                        x ≈ code * scale
+    e4m3, e5m2      1 byte in units of a scale
+    e4m3_expanded   1 byte, the range of the group bent to fill E4M3   |x| ≈ scale * (|code| / 448) ** (1 / exponent)
+
+The scale of fp16, e4m3 and e5m2 brings the group's largest magnitude to the format's largest number. Rounded up to a
+power of two (`pow2`) or to 13 significant bits (`fp32`) it makes every product code * scale exact in FP32, and a group
+that is decoded and encoded again gives the same values: checkpoints hold decoded moments and lose nothing.
+
+`e4m3_expanded` is the dynamic range expansion of COAT (arXiv 2410.19313). There code = cast((|x| / c) ** k / s) with
+c = sqrt(max * min), s = (max / c) ** k / 448 and k = log(448² / 2) / log(max / min) rounded down to sixteenths; c and s
+cancel to code = cast(448 * (|x| / max) ** k), so a group keeps max as its FP32 scale and 16 k as one byte: 5 bytes in
+128. Exact zeros do not count as min; a group of equal values, whose ratio is 1, takes the largest k.
+
+Two rules hold for all of them. Magnitudes below 2^-126 are zeros: GPUs flush them anyway. And where `never_zero` is
+set, as for exp_avg_sq, a positive value never becomes code 0 but the smallest code: Adam divides by its root.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+from ds_fp8.formats import BLOCK, FORMATS, SMALLEST_SCALE
+from ds_fp8.quantize.reference import decode as fp8_numbers
+
+CodecName = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded"]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A way to store FP32 numbers."""
+
+    name: CodecName
+    dtype: torch.dtype
+    mantissa_bits: int
+    min_exponent: int
+    """Of the smallest normal number."""
+    max: float | None = None
+    """What the largest magnitude of a group is brought to; None: there are no scales."""
+    expanded: bool = False
+
+    @property
+    def smallest(self) -> float:
+        """The smallest positive number of the format."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        Codec("fp32", torch.float32, 23, -126),
+        Codec("bf16", torch.bfloat16, 7, -126),
+        Codec("fp16", torch.float16, 10, -14, 65504.0),
+        Codec("e4m3", torch.float8_e4m3fn, 3, -6, FORMATS["e4m3"].max),
+        Codec("e5m2", torch.float8_e5m2, 2, -14, FORMATS["e5m2"].max),
+        Codec("e4m3_expanded", torch.float8_e4m3fn, 3, -6, FORMATS["e4m3"].max, expanded=True),
+    )
+}
+assert tuple(CODECS) == get_args(CodecName)
+
+SCALE_MASKS = {"fp32": 0x7FF, "pow2": 0x7FFFFF}
+"""Low bits of an FP32 scale that are zero, by scale type."""
+
+LOG2_RANGE = math.log2(448.0**2 / 2)
+"""log2 of the ratio max / min that an expanded group fills: 448 down to 2.3 of E4M3's smallest steps."""
+EXPONENT_STEPS = 16
+"""Exponents are stored in sixteenths, from 1 to LARGEST_EXPONENT of them."""
+LARGEST_EXPONENT = 255
+
+
+class Encoded(NamedTuple):
+    """Flat encoded numbers: codes [n], and per group scale FP32 [g] and exponent uint8 [g] where the codec has them."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor | None
+    exponent: torch.Tensor | None
+
+
+def group_count(numel: int, granularity: str) -> int:
+    """Scales of a flat tensor: one for every 128 elements and the ragged rest (`1x128`), or one (`tensor`)."""
+    return math.ceil(numel / BLOCK) if granularity == "1x128" else 1
+
+
+def encode(
+    x: torch.Tensor,
+    codec: Codec,
+    granularity: str = "1x128",
+    scale_type: str = "fp32",
+    *,
+    never_zero: bool = False,
+    noise: torch.Tensor | None = None,
+    exponent: torch.Tensor | None = None,
+) -> Encoded:
+    """Encode flat FP32 x [n], rounding to nearest even.
+
+    noise: uniform numbers in [0, 1), FP32 [n]: round stochastically, up where the noise exceeds what is missing.
+    exponent: uint8 [groups]: use these instead of finding the group's own (decoded numbers came from them).
+    """
+    if codec.name == "fp32":
+        return Encoded(x.clone(), None, None)
+    groups = _as_groups(x, granularity)
+    magnitude = groups.abs()
+    magnitude = torch.where(magnitude < SMALLEST_SCALE, 0.0, magnitude)
+    positive = magnitude > 0
+    scale = None
+    if codec.expanded:
+        scale = magnitude.amax(1)
+        if exponent is None:
+            exponent = _find_exponent(magnitude, scale)
+        in_range = torch.exp2(
+            (magnitude.log2() - torch.where(scale == 0, 1.0, scale).log2()[:, None])
+            * (exponent.float() / EXPONENT_STEPS)[:, None]
+        )
+        magnitude = in_range * codec.max
+    else:
+        exponent = None
+        if codec.max is not None:
+            amax = magnitude.amax(1)
+            scale = _scale_of(amax, codec.max, scale_type)
+            at_max = magnitude == amax[:, None] if scale_type == "fp32" else None
+            magnitude = magnitude * scale.reciprocal()[:, None]
+            if at_max is not None:  # or noise could round it down, and the scale would not be found again
+                magnitude = torch.where(at_max & positive, codec.max, magnitude)
+    if codec.max is not None:
+        magnitude = torch.where(magnitude > codec.max, codec.max, magnitude)  # NaN stays
+    if never_zero and not codec.expanded:  # expansion brings the smallest to 2.3 steps of the format
+        magnitude = torch.where(positive & (magnitude < codec.smallest), codec.smallest, magnitude)
+    if noise is not None:
+        bend = (EXPONENT_STEPS / exponent.float())[:, None] if codec.expanded else None
+        magnitude = _round_with_noise(magnitude, _as_groups(noise, granularity), codec, bend)
+    codes = torch.copysign(magnitude, groups).to(codec.dtype)
+    return Encoded(codes.view(-1)[: x.numel()], scale, exponent)
+
+
+def decode(encoded: Encoded, codec: Codec, granularity: str = "1x128") -> torch.Tensor:
+    """The flat FP32 numbers [n] that `encoded` stands for."""
+    numbers = fp8_numbers(encoded.codes) if codec.dtype.itemsize == 1 else encoded.codes.float()
+    if codec.max is None:
+        return numbers
+    groups = _as_groups(numbers, granularity)
+    if codec.expanded:
+        magnitude = torch.exp2((groups.abs() / codec.max).log2() / (encoded.exponent.float() / EXPONENT_STEPS)[:, None])
+        groups = torch.copysign(magnitude * encoded.scale[:, None], groups)
+    else:
+        groups = groups * encoded.scale[:, None]
+    return groups.reshape(-1)[: numbers.numel()]
+
+
+def _as_groups(x: torch.Tensor, granularity: str) -> torch.Tensor:
+    """[n] -> [groups, elements of a group], the last group filled up with zeros."""
+    if granularity == "tensor":
+        return x.view(1, -1)
+    return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+
+
+def _scale_of(amax: torch.Tensor, largest: float, scale_type: str) -> torch.Tensor:
+    """amax / largest, rounded up as the scale type has it; 1 for a group of zeros."""
+    # A tensor as divisor: dividing by a number, CUDA multiplies by its rounded reciprocal.
+    exact = amax / torch.full_like(amax, largest)
+    mask = SCALE_MASKS[scale_type]
+    rounded = ((exact.view(torch.int32) + mask) & ~mask).view(torch.float32)
+    rounded = torch.where(exact.isfinite(), rounded, torch.nan)
+    return torch.where(amax == 0, 1.0, rounded.clamp_min(SMALLEST_SCALE))
+
+
+def _find_exponent(magnitude: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """The group's exponent in sixteenths, from its magnitudes [g, e] and the largest of each [g]."""
+    smallest = torch.where(magnitude > 0, magnitude, torch.inf).amin(1)
+    ratio = largest.log2() - smallest.log2()
+    # Equal values have ratio 0; a group of zeros, or of NaN, has no ratio at all.
+    steps = torch.where(ratio > 0, (EXPONENT_STEPS * LOG2_RANGE / ratio).floor(), LARGEST_EXPONENT)
+    return steps.clamp(1, LARGEST_EXPONENT).to(torch.uint8)
+
+
+def _round_with_noise(
+    magnitude: torch.Tensor, noise: torch.Tensor, codec: Codec, bend: torch.Tensor | None
+) -> torch.Tensor:
+    """One of the two numbers of the format around `magnitude`, whose expectation over the noise is right.
+
+    bend [g, 1]: codes stand for their power of this, and it is of those powers that the expectation is taken. Taken of
+    the codes it would be too small by a share of up to 1e-3 at every step, as much as exp_avg_sq changes in one.
+    """
+    _, exponent = torch.frexp(magnitude)  # magnitude = m * 2**exponent, m in [0.5, 1)
+    step = torch.ldexp(torch.ones_like(magnitude), (exponent - 1).clamp_min(codec.min_exponent) - codec.mantissa_bits)
+    below = (magnitude / step).floor() * step
+    above = below + step
+    if bend is None:
+        share = (magnitude - below) / step
+    else:
+        share = (magnitude**bend - below**bend) / (above**bend - below**bend)
+    rounded = torch.where(share + noise >= 1, above, below)
+    return rounded if codec.max is None else torch.where(rounded > codec.max, codec.max, rounded)

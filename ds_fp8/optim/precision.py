@@ -1,0 +1,64 @@
+"""In what an optimizer keeps its state: the words of the "fp8.optimizer" section, for use outside DeepSpeed too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ds_fp8.errors import UserError
+from ds_fp8.formats import BLOCK, ScaleType
+from ds_fp8.optim.codecs import CODECS, Codec, CodecName
+
+MasterName = Literal["fp32", "fp16_scaled"]
+StateGranularity = Literal["1x128", "tensor"]
+
+
+@dataclass(frozen=True)
+class StatePrecision:
+    """Formats of the moments and of the master weights. Raises UserError for words that do not go together."""
+
+    exp_avg: CodecName = "fp32"
+    exp_avg_sq: CodecName = "fp32"
+    master: MasterName = "fp32"
+    granularity: StateGranularity = "1x128"
+    """Which elements of a moment share a scale: 128 in a row, or all of a tensor (of a rank's part of it)."""
+    scale: ScaleType = "fp32"
+    stochastic_rounding: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        choices = {
+            "exp_avg": CodecName,
+            "exp_avg_sq": CodecName,
+            "master": MasterName,
+            "granularity": StateGranularity,
+            "scale": ScaleType,
+        }
+        for name, words in choices.items():
+            known = get_args(words)
+            if getattr(self, name) not in known:
+                raise UserError(
+                    f"{name} {getattr(self, name)!r} is unknown",
+                    key=f"fp8.optimizer.{name}",
+                    remedy=f"one of {', '.join(known)}",
+                )
+        if self.granularity == "tensor" and "e4m3_expanded" in (self.exp_avg, self.exp_avg_sq):
+            raise UserError(
+                "e4m3_expanded bends the range of every 128 elements by itself, and granularity is tensor",
+                key="fp8.optimizer.granularity",
+                remedy='"granularity": "1x128"',
+            )
+
+    @property
+    def compressed(self) -> bool:
+        """Whether anything is kept in less than FP32."""
+        return (self.exp_avg, self.exp_avg_sq, self.master) != ("fp32", "fp32", "fp32")
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes an element of both moments with their scales, where tensors are large."""
+        return sum(self._bytes(CODECS[name]) for name in (self.exp_avg, self.exp_avg_sq))
+
+    def _bytes(self, codec: Codec) -> float:
+        per_group = 0 if codec.max is None or self.granularity == "tensor" else 4 + codec.expanded
+        return codec.dtype.itemsize + per_group / BLOCK

@@ -1,0 +1,119 @@
+"""pack and sum_rows of gradient_wire.py, one kernel each: a gradient is read once, a message written once, read once.
+
+A program takes 32 groups of 128 elements. In `_pack` they belong to the slice of one rank; in `_sum_rows` they are those
+places of all rows, which it adds in FP32 in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_fp8.formats import BLOCK, FORMATS, SMALLEST_SCALE
+from ds_fp8.quantize.kernels import TRITON_DTYPES, amax_bits, scale_of, to_fp8
+from ds_fp8.zero.gradient_wire import CastOptions, Message, Slices
+from ds_fp8.zero.rounding import MULTIPLIERS
+
+GROUPS = 32
+"""Groups of 128 that one program takes."""
+STEP, FIRST, SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
+
+
+@triton.jit
+def _uniform(index, key):
+    """uniform of rounding.py."""
+    word = index.to(tl.uint32) * STEP + key.to(tl.uint32)
+    word = (word ^ (word >> 16)) * FIRST
+    word = (word ^ (word >> 15)) * SECOND
+    return ((word ^ (word >> 16)) >> 16).to(tl.float32) * (1.0 / 65536)
+
+
+@triton.jit
+def _round_stochastically(x, draw, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
+    """round_stochastically of rounding.py; `draw` in [0, 1)."""
+    binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    spacing = tl.maximum(binade * EPSILON, SUBNORMAL)
+    magnitude = tl.floor(tl.div_rn(tl.abs(x), spacing) + draw) * spacing
+    return tl.where(x < 0, -magnitude, magnitude)
+
+
+@triton.jit(do_not_specialize=["key", "rows"])
+def _pack(
+    gradient, residual, tensor_scale, clipped, message, numel, length, padded, column, width, codes_in_row, row_bytes, rows, key,
+    RESIDUAL: tl.constexpr, TENSOR: tl.constexpr, STOCHASTIC: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr,
+    LARGEST: tl.constexpr, SMALLEST: tl.constexpr, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr,
+):  # fmt: skip
+    rank = tl.program_id(1)
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    within = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    index = rank.to(tl.int64) * length + within
+    inside = (within < length) & (index < numel)
+    x = tl.load(gradient + index, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        before = tl.load(residual + index, mask=inside, other=0.0).to(tl.float32)
+        x += before
+    if TENSOR:
+        scale = tl.load(tensor_scale) + tl.zeros([GROUPS], tl.float32)
+        in_units = tl.div_rn(x, scale[:, None] + tl.zeros_like(x))
+        outside = tl.abs(in_units) > LARGEST
+        count = tl.sum(tl.sum(outside.to(tl.int32), 1), 0)
+        if count > 0:
+            tl.atomic_add(clipped, count, sem="relaxed")
+        in_units = tl.where(outside, tl.where(x < 0, -LARGEST, LARGEST), in_units)
+    else:
+        scale, reciprocal = scale_of(amax_bits(x, 1), LARGEST, SMALLEST, True)
+        in_units = x * reciprocal[:, None]
+    if STOCHASTIC:
+        in_units = _round_stochastically(in_units, _uniform(index, key), EPSILON, SUBNORMAL)
+    codes = to_fp8(in_units, 1.0, DTYPE, True)
+    if RESIDUAL:
+        lost = x - codes.to(tl.float32) * scale[:, None]
+        lost = tl.where(tl.abs(lost) < float("inf"), lost, before)
+        tl.store(residual + index, lost.to(residual.dtype.element_ty), mask=inside)
+
+    first = (rank // rows).to(tl.int64) * width + column
+    row = message + (rank % rows).to(tl.int64) * row_bytes
+    tl.store(row + first + within, codes.to(tl.uint8, bitcast=True), mask=within < padded)
+    scales = (row + codes_in_row).to(tl.pointer_type(tl.float32))
+    tl.store(scales + first // 128 + group, scale, mask=group * 128 < padded)
+
+
+@triton.jit(do_not_specialize=["rows", "divisor"])
+def _sum_rows(message, total, codes_in_row, row_bytes, rows, divisor, GROUPS: tl.constexpr, DTYPE: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    place = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    sums = tl.zeros([GROUPS, 128], tl.float32)
+    done = 0
+    while done < rows:
+        row = message + done * row_bytes.to(tl.int64)
+        codes = tl.load(row + place, mask=place < codes_in_row, other=0).to(DTYPE, bitcast=True)
+        scales = (row + codes_in_row).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales + group, mask=group * 128 < codes_in_row, other=0.0)
+        sums += codes.to(tl.float32) * scale[:, None]
+        done += 1
+    sums = tl.div_rn(sums, tl.zeros_like(sums) + divisor.to(tl.float32))
+    tl.store(total + place, sums, mask=place < codes_in_row)
+
+
+def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: Slices, options: CastOptions) -> None:
+    """pack of gradient_wire.py; the residual is contiguous."""
+    target = FORMATS[options.format]
+    world = shape.rows * shape.places
+    _pack[(triton.cdiv(slices.padded, GROUPS * BLOCK), world)](
+        gradient.contiguous(), options.residual, options.scale, options.clipped, message,
+        gradient.numel(), slices.length, slices.padded, slices.column, shape.width, shape.codes, shape.row_bytes,
+        shape.rows, options.key or 0,
+        RESIDUAL=options.residual is not None, TENSOR=options.scale is not None, STOCHASTIC=options.key is not None,
+        GROUPS=GROUPS, DTYPE=TRITON_DTYPES[options.format], LARGEST=target.max, SMALLEST=SMALLEST_SCALE,
+        EPSILON=torch.finfo(target.dtype).eps, SUBNORMAL=target.smallest_subnormal, num_warps=4,
+    )  # fmt: skip
+
+
+def sum_rows(message: torch.Tensor, shape: Message, format: str, divisor: int) -> torch.Tensor:
+    """sum_rows of gradient_wire.py."""
+    total = torch.empty(shape.codes, device=message.device)
+    _sum_rows[(triton.cdiv(shape.codes, GROUPS * BLOCK),)](
+        message, total, shape.codes, shape.row_bytes, shape.rows, divisor, GROUPS=GROUPS, DTYPE=TRITON_DTYPES[format], num_warps=4
+    )
+    return total

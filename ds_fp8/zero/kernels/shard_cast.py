@@ -1,0 +1,185 @@
+"""All master shards of a rank in one launch: the amax of their groups, and their cast.
+
+The weights are cut into tiles of 128 x 128 elements; a shard gives one program to each tile that it has a part of. A
+program finds its weight through `owner`, that weight's geometry in a row of `table`, and the numbers to cast at an
+address in `sources`, for these lie in as many buffers as DeepSpeed has sub-groups:
+
+    owner    int32 [programs]        the weight a program works for
+    table    int64 [weights, 8]      FIELDS, fixed for the life of the engine
+    sources  int64 [weights, 2]      address of the shard's first element; 1 where it is BF16, 0 for FP32
+
+An amax travels as the bits of its float, which order like the numbers: groups wider than a tile take an atomic maximum.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_fp8.config import Cast
+from ds_fp8.formats import BLOCK
+from ds_fp8.quantize.kernels import amax_bits, format_arguments, to_fp8
+from ds_fp8.zero.shard_cast import Source, on_device
+from ds_fp8.zero.shards import ShardedWeight
+
+ROW, TENSOR, TILE = (tl.constexpr(i) for i in range(3))
+MODES = {"row": 0, "tensor": 1, "128x128": 2}
+FIELDS = ("first_program", "columns", "start", "stop", "first_tile_row", "data_start", "scale_start", "scales_per_row")
+ALIGNMENT = 16
+"""Elements, and bytes of an address, that everything must be a multiple of for accesses of 16 bytes."""
+
+
+@triton.jit
+def _geometry(owner, table, first_program, ALIGNED: tl.constexpr):
+    """(weight, columns, start, stop, rows [128], columns [128], where its codes and its scales begin, scales a row)."""
+    program = first_program + tl.program_id(0)
+    weight = tl.load(owner + program).to(tl.int64)
+    fields = table + weight * 8
+    columns, start, stop = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
+    data_start = tl.load(fields + 5)
+    if ALIGNED:
+        columns, start, stop = tl.multiple_of(columns, 16), tl.multiple_of(start, 16), tl.multiple_of(stop, 16)
+        data_start = tl.multiple_of(data_start, 16)
+    tile, tiles_across = program - tl.load(fields), (columns + 127) // 128
+    row = (tl.load(fields + 4) + tile // tiles_across) * 128 + tl.arange(0, 128)
+    column = tile % tiles_across * 128 + tl.arange(0, 128)
+    return weight, columns, start, stop, row, column, data_start, tl.load(fields + 6), tl.load(fields + 7)
+
+
+@triton.jit
+def _load(source, place, inside, ALIGNED: tl.constexpr):
+    """FP32 numbers at `place` in a shard, whose row of `sources` is given; zero where not `inside`."""
+    address = tl.load(source)
+    if tl.load(source + 1) == 1:
+        bf16 = address.to(tl.pointer_type(tl.bfloat16))
+        if ALIGNED:
+            bf16 = tl.multiple_of(bf16, 16)
+        x = tl.load(bf16 + place, mask=inside, other=0.0).to(tl.float32)
+    else:
+        fp32 = address.to(tl.pointer_type(tl.float32))
+        if ALIGNED:
+            fp32 = tl.multiple_of(fp32, 16)
+        x = tl.load(fp32 + place, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit(do_not_specialize=["first_program", "first_weight"])
+def _amax(owner, table, sources, first_program, first_weight, amax, MODE: tl.constexpr, ALIGNED: tl.constexpr):
+    weight, columns, start, stop, row, column, _, scale_start, scales_per_row = _geometry(
+        owner, table, first_program, ALIGNED
+    )  # fmt: skip
+    index = row[:, None] * columns + column[None, :]
+    inside = (column < columns)[None, :] & (index >= start) & (index < stop)
+    x = _load(sources + 2 * (weight - first_weight), index - start, inside, ALIGNED)
+    bits = tl.minimum(amax_bits(x, 1), 0x7F800000)  # Inf for NaN: an all-reduce MAX must carry it
+    if MODE == ROW:
+        tl.atomic_max(amax + scale_start + row, bits, mask=(row * columns < stop) & ((row + 1) * columns > start), sem="relaxed")
+    elif MODE == TENSOR:
+        tl.atomic_max(amax + scale_start, tl.max(bits, 0), sem="relaxed")
+    else:
+        block = tl.min(row, 0) // 128 * scales_per_row + tl.min(column, 0) // 128
+        tl.store(amax + scale_start + block, tl.max(bits, 0))
+
+
+@triton.jit(do_not_specialize=["first_program", "first_weight"])
+def _cast(
+    owner, table, sources, first_program, first_weight, scales, data,
+    MODE: tl.constexpr, ALIGNED: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    weight, columns, start, stop, row, column, data_start, scale_start, scales_per_row = _geometry(
+        owner, table, first_program, ALIGNED
+    )  # fmt: skip
+    index = row[:, None] * columns + column[None, :]
+    inside = (column < columns)[None, :] & (index >= start) & (index < stop)
+    x = _load(sources + 2 * (weight - first_weight), index - start, inside, ALIGNED)
+    if MODE == ROW:
+        scale = tl.load(scales + scale_start + row, mask=(row * columns < stop) & ((row + 1) * columns > start), other=1.0)
+    elif MODE == TENSOR:
+        scale = tl.load(scales + scale_start) + tl.zeros([128], tl.float32)
+    else:
+        block = tl.min(row, 0) // 128 * scales_per_row + tl.min(column, 0) // 128
+        scale = tl.load(scales + scale_start + block) + tl.zeros([128], tl.float32)
+    if POW2:  # the reciprocal, exactly: its exponent is the scale's, mirrored
+        divisor = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        divisor = tl.where(scale == scale, divisor, float("nan"))
+    else:
+        divisor = scale
+    codes = to_fp8(x, divisor[:, None], DTYPE, POW2).to(tl.uint8, bitcast=True)
+    tl.store(data + data_start + (index - start), codes, mask=inside)
+
+
+class TritonShardCast:
+    """ShardCast of shard_cast.py in one launch a half; shards that are offloaded are copied and cast one by one."""
+
+    def __init__(self, weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: Cast):
+        self._weights = [weight for weight in weights if weight.shard.valid]
+        self._shards, self._spec = shards, spec
+        tiles = [_tiles(weight) for weight in self._weights]
+        self._first = list(itertools.accumulate((down * across for _, down, across in tiles), initial=0))
+        rows = [
+            (first, weight.shard.shape[1], weight.shard.start, weight.shard.start + weight.shard.valid, tile_row,
+             weight.start, weight.scale_start, weight.scale_strides[0] if weight.scale_strides else 0)
+            for weight, first, (tile_row, _, _) in zip(self._weights, self._first[:-1], tiles, strict=True)
+        ]  # fmt: skip
+        self._table = torch.tensor(rows, dtype=torch.int64, device=shards.device)
+        self._owner = torch.repeat_interleave(
+            torch.arange(len(rows), dtype=torch.int32), torch.tensor(self._first).diff()
+        ).to(shards.device)
+        self._aligned = all(number % ALIGNMENT == 0 for row in rows for number in (*row[1:4], row[5]))
+        self._listed: list[tuple[int, int]] = []
+        self._sources = torch.empty(0, dtype=torch.int64)
+
+    def write_amax(self, amax: torch.Tensor, source: Source) -> None:
+        self._launch(_amax, (amax.view(torch.int32),), source)
+
+    def cast(self, scales: torch.Tensor, source: Source) -> None:
+        self._launch(_cast, (scales, self._shards), source, **format_arguments(self._spec.format, self._spec.scale))
+
+    def _launch(self, kernel: triton.JITFunction, buffers: tuple[torch.Tensor, ...], source: Source, **words) -> None:
+        numbers = [source(weight) for weight in self._weights]
+        if not numbers:  # a rank may have no part of any weight
+            return
+        device = self._shards.device
+        if all(_is_readable(one, device) for one in numbers):
+            self._run(kernel, 0, numbers, buffers, words)
+            return
+        for position, one in enumerate(numbers):
+            # Only for the moment of its cast is an offloaded shard on the device.
+            here = one if _is_readable(one, device) else on_device(one, device)
+            self._run(kernel, position, [here], buffers, words)
+
+    def _run(self, kernel, first_weight: int, numbers: list[torch.Tensor], buffers: tuple, words: dict) -> None:
+        """Launch the programs of the weights from `first_weight` on, one for each of `numbers`."""
+        first, end = self._first[first_weight], self._first[first_weight + len(numbers)]
+        sources = [(one.data_ptr(), int(one.dtype is torch.bfloat16)) for one in numbers]
+        aligned = self._aligned and all(address % ALIGNMENT == 0 for address, _ in sources)
+        kernel[(end - first,)](
+            self._owner, self._table, self._sent(sources), first, first_weight, *buffers,
+            MODE=MODES[self._spec.granularity], ALIGNED=aligned, num_warps=8, **words,
+        )  # fmt: skip
+
+    def _sent(self, sources: list[tuple[int, int]]) -> torch.Tensor:
+        """`sources` on the device, without making the host wait; kept there for as long as they stay the same."""
+        if sources != self._listed:
+            table = torch.tensor(sources, dtype=torch.int64)
+            if self._shards.device.type == "cuda":
+                table = table.pin_memory().to(self._shards.device, non_blocking=True)
+            self._listed, self._sources = sources, table
+        return self._sources
+
+
+def _tiles(weight: ShardedWeight) -> tuple[int, int, int]:
+    """(first row of tiles, rows of tiles, tiles across) that the shard has a part of."""
+    columns = weight.shard.shape[1]
+    first = weight.shard.start // columns // BLOCK
+    last = (weight.shard.start + weight.shard.valid - 1) // columns // BLOCK
+    return first, last - first + 1, -(-columns // BLOCK)
+
+
+def _is_readable(numbers: torch.Tensor, device: torch.device) -> bool:
+    """Whether the kernels can read them where they are."""
+    return numbers.device == device and numbers.dtype in (torch.float32, torch.bfloat16) and numbers.is_contiguous()

@@ -1,0 +1,64 @@
+"""The cast of all master shards to FP8, in two halves around the all-reduce that agrees on the amax of every group.
+
+    write_amax   amax[g] = max |master[i]| over this rank's elements i of group g, into one flat buffer
+    cast         code[i] = cast(master[i] / scale[g]), into one flat buffer of codes
+
+On a GPU each half is one kernel over all weights at once, elsewhere torch, weight by weight: the same bits either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ds_fp8.config import Cast
+from ds_fp8.quantize import cast, group_amax
+from ds_fp8.zero.shards import ShardedWeight
+
+Source = Callable[[ShardedWeight], torch.Tensor]
+"""Of a weight the flat numbers to cast: [at least shard.valid], FP32 or BF16, on any device."""
+
+
+class ShardCast(Protocol):
+    """Both halves, for a fixed list of weights whose `data` and `scale_start` are set."""
+
+    def write_amax(self, amax: torch.Tensor, source: Source) -> None:
+        """Write the amax of every group that has a part here into the zeroed FP32 buffer `amax`; Inf for NaN or Inf."""
+
+    def cast(self, scales: torch.Tensor, source: Source) -> None:
+        """Refill every weight's `data` in units of the agreed scales, a flat FP32 buffer."""
+
+
+class ReferenceShardCast:
+    """ShardCast in torch, on any device; the oracle of the kernels."""
+
+    def __init__(self, weights: Sequence[ShardedWeight], spec: Cast):
+        self._weights, self._spec = [weight for weight in weights if weight.shard.valid], spec
+
+    def write_amax(self, amax: torch.Tensor, source: Source) -> None:
+        for weight in self._weights:
+            numbers = on_device(source(weight), amax.device)
+            weight.covered(weight.scales_in(amax)).copy_(group_amax(weight.cover(numbers), weight.granularity))
+
+    def cast(self, scales: torch.Tensor, source: Source) -> None:
+        for weight in self._weights:
+            numbers, own = on_device(source(weight), scales.device), weight.covered(weight.scales_in(scales))
+            cover = cast(weight.cover(numbers), own, self._spec.format, weight.granularity)
+            codes = cover.view(torch.uint8).flatten()[weight.offset : weight.offset + weight.shard.valid]
+            weight.data[: weight.shard.valid].copy_(codes)
+
+
+def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`numbers` as FP32 on `device`: themselves, or a copy."""
+    return numbers.to(device, torch.float32)
+
+
+def make_shard_cast(weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: Cast) -> ShardCast:
+    """The faster ShardCast of the device that `shards`, the buffer of all codes, is on."""
+    if shards.device.type != "cuda":
+        return ReferenceShardCast(weights, spec)
+    from ds_fp8.zero.kernels.shard_cast import TritonShardCast
+
+    return TritonShardCast(weights, shards, spec)

@@ -1,0 +1,39 @@
+"""Streams and events of the accelerator; on a device without streams all of it is void."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+
+def new_stream() -> object | None:
+    """A stream beside the current one; None on a device without streams."""
+    return None if get_accelerator().is_synchronized_device() else get_accelerator().Stream()
+
+
+def on_stream(stream: object | None) -> AbstractContextManager:
+    """Enqueue what is inside on `stream`; on a device without streams, as ever."""
+    return nullcontext() if stream is None else get_accelerator().stream(stream)
+
+
+def record_event() -> object | None:
+    """An event on the current stream; None on a device without streams."""
+    if get_accelerator().is_synchronized_device():
+        return None
+    event = get_accelerator().Event()
+    event.record()
+    return event
+
+
+def wait_event(event: object | None) -> None:
+    """Let the current stream wait for `event`."""
+    if event is not None:
+        get_accelerator().current_stream().wait_event(event)
+
+
+def used_by_current_stream(tensor: torch.Tensor) -> None:
+    """Keep the memory of `tensor` from reuse until the current stream has passed this point."""
+    if not get_accelerator().is_synchronized_device():
+        tensor.record_stream(get_accelerator().current_stream())

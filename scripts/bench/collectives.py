@@ -1,0 +1,189 @@
+"""ZeRO-3's two collectives in FP8 against DeepSpeed's own in BF16, at the message sizes of a decoder layer.
+
+    torchrun --nproc_per_node 2 scripts/bench/collectives.py --size 7b --json collectives.json
+    NCCL_P2P_DISABLE=1 torchrun --nproc_per_node 2 scripts/bench/collectives.py            a slower link
+    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_SOCKET_IFNAME=lo torchrun ...               a network's pace
+    python scripts/bench/collectives.py --quick                                            seconds on a CPU
+
+    gather    from shards to weights ready to be multiplied, and their release: as a layer is fetched
+    reduce    from full BF16 gradients to this rank's slice of their mean
+    refresh   FP8 only, once an optimizer step: amax, its all-reduce and the cast of the shards of all weights
+
+Times are the slowest rank's median; bytes are what one rank sends. `layer` is all linears of a layer together.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from common import SIZES, banner, device, print_banner, print_table, write_json
+from deepspeed import comm as dist
+from torch import nn
+from zero_ranks import is_first, join_ranks, leave_ranks, link, timed, zero3_config
+
+import ds_fp8
+from ds_fp8.config import GradientReduceConfig
+from ds_fp8.errors import main_entry
+from ds_fp8.zero import seams
+from ds_fp8.zero.gradient_reduce import GradientReduce
+from ds_fp8.zero.nodes import find_nodes
+from ds_fp8.zero.wire import WireMeter
+
+
+class Layer(nn.Module):
+    """The linears of a decoder layer, for their weights only."""
+
+    def __init__(self, size: str):
+        super().__init__()
+        self.linears = nn.ModuleDict(
+            {name: nn.Linear(k, n, bias=False) for name, (n, k) in SIZES[size].linears().items()}
+        )
+
+
+def engine_of(size: str, fp8: dict[str, Any] | None) -> Any:
+    torch.manual_seed(0)
+    with torch.device(device()):
+        model = Layer(size).bfloat16()
+    config = zero3_config(fp8=fp8)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def groups_of(engine: Any) -> dict[str, list[nn.Parameter]]:
+    """The weights that are gathered together, by name: each alone, then the layer."""
+    linears = engine.module.linears
+    return {**{name: [m.weight] for name, m in linears.items()}, "layer": [m.weight for m in linears.values()]}
+
+
+def measure_gathers(size: str, fp8: dict[str, Any] | None, repeats: int) -> dict[str, tuple[float, int]]:
+    """(milliseconds, bytes sent) by group of weights, and of a refresh in FP8."""
+    engine = engine_of(size, fp8)
+    found = {}
+    for name, weights in groups_of(engine).items():
+
+        def gather_and_release(weights: list[nn.Parameter] = weights) -> None:
+            weights[0].all_gather_coalesced(weights).wait()
+            weights[0].partition(weights)
+
+        gather_and_release()
+        engine.fp8.wire.take()
+        gather_and_release()
+        sent = engine.fp8.wire.take()["all_gather_bytes"]
+        found[name] = timed(gather_and_release, repeats), sent
+    if engine.fp8.parameter_gather is not None:
+        refresh = engine.fp8.parameter_gather.refresh
+        engine.fp8.wire.take()
+        refresh()
+        sent = engine.fp8.wire.take()["all_gather_bytes"]
+        found["refresh"] = timed(refresh, repeats), sent
+    engine.destroy()
+    return found
+
+
+def measure_reductions(size: str, options: dict[str, Any] | None, repeats: int) -> dict[str, tuple[float, int]]:
+    """(milliseconds, bytes sent) by group of gradients; options of "grad_reduce", None for DeepSpeed's own."""
+    shapes = list(SIZES[size].linears().items())
+    wire = WireMeter()
+    stock = seams.stock_reduce_scatter()
+    if options is None:
+
+        def reduce(gradients: list[torch.Tensor]) -> None:
+            stock(gradients, None)
+    else:
+        config = GradientReduceConfig(**options)
+        ours = GradientReduce(stock, config, wire, find_nodes(config.hierarchy))
+
+        def reduce(gradients: list[torch.Tensor]) -> None:
+            ours(gradients, None, list(range(len(gradients))))
+
+    found = {}
+    for name in [*dict(shapes), "layer"]:
+        chosen = [shape for linear, shape in shapes if name in (linear, "layer")]
+        gradients = [torch.randn(shape, device=device(), dtype=torch.bfloat16) for shape in chosen]
+        wire.take()
+        reduce(gradients)
+        sent = wire.take()["grad_bytes"]
+        found[name] = timed(lambda gradients=gradients: reduce(gradients), repeats), sent
+    return found
+
+
+def rows_of(operation: str, size: str, bf16: dict, fp8: dict) -> list[dict[str, Any]]:
+    sizes = {name: n * k for name, (n, k) in SIZES[size].linears().items()}
+    sizes["layer"] = sizes["refresh"] = sum(sizes.values())
+    rows = []
+    for name, (milliseconds, sent) in fp8.items():
+        stock_milliseconds, stock_sent = bf16.get(name, (None, None))
+        rows.append(
+            {
+                "operation": "refresh" if name == "refresh" else operation,
+                "weights": "layer" if name == "refresh" else name,
+                "parameters": sizes[name],
+                "bf16_milliseconds": stock_milliseconds,
+                "fp8_milliseconds": milliseconds,
+                "bf16_bytes": stock_sent,
+                "fp8_bytes": sent,
+            }
+        )
+    return rows
+
+
+def print_rows(rows: list[dict[str, Any]], ranks: int) -> None:
+    def ratio(over: Any, under: Any) -> float | None:
+        return over / under if over and under else None
+
+    print_table(
+        f"{ranks} ranks, link: {link()}",
+        ("operation", "weights", "M parameters", "BF16 ms", "FP8 ms", "speed-up", "BF16 MB", "FP8 MB", "bytes"),
+        [
+            (
+                row["operation"],
+                row["weights"],
+                row["parameters"] / 1e6,
+                row["bf16_milliseconds"],
+                row["fp8_milliseconds"],
+                ratio(row["bf16_milliseconds"], row["fp8_milliseconds"]),
+                row["bf16_bytes"] / 1e6 if row["bf16_bytes"] is not None else None,
+                row["fp8_bytes"] / 1e6,
+                ratio(row["fp8_bytes"], row["bf16_bytes"]),
+            )
+            for row in rows
+        ],
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    parser.add_argument("--size", choices=list(SIZES), help="whose linears (default 7b, --quick: tiny)")
+    parser.add_argument("--preset", default="infir2", help="whose weights the gather carries (default infir2)")
+    parser.add_argument("--rounding", choices=["nearest", "stochastic"], default="nearest", help="of gradients")
+    parser.add_argument("--error-feedback", choices=["off", "bf16", "fp32"], default="off", help="of gradients")
+    parser.add_argument("--scale", choices=["group", "tensor"], default="group", help="of gradients")
+    parser.add_argument("--repeats", type=int, help="default 20, --quick: 3")
+    parser.add_argument("--quick", action="store_true", help="small messages and few repetitions, for any machine")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
+    options = parser.parse_args(arguments)
+    size = options.size or ("tiny" if options.quick else "7b")
+    repeats = options.repeats or (3 if options.quick else 20)
+
+    join_ranks()
+    facts = banner()
+    if is_first():
+        print_banner(facts)
+    fp8 = {"preset": options.preset, "monitor": {"every": 0}}
+    reduction = {"scale": options.scale, "rounding": options.rounding, "error_feedback": options.error_feedback}
+    rows = rows_of("gather", size, measure_gathers(size, None, repeats), measure_gathers(size, fp8, repeats))
+    stock, ours = (measure_reductions(size, how, repeats) for how in (None, reduction))
+    rows += rows_of("reduce", size, stock, ours)
+    if is_first():
+        print_rows(rows, dist.get_world_size())
+        if options.json:
+            write_json(options.json, banner=facts, link=link(), ranks=dist.get_world_size(), size=size, rows=rows)
+    leave_ranks()
+    return 0
+
+
+if __name__ == "__main__":
+    main_entry(main)

@@ -1,0 +1,271 @@
+"""Training parity of compressed optimizer state: one model and one order of data, every way to keep the state.
+
+    python scripts/bench/optimizer_parity.py --json parity.json --plot parity.png --save-moments moments.pt
+    python scripts/bench/optimizer_parity.py --quick                                seconds on a CPU
+    python scripts/bench/optimizer_parity.py --quick --steps 300 --seeds 0,1,2      three seeds on a CPU
+
+A Llama of 113 million parameters in BF16 reads bytes of Python sources: those of the standard library and of the
+packages in this environment, in the order of their names. Masters are FP32 except where the preset says otherwise. Runs
+of one seed start from the same weights and see the same batches, so they differ by the optimizer's state alone.
+
+    "final loss"   mean training loss of the last tenth of the steps
+    "vs fp32"      its relative difference from the run with FP32 state of the same seed; parity is within 0.25%
+    "validation"   loss on the last hundredth of the text, which no run trains on
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import argument_parser, banner, device, print_banner, print_table, words, write_json
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ds_fp8.errors import UserError, main_entry
+from ds_fp8.optim import AdamW
+
+E4M3 = {"exp_avg": "e4m3", "exp_avg_sq": "e4m3"}
+EXPANDED = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
+FP8LM = {"exp_avg": "e4m3", "exp_avg_sq": "fp16", "granularity": "tensor", "scale": "pow2"}
+KEPT: dict[str, dict[str, Any]] = {
+    "infir2": {},
+    "coat": EXPANDED,
+    "fishman": {"exp_avg": "e4m3", "exp_avg_sq": "e5m2", "granularity": "tensor"},
+    "fp8lm_o2": FP8LM,
+    "fp8lm_o3": {**FP8LM, "master": "fp16_scaled"},
+    "bf16": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
+    "e4m3": E4M3,
+    "e4m3_pow2": {**E4M3, "scale": "pow2"},
+    "coat_stochastic": {**EXPANDED, "stochastic_rounding": True},
+}
+"""Presets of the fp8 section by what they say of the optimizer, and more."""
+REFERENCE = "infir2"
+VALIDATION_BATCHES = 8
+MOMENTS_SAVED = 20_000_000
+"""Elements of moments to save at least: whole tensors from the first layers on."""
+
+
+class Scale(NamedTuple):
+    """Model and batch."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    length: int
+    rows: int
+    steps: int
+    text: int
+    """Bytes of text."""
+
+
+FULL = Scale(768, 3072, 12, 12, 1024, 16, 1000, 96_000_000)
+QUICK = Scale(64, 256, 2, 2, 64, 8, 20, 500_000)
+
+
+def read_sources(length: int) -> torch.Tensor:
+    """The first `length` bytes of the Python sources of this environment, uint8. Raises UserError for too few."""
+    text, found = bytearray(), 0
+    for folder in ("stdlib", "purelib"):
+        for file in sorted(Path(sysconfig.get_path(folder)).rglob("*.py")):
+            if folder == "stdlib" and "site-packages" in file.parts:
+                continue
+            text += file.read_bytes()
+            found += 1
+            if len(text) >= length:
+                return torch.frombuffer(text[:length], dtype=torch.uint8)
+    if len(text) < 100_000:
+        raise UserError(f"only {found} Python files are installed here", remedy="run in an environment with packages")
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def batch(text: torch.Tensor, scale: Scale, seed: int) -> torch.Tensor:
+    """Rows of bytes [rows, length] from places that depend on `seed` alone."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, len(text) - scale.length, (scale.rows, 1), generator=generator)
+    return text[starts + torch.arange(scale.length)].long().to(device())
+
+
+def build_model(scale: Scale, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=scale.hidden, intermediate_size=scale.intermediate,
+        num_hidden_layers=scale.layers, num_attention_heads=scale.heads, max_position_embeddings=scale.length,
+        tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(device(), torch.bfloat16)
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over a twentieth of the steps, then a cosine to a tenth of the peak."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Without it two runs of one seed end 0.2% apart on a GPU, nearly as far as any state may be from FP32's."""
+    before = torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def train(kept: dict[str, Any], scale: Scale, text: torch.Tensor, seed: int, options: argparse.Namespace):
+    """One run: (its row of figures, the optimizer, the model)."""
+    model = build_model(scale, seed)
+    forward = torch.compile(model) if options.compile else model
+    optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, options.beta2), eps=1e-8, weight_decay=0.1, **kept)
+    training, held_out = text[: len(text) * 99 // 100], text[len(text) * 99 // 100 :]
+    losses = torch.zeros(scale.steps, device=device())
+    started = time.perf_counter()
+    for step in range(scale.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, scale.steps, options.lr)
+        rows = batch(training, scale, seed * 1_000_003 + step)
+        loss = forward(input_ids=rows, labels=rows).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step] = loss.detach()
+    curve = losses.tolist()  # waits for the GPU
+    seconds = time.perf_counter() - started
+    model.eval()
+    with torch.no_grad():
+        batches = [batch(held_out, scale, number) for number in range(VALIDATION_BATCHES)]
+        validation = sum(model(input_ids=rows, labels=rows).loss.item() for rows in batches) / len(batches)
+    last = curve[-max(1, len(curve) // 10) :]
+    row = {
+        "seed": seed,
+        "final_loss": sum(last) / len(last),
+        "validation_loss": validation,
+        "milliseconds_a_step": 1e3 * seconds / scale.steps,
+        "state_bytes": optimizer.state_bytes() / sum(p.numel() for p in model.parameters()),
+        "skipped_steps": optimizer.skipped_steps,
+        "losses": curve,
+    }
+    return row, optimizer, model
+
+
+def save_moments(file: str, optimizer: AdamW, model: torch.nn.Module) -> None:
+    """Write FP32 moments of the first tensors for optimizers.py --moments."""
+    saved, count = {}, 0
+    for name, p in model.named_parameters():
+        if count < MOMENTS_SAVED:
+            saved[name] = {key: optimizer.state[p][key].float().cpu() for key in ("exp_avg", "exp_avg_sq")}
+            count += p.numel()
+    torch.save(saved, file)
+
+
+def print_rows(rows: list[dict[str, Any]], parameters: int, scale: Scale) -> None:
+    print_table(
+        f"{parameters / 1e6:.0f} million parameters, {scale.steps} steps of {scale.rows * scale.length} bytes",
+        ("state", "seed", "final loss", "vs fp32 %", "validation", "vs fp32 %", "state B", "ms a step"),
+        [
+            (
+                row["state"], row["seed"], f"{row['final_loss']:.4f}", f"{100 * row['difference']:+.3f}",
+                f"{row['validation_loss']:.4f}", f"{100 * row['validation_difference']:+.3f}",
+                row["state_bytes"], row["milliseconds_a_step"],
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+def plot(file: str, rows: list[dict[str, Any]]) -> None:
+    """Training losses of the first seed, and how far each is from the reference, averaged over fiftieths of the run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    seed = rows[0]["seed"]
+    curves = {row["state"]: torch.tensor(row["losses"]) for row in rows if row["seed"] == seed}
+    window = max(1, len(curves[REFERENCE]) // 50)
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 8), height_ratios=(3, 2))
+    steps = torch.arange(window, len(curves[REFERENCE]) + 1, window)
+    smooth = {name: curve[: len(steps) * window].view(-1, window).mean(1) for name, curve in curves.items()}
+    for name, curve in smooth.items():
+        above.plot(steps, curve, label=name, linewidth=1)
+        below.plot(steps, 100 * (curve / smooth[REFERENCE] - 1), label=name, linewidth=1)
+    above.set_ylabel("training loss")
+    above.legend()
+    below.axhspan(-0.25, 0.25, color="0.9")
+    below.set_ylabel(f"difference from {REFERENCE} (%)")
+    below.set_ylim(-2, 2)
+    below.set_xlabel("step")
+    figure.savefig(file, dpi=120, bbox_inches="tight")
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--presets", type=words, default=list(KEPT), metavar="NAME,...", help=f"of {','.join(KEPT)}")
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0])
+    parser.add_argument("--steps", type=int, help=f"default {FULL.steps}, --quick: {QUICK.steps}")
+    parser.add_argument("--lr", type=float, default=6e-4, help="peak learning rate (default 6e-4)")
+    parser.add_argument("--beta2", type=float, default=0.95)
+    parser.add_argument("--compile", action="store_true", help="compile the model, to wait less for Python")
+    parser.add_argument("--plot", metavar="FILE", help="draw the curves of the first seed there")
+    parser.add_argument("--save-moments", metavar="FILE", help="write moments of the reference run there")
+    options = parser.parse_args(arguments)
+    for name in options.presets:
+        if name not in KEPT:
+            raise UserError(f'unknown preset "{name}"', key="--presets", remedy=f"some of {', '.join(KEPT)}")
+    if device().type != "cuda" and not options.quick:
+        raise UserError("113 million parameters take hours without a GPU", remedy="--quick")
+    options.presets = [REFERENCE, *(name for name in options.presets if name != REFERENCE)]
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    facts = banner()
+    print_banner(facts)
+    scale = QUICK if options.quick else FULL
+    scale = scale._replace(steps=options.steps or scale.steps)
+    text = read_sources(scale.text)
+    rows: list[dict[str, Any]] = []
+    for seed in options.seeds:
+        for name in options.presets:
+            with deterministic():
+                row, optimizer, model = train(KEPT[name], scale, text, seed, options)
+            parameters = sum(p.numel() for p in model.parameters())
+            if name == REFERENCE:
+                reference = row
+                if options.save_moments and seed == options.seeds[0]:
+                    save_moments(options.save_moments, optimizer, model)
+            row |= {
+                "state": name,
+                "difference": row["final_loss"] / reference["final_loss"] - 1,
+                "validation_difference": row["validation_loss"] / reference["validation_loss"] - 1,
+            }
+            rows.append(row)
+            print(
+                f"{name}, seed {seed}: final loss {row['final_loss']:.4f} ({100 * row['difference']:+.3f}%)", flush=True
+            )
+            del optimizer, model
+            if options.json:  # after every run: nothing is lost when the time runs out
+                about = {"lr": options.lr, "beta2": options.beta2, "parameters": parameters, **scale._asdict()}
+                write_json(options.json, banner=facts, run=about, rows=rows)
+    print_rows(rows, parameters, scale)
+    if options.plot:
+        plot(options.plot, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    main_entry(main)

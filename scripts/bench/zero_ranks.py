@@ -1,0 +1,109 @@
+"""What the benchmarks of ZeRO-3 share: ranks, the link between them, timing in step with each other, a model."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import SIZES, device
+from deepspeed import comm as dist
+
+from ds_fp8.errors import UserError
+from ds_fp8.zero import seams
+
+LINK_SWITCHES = "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME"
+WARMUP = 3
+
+
+def join_ranks() -> None:
+    """Join the ranks that torchrun or deepspeed started; alone where neither did."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29511")
+    if device().type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    import deepspeed
+
+    seams.spare_shared_memory_op()
+    deepspeed.init_distributed(dist_backend="nccl" if device().type == "cuda" else "gloo", verbose=False)
+
+
+def leave_ranks() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, which prints and writes."""
+    return dist.get_rank() == 0
+
+
+def link() -> str:
+    """What the ranks are joined by, as far as the environment says."""
+    switches = [f"{name}={os.environ[name]}" for name in LINK_SWITCHES if name in os.environ]
+    return " ".join(switches) or ("as NCCL chooses" if device().type == "cuda" else "gloo on one host")
+
+
+def synchronize() -> None:
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(function: Callable[[], Any], repeats: int) -> float:
+    """Median milliseconds of `function()`, begun by all ranks together; the slowest rank's. Collective."""
+    durations = []
+    for _ in range(WARMUP + repeats):
+        dist.barrier()
+        synchronize()
+        begin = time.perf_counter()
+        function()
+        synchronize()
+        durations.append(time.perf_counter() - begin)
+    return slowest(statistics.median(durations[WARMUP:])) * 1e3
+
+
+def slowest(value: float) -> float:
+    """The largest of all ranks' values. Collective."""
+    agreed = torch.tensor([value], dtype=torch.float64, device=device())
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    return agreed.item()
+
+
+def zero3_config(micro_batch: int = 1, accumulation: int = 1, fp8: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A DeepSpeed configuration of ZeRO-3 in BF16 with FP32 gradients, prefetch and overlap; fp8 section as given."""
+    config = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "torch_adam": True}},
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
+    }
+    return config | {"fp8": fp8 if fp8 is not None else {"enabled": False}}
+
+
+def causal_lm_config(size: str, layers: int, vocabulary: int, positions: int) -> Any:
+    """The configuration of a Qwen2-like model of one of SIZES, with as many layers as asked for."""
+    from transformers import Qwen2Config
+
+    if size not in SIZES:
+        raise UserError(f'unknown size "{size}"', key="--size", remedy=f"one of {', '.join(SIZES)}")
+    shape = SIZES[size]
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=positions,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )

@@ -1,0 +1,175 @@
+"""The optimizer on a GPU: that it waits for nothing, allocates nothing, and agrees with the CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ds_fp8.optim import AdamW, kernels, reference
+from ds_fp8.optim.reference import AdamStep
+from tests.optim.numbers import gradients, moment, numbers_of
+from tests.optim.test_adamw import PRECISIONS, moments
+from tests.optim.test_zero import COAT, KEPT, losses, resume
+
+pytestmark = pytest.mark.gpu
+
+HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+GROUPED = [name for name, kept in PRECISIONS.items() if kept.get("granularity") != "tensor"]
+WEIGHTS = {"rtol": 1e-4, "atol": 1e-6}
+"""Of FP32 weights after a few steps on a GPU and on a CPU."""
+
+
+def parameter(numel: int, device: str = "cuda") -> nn.Parameter:
+    return nn.Parameter((gradients(numel, seed=1) * 100).to(device))
+
+
+def take(optimizer: AdamW, p: nn.Parameter, steps: int, start: int = 0) -> None:
+    for step in range(start, start + steps):
+        p.grad = gradients(p.numel(), seed=10 + step).to(p.device)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_a_gpu_trains_as_a_cpu_does(precision):
+    kept = {**PRECISIONS[precision], "stochastic_rounding": False}
+    states = []
+    for device in ("cpu", "cuda"):
+        p = parameter(100_003, device)
+        optimizer = AdamW([p], **HYPERPARAMETERS, **kept)
+        take(optimizer, p, 3)
+        states.append((p.detach().cpu(), optimizer))
+    if kept.get("master") != "fp16_scaled":
+        torch.testing.assert_close(states[1][0], states[0][0], rtol=5e-3, atol=5e-5)
+    for left, right in zip(moments(states[1][1]), moments(states[0][1]), strict=True):
+        # Codes differ where a number lies between two: few, and by a step.
+        assert ((left - right).norm() / right.norm()).item() < 0.01
+
+
+def test_fp32_moments_are_torchs_fused_adamw():
+    left, right = parameter(100_003), parameter(100_003)
+    take(AdamW([left], **HYPERPARAMETERS), left, 5)
+    take(torch.optim.AdamW([right], **HYPERPARAMETERS, fused=True), right, 5)
+    torch.testing.assert_close(left, right, **WEIGHTS)
+
+
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_a_step_makes_the_host_wait_for_nothing(precision):
+    p = parameter(10_000)
+    optimizer = AdamW([p], **HYPERPARAMETERS, **PRECISIONS[precision])
+    take(optimizer, p, 2)
+    grad = torch.randn(10_000, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            p.grad = grad
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", GROUPED)
+def test_a_step_takes_no_memory(precision):
+    p = parameter(1 << 24)
+    optimizer = AdamW([p], **HYPERPARAMETERS, **PRECISIONS[precision], check_finite=False)
+    take(optimizer, p, 1)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    optimizer.step()
+    assert torch.cuda.max_memory_allocated() == held
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_a_step_with_a_gradient_that_is_not_finite_is_left_out_whole(precision, bad):
+    p, other = parameter(10_000), parameter(300)
+    optimizer = AdamW([p, other], **HYPERPARAMETERS, **PRECISIONS[precision])
+    other.grad = gradients(300).cuda()
+    take(optimizer, p, 3)
+    before = [x.detach().clone() for x in (p, other)] + moments(optimizer)
+    p.grad = gradients(10_000).cuda()
+    p.grad[77] = bad
+    optimizer.step()
+    for left, right in zip([p, other, *moments(optimizer)], before, strict=True):
+        assert torch.equal(left.detach(), right)
+    assert optimizer.skipped_steps == 1
+    assert optimizer.state[p]["step"] == optimizer.state[other]["step"] == 3
+    take(optimizer, p, 1, start=3)
+    assert optimizer.state_dict()["state"][0]["step"] == 4
+    assert not torch.equal(p.detach(), before[0])
+
+
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_a_checkpoint_resumes_exactly(precision):
+    p = parameter(100_003)
+    optimizer = AdamW([p], **HYPERPARAMETERS, **PRECISIONS[precision])
+    take(optimizer, p, 3)
+    q = nn.Parameter(p.detach().clone())
+    again = AdamW([q], **PRECISIONS[precision])
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for left, right in zip(moments(again), moments(optimizer), strict=True):
+        assert torch.equal(left, right)
+    for number, (one, x) in enumerate(((optimizer, p), (again, q))):
+        take(one, x, 2, start=3)
+        assert one.state[x]["step"] == 5, number
+    assert torch.equal(p, q)
+    assert again.state[q]["exp_avg"] is not optimizer.state[p]["exp_avg"]
+
+
+def test_more_elements_than_32_bits_count():
+    numel = (1 << 31) + 128 * 1000 + 77
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of free memory")
+    p = nn.Parameter(torch.zeros(numel, device="cuda"))
+    optimizer = AdamW([p], lr=1e-3, weight_decay=0.0, **PRECISIONS["coat"], check_finite=False)
+    p.grad = torch.zeros(numel, device="cuda")
+    last = gradients(1000)
+    p.grad[-1000:] = last.cuda()
+    optimizer.step()
+    assert torch.equal(p[-1000:].sign().cpu(), -last.sign())
+    assert p[:-1000].count_nonzero() == 0
+    assert optimizer.state[p]["exp_avg"].narrow(0, numel - 1000, 1000).cpu() == pytest.approx(0.1 * last, rel=0.1)
+
+
+@pytest.mark.parametrize("numel", [128 * 64, 100_003])
+@pytest.mark.parametrize("codec", ["e4m3", "e5m2", "fp16", "e4m3_expanded"])
+def test_codes_are_those_of_plain_torch(codec, numel):
+    step = AdamStep(3, 1e-3, 0.9, 0.95, 1e-8, 0.1)
+    first, second = gradients(numel, 3) * 0.1, gradients(numel, 4) ** 2
+    found = []
+    for device, update in (("cpu", reference.adamw_step), ("cuda", kernels.adamw_step)):
+        m, v = moment(first, codec, device=device), moment(second, codec, never_zero=True, device=device)
+        update(parameter(numel, device).detach(), gradients(numel, 2).to(device), m, v, step)
+        found.append((m, v))
+    for left, right in zip(*found, strict=True):
+        torch.testing.assert_close(right.scale.cpu(), left.scale, rtol=2.0**-12, atol=0)
+        different = (numbers_of(left) - numbers_of(right)).abs() > 1e-3 * numbers_of(left).abs()
+        assert different.float().mean() < 0.005
+
+
+def test_grad_scaler():
+    p = parameter(10_000)
+    optimizer = AdamW([p], **HYPERPARAMETERS, **PRECISIONS["coat"], check_finite=False)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    for value in (1.0, torch.inf, 1.0):
+        loss = scaler.scale((p * value).sum())
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert optimizer.state[p]["step"] == 2
+    assert p.isfinite().all()
+
+
+def test_zero_3_trains_and_resumes(gpu_ranks, tmp_path):
+    expected = gpu_ranks(1, losses, {})[0][0]
+    found, _ = gpu_ranks(1, losses, COAT)[0]
+    assert found == pytest.approx(expected, rel=0.01)
+    for name in ("coat", "fishman"):
+        whole, resumed = gpu_ranks(1, resume, KEPT[name], str(tmp_path / name), False, {})[0]
+        assert whole[0] == resumed[0]
+        assert all(torch.equal(left, right) for left, right in zip(whole[2], resumed[2], strict=True))

@@ -1,0 +1,154 @@
+"""From the "fp8" and "optimizer" sections to an optimizer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from ds_fp8.config import check_deepspeed, parse_fp8
+from ds_fp8.errors import UserError
+from ds_fp8.optim import StatePrecision
+from ds_fp8.optim.from_config import make_adamw, uses_own_optimizer
+from ds_fp8.train import load_stage
+from tests.train.conftest import TINY
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-4}}
+COAT = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
+
+
+def raw(fp8: dict, optimizer: dict | None = ADAMW, **sections) -> dict:
+    result = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "fp8": fp8, **sections}
+    return result if optimizer is None else {**result, "optimizer": optimizer}
+
+
+def adamw(fp8: dict, optimizer: dict | None = ADAMW, rank: int = 0):
+    config = raw(fp8, optimizer)
+    return make_adamw(config, parse_fp8(config), "stage.json", lambda: rank)([nn.Parameter(torch.zeros(2))])
+
+
+@pytest.mark.parametrize(
+    ("fp8", "own"),
+    [
+        ({}, False),
+        ({"preset": "fp8lm_o1"}, False),
+        ({"optimizer": {"implementation": "ds_fp8"}}, True),
+        ({"optimizer": {"exp_avg": "bf16"}}, True),
+        ({"optimizer": {"master": "fp16_scaled"}}, True),
+        ({"preset": "coat"}, True),
+        ({"preset": "coat", "enabled": False}, False),
+        ({"preset": "coat", "optimizer": {"exp_avg": "fp32", "exp_avg_sq": "fp32"}}, False),
+    ],
+)
+def test_deepspeeds_adam_stays_while_all_state_is_fp32(fp8, own):
+    assert uses_own_optimizer(parse_fp8(raw(fp8))) == own
+
+
+@pytest.mark.parametrize(
+    ("preset", "precision"),
+    [
+        ("infir2", StatePrecision()),
+        ("fp8lm_o1", StatePrecision()),
+        ("fp8lm_o2", StatePrecision("e4m3", "fp16", granularity="tensor", scale="pow2")),
+        ("fp8lm_o3", StatePrecision("e4m3", "fp16", "fp16_scaled", granularity="tensor", scale="pow2")),
+        ("coat", StatePrecision("e4m3_expanded", "e4m3_expanded")),
+        ("fishman", StatePrecision("e4m3", "e5m2", granularity="tensor")),
+    ],
+)
+def test_presets_keep_state_as_their_sources_do(preset, precision):
+    assert adamw({"preset": preset}).precision == precision
+
+
+def test_fp8lm_shards_weights_in_16_bits_until_o3():
+    gathered = [parse_fp8(raw({"preset": f"fp8lm_o{level}"})).param_gather.format for level in (1, 2, 3)]
+    assert gathered == ["bf16", "bf16", "e4m3"]
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "adamw"])
+def test_the_params_are_those_of_deepspeeds_section(name):
+    params = {
+        "lr": 2e-5,
+        "betas": [0.8, 0.9],
+        "eps": 1e-6,
+        "weight_decay": 0.3,
+        "torch_adam": True,
+        "adam_w_mode": True,
+    }
+    group = adamw({"optimizer": COAT}, {"type": name, "params": params}).param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (2e-5, (0.8, 0.9), 1e-6, 0.3)
+
+
+def test_ranks_draw_different_numbers():
+    section = {"optimizer": {**COAT, "stochastic_rounding": True, "seed": 10}}
+    assert [adamw(section, rank=rank).precision.seed for rank in (0, 3)] == [10, 13]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "key"),
+    [
+        (None, "optimizer.type"),
+        ({"type": "Lamb", "params": {}}, "optimizer.type"),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, "optimizer.params.adam_w_mode"),
+        ({"type": "AdamW", "params": {"amsgrad": True}}, "optimizer.params.amsgrad"),
+        ({"type": "AdamW", "params": {"beta": [0.9, 0.95]}}, "optimizer.params.beta"),
+        ({"type": "AdamW", "params": {"lr": -1}}, "optimizer.params.lr"),
+        ({"type": "AdamW", "params": {"lr": "fast"}}, "optimizer.params"),
+    ],
+)
+def test_an_optimizer_section_that_does_not_fit_is_explained(optimizer, key):
+    with pytest.raises(UserError) as caught:
+        adamw({"optimizer": COAT}, optimizer)
+    assert (caught.value.key, caught.value.file) == (key, "stage.json")
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"exp_avg": "e4m4"}, "fp8.optimizer.exp_avg"),
+        ({"exp_avg": "e4m3_expanded", "granularity": "tensor"}, "fp8.optimizer.granularity"),
+        ({"momentum": "fp32"}, "fp8.optimizer.momentum"),
+    ],
+)
+def test_a_section_that_does_not_fit_is_explained(section, key):
+    with pytest.raises(UserError) as caught:
+        parse_fp8(raw({"optimizer": section}))
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "offload_optimizer.device"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"super_offload": True}}}, "super_offload"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
+    ],
+)
+def test_what_handles_fp32_state_itself_is_refused(sections, key):
+    config = raw({"optimizer": COAT}, **sections)
+    with pytest.raises(UserError) as caught:
+        check_deepspeed(config, parse_fp8(config))
+    assert caught.value.key.endswith(key)
+
+
+def test_cpu_offload_is_not_refused():
+    config = raw({"optimizer": COAT}, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
+    check_deepspeed(config, parse_fp8(config))
+
+
+def test_a_stage_is_checked_before_anything_starts(tmp_path):
+    file = tmp_path / "stage.json"
+    coat = "fp8.preset=coat"
+    file.write_text(json.dumps(TINY))
+    assert load_stage(file, [coat, "train.compact_checkpoints=true"]).train.compact_checkpoints
+    for overrides, key in (
+        (["train.compact_checkpoints=true"], "train.compact_checkpoints"),
+        ([coat, "optimizer.type=Lamb"], "optimizer.type"),
+        ([coat, "optimizer.params.amsgrad=true"], "optimizer.params.amsgrad"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load_stage(file, overrides)
+        assert caught.value.key == key

@@ -1,0 +1,141 @@
+"""The kernel against plain torch. Off a GPU it runs in Triton's interpreter, whose casts round coarsely."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_fp8.optim import kernels, reference
+from ds_fp8.optim.codecs import CODECS
+from ds_fp8.optim.reference import AdamStep
+from tests.optim.numbers import gradients, moment, numbers_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # log2(0) in the interpreter
+STEP = AdamStep(3, 1e-3, 0.9, 0.95, 1e-8, 0.1)
+FP32 = {"rtol": 1e-4, "atol": 1e-7}
+"""Of the master weights: fused multiply-adds and approximate roots."""
+SPACINGS = 1.05
+"""Codes may differ by one step of the format, where a number lies close to the middle of two."""
+DIFFERENT = 0.01 if DEVICE == "cuda" else 0.15
+"""Share of the codes that may differ: the interpreter's casts lose the carry from the mantissa into the exponent, which
+one number in sixteen has in E4M3 and one in eight in E5M2."""
+
+KEPT = [
+    ("fp32", "fp32", "1x128", "fp32"),
+    ("bf16", "bf16", "1x128", "fp32"),
+    ("fp32", "e4m3", "1x128", "fp32"),
+    ("e4m3", "e5m2", "1x128", "pow2"),
+    ("fp16", "fp16", "1x128", "fp32"),
+    ("e4m3_expanded", "e4m3_expanded", "1x128", "fp32"),
+    ("e4m3_expanded", "bf16", "1x128", "fp32"),
+    ("e4m3", "fp16", "tensor", "pow2"),
+    ("e4m3", "e5m2", "tensor", "fp32"),
+]
+
+
+def one_step(step, kept, numel, *, device=DEVICE, seed=None, segments=(), dtype=torch.float32, **more):
+    """(master, exp_avg, exp_avg_sq, 16-bit copy) after a step from moments that are not zero."""
+    exp_avg, exp_avg_sq, granularity, scale = kept
+    master, grad = gradients(numel, 1) * 100, gradients(numel, 2)
+    grad[: numel // 3] = 0
+    first, second = gradients(numel, 3) * 0.1, gradients(numel, 4) ** 2
+    first[: numel // 4], second[: numel // 4] = 0, 0
+    layout = {"granularity": granularity, "scale": scale, "segments": segments, "device": device}
+    m, v = moment(first, exp_avg, **layout), moment(second, exp_avg_sq, never_zero=True, **layout)
+    master = master.to(device)
+    low = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+    step(master, grad.to(device, dtype), m, v, STEP, low=low, seed=seed, **more)
+    return master.cpu(), m, v, low.cpu()
+
+
+def assert_same_moment(left, right, codec):
+    """Equal up to the choice between neighbouring codes."""
+    kind = CODECS[codec]
+    left, right = numbers_of(left), numbers_of(right)
+    if codec == "fp32":
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5 * right.abs().max().item())
+        return
+    near = is_a_neighbour(left, right, kind)
+    assert near.all() if DEVICE == "cuda" else (~near).float().mean() <= DIFFERENT + 1 / len(near)
+    if codec != "bf16":  # the interpreter truncates to BF16
+        different = (left - right).abs() > 1e-4 * right.abs()
+        assert different.float().mean() <= DIFFERENT + 1 / len(near)
+
+
+def is_a_neighbour(left, right, kind):
+    """Where two numbers are at most a step of the format apart; an expanded code's step is wider at the lower end."""
+    step = 2.0**-kind.mantissa_bits * (4 if kind.expanded else 1)
+    tiny = right.abs().max() * kind.smallest / (kind.max or 1)
+    return (left - right).abs() <= (right.abs() * step + tiny) * SPACINGS
+
+
+@pytest.mark.parametrize("numel", [1, 127, 1024, 2 * 1024 + 77])
+@pytest.mark.parametrize("kept", KEPT)
+def test_the_kernel_does_what_torch_does(kept, numel):
+    segments = (numel // 3, 0, numel - numel // 3) if numel > 1 else ()
+    master, m, v, low = one_step(kernels.adamw_step, kept, numel, segments=segments)
+    expected, m_expected, v_expected, _ = one_step(reference.adamw_step, kept, numel, device="cpu", segments=segments)
+    torch.testing.assert_close(master, expected, **FP32)
+    assert_same_moment(m, m_expected, kept[0])
+    assert_same_moment(v, v_expected, kept[1])
+    torch.testing.assert_close(low.float(), master, rtol=2.0**-7, atol=0)
+
+
+def test_gradients_may_be_bf16():
+    master, *_ = one_step(kernels.adamw_step, KEPT[5], 1000, dtype=torch.bfloat16)
+    expected, *_ = one_step(reference.adamw_step, KEPT[5], 1000, device="cpu", dtype=torch.bfloat16)
+    torch.testing.assert_close(master, expected, **FP32)
+
+
+def test_the_largest_of_every_group_of_new_weights():
+    for numel in (100, 1024 + 77):
+        amax = torch.empty(-(-numel // 128), device=DEVICE)
+        master, *_ = one_step(kernels.adamw_step, KEPT[5], numel, master_amax=amax)
+        groups = torch.nn.functional.pad(master, (0, -numel % 128)).view(-1, 128)
+        assert torch.equal(amax.cpu(), groups.abs().amax(1))
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_nothing_changes_where_the_step_is_to_be_skipped(kept):
+    numel = 1024 + 77
+    skip, take = (torch.tensor(value, dtype=torch.int32, device=DEVICE) for value in (1, 0))
+
+    def after(flag):
+        return one_step(kernels.adamw_step, kept, numel, skip=flag)
+
+    def untouched(*arguments, **keywords):
+        return None
+
+    skipped, before = after(skip), one_step(untouched, kept, numel)
+    for left, right in zip(skipped, before, strict=True):
+        assert torch.equal(numbers_of(left), numbers_of(right))
+    assert not torch.equal(after(take)[0], before[0])
+
+
+@pytest.mark.parametrize("kept", [KEPT[1], KEPT[3], KEPT[5], KEPT[8]])
+def test_stochastic_rounding_is_decided_by_the_seed(kept):
+    numel = 1024 + 77
+    first, again, other = (one_step(kernels.adamw_step, kept, numel, seed=seed) for seed in (5, 5, 6))
+    expected = one_step(reference.adamw_step, kept, numel, device="cpu")
+    for index in (1, 2):
+        assert torch.equal(numbers_of(first[index]), numbers_of(again[index]))
+        assert not torch.equal(numbers_of(first[index]), numbers_of(other[index]))
+        assert is_a_neighbour(numbers_of(first[index]), numbers_of(expected[index]), CODECS[kept[index - 1]]).all()
+    assert torch.equal(first[0], other[0])  # the update uses the moments before they are rounded
+
+
+@pytest.mark.parametrize("kept", [KEPT[1], KEPT[3], KEPT[5]])
+def test_stochastic_rounding_is_right_on_average(kept):
+    numel, draws = 512, 8
+    exact = one_step(reference.adamw_step, KEPT[0], numel, device="cpu")
+    for index in (1, 2):
+        expected = numbers_of(exact[index])
+        at = expected.abs() > expected.abs().view(-1, 128).amax(1).repeat_interleave(128) * 1e-3
+        mean = (
+            sum(numbers_of(one_step(kernels.adamw_step, kept, numel, seed=seed)[index]) for seed in range(draws))
+            / draws
+        )
+        # From moments that the codec had rounded: what it had is another half spacing of noise, the same in all draws.
+        relative = ((mean - expected) / expected)[at]
+        assert relative.mean().abs() < 0.02

@@ -1,0 +1,236 @@
+"""The optimizer inside DeepSpeed, on real ranks."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.optim.numbers import ROUNDING, numbers_of
+from tests.zero import models
+
+QUIET = {"monitor": {"every": 0}}
+COAT = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
+FISHMAN = {"exp_avg": "e4m3", "exp_avg_sq": "e5m2", "granularity": "tensor"}
+KEPT = {
+    "coat": COAT,
+    "coat, stochastic": {**COAT, "stochastic_rounding": True},
+    "fishman": FISHMAN,
+    "fp8lm_o3": {
+        "exp_avg": "e4m3",
+        "exp_avg_sq": "fp16",
+        "granularity": "tensor",
+        "scale": "pow2",
+        "master": "fp16_scaled",
+    },
+    "fp32": {"implementation": "ds_fp8"},
+}
+LOSS = 0.01
+"""Relative difference of losses after a few steps."""
+
+
+def config(optimizer: dict, *, stage: int = 3, universal: bool = False, fp8: dict | None = None, **zero) -> dict:
+    flat = {} if stage == 3 else {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
+    result = models.config({**QUIET, **flat, **(fp8 or {}), "optimizer": optimizer}, stage=stage, **zero)
+    if stage == 0:
+        del result["data_types"]
+    return {**result, "checkpoint": {"load_universal": True}} if universal else result
+
+
+def weights_and_moments(engine) -> dict[str, torch.Tensor]:
+    """Whole FP32 masters and moments by name, as DeepSpeed gives them to users."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    result = {}
+    for name, parameter in engine.module.named_parameters():
+        result[f"{name} master"] = safe_get_full_fp32_param(parameter).cpu()
+        for key in ("exp_avg", "exp_avg_sq"):
+            result[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).cpu()
+    return result
+
+
+def local_state(engine) -> list[torch.Tensor]:
+    optimizer = engine.fp8.optimizer
+    return [numbers_of(state[key]) for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+
+
+def losses(optimizer, stage=3, steps=6, **zero):
+    engine = models.build(config(optimizer, stage=stage, **zero))
+    own = engine.fp8.optimizer
+    return models.train(engine, steps), None if own is None else own.state_bytes()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_trains_with_compressed_moments(ranks, stage):
+    expected, nothing = ranks(2, losses, {}, stage)[0]
+    assert nothing is None
+    for kept, most in ((COAT, 2.10), (FISHMAN, 2.02)):
+        found, state_bytes = ranks(2, losses, kept, stage)[0]
+        assert found != expected
+        assert found == pytest.approx(expected, rel=LOSS)
+        numel = 253_471 / (1 if stage == 0 else 2)
+        # Stage 0 keeps small tensors apart, each with groups of its own, and ZeRO pads.
+        assert state_bytes / numel < most * 1.002
+
+
+def test_the_kernels_own_fp32_adam_is_deepspeeds(ranks):
+    assert ranks(2, losses, {"implementation": "ds_fp8"})[0][0] == pytest.approx(ranks(2, losses, {})[0][0], rel=1e-4)
+
+
+def test_sub_groups_and_cpu_offload(ranks):
+    expected = ranks(2, losses, COAT)[0][0]
+    for zero in ({"sub_group_size": 20000}, {"offload_optimizer": {"device": "cpu"}}):
+        found = ranks(2, _losses_with, COAT, zero)[0]
+        assert found == pytest.approx(expected, rel=LOSS)
+
+
+def _losses_with(optimizer, zero):
+    return losses(optimizer, **zero)[0]
+
+
+def resume(optimizer, folder, compact, zero):
+    """(uninterrupted, resumed): losses, weights and moments after 3 + 3 steps."""
+    engine = models.build(config(optimizer, **zero))
+    engine.fp8.optimizer.compact = compact
+    models.train(engine, 3)
+    engine.save_checkpoint(folder, tag="three")
+    whole = models.train(engine, 3, start=3), weights_and_moments(engine), local_state(engine)
+    engine = models.build(config(optimizer, **zero))
+    engine.load_checkpoint(folder, tag="three")
+    return whole, (models.train(engine, 3, start=3), weights_and_moments(engine), local_state(engine))
+
+
+@pytest.mark.parametrize(("name", "compact"), [*((name, False) for name in KEPT), ("coat", True)])
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(ranks, tmp_path, name, compact):
+    for whole, resumed in ranks(2, resume, KEPT[name], str(tmp_path), compact, {"sub_group_size": 50000}):
+        assert whole[0] == resumed[0]
+        for key, value in whole[1].items():
+            assert torch.equal(value, resumed[1][key]), key
+        for left, right in zip(whole[2], resumed[2], strict=True):
+            assert torch.equal(left, right)
+
+
+def test_stages_1_and_2_resume_exactly(ranks, tmp_path):
+    for stage in (1, 2):
+        for whole, resumed in ranks(2, _resume_flat, KEPT["coat"], str(tmp_path / str(stage)), stage):
+            assert whole == resumed
+
+
+def _resume_flat(optimizer, folder, stage):
+    engine = models.build(config(optimizer, stage=stage))
+    models.train(engine, 3)
+    engine.save_checkpoint(folder, tag="three")
+    whole = models.train(engine, 3, start=3)
+    engine = models.build(config(optimizer, stage=stage))
+    engine.load_checkpoint(folder, tag="three")
+    return whole, models.train(engine, 3, start=3)
+
+
+def start_and_save(optimizer, folder, tag):
+    engine = models.build(config(optimizer))
+    models.train(engine, 3)
+    engine.save_checkpoint(folder, tag=tag)
+    return weights_and_moments(engine)
+
+
+def load_universal(optimizer, folder, tag, save_as):
+    """(as loaded, after two more steps), saved again under `save_as`."""
+    engine = models.build(config(optimizer, universal=True))
+    engine.load_checkpoint(folder, tag=f"{tag}_universal", load_module_strict=False)
+    loaded = weights_and_moments(engine)
+    found = models.train(engine, 2, start=3)
+    engine.save_checkpoint(folder, tag=save_as)
+    steps = {float(state["step"]) for state in engine.basic_optimizer.state.values()}
+    return loaded, weights_and_moments(engine), found, steps
+
+
+def to_universal(folder, tag):
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    main(
+        SimpleNamespace(
+            input_folder=os.path.join(folder, tag), output_folder=os.path.join(folder, f"{tag}_universal"),
+            num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=False,
+        )
+    )  # fmt: skip
+    with open(os.path.join(folder, "latest_universal"), "w") as latest:
+        latest.write(f"{tag}_universal")
+
+
+def assert_carried_over(before: dict, after: dict, kept: dict) -> None:
+    """Masters exactly; moments up to one more rounding, in groups that lie otherwise."""
+    for name, value in before.items():
+        kind = kept.get(name.split()[-1], "fp32")
+        if kind == "fp32":
+            assert torch.equal(value, after[name]), name
+        else:
+            error = (value - after[name]).abs()
+            assert (error <= 1.01 * ROUNDING[kind] * value.abs().max()).all(), name
+            assert error.norm() <= ROUNDING[kind] * value.norm(), name
+
+
+def test_a_universal_checkpoint_moves_between_numbers_of_ranks_and_precisions(ranks, tmp_path):
+    folder = str(tmp_path)
+    two = ranks(2, start_and_save, COAT, folder, "a")[0]
+    to_universal(folder, "a")
+    loaded, four, _, steps = ranks(4, load_universal, COAT, folder, "a", "b")[0]
+    assert_carried_over(two, loaded, COAT)
+    assert steps == {5.0}
+    to_universal(folder, "b")
+    loaded, _, found, _ = ranks(3, load_universal, FISHMAN, folder, "b", "c")[0]
+    assert_carried_over(four, loaded, FISHMAN)
+    assert all(loss == loss for loss in found)
+    # And on to DeepSpeed's own Adam, exactly.
+    loaded, _, _, steps = ranks(3, load_universal, {}, folder, "b", "d")[0]
+    assert_carried_over(four, loaded, {})
+    assert steps == {7.0}
+
+
+def set_and_get(optimizer):
+    """What DeepSpeed's access to a moment gives, before and after writing to it."""
+    from deepspeed.utils import safe_get_full_optimizer_state, safe_set_local_optimizer_state
+
+    engine = models.build(config(optimizer))
+    models.train(engine, 2)
+    weight = engine.module.lm_head.weight
+    before = safe_get_full_optimizer_state(weight, "exp_avg")
+    other = safe_get_full_optimizer_state(engine.module.embedding.weight, "exp_avg_sq")
+    safe_set_local_optimizer_state(weight, torch.full((weight.ds_tensor.numel(),), 0.5), "exp_avg")
+    written = safe_get_full_optimizer_state(weight, "exp_avg")
+    untouched = torch.equal(other, safe_get_full_optimizer_state(engine.module.embedding.weight, "exp_avg_sq"))
+    models.train(engine, 1, start=2)
+    after = safe_get_full_optimizer_state(weight, "exp_avg")
+    return before, written, untouched, after, engine.fp8.optimizer.state_bytes()
+
+
+def test_moments_can_be_read_and_written_through_deepspeed(ranks):
+    before, written, untouched, after, state_bytes = ranks(2, set_and_get, COAT)[0]
+    assert before.abs().max() > 0
+    assert (written == 0.5).all()
+    assert untouched
+    assert after.mean() == pytest.approx(0.45, rel=0.1)
+    assert state_bytes < 2.11 * 253_471 / 2
+
+
+def what_initialize_says(ds_config, pass_optimizer):
+    import ds_fp8
+    from ds_fp8.errors import UserError
+
+    net = models.Net().bfloat16()
+    given = torch.optim.SGD(net.parameters(), lr=0.1) if pass_optimizer else None
+    try:
+        ds_fp8.initialize(model=net, model_parameters=list(net.parameters()), optimizer=given, config=ds_config)
+    except UserError as error:
+        return error.key, error.remedy
+    return None
+
+
+def test_mistakes_are_explained(ranks):
+    def said(changes=None, pass_optimizer=False, **zero):
+        return ranks(2, what_initialize_says, {**config(COAT, **zero), **(changes or {})}, pass_optimizer)[0]
+
+    assert said(pass_optimizer=True)[0] == "fp8.optimizer"
+    assert said({"optimizer": {"type": "Lamb", "params": {}}})[0] == "optimizer.type"
+    assert said(offload_optimizer={"device": "nvme"})[0] == "zero_optimization.offload_optimizer.device"

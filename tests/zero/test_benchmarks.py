@@ -1,0 +1,106 @@
+"""The benchmarks of ZeRO-3: that they run, what they write, how they refuse."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_fp8.errors import UserError
+
+# Scripts run with their own folder on the path, and find their neighbours there.
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
+
+import scaling
+
+BENCH = Path(scaling.__file__).parent
+ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOG_LEVEL": "ERROR"}
+
+
+def run_script(name, *arguments):
+    """In a process of its own: the scripts join ranks."""
+    return subprocess.run(
+        [sys.executable, str(BENCH / name), *arguments], capture_output=True, text=True, env=ENVIRONMENT
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Files that step.py and collectives.py write."""
+    folder = tmp_path_factory.mktemp("bench")
+    files = folder / "step.json", folder / "collectives.json"
+    for script, file in zip(("step.py", "collectives.py"), files, strict=True):
+        done = run_script(script, "--quick", "--json", str(file))
+        assert done.returncode == 0, done.stderr
+    return files
+
+
+def test_a_step_is_measured_in_every_variant(measured):
+    step = json.loads(measured[0].read_text())
+    assert [row["variant"] for row in step["rows"]] == ["bf16", "infir2", "infir2/bf16-wire"]
+    for row in step["rows"]:
+        assert row["step_seconds"] > 0
+        assert len(row["losses"]) == 6
+        assert row["losses"][-1] < row["losses"][0]
+
+
+def test_every_collective_is_measured(measured):
+    rows = json.loads(measured[1].read_text())["rows"]
+    assert {(row["operation"], row["weights"]) for row in rows} >= {
+        ("gather", "layer"), ("reduce", "layer"), ("reduce", "down"), ("refresh", "layer"),
+    }  # fmt: skip
+    assert all(row["fp8_milliseconds"] > 0 for row in rows)
+
+
+def test_the_model_reproduces_the_step_it_was_fitted_to(measured):
+    pair = ":".join(map(str, measured))
+    rows = scaling.check([scaling.read_point(pair)] * 2)
+    assert [row["variant"] for row in rows] == ["bf16", "infir2", "infir2/bf16-wire"]
+    for row in rows:
+        assert row["predicted"] == pytest.approx(row["measured"], rel=1e-3)
+
+
+def simulated(tmp_path, *arguments):
+    file = tmp_path / "scaling.json"
+    scaling.main(["--json", str(file), *arguments])
+    return json.loads(file.read_text())["rows"]
+
+
+def test_fp8_on_the_wire_helps_where_the_network_is_slow_and_only_there(tmp_path):
+    fast, slow = (
+        simulated(tmp_path, "--models", "7b", "--gpus", "64", "--ports", "8", "--network", network)[0]["step_seconds"]
+        for network in ("100000", "10")
+    )
+    assert fast["fp8"] == pytest.approx(fast["fp8/bf16-wire"], rel=0.02)
+    assert 1.7 < slow["fp8/bf16-wire"] / slow["fp8"] <= 2
+    assert slow["bf16"] == pytest.approx(slow["fp8/bf16-wire"], rel=0.1)
+
+
+def test_parameters_of_the_models():
+    assert scaling.MODELS["7b"].parameters == pytest.approx(7.6e9, rel=0.01)
+    assert scaling.MODELS["70b"].parameters == pytest.approx(70.6e9, rel=0.01)
+    assert scaling.MODELS["405b"].parameters == pytest.approx(405.8e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--models", "8b"], "--models"),
+        (["--gpus", "12"], "--gpus"),
+        (["--measured", "a.json:b.json"], "--measured"),
+        (["--measured", "a.json,b.json"], "--measured"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments, key):
+    with pytest.raises(UserError) as caught:
+        scaling.main(["--quick", *arguments])
+    assert caught.value.key == key
+
+
+def test_a_wrong_variant_is_explained():
+    done = run_script("step.py", "--quick", "--variants", "infir")
+    assert done.returncode == 2
+    assert 'unknown variant "infir"' in done.stderr
+    assert "infir2" in done.stderr

@@ -1,0 +1,171 @@
+"""Messages of the gradient reduction: their layout, their casts, and the kernels against the reference."""
+
+import math
+
+import pytest
+import torch
+
+from ds_fp8.zero.gradient_wire import CastOptions, Message, Slices, pack_reference, sum_rows_reference
+
+# Relative error of one cast per group of 128, as a share of the gradient's norm.
+TOLERANCE = {"e4m3": 0.04, "e5m2": 0.08}
+KEY = 12345
+SHAPES = [
+    # rows, places, and the elements of each gradient
+    (1, 1, [4096]),
+    (2, 1, [5000, 131]),
+    (3, 1, [4097, 128 * 384]),
+    (2, 2, [5000, 8192]),
+]
+
+
+def kernels():
+    return pytest.importorskip("ds_fp8.zero.kernels.gradient_wire", reason="Triton is not installed")
+
+
+def laid_out(rows, places, numels):
+    slices, width = [], 0
+    for numel in numels:
+        slices.append(Slices(math.ceil(numel / (rows * places)), width))
+        width += slices[-1].padded
+    return Message(rows, places, math.ceil(width / 512) * 512), slices
+
+
+def gradients_of(numels, dtype=torch.bfloat16, exact=False):
+    """Random gradients; `exact`: numbers that E4M3 holds in units of any scale that a group of them can have."""
+    generator = torch.Generator().manual_seed(0)
+    if not exact:
+        return [torch.randn(numel, generator=generator).to(dtype) for numel in numels]
+    signs = [torch.randint(0, 2, (numel,), generator=generator) * 2 - 1 for numel in numels]
+    eighths = [torch.randint(8, 16, (numel,), generator=generator) / 8 for numel in numels]
+    return [(sign * eighth).to(dtype) for sign, eighth in zip(signs, eighths, strict=True)]
+
+
+def packed(pack, gradients, shape, slices, format="e4m3", **options):
+    message = torch.zeros(shape.rows, shape.row_bytes, dtype=torch.uint8)
+    for gradient, place in zip(gradients, slices, strict=True):
+        pack(gradient, message, shape, place, CastOptions(format, **options))
+    return message
+
+
+def slices_in(message, shape, slices, numel, format):
+    """What a message says of the gradient at `slices`, by way of one receiver a row."""
+    rows = [sum_rows_reference(message[row : row + 1], shape_of_one(shape), format) for row in range(shape.rows)]
+    parts = [
+        rows[rank % shape.rows].view(shape.places, shape.width)[rank // shape.rows, slices.column :][: slices.length]
+        for rank in range(shape.rows * shape.places)
+    ]
+    return torch.cat(parts)[:numel]
+
+
+def shape_of_one(shape):
+    return Message(1, shape.places, shape.width)
+
+
+@pytest.mark.parametrize(("rows", "places", "numels"), SHAPES)
+@pytest.mark.parametrize("format", TOLERANCE)
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
+def test_every_rank_finds_its_slice(rows, places, numels, format, key):
+    shape, slices = laid_out(rows, places, numels)
+    gradients = gradients_of(numels)
+    message = packed(pack_reference, gradients, shape, slices, format, key=key)
+    assert message.shape[1] == shape.places * shape.width * 33 // 32
+    for gradient, place in zip(gradients, slices, strict=True):
+        found = slices_in(message, shape, place, gradient.numel(), format)
+        assert found.shape == gradient.shape
+        error = (found - gradient.float()).norm() / gradient.float().norm()
+        assert 0 < error < TOLERANCE[format] * (1 if key is None else 1.5)
+
+
+def test_one_scale_saturates_and_counts():
+    shape, slices = laid_out(2, 1, [5000])
+    gradient = torch.ones(5000)
+    gradient[:7], gradient[7] = 1000.0, -1000.0
+    clipped = torch.zeros((), dtype=torch.int32)
+    message = packed(pack_reference, [gradient], shape, slices, scale=torch.tensor(0.5), clipped=clipped)
+    found = slices_in(message, shape, slices[0], 5000, "e4m3")
+    assert clipped == 8
+    assert (found[:7] == 224).all()
+    assert found[7] == -224
+    assert (found[8:] == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_residual_is_what_the_cast_lost(dtype):
+    shape, slices = laid_out(2, 1, [5000])
+    (gradient,) = gradients_of([5000], torch.float32)
+    residual = torch.zeros(5000, dtype=dtype)
+    total, rounds = torch.zeros(5000), 16
+    for _ in range(rounds):
+        message = packed(pack_reference, [gradient], shape, slices, residual=residual)
+        total += slices_in(message, shape, slices[0], 5000, "e4m3")
+    # Losses do not add up: after any number of rounds only the last one is missing.
+    once = slices_in(packed(pack_reference, [gradient], shape, slices), shape, slices[0], 5000, "e4m3")
+    assert (total - rounds * gradient).norm() < 2 * (once - gradient).norm()
+    assert (rounds * once - rounds * gradient).norm() > 5 * (total - rounds * gradient).norm()
+    torch.testing.assert_close(residual.float(), rounds * gradient - total, rtol=0.1, atol=2e-3)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_overflow_is_sent_and_leaves_the_residual_as_it_was(value):
+    shape, slices = laid_out(2, 1, [5000])
+    (gradient,) = gradients_of([5000], torch.float32)
+    gradient[300] = value
+    residual = torch.full((5000,), 2.0**-9)
+    message = packed(pack_reference, [gradient], shape, slices, residual=residual)
+    found = slices_in(message, shape, slices[0], 5000, "e4m3")
+    assert found[256:384].isnan().all()
+    assert found.isnan().sum() == 128
+    assert (residual[256:384] == 2.0**-9).all()
+    assert not residual.isnan().any()
+
+
+@pytest.mark.parametrize(("rows", "places", "numels"), SHAPES)
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernels_send_the_same_bytes(rows, places, numels, key, dtype):
+    """On numbers that FP8 holds, or, rounded by chance, on those that lie between: the kernel itself finds the grid."""
+    shape, slices = laid_out(rows, places, numels)
+    gradients = gradients_of(numels, dtype, exact=True)
+    if key is not None and dtype is torch.float32:
+        gradients = [gradient * 1.017 for gradient in gradients]
+    plain, ours = (packed(pack, gradients, shape, slices, key=key) for pack in (pack_reference, kernels().pack))
+    assert torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32])
+def test_the_kernels_keep_the_same_residual(precision):
+    shape, slices = laid_out(3, 1, [5000])
+    (gradient,) = gradients_of([5000], torch.float32, exact=True)
+    residuals = [torch.full((5000,), 2.0**-10, dtype=precision) for _ in range(2)]
+    plain, ours = (
+        packed(pack, [gradient], shape, slices, residual=residual, key=KEY)
+        for pack, residual in zip((pack_reference, kernels().pack), residuals, strict=True)
+    )
+    assert torch.equal(plain, ours)
+    assert torch.equal(*residuals)
+    assert residuals[0].unique().numel() > 1
+
+
+def test_the_kernels_saturate_alike():
+    shape, slices = laid_out(2, 1, [5000])
+    (gradient,) = gradients_of([5000], torch.float32, exact=True)
+    gradient[:50] *= 4096
+    counts = [torch.zeros((), dtype=torch.int32) for _ in range(2)]
+    plain, ours = (
+        packed(pack, [gradient], shape, slices, scale=torch.tensor(0.25), clipped=count)
+        for pack, count in zip((pack_reference, kernels().pack), counts, strict=True)
+    )
+    assert torch.equal(plain, ours)
+    assert counts == [50, 50]
+
+
+@pytest.mark.parametrize(("rows", "places", "numels"), SHAPES)
+@pytest.mark.parametrize("divisor", [1, 3])
+@pytest.mark.parametrize("format", TOLERANCE)
+def test_the_kernels_sum_alike(rows, places, numels, divisor, format):
+    shape, slices = laid_out(rows, places, numels)
+    message = packed(pack_reference, gradients_of(numels, exact=True), shape, slices, format)
+    plain = sum_rows_reference(message, shape, format, divisor)
+    assert torch.equal(plain, kernels().sum_rows(message, shape, format, divisor))
+    assert plain.count_nonzero() > 0

@@ -1,0 +1,277 @@
+"""What a user may combine ZeRO-3 with: each case trains, gathers in FP8 in backward too, and leaves nothing behind."""
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import set_z3_leaf_modules
+
+from ds_fp8.modules.linear import FP8Linear
+from ds_fp8.modules.weights import GATHERED
+from ds_fp8.quantize import quantize
+from tests.zero import models
+from tests.zero.test_training import QUIET
+
+STEPS = 4
+LOSS_GAP = 0.02
+"""Relative difference to the BF16 twin after a few steps."""
+
+
+def make_leaves(model):
+    set_z3_leaf_modules(model, [models.Block])
+
+
+def freeze_a_layer(model):
+    for parameter in model.layers[1].parameters():
+        parameter.requires_grad_(False)
+
+
+def freeze_but_the_head(model):
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is model.lm_head.weight or parameter is model.layers[0].up.bias)
+
+
+def tie(model):
+    model.lm_head.weight = model.embedding.weight
+
+
+CASES = {
+    "plain": {},
+    "leaf modules": {"prepare": make_leaves},
+    "recompute": {"recompute": True},
+    "recompute in leaf modules": {"recompute": True, "prepare": make_leaves},
+    "accumulation": {"config": {"gradient_accumulation_steps": 3}},
+    "accumulation and recompute": {"config": {"gradient_accumulation_steps": 2}, "recompute": True},
+    "zero.Init": {"born_sharded": True},
+    "zero.Init in leaf modules": {"born_sharded": True, "prepare": make_leaves},
+    "optimizer offload": {
+        "config": {"zero_force_ds_cpu_optimizer": False},
+        "zero": {"offload_optimizer": {"device": "cpu"}},
+    },
+    "a frozen layer": {"prepare": freeze_a_layer},
+    "almost all frozen": {"prepare": freeze_but_the_head},
+    "tied embeddings": {"prepare": tie},
+    "strong clipping": {"config": {"gradient_clipping": 0.01}},
+    "no clipping": {"config": {"gradient_clipping": 0.0}},
+    "sub-groups": {"zero": {"sub_group_size": 50000}},
+    "overlap": {"zero": {"overlap_comm": True}},
+    "no bucket": {"zero": {"contiguous_gradients": False, "reduce_bucket_size": 1}},
+    "e5m2 gradients": {"fp8": {"grad_reduce": {"format": "e5m2"}}},
+    "stochastic gradients": {"fp8": {"grad_reduce": {"rounding": "stochastic"}}},
+    "error feedback": {
+        "fp8": {"grad_reduce": {"error_feedback": "bf16"}},
+        "config": {"gradient_accumulation_steps": 2},
+    },
+    "gradients with one scale": {"fp8": {"grad_reduce": {"scale": "tensor"}}},
+    "rowwise": {"fp8": {"preset": "rowwise"}},
+    "tensorwise": {"fp8": {"preset": "tensorwise"}},
+}
+
+
+def engine_of(case, fp8):
+    options = CASES[case]
+    section = {**QUIET, **options.get("fp8", {})} if fp8 else {"enabled": False}
+    ds_config = {**models.config(section, **options.get("zero", {})), **options.get("config", {})}
+    keys = ("recompute", "prepare", "born_sharded")
+    return models.build(ds_config, **{key: options[key] for key in keys if key in options})
+
+
+def train_and_look(case, fp8):
+    """Losses, the last gradient norm, bytes gathered by one backward, how many weights FP8 left behind or got wrong."""
+    engine = engine_of(case, fp8)
+    losses = models.train(engine, STEPS)
+    norm = float(engine.get_global_grad_norm())
+    loss = engine(models.batch(1000, dist.get_rank()).to(engine.device))
+    engine.fp8.wire.take()
+    engine.backward(loss)
+    gathered = engine.fp8.wire.take()["all_gather_bytes"]
+    engine.step()
+    weights = [m.weight for m in engine.module.modules() if isinstance(m, FP8Linear)]
+    left_behind = [weight for weight in weights if getattr(weight, GATHERED) is not None]
+    return losses, norm, gathered, len(left_behind), count_wrong(engine, weights) if weights else 0
+
+
+def count_wrong(engine, weights):
+    """How many weights are not gathered as the cast of their whole master tensor, or of the BF16 they are frozen at."""
+    masters = []
+    for weight in weights:
+        with deepspeed.zero.GatheredParameters([weight]):
+            bf16 = weight.detach().float().clone()
+        masters.append(models.full_master(weight) if weight.requires_grad else bf16)
+    weights[0].all_gather_coalesced(weights).wait()
+    wrong = 0
+    for weight, master in zip(weights, masters, strict=True):
+        gathered = getattr(weight, GATHERED)
+        wrong += not torch.equal(gathered.dequantize(), quantize(master, "e4m3", gathered.granularity).dequantize())
+        weight.partition()
+    return wrong
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training(ranks, case):
+    fp8, bf16 = (ranks(2, train_and_look, case, enabled) for enabled in (True, False))
+    for (losses, norm, gathered, left_behind, wrong), (twin, twin_norm, twin_gathered, _, _) in zip(
+        fp8, bf16, strict=True
+    ):
+        assert (left_behind, wrong) == (0, 0)
+        assert losses != twin
+        assert losses == pytest.approx(twin, rel=LOSS_GAP)
+        assert norm == pytest.approx(twin_norm, rel=0.1)
+        # Backward gathers the layers again, in half the bytes; the head stays BF16.
+        layers = 3 * 2 * 131 * 301
+        assert gathered >= layers / 2
+        assert twin_gathered - gathered >= 0.47 * 2 * layers / 2
+
+
+@pytest.mark.parametrize("case", ["plain", "zero.Init", "tied embeddings", "a frozen layer"])
+def test_training_on_three_ranks(ranks, case):
+    for losses, _, _, left_behind, wrong in ranks(3, train_and_look, case, True):
+        assert (left_behind, wrong) == (0, 0)
+        assert losses[-1] < losses[0]
+
+
+def biases_and_frozen():
+    engine = engine_of("a frozen layer", True)
+    before = models.bf16_weights(engine)
+    models.train(engine, 3)
+    after = models.bf16_weights(engine)
+    return {name for name in before if not torch.equal(before[name], after[name])}, set(before)
+
+
+def test_biases_learn_and_frozen_weights_do_not(ranks):
+    for changed, names in ranks(2, biases_and_frozen):
+        frozen = {name for name in names if name.startswith("layers.1.")}
+        assert "layers.0.up.bias" in changed
+        assert changed == names - frozen
+
+
+def tied_weights():
+    engine = engine_of("tied embeddings", True)
+    models.train(engine, 2)
+    weights = engine.module.embedding.weight, engine.module.lm_head.weight
+    return weights[0] is weights[1], isinstance(engine.module.lm_head, FP8Linear)
+
+
+def test_tied_embeddings_stay_tied_and_bf16(ranks):
+    assert ranks(2, tied_weights) == [(True, False)] * 2
+
+
+def saved_files(folder):
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    engine = models.build(models.config(QUIET, stage3_gather_16bit_weights_on_model_save=True))
+    models.train(engine, 2)
+    masters = {name: models.full_master(p).clone() for name, p in engine.module.named_parameters()}
+    engine.save_16bit_model(folder, "model.bin")
+    engine.save_checkpoint(folder, tag="last")
+    dist.barrier()
+    fp32 = get_fp32_state_dict_from_zero_checkpoint(folder, tag="last")
+    bf16 = torch.load(f"{folder}/model.bin")
+    return (
+        {name: torch.equal(fp32[name], master) for name, master in masters.items()},
+        {name: torch.equal(bf16[name], master.bfloat16()) for name, master in masters.items()},
+    )
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_saved_models_hold_the_master_weights(ranks, world, tmp_path):
+    """save_16bit_model, and the FP32 weights that zero_to_fp32.py finds in a checkpoint."""
+    for fp32, bf16 in ranks(world, saved_files, str(tmp_path)):
+        assert fp32.keys() == bf16.keys()
+        assert all(fp32.values()), fp32
+        assert all(bf16.values()), bf16
+
+
+def resumed(folder):
+    engine = engine_of("accumulation", True)
+    models.train(engine, 2)
+    engine.save_checkpoint(folder, tag="middle")
+    onward = models.train(engine, 2, start=2)
+    again = engine_of("accumulation", True)
+    again.load_checkpoint(folder, tag="middle")
+    return onward, models.train(again, 2, start=2)
+
+
+def test_a_resumed_run_repeats_the_first_bit_for_bit(ranks, tmp_path):
+    for onward, again in ranks(2, resumed, str(tmp_path)):
+        assert onward == again
+
+
+def causal_lm(leaf):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=96, intermediate_size=200, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).bfloat16()
+    if leaf:
+        set_z3_leaf_modules(model, [type(model.model.layers[0])])
+    import ds_fp8
+
+    return ds_fp8.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config={**models.config(QUIET), "steps_per_print": 10**6},
+    )[0]
+
+
+def generate_between_steps(leaf):
+    engine = causal_lm(leaf)
+
+    def train(steps, start=0):
+        losses = []
+        for step in range(start, start + steps):
+            tokens = models.batch(step, dist.get_rank())
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    first = train(2)
+    engine.eval()
+    prompt = models.batch(50, 0)[:, :5]
+    with torch.no_grad():
+        text = engine.module.generate(prompt, max_new_tokens=4, do_sample=False, synced_gpus=True)
+        greedy = engine(input_ids=text[:, :-1]).logits[:, 4:].argmax(-1)
+    engine.train()
+    losses = first + train(2, start=2)
+    weights = [m.weight for m in engine.module.modules() if isinstance(m, FP8Linear)]
+    left = sum(getattr(weight, GATHERED) is not None for weight in weights)
+
+    engine = causal_lm(leaf)
+    return text[:, 5:], greedy, losses, train(4), len(weights), left
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+def test_generation_between_steps(ranks, leaf):
+    """generate() says what a forward over the whole text says, and training goes on as if it had not been."""
+    results = ranks(2, generate_between_steps, leaf)
+    for text, greedy, losses, plain, linears, left in results:
+        assert text.shape == (2, 4)
+        assert torch.equal(text, greedy)
+        assert losses == plain
+        assert (linears, left) == (14, 0)
+    assert torch.equal(results[0][0], results[1][0])
+
+
+def evaluate_without_optimizer():
+    ds_config = models.config(QUIET)
+    del ds_config["optimizer"]
+    torch.manual_seed(0)
+    import ds_fp8
+
+    model = models.Net().bfloat16()
+    engine = ds_fp8.initialize(model=model, config=ds_config)[0]
+    trained = models.build(models.config(QUIET))
+    with torch.no_grad():
+        for one in (engine, trained):
+            one.eval()
+        return [one(models.batch(7, 0).to(one.device)).item() for one in (engine, trained)]
+
+
+def test_an_engine_without_optimizer_evaluates(ranks):
+    for alone, trained in ranks(2, evaluate_without_optimizer):
+        assert alone == pytest.approx(trained, rel=1e-6)

@@ -1,0 +1,98 @@
+"""The cast of the shards of all ranks is the cast of the whole tensor, by either implementation."""
+
+import pytest
+import torch
+
+from ds_fp8.config import WeightCast
+from ds_fp8.quantize import QuantizedTensor, quantize
+from ds_fp8.zero.shard_cast import ReferenceShardCast, make_shard_cast
+from tests.zero.shard_casts import SHAPES, cast_on_all_ranks, exact_masters
+
+GRANULARITIES = ["128x128", "row", "tensor"]
+
+
+def reference(weights, codes, spec):
+    return ReferenceShardCast(weights, spec)
+
+
+def implementations():
+    kernels = pytest.importorskip("ds_fp8.zero.kernels.shard_cast", reason="Triton is not installed")
+    return [reference, kernels.TritonShardCast]
+
+
+def random_masters():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) * 0.02 for shape in SHAPES]
+
+
+def assert_whole(masters, scales, codes, spec):
+    for master, scale, code in zip(masters, scales, codes, strict=True):
+        whole = quantize(master, spec.format, spec.granularity, spec.scale)
+        assert torch.equal(scale, whole.scale)
+        assert torch.equal(code, whole.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 64])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+def test_the_reference_casts_the_whole(world, granularity, scale):
+    spec = WeightCast(granularity=granularity, scale=scale)
+    masters = random_masters()
+    assert_whole(masters, *cast_on_all_ranks(reference, masters, world, spec)[1:], spec)
+
+
+@pytest.mark.parametrize("world", [1, 3, 9])
+@pytest.mark.parametrize(("granularity", "scale"), [("128x128", "pow2"), ("128x128", "fp32"), ("row", "pow2")])
+def test_the_kernels_cast_the_whole(world, granularity, scale):
+    """Numbers that FP8 holds exactly: Triton's interpreter rounds others in its own way."""
+    spec = WeightCast(granularity=granularity, scale=scale)
+    masters = exact_masters()
+    if granularity == "row":  # every row has the largest number of the format in it
+        masters = [torch.cat([m.sign() * m.abs().log2().floor().clamp(-5, 5).exp2(), torch.full((len(m), 1), 448.0)], 1)
+                   for m in masters]  # fmt: skip
+    _, kernel = implementations()
+    assert_whole(masters, *cast_on_all_ranks(kernel, masters, world, spec)[1:], spec)
+
+
+def test_ranks_without_a_part_of_any_weight():
+    spec, masters = WeightCast(), [torch.tensor([[448.0, -8.0, 0.5, 0.0, 1.0]])]
+    for make in implementations():
+        assert_whole(masters, *cast_on_all_ranks(make, masters, 8, spec)[1:], spec)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_both_find_the_same_amax_in_any_source(granularity, dtype):
+    """BF16 shards are those of frozen weights; what the kernels cannot read is copied first, weight by weight."""
+    spec = WeightCast(granularity=granularity)
+    masters = exact_masters()
+    plain, kernel = (
+        cast_on_all_ranks(make, masters, 2, spec, to=lambda shard: shard.to(dtype)) for make in implementations()
+    )
+    assert torch.equal(plain[0], kernel[0])
+    assert (plain[0] > 0).any()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_overflow_makes_its_group_nan(granularity, value):
+    spec = WeightCast(granularity=granularity)
+    masters = exact_masters()
+    masters[0][130, 299] = value
+    for make in implementations():
+        amax, scales, codes = cast_on_all_ranks(make, masters, 2, spec)
+        assert not amax.isnan().any()
+        assert amax.isinf().sum() == 1
+        weights = [
+            QuantizedTensor(code.view(torch.float8_e4m3fn), scale, granularity).dequantize()
+            for code, scale in zip(codes, scales, strict=True)
+        ]
+        group = {"128x128": weights[0][128:, 256:], "row": weights[0][130:], "tensor": weights[0]}[granularity]
+        assert group.isnan().all()
+        assert weights[0].isnan().sum() == group.numel()
+        assert not any(weight.isnan().any() for weight in weights[1:])
+
+
+def test_a_cpu_gets_the_reference():
+    codes = torch.zeros(1, dtype=torch.uint8)
+    assert isinstance(make_shard_cast([], codes, WeightCast()), ReferenceShardCast)

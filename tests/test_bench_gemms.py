@@ -92,10 +92,10 @@ def test_quick_measures_every_product_of_every_preset(tmp_path, capsys):
 
 def test_quick_crossover_covers_the_grid(tmp_path, capsys):
     file = tmp_path / "crossover.json"
-    grid = "--tokens", "16,48", "--hidden", "64,96"
+    grid = "--tokens", "16,48", "--hidden", "256,512"
     output = run(capsys, crossover, "--quick", *grid, "--presets", "infir2", "--json", str(file))
     rows = json.loads(file.read_text())["rows"]
-    assert {(row["hidden"], row["tokens"]) for row in rows} == {(64, 16), (64, 48), (96, 16), (96, 48)}
+    assert {(row["hidden"], row["tokens"]) for row in rows} == {(256, 16), (256, 48), (512, 16), (512, 48)}
     assert all(row["milliseconds"] > 0 for row in rows)
     assert "16 tokens" in output
 

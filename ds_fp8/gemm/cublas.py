@@ -94,7 +94,11 @@ def group_scale(q: QuantizedTensor) -> torch.Tensor:
     scale = q.scale
     if q.granularity == "128x128":
         scale = scale.repeat_interleave(BLOCK, 0)[: q.shape[0]]
-    return _padded_rows(scale.expand(q.shape[0], groups)).t().contiguous().t()
+    scale = _padded_rows(scale.expand(q.shape[0], groups))
+    if scale.stride() != (1, len(scale)):
+        # Not contiguous(): for a single group it would keep whatever stride there is.
+        scale = torch.empty(groups, len(scale), device=scale.device).copy_(scale.t()).t()
+    return scale
 
 
 def _padded_rows(scale: torch.Tensor) -> torch.Tensor:

@@ -119,12 +119,9 @@ def attend(
 ) -> torch.Tensor:
     """Output [B, S, heads · D] of the attention of `module` (its mask, dropout, scaling and window).
 
-    Where the model uses scaled_dot_product_attention, the fastest of its kernels that can run is taken: cuDNN's first.
+    Where that comes to scaled_dot_product_attention, the fastest of its kernels that can run is taken: cuDNN's first.
     """
-    fastest = contextlib.nullcontext()
-    if q.is_cuda and module.config._attn_implementation == "sdpa":
-        fastest = sdpa_kernel(FASTEST_FIRST, set_priority=True)
-    with fastest:
+    with sdpa_kernel(FASTEST_FIRST, set_priority=True) if q.is_cuda else contextlib.nullcontext():
         output, _ = attention_of(module)(
             module,
             q,

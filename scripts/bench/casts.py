@@ -1,0 +1,280 @@
+"""Every cast that training does, alone and fused with what precedes it: time, and bandwidth against a copy.
+
+    python scripts/bench/casts.py --size 7b                   the casts of every preset
+    python scripts/bench/casts.py --quick                     seconds on a CPU, through the reference casts
+
+T tokens, H hidden and F intermediate features. Each row names what is cast along its rows, for the product that
+contracts over the features, and along its columns, for the one that contracts over the tokens. Presets that cast alike
+share a row.
+
+    "B/element"  bytes that have to move at least, over the elements of the tensor that is cast; scales not counted
+    "of copy"    time of a copy that moves as many bytes, over the time; measured in the same run
+    "of TE"      the time, over Transformer Engine's where it has the same operation
+
+What SwiGLU keeps for backward differs: here gate and up in FP8, from which backward forms the product again and casts
+its columns; in Transformer Engine gate and up in BF16, and the columns of the product, which its forward casts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cast_peers
+import torch
+from common import (
+    SIZES,
+    WEIGHT_STD,
+    ModelSize,
+    argument_parser,
+    banner,
+    check_presets,
+    describe_cast,
+    device,
+    first_line,
+    measure,
+    normal,
+    positive,
+    preset_recipe,
+    print_banner,
+    print_table,
+    refuse_on_cpu,
+    words,
+    write_json,
+)
+
+from ds_fp8.config import PRESETS
+from ds_fp8.errors import main_entry
+from ds_fp8.gemm import unavailable
+from ds_fp8.modules.gated_activation import gated_activation_backward, gated_activation_cast
+from ds_fp8.modules.recipe import LinearRecipe
+from ds_fp8.modules.rms_norm import rms_norm_backward, rms_norm_cast, rms_norm_columnwise
+from ds_fp8.modules.rotary import HeadLayout, rotate, rotate_backward
+from ds_fp8.modules.weights import dgrad_operand
+from ds_fp8.quantize import QuantizedTensor
+
+EPS = 1e-6
+"""Of RMSNorm."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something to time."""
+
+    name: str
+    casts: str
+    """What it writes in FP8, in words; together with `name` it tells operations apart."""
+    elements: int
+    bytes_per_element: float
+    run: Callable[[], Any]
+    peer: cast_peers.Peer = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that have to move at least."""
+        return round(self.elements * self.bytes_per_element)
+
+
+def in_words(rowwise: QuantizedTensor | None, columnwise: QuantizedTensor | None = None) -> str:
+    """Both casts of a matrix, "rows 1x128, columns 128x128"."""
+    parts = {"rows": rowwise, "columns": columnwise}
+    return ", ".join(f"{along} {describe_cast(q)}" for along, q in parts.items() if q is not None)
+
+
+def cast_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[Operation]:
+    """The casts of an input x [T, F], of an output gradient dy [T, F] and of a weight w [2F, H]."""
+    x, w = normal(tokens, size.intermediate), normal(2 * size.intermediate, size.hidden, std=WEIGHT_STD)
+    of_x, of_dy, of_w = recipe.input, recipe.grad_output, recipe.weight
+    wgrad_x, wgrad_dy = recipe.wgrad_input, recipe.wgrad_grad_output
+
+    row, column = recipe.cast_input_both(x)
+    peer = cast_peers.cast(x, of_x.format, of_x.granularity, wgrad_x)
+    yield Operation("x", in_words(row, column), x.numel(), 4, lambda: recipe.cast_input_both(x), peer)
+    peer = cast_peers.cast(x, of_x.format, of_x.granularity, None)
+    yield Operation("x", in_words(row), x.numel(), 3, lambda: recipe.cast_input(x), peer)
+    peer = cast_peers.cast(x, of_x.format, None, wgrad_x)
+    yield Operation("x", in_words(None, column), x.numel(), 3, lambda: recipe.cast_input_columnwise(x), peer)
+    del row, column
+
+    w_cast = recipe.cast_weight(w)
+    peer = cast_peers.cast(w, of_w.format, of_w.granularity, None)
+    yield Operation("w", in_words(w_cast), w.numel(), 3, lambda: recipe.cast_weight(w), peer)
+    yield Operation("w transposed", describe_cast(w_cast), w.numel(), 2, lambda: dgrad_operand(w_cast))
+
+    factor = None if dgrad_operand(w_cast)[1] is None else torch.ones(x.shape[1], device=x.device)
+    casts = in_words(*recipe.cast_grad_output(x, column_factor=factor))
+    peer = cast_peers.cast(x, of_dy.format, of_dy.granularity, wgrad_dy)
+    name = "dy" if factor is None else "dy · weight scales"
+    yield Operation(name, casts, x.numel(), 4, lambda: recipe.cast_grad_output(x, column_factor=factor), peer)
+
+
+def norm_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[Operation]:
+    """RMSNorm of x [T, H], with and without the residual add before it."""
+    x, residual, weight = normal(tokens, size.hidden), normal(tokens, size.hidden), normal(size.hidden)
+    of_x = recipe.input
+    _, rstd, cast = rms_norm_cast(x, weight, EPS, recipe)
+    casts, columnwise = in_words(cast), in_words(None, rms_norm_columnwise(x, weight, rstd, recipe))
+    del cast
+    peer = cast_peers.rms_norm(x, weight, EPS, of_x.format, of_x.granularity)
+    yield Operation("RMSNorm", casts, x.numel(), 3, lambda: rms_norm_cast(x, weight, EPS, recipe), peer)
+    yield Operation("add, RMSNorm", casts, x.numel(), 7, lambda: rms_norm_cast(x, weight, EPS, recipe, residual))
+    yield Operation(
+        "RMSNorm again", columnwise, x.numel(), 3, lambda: rms_norm_columnwise(x, weight, rstd, recipe)
+    )  # fmt: skip
+    yield Operation(
+        "RMSNorm backward, add", "none", x.numel(), 8, lambda: rms_norm_backward(x, x, weight, rstd, residual)
+    )
+
+
+def swiglu_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[Operation]:
+    """SwiGLU of gate_up [T, 2F] with the casts of its product [T, F], and its backward with all casts."""
+    gate_up, dproduct = normal(tokens, 2 * size.intermediate), normal(tokens, size.intermediate)
+    of_x, of_dy, elements = recipe.input, recipe.grad_output, dproduct.numel()
+
+    def forward(keep: bool) -> Any:
+        return gated_activation_cast(gate_up, "silu", recipe, keep)
+
+    product, saved = forward(True)
+    casts = in_words(product)
+    del product
+    peer = cast_peers.swiglu(gate_up, of_x.format, of_x.granularity, None)
+    yield Operation("SwiGLU", casts, elements, 5, lambda: forward(False), peer)
+    peer = cast_peers.swiglu(gate_up, of_x.format, of_x.granularity, recipe.wgrad_input)
+    kept = f"{casts}, gate and up {describe_cast(saved)}"
+    yield Operation("SwiGLU, keeping", kept, elements, 7, lambda: forward(True), peer)
+
+    w = normal(2 * size.intermediate, 128, std=WEIGHT_STD)
+    factor = dgrad_operand(recipe.cast_weight(w))[1]
+
+    def backward() -> Any:
+        return gated_activation_backward(dproduct, saved, "silu", recipe, factor)
+
+    row, column, product = backward()
+    casts = f"{in_words(row, column)}, product {in_words(None, product)}"
+    del row, column, product
+    peer = cast_peers.swiglu_backward(dproduct, gate_up, of_dy.format, of_dy.granularity, recipe.wgrad_grad_output)
+    yield Operation("SwiGLU backward", casts, elements, 9, backward, peer)
+
+
+def rope_operations(size: ModelSize, tokens: int) -> Iterator[Operation]:
+    """The rotation of q, k and v [T, N] with their bias, and back; it casts nothing."""
+    layout = HeadLayout(size.heads, size.kv_heads, size.head_dim)
+    qkv, bias = normal(tokens, sum(layout.sizes)), normal(sum(layout.sizes))
+    angles = torch.rand(1, tokens, size.head_dim, device=qkv.device) * 6
+    cos, sin = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
+    bytes_per_element = 4 + (cos.nbytes + sin.nbytes) / qkv.numel()
+    peer = cast_peers.rope(qkv.clone(), layout)
+    yield Operation(
+        "bias, rotary", "none", qkv.numel(), bytes_per_element, lambda: rotate(qkv, cos, sin, layout, bias), peer
+    )
+    gradients = layout.split(normal(*qkv.shape), 1, len(qkv))
+    yield Operation(
+        "rotary backward", "none", qkv.numel(), bytes_per_element, lambda: rotate_backward(gradients, cos, sin, layout)
+    )
+
+
+def operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[Operation]:
+    """All of them, one at a time: the operands of one are freed before the next are made."""
+    for kind in (cast_operations, norm_operations, swiglu_operations):
+        yield from kind(recipe, size, tokens)
+    yield from rope_operations(size, tokens)
+
+
+@functools.cache
+def copy_time(bytes: int, milliseconds: float) -> float:
+    """Milliseconds of a copy that reads and writes `bytes` together."""
+    source = torch.zeros(max(1, bytes // 2), dtype=torch.uint8, device=device())
+    target = torch.empty_like(source)
+    return measure(lambda: target.copy_(source), milliseconds=milliseconds)
+
+
+def peer_time(operation: Operation, milliseconds: float) -> float | None:
+    """Milliseconds of Transformer Engine's counterpart; None, having said why, where it fails."""
+    if operation.peer is None:
+        return None
+    try:
+        return measure(operation.peer, milliseconds=milliseconds)
+    except Exception as error:  # another library fails in its own way
+        print(f"not measured: Transformer Engine's {operation.name}, {operation.casts} ({first_line(error)})")
+        return None
+
+
+def measure_operation(operation: Operation, milliseconds: float) -> dict[str, Any]:
+    """One row."""
+    time, copy = measure(operation.run, milliseconds=milliseconds), copy_time(operation.bytes, milliseconds)
+    peer = peer_time(operation, milliseconds)
+    return {
+        "operation": operation.name,
+        "casts": operation.casts,
+        "elements": operation.elements,
+        "bytes_per_element": operation.bytes_per_element,
+        "milliseconds": time,
+        "terabytes_per_second": operation.bytes / time / 1e9,
+        "of_copy": copy / time,
+        "te_milliseconds": peer,
+        "of_te": None if peer is None else time / peer,
+        "presets": [],
+    }
+
+
+def measure_presets(presets: list[str], size: ModelSize, tokens: int, milliseconds: float) -> list[dict[str, Any]]:
+    """One row for every distinct operation of `presets`."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for preset in presets:
+        for operation in operations(preset_recipe(preset), size, tokens):
+            key = operation.name, operation.casts
+            if key not in rows:
+                rows[key] = measure_operation(operation, milliseconds)
+            rows[key]["presets"].append(preset)
+    names = list(dict.fromkeys(name for name, _ in rows))
+    return sorted(rows.values(), key=lambda row: names.index(row["operation"]))
+
+
+def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
+    columns = "operation", "casts", "B/element", "ms", "TB/s", "of copy", "TE ms", "of TE", "presets"
+    keys = "operation", "casts", "bytes_per_element", "milliseconds", "terabytes_per_second", "of_copy"
+    print_table(
+        title,
+        columns,
+        [
+            (*(row[key] for key in keys), row["te_milliseconds"], row["of_te"], ", ".join(row["presets"]))
+            for row in rows
+        ],
+    )
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, with the defaults that follow from --quick and the machine filled in."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--size", choices=list(SIZES), help="whose tensors to cast (default 7b, --quick: tiny)")
+    parser.add_argument("--tokens", type=positive, metavar="T", help="tokens of a micro-batch (default 16384)")
+    parser.add_argument("--presets", type=words, metavar="NAME,...", help=f"default all: {','.join(PRESETS)}")
+    options = parser.parse_args(arguments)
+    options.presets = check_presets(options.presets)
+    if not (options.quick or (options.tokens and options.size == "tiny")):
+        refuse_on_cpu("--size tiny and --tokens")
+    options.size = options.size or ("tiny" if options.quick else "7b")
+    options.tokens = options.tokens or (128 if options.quick else 16384)
+    options.milliseconds = 2.0 if options.quick else 120.0
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    facts = banner()
+    print_banner(facts)
+    missing = unavailable("transformer_engine")
+    if missing is not None:
+        print(f"not measured: Transformer Engine ({missing})")
+    rows = measure_presets(options.presets, SIZES[options.size], options.tokens, options.milliseconds)
+    print_rows(f"{options.size}, {options.tokens} tokens: casts, median times", rows)
+    if options.json:
+        write_json(options.json, banner=facts, size=options.size, tokens=options.tokens, rows=rows)
+    return 0
+
+
+if __name__ == "__main__":
+    main_entry(main)

@@ -41,4 +41,5 @@ def main() -> int:
     return 0
 
 
-main_entry(main)
+if __name__ == "__main__":
+    main_entry(main)

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from ds_fp8.data.tokenizer import SMALLEST_VOCABULARY
+from ds_fp8.errors import UserError
 from ds_fp8.schema import Section
+
+
+class SourceConfig(Section):
+    """One of several sources of a mixture."""
+
+    path: str
+    """As `data.path`."""
+    weight: float = Field(1.0, gt=0)
+    """This source's share of the rows of training, relative to the weights of the others."""
+    text_key: str | None = None
+    """As `data.text_key`, which it replaces for this source."""
+    messages_key: str | None = None
+    """As `data.messages_key`, which it replaces for this source."""
 
 
 class DataConfig(Section):
@@ -16,9 +31,12 @@ class DataConfig(Section):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     path: str = "synthetic"
-    """"synthetic" for the built-in corpus; a .txt, .jsonl, .json or .parquet file, or a folder of one such kind; or a
-    Hugging Face datasets name ("owner/name", or "owner/name:subset"). A .txt file holds documents parted by blank
-    lines."""
+    """"synthetic" for the built-in corpus; a .txt, .jsonl, .json or .parquet file, compressed (.gz, .bz2, .xz, .zst) or
+    not, or a folder of one such kind; or a Hugging Face datasets name ("owner/name", or "owner/name:subset"). A .txt
+    file holds documents parted by blank lines."""
+
+    sources: tuple[SourceConfig, ...] | None = None
+    """Several paths with weights, in place of `path`."""
 
     format: Literal["documents", "chat"] = "documents"
     """"documents": loss on every token of a text. "chat": loss on the assistant's turns of a list of messages."""
@@ -33,11 +51,32 @@ class DataConfig(Section):
     """"synthetic" for a sentencepiece model trained on the built-in corpus on first use; a sentencepiece .model file;
     or a Hugging Face tokenizer folder or name."""
 
+    chat_template: str | None = None
+    """How chats become text: "chatml", or a file with a Jinja template; null: as the tokenizer has it."""
+
     vocab_size: int = Field(default=640, ge=SMALLEST_VOCABULARY, le=2048)
     """Number of tokens of the "synthetic" tokenizer, special tokens and the 256 bytes included."""
 
+    add_bos: bool = True
+    """Begin a document with the tokenizer's beginning-of-text token, where it has one."""
+
+    add_eos: bool = True
+    """End a document with the tokenizer's end-of-text token."""
+
     sequence_length: int = Field(default=512, ge=8)
-    """Tokens in a row of a batch; several examples are packed into one row."""
+    """Tokens in a row of a batch, into which several examples are packed; no example is longer."""
+
+    tokens_per_gpu: int | None = Field(default=None, ge=8)
+    """Null: batch sizes count rows of `sequence_length` tokens. A number: batch sizes count examples, and each GPU
+    packs its examples of a step into as few micro-batches of at most this many tokens as they need."""
+
+    overlong: Literal["split", "cut", "drop"] | None = None
+    """What happens to an example longer than `sequence_length`. "split": its pieces become examples of their own;
+    "cut": its end is lost; "drop": all of it is. Null: "split" for documents and "drop" for chats."""
+
+    answer_pattern: str | None = None
+    """Regular expression whose first group is the answer in an assistant's last turn, as in "#### (.*)". With it, the
+    exact match of generated and given answers is measured on held-out chats."""
 
     examples: int = Field(default=20_000, ge=2)
     """Number of documents or conversations of the "synthetic" corpus."""
@@ -48,5 +87,75 @@ class DataConfig(Section):
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
     """Part of the examples that is held back to measure the validation loss."""
 
+    test_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Part of the examples that is held back to measure the test loss, after the last step."""
+
     seed: int = Field(default=1236, ge=0)
-    """Seed of the synthetic corpus and of the choice of validation examples."""
+    """Seed of the synthetic corpus and of the choice of held-out examples."""
+
+    workers: int | None = Field(default=None, ge=1)
+    """Processes that tokenise; null: one per CPU core. A small corpus is tokenised without."""
+
+    cache_dir: str | None = None
+    """Folder for tokenised data, 4 bytes a token; null: DS_FP8_CACHE, or ~/.cache/ds_fp8."""
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _pattern_has_a_group(cls, pattern: str | None) -> str | None:
+        if pattern is not None:
+            try:
+                groups = re.compile(pattern).groups
+            except re.error as error:
+                raise ValueError(f"is no regular expression: {error}") from None
+            if groups < 1:
+                raise ValueError("needs a group in parentheses around the answer")
+        return pattern
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DataConfig:
+        if self.sources is not None and "path" in self.model_fields_set:
+            raise UserError(
+                "data.path and data.sources contradict each other", key="data.sources", remedy="keep one of them"
+            )
+        if self.sources is not None and not self.sources:
+            raise UserError("data.sources is empty", key="data.sources", remedy='[{"path": ..., "weight": 1.0}, ...]')
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise UserError(
+                f"nothing is left to train on: validation_fraction {self.validation_fraction} and test_fraction "
+                f"{self.test_fraction} make up all examples",
+                key="data.validation_fraction",
+                remedy="0.05 each, say",
+            )
+        if self.tokens_per_gpu is not None and self.tokens_per_gpu < self.sequence_length:
+            raise UserError(
+                f"an example of sequence_length {self.sequence_length} tokens does not fit into tokens_per_gpu "
+                f"{self.tokens_per_gpu}",
+                key="data.tokens_per_gpu",
+                remedy=f"at least {self.sequence_length}, or a smaller sequence_length",
+            )
+        return self
+
+    def each_source(self) -> list[DataConfig]:
+        """This section once per source, each with `path` and keys of that source and no `sources`."""
+        if self.sources is None:
+            return [self]
+        return [
+            self.model_copy(
+                update={
+                    "sources": None,
+                    "path": source.path,
+                    "text_key": source.text_key or self.text_key,
+                    "messages_key": source.messages_key or self.messages_key,
+                }
+            )
+            for source in self.sources
+        ]
+
+    def weights(self) -> list[float]:
+        """The weight of each source."""
+        return [1.0] if self.sources is None else [source.weight for source in self.sources]
+
+    @property
+    def what_if_overlong(self) -> Literal["split", "cut", "drop"]:
+        """`overlong`, or what its null stands for."""
+        return self.overlong or ("split" if self.format == "documents" else "drop")

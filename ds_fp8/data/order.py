@@ -7,16 +7,30 @@ from functools import lru_cache
 
 import numpy as np
 
+BLOCK = 4096
+"""Places in the order of a mixture over which the shares of its sources are kept; each source has at least one."""
 
-def rows_of_step(step: int, num_rows: int, global_batch: int, seed: int) -> list[int]:
+
+def rows_of_step(
+    step: int, num_rows: int | Sequence[int], global_batch: int, seed: int, weights: Sequence[float] = (1.0,)
+) -> list[int]:
     """The `global_batch` row indices of optimizer step `step` (from 0), a function of its arguments alone.
 
-    Every epoch visits each row once in an order of its own; a step may end one epoch and begin the next.
+    num_rows: of each source; row indices count through all sources. weights: their shares of the rows of training.
+    Every epoch of a source visits each of its rows once in an order of its own; a step may end one and begin the next.
     """
-    if num_rows < 1 or global_batch < 1 or step < 0:
+    counts = (num_rows,) if isinstance(num_rows, int) else tuple(num_rows)
+    if min(counts, default=0) < 1 or global_batch < 1 or step < 0 or len(counts) != len(weights):
         raise ValueError(f"no rows for step {step}, num_rows {num_rows}, global_batch {global_batch}")
-    places = range(step * global_batch, (step + 1) * global_batch)
-    return [int(_epoch_order(place // num_rows, num_rows, seed)[place % num_rows]) for place in places]
+    places = np.arange(step * global_batch, (step + 1) * global_batch)
+    rows = np.empty(global_batch, dtype=np.int64)
+    first = 0
+    for source, (count, (mine, visits)) in enumerate(zip(counts, _visits(places, tuple(weights), seed), strict=True)):
+        for epoch in np.unique(visits // count).tolist():
+            now = visits // count == epoch
+            rows[np.flatnonzero(mine)[now]] = first + _epoch_order(source, epoch, count, seed)[visits[now] % count]
+        first += count
+    return rows.tolist()
 
 
 def local_micro_batches(
@@ -32,6 +46,74 @@ def local_micro_batches(
     return [list(rows[start : start + micro_batch]) for start in starts]
 
 
-@lru_cache(maxsize=2)
-def _epoch_order(epoch: int, num_rows: int, seed: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+def budgeted_micro_batches(
+    rows: Sequence[int], tokens: Sequence[int], rank: int, world: int, budget: int
+) -> list[list[int]]:
+    """The micro-batches that `rank` of `world` takes of `rows`, each of at most `budget` tokens in all.
+
+    tokens: of each row, none above `budget`. All ranks get equally many micro-batches, those they run at the same time
+    alike in tokens; one may be empty when there are fewer rows than ranks.
+    """
+    if max(tokens, default=0) > budget:
+        raise ValueError(f"a row of {max(tokens)} tokens does not fit into {budget}")
+    longest_first = sorted(range(len(rows)), key=lambda place: (-tokens[place], place))
+    fewest = max(1, -(-sum(tokens) // (budget * world)))
+    for rounds in range(fewest, len(rows) + 1):
+        bins = _spread(longest_first, tokens, rounds * world)
+        if max(filled for filled, _ in bins) <= budget:
+            break
+    bins.sort(key=lambda entry: (-entry[0], entry[1]))
+    return [[rows[place] for place in bins[index][1]] for index in range(rank, len(bins), world)]
+
+
+def _spread(places: Sequence[int], tokens: Sequence[int], number: int) -> list[tuple[int, list[int]]]:
+    """`number` bins of (tokens, places), filled evenly: each place goes to the emptiest."""
+    filled, members = [0] * number, [[] for _ in range(number)]
+    for place in places:
+        emptiest = min(range(number), key=filled.__getitem__)
+        filled[emptiest] += tokens[place]
+        members[emptiest].append(place)
+    return list(zip(filled, members, strict=True))
+
+
+def _visits(places: np.ndarray, weights: tuple[float, ...], seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each source which of `places` are its own (bool), and the how manieth of its rows each of those is."""
+    if len(weights) == 1:
+        return [(np.ones(len(places), dtype=bool), places)]
+    share = _shares(weights)
+    source_of = np.empty(len(places), dtype=np.int64)
+    visit = np.empty(len(places), dtype=np.int64)
+    blocks = places // BLOCK
+    for block in np.unique(blocks).tolist():
+        sources, ordinals = _block(block, share, seed)
+        now = blocks == block
+        inside = places[now] % BLOCK
+        source_of[now] = sources[inside]
+        visit[now] = block * np.array(share)[sources[inside]] + ordinals[inside]
+    return [(source_of == source, visit[source_of == source]) for source in range(len(weights))]
+
+
+def _shares(weights: tuple[float, ...]) -> tuple[int, ...]:
+    """Places of each source in a block: proportional, at least one, the largest remainders rounded up."""
+    exact = np.array(weights) / sum(weights) * BLOCK
+    share = np.maximum(np.floor(exact).astype(int), 1)
+    while share.sum() < BLOCK:
+        share[np.argmax(exact - share)] += 1
+    while share.sum() > BLOCK:
+        share[np.argmax(share)] -= 1
+    return tuple(share.tolist())
+
+
+@lru_cache(maxsize=4)
+def _block(block: int, share: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The source of each place of a block, and the how manieth of that source in the block it is."""
+    sources = np.random.default_rng([seed, block, BLOCK]).permutation(np.repeat(np.arange(len(share)), share))
+    ordinals = np.empty(BLOCK, dtype=np.int64)
+    for source, count in enumerate(share):
+        ordinals[sources == source] = np.arange(count)
+    return sources, ordinals
+
+
+@lru_cache(maxsize=64)
+def _epoch_order(source: int, epoch: int, num_rows: int, seed: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch, source][: 3 if source else 2]).permutation(num_rows)

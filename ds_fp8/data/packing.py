@@ -1,106 +1,202 @@
-"""Tokenised examples packed into rows of one length, with no attention from one example to another.
+"""Tokenised examples packed into rows, with no attention from one example to another.
 
-Position ids restart at every example: transformers derives the block-diagonal mask from that when it is given no
-attention mask.
+Which piece of which example lies in which row is planned once, from lengths; tokens are read when a row is asked for.
+Position ids restart at every example: the model's block-diagonal mask follows from that.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from ds_fp8.data.chat import IGNORED
-from ds_fp8.errors import UserError
+from ds_fp8.data.token_store import NO_LOSS
 
-Example = tuple[Sequence[int], Sequence[int]]
-"""Token ids and labels of one example, of the same length; labels are not shifted, -100 carries no loss."""
+WINDOW = 1 << 16
+"""Examples that are packed together before the next ones are looked at, which bounds time and memory."""
+
+
+class Store(Protocol):
+    """What packing reads: `TokenStore`, or anything like it."""
+
+    def lengths(self) -> np.ndarray: ...
+    def read(self, example: int, start: int, length: int) -> np.ndarray: ...
+
+
+@dataclass
+class Losses:
+    """What packing left out or cut."""
+
+    tokens: int = 0
+    """Tokens in all rows, padding left out."""
+    examples: int = 0
+    """Examples that were given."""
+    overlong: int = 0
+    """Examples longer than a row."""
+    longest: int = 0
+    """Tokens of the longest example."""
+    dropped: int = 0
+    """Examples left out: longer than a row ("drop"), or without any token that carries loss."""
+    tokens_left_out: int = 0
+    """Tokens of dropped examples, of cut ends and of pieces without loss."""
 
 
 @dataclass(frozen=True)
-class PackedDataset(Dataset):
-    """Rows of `sequence_length` tokens. Item i: `input_ids`, `labels`, `position_ids`, int64 [sequence_length]."""
+class Plan:
+    """Rows as pieces of examples."""
 
-    input_ids: np.ndarray
-    """int32 [rows, sequence_length]"""
-    labels: np.ndarray
-    """int32 [rows, sequence_length]: the token itself, not shifted, or -100 where there is no loss."""
-    position_ids: np.ndarray
-    """int32 [rows, sequence_length], from 0 in every example and in the padding behind the last one."""
-    tokens: int
-    """Tokens in all rows, padding left out."""
-    dropped: int
-    """Examples left out: longer than a row (overlong "drop"), or without any token that carries loss."""
+    pieces: np.ndarray
+    """int64 [pieces, 3]: example, its first token, number of tokens; row by row."""
+    row_ends: np.ndarray
+    """int64 [rows]: where each row ends in `pieces`."""
+    losses: Losses = field(default_factory=Losses)
 
     def __len__(self) -> int:
-        return len(self.input_ids)
+        return len(self.row_ends)
+
+    def row(self, index: int) -> np.ndarray:
+        """The pieces of a row, int64 [pieces of it, 3]."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self.pieces[self.row_ends[index - 1] if index else 0 : self.row_ends[index]]
+
+    def row_tokens(self) -> np.ndarray:
+        """int64 [rows]: how many tokens each row has, padding left out."""
+        before = np.concatenate([[0], np.cumsum(self.pieces[:, 2])])
+        return np.diff(before[self.row_ends], prepend=0)
+
+
+def plan_rows(
+    store: Store,
+    chosen: np.ndarray,
+    sequence_length: int,
+    overlong: Literal["split", "cut", "drop"] = "split",
+    *,
+    together: bool = True,
+    all_carry_loss: bool = True,
+) -> Plan:
+    """Rows of at most `sequence_length` tokens from the examples `chosen` (int64, in this order).
+
+    together: each example goes into the fullest row that still has room for it; otherwise into a row of its own.
+    all_carry_loss: whether every token of the store carries loss. Every row has at least one that does.
+    """
+    lengths = store.lengths()
+    pieces: list[tuple[int, int, int]] = []
+    row_ends: list[int] = []
+    losses = Losses(examples=len(chosen))
+    for first in range(0, len(chosen), WINDOW):
+        rows: list[list[tuple[int, int, int]]] = []
+        room: list[tuple[int, int]] = []  # (free tokens, row), sorted
+        for example in chosen[first : first + WINDOW].tolist():
+            length = int(lengths[example])
+            losses.longest = max(losses.longest, length)
+            losses.overlong += length > sequence_length
+            kept = 0
+            for piece in _pieces(example, length, sequence_length, overlong):
+                if not _carries_loss(store, piece, all_carry_loss):
+                    continue
+                size = piece[2]
+                kept += size
+                place = bisect_left(room, (size, 0)) if together else len(room)
+                free, row = room.pop(place) if place < len(room) else (sequence_length, len(rows))
+                if row == len(rows):
+                    rows.append([])
+                rows[row].append(piece)
+                if free > size and together:
+                    insort(room, (free - size, row))
+            losses.tokens += kept
+            losses.tokens_left_out += length - kept
+            losses.dropped += not kept
+        for row in rows:
+            pieces.extend(row)
+            row_ends.append(len(pieces))
+    return Plan(np.array(pieces, dtype=np.int64).reshape(-1, 3), np.array(row_ends, dtype=np.int64), losses)
+
+
+def _pieces(example: int, length: int, sequence_length: int, overlong: str) -> Iterator[tuple[int, int, int]]:
+    if length <= sequence_length:
+        yield example, 0, length
+    elif overlong == "cut":
+        yield example, 0, sequence_length
+    elif overlong == "split":
+        for start in range(0, length, sequence_length):
+            yield example, start, min(sequence_length, length - start)
+
+
+def _carries_loss(store: Store, piece: tuple[int, int, int], all_carry_loss: bool) -> bool:
+    # The first token of an example is never predicted: what stands before it belongs to another.
+    if all_carry_loss or piece[2] < 2:
+        return piece[2] >= 2
+    return bool((store.read(*piece)[1:] < NO_LOSS).any())
+
+
+class PackedDataset(Dataset):
+    """Planned rows of one or several sources, one source after the other.
+
+    Item i is row i padded to `sequence_length`: `input_ids`, `labels` (the token itself, not shifted, or -100 where
+    there is no loss) and `position_ids` (from 0 in every example, and in the padding), int64 [sequence_length].
+    """
+
+    def __init__(self, parts: Sequence[tuple[Store, Plan]], sequence_length: int, pad_id: int):
+        self._parts, self.sequence_length, self._pad_id = list(parts), sequence_length, pad_id
+        self.rows_by_source = tuple(len(plan) for _, plan in parts)
+        """Number of rows of each source."""
+        self._first = np.cumsum([0, *self.rows_by_source])
+        self._row_tokens = [plan.row_tokens() for _, plan in parts]
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        names = ("input_ids", "labels", "position_ids")
-        return {name: torch.from_numpy(getattr(self, name)[index].astype(np.int64)) for name in names}
+        return self.joined([index], self.sequence_length)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens in all rows, padding left out."""
+        return sum(plan.losses.tokens for _, plan in self._parts)
 
-def pack(
-    examples: Iterable[Example], sequence_length: int, pad_id: int, overlong: Literal["split", "drop"] = "split"
-) -> PackedDataset:
-    """Pack each example into the fullest row that still has room for it, in the order given.
+    def row_tokens(self, index: int) -> int:
+        """Tokens of a row, padding left out."""
+        source, local = self._place(index)
+        return int(self._row_tokens[source][local])
 
-    An example longer than a row is split into consecutive pieces, each an example of its own, or dropped. Every row
-    has at least one label that carries loss. Raises UserError when no example is left.
-    """
-    rows: list[list[Example]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
-    tokens = dropped = 0
-    for ids, labels in examples:
-        pieces = _pieces(ids, labels, sequence_length, overlong)
-        dropped += not pieces
-        for piece in pieces:
-            length = len(piece[0])
-            place = bisect_left(room, (length, 0))
-            free, row = room.pop(place) if place < len(room) else (sequence_length, len(rows))
-            if row == len(rows):
-                rows.append([])
-            rows[row].append(piece)
-            if free > length:
-                insort(room, (free - length, row))
-            tokens += length
-    if not rows:
-        raise UserError(
-            f"none of the {dropped} examples fits into a row of {sequence_length} tokens and carries loss",
-            key="data.sequence_length",
-            remedy="raise data.sequence_length, or give data with shorter conversations that have assistant turns",
-        )
-    return _fill(rows, sequence_length, pad_id, tokens, dropped)
+    def joined(self, rows: Sequence[int], length: int) -> dict[str, torch.Tensor]:
+        """The examples of several rows in one row, padded to `length` tokens. No rows: padding without loss."""
+        input_ids = np.full(length, self._pad_id, dtype=np.int64)
+        labels = np.full(length, IGNORED, dtype=np.int64)
+        position_ids = np.empty(length, dtype=np.int64)
+        stop = 0
+        for row in rows:
+            source, local = self._place(row)
+            store, plan = self._parts[source]
+            for example, first, size in plan.row(local).tolist():
+                tokens = store.read(example, first, size)
+                start, stop = stop, stop + size
+                silent = tokens >= NO_LOSS
+                input_ids[start:stop] = tokens & ~NO_LOSS
+                labels[start:stop] = np.where(silent, IGNORED, input_ids[start:stop])
+                labels[start] = IGNORED
+                position_ids[start:stop] = np.arange(size)
+        position_ids[stop:] = np.arange(length - stop)
+        arrays = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
+    def report(self) -> dict[str, int | float]:
+        """The number of rows, and the sums of `Losses` over the sources."""
+        total = Losses()
+        for _, plan in self._parts:
+            for name, value in asdict(plan.losses).items():
+                setattr(total, name, max(total.longest, value) if name == "longest" else getattr(total, name) + value)
+        return {"rows": len(self), **asdict(total)}
 
-def _pieces(ids: Sequence[int], labels: Sequence[int], sequence_length: int, overlong: str) -> list[Example]:
-    """The example cut to rows, without the pieces that carry no loss."""
-    if len(ids) > sequence_length and overlong == "drop":
-        return []
-    starts = range(0, len(ids), sequence_length)
-    pieces = [(ids[start : start + sequence_length], labels[start : start + sequence_length]) for start in starts]
-    # The label of a first token does not count: it would be predicted from the example before.
-    return [piece for piece in pieces if any(label != IGNORED for label in piece[1][1:])]
-
-
-def _fill(rows: list[list[Example]], sequence_length: int, pad_id: int, tokens: int, dropped: int) -> PackedDataset:
-    shape = (len(rows), sequence_length)
-    input_ids = np.full(shape, pad_id, dtype=np.int32)
-    all_labels = np.full(shape, IGNORED, dtype=np.int32)
-    position_ids = np.zeros(shape, dtype=np.int32)
-    for index, row in enumerate(rows):
-        start = 0
-        for ids, labels in row:
-            stop = start + len(ids)
-            input_ids[index, start:stop] = ids
-            all_labels[index, start:stop] = labels
-            all_labels[index, start] = IGNORED
-            position_ids[index, start:stop] = np.arange(len(ids))
-            start = stop
-        position_ids[index, start:] = np.arange(sequence_length - start)
-    return PackedDataset(input_ids, all_labels, position_ids, tokens, dropped)
+    def _place(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        source = int(np.searchsorted(self._first, index, side="right")) - 1
+        return source, int(index - self._first[source])

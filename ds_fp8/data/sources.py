@@ -1,67 +1,134 @@
-"""Where examples come from: the built-in corpus, local files, or a Hugging Face dataset."""
+"""Where examples come from: the built-in corpus, local files, or a Hugging Face dataset, read as a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
 
 from ds_fp8.data.config import DataConfig
 from ds_fp8.data.synthetic import conversations, documents
 from ds_fp8.errors import UserError
 
+Text = str
+Chat = list[dict[str, Any]]
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 
-def read_examples(config: DataConfig, cache_dir: Path) -> list[str] | list[list[dict[str, Any]]]:
-    """All examples that `config` names: texts for format "documents", lists of messages for "chat".
+class ExampleStream:
+    """The examples of one source in order: texts for format "documents", lists of messages for "chat".
 
-    Empty texts are left out. Raises UserError when nothing is left, the files cannot be read, the column is missing or
+    Iterating leaves out empty texts. `state()` says how far it has come, in a form that JSON can hold, and a stream
+    made with that state goes on right there. Raises UserError when the source cannot be read, the column is missing or
     a conversation is malformed.
     """
-    if config.path == "synthetic":
-        generate = documents if config.format == "documents" else conversations
-        return list(generate("train", config.seed, config.examples, config.difficulty))
-    table = _load(config.path, cache_dir / "datasets")
-    if config.format == "documents":
-        texts = _column(table, config.text_key, "data.text_key", config.path)
-        examples = [_checked_text(text, row, config) for row, text in enumerate(texts)]
-        examples = [text for text in examples if text]
-    else:
-        rows = _column(table, config.messages_key, "data.messages_key", config.path)
-        examples = [_checked_messages(messages, row, config) for row, messages in enumerate(rows)]
+
+    def __init__(self, config: DataConfig, state: dict[str, Any] | None = None):
+        self._config = config
+        self._row = state["row"] if state else 0
+        self._table = None
+        if config.path != "synthetic":
+            self._table = _load(config.path)
+            if state:
+                self._table.load_state_dict(state["table"])
+
+    def __iter__(self) -> Iterator[Text | Chat]:
+        config = self._config
+        if self._table is None:
+            generate = documents if config.format == "documents" else conversations
+            for example in islice(generate("train", config.seed, config.examples, config.difficulty), self._row, None):
+                self._row += 1
+                yield example
+            return
+        chat = config.format == "chat"
+        name, key = (config.messages_key, "data.messages_key") if chat else (config.text_key, "data.text_key")
+        check = _checked_messages if chat else _checked_text
+        with _explained(config.path):
+            for row in self._table:
+                if name not in row:
+                    columns = ", ".join(row)
+                    raise UserError(
+                        f'{config.path} has no column "{name}"', key=key, remedy=f"set {key} to one of: {columns}"
+                    )
+                example = check(row[name], self._row, config)
+                self._row += 1
+                if example:
+                    yield example
+
+    def state(self) -> dict[str, Any]:
+        """What the stream needs to go on after the example it gave last."""
+        return {"row": self._row, "table": copy.deepcopy(self._table.state_dict()) if self._table is not None else None}
+
+
+def read_examples(config: DataConfig) -> list[Text] | list[Chat]:
+    """All examples of one source at once. Raises UserError as `ExampleStream` does, and when there are none."""
+    examples = list(ExampleStream(config))
     if not examples:
-        raise _empty(config.path)
+        raise empty(config.path)
     return examples
 
 
-def _empty(path: str) -> UserError:
+def empty(path: str) -> UserError:
+    """The error for a source that holds no examples."""
     return UserError(f"{path} holds no examples", key="data.path", remedy="give data that is not empty")
 
 
-def _load(path: str, cache_dir: Path) -> datasets.Dataset:
+def source_identity(path: str) -> list[Any]:
+    """What tells the content of a source from another's: its name, and size and time of change of local files.
+
+    A dataset of the Hugging Face hub is known by its name alone.
+    """
+    local = Path(path).expanduser()
+    if path == "synthetic" or not local.exists():
+        return [path]
+    facts = [(file, file.stat()) for file in _files(local)]
+    return [path, [[str(file.resolve()), stat.st_size, stat.st_mtime_ns] for file, stat in facts]]
+
+
+def _load(path: str) -> datasets.IterableDataset:
     local = Path(path).expanduser()
     if local.exists():
         files = _files(local)
-        options = {"sample_by": "paragraph"} if files[0].suffix == ".txt" else {}
-        name, subset, options = LOADERS[files[0].suffix], None, {"data_files": list(map(str, files)), **options}
-    elif local.suffix in LOADERS or path.startswith(("/", "./", "../", "~")):
+        kind = LOADERS[_ending(files[0])]
+        # A file without a byte has no schema, and another's examples do not depend on it.
+        files = [file for file in files if file.stat().st_size]
+        if not files:
+            raise empty(path)
+        options = {"sample_by": "paragraph"} if kind == "text" else {}
+        name, subset, options = kind, None, {"data_files": list(map(str, files)), **options}
+    elif _ending(local) in LOADERS or path.startswith(("/", "./", "../", "~")):
         raise UserError(f"no file or folder {path}", key="data.path", remedy="give the path of existing data")
     else:
         name, _, subset = path.partition(":")
         options = {}
+    with _explained(path):
+        return datasets.load_dataset(name, subset or None, split="train", streaming=True, **options)
+
+
+@contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """Turn what goes wrong while reading `path` into a UserError."""
     try:
-        return datasets.load_dataset(name, subset or None, split="train", cache_dir=str(cache_dir), **options)
+        yield
+    except UserError:
+        raise
     except StopIteration:  # how datasets greets a .json file without a row
-        raise _empty(path) from None
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        reason = str(error.__cause__ or error).strip().split("\n")[0]
-        if local.exists():
+        raise empty(path) from None
+    except (datasets.exceptions.DatasetsError, pyarrow.ArrowException, OSError, EOFError, ValueError) as error:
+        reason = (str(error.__cause__ or error).strip() or type(error).__name__).split("\n")[0]
+        if Path(path).expanduser().exists():
+            kind = LOADERS[_ending(_files(Path(path).expanduser())[0])]
             raise UserError(
-                f"{path} cannot be read as {name} data ({reason})", key="data.path", remedy="mend the file"
+                f"{path} cannot be read as {kind} data ({reason})", key="data.path", remedy="mend the file"
             ) from None
         raise UserError(
             f"{path} is neither a local file nor a Hugging Face dataset that can be reached ({reason})",
@@ -70,10 +137,15 @@ def _load(path: str, cache_dir: Path) -> datasets.Dataset:
         ) from None
 
 
+def _ending(file: Path) -> str:
+    """The ending that tells the kind of a file: of data.jsonl.gz it is .jsonl."""
+    return file.with_suffix("").suffix if file.suffix in COMPRESSIONS else file.suffix
+
+
 def _files(local: Path) -> list[Path]:
     """The data files at `local`, all of one kind."""
-    files = [local] if local.is_file() else sorted(file for file in local.rglob("*") if file.suffix in LOADERS)
-    endings = sorted({file.suffix for file in files})
+    files = [local] if local.is_file() else sorted(file for file in local.rglob("*") if _ending(file) in LOADERS)
+    endings = sorted({_ending(file) for file in files})
     known = ", ".join(LOADERS)
     if not files:
         raise UserError(f"the folder {local} holds no {known} file", key="data.path", remedy=f"give {known} files")
@@ -84,15 +156,6 @@ def _files(local: Path) -> list[Path]:
             f"the folder {local} mixes {', '.join(endings)} files", key="data.path", remedy="keep one kind in a folder"
         )
     return files
-
-
-def _column(table: datasets.Dataset, name: str, key: str, path: str) -> Iterable[Any]:
-    if name not in table.column_names:
-        if not table.column_names:
-            raise _empty(path)
-        columns = ", ".join(table.column_names)
-        raise UserError(f'{path} has no column "{name}"', key=key, remedy=f"set {key} to one of: {columns}")
-    return table[name]
 
 
 def _checked_text(text: Any, row: int, config: DataConfig) -> str:
@@ -108,7 +171,7 @@ def _checked_text(text: Any, row: int, config: DataConfig) -> str:
     return text
 
 
-def _checked_messages(messages: Any, row: int, config: DataConfig) -> list[dict[str, Any]]:
+def _checked_messages(messages: Any, row: int, config: DataConfig) -> Chat:
     def malformed(problem: str) -> UserError:
         return UserError(
             f'"{config.messages_key}" of row {row} of {config.path} {problem}',
@@ -129,4 +192,5 @@ def _checked_messages(messages: Any, row: int, config: DataConfig) -> list[dict[
             raise malformed(f'has the unknown role "{message["role"]}"')
     if not any(message["role"] == "assistant" for message in messages):
         raise malformed("has no assistant turn")
-    return messages
+    # A column of a table gives every message all keys that any message has.
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]

@@ -1,25 +1,27 @@
-"""All the data of one stage: from its configuration to packed training and validation rows."""
+"""All the data of one stage: from its configuration to planned rows of training, validation and test."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ds_fp8.data.chat import tokenize_chats
 from ds_fp8.data.config import DataConfig
-from ds_fp8.data.packing import Example, PackedDataset, pack
-from ds_fp8.data.sources import read_examples
-from ds_fp8.data.synthetic import Problem, problems
-from ds_fp8.data.tokenizer import encode_documents
+from ds_fp8.data.order import rows_of_step
+from ds_fp8.data.packing import Losses, PackedDataset, Plan, plan_rows
+from ds_fp8.data.questions import Question, answer_pattern, held_out_questions, synthetic_questions
+from ds_fp8.data.sources import empty
+from ds_fp8.data.token_store import TokenStore
+from ds_fp8.data.tokenise import Report, digest, exclusive, store_folder, tokenise_source
 from ds_fp8.errors import UserError
 
-HELD_OUT_PROBLEMS = 400
-TOKENIZER_BATCH = 1000
+SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
@@ -28,47 +30,133 @@ class StageData:
 
     train: PackedDataset
     validation: PackedDataset
-    problems: list[Problem]
-    """Held-out problems to generate answers for; empty unless the data is the built-in corpus."""
+    test: PackedDataset
+    """Without rows unless `data.test_fraction` is above 0."""
+    weights: tuple[float, ...]
+    """Share of each source in training."""
+    questions: list[Question]
+    """Held-out questions with known answers; empty where the data has none."""
+    answer_pattern: str | None
+    """Finds an answer in a text."""
     report: dict[str, Any]
-    """For "train" and "validation": the number of examples, tokens, rows and dropped examples."""
+    """For each split with rows: the number of rows, examples and tokens, and what was left out (packing.Losses)."""
+
+    def rows_of_step(self, step: int, global_batch: int, seed: int) -> list[int]:
+        """The training rows of optimizer step `step`, from 0."""
+        return rows_of_step(step, self.train.rows_by_source, global_batch, seed, self.weights)
 
 
-def build_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> StageData:
-    """Read, split, tokenise and pack what `config` names. Deterministic, so that every rank may do it for itself.
+def build_data(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, report: Report | None = None
+) -> StageData:
+    """Tokenise what `config` names unless that has been done, split it, and plan its rows. Deterministic.
 
-    Raises UserError for data that is missing, malformed, or too little to hold back a validation example.
+    Every process of a machine may call at once: one works, all share its files in `cache_dir` (`data.cache_dir` where
+    that is given). Raises UserError for data that is missing, malformed, or too little to hold back a validation
+    example.
     """
-    examples = read_examples(config, Path(cache_dir))
-    if len(examples) < 2:
+    cache_dir = Path(config.cache_dir or cache_dir).expanduser()
+    parts: dict[str, list[tuple[TokenStore, Plan]]] = {split: [] for split in SPLITS}
+    questions: list[Question] = []
+    for source in config.each_source():
+        store = tokenise_source(source, tokenizer, cache_dir, report)
+        chosen = _split(source, len(store))
+        folder = store_folder(source, tokenizer, cache_dir)
+        for split, plan in _plans(folder, source, store, chosen).items():
+            parts[split].append((store, plan))
+        pattern = answer_pattern(source)
+        if source.path == "synthetic":
+            questions += synthetic_questions(source, tokenizer)
+        elif pattern and source.format == "chat":
+            held_out = np.concatenate([chosen["validation"], chosen["test"]])
+            questions += held_out_questions(store, held_out, pattern, tokenizer, source.sequence_length)
+    rows = {split: PackedDataset(parts[split], config.sequence_length, tokenizer.pad_token_id) for split in SPLITS}
+    _check_rows(config, rows)
+    numbers = {split: dataset.report() for split, dataset in rows.items() if len(dataset)}
+    weights = tuple(config.weights())
+    pattern = next(filter(None, map(answer_pattern, config.each_source())), None)
+    return StageData(rows["train"], rows["validation"], rows["test"], weights, questions, pattern, numbers)
+
+
+def _split(source: DataConfig, examples: int) -> dict[str, np.ndarray]:
+    """Which examples belong to which split, int64, in the order in which they are packed."""
+    if examples == 0:
+        raise empty(source.path)
+    if examples == 1:
         raise UserError(
-            f"{config.path} holds one example, and one more is needed for validation",
+            f"{source.path} holds one example, and one more is needed for validation",
             key="data.path",
             remedy="give at least two examples; in a .txt file a blank line parts two documents",
         )
-    order = np.random.default_rng(config.seed).permutation(len(examples))
-    held_back = min(max(1, round(len(examples) * config.validation_fraction)), len(examples) - 1)
-    parts = {"train": order[held_back:], "validation": order[:held_back]}
-    packed, report = {}, {}
-    for name, chosen in parts.items():
-        tokenised = _tokenise([examples[index] for index in chosen], config, tokenizer)
-        overlong = "split" if config.format == "documents" else "drop"
-        packed[name] = pack(tokenised, config.sequence_length, tokenizer.pad_token_id, overlong)
-        report[name] = {
-            "examples": len(chosen),
-            "tokens": packed[name].tokens,
-            "rows": len(packed[name]),
-            "dropped": packed[name].dropped,
-        }
-    synthetic = config.path == "synthetic"
-    held_out = problems("test", config.seed, HELD_OUT_PROBLEMS, config.difficulty) if synthetic else []
-    return StageData(packed["train"], packed["validation"], held_out, report)
+    order = np.random.default_rng(source.seed).permutation(examples)
+    validation = min(max(1, round(examples * source.validation_fraction)), examples - 1)
+    test = min(round(examples * source.test_fraction), examples - 1 - validation)
+    parts = order[validation + test :], order[:validation], order[validation : validation + test]
+    return dict(zip(SPLITS, parts, strict=True))
 
 
-def _tokenise(examples: Sequence, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Example]:
-    for start in range(0, len(examples), TOKENIZER_BATCH):
-        batch = examples[start : start + TOKENIZER_BATCH]
-        if config.format == "chat":
-            yield from tokenize_chats(tokenizer, batch)
-        else:
-            yield from ((ids, ids) for ids in encode_documents(tokenizer, batch))
+def _plans(folder: Path, source: DataConfig, store: TokenStore, chosen: dict[str, np.ndarray]) -> dict[str, Plan]:
+    """The plan of each split, memory-mapped; made and kept beside the tokens the first time it is asked for."""
+    together = source.tokens_per_gpu is None
+    facts = [source.sequence_length, source.what_if_overlong, together, source.seed]
+    facts += [source.validation_fraction, source.test_fraction]
+    plans = folder / f"rows-{digest(facts)}"
+    with exclusive(plans):
+        if not (plans / "losses.json").exists():
+            plans.mkdir(exist_ok=True)
+            made = {
+                split: plan_rows(
+                    store,
+                    examples,
+                    source.sequence_length,
+                    source.what_if_overlong,
+                    together=together,
+                    all_carry_loss=source.format == "documents",
+                )
+                for split, examples in chosen.items()
+            }
+            for split, plan in made.items():
+                np.save(plans / f"{split}.pieces.npy", plan.pieces)
+                np.save(plans / f"{split}.rows.npy", plan.row_ends)
+            part = plans / "losses.json.part"
+            part.write_text(json.dumps({split: asdict(plan.losses) for split, plan in made.items()}))
+            os.replace(part, plans / "losses.json")
+    losses = json.loads((plans / "losses.json").read_text())
+    return {
+        split: Plan(
+            np.load(plans / f"{split}.pieces.npy", mmap_mode="r"),
+            np.load(plans / f"{split}.rows.npy", mmap_mode="r"),
+            Losses(**losses[split]),
+        )
+        for split in SPLITS
+    }
+
+
+def _check_rows(config: DataConfig, rows: dict[str, PackedDataset]) -> None:
+    """Every source has something to train on, and some source to validate on."""
+    for source, count in zip(config.each_source(), rows["train"].rows_by_source, strict=True):
+        if not count:
+            raise _nothing_left(config, f"none of the training examples of {source.path}")
+    if not len(rows["validation"]):
+        raise _nothing_left(config, "none of the validation examples")
+
+
+def _nothing_left(config: DataConfig, which: str) -> UserError:
+    return UserError(
+        f"{which} fits into {config.sequence_length} tokens and carries loss",
+        key="data.sequence_length",
+        remedy='raise data.sequence_length, set data.overlong to "cut", or give chats that have assistant turns',
+    )
+
+
+def describe(report: dict[str, Any], progress: Callable[[str], None]) -> None:
+    """Say what the data of a stage is, a line per split, and what was left out of it."""
+    for split, numbers in report.items():
+        line = f"{split}: {numbers['examples']:,} examples, {numbers['tokens']:,} tokens in {numbers['rows']:,} rows"
+        if numbers["overlong"]:
+            line += (
+                f"; {numbers['overlong']:,} examples are longer than a row (the longest {numbers['longest']:,} tokens)"
+            )
+        if numbers["dropped"] or numbers["tokens_left_out"]:
+            line += f"; {numbers['dropped']:,} examples and {numbers['tokens_left_out']:,} tokens are left out"
+        progress(line)

@@ -8,7 +8,6 @@ the seed, the difficulty or the format. Names, things and phrasings vary, which 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -34,6 +33,8 @@ METHODS = {
     "*": ("count", "find all", "count them all", "take each in turn", "go in steps", "add them"),
 }
 CONCLUSIONS = ("The", "So the", "Now the", "Here the")
+ANSWER_PATTERN = r"\b[Tt]he answer is (-?\d+)"
+"""The first group is the answer that a solution gives."""
 SYSTEM_PROMPTS = ("You solve small problems.", "Show your steps.", "You are a kind teacher.")
 
 
@@ -189,12 +190,6 @@ def document_prompt(problem: Problem) -> str:
 def chat_prompt(problem: Problem) -> list[Message]:
     """The conversation about `problem` up to the user's turn, to be completed by the assistant."""
     return [{"role": "user", "content": problem.question}]
-
-
-def extract_answer(text: str) -> str | None:
-    """The number given by the first "the answer is ..." of `text`, None when there is none."""
-    found = re.search(r"\b[Tt]he answer is (-?\d+)", text)
-    return found.group(1) if found else None
 
 
 def _apply(operation: str, left: int, right: int) -> int:

@@ -52,7 +52,7 @@ class _KeyRecorder(dict):
 def known_keys() -> frozenset[str]:
     """The top-level keys the installed DeepSpeed reads, found by letting it read a config."""
     asked: set[str] = set()
-    DeepSpeedConfig(_KeyRecorder({TRAIN_BATCH: 1}, asked))
+    DeepSpeedConfig(_KeyRecorder({MICRO_BATCH: 1}, asked))
     return frozenset(asked)
 
 

@@ -9,86 +9,67 @@ from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
 from transformers import PreTrainedTokenizerBase
 
-from ds_fp8.data import (
-    IGNORED,
-    PackedDataset,
-    Problem,
-    chat_prompt,
-    document_prompt,
-    encode_prompts,
-    extract_answer,
-    tokenize_chat,
-)
-from ds_fp8.train.batches import collate, label_tokens
+from ds_fp8.data import IGNORED, PackedDataset, Question, extract_answer, tokenize_chat
+from ds_fp8.train.batches import label_tokens, micro_batches
+from ds_fp8.train.stage import Stage
 
-PROBLEMS_AT_ONCE = 64
+QUESTIONS_AT_ONCE = 64
 
 
 @torch.no_grad()
 def validation_loss(
-    engine: DeepSpeedEngine, rows: PackedDataset, micro_batch: int, batches: int, check: Callable[[], None]
+    engine: DeepSpeedEngine, stage: Stage, rows: PackedDataset, batches: int, check: Callable[[], None]
 ) -> float:
-    """Mean loss per label token, in nats, over the first `batches` micro-batches of every rank. Collective.
+    """Mean loss per label token, in nats, over the first `batches` batches of `rows`. Collective.
 
-    `check` is called before each micro-batch and may raise.
+    `check` is called before each batch and may raise.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    batches = min(batches, -(-len(rows) // (micro_batch * world)))
+    last = min(batches * stage.global_batch, len(rows))
     totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
     engine.eval()
-    for index in range(batches):
+    for start in range(0, last, stage.global_batch):
         check()
-        start = (index * world + rank) * micro_batch
-        batch = _rows_or_blanks(rows, range(start, start + micro_batch), engine.device)
-        # With one item in the batch the mean is the sum.
-        loss = engine(**batch, use_cache=False, num_items_in_batch=torch.ones((), device=engine.device)).loss
-        totals += torch.stack([loss.double(), label_tokens(batch["labels"]).double()])
+        chosen = range(start, min(start + stage.global_batch, last))
+        for batch in micro_batches(stage, rows, chosen, engine.device):
+            # With one item in the batch the mean is the sum.
+            loss = engine(**batch, use_cache=False, num_items_in_batch=torch.ones((), device=engine.device)).loss
+            totals += torch.stack([loss.double(), label_tokens(batch["labels"]).double()])
     engine.train()
     dist.all_reduce(totals)
     total, count = totals.tolist()
     return total / max(count, 1)
 
 
-def _rows_or_blanks(rows: PackedDataset, indices: range, device: torch.device) -> dict[str, torch.Tensor]:
-    """The batch of these rows. A row after the last is one without labels, so that all ranks run alike."""
-    batch = collate([rows[min(index, len(rows) - 1)] for index in indices], device)
-    for place, index in enumerate(indices):
-        if index >= len(rows):
-            batch["labels"][place] = IGNORED
-    return batch
-
-
 @torch.no_grad()
 def exact_match(
     engine: DeepSpeedEngine,
+    stage: Stage,
     tokenizer: PreTrainedTokenizerBase,
-    problems: list[Problem],
-    chat: bool,
-    max_new_tokens: int,
+    questions: list[Question],
+    pattern: str,
     check: Callable[[], None],
 ) -> float:
-    """The share of `problems` that greedy generation answers rightly. Collective; ranks share the problems.
+    """The share of `questions` that greedy generation answers rightly. Collective; ranks share the questions.
 
-    `chat` puts a problem as a user's turn of the chat template, otherwise as the beginning of a document. `check` is
-    called before each batch and may raise.
+    `pattern` finds the answer in what is generated. `check` is called before each batch and may raise.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    # All ranks generate for equally many problems; the repeated ones at the end do not count.
-    share = -(-len(problems) // world)
-    mine = [problems[index % len(problems)] for index in range(rank, share * world, world)]
-    counted = len(range(rank, len(problems), world))
-    stops = [tokenizer.eos_token_id, *([_end_of_turn(tokenizer)] if chat else [])]
+    # All ranks generate for equally many questions; the repeated ones at the end do not count.
+    share = -(-len(questions) // world)
+    mine = [questions[index % len(questions)] for index in range(rank, share * world, world)]
+    counted = len(range(rank, len(questions), world))
+    stops = [tokenizer.eos_token_id, *([_end_of_turn(tokenizer)] if stage.data.format == "chat" else [])]
     right = 0
     engine.eval()
-    for start in range(0, share, PROBLEMS_AT_ONCE):
+    for start in range(0, share, QUESTIONS_AT_ONCE):
         check()
-        batch = mine[start : start + PROBLEMS_AT_ONCE]
-        prompts = _chat_prompts(tokenizer, batch) if chat else encode_prompts(tokenizer, map(document_prompt, batch))
+        batch = mine[start : start + QUESTIONS_AT_ONCE]
+        prompts = [list(question.prompt) for question in batch]
         ids, mask = _left_padded(prompts, tokenizer.pad_token_id, engine.device)
         out = engine.module.generate(
             input_ids=ids,
             attention_mask=mask,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=stage.train.max_new_tokens,
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=stops,
@@ -96,18 +77,11 @@ def exact_match(
         )
         texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
         pairs = list(zip(batch, texts, strict=True))[: max(counted - start, 0)]
-        right += sum(extract_answer(text) == problem.answer for problem, text in pairs)
+        right += sum(extract_answer(pattern, text) == question.answer for question, text in pairs)
     engine.train()
     total = torch.tensor([right], dtype=torch.int64, device=engine.device)
     dist.all_reduce(total)
-    return total.item() / len(problems)
-
-
-def _chat_prompts(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> list[list[int]]:
-    messages = [chat_prompt(problem) for problem in problems]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
-        "input_ids"
-    ]
+    return total.item() / len(questions)
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:

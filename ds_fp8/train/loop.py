@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import replace
+from math import exp
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 import torch
@@ -15,18 +16,32 @@ from deepspeed import comm as dist
 from transformers import PreTrainedTokenizerBase
 
 import ds_fp8
-from ds_fp8.data import StageData, build_data, build_tokenizer, local_micro_batches, rows_of_step
+from ds_fp8.data import StageData, build_data, build_tokenizer, describe
 from ds_fp8.errors import UserError
 from ds_fp8.train import checkpoints, processes
-from ds_fp8.train.batches import load_micro_batches, tokens_per_micro_batch
+from ds_fp8.train.batches import micro_batches, step_totals
+from ds_fp8.train.checkpoints import RunState
 from ds_fp8.train.evaluation import exact_match, validation_loss
 from ds_fp8.train.interrupt import Interrupt, Interrupted
-from ds_fp8.train.metrics import BYTES, MetricsLog, Record, peak_memory_bytes, read_metrics, write_atomically
+from ds_fp8.train.metrics import (
+    BYTES,
+    MetricsLog,
+    Record,
+    begin_peak_memory,
+    peak_memory_bytes,
+    read_metrics,
+    reserved_memory_bytes,
+    write_atomically,
+)
 from ds_fp8.train.model import build_model, load_model_config
-from ds_fp8.train.progress import RunProgress
+from ds_fp8.train.progress import RunProgress, TokeniserProgress
 from ds_fp8.train.result import write_result
 from ds_fp8.train.schedules import learning_rate_scheduler
+from ds_fp8.train.spikes import SpikeDetector
 from ds_fp8.train.stage import Stage
+
+MOST_ROLLBACKS = 3
+"""Rollbacks to one checkpoint, after which a run goes on in spite of a spike."""
 
 
 def train(stage: Stage) -> dict[str, Any]:
@@ -44,8 +59,12 @@ def train(stage: Stage) -> dict[str, Any]:
                 print(f"{stage.run_dir} has finished its {state.step} steps: nothing to do", flush=True)
             return state.result
         tokenizer = build_tokenizer(stage.data, cache_dir())
-        data = build_data(stage.data, tokenizer, cache_dir())
+        with TokeniserProgress() as report:
+            data = build_data(stage.data, tokenizer, cache_dir(), report)
+        stage = stage.with_length(len(data.train))
+        checkpoints.check_length(stage, state)
         _check_problems(stage, data)
+        process_bytes = begin_peak_memory()
         model = build_model(stage, load_model_config(stage, tokenizer))
     except UserError as error:
         raise error.located(stage.file) from None
@@ -63,14 +82,19 @@ def train(stage: Stage) -> dict[str, Any]:
         )
     except UserError as error:
         raise error.located(stage.file) from None
+    if engine.fp8.optimizer is not None:
+        engine.fp8.optimizer.compact = stage.train.compact_checkpoints
     if rank == 0:
         stage.run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(stage.run_dir / checkpoints.CONFIG, json.dumps(stage.raw, indent=2) + "\n")
-    if state.step:
-        checkpoints.load(engine, stage.run_dir, state.step)
+    if state.checkpoint is not None:
+        checkpoints.load(engine, stage, state)
+        if not state.step:
+            engine.skipped_steps = 0  # those before were the other run's
     log = MetricsLog(stage.run_dir / checkpoints.METRICS, records, writes=rank == 0)
     with RunProgress(stage.run_dir.name, stage.train.steps, state.step, shown=rank == 0) as progress:
-        run = _Run(stage, data, tokenizer, engine, log, progress, Interrupt(engine.device), state.step, state.step)
+        describe(data.report, progress.say)
+        run = _Run(stage, data, tokenizer, engine, log, progress, Interrupt(engine.device), state, process_bytes)
         try:
             run.all_steps()
         except Interrupted:
@@ -87,21 +111,36 @@ def cache_dir() -> Path:
     return Path(os.environ.get("DS_FP8_CACHE", "~/.cache/ds_fp8")).expanduser()
 
 
-@dataclass
 class _Run:
     """The state of a run in progress."""
 
-    stage: Stage
-    data: StageData
-    tokenizer: PreTrainedTokenizerBase
-    engine: deepspeed.DeepSpeedEngine
-    log: MetricsLog
-    progress: RunProgress
-    interrupt: Interrupt
-    step: int
-    """Optimizer steps done."""
-    saved: int
-    """Steps done at the last checkpoint."""
+    def __init__(
+        self,
+        stage: Stage,
+        data: StageData,
+        tokenizer: PreTrainedTokenizerBase,
+        engine: deepspeed.DeepSpeedEngine,
+        log: MetricsLog,
+        progress: RunProgress,
+        interrupt: Interrupt,
+        state: RunState,
+        process_bytes: int,
+    ):
+        """process_bytes: what the process held before the model, on a CPU."""
+        self.stage, self.data, self.tokenizer, self.engine = stage, data, tokenizer, engine
+        self.log, self.progress, self.interrupt, self.process_bytes = log, progress, interrupt, process_bytes
+        self.saved = state
+        """What the last checkpoint of this run holds; its `checkpoint` is None before the first."""
+        if not state.step:
+            self.saved = RunState(0, state.data_step)
+        self.rollbacks = 0
+        """Rollbacks to the last checkpoint."""
+        self._go_to(state)
+
+    def _go_to(self, state: RunState) -> None:
+        config = self.stage.train
+        self.step, self.data_step = state.step, state.data_step
+        self.spikes = SpikeDetector(config.spike_window, config.spike_threshold, state.losses)
 
     def all_steps(self) -> None:
         """Evaluate, train and save until all steps are done and measured. Raises Interrupted."""
@@ -110,80 +149,141 @@ class _Run:
             self.evaluate()
             if self.step == config.steps:
                 return
-            self.train_step()
+            spike = self.train_step()
+            if spike is not None and self.roll_back(spike):
+                continue
             if self.step == config.steps or (config.save_every and self.step % config.save_every == 0):
                 self.save()
             self.interrupt.check()
 
     def save(self) -> None:
         """Save a checkpoint unless this step has one."""
-        if self.step > self.saved:
-            checkpoints.save(self.engine, self.stage.run_dir, self.step, self.stage.train.keep_last)
-            self.saved = self.step
+        if self.step > self.saved.step:
+            state = RunState(self.step, self.data_step, tuple(self.spikes.losses()))
+            losses = self.log.by_step("validation_loss")
+            best = checkpoints.best_step(self.stage.run_dir, losses) if self.stage.train.keep_best else None
+            self.saved, self.rollbacks = checkpoints.save(self.engine, self.stage, state, best), 0
+
+    def roll_back(self, spike: float) -> bool:
+        """Say that the last loss stands out; where the stage wants it, go back to the last checkpoint. Collective.
+
+        The data of the steps since then is left out. Returns whether it went back.
+        """
+        line = f"step {self.step}: the loss is {spike:.1f} standard deviations above the last ones"
+        wanted = self.stage.train.spike == "rollback"
+        if not wanted or self.saved.checkpoint is None or self.rollbacks == MOST_ROLLBACKS:
+            why = (
+                "no checkpoint to go back to yet"
+                if self.saved.checkpoint is None
+                else f"as after {self.rollbacks} rollbacks"
+            )
+            self.progress.say(f"{line}; {why}, going on" if wanted else line)
+            self.log.append({"step": self.step, "event": "spike", "score": spike})
+            return False
+        state = replace(self.saved, data_step=self.data_step)
+        checkpoints.load(self.engine, self.stage, state)
+        if dist.get_rank() == 0:
+            checkpoints.mark(state.checkpoint, self.stage, state)  # resumed from here, the run leaves out the same data
+        self.progress.say(f"{line}; back to step {state.step}, its data of {self.step - state.step} steps left out")
+        self.log.go_back(state.step)
+        self.log.append({"step": state.step, "event": "rollback", "score": spike, "from_step": self.step})
+        self.saved, self.rollbacks = state, self.rollbacks + 1
+        self._go_to(state)
+        return True
 
     def evaluate(self) -> None:
         """Measure what is due after this many steps and has not been measured before."""
         config, step = self.stage.train, self.step
         at_an_end = step in (0, config.steps)
-        check = self.interrupt.check
-        due = at_an_end or (config.eval_every and step % config.eval_every == 0)
-        if due and self.log.value(step, "validation_loss") is None:
-            loss = validation_loss(
-                self.engine, self.data.validation, self.stage.micro_batch, config.eval_batches, check
-            )
-            self._report(step, "validation_loss", loss, f"validation loss {loss:.4f}")
-        if step == 0 and config.exact_match_problems and not self.data.problems:
-            self.progress.say('no exact match: only the data "synthetic" has held-out problems with known answers')
-        wanted = self.data.problems and config.exact_match_problems
-        if at_an_end and wanted and self.log.value(step, "exact_match") is None:
-            problems = self.data.problems[:wanted]
-            chat = self.stage.data.format == "chat"
-            share = exact_match(self.engine, self.tokenizer, problems, chat, config.max_new_tokens, check)
-            line = f"exact match {share:.1%} of {len(problems)} problems"
-            self._report(step, "exact_match", share, line, problems=len(problems))
+        if at_an_end or (config.eval_every and step % config.eval_every == 0):
+            self._measure_loss("validation")
+        if step == config.steps and len(self.data.test):
+            self._measure_loss("test")
+        if at_an_end:
+            self._measure_answers()
 
-    def train_step(self) -> None:
-        """One optimizer step over the global batch."""
+    def _measure_loss(self, split: Literal["validation", "test"]) -> None:
+        key, rows, batches = f"{split}_loss", getattr(self.data, split), self.stage.train.eval_batches
+        if self.log.value(self.step, key) is None:
+            loss = validation_loss(self.engine, self.stage, rows, batches, self.interrupt.check)
+            perplexity = exp(min(loss, 700.0))
+            line = f"{split} loss {loss:.4f}, perplexity {perplexity:.4g}"
+            self._report(self.step, key, loss, line, **{f"{split}_perplexity": perplexity})
+
+    def _measure_answers(self) -> None:
+        wanted = self.stage.train.exact_match_problems
+        if not wanted or self.log.value(self.step, "exact_match") is not None:
+            return
+        questions = self.data.questions[:wanted]
+        if not questions:
+            if self.step == 0:
+                self.progress.say(
+                    'no exact match: the data has no known answers ("data.answer_pattern" finds them in chats)'
+                )
+            return
+        share = exact_match(
+            self.engine, self.stage, self.tokenizer, questions, self.data.answer_pattern, self.interrupt.check
+        )
+        line = f"exact match {share:.1%} of {len(questions)} problems"
+        self._report(self.step, "exact_match", share, line, problems=len(questions))
+
+    def train_step(self) -> float | None:
+        """One optimizer step over the global batch. Returns by how much its loss stands out, where it does."""
         stage, engine = self.stage, self.engine
         rank, world = dist.get_rank(), dist.get_world_size()
         engine.fp8.wire.take()  # what evaluation sent is not the step's
         started = time.perf_counter()
-        rows = rows_of_step(self.step, len(self.data.train), stage.global_batch, stage.train.seed)
-        indices = local_micro_batches(rows, rank, world, stage.micro_batch, stage.accumulation)
-        batches = load_micro_batches(self.data.train, indices, engine.device)
-        items = tokens_per_micro_batch(batches)
+        rows = self.data.rows_of_step(self.data_step, stage.global_batch, stage.train.seed)
+        batches = micro_batches(stage, self.data.train, rows, engine.device)
+        label_count, token_count = step_totals(batches)
+        # A micro-batch's summed loss divided by this number, averaged over ranks and accumulation steps as DeepSpeed
+        # does, is the mean loss per token of the whole step, however unevenly the label tokens are spread.
+        divisor = world * engine.gradient_accumulation_steps()
+        items = label_count / divisor
         # A seed per step, so that a resumed run draws what an uninterrupted one does.
-        torch.manual_seed((stage.train.seed * 1_000_003 + self.step) * world + rank)
+        torch.manual_seed((stage.train.seed * 1_000_003 + self.data_step) * world + rank)
         learning_rate = engine.get_lr()[0]
         loss = torch.zeros((), dtype=torch.float64, device=engine.device)
-        for batch in batches:
+        for index, batch in enumerate(batches, start=1):
+            # Steps made by tokens have as many micro-batches as they need.
+            engine.set_gradient_accumulation_boundary(index == len(batches))
             micro_loss = engine(**batch, use_cache=False, num_items_in_batch=items).loss
             engine.backward(micro_loss)
             engine.step()
             loss += micro_loss.detach().double()
         dist.all_reduce(loss)
-        memory = torch.tensor([peak_memory_bytes(engine.device)], dtype=torch.int64, device=engine.device)
+        memory = torch.tensor(
+            [peak_memory_bytes(engine.device), reserved_memory_bytes(engine.device)],
+            dtype=torch.int64,
+            device=engine.device,
+        )
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         record = {
             "step": self.step + 1,
-            "loss": loss.item() / (world * len(batches)),
+            "loss": loss.item() / divisor,
             "learning_rate": learning_rate,
             "gradient_norm": float(engine.get_global_grad_norm()),
-            "memory_bytes": memory.item(),
+            "memory_bytes": memory[0].item(),
+            "reserved_bytes": memory[1].item(),
+            "process_bytes": self.process_bytes,
             "skipped_steps": engine.skipped_steps,
+            "tokens": token_count,
         }
         seconds = time.perf_counter() - started
         record |= {
             "step_seconds": seconds,
-            "tokens_per_second": stage.global_batch * stage.data.sequence_length / seconds,
+            "tokens_per_second": token_count / seconds,
             **(engine.fp8.saturation() or {}),
             **{key: count for key, count in engine.fp8.wire.take().items() if key in BYTES},
         }
         self.step += 1
+        self.data_step += 1
         self.progress.step(record)
         if self.step % stage.train.log_every == 0 or self.step in (1, stage.train.steps):
             self.log.append(record)
             self._monitor({key: value for key, value in record.items() if key != "step" and value is not None})
+        spike = self.spikes.observe(record["loss"])
+        return None if stage.train.spike == "off" else spike
 
     def _report(self, step: int, key: str, value: float, line: str, **more: Any) -> None:
         self.log.append({"step": step, key: value, **more})
@@ -198,7 +298,7 @@ class _Run:
 
 
 def _check_problems(stage: Stage, data: StageData) -> None:
-    wanted, there = stage.train.exact_match_problems, len(data.problems)
+    wanted, there = stage.train.exact_match_problems, len(data.questions)
     if not there:
         return  # data without known answers: the run says so and measures the loss alone
     if wanted > there:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 
@@ -51,6 +53,19 @@ class MetricsLog:
         if self._file:
             self._file.write(json.dumps(record) + "\n")
 
+    def go_back(self, step: int) -> None:
+        """Forget all records after `step`, in the file as well."""
+        self.records = [record for record in self.records if record["step"] <= step]
+        if self._file:
+            self._file.close()
+            name = Path(self._file.name)
+            write_atomically(name, "".join(json.dumps(record) + "\n" for record in self.records))
+            self._file = name.open("a", buffering=1)
+
+    def by_step(self, key: str) -> dict[int, Any]:
+        """The last value of `key` at each step that has one."""
+        return {record["step"]: record[key] for record in self.records if record.get(key) is not None}
+
     def value(self, step: int, key: str) -> Any:
         """What the last record of `step` that has `key` says, None if there is none."""
         found = [record[key] for record in self.records if record["step"] == step and key in record]
@@ -63,6 +78,23 @@ def peak_memory_bytes(device: torch.device) -> int:
         return get_accelerator().max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def begin_peak_memory() -> int:
+    """On a CPU let peak_memory_bytes count from now on, and return what the process holds already; else 0.
+
+    Only Linux lets a process forget its peak: elsewhere that of its start stays in.
+    """
+    if get_accelerator().device_name() != "cpu":
+        return 0
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return psutil.Process().memory_info().rss
+
+
+def reserved_memory_bytes(device: torch.device) -> int:
+    """The most memory that the accelerator's allocator held so far, in use or not; on a CPU as peak_memory_bytes."""
+    return peak_memory_bytes(device) if device.type == "cpu" else get_accelerator().max_memory_reserved()
 
 
 def summarise(log: MetricsLog, steps: int) -> Record:
@@ -78,6 +110,7 @@ def summarise(log: MetricsLog, steps: int) -> Record:
         "last_train_loss": fmean(losses[-LAST_LOSSES:]) if losses else None,
         "first_validation_loss": log.value(0, "validation_loss"),
         "final_loss": log.value(steps, "validation_loss"),
+        "test_loss": log.value(steps, "test_loss"),
         "exact_match": {
             "before": log.value(0, "exact_match"),
             "after": log.value(steps, "exact_match"),
@@ -88,6 +121,7 @@ def summarise(log: MetricsLog, steps: int) -> Record:
         "step_seconds": median(record["step_seconds"] for record in logged),
         "peak_memory_bytes": max(record["memory_bytes"] for record in logged),
         "skipped_steps": logged[-1]["skipped_steps"],
+        "rollbacks": sum(record.get("event") == "rollback" for record in log.records),
     }
 
 

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ds_fp8.errors import UserError
 from ds_fp8.schema import nearest
+from ds_fp8.train import packed_attention
 from ds_fp8.train.stage import Stage
 
 # Keys that Hugging Face configurations take without having them as attributes.
@@ -48,6 +49,7 @@ def load_model_config(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Pretr
 def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
     """The model in BF16 on the CPU; the same weights on every rank, untrained ones determined by train.seed."""
     torch.manual_seed(stage.train.seed)
+    packed_attention.register()
     options = {"dtype": torch.bfloat16, "attn_implementation": stage.model.attn_implementation}
     try:
         if stage.model.config is not None:

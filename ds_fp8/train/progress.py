@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from ds_fp8.train.metrics import Record
 
 LINES = 20
+SECONDS_BETWEEN_LINES = 30.0
+"""Where the output is no terminal and its end is not known."""
 
 
 class RunProgress:
@@ -51,6 +64,46 @@ class RunProgress:
         """Print a line above the bar."""
         if self._shown:
             self._console.print(line, markup=False)
+
+
+class TokeniserProgress:
+    """Shows how far the tokenising of a source has come, in the one process that does it.
+
+    A context manager that gives the function to report to.
+    """
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._started = self._said = time.monotonic()
+        self._first_tokens: dict[str, int] = {}
+
+    def __enter__(self) -> Callable[[str, int, int, bool], None]:
+        return self._report
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def _report(self, path: str, examples: int, tokens: int, complete: bool) -> None:
+        now = time.monotonic()
+        if path not in self._first_tokens:
+            self._first_tokens[path] = 0 if complete else tokens
+            self._started = self._started if complete else now
+        rate = (tokens - self._first_tokens[path]) / max(now - self._started, 1e-3)
+        line = f"tokenising {path}: {examples:,} examples, {tokens:,} tokens"
+        if complete:
+            self._console.print(f"tokenised {path}: {examples:,} examples, {tokens:,} tokens", markup=False)
+        elif self._console.is_terminal:
+            if self._bar is None:
+                columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+                self._bar = Progress(*columns, console=self._console, transient=True)
+                self._bar.add_task("")
+                self._bar.start()
+            self._bar.update(self._bar.task_ids[0], description=f"{line}, {rate:,.0f} tokens/s")
+        elif now - self._said > SECONDS_BETWEEN_LINES:
+            self._said = now
+            self._console.print(f"{line}, {rate:,.0f} tokens/s", markup=False)
 
 
 def _figures(record: Record) -> str:

@@ -7,6 +7,7 @@ import math
 import platform
 import shutil
 from importlib.metadata import version
+from statistics import fmean
 from typing import Any
 
 from deepspeed import DeepSpeedEngine
@@ -39,10 +40,11 @@ def write_result(
         part.rename(final)
     result = {
         **summarise(log, stage.train.steps),
+        "epochs": stage.train.epochs,
         "ranks": stage.world,
         "device": str(engine.device.type),
         "parameters": sum(math.prod(full_shape(p)) for p in engine.module.parameters()),
-        "tokens_per_step": stage.global_batch * stage.data.sequence_length,
+        "tokens_per_step": round(fmean(log.by_step("tokens").values())),
         "data": data,
         "fp8": engine.fp8.report,
         "versions": {

@@ -12,16 +12,25 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ds_fp8.schema import Section
 
+SHAPES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "1-sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+"""How a decay goes from 1 at progress 0 to 0 at progress 1."""
+
 
 class Schedule(Section):
     """How the learning rate moves over a run. Lengths are steps, or below 1 a fraction of all steps."""
 
     type: Literal["wsd", "cosine", "constant"] = "cosine"
-    """wsd: warmup, stable, cosine decay at the end; cosine: decay right after warmup; constant: warmup only."""
+    """wsd: warmup, stable, decay at the end; cosine: decay right after warmup; constant: warmup only."""
     warmup: float = Field(0.05, ge=0)
     """Linear warmup."""
     decay: float = Field(0.2, ge=0)
     """The last part of a wsd run; the other types do not read it."""
+    decay_shape: Literal["cosine", "linear", "1-sqrt"] = "cosine"
+    """Of a wsd run: half a cosine wave, a straight line, or one minus the square root of the progress."""
     min_ratio: float = Field(0.1, ge=0, le=1)
     """The last step's share of the peak learning rate."""
 
@@ -41,7 +50,9 @@ def _length(steps_or_fraction: float, total: int) -> int:
 def learning_rate_factor(step: int, total: int, schedule: Schedule) -> float:
     """The factor in [0, 1] on the peak learning rate of 0-based `step` in a run of `total` steps.
 
-    The last warmup step has factor 1, the last step of a decaying run has `min_ratio`; steps after the end keep it.
+    The last warmup step has factor 1, the last step of a decaying run has `min_ratio`; steps after the end keep it. A
+    wsd run without warmup whose decay is all of it goes on as if the step before it had been at the peak: it is the end
+    of a longer wsd run.
     """
     warmup = min(_length(schedule.warmup, total), total)
     if step < warmup:
@@ -49,11 +60,12 @@ def learning_rate_factor(step: int, total: int, schedule: Schedule) -> float:
     if schedule.type == "constant":
         return 1.0
     # The step that still has factor 1, after which the decay goes down to the last step.
-    peak = max(warmup - 1, 0)
     if schedule.type == "wsd":
-        peak = max(peak, total - 1 - _length(schedule.decay, total))
+        peak, shape = max(warmup - 1, total - 1 - _length(schedule.decay, total)), SHAPES[schedule.decay_shape]
+    else:
+        peak, shape = max(warmup - 1, 0), SHAPES["cosine"]
     progress = min(max((step - peak) / max(total - 1 - peak, 1), 0.0), 1.0)
-    return schedule.min_ratio + (1 - schedule.min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+    return schedule.min_ratio + (1 - schedule.min_ratio) * shape(progress)
 
 
 def learning_rate_scheduler(total: int, schedule: Schedule) -> Callable[[Optimizer], LambdaLR]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from ds_fp8.config import FP8Config, check_deepspeed, parse_fp8
 from ds_fp8.data import DataConfig
 from ds_fp8.errors import UserError
+from ds_fp8.optim.from_config import make_adamw, uses_own_optimizer
 from ds_fp8.schema import Section, nearest, parse_section, read_json
 from ds_fp8.train.deepspeed_config import check_sections, known_keys, resolve_batch
 from ds_fp8.train.schedules import Schedule
@@ -28,7 +30,9 @@ class ModelConfig(Section):
     config: dict[str, Any] | None = None
     """A Hugging Face configuration to start untrained, `model_type` included. Without a `vocab_size` it takes the
     tokenizer's."""
-    attn_implementation: str = "sdpa"
+    attn_implementation: Literal["packed", "sdpa", "eager", "flex_attention"] = "packed"
+    """packed: variable-length attention within each document. The others are transformers' own, which build a mask of
+    sequence_length x sequence_length for packed rows."""
     activation_checkpointing: bool = False
     """Recompute each decoder layer in backward."""
 
@@ -39,27 +43,63 @@ class TrainConfig(Section):
     run_dir: str
     """Folder of checkpoints, metrics, result and final model. On many nodes it must be shared."""
     init_from: str | None = None
-    """Weights to start from: the run_dir of a finished run, or a Hugging Face folder."""
-    steps: int = Field(gt=0)
+    """Weights to start from, and nothing else: the run_dir of a finished run, or a Hugging Face folder."""
+    resume: str | None = None
+    """Another run to go on from with all of its state: weights, optimizer and place in the data, but with this stage's
+    steps, schedule and optimizer settings. A run_dir, for its newest checkpoint, or one of its checkpoints
+    (run_dir/checkpoints/step_N)."""
+    steps: int | None = Field(None, gt=0)
+    """Optimizer steps of this stage."""
+    epochs: float | None = Field(None, gt=0)
+    """In place of `steps`: how often to go through the training data."""
     seed: int = 1236
+    """Of untrained weights, of dropout and of the order of the data."""
     schedule: Schedule = Schedule()
     log_every: int = Field(1, gt=0)
     eval_every: int | None = Field(None, gt=0)
     """Steps between validations; there is always one before the first step and one after the last."""
     eval_batches: int = Field(8, gt=0)
-    """Validation micro-batches per rank."""
+    """Batches of a validation, each as large as that of a training step."""
     save_every: int | None = Field(None, gt=0)
     """Steps between checkpoints; there is always one after the last step."""
     keep_last: int = Field(2, gt=0)
     """Checkpoints to keep."""
+    compact_checkpoints: bool = False
+    """Store compressed moments as they are, in a quarter of the bytes, rather than decoded to FP32. Such a checkpoint
+    resumes the run, and cannot be converted to DeepSpeed's universal format."""
+    keep_best: bool = False
+    """Also keep the checkpoint with the lowest validation loss; `eval_every` must divide `save_every`."""
     exact_match_problems: int = Field(0, ge=0)
     """Held-out problems to answer before the first step and after the last, where the data has any."""
     max_new_tokens: int = Field(48, gt=0)
     """Length limit of an answer."""
+    spike: Literal["off", "warn", "rollback"] = "warn"
+    """At a loss that stands out by `spike_threshold`: say so, or go back to the last checkpoint and leave out the data
+    of the steps since then."""
+    spike_threshold: float = Field(10.0, gt=0)
+    """Standard deviations, estimated by the median absolute deviation, above the median of the last losses."""
+    spike_window: int = Field(100, gt=1)
+    """Losses that a loss is compared with."""
 
     @model_validator(mode="after")
-    def _schedule_fits(self) -> TrainConfig:
-        self.schedule.check_lengths(self.steps)
+    def _consistent(self) -> TrainConfig:
+        if (self.steps is None) == (self.epochs is None):
+            both = "train.steps and train.epochs contradict each other" if self.steps else "the length is missing"
+            raise UserError(both, key="train.steps", remedy="give one of train.steps and train.epochs")
+        if self.steps is not None:
+            self.schedule.check_lengths(self.steps)
+        if self.spike == "rollback" and self.save_every is None:
+            raise UserError(
+                "there is no checkpoint to roll back to without train.save_every",
+                key="train.spike",
+                remedy='"save_every": 1000, or "spike": "warn"',
+            )
+        if self.keep_best and (not self.save_every or not self.eval_every or self.save_every % self.eval_every):
+            raise UserError(
+                "the best checkpoint is known only where every checkpoint is validated",
+                key="train.keep_best",
+                remedy="set train.save_every to a multiple of train.eval_every",
+            )
         return self
 
 
@@ -81,6 +121,19 @@ class Stage:
     @property
     def run_dir(self) -> Path:
         return Path(self.train.run_dir)
+
+    def with_length(self, training_rows: int) -> Stage:
+        """This stage with `train.steps`, from `train.epochs` where it is not given. Raises UserError if it is short."""
+        if self.train.steps is not None:
+            return self
+        steps = max(1, math.ceil(self.train.epochs * training_rows / self.global_batch))
+        try:
+            self.train.schedule.check_lengths(steps)
+        except ValueError as error:
+            raise UserError(
+                str(error), key="train.schedule", remedy="give lengths as fractions, or more epochs"
+            ) from None
+        return replace(self, train=self.train.model_copy(update={"steps": steps}))
 
 
 def load_stage(path: str | os.PathLike, overrides: list[str] | tuple[str, ...] = ()) -> Stage:
@@ -135,10 +188,24 @@ def _check(raw: dict[str, Any], file: Path) -> Stage:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_sections(raw, world)
     check_deepspeed(raw, fp8, file)
+    if uses_own_optimizer(fp8):
+        make_adamw(raw, fp8, file, rank=lambda: 0)
+    elif train.compact_checkpoints:
+        raise UserError(
+            "compact checkpoints store compressed moments, and the optimizer's are FP32",
+            key="train.compact_checkpoints",
+            remedy='remove the key, or compress: "fp8": {"optimizer": {"exp_avg": "e4m3_expanded", ...}}',
+        )
     _check_model_source(model, train)
     global_batch, micro_batch, accumulation = resolve_batch(raw, world)
     if not train.run_dir.strip():
         raise UserError("train.run_dir is empty", key="train.run_dir", remedy='"run_dir": "runs/first"')
+    if data.tokens_per_gpu is not None and micro_batch != 1:
+        raise UserError(
+            "data.tokens_per_gpu makes micro-batches by tokens, and a number of rows is given as well",
+            key="train_micro_batch_size_per_gpu",
+            remedy='"train_micro_batch_size_per_gpu": 1, with "train_batch_size" as the examples of a step',
+        )
     return Stage(raw, file, fp8, model, data, train, world, global_batch, micro_batch, accumulation)
 
 

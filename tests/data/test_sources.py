@@ -1,11 +1,15 @@
 """Reading examples: every kind of local data, and an error with a remedy for every mistake."""
 
+import bz2
+import gzip
 import json
+import lzma
+from itertools import islice
 
 import datasets
 import pytest
 
-from ds_fp8.data import DataConfig, read_examples
+from ds_fp8.data import DataConfig, ExampleStream, read_examples
 from ds_fp8.errors import UserError
 
 TEXTS = ["The first text.", "The second text,\nof two lines.", "The third."]
@@ -32,9 +36,9 @@ def _write(path, column, values):
     return str(path)
 
 
-def _error(config, tmp_path):
+def _error(config):
     with pytest.raises(UserError) as error:
-        read_examples(config, tmp_path / "cache")
+        read_examples(config)
     assert error.value.remedy
     return error.value
 
@@ -42,14 +46,53 @@ def _error(config, tmp_path):
 @pytest.mark.parametrize("ending", [".txt", ".jsonl", ".json", ".parquet"])
 def test_texts_from_a_file(ending, tmp_path):
     path = _write(tmp_path / f"data{ending}", "text", TEXTS)
-    assert [text.strip() for text in read_examples(DataConfig(path=path), tmp_path / "cache")] == TEXTS
+    assert [text.strip() for text in read_examples(DataConfig(path=path))] == TEXTS
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet"])
 def test_chats_from_a_file_under_another_key(ending, tmp_path):
     path = _write(tmp_path / f"data{ending}", "turns", CHATS)
     config = DataConfig(path=path, format="chat", messages_key="turns")
-    assert read_examples(config, tmp_path / "cache") == CHATS
+    assert read_examples(config) == CHATS
+
+
+@pytest.mark.parametrize(
+    ("ending", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
+)
+@pytest.mark.parametrize("kind", [".txt", ".jsonl"])
+def test_compressed_files(kind, ending, compress, tmp_path):
+    (tmp_path / "plain").mkdir()
+    _write(tmp_path / "plain" / f"data{kind}", "text", TEXTS)
+    packed = tmp_path / f"data{kind}{ending}"
+    packed.write_bytes(compress((tmp_path / "plain" / f"data{kind}").read_bytes()))
+    assert [text.strip() for text in read_examples(DataConfig(path=str(packed)))] == TEXTS
+
+
+def test_a_damaged_compressed_file_is_named(tmp_path):
+    file = tmp_path / "data.jsonl.gz"
+    file.write_bytes(gzip.compress(json.dumps({"text": "x" * 5000}).encode())[:40])
+    assert "cannot be read as json data" in str(_error(DataConfig(path=str(file))))
+
+
+@pytest.mark.parametrize("path", ["synthetic", "files"])
+@pytest.mark.parametrize("after", [0, 1, 4, 7])
+def test_a_stream_goes_on_from_its_state(path, after, tmp_path):
+    if path == "files":
+        for name, numbers in (("a.jsonl.gz", range(5)), ("b.jsonl", range(5, 9))):
+            text = "".join(json.dumps({"text": f"Text {n}." if n != 2 else None}) + "\n" for n in numbers)
+            (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+        path = str(tmp_path)
+    config = DataConfig(path=path, examples=9)
+    stream = ExampleStream(config)
+    seen = list(islice(stream, after))
+    state = json.loads(json.dumps(stream.state()))
+    assert seen + list(ExampleStream(config, state)) == read_examples(config)
+
+
+def test_keys_that_only_other_messages_have_are_no_keys(tmp_path):
+    chats = [CHATS[0], [{"role": "user", "content": "x", "name": "Ann"}, CHATS[0][1]]]
+    path = _write(tmp_path / "data.parquet", "messages", chats)
+    assert read_examples(DataConfig(path=path, format="chat")) == chats
 
 
 def test_folder_of_files_in_order(tmp_path):
@@ -58,48 +101,48 @@ def test_folder_of_files_in_order(tmp_path):
     _write(folder / "a.jsonl", "text", TEXTS[:2])
     _write(folder / "deep" / "b.jsonl", "text", TEXTS[2:])
     (folder / "notes.md").write_text("not data")
-    assert read_examples(DataConfig(path=str(folder)), tmp_path / "cache") == TEXTS
+    assert read_examples(DataConfig(path=str(folder))) == TEXTS
 
 
 def test_changed_file_is_read_anew(tmp_path):
     config = DataConfig(path=_write(tmp_path / "data.jsonl", "text", TEXTS))
-    assert read_examples(config, tmp_path / "cache") == TEXTS
+    assert read_examples(config) == TEXTS
     _write(tmp_path / "data.jsonl", "text", [*TEXTS, "One more."])
-    assert read_examples(config, tmp_path / "cache") == [*TEXTS, "One more."]
+    assert read_examples(config) == [*TEXTS, "One more."]
 
 
 def test_synthetic_examples(tmp_path):
-    texts = read_examples(DataConfig(examples=7), tmp_path)
-    chats = read_examples(DataConfig(examples=7, format="chat"), tmp_path)
+    texts = read_examples(DataConfig(examples=7))
+    chats = read_examples(DataConfig(examples=7, format="chat"))
     assert len(texts) == len(chats) == 7
     assert isinstance(texts[0], str)
     assert isinstance(chats[0], list)
-    assert texts != read_examples(DataConfig(examples=7, seed=1), tmp_path)
+    assert texts != read_examples(DataConfig(examples=7, seed=1))
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "missing/folder/", "missing.txt"])
 def test_missing_file(name, tmp_path):
-    error = _error(DataConfig(path=f"{tmp_path}/{name}"), tmp_path)
+    error = _error(DataConfig(path=f"{tmp_path}/{name}"))
     assert error.key == "data.path"
     assert name in str(error)
 
 
 def test_relative_missing_file_is_not_taken_for_a_datasets_name(tmp_path):
-    assert "no file or folder" in str(_error(DataConfig(path="some/data.jsonl"), tmp_path))
+    assert "no file or folder" in str(_error(DataConfig(path="some/data.jsonl")))
 
 
 @pytest.mark.parametrize("name", ["owner/no_such_dataset", "owner/no_such_dataset:subset"])
 def test_name_that_cannot_be_reached(name, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    error = _error(DataConfig(path=name), tmp_path)
+    error = _error(DataConfig(path=name))
     assert error.key == "data.path"
     assert name in str(error)
 
 
 def test_unknown_ending(tmp_path):
     (tmp_path / "data.docx").write_text("x")
-    error = _error(DataConfig(path=str(tmp_path / "data.docx")), tmp_path)
+    error = _error(DataConfig(path=str(tmp_path / "data.docx")))
     assert error.key == "data.path"
     assert ".parquet" in error.remedy
 
@@ -107,25 +150,25 @@ def test_unknown_ending(tmp_path):
 def test_folder_without_data_and_folder_of_several_kinds(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
-    assert "holds no" in str(_error(DataConfig(path=str(folder)), tmp_path))
+    assert "holds no" in str(_error(DataConfig(path=str(folder))))
     _write(folder / "a.txt", "text", TEXTS)
     _write(folder / "b.jsonl", "text", TEXTS)
-    assert "mixes .jsonl, .txt" in str(_error(DataConfig(path=str(folder)), tmp_path))
+    assert "mixes .jsonl, .txt" in str(_error(DataConfig(path=str(folder))))
 
 
 def test_missing_column_names_those_there_are(tmp_path):
     path = _write(tmp_path / "data.jsonl", "body", TEXTS)
-    error = _error(DataConfig(path=path), tmp_path)
+    error = _error(DataConfig(path=path))
     assert error.key == "data.text_key"
     assert "body" in error.remedy
     assert "number" in error.remedy
-    error = _error(DataConfig(path=path, format="chat"), tmp_path)
+    error = _error(DataConfig(path=path, format="chat"))
     assert error.key == "data.messages_key"
     assert "body" in error.remedy
 
 
 def test_column_of_another_type(tmp_path):
-    error = _error(DataConfig(path=_write(tmp_path / "data.jsonl", "text", [1, 2])), tmp_path)
+    error = _error(DataConfig(path=_write(tmp_path / "data.jsonl", "text", [1, 2])))
     assert error.key == "data.text_key"
 
 
@@ -134,18 +177,18 @@ def test_column_of_another_type(tmp_path):
 def test_empty_file(ending, content, tmp_path):
     path = tmp_path / f"data{ending}"
     path.write_bytes(content)
-    assert _error(DataConfig(path=str(path)), tmp_path).key == "data.path"
+    assert _error(DataConfig(path=str(path))).key == "data.path"
 
 
 def test_texts_that_are_all_empty(tmp_path):
-    error = _error(DataConfig(path=_write(tmp_path / "data.jsonl", "text", ["", "  ", None])), tmp_path)
+    error = _error(DataConfig(path=_write(tmp_path / "data.jsonl", "text", ["", "  ", None])))
     assert error.key == "data.path"
     assert "no examples" in str(error)
 
 
 def test_broken_file(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"text": "fine"}\n{"text": broken\n')
-    error = _error(DataConfig(path=str(tmp_path / "data.jsonl")), tmp_path)
+    error = _error(DataConfig(path=str(tmp_path / "data.jsonl")))
     assert error.key == "data.path"
     assert "cannot be read" in str(error)
 
@@ -165,7 +208,7 @@ def test_broken_file(tmp_path):
 )
 def test_malformed_messages(messages, tmp_path):
     path = _write(tmp_path / "data.jsonl", "messages", [messages])
-    error = _error(DataConfig(path=path, format="chat"), tmp_path)
+    error = _error(DataConfig(path=path, format="chat"))
     assert error.key == "data.path"
     assert "row 0" in str(error)
     assert "content" in error.remedy

@@ -7,7 +7,15 @@ from string import Formatter
 import pytest
 
 from ds_fp8.data import synthetic
-from ds_fp8.data.synthetic import chat_prompt, conversations, document_prompt, documents, extract_answer, problems
+from ds_fp8.data.questions import extract_answer
+from ds_fp8.data.synthetic import (
+    ANSWER_PATTERN,
+    chat_prompt,
+    conversations,
+    document_prompt,
+    documents,
+    problems,
+)
 
 KINDS = (*synthetic.BASIC_KINDS, *synthetic.TWO_STEP_KINDS, *synthetic.FOLLOW_UP_KINDS)
 DIFFICULTIES = ("basic", "mixed")
@@ -51,7 +59,7 @@ def _chat_identities(chats):
             if message["role"] == "user":
                 found.add(_identity(message["content"], before))
             elif message["role"] == "assistant":
-                before = int(extract_answer(message["content"]))
+                before = int(extract_answer(ANSWER_PATTERN, message["content"]))
     return found
 
 
@@ -143,13 +151,13 @@ def test_conversations_take_turns():
     ],
 )
 def test_extract_answer(text, answer):
-    assert extract_answer(text) == answer
+    assert extract_answer(ANSWER_PATTERN, text) == answer
 
 
 def test_prompt_and_solution_make_the_document():
     (problem,) = problems("train", 5, 1)
     assert document_prompt(problem) == f"Question: {problem.question}\nAnswer:"
     assert chat_prompt(problem) == [{"role": "user", "content": problem.question}]
-    assert extract_answer(problem.solution) == problem.answer
+    assert extract_answer(ANSWER_PATTERN, problem.solution) == problem.answer
     shape = re.compile(r"Question: .*\?\nAnswer: .*\d\. .*answer is \d+\.")
     assert any(shape.fullmatch(text) for text in documents("train", 5, 10))

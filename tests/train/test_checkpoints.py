@@ -93,10 +93,53 @@ def test_anything_else_that_changes_is_refused_and_named(override, stage):
     assert "run_dir" in caught.value.remedy
 
 
-def test_another_number_of_ranks_is_refused(stage):
+def test_the_best_checkpoint_outlives_newer_ones(stage, run_dir):
+    store(stage(), [2, 4, 6, 8])
+    best = checkpoints.best_step(run_dir, {2: 3.0, 4: 2.0, 5: 1.0, 6: 2.5})
+    assert best == 4  # there is no checkpoint of step 5
+    checkpoints.prune(run_dir, 1, best)
+    assert sorted(path.name for path in (run_dir / "checkpoints").glob("step_*")) == ["step_4", "step_8"]
+    assert checkpoints.best_step(run_dir, {}) is None
+
+
+@pytest.mark.parametrize(("named", "step"), [("parent", 6), ("parent/checkpoints/step_4", 4)])
+def test_another_runs_checkpoint_is_where_a_branch_begins(named, step, stage, run_dir, tmp_path):
+    parent = stage(f"train.run_dir={tmp_path / 'parent'}")
+    store(parent, [4, 6])
+    marker = tmp_path / "parent" / "checkpoints" / "step_4" / "complete.json"
+    marker.write_text(json.dumps({"step": 4, "ranks": 1, "data_step": 9, "losses": [3.0, 2.0]}))
+    state = checkpoints.inspect_run(stage(f"train.resume={tmp_path / named}"))
+    assert state.step == 0
+    assert state.checkpoint == tmp_path / "parent" / "checkpoints" / f"step_{step}"
+    # A run that left out batches is further in its data than in its steps.
+    assert (state.data_step, state.losses) == ((9, (3.0, 2.0)) if step == 4 else (6, ()))
+
+
+def test_a_branch_that_has_begun_goes_on_from_its_own_checkpoint(stage, run_dir, tmp_path):
+    store(stage(f"train.run_dir={tmp_path / 'parent'}"), [4])
+    branch = stage(f"train.resume={tmp_path / 'parent'}")
+    store(branch, [2])
+    state = checkpoints.inspect_run(branch)
+    assert (state.step, state.checkpoint) == (2, run_dir / "checkpoints" / "step_2")
+
+
+@pytest.mark.parametrize("named", ["nowhere", "parent", "parent/checkpoints/step_5"])
+def test_nothing_to_resume_is_named(named, stage, tmp_path):
+    (tmp_path / "parent" / "checkpoints" / "step_5").mkdir(parents=True)
+    with pytest.raises(UserError, match="no complete checkpoint") as caught:
+        checkpoints.inspect_run(stage(f"train.resume={tmp_path / named}"))
+    assert caught.value.key == "train.resume"
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_batches(stage, run_dir):
     store(stage(), [4], ranks=3)
-    with pytest.raises(UserError, match="made by 3 ranks"):
+    marker = run_dir / "checkpoints" / "step_4" / "complete.json"
+    marker.write_text(json.dumps({"step": 4, "ranks": 3, "data_step": 4, "global_batch": 6}))
+    with pytest.raises(UserError, match="batches of 6") as caught:
         checkpoints.inspect_run(stage())
+    assert caught.value.key == "train_batch_size"
+    state = checkpoints.inspect_run(stage("train_micro_batch_size_per_gpu=6"))
+    assert (state.step, state.ranks) == (4, 3)
 
 
 def test_fewer_steps_than_done_are_refused(stage):

@@ -44,6 +44,20 @@ def test_wsd_is_flat_between_warmup_and_decay_then_falls_over_the_decay_only():
     assert shares[89] == pytest.approx(0.6, abs=0.01)  # half-way down
 
 
+@pytest.mark.parametrize(("shape", "half_way"), [("cosine", 0.5), ("linear", 0.5), ("1-sqrt", 1 - 0.5**0.5)])
+def test_a_decay_has_the_shape_asked_for(shape, half_way):
+    shares = factors(101, type="wsd", warmup=0, decay=100, decay_shape=shape, min_ratio=0.0)
+    assert shares[50] == pytest.approx(half_way)
+    assert (shares[0], shares[-1]) == (1.0, pytest.approx(0.0))
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "1-sqrt"])
+@pytest.mark.parametrize("decay", [1, 7, 60])
+def test_the_decay_alone_is_the_end_of_a_longer_run(decay, shape):
+    whole = factors(100, type="wsd", warmup=10, decay=decay, decay_shape=shape)
+    assert factors(decay, type="wsd", warmup=0, decay=decay, decay_shape=shape) == pytest.approx(whole[-decay:])
+
+
 def test_cosine_is_half_way_down_in_the_middle():
     assert factors(101, type="cosine", warmup=0, min_ratio=0.0)[50] == pytest.approx(0.5)
 

@@ -74,6 +74,13 @@ WRONG = [
     ("train.schedule.min_ratio=2", "train.schedule.min_ratio", "less than or equal to 1"),
     ("train.schedule.type=linear", "train.schedule.type", "wsd"),
     ("train.schedule.warmup=500", "train", "500"),
+    ("train.steps=null", "train.steps", "missing"),
+    ("train.epochs=3", "train.steps", "contradict"),
+    ("train.spike=rollback", "train.spike", "no checkpoint"),
+    ("train.keep_best=true", "train.keep_best", "multiple"),
+    ("train.schedule.decay_shape=step", "train.schedule.decay_shape", "1-sqrt"),
+    ("model.attn_implementation=flash_attention_2", "model.attn_implementation", "packed"),
+    ("data.tokens_per_gpu=64", "train_micro_batch_size_per_gpu", "micro-batches by tokens"),
     ("train.run_dir=", "train.run_dir", "empty"),
     ("zero_optimization.stage=7", "zero_optimization.stage", "7"),
     ("zero_optimization=3", "zero_optimization", "DeepSpeed"),
@@ -115,6 +122,20 @@ def test_a_missing_section_is_named(section, tiny, write):
     with pytest.raises(UserError, match="missing") as caught:
         load_stage(write(tiny))
     assert caught.value.key == section
+
+
+@pytest.mark.parametrize(("epochs", "rows", "steps"), [(1, 40, 10), (2.5, 40, 25), (1, 41, 11), (0.01, 40, 1)])
+def test_epochs_become_steps_once_the_rows_are_known(epochs, rows, steps, tiny, write):
+    stage = load_stage(write(tiny), ["train.steps=null", f"train.epochs={epochs}", "train.schedule.warmup=0.1"])
+    assert stage.train.steps is None
+    assert stage.with_length(rows).train.steps == steps
+
+
+def test_a_schedule_longer_than_the_epochs_is_refused(tiny, write):
+    stage = load_stage(write(tiny), ["train.steps=null", "train.epochs=1", "train.schedule.warmup=50"])
+    with pytest.raises(UserError, match="longer than the run") as caught:
+        stage.with_length(40)
+    assert caught.value.key == "train.schedule"
 
 
 def test_bad_json_is_located(write):

@@ -1,0 +1,158 @@
+"""Tokenised examples on disk, memory-mapped: as many as fit on the disk, read without loading them.
+
+folder/00000.tokens   uint32 [tokens]: token ids; the top bit marks a token that carries no loss
+folder/00000.ends     int64 [examples]: where each example ends in 00000.tokens
+folder/00001.tokens   ... a shard begins once the one before has reached SHARD_TOKENS
+folder/state.json     how much of these files counts, written after them: whatever a kill left behind it is cut off
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+NO_LOSS = np.uint32(1 << 31)
+"""Marks a token that carries no loss."""
+SHARD_TOKENS = 1 << 28
+"""Tokens after which a new shard begins: 1 GiB."""
+
+_TOKENS, _ENDS, _STATE = "tokens", "ends", "state.json"
+
+
+class TokenWriter:
+    """Appends examples to a store. A context manager; `commit` makes what was appended count."""
+
+    def __init__(self, folder: Path, shard_tokens: int = SHARD_TOKENS):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._shard_tokens = folder, shard_tokens
+        state = read_state(folder) or {"shards": [[0, 0]], "reader": None, "complete": False}
+        self.reader: Any = state["reader"]
+        """What was last committed of the state of whoever writes."""
+        self._shards: list[list[int]] = state["shards"]
+        for shard, (tokens, examples) in enumerate(self._shards):
+            for name, size in ((_TOKENS, tokens * 4), (_ENDS, examples * 8)):
+                file = _file(folder, shard, name)
+                file.touch()
+                os.truncate(file, size)
+        self._open()
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._tokens.close()
+        self._ends.close()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens appended so far."""
+        return sum(tokens for tokens, _ in self._shards)
+
+    @property
+    def examples(self) -> int:
+        """Examples appended so far."""
+        return sum(examples for _, examples in self._shards)
+
+    def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append examples: their uint32 tokens one after the other, and how many tokens each has."""
+        shard = self._shards[-1]
+        if shard[0] >= self._shard_tokens:
+            self.__exit__()
+            self._shards.append([0, 0])
+            self._open()
+            shard = self._shards[-1]
+        self._tokens.write(np.ascontiguousarray(tokens, dtype=np.uint32))
+        self._ends.write(shard[0] + np.cumsum(lengths, dtype=np.int64))
+        shard[0] += len(tokens)
+        shard[1] += len(lengths)
+
+    def commit(self, reader: Any, complete: bool = False) -> None:
+        """Make all that was appended count, together with `reader`, which JSON must be able to hold."""
+        for file in (self._tokens, self._ends):
+            file.flush()
+            os.fsync(file.fileno())
+        self.reader = reader
+        text = json.dumps({"shards": self._shards, "reader": reader, "complete": complete})
+        part = self._folder / f"{_STATE}.part"
+        part.write_text(text)
+        os.replace(part, self._folder / _STATE)
+
+    def _open(self) -> None:
+        last = len(self._shards) - 1
+        self._tokens = _file(self._folder, last, _TOKENS).open("ab")
+        self._ends = _file(self._folder, last, _ENDS).open("ab")
+
+
+class TokenStore:
+    """A complete store, to be read. Sequence of examples, each uint32 [length] with NO_LOSS marks."""
+
+    def __init__(self, folder: Path):
+        shards = [counts for counts in read_state(folder)["shards"] if counts[1]]
+        self._tokens = [_map(_file(folder, index, _TOKENS), np.uint32) for index in range(len(shards))]
+        self._ends = [_map(_file(folder, index, _ENDS), np.int64) for index in range(len(shards))]
+        self._first = np.cumsum([0, *(examples for _, examples in shards)])
+        self.tokens = sum(tokens for tokens, _ in shards)
+        """Tokens in all examples."""
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def __getitem__(self, example: int) -> np.ndarray:
+        shard, local = self._place(example)
+        ends = self._ends[shard]
+        return self._tokens[shard][ends[local - 1] if local else 0 : ends[local]]
+
+    def read(self, example: int, start: int, length: int) -> np.ndarray:
+        """`length` tokens of an example from its token `start` on."""
+        shard, local = self._place(example)
+        begin = start + (int(self._ends[shard][local - 1]) if local else 0)
+        return self._tokens[shard][begin : begin + length]
+
+    def lengths(self) -> np.ndarray:
+        """int64 [examples]: how many tokens each example has."""
+        parts = [np.diff(ends, prepend=0) for ends in self._ends]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+    def _place(self, example: int) -> tuple[int, int]:
+        if not 0 <= example < len(self):
+            raise IndexError(f"example {example} of {len(self)}")
+        shard = int(np.searchsorted(self._first, example, side="right")) - 1
+        return shard, int(example - self._first[shard])
+
+
+def pack_batch(examples: Sequence[tuple[Sequence[int], Sequence[bool] | None]]) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, lengths) for `TokenWriter.append` of examples given as ids and, per token, whether it carries loss."""
+    lengths = np.array([len(ids) for ids, _ in examples], dtype=np.int64)
+    tokens = np.empty(int(lengths.sum()), dtype=np.uint32)
+    stop = 0
+    for ids, carries_loss in examples:
+        start, stop = stop, stop + len(ids)
+        tokens[start:stop] = ids
+        if carries_loss is not None:
+            tokens[start:stop][~np.asarray(carries_loss, dtype=bool)] |= NO_LOSS
+    return tokens, lengths
+
+
+def read_state(folder: Path) -> dict[str, Any] | None:
+    """What the last commit wrote, None before the first."""
+    file = folder / _STATE
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether all of the source is in the store."""
+    state = read_state(folder)
+    return state is not None and state["complete"]
+
+
+def _file(folder: Path, shard: int, name: str) -> Path:
+    return folder / f"{shard:05d}.{name}"
+
+
+def _map(file: Path, dtype: type) -> np.ndarray:
+    return np.memmap(file, dtype=dtype, mode="r")

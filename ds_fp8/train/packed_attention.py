@@ -1,0 +1,164 @@
+"""Attention within each document of a packed row: the attention implementation "packed" of transformers.
+
+A row of S tokens that holds many documents needs a mask of S x S elements for ordinary attention, a gigabyte at 32768
+tokens, and time for every element of it. Here the model's mask is where documents end, int32 [documents + 1], and
+attention runs over each document: in one variable-length kernel on a GPU, document by document elsewhere.
+
+It hangs on transformers' registries alone: whatever builds its mask there, and passes it on to the attention function
+that the model's configuration names, gets it. What is not packed, as in generation, is scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch < 2.10
+    varlen_attn = None
+
+NAME = "packed"
+LARGEST_HEAD = 256
+"""Features of a head up to which the variable-length kernel works."""
+
+
+def register() -> None:
+    """Make `attn_implementation="packed"` known to transformers."""
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, packed_mask)
+
+
+def packed_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **more: Any,
+) -> torch.Tensor | None:
+    """Where the documents of a batch of rows end, counted through all rows: int32 [documents + 1], from 0.
+
+    Where the mask asked for is no mask of packed documents it is what sdpa has: None, or bool [B, 1, S, S].
+    """
+    if not allow_is_causal_skip and attention_mask is None and not use_vmap and q_length == kv_length > 1:
+        ends = _document_ends(mask_function, batch_size, q_length, device)
+        if ends is not None:
+            return ends
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        use_vmap=use_vmap,
+        device=device,
+        **more,
+    )
+
+
+def _document_ends(
+    mask_function: Callable[..., torch.Tensor], rows: int, length: int, device: torch.device | str
+) -> torch.Tensor | None:
+    """int32 [documents + 1], or None when `mask_function` is not causal attention within documents.
+
+    A document begins where a token does not see the one before it. That nothing else is masked shows at three places of
+    the mask: each token sees its document's first, sees the one before it there, and does not see the next.
+    """
+    row = torch.arange(rows, device=device)[:, None]
+    place = torch.arange(length, device=device)[None, :]
+    head = torch.zeros((), dtype=torch.long, device=device)
+
+    def sees(other: torch.Tensor) -> torch.Tensor:
+        return mask_function(row, head, place, other).expand(rows, length)
+
+    begins = ~sees((place - 1).clamp_min(0))
+    begins[:, 0] = True
+    first = torch.where(begins, place, 0).cummax(dim=1).values
+    beyond = sees((place + 1).clamp_max(length - 1))[:, :-1]
+    if not bool(sees(first).all() & ~beyond.any()):
+        return None
+    starts = torch.nonzero(begins.reshape(-1)).flatten()
+    return F.pad(starts, (0, 1), value=rows * length).to(torch.int32)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """Output [B, S, heads, D] of queries [B, heads, S, D] and keys and values [B, kv_heads, S, D].
+
+    attention_mask: what `packed_mask` returned.
+    """
+    if attention_mask is None or attention_mask.ndim != 1:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
+        )
+    # [B, heads, S, D] -> [B * S, heads, D]
+    q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
+    if (
+        varlen_attn is not None
+        and q.is_cuda
+        and q.dtype != torch.float32
+        and q.shape[2] <= LARGEST_HEAD
+        and not dropout
+    ):
+        output = _in_one_kernel(q, k, v, attention_mask, query.shape[2], scaling)
+    else:
+        output = _document_by_document(q, k, v, attention_mask, dropout, scaling)
+    return output.view(query.shape[0], query.shape[2], *output.shape[1:]), None
+
+
+def _in_one_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, longest: int, scaling: float | None
+) -> torch.Tensor:
+    # `longest` bounds the documents: their own maximum would have to be waited for.
+    options: dict[str, Any] = {} if scaling is None else {"scale": scaling}
+    known = inspect.signature(varlen_attn).parameters
+    if "scale" not in known and scaling is not None:  # torch 2.10 always divides by the root of the head size
+        q, options = q * (scaling * q.shape[2] ** 0.5), {}
+    options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    return varlen_attn(q, k, v, ends, ends, longest, longest, **options)
+
+
+def _document_by_document(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, dropout: float, scaling: float | None
+) -> torch.Tensor:
+    groups = q.shape[1] // k.shape[1]
+    # [T, heads, D] -> [1, heads, T, D]
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    k, v = repeat_kv(k, groups), repeat_kv(v, groups)
+    places = ends.tolist()
+    outputs = [
+        F.scaled_dot_product_attention(
+            *(x[:, :, start:stop] for x in (q, k, v)), dropout_p=dropout, is_causal=True, scale=scaling
+        )
+        for start, stop in pairwise(places)
+    ]
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1).contiguous()

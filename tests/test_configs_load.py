@@ -1,0 +1,114 @@
+"""Every stage in ds_configs loads in stock DeepSpeed and here, and those of InfiR2 have the numbers of its recipe."""
+
+import json
+from pathlib import Path
+
+import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from ds_fp8.train import Stage, learning_rate_factor, load_stage
+
+FOLDER = Path(__file__).parents[1] / "ds_configs"
+FILES = sorted(FOLDER.glob("*/*.json"))
+FAMILIES = ("infir2_1.5b", "infir2_7b", "llama3.1_8b", "qwen3_8b")
+STAGES = ("cpt", "cpt_decay", "sft_stage1", "sft_stage2")
+SFT_LEARNING_RATE = {"infir2_1.5b": 5e-5, "infir2_7b": 2e-5}
+
+
+@pytest.fixture(autouse=True)
+def eight_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+
+def load(family: str, name: str, *overrides: str) -> Stage:
+    return load_stage(FOLDER / family / f"{name}.json", overrides)
+
+
+def name_of(file: Path) -> str:
+    return f"{file.parent.name}/{file.stem}"
+
+
+def test_every_family_has_every_stage():
+    assert {name_of(file) for file in FILES} >= {f"{family}/{stage}" for family in FAMILIES for stage in STAGES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_a_stage_loads_here_and_in_stock_deepspeed(file):
+    stage = load_stage(file)
+    raw = json.loads(file.read_text())
+    if "train_batch_size" in raw:  # stock DeepSpeed sees one rank here
+        raw["train_batch_size"] //= 8
+    stock = DeepSpeedConfig(raw)
+    assert stock.zero_config.stage == 3
+    assert stock.bfloat16_config.enabled
+    assert stock.train_micro_batch_size_per_gpu == stage.micro_batch
+    assert stock.gradient_accumulation_steps == stage.accumulation
+    assert stock.gradient_clipping == 1.0
+    assert stage.fp8.enabled
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_the_bf16_twin_is_one_key_away(file):
+    assert not load_stage(file, ["fp8.enabled=false"]).fp8.enabled
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_stage_starts_where_the_one_before_ends(family):
+    cpt, decay, first, second = (load(family, name).train for name in STAGES)
+    assert decay.resume == f"{cpt.run_dir}/checkpoints/step_35000"
+    assert 40_000 - (cpt.keep_last - 1) * cpt.save_every <= 35_000
+    assert first.init_from == cpt.run_dir
+    assert second.init_from == first.run_dir
+    assert len({load(family, name).train.run_dir for name in STAGES}) == 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", STAGES)
+def test_what_all_stages_of_the_recipe_share(family, name):
+    stage = load(family, name)
+    assert (stage.data.sequence_length, stage.micro_batch, stage.train.seed) == (32768, 1, 1236)
+    assert stage.raw["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    assert (stage.train.save_every, stage.train.eval_every, stage.train.eval_batches) == (1000, 100, 10)
+    assert (stage.data.validation_fraction, stage.data.test_fraction) == (0.05, 0.05)
+    assert stage.fp8.preset == "infir2"
+    assert stage.train.schedule.min_ratio == 0.1
+    assert stage.model.activation_checkpointing
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cpt_is_warmup_stable_decay_over_168_billion_tokens(family):
+    stage = load(family, "cpt")
+    params = stage.raw["optimizer"]["params"]
+    assert (params["lr"], params["weight_decay"], stage.global_batch) == (1e-4, 0.1, 128)
+    assert stage.train.steps * stage.global_batch * stage.data.sequence_length == pytest.approx(167.8e9, rel=1e-3)
+
+    def factor(step):
+        return learning_rate_factor(step, stage.train.steps, stage.train.schedule)
+
+    assert [factor(step) for step in (2499, 4999, 20_000, 34_999)] == [0.5, 1.0, 1.0, 1.0]
+    assert factor(37_499) == pytest.approx(0.55, abs=1e-3)  # half-way down a cosine
+    assert factor(39_999) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_decay_alone_has_no_warmup_and_the_same_batches(family):
+    whole, decay = load(family, "cpt"), load(family, "cpt_decay")
+    assert decay.train.steps == 5000
+    assert decay.train.schedule.warmup == 0
+    for section in ("optimizer", "data", "train_batch_size", "model"):
+        assert decay.raw[section] == whole.raw[section]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["sft_stage1", "sft_stage2"])
+def test_sft_packs_64_chats_a_step_by_tokens_for_5_epochs(family, name):
+    stage = load(family, name)
+    params = stage.raw["optimizer"]["params"]
+    assert (params["lr"], params["weight_decay"]) == (SFT_LEARNING_RATE.get(family, 2e-5), 0.0)
+    assert (stage.global_batch, stage.data.tokens_per_gpu, stage.train.epochs) == (64, 32768, 5)
+    assert stage.data.format == "chat"
+    schedule = stage.train.schedule
+    assert (schedule.type, schedule.warmup) == ("cosine", 0.05)
+    assert stage.with_length(72_000).train.steps == 5625
+    first, second = load(family, "sft_stage1").raw, load(family, "sft_stage2").raw
+    assert {key for key in first if first[key] != second[key]} == {"data", "train"}

@@ -1,0 +1,102 @@
+"""What a run does about a loss that spikes or is not finite."""
+
+import json
+import os
+from unittest import mock
+
+import pytest
+
+from ds_fp8.train import load_stage, loop, train
+from ds_fp8.train.metrics import read_metrics
+from ds_fp8.train.spikes import SpikeDetector
+
+TOLERANCE = 2e-3
+"""Losses of BF16 models whose gradients were summed in another order."""
+SETTINGS = {
+    "steps": 8,
+    "save_every": 2,
+    "keep_last": 9,
+    "eval_batches": 1,
+    "spike": "rollback",
+    "schedule": {"type": "constant", "warmup": 0},
+}
+
+
+def run(file, cache, overrides, spikes=(), not_finite=()):
+    """Train on this rank, with spikes at the losses of these ordinals and loss that is not finite at these steps."""
+    os.environ["DS_FP8_CACHE"] = cache
+    seen = []
+
+    class Injected(SpikeDetector):
+        def observe(self, loss):
+            seen.append(loss)
+            return 99.0 if len(seen) in spikes else super().observe(loss)
+
+    def totals(batches, count=loop.step_totals):
+        labels, tokens = count(batches)
+        return (labels * float("nan") if len(seen) + 1 in not_finite else labels), tokens
+
+    with mock.patch.object(loop, "SpikeDetector", Injected), mock.patch.object(loop, "step_totals", totals):
+        return train(load_stage(file, overrides))
+
+
+def losses_of(folder):
+    return [record["loss"] for record in read_metrics(folder / "metrics.jsonl", 100) if "loss" in record]
+
+
+def events_of(folder):
+    return [record for record in read_metrics(folder / "metrics.jsonl", 100) if "event" in record]
+
+
+@pytest.fixture
+def stage(tiny, write, tmp_path):
+    tiny["train"] |= SETTINGS | {"run_dir": str(tmp_path / "run")}
+    return str(write(tiny))
+
+
+def test_a_spike_is_undone_and_its_data_left_out(stage, ranks, tmp_path, cache_home):
+    result = ranks(2, run, stage, str(cache_home), [], (5,))[0]
+    folder = tmp_path / "run"
+    assert result["rollbacks"] == 1
+    assert [(e["event"], e["step"], e["from_step"]) for e in events_of(folder)] == [("rollback", 4, 5)]
+    assert [r["step"] for r in read_metrics(folder / "metrics.jsonl", 100) if "loss" in r] == list(range(1, 9))
+    marker = json.loads((folder / "checkpoints" / "step_8" / "complete.json").read_text())
+    assert (marker["step"], marker["data_step"]) == (8, 9)
+    # A run that begins at that checkpoint finds the same state and the same data behind the gap.
+    overrides = [f"train.resume={folder}/checkpoints/step_4", f"train.run_dir={tmp_path}/branch", "train.steps=4"]
+    ranks(2, run, stage, str(cache_home), overrides)
+    assert losses_of(tmp_path / "branch") == losses_of(folder)[4:]
+
+
+def test_a_spike_that_stays_does_not_stop_the_run(stage, ranks, tmp_path, cache_home):
+    result = ranks(2, run, stage, str(cache_home), [], (1, 5, 6, 7, 8))[0]
+    assert result["steps"] == 8
+    events = [(event["event"], event["step"]) for event in events_of(tmp_path / "run")]
+    # Before the first checkpoint there is nothing to go back to; after three rollbacks to the same one it goes on.
+    assert events == [("spike", 1), *[("rollback", 4)] * 3, ("spike", 5)]
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(stage, ranks, tmp_path, cache_home):
+    result = ranks(2, run, stage, str(cache_home), ["train.steps=4"], (), (2,))[0]
+    assert result["skipped_steps"] == 1
+    losses = losses_of(tmp_path / "run")
+    assert losses[1] is None
+    assert all(loss is not None for loss in losses[2:])
+    assert result["final_loss"] < result["first_validation_loss"]
+
+
+def test_another_number_of_ranks_goes_on_with_the_next_batch(stage, ranks, tmp_path, cache_home):
+    """Three ranks share the batch otherwise than two, and then two again: the losses are those of a run on two."""
+    common = ["fp8.enabled=false", "train.spike=off", "train.save_every=2"]
+
+    def go(world, name, steps):
+        batch = f"gradient_accumulation_steps={12 // (2 * world)}"
+        overrides = [*common, batch, f"train.run_dir={tmp_path}/{name}", f"train.steps={steps}"]
+        ranks(world, run, stage, str(cache_home), overrides)
+
+    go(2, "whole", 6)
+    for world, steps in ((2, 2), (3, 4), (2, 6)):
+        go(world, "parts", steps)
+    assert losses_of(tmp_path / "parts") == pytest.approx(losses_of(tmp_path / "whole"), rel=TOLERANCE)
+    left = {path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()}
+    assert left == {"latest", "zero_to_fp32.py", "zero_to_torch.py", "step_2", "step_4", "step_6"}

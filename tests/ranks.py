@@ -68,7 +68,10 @@ class RankPool:
 
     def __init__(self, world: int, accelerator: str = "cpu"):
         self.world = world
-        context = multiprocessing.get_context("spawn")
+        # Ranks on CPUs are forked from one process that has imported everything; CUDA does not survive a fork.
+        context = multiprocessing.get_context("forkserver" if accelerator == "cpu" else "spawn")
+        if accelerator == "cpu":
+            context.set_forkserver_preload(["tests.preload"])
         port = _free_port()
         self._connections, self._processes = [], []
         for rank in range(world):

@@ -24,16 +24,13 @@ from typing import Any
 import torch
 
 from ds_fp8.errors import UserError
-from ds_fp8.optim import reference
+from ds_fp8.optim import checkpoints, reference
+from ds_fp8.optim.checkpoints import MASTER, MOMENTS
 from ds_fp8.optim.codecs import CODECS
 from ds_fp8.optim.finite import FiniteCheck
-from ds_fp8.optim.moment import Layout, Moment
+from ds_fp8.optim.moment import Layout, Moment, is_kept_as
 from ds_fp8.optim.precision import StatePrecision
 from ds_fp8.optim.reference import AdamStep
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-MASTER = "master"
-_NOT_OF_ADAM = "the checkpoint is not of an Adam optimizer"
 
 
 class AdamW(torch.optim.Optimizer):
@@ -192,20 +189,19 @@ class AdamW(torch.optim.Optimizer):
             state["step"] = torch.tensor(float(state.get("step", 0.0)))
         for key in MOMENTS:
             value = state.get(key)
-            if not self._in_form(value, getattr(self.precision, key)):
+            if not is_kept_as(value, getattr(self.precision, key), p.device):
                 state[key] = self._encoded(p, key, value)
         if p.dtype is not torch.float32 and state.get(MASTER) is None:
             state[MASTER] = self._encoded(p, MASTER, p.detach().float())
         return state
 
-    def _in_form(self, value: object, codec: str) -> bool:
-        if isinstance(value, Moment):
-            return value.codec.name == codec
-        return isinstance(value, torch.Tensor) and codec in ("fp32", "bf16") and value.dtype is CODECS[codec].dtype
-
-    def _encoded(self, p: torch.Tensor, key: str, numbers: torch.Tensor | None, exponent=None) -> torch.Tensor | Moment:
-        """State `key` of p as it is kept, from FP32 numbers; zeros from None."""
+    def _encoded(
+        self, p: torch.Tensor, key: str, numbers: torch.Tensor | Moment | None, exponent: torch.Tensor | None = None
+    ) -> torch.Tensor | Moment:
+        """State `key` of p as it is kept, from its numbers in any form; zeros from None."""
         codec, granularity, scale = self._format(key)
+        if isinstance(numbers, Moment):
+            numbers, exponent = numbers.decode(), numbers.exponent
         if codec.max is None:
             if numbers is None:
                 return torch.zeros(p.shape, dtype=codec.dtype, device=p.device)
@@ -229,7 +225,7 @@ class AdamW(torch.optim.Optimizer):
         self._segments[p] = tuple(sizes)
         for key, value in self.state.get(p, {}).items():
             if isinstance(value, Moment) and value.layout.granularity == "tensor":
-                self.state[p][key] = self._encoded(p, key, value.decode(), None)
+                self.state[p][key] = self._encoded(p, key, value)
 
     def expand_moments(self) -> None:
         """Turn compressed moments into FP32 tensors that may be written to; the next step compresses them again."""
@@ -252,23 +248,10 @@ class AdamW(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         numbers = [index for group in result["param_groups"] for index in group["params"]]
         result["state"] = {
-            index: self._exported(p, result["state"][index])
+            index: checkpoints.exported(result["state"][index], p.shape, self.compact)
             for index, p in zip(numbers, parameters, strict=True)
             if index in result["state"]
         }
-        return result
-
-    def _exported(self, p: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        result = {}
-        for key, value in state.items():
-            if not isinstance(value, Moment):
-                result[key] = value.float() if key in MOMENTS else value
-            elif self.compact:
-                result[key] = value.packed()
-            else:
-                result[key] = value.decode("cpu").view(p.shape)
-                if value.exponent is not None:
-                    result[f"{key}_exponent"] = value.exponent.cpu()
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -276,14 +259,7 @@ class AdamW(torch.optim.Optimizer):
 
         The precision stays this optimizer's own. Raises UserError for a checkpoint of something else.
         """
-        if any("betas" not in group for group in state_dict["param_groups"]):
-            raise UserError(_NOT_OF_ADAM, remedy="start without the optimizer's state")
-        if any(group.get("amsgrad") for group in state_dict["param_groups"]):
-            raise UserError(
-                "the checkpoint is of AMSGrad, whose state this optimizer does not have",
-                key="optimizer.params.amsgrad",
-                remedy="start without the optimizer's state",
-            )
+        checkpoints.check(state_dict)
         # torch would cast every state to the parameter's dtype, and cannot cast a Moment.
         super().load_state_dict({**state_dict, "state": {}})
         self._finite = FiniteCheck() if self._finite else None
@@ -294,24 +270,10 @@ class AdamW(torch.optim.Optimizer):
                 self._streams.setdefault(p, len(self._streams))
                 if index in state_dict["state"]:
                     step = group.get("step", 0.0)  # where DeepSpeed's FusedAdam counts
-                    self.state[p] = self._imported(p, {"step": step, **state_dict["state"][index]})
-
-    def _imported(self, p: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-        state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]))}
-        wanted = MOMENTS if p.dtype is torch.float32 or MASTER not in saved else (*MOMENTS, MASTER)
-        for key in wanted:
-            if key not in saved:
-                raise UserError(f"{_NOT_OF_ADAM}: it has no {key}", remedy="start without the optimizer's state")
-            value, exponent = saved[key], saved.get(f"{key}_exponent")
-            if isinstance(value, dict):
-                value, exponent = Moment.unpacked(value).decode(), value.get("exponent")
-            if value.numel() != p.numel():
-                raise UserError(
-                    f"the checkpoint has {value.numel()} elements of {key} for a parameter of {p.numel()}",
-                    remedy="load it into the model, and the number of ranks, that wrote it",
-                )
-            state[key] = self._encoded(p, key, value, exponent)
-        return state
+                    saved = checkpoints.imported({"step": step, **state_dict["state"][index]}, p)
+                    self.state[p] = {"step": saved.step} | {
+                        key: self._encoded(p, key, *numbers) for key, numbers in saved.numbers.items()
+                    }
 
 
 def _check_hyperparameters(lr: float | torch.Tensor, betas: tuple[float, float], eps: float, decay: float) -> None:

@@ -55,7 +55,9 @@ def make_adamw(
         if key not in (*_OWN, *_CHOOSE_AN_IMPLEMENTATION, *_ONLY):
             known = (*_OWN, *_CHOOSE_AN_IMPLEMENTATION, *_ONLY)
             refuse(f"optimizer.params.{key}", f'AdamW has no "{key}"', nearest(key, known))
-    arguments = {key: params[key] for key in _OWN if key in params}
+    # The default is that of the Adam this one takes the place of.
+    decay = torch.optim.AdamW([torch.zeros(1)]).defaults["weight_decay"] if params.get("torch_adam") else 0.0
+    arguments = {"weight_decay": decay} | {key: params[key] for key in _OWN if key in params}
     precision = asdict(fp8.optimizer.precision())
     try:
         AdamW([torch.nn.Parameter(torch.zeros(1))], **arguments)

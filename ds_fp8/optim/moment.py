@@ -147,6 +147,14 @@ class Moment:
         return torch.cat(list(parts)) if parts else torch.empty(0, device=self.codes.device)
 
 
+def is_kept_as(value: torch.Tensor | Moment | None, codec: str, device: torch.device) -> bool:
+    """Whether a state is in the form that a step works on. Others write FP32 tensors in its place, or move them."""
+    if isinstance(value, Moment):
+        return value.codec.name == codec and value.codes.device == device
+    kept = CODECS[codec]
+    return value is not None and kept.max is None and (value.dtype, value.device) == (kept.dtype, device)
+
+
 def draw(noise: torch.Generator | None, like: torch.Tensor) -> torch.Tensor | None:
     """Uniform FP32 numbers in [0, 1) of the shape of `like`, from a generator of its device; None without one."""
     return None if noise is None else torch.rand(like.shape, generator=noise, device=like.device)

@@ -35,7 +35,7 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
 
 ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
     ">=0.19.8,<0.20": {
-        f"{_STAGE3}:{OPTIMIZER}.__init__": ("grad_position", "fp32_partitioned_groups_flat"),
+        f"{_STAGE3}:{OPTIMIZER}.__init__": ("grad_position", "fp32_partitioned_groups_flat", "overflow"),
         f"{_STAGE3}:{OPTIMIZER}._link_all_hp_params": ("_z3_optimizer",),
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.__init__": ("_param_slice_mappings",),
         f"{_PARTITIONS}:Init._convert_to_deepspeed_param": (

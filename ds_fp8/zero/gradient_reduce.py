@@ -42,6 +42,9 @@ SMALLEST = 4096
 ROW_ALIGNMENT = 4 * BLOCK
 """Codes of a place are a multiple of this, so that every row of a message begins at a multiple of 16 bytes."""
 
+Observer = Callable[[torch.Tensor, int, torch.Tensor | None], None]
+"""(full gradient, key, its scale or None where every 128 elements have their own)."""
+
 _RESIDUALS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -67,15 +70,21 @@ class GradientReduce:
         wire: WireMeter,
         nodes: Nodes | None = None,
         clock: Callable[[], int] | None = None,
+        observe: Observer | None = None,
     ):
         """clock: a number that differs between micro-batches, and is the same again when a checkpoint is resumed.
 
-        Without one the reductions are counted.
+        Without one the reductions are counted. observe: is shown every gradient that is cast.
         """
+        self._observe, self._left_out = observe, frozenset[int]()
         self._stock, self._config, self._wire, self._nodes = stock, config, wire, nodes
         self._clock = clock or itertools.count().__next__
         self._automatic_scale = AutomaticScale(config.format) if config.scale == "tensor" else None
         self._residuals: dict[int, torch.Tensor] = {}
+
+    def leave_out(self, keys: Iterable[int]) -> None:
+        """Reduce the gradients of these keys as DeepSpeed does from now on, on all ranks alike."""
+        self._left_out |= frozenset(keys)
 
     @torch.no_grad()
     def __call__(self, tensors: list[torch.Tensor], group: object, keys: list[int]) -> list[torch.Tensor]:
@@ -84,7 +93,7 @@ class GradientReduce:
         keys: a number for each gradient that is the same on every rank and in every step.
         """
         slices: list[torch.Tensor | None] = [None] * len(tensors)
-        large = [i for i, tensor in enumerate(tensors) if is_reduced_in_fp8(tensor.shape)]
+        large = [i for i, t in enumerate(tensors) if is_reduced_in_fp8(t.shape) and keys[i] not in self._left_out]
         small = [i for i in range(len(tensors)) if i not in large]
         for choice, reduce in ((small, self._reduce_small), (large, self._reduce_large)):
             if choice:
@@ -138,6 +147,8 @@ class GradientReduce:
                 scales = self._automatic_scale.scales(tensors, keys, group)
             clipped = torch.zeros(len(tensors), dtype=torch.int32, device=message.device)
         for tensor, key, place, scale, count in zip(tensors, keys, places, scales, clipped, strict=True):
+            if self._observe is not None:
+                self._observe(tensor, key, scale)
             options = CastOptions(
                 self._config.format, self._rounding_key(key), scale, count, self._residual(tensor, key)
             )

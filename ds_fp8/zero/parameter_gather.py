@@ -29,7 +29,7 @@ from ds_fp8.formats import FORMATS
 from ds_fp8.modules.weights import GATHERED
 from ds_fp8.quantize import QuantizedTensor, scale_from_amax
 from ds_fp8.zero import seams, streams
-from ds_fp8.zero.shard_cast import make_shard_cast
+from ds_fp8.zero.shard_cast import make_shard_cast, on_device
 from ds_fp8.zero.shards import ShardedWeight, place_scales, side_by_side, stacks_of
 from ds_fp8.zero.wire import GATHER, WireMeter
 
@@ -69,20 +69,39 @@ class ParameterGather:
         self._shard_cast = make_shard_cast(list(self._weights.values()), self._shards, spec)
         self._modified: set[int] = set()
         self._stream = streams.new_stream()
-        self._changed = self._refreshed = None
+        self._gather_stream = self._changed = self._refreshed = None
         for parameter in engine.module.parameters():
             if seams.is_zero_parameter(parameter):
                 seams.wrap_closure(parameter, "all_gather_coalesced", self._wrap_all_gather_coalesced)
                 seams.wrap_closure(parameter, "all_gather", lambda stock, p=parameter: self._wrap_all_gather(p, stock))
                 seams.wrap_closure(parameter, "partition", lambda stock, p=parameter: self._wrap_partition(p, stock))
         seams.around_master_update(engine, self._wait_for_refresh, self._master_updated)
-        seams.on_step(engine, self.refresh)
+        seams.on_step(engine, self._refresh_if_stale)
         self._master_updated()
 
     @property
     def bytes_per_rank(self) -> int:
         """Bytes of this rank's FP8 shards and of the scales of all weights."""
         return self._shards.nbytes + self._num_scales * torch.float32.itemsize
+
+    def observe(self, show: Callable[[nn.Parameter, torch.Tensor, QuantizedTensor, int], None]) -> None:
+        """Call `show(weight, rows, cast, elements)` with the rows of every weight that this rank's shard touches, in
+        high precision and as they are sent; they have zeros where `elements` of the shard end. Between steps."""
+        self._wait_for_refresh()
+        for weight in self._weights.values():
+            if weight.shard.valid:
+                numbers = on_device(self._source(weight), self._shards.device)
+                codes = weight.cover(weight.data).view(FORMATS[self._spec.format].dtype)
+                cast = QuantizedTensor(codes, weight.covered(weight.scale), self._spec.granularity, self._spec.scale)
+                show(weight.parameter, weight.cover(numbers), cast, weight.shard.valid)
+
+    def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gather these weights in BF16 from now on, on all ranks alike. Between steps, while none is gathered.
+
+        Their place among the FP8 shards stays, and is cast with the others'.
+        """
+        for parameter in parameters:
+            self._weights.pop(id(parameter), None)
 
     def _wait_for_refresh(self) -> None:
         """Nobody reads what the last cast is still writing, or writes what it is still reading."""
@@ -93,16 +112,22 @@ class ParameterGather:
         self._modified.clear()
         self._changed = streams.record_event()
 
+    def _refresh_if_stale(self) -> None:
+        if self._stale:
+            self.refresh()
+
     @torch.no_grad()
     def refresh(self) -> None:
-        """Cast all shards anew from the master shards. Collective; the host does not wait.
+        """Cast all shards anew from the master shards. Collective; the host waits for nothing.
 
-        Begins behind `_changed`, an event on the stream that the masters were written on. In that stream lie all
-        earlier readers of what is overwritten here: the products, which read the scales, and the gathers, which read
-        the shards, since every product has waited for its gather. Gathers begin behind `_refreshed`.
+        Begins behind `_changed`, an event on the stream that the masters were written on, which the products, readers
+        of the scales, lie in too, and behind all gathers, which read the shards: also those that were prefetched and
+        that no product has waited for. Gathers begin behind `_refreshed`. Offloaded masters are copied here first, and
+        for that the host does wait.
         """
         with streams.on_stream(self._stream):
             streams.wait_event(self._changed)
+            streams.wait_stream(self._gather_stream)
             amax = torch.zeros(self._num_scales, device=self._shards.device)
             self._shard_cast.write_amax(amax, self._source)
             with self._wire.counted_as(GATHER):
@@ -119,8 +144,13 @@ class ParameterGather:
         return seams.bf16_shard(weight.parameter) if modified else seams.master_shard(weight.parameter)
 
     def _gather(self, weights: list[ShardedWeight]) -> Callable[[], None]:
-        """Start one all-gather for `weights`, sorted by `start`; the result, called, waits and makes them available."""
+        """Start one all-gather for `weights`, sorted by `start`; the result, called, waits and makes them available.
+
+        Whatever stream is current when it is waited for (DeepSpeed waits for a prefetch that nobody used on that of the
+        products), the waiting and the copies behind it stay on the stream that the buffers belong to.
+        """
         self._wait_for_refresh()
+        self._gather_stream = stream = streams.current_stream()
         for weight in weights:
             seams.begin_gather(weight.parameter)
         lengths = [weight.shard.numel for weight in weights]
@@ -131,24 +161,29 @@ class ParameterGather:
             send = torch.cat([weight.data for weight in weights])
         buffer = send.new_empty(weights[0].shard.world, total)
         work = dist.all_gather_into_tensor(buffer.view(-1), send, group=self._group, async_op=True)
+        scales = {weight: weight.scale for weight in weights}  # those of the codes just sent, whatever comes later
 
         def finish() -> None:
-            work.wait()
-            if len(weights) == 1:
-                self._make_available(weights[0], buffer.flatten()[: weights[0].numel])
-                return
-            shards = dict(zip(weights, buffer.split(lengths, dim=1), strict=True))
-            for stack in stacks_of(weights):
-                codes = side_by_side([shards[weight] for weight in stack], [weight.numel for weight in stack])
-                for weight, own in zip(stack, codes, strict=True):
-                    self._make_available(weight, own)
+            with streams.on_stream(stream):
+                work.wait()
+                if len(weights) == 1:
+                    gathered = {weights[0]: buffer.flatten()[: weights[0].numel]}
+                else:
+                    gathered = {}
+                    shards = dict(zip(weights, buffer.split(lengths, dim=1), strict=True))
+                    for stack in stacks_of(weights):
+                        codes = side_by_side([shards[weight] for weight in stack], [weight.numel for weight in stack])
+                        gathered.update(zip(stack, codes, strict=True))
+            streams.wait_stream(stream)
+            for weight, codes in gathered.items():
+                self._make_available(weight, codes, scales[weight])
 
         return finish
 
-    def _make_available(self, weight: ShardedWeight, codes: torch.Tensor) -> None:
+    def _make_available(self, weight: ShardedWeight, codes: torch.Tensor, scale: torch.Tensor) -> None:
         """Hang the gathered weight on its parameter, from the uint8 codes [R * C]."""
         data = codes.view(FORMATS[self._spec.format].dtype).view(weight.shard.shape)
-        gathered = QuantizedTensor(data, weight.scale, self._spec.granularity, self._spec.scale)
+        gathered = QuantizedTensor(data, scale, self._spec.granularity, self._spec.scale)
         setattr(weight.parameter, GATHERED, gathered)
         weight.parameter.data = weight.placeholder
         seams.end_gather(weight.parameter)
@@ -159,8 +194,8 @@ class ParameterGather:
             ours = [self._weights[id(p)] for p in params if id(p) in self._weights]
             ours.sort(key=lambda weight: weight.start)
             others = [p for p in params if id(p) not in self._weights]
-            if ours and self._stale:
-                self.refresh()
+            if ours:
+                self._refresh_if_stale()
             handle = stock(others, safe_mode=safe_mode, quantize=quantize) if others else None
             return _Handle(self._gather(ours) if ours else None, handle)
 

@@ -195,10 +195,18 @@ def has_optimizer(engine: deepspeed.DeepSpeedEngine) -> bool:
 def around_master_update(
     engine: deepspeed.DeepSpeedEngine, before: Callable[[], None], after: Callable[[], None]
 ) -> None:
-    """Call `before` and `after` around everything that may change the FP32 master shards of a ZeRO-3 engine."""
+    """Call `before` and `after` around everything that may change the FP32 master shards of a ZeRO-3 engine.
+
+    `after` is not called for a step that DeepSpeed left out because of an overflow, on all ranks alike.
+    """
+
+    def after_step() -> None:
+        if not engine.optimizer.overflow:
+            after()
+
     if has_optimizer(engine):
         for name in deepspeed_versions.MASTER_UPDATES:
-            _around(engine.optimizer, name, before, after)
+            _around(engine.optimizer, name, before, after_step if name == "step" else after)
 
 
 def on_step(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:

@@ -13,6 +13,11 @@ def new_stream() -> object | None:
     return None if get_accelerator().is_synchronized_device() else get_accelerator().Stream()
 
 
+def current_stream() -> object | None:
+    """The current stream; None on a device without streams."""
+    return None if get_accelerator().is_synchronized_device() else get_accelerator().current_stream()
+
+
 def on_stream(stream: object | None) -> AbstractContextManager:
     """Enqueue what is inside on `stream`; on a device without streams, as ever."""
     return nullcontext() if stream is None else get_accelerator().stream(stream)
@@ -31,6 +36,12 @@ def wait_event(event: object | None) -> None:
     """Let the current stream wait for `event`."""
     if event is not None:
         get_accelerator().current_stream().wait_event(event)
+
+
+def wait_stream(stream: object | None) -> None:
+    """Let the current stream wait for all that `stream` holds by now; for nothing where it is None or the same."""
+    if stream is not None and stream != get_accelerator().current_stream():
+        get_accelerator().current_stream().wait_stream(stream)
 
 
 def used_by_current_stream(tensor: torch.Tensor) -> None:

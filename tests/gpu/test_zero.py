@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ds_fp8.config import WeightCast
+from ds_fp8.modules.weights import GATHERED
 from ds_fp8.quantize import quantize
 from ds_fp8.zero.gradient_wire import CastOptions, pack, pack_reference, sum_rows, sum_rows_reference
 from ds_fp8.zero.shard_cast import ReferenceShardCast, make_shard_cast
@@ -99,8 +100,8 @@ def test_gradient_messages_are_those_of_the_reference(rows, places, numels, form
 @two_gpus
 @pytest.mark.parametrize("preset", ["infir2", "tensorwise", "rowwise"])
 def test_gathered_weight_is_the_cast_of_the_whole_master(gpu_ranks, preset):
-    for result in gpu_ranks(2, gathered_against_whole, preset, 2):
-        assert all(result.values()), result
+    for results in gpu_ranks(2, gathered_against_whole, preset, 2):
+        assert all(all(result.values()) for result in results.values()), results
 
 
 @two_gpus
@@ -175,3 +176,34 @@ def gather_without_a_wait():
 @two_gpus
 def test_a_gather_and_a_release_do_not_make_the_host_wait(gpu_ranks):
     assert gpu_ranks(2, gather_without_a_wait) == [True, True]
+
+
+def wait_on_another_stream():
+    """As DeepSpeed waits for a prefetch that nobody used: on the stream of the products, not on that of the gathers."""
+    engine = models.build(models.config(QUIET))
+    models.train(engine, 2)
+    weights = [weight for layer in engine.module.layers for weight in (layer.up.weight, layer.down.weight)]
+    gather(engine, weights)
+    expected = [getattr(weight, GATHERED).dequantize() for weight in weights]
+    for weight in weights:
+        weight.partition()
+    side, wrong = torch.cuda.Stream(), 0
+    for _ in range(50):
+        with torch.cuda.stream(side):
+            side.wait_stream(torch.cuda.default_stream())
+            handle = weights[0].all_gather_coalesced(weights)
+        torch.cuda._sleep(1_000_000)  # the current stream is late
+        handle.wait()
+        with torch.cuda.stream(side):  # whatever was freed too early is written over
+            rubbish = [torch.full((1 << size,), 255, dtype=torch.uint8, device="cuda") for size in range(14, 20)]
+        seen = [getattr(weight, GATHERED).dequantize() for weight in weights]
+        for weight in weights:
+            weight.partition()
+        del rubbish
+        wrong += sum(not torch.equal(left, right) for left, right in zip(seen, expected, strict=True))
+    return wrong
+
+
+@two_gpus
+def test_a_gather_may_be_waited_for_on_another_stream(gpu_ranks):
+    assert gpu_ranks(2, wait_on_another_stream) == [0, 0]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fp8.config import check_deepspeed, parse_fp8
+from ds_fp8.compatibility import check_deepspeed
+from ds_fp8.config import parse_fp8
 from ds_fp8.errors import UserError
 from ds_fp8.optim import StatePrecision
 from ds_fp8.optim.from_config import make_adamw, uses_own_optimizer
@@ -78,6 +79,13 @@ def test_the_params_are_those_of_deepspeeds_section(name):
     }
     group = adamw({"optimizer": COAT}, {"type": name, "params": params}).param_groups[0]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (2e-5, (0.8, 0.9), 1e-6, 0.3)
+
+
+@pytest.mark.parametrize(("torch_adam", "decay"), [(False, 0.0), (True, 0.01)])
+def test_weight_decay_left_out_is_that_of_the_adam_replaced(torch_adam, decay):
+    """DeepSpeed's Adam has none, torch's AdamW some."""
+    params = {"lr": 1e-4, "torch_adam": torch_adam}
+    assert adamw({"optimizer": COAT}, {"type": "AdamW", "params": params}).param_groups[0]["weight_decay"] == decay
 
 
 def test_ranks_draw_different_numbers():

@@ -11,7 +11,10 @@ from ds_fp8.optim.reference import AdamStep
 from tests.optim.numbers import gradients, moment, numbers_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # log2(0) in the interpreter
+pytestmark = [  # of the interpreter: log2(0), and a NaN as an integer
+    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning"),
+]
 STEP = AdamStep(3, 1e-3, 0.9, 0.95, 1e-8, 0.1)
 FP32 = {"rtol": 1e-4, "atol": 1e-7}
 """Of the master weights: fused multiply-adds and approximate roots."""
@@ -139,3 +142,17 @@ def test_stochastic_rounding_is_right_on_average(kept):
         # From moments that the codec had rounded: what it had is another half spacing of noise, the same in all draws.
         relative = ((mean - expected) / expected)[at]
         assert relative.mean().abs() < 0.02
+
+
+@pytest.mark.parametrize("kept", [KEPT[1], KEPT[3], KEPT[5], KEPT[7]])
+def test_nan_stays_nan_when_rounded_stochastically(kept):
+    """Every bit of a NaN may be set, as a GPU's own have it: noise must not carry it over into a number."""
+    numel = 1024 + 77
+    grad = gradients(numel, 2)
+    grad.view(torch.int32)[[5, 1030]] = 0x7FFFFFFF
+    m, v = (
+        moment(gradients(numel, 3) ** 2, codec, kept[2], kept[3], never_zero=True, device=DEVICE) for codec in kept[:2]
+    )
+    kernels.adamw_step(gradients(numel, 1).to(DEVICE), grad.to(DEVICE), m, v, STEP, seed=5)
+    for state in (m, v):
+        assert numbers_of(state)[[5, 1030]].isnan().all()

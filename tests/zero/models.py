@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+
 import torch
 from torch import nn
 
@@ -66,12 +69,13 @@ class Branches(nn.Module):
 
 
 class Net(nn.Module):
-    """A language model of residual layers: Blocks, or what `layer(hidden)` makes."""
+    """A language model of residual layers: three Blocks, or what each of `layers` makes of the hidden size."""
 
-    def __init__(self, hidden: int = 131, inner: int = 301, layers: int = 3, recompute: bool = False, layer=None):
+    def __init__(self, hidden: int = 131, inner: int = 301, recompute: bool = False, layers=None):
         super().__init__()
         self.embedding = nn.Embedding(61, hidden)
-        self.layers = nn.ModuleList(layer(hidden) if layer else Block(hidden, inner) for _ in range(layers))
+        made = [layer(hidden) for layer in layers] if layers else [Block(hidden, inner) for _ in range(3)]
+        self.layers = nn.ModuleList(made)
         self.lm_head = nn.Linear(hidden, 61, bias=False)
         self.recompute = recompute
 
@@ -86,20 +90,28 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
+@functools.cache
+def leave_modules_to_themselves() -> None:
+    """DeepSpeed collects garbage several times an engine: let it not look through all that was imported each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def build(
-    ds_config: dict, *, recompute: bool = False, prepare=None, stock: bool = False, layer=None, born_sharded=False
+    ds_config: dict, *, recompute: bool = False, prepare=None, stock: bool = False, layers=None, born_sharded=False
 ):
     """An engine around Net in BF16 with weights from seed 0. born_sharded: built under deepspeed.zero.Init."""
     import deepspeed
 
-    import ds_fp8
+    import ds_fp8.engine
 
+    leave_modules_to_themselves()
     torch.manual_seed(0)
     if born_sharded:
         with deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=torch.bfloat16):
-            model = Net(recompute=recompute, layer=layer)
+            model = Net(recompute=recompute, layers=layers)
     else:
-        model = Net(recompute=recompute, layer=layer).bfloat16()
+        model = Net(recompute=recompute, layers=layers).bfloat16()
     if prepare is not None:
         prepare(model)
     initialize = deepspeed.initialize if stock else ds_fp8.initialize

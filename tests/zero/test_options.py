@@ -68,6 +68,15 @@ CASES = {
 }
 
 
+def twin_of(case):
+    """The first case that is the same without FP8: their BF16 twins are one."""
+
+    def outside_fp8(name):
+        return {key: value for key, value in CASES[name].items() if key != "fp8"}
+
+    return next(other for other in CASES if outside_fp8(other) == outside_fp8(case))
+
+
 def engine_of(case, fp8):
     options = CASES[case]
     section = {**QUIET, **options.get("fp8", {})} if fp8 else {"enabled": False}
@@ -108,8 +117,8 @@ def count_wrong(engine, weights):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training(ranks, case):
-    fp8, bf16 = (ranks(2, train_and_look, case, enabled) for enabled in (True, False))
+def test_training(ranks, baseline, case):
+    fp8, bf16 = ranks(2, train_and_look, case, True), baseline(2, train_and_look, twin_of(case), False)
     for (losses, norm, gathered, left_behind, wrong), (twin, twin_norm, twin_gathered, _, _) in zip(
         fp8, bf16, strict=True
     ):

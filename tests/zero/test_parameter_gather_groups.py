@@ -22,13 +22,13 @@ SIZES = [(256, 128, 70), (130, 64, 70), (128, 384), (1024, 5)]
 PREFETCH = {"stage3_prefetch_bucket_size": 50000, "stage3_max_reuse_distance": 10**8}
 
 
-def build(sizes, section=None, leaf=False, group=True, **zero):
+def build(sizes_of_layers, section=None, leaf=False, group=True, **zero):
     def prepare(model):
         if leaf:
             deepspeed.utils.set_z3_leaf_modules(model, [models.Branches])
 
-    layer = functools.partial(models.Branches, sizes=sizes, group=group)
-    return models.build(models.config({**QUIET, **(section or {})}, **zero), prepare=prepare, layer=layer)
+    layers = [functools.partial(models.Branches, sizes=sizes, group=group) for sizes in sizes_of_layers]
+    return models.build(models.config({**QUIET, **(section or {})}, **zero), prepare=prepare, layers=layers)
 
 
 def release(weights):
@@ -51,12 +51,12 @@ def right(weights, masters, preset):
     return all(same(getattr(w, GATHERED), quantize(m, *SPECS[preset])) for w, m in zip(weights, masters, strict=True))
 
 
-def whole_product_gathered_together(preset, sizes):
-    engine = build(sizes, SECTIONS[preset])
+def whole_product_gathered_together(preset):
+    engine = build(SIZES, SECTIONS[preset])
     models.train(engine, 1)
     result = []
     layers = engine.module.layers
-    for before, layer in zip([layers[-1], *layers[:-1]], layers, strict=True):
+    for sizes, before, layer in zip(SIZES, [layers[-1], *layers[:-1]], layers, strict=True):
         weights, others = layer.weights(), (before.join.weight, layer.join.weight)
         masters = [models.full_master(weight) for weight in weights]
         gather(engine, [*others, *reversed(weights)])
@@ -81,40 +81,39 @@ def whole_product_gathered_together(preset, sizes):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("preset", SPECS)
-def test_stacking_weights_fetched_together_is_a_view_of_their_whole_cast(ranks, world, preset, sizes):
-    for layers in ranks(world, whole_product_gathered_together, preset, sizes):
-        assert len(layers) == 3
-        for seen in layers:
-            assert len(seen) == (5 if can_stack(sizes, SPECS[preset][1]) else 3)
-            assert all(seen.values()), seen
+def test_stacking_weights_fetched_together_is_a_view_of_their_whole_cast(ranks, world, preset):
+    for layers in ranks(world, whole_product_gathered_together, preset):
+        for sizes, seen in zip(SIZES, layers, strict=True):
+            assert len(seen) == (5 if can_stack(sizes, SPECS[preset][1]) else 3), sizes
+            assert all(seen.values()), (sizes, seen)
 
 
-def fetched_apart(sizes):
-    engine = build(sizes)
+def fetched_apart(sizes_of_layers):
+    engine = build(sizes_of_layers)
     models.train(engine, 1)
-    layer = engine.module.layers[0]
-    weights, join = [weight for weight in layer.weights() if not weight.ds_persist], layer.join.weight
-    masters = [models.full_master(weight) for weight in [*weights, join]]
-    gather(engine, [weights[0], join])
-    gather(engine, weights[1:])
-    stacked = stacked_operand(weights, layer.join.recipe)
-    whole = quantize(torch.cat(masters[:-1]), *SPECS["infir2"])
-    result = right([*weights, join], masters, "infir2"), same(stacked, whole), len(weights)
-    release([*weights, join])
+    result = []
+    for layer in engine.module.layers:
+        weights, join = [weight for weight in layer.weights() if not weight.ds_persist], layer.join.weight
+        masters = [models.full_master(weight) for weight in [*weights, join]]
+        gather(engine, [weights[0], join])
+        gather(engine, weights[1:])
+        stacked = stacked_operand(weights, layer.join.recipe)
+        whole = quantize(torch.cat(masters[:-1]), *SPECS["infir2"])
+        result.append((right([*weights, join], masters, "infir2"), same(stacked, whole), len(weights)))
+        release([*weights, join])
     return result
 
 
-@pytest.mark.parametrize(("sizes", "gathered"), [((256, 128, 70), 3), ((256, 128, 2), 2)], ids=str)
-def test_weights_fetched_apart_are_right(ranks, sizes, gathered):
+def test_weights_fetched_apart_are_right(ranks):
     """In two fetches, and with a third weight so small that it is not gathered at all."""
-    assert ranks(2, fetched_apart, sizes) == [(True, True, gathered)] * 2
+    found = ranks(2, fetched_apart, [(256, 128, 70), (256, 128, 2)])
+    assert found == [[(True, True, 3), (True, True, 2)]] * 2
 
 
 def stacked_where_it_is_used(leaf):
     """Whether forward found all weights of the product adjacent, by layer."""
-    engine = build((256, 128, 70), leaf=leaf)
+    engine = build([(256, 128, 70)] * 3, leaf=leaf)
     found = []
 
     def look(layer, _):
@@ -132,21 +131,20 @@ def test_a_leaf_module_finds_its_product_stacked_and_leaves_nothing_behind(ranks
 
 
 def losses_and_weights(leaf, group, zero):
-    engine = build((256, 128, 70), leaf=leaf, group=group, **zero)
+    engine = build([(256, 128, 70)] * 2, leaf=leaf, group=group, **zero)
     return models.train(engine, 4), models.bf16_weights(engine)
 
 
 @pytest.mark.parametrize("leaf", [False, True])
 @pytest.mark.parametrize("zero", [{}, PREFETCH], ids=["no prefetch", "prefetch"])
-def test_marking_a_product_changes_nothing(ranks, leaf, zero):
-    for left, marked in zip(
-        ranks(2, losses_and_weights, False, False, {}), ranks(2, losses_and_weights, leaf, True, zero), strict=True
-    ):
+def test_marking_a_product_changes_nothing(ranks, baseline, leaf, zero):
+    plain = baseline(2, losses_and_weights, False, False, {})
+    for left, marked in zip(plain, ranks(2, losses_and_weights, leaf, True, zero), strict=True):
         assert_same(left, marked)
 
 
-def scale_layouts(sizes):
-    engine = build(sizes)
+def scale_layouts():
+    engine = build(SIZES)
     weights = [m.weight for m in fp8_linears(engine).values()]
     gather(engine, weights)
     scales = [getattr(weight, GATHERED).scale for weight in weights]
@@ -158,10 +156,9 @@ def scale_layouts(sizes):
     return [(s.shape, s.stride(), s.data_ptr() % (4 * SCALE_ALIGNMENT)) for s in scales], finite, once
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_rows_of_block_scales_are_padded_once_a_refresh(ranks, sizes):
-    for layouts, finite, once in ranks(2, scale_layouts, sizes):
-        assert len(layouts) == 3 * (len(sizes) + 1)
+def test_rows_of_block_scales_are_padded_once_a_refresh(ranks):
+    for layouts, finite, once in ranks(2, scale_layouts):
+        assert len(layouts) == sum(len(sizes) + 1 for sizes in SIZES)
         for shape, stride, misalignment in layouts:
             assert stride == (math.ceil(shape[1] / SCALE_ALIGNMENT) * SCALE_ALIGNMENT, 1)
             assert misalignment == 0
@@ -185,7 +182,7 @@ def _live_bytes_after(seconds):
 
 
 def memory_of_a_gather():
-    engine = build((256, 128, 70))
+    engine = build([(256, 128, 70)])
     layer = engine.module.layers[0]
     weights = [*layer.weights(), layer.join.weight]
     gather(engine, weights)  # casts the shards

@@ -27,6 +27,10 @@ def assert_same(left, right):
         assert torch.equal(left[1][name], right[1][name]), name
 
 
+BASE = (losses_and_weights, models.config(QUIET))
+"""What options that only say when and where are compared to."""
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_training_follows_bf16(ranks, world):
     fp8 = ranks(world, losses_and_weights, models.config(QUIET), False, False, False, 20)[0][0]
@@ -47,26 +51,24 @@ def test_training_follows_bf16(ranks, world):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_zero_options_change_nothing(ranks, changes):
+def test_zero_options_change_nothing(ranks, baseline, changes):
     """Prefetch, overlap, buckets and sub-groups are about when and where, not about what."""
     config = models.config(QUIET, **changes)
-    base = ranks(2, losses_and_weights, models.config(QUIET))
-    for left, right in zip(base, ranks(2, losses_and_weights, config), strict=True):
+    for left, right in zip(baseline(2, *BASE), ranks(2, losses_and_weights, config), strict=True):
         assert_same(left, right)
 
 
-def test_optimizer_offload_follows_training_without_it(ranks):
+def test_optimizer_offload_follows_training_without_it(ranks, baseline):
     """DeepSpeed sums the gradient norm in another order when it offloads, so the last bits differ."""
     offloaded = models.config(QUIET, offload_optimizer={"device": "cpu"}) | {"zero_force_ds_cpu_optimizer": False}
-    base = ranks(2, losses_and_weights, models.config(QUIET))[0][0]
-    assert ranks(2, losses_and_weights, offloaded)[0][0] == pytest.approx(base, rel=1e-3)
+    assert ranks(2, losses_and_weights, offloaded)[0][0] == pytest.approx(baseline(2, *BASE)[0][0], rel=1e-3)
 
 
 @pytest.mark.parametrize("variant", [{"recompute": True}, {"leaf": True}, {"recompute": True, "leaf": True}], ids=str)
-def test_recompute_and_leaf_modules_change_nothing(ranks, variant):
-    base = ranks(2, losses_and_weights, models.config(QUIET))
+def test_recompute_and_leaf_modules_change_nothing(ranks, baseline, variant):
     arguments = (variant.get("recompute", False), variant.get("leaf", False))
-    for left, right in zip(base, ranks(2, losses_and_weights, models.config(QUIET), *arguments), strict=True):
+    varied = ranks(2, losses_and_weights, models.config(QUIET), *arguments)
+    for left, right in zip(baseline(2, *BASE), varied, strict=True):
         assert_same(left, right)
 
 
@@ -87,8 +89,8 @@ def test_gradient_accumulation(ranks):
     ],
     ids=["no section", "disabled", "accumulation, recompute and leaves", "prefetch and overlap"],
 )
-def test_without_fp8_nothing_changes_bit_for_bit(ranks, fp8, changes, recompute, leaf):
-    stock = ranks(2, losses_and_weights, {**models.config(None), **changes}, recompute, leaf, True)
+def test_without_fp8_nothing_changes_bit_for_bit(ranks, baseline, fp8, changes, recompute, leaf):
+    stock = baseline(2, losses_and_weights, {**models.config(None), **changes}, recompute, leaf, True)
     ours = ranks(2, losses_and_weights, {**models.config(fp8), **changes}, recompute, leaf)
     for left, right in zip(stock, ours, strict=True):
         assert_same(left, right)
@@ -99,8 +101,8 @@ def stock_engine_beside_an_fp8_engine():
     return losses_and_weights(models.config(None), stock=True)
 
 
-def test_a_plain_engine_beside_an_fp8_engine_is_untouched(ranks):
-    stock = ranks(2, losses_and_weights, models.config(None), False, False, True)
+def test_a_plain_engine_beside_an_fp8_engine_is_untouched(ranks, baseline):
+    stock = baseline(2, losses_and_weights, models.config(None), False, False, True)
     for left, right in zip(stock, ranks(2, stock_engine_beside_an_fp8_engine), strict=True):
         assert_same(left, right)
 
@@ -141,18 +143,18 @@ def test_overflow_on_one_rank_skips_the_step_on_all(ranks, world, value, grad_re
 
 def evaluate_between_steps():
     engine = models.build(models.config(QUIET))
-    plain = models.train(engine, 4)
-    engine = models.build(models.config(QUIET))
     losses = models.train(engine, 2)
     engine.eval()
     with torch.no_grad():
         first, second = (engine(models.batch(99, 0).to(engine.device)).item() for _ in range(2))
     engine.train()
-    return plain, losses + models.train(engine, 2, start=2), first, second
+    return losses + models.train(engine, 2, start=2), first, second
 
 
-def test_evaluation_between_steps_changes_nothing(ranks):
-    for plain, interrupted, first, second in ranks(2, evaluate_between_steps):
+def test_evaluation_between_steps_changes_nothing(ranks, baseline):
+    for (plain, _), (interrupted, first, second) in zip(
+        baseline(2, *BASE), ranks(2, evaluate_between_steps), strict=True
+    ):
         assert plain == interrupted
         assert first == second
 
@@ -167,7 +169,6 @@ def test_fp8_linears_alone_under_stages_1_and_2(ranks, stage):
 
 
 @pytest.mark.parametrize("part", ["param_gather", "grad_reduce"])
-def test_each_collective_can_stay_bf16(ranks, part):
+def test_each_collective_can_stay_bf16(ranks, baseline, part):
     losses = ranks(2, losses_and_weights, models.config({**QUIET, part: {"format": "bf16"}}))[0][0]
-    full = ranks(2, losses_and_weights, models.config(QUIET))[0][0]
-    assert losses == pytest.approx(full, rel=0.02)
+    assert losses == pytest.approx(baseline(2, *BASE)[0][0], rel=0.02)

@@ -43,7 +43,7 @@ def _pack(
     gradient, residual, tensor_scale, clipped, message, numel, length, padded, column, width, codes_in_row, row_bytes, rows, key,
     RESIDUAL: tl.constexpr, TENSOR: tl.constexpr, STOCHASTIC: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr,
     LARGEST: tl.constexpr, SMALLEST: tl.constexpr, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr,
-):  # fmt: skip
+):
     rank = tl.program_id(1)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     within = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -107,7 +107,7 @@ def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: 
         RESIDUAL=options.residual is not None, TENSOR=options.scale is not None, STOCHASTIC=options.key is not None,
         GROUPS=GROUPS, DTYPE=TRITON_DTYPES[options.format], LARGEST=target.max, SMALLEST=SMALLEST_SCALE,
         EPSILON=torch.finfo(target.dtype).eps, SUBNORMAL=target.smallest_subnormal, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def sum_rows(message: torch.Tensor, shape: Message, format: str, divisor: int) -> torch.Tensor:

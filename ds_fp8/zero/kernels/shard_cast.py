@@ -71,7 +71,7 @@ def _load(source, place, inside, ALIGNED: tl.constexpr):
 def _amax(owner, table, sources, first_program, first_weight, amax, MODE: tl.constexpr, ALIGNED: tl.constexpr):
     weight, columns, start, stop, row, column, _, scale_start, scales_per_row = _geometry(
         owner, table, first_program, ALIGNED
-    )  # fmt: skip
+    )
     index = row[:, None] * columns + column[None, :]
     inside = (column < columns)[None, :] & (index >= start) & (index < stop)
     x = _load(sources + 2 * (weight - first_weight), index - start, inside, ALIGNED)
@@ -89,10 +89,10 @@ def _amax(owner, table, sources, first_program, first_weight, amax, MODE: tl.con
 def _cast(
     owner, table, sources, first_program, first_weight, scales, data,
     MODE: tl.constexpr, ALIGNED: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
-):  # fmt: skip
+):
     weight, columns, start, stop, row, column, data_start, scale_start, scales_per_row = _geometry(
         owner, table, first_program, ALIGNED
-    )  # fmt: skip
+    )
     index = row[:, None] * columns + column[None, :]
     inside = (column < columns)[None, :] & (index >= start) & (index < stop)
     x = _load(sources + 2 * (weight - first_weight), index - start, inside, ALIGNED)
@@ -124,7 +124,7 @@ class TritonShardCast:
             (first, weight.shard.shape[1], weight.shard.start, weight.shard.start + weight.shard.valid, tile_row,
              weight.start, weight.scale_start, weight.scale_strides[0] if weight.scale_strides else 0)
             for weight, first, (tile_row, _, _) in zip(self._weights, self._first[:-1], tiles, strict=True)
-        ]  # fmt: skip
+        ]
         self._table = torch.tensor(rows, dtype=torch.int64, device=shards.device)
         self._owner = torch.repeat_interleave(
             torch.arange(len(rows), dtype=torch.int32), torch.tensor(self._first).diff()
@@ -160,7 +160,7 @@ class TritonShardCast:
         kernel[(end - first,)](
             self._owner, self._table, self._sent(sources), first, first_weight, *buffers,
             MODE=MODES[self._spec.granularity], ALIGNED=aligned, num_warps=8, **words,
-        )  # fmt: skip
+        )
 
     def _sent(self, sources: list[tuple[int, int]]) -> torch.Tensor:
         """`sources` on the device, without making the host wait; kept there for as long as they stay the same."""

@@ -1,0 +1,13 @@
+"""What every rank on a CPU imports, imported once: tests/ranks.py forks its ranks from a process that has done so."""
+
+import gc
+import os
+
+os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed looks for one
+
+import deepspeed.runtime.zero.muon.original_muon  # noqa: F401  deepspeed.initialize imports it, and it compiles
+
+import ds_fp8.engine  # noqa: F401
+
+gc.collect()
+gc.freeze()  # DeepSpeed collects garbage several times an engine

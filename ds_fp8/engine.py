@@ -12,8 +12,10 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import set_z3_leaf_modules
 
-from ds_fp8.config import FP8Config, check_deepspeed, parse_fp8, section_of
+from ds_fp8.compatibility import check_deepspeed
+from ds_fp8.config import FP8Config, parse_fp8, section_of
 from ds_fp8.errors import UserError
+from ds_fp8.health import Health
 from ds_fp8.modules.convert import Conversion, convert
 from ds_fp8.modules.linear import FP8Linear
 from ds_fp8.modules.loss import LossFusion, fuse_loss
@@ -36,6 +38,7 @@ class FP8State:
         self.config, self.monitor, self.wire = config, monitor, wire
         self.conversion: Conversion | None = None
         self.loss: LossFusion | None = None
+        self.health: Health | None = None
         self.parameter_gather: ParameterGather | None = None
         self.nodes: Nodes | None = None
         self.optimizer: AdamW | None = None
@@ -89,11 +92,11 @@ def initialize(
         if model is None:
             raise UserError("initialize needs a model to put FP8 into", remedy="pass model=...")
         conversion = _located(file, convert, model, fp8, monitor)
-        if fp8.loss == "auto":
-            loss = fuse_loss(model)
         if fp8.grad_reduce.format != "bf16":
             raw.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
 
+    if fp8.fuses_loss and model is not None:
+        loss = fuse_loss(model)
     if uses_own_optimizer(fp8):
         optimizer = _own_optimizer(raw, fp8, file, optimizer)
     if conversion is not None and conversion.fusion.classes:
@@ -110,10 +113,12 @@ def initialize(
 
     state = FP8State(fp8, monitor, WireMeter())
     engine.fp8 = state
+    state.conversion, state.loss = conversion, loss
     if conversion is not None:
-        state.conversion, state.loss = conversion, loss
-        seams.on_step(engine, monitor.end_step)
+        state.health = Health(engine, monitor, fp8)
         _install(engine, state)
+        # Last, so that the weights have been cast anew.
+        seams.on_step(engine, state.health.end_step)
         _tell_optimizer(engine, state)
     state.report = start_report(engine, state, _micro_batch_tokens(raw, engine))
     if dist.get_rank() == 0:
@@ -172,12 +177,17 @@ def _install(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
         ]
         if weights:
             state.parameter_gather = ParameterGather(engine, weights, fp8.linear.weight, state.wire)
+            state.health.parameter_gather = state.parameter_gather
     if fp8.grad_reduce.format != "bf16" and seams.has_optimizer(engine):
         state.nodes = find_nodes(fp8.grad_reduce.hierarchy)
 
         def clock() -> int:
             return engine.micro_steps
 
-        seams.replace_reduce_scatter(
-            engine, lambda stock: GradientReduce(stock, fp8.grad_reduce, state.wire, state.nodes, clock)
-        )
+        def reduction(stock: seams.StockReduceScatter) -> GradientReduce:
+            observe = state.health.observe_gradient
+            reduce = GradientReduce(stock, fp8.grad_reduce, state.wire, state.nodes, clock, observe)
+            state.health.gradient_reduce = reduce
+            return reduce
+
+        seams.replace_reduce_scatter(engine, reduction)

@@ -76,6 +76,9 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "optimizer_state": fp8.optimizer.model_dump(),
         "moment_bytes_per_parameter": fp8.optimizer.precision().moment_bytes,
         "loss": state.loss.description if state.loss else "the model's own",
+        "monitor": fp8.monitor.model_dump(),
+        # The list itself: what is written of this report after training names the layers that moved on the way.
+        "moved_to_bf16": state.health.layers_in_bf16,
         "notes": [],
     }
     if whole and fp8.param_gather.format != "bf16":
@@ -132,6 +135,7 @@ def print_report(report: dict[str, Any]) -> None:
     moments = f"{report['moment_bytes_per_parameter']:.2f} bytes of moments a parameter"
     table.add_row("optimizer", f"{report['optimizer']}: {kept}{rounding}, {moments}")
     table.add_row("loss", report["loss"])
+    table.add_row("health of casts", _monitoring(report["monitor"]))
     for note in report["notes"]:
         table.add_row("note", note)
     console.print(Panel(table, title=f"ds_fp8, preset {report['preset']}", title_align="left", expand=False))
@@ -147,6 +151,13 @@ def _unusual(report: dict[str, Any]) -> list[str]:
         kept = report["grad_residual_bytes_per_rank"]
         words.append(f"error feedback in {cast['error_feedback']}, {kept:,} bytes a rank")
     return words
+
+
+def _monitoring(monitor: dict[str, Any]) -> str:
+    if not monitor["every"]:
+        return "not measured"
+    result = "goes on in BF16" if monitor["fallback"] else "is named"
+    return f"measured every {monitor['every']} steps; a layer that degrades {result}"
 
 
 def _some(reasons: dict[str, str], reason: str) -> str:

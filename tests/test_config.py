@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from ds_fp8.config import PRESETS, Cast, FP8Config, check_deepspeed, merge, parse_fp8
+from ds_fp8.compatibility import check_deepspeed
+from ds_fp8.config import PRESETS, Cast, FP8Config, merge, parse_fp8
 from ds_fp8.errors import UserError
 
 GOOD = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}

@@ -1,4 +1,7 @@
-"""Surgery on a Hugging Face model, in place: nn.Linear becomes FP8Linear, and decoder layers are fused."""
+"""Surgery on a Hugging Face model, in place: nn.Linear becomes FP8Linear, and decoder layers are fused.
+
+One layer goes back by `restore`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import nn
 
 from ds_fp8.config import FP8Config
 from ds_fp8.errors import UserError
-from ds_fp8.modules.decoder import Fusion, fuse_decoder
+from ds_fp8.modules.decoder import FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
 from ds_fp8.modules.linear import FP8Linear
 from ds_fp8.modules.monitor import CastMonitor
 from ds_fp8.modules.recipe import LinearRecipe
@@ -60,7 +63,7 @@ def convert(model: nn.Module, config: FP8Config | None = None, monitor: CastMoni
             result.left[name] = f"shares its weight with {', '.join(sorted(others))}"
         else:
             module.__class__ = FP8Linear
-            module.recipe = recipe
+            module.recipe = recipe.at(name)
             result.converted.append(name)
     if "skip" in config.linear.model_fields_set:
         names = list(linears)
@@ -73,3 +76,21 @@ def convert(model: nn.Module, config: FP8Config | None = None, monitor: CastMoni
             remedy='name fewer layers in "skip", or set "fp8": {"enabled": false}',
         )
     return replace(result, fusion=fuse_decoder(model, recipe)) if config.fuse == "auto" else result
+
+
+def layer_of(model: nn.Module, site: str) -> str:
+    """Name of the layer that computes at a site of statistics: a fused decoder layer or MLP, or the linear itself."""
+    fused = (name for name, module in model.named_modules() if isinstance(module, (FusedDecoderLayer, FusedMLP)))
+    return next((name for name in fused if site.startswith(f"{name}.")), site)
+
+
+def restore(layer: nn.Module) -> list[nn.Parameter]:
+    """Let a layer compute in its own precision again, by its own class; returns the weights that were FP8's."""
+    if isinstance(layer, (FusedDecoderLayer, FusedMLP)):
+        unfuse(layer)
+    linears = [module for module in layer.modules() if isinstance(module, FP8Linear)]
+    for linear in linears:
+        linear.__class__ = nn.Linear
+        for name in ("recipe", "input_is_saved"):
+            linear.__dict__.pop(name, None)
+    return [linear.weight for linear in linears]

@@ -23,6 +23,7 @@ from torch import nn
 
 from ds_fp8.modules.attention import NormedHeads, attend, normed_heads
 from ds_fp8.modules.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
+from ds_fp8.modules.linear import FP8Linear
 from ds_fp8.modules.recipe import LinearRecipe
 from ds_fp8.modules.structure import Unfusable, gated_activation_of, head_layout_of, norm_eps, prove_layer, prove_mlp
 from ds_fp8.modules.weights import GROUP, can_stack
@@ -105,7 +106,7 @@ def fuse_decoder(model: nn.Module, recipe: LinearRecipe) -> Fusion:
     for name, layer in list(model.named_modules()):
         if all(hasattr(layer, part) for part in ("self_attn", "mlp")) and not isinstance(layer, FusedDecoderLayer):
             try:
-                _fuse_layer(layer, recipe)
+                _fuse_layer(layer, name, recipe)
                 fusion.layers.append(name)
                 fusion.classes.add(type(layer))
             except Unfusable as reason:
@@ -114,7 +115,7 @@ def fuse_decoder(model: nn.Module, recipe: LinearRecipe) -> Fusion:
         inside = any(name.startswith(f"{layer}.") for layer in fusion.layers)
         if not inside and all(hasattr(mlp, part) for part in ("gate_proj", "up_proj", "down_proj")):
             try:
-                _fuse_mlp(mlp, recipe)
+                _fuse_mlp(mlp, name, recipe)
                 fusion.mlps.append(name)
                 fusion.classes.add(type(mlp))
             except Unfusable as reason:
@@ -122,33 +123,56 @@ def fuse_decoder(model: nn.Module, recipe: LinearRecipe) -> Fusion:
     return fusion
 
 
-def _fuse_layer(layer: nn.Module, recipe: LinearRecipe) -> None:
+def _fuse_layer(layer: nn.Module, name: str, recipe: LinearRecipe) -> None:
     layout = head_layout_of(layer.self_attn)
     activation = gated_activation_of(layer.mlp)
-    projections = [getattr(layer.self_attn, name).weight for name in ("q_proj", "k_proj", "v_proj")]
-    _check_stack(projections, layout.sizes, recipe)
+    projections = [getattr(layer.self_attn, part) for part in ("q_proj", "k_proj", "v_proj")]
+    weights = [projection.weight for projection in projections]
+    _check_stack(weights, layout.sizes, recipe)
     gate_up = _check_mlp_stack(layer.mlp, recipe)
     returns_tuple = prove_layer(layer, layout, activation)
 
     head_norm = getattr(layer.self_attn, "q_norm", None)
+    heads_recipe = recipe.at(f"{name}.self_attn.qkv_proj")
     layer.fused_heads = NormedHeads(
-        layout, norm_eps(layer.input_layernorm), 0.0 if head_norm is None else norm_eps(head_norm), recipe
+        layout, norm_eps(layer.input_layernorm), 0.0 if head_norm is None else norm_eps(head_norm), heads_recipe
     )
-    layer.fused_mlp = GatedMLP(activation, recipe)
+    for projection in projections:
+        projection.recipe = heads_recipe
+    layer.fused_mlp = _fused_part(layer.mlp, f"{name}.mlp", activation, recipe)
     layer.fused_returns_tuple = returns_tuple
     layer.self_attn.o_proj.input_is_saved = True
-    _group(projections)
+    _group(weights)
     _group(gate_up)
     layer.__class__ = _fused_class(FusedDecoderLayer, type(layer))
 
 
-def _fuse_mlp(mlp: nn.Module, recipe: LinearRecipe) -> None:
+def _fuse_mlp(mlp: nn.Module, name: str, recipe: LinearRecipe) -> None:
     activation = gated_activation_of(mlp)
     gate_up = _check_mlp_stack(mlp, recipe)
     prove_mlp(mlp, activation)
-    mlp.fused_mlp = GatedMLP(activation, recipe)
+    mlp.fused_mlp = _fused_part(mlp, name, activation, recipe)
     _group(gate_up)
     mlp.__class__ = _fused_class(FusedMLP, type(mlp))
+
+
+def _fused_part(mlp: nn.Module, name: str, activation: str, recipe: LinearRecipe) -> GatedMLP:
+    fused = GatedMLP(activation, recipe.at(name))
+    mlp.gate_proj.recipe = mlp.up_proj.recipe = fused.gate_up
+    mlp.down_proj.recipe = fused.down
+    return fused
+
+
+def unfuse(module: nn.Module) -> None:
+    """Give a fused layer or MLP its own class and forward again; its linears stay what they are."""
+    for name in ("fused_heads", "fused_mlp", "fused_returns_tuple"):
+        module.__dict__.pop(name, None)
+    for part in module.modules():
+        if isinstance(part, FP8Linear):
+            part.input_is_saved = False
+            part.weight.__dict__.pop(GROUP, None)
+    _, own = type(module).__bases__
+    module.__class__ = own
 
 
 def _check_mlp_stack(mlp: nn.Module, recipe: LinearRecipe) -> list[nn.Parameter]:

@@ -75,7 +75,7 @@ def gated_activation_cast(
     if cast is None:
         cast = recipe.cast_input(product)
     elif recipe.monitor.active:
-        recipe.observe("input", gated_product_reference(gate_up, activation), cast)
+        recipe.observe("input", lambda rows: gated_product_reference(gate_up[rows], activation), cast)
     return cast, gate_up if keep and not in_fp8 else saved
 
 

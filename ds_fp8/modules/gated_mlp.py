@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -46,15 +47,25 @@ class GatedMLP:
     """One of gated_activation.ACTIVATIONS."""
     recipe: LinearRecipe
 
+    @cached_property
+    def gate_up(self) -> LinearRecipe:
+        """The recipe at the product of gate and up."""
+        return self.recipe.at(f"{self.recipe.site}.gate_up_proj")
+
+    @cached_property
+    def down(self) -> LinearRecipe:
+        """The recipe at the product of down."""
+        return self.recipe.at(f"{self.recipe.site}.down_proj")
+
     def forward(
         self, n: QuantizedTensor, weights: MLPWeights, dtype: torch.dtype, keep: bool
     ) -> tuple[torch.Tensor, Saved | None]:
         """(y [T, H] of `dtype`, gate_up as kept for backward) of the row-wise cast input n [T, H]."""
         gate_up = self._gate_up(n, weights, dtype)
         keep = keep and self.recipe.recompute != "mlp"
-        product, saved = gated_activation_cast(gate_up, self.activation, self.recipe, keep)
+        product, saved = gated_activation_cast(gate_up, self.activation, self.down, keep)
         del gate_up
-        return self.recipe.multiply(product, weight_operand(weights.down, self.recipe), dtype), saved
+        return self.recipe.multiply(product, weight_operand(weights.down, self.down), dtype), saved
 
     def backward(
         self,
@@ -65,14 +76,14 @@ class GatedMLP:
         n_columnwise: Callable[[], QuantizedTensor],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         """(dn [T, H], gradients of the weights that have one) from dy [T, H]; n cast anew by the two functions."""
-        recipe, dtype = self.recipe, dy.dtype
+        recipe, dtype = self.gate_up, dy.dtype
         wants = [weight.requires_grad for weight in weights]
         if saved is None:
             saved = self._gate_up(n_rowwise(), weights, dtype)
             if recipe.save == "fp8":
-                saved = gated_activation_cast(saved, self.activation, recipe)[1]  # what "none" would have kept
-        down, factor = dgrad_operand(weight_operand(weights.down, recipe))
-        dy_cast, dy_columnwise = recipe.cast_grad_output(dy, True, wants[2], factor)
+                saved = gated_activation_cast(saved, self.activation, self.down)[1]  # what "none" would have kept
+        down, factor = dgrad_operand(weight_operand(weights.down, self.down))
+        dy_cast, dy_columnwise = self.down.cast_grad_output(dy, True, wants[2], factor)
         dproduct = recipe.multiply(dy_cast, down, dtype)
         gate_up, factor = dgrad_operand(stacked_operand(weights[:2], recipe))
         casts = gated_activation_backward(dproduct, saved, self.activation, recipe, factor)
@@ -86,13 +97,13 @@ class GatedMLP:
         return dn, (dgate, dup, ddown)
 
     def _gate_up(self, n: QuantizedTensor, weights: MLPWeights, dtype: torch.dtype) -> torch.Tensor:
-        return self.recipe.multiply(n, stacked_operand(weights[:2], self.recipe), dtype)
+        return self.recipe.multiply(n, stacked_operand(weights[:2], self.gate_up), dtype)
 
 
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate, up, down, mlp: GatedMLP, keep: bool):
-        recipe, weights, x_TH = mlp.recipe, MLPWeights(gate, up, down), x.reshape(-1, x.shape[-1])
+        recipe, weights, x_TH = mlp.gate_up, MLPWeights(gate, up, down), x.reshape(-1, x.shape[-1])
         # Recomputing needs x row-wise as well as column-wise, which only x itself has.
         in_fp8 = keep and recipe.save == "fp8" and recipe.recompute == "none"
         cast, columnwise = recipe.cast_input_both(x_TH) if in_fp8 else (recipe.cast_input(x_TH), None)
@@ -106,7 +117,7 @@ class _GatedMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         first, second, *saved = ctx.saved_tensors
-        mlp, recipe = ctx.mlp, ctx.mlp.recipe
+        mlp, recipe = ctx.mlp, ctx.mlp.gate_up
 
         def x_rowwise() -> QuantizedTensor:
             return recipe.cast_input(first.reshape(-1, first.shape[-1]))
@@ -125,7 +136,7 @@ class _NormedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, norm, gate, up, down, mlp: GatedMLP, eps: float, keep: bool):
         weights, H = MLPWeights(gate, up, down), x.shape[-1]
-        hidden, rstd, cast = rms_norm_cast(x.reshape(-1, H), norm, eps, mlp.recipe, residual.reshape(-1, H))
+        hidden, rstd, cast = rms_norm_cast(x.reshape(-1, H), norm, eps, mlp.gate_up, residual.reshape(-1, H))
         y, saved = mlp.forward(cast, weights, x.dtype, keep)
         ctx.mlp, ctx.weights, ctx.norm = mlp, weights, norm
         if keep:
@@ -136,7 +147,7 @@ class _NormedMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         hidden, rstd, *saved = ctx.saved_tensors
-        mlp, norm, recipe = ctx.mlp, ctx.norm, ctx.mlp.recipe
+        mlp, norm, recipe = ctx.mlp, ctx.norm, ctx.mlp.gate_up
         dy_TH = dy.reshape(-1, dy.shape[-1])
         dn, gradients = mlp.backward(
             dy_TH,

@@ -1,45 +1,163 @@
-"""Statistics of casts: how much saturates and how much is flushed to zero, on every N-th optimizer step."""
+"""Statistics of all casts, by the place they belong to, on every N-th optimizer step."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
 import torch
 
-from ds_fp8.formats import FORMATS
+from ds_fp8.modules.cast_statistics import PEAKS, SUMS, Rows, cast_statistics
 from ds_fp8.quantize import QuantizedTensor
-from ds_fp8.quantize.reference import per_element
+
+TENSOR_CLASSES = ("input", "weight", "grad_output", "grad_weight")
+
+
+@dataclass(frozen=True)
+class CastFigures:
+    """What the casts of one tensor class at one site did in a measured step."""
+
+    amax: float | None
+    """Largest magnitude; None where something was not finite."""
+    saturated: float
+    """Share of the elements beyond the largest number of their group's scale."""
+    flushed: float
+    """Share of the elements that were not zero and became it."""
+    snr_db: float | None
+    """Signal-to-noise ratio, 10 log10(sum x² / sum (x - cast(x))²); None where nothing was lost, or not finite."""
+    scale_min: float | None
+    """Smallest scale of a group; None where all are zero, or not finite."""
+    scale_max: float | None
+
+
+Measurement = dict[str, dict[str, CastFigures]]
+"""Tensor class -> site -> figures; only what was cast."""
 
 
 class CastMonitor:
     """Collects statistics over one optimizer step out of `every`; costs nothing on the others.
 
-    Counters stay on the device of the tensors; the host reads them once per measured step.
+    Counters lie in one buffer on the device of the tensors; the host reads it once per measured step. A site is the
+    name of what multiplies the tensors: a linear, or several stacked as one.
     """
 
     def __init__(self, every: int):
         self.every = every
         self.steps = 0
         self.last: dict[str, float] | None = None
-        self._totals: dict[str, torch.Tensor] = {}
+        """Shares {"saturated", "underflow"} of the last measured step, over all sites and classes together."""
+        self._columns: dict[tuple[str, str], int] = {}
+        self._buffer: torch.Tensor | None = None
+        self._reduce: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        self._model: torch.nn.Module | None = None
+
+    def attach(
+        self,
+        model: torch.nn.Module,
+        sites: Iterable[str],
+        device: torch.device,
+        reduce: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """Measure `model` while it is in training mode, over all ranks: `reduce(sums, peaks)` adds up and maximises in
+        place. All ranks give the same sites in the same order."""
+        self._model, self._reduce = model, reduce
+        self._columns = {}
+        for site in sites:
+            for tensor_class in TENSOR_CLASSES:
+                self._columns.setdefault((site, tensor_class), len(self._columns))
+        self._buffer = _empty(len(self._columns), device)
+
+    @property
+    def due(self) -> bool:
+        """Whether this step is one to measure."""
+        return self.every > 0 and self.steps % self.every == 0
 
     @property
     def active(self) -> bool:
-        return self.every > 0 and self.steps % self.every == 0
+        """Whether casts are to be observed now."""
+        return self.due and (self._model is None or self._model.training)
 
-    def observe(self, tensor_class: str, x: torch.Tensor, quantized: QuantizedTensor) -> None:
-        """Add one cast of `x` to the statistics of its class (input, weight, grad_output)."""
+    def observe(
+        self,
+        tensor_class: str,
+        x: torch.Tensor | Rows,
+        quantized: QuantizedTensor,
+        site: str = "",
+        elements: int | None = None,
+    ) -> None:
+        """Add one cast of a matrix x, or of what x gives by rows, to the statistics of a class at a site.
+
+        elements: of x, where it has zeros that are no part of the tensor.
+        """
         if not self.active:
             return
-        units = per_element(torch.div, x.detach().abs(), quantized.scale, quantized.granularity)
-        saturated = units > FORMATS[quantized.format].max
-        flushed = (units > 0) & (quantized.data.float() == 0)
-        counts = torch.stack([torch.full((), float(x.numel()), device=x.device), saturated.sum(), flushed.sum()])
-        previous = self._totals.get(tensor_class)
-        self._totals[tensor_class] = counts if previous is None else previous + counts
+        column = self._column(site, tensor_class, quantized.data.device)
+        if not quantized.data.numel():
+            return
+        sums, peaks = cast_statistics(x, quantized, elements)
+        of_all, highest = _parts(self._buffer)
+        of_all[:, column] += sums
+        highest[:, column] = torch.maximum(highest[:, column], peaks)
 
-    def end_step(self) -> None:
-        """Close an optimizer step; after a measured one `last` holds its shares, over all classes together."""
-        if self._totals:
-            count, saturated, flushed = torch.stack(list(self._totals.values())).sum(0).tolist()
+    def end_step(self) -> Measurement | None:
+        """Close an optimizer step; its figures when it was a measured one. Collective once attached."""
+        measurement = None
+        if self.due and self._buffer is not None:
+            if self._reduce is not None:
+                self._reduce(*_parts(self._buffer))
+            figures = self._buffer.t().tolist()
+            measurement = {tensor_class: {} for tensor_class in TENSOR_CLASSES}
+            for (site, tensor_class), column in self._columns.items():
+                if figures[column][0]:
+                    measurement[tensor_class][site] = _figures(*figures[column])
+            count, saturated, flushed = (math.fsum(column[i] for column in figures) for i in range(3))
             self.last = {"saturated": saturated / max(count, 1), "underflow": flushed / max(count, 1)}
-            self._totals.clear()
+            self._buffer = _empty(len(self._columns), self._buffer.device)
         self.steps += 1
+        return measurement
+
+    def _column(self, site: str, tensor_class: str, device: torch.device) -> int:
+        key = (site, tensor_class)
+        if key not in self._columns:
+            self._columns[key] = len(self._columns)
+            new = _empty(1, device)
+            self._buffer = new if self._buffer is None else torch.cat([self._buffer, new], 1)
+        return self._columns[key]
+
+
+def _empty(columns: int, device: torch.device) -> torch.Tensor:
+    buffer = torch.zeros(len(SUMS) + len(PEAKS), columns, dtype=torch.float64, device=device)
+    _parts(buffer)[1].fill_(-torch.inf)
+    return buffer
+
+
+def _parts(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the sums [5, columns] and the peaks [3, columns], each contiguous."""
+    return buffer[: len(SUMS)], buffer[len(SUMS) :]
+
+
+def _figures(
+    elements: float,
+    saturated: float,
+    flushed: float,
+    signal: float,
+    noise: float,
+    amax: float,
+    scale_max: float,
+    negative_scale_min: float,
+) -> CastFigures:
+    ratio = signal / noise if noise else math.inf
+    known = math.isfinite(ratio) and ratio > 0
+    return CastFigures(
+        _finite(amax),
+        saturated / elements,
+        flushed / elements,
+        10 * math.log10(ratio) if known else None,
+        _finite(-negative_scale_min),
+        _finite(scale_max),
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -10,12 +10,13 @@ dgrad, where a product cannot apply it: the scales are multiplied into dy before
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ds_fp8.config import Cast, FP8Config
 from ds_fp8.gemm import Operand, scaled_matmul, select_backend
+from ds_fp8.modules.cast_statistics import Rows
 from ds_fp8.modules.monitor import CastMonitor
 from ds_fp8.quantize import QuantizedTensor, apply_factors, quantize, quantize_both, quantize_columnwise
 
@@ -24,7 +25,7 @@ Factor = torch.Tensor | None
 
 @dataclass(frozen=True)
 class LinearRecipe:
-    """What every FP8 linear and fused part of a model shares."""
+    """What every FP8 linear and fused part of a model shares, but for the site that its casts are counted under."""
 
     input: Cast
     weight: Cast
@@ -39,6 +40,8 @@ class LinearRecipe:
     recompute: str
     """activations.recompute: "none" or "mlp"."""
     monitor: CastMonitor = field(compare=False)
+    site: str = field(default="", compare=False)
+    """Name of what multiplies with this recipe, for statistics."""
 
     @classmethod
     def from_config(cls, config: FP8Config, monitor: CastMonitor | None = None) -> LinearRecipe:
@@ -65,6 +68,10 @@ class LinearRecipe:
             config.activations.recompute,
             monitor or CastMonitor(config.monitor.every),
         )
+
+    def at(self, site: str) -> LinearRecipe:
+        """The same recipe at another site."""
+        return replace(self, site=site)
 
     @property
     def casts_by_tile(self) -> bool:
@@ -131,11 +138,19 @@ class LinearRecipe:
     def observe(
         self,
         tensor_class: str,
-        x: torch.Tensor,
+        x: torch.Tensor | Rows,
         quantized: QuantizedTensor,
         row_factor: Factor = None,
         column_factor: Factor = None,
     ) -> None:
         """Count what the cast of x, times its factors, lost; costs nothing outside measured steps."""
-        if self.monitor.active:
-            self.monitor.observe(tensor_class, apply_factors(x, row_factor, column_factor), quantized)
+        if not self.monitor.active:
+            return
+        if row_factor is not None or column_factor is not None:
+            x = _factored(x, row_factor, column_factor)
+        self.monitor.observe(tensor_class, x, quantized, self.site)
+
+
+def _factored(x: torch.Tensor, row_factor: Factor, column_factor: Factor) -> Rows:
+    """Rows of x times its factors: the whole of it, in FP32, would be twice the size of x."""
+    return lambda rows: apply_factors(x[rows], None if row_factor is None else row_factor[rows], column_factor)

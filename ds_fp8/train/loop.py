@@ -22,6 +22,7 @@ from ds_fp8.train import checkpoints, processes
 from ds_fp8.train.batches import micro_batches, step_totals
 from ds_fp8.train.checkpoints import RunState
 from ds_fp8.train.evaluation import exact_match, validation_loss
+from ds_fp8.train.health import RunHealth, layers_in_bf16
 from ds_fp8.train.interrupt import Interrupt, Interrupted
 from ds_fp8.train.metrics import (
     BYTES,
@@ -64,7 +65,6 @@ def train(stage: Stage) -> dict[str, Any]:
         stage = stage.with_length(len(data.train))
         checkpoints.check_length(stage, state)
         _check_problems(stage, data)
-        process_bytes = begin_peak_memory()
         model = build_model(stage, load_model_config(stage, tokenizer))
     except UserError as error:
         raise error.located(stage.file) from None
@@ -87,6 +87,8 @@ def train(stage: Stage) -> dict[str, Any]:
     if rank == 0:
         stage.run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(stage.run_dir / checkpoints.CONFIG, json.dumps(stage.raw, indent=2) + "\n")
+    if engine.fp8.health is not None:
+        engine.fp8.health.move_to_bf16(layers_in_bf16(records))
     if state.checkpoint is not None:
         checkpoints.load(engine, stage, state)
         if not state.step:
@@ -94,7 +96,7 @@ def train(stage: Stage) -> dict[str, Any]:
     log = MetricsLog(stage.run_dir / checkpoints.METRICS, records, writes=rank == 0)
     with RunProgress(stage.run_dir.name, stage.train.steps, state.step, shown=rank == 0) as progress:
         describe(data.report, progress.say)
-        run = _Run(stage, data, tokenizer, engine, log, progress, Interrupt(engine.device), state, process_bytes)
+        run = _Run(stage, data, tokenizer, engine, log, progress, Interrupt(engine.device), state)
         try:
             run.all_steps()
         except Interrupted:
@@ -124,22 +126,24 @@ class _Run:
         progress: RunProgress,
         interrupt: Interrupt,
         state: RunState,
-        process_bytes: int,
     ):
-        """process_bytes: what the process held before the model, on a CPU."""
         self.stage, self.data, self.tokenizer, self.engine = stage, data, tokenizer, engine
-        self.log, self.progress, self.interrupt, self.process_bytes = log, progress, interrupt, process_bytes
+        self.log, self.progress, self.interrupt = log, progress, interrupt
+        self.process_bytes = begin_peak_memory()
+        """What the process holds beside its tensors, on a CPU."""
         self.saved = state
         """What the last checkpoint of this run holds; its `checkpoint` is None before the first."""
         if not state.step:
             self.saved = RunState(0, state.data_step)
         self.rollbacks = 0
         """Rollbacks to the last checkpoint."""
+        self.health = RunHealth(engine.fp8.health, stage.run_dir, log, progress.say, self._send)
         self._go_to(state)
 
     def _go_to(self, state: RunState) -> None:
         config = self.stage.train
         self.step, self.data_step = state.step, state.data_step
+        self.engine.fp8.monitor.steps = state.step  # the same steps are measured as without a stop
         self.spikes = SpikeDetector(config.spike_window, config.spike_threshold, state.losses)
 
     def all_steps(self) -> None:
@@ -148,6 +152,7 @@ class _Run:
         while True:
             self.evaluate()
             if self.step == config.steps:
+                self.health.draw()
                 return
             spike = self.train_step()
             if spike is not None and self.roll_back(spike):
@@ -163,6 +168,7 @@ class _Run:
             losses = self.log.by_step("validation_loss")
             best = checkpoints.best_step(self.stage.run_dir, losses) if self.stage.train.keep_best else None
             self.saved, self.rollbacks = checkpoints.save(self.engine, self.stage, state, best), 0
+            self.health.draw()
 
     def roll_back(self, spike: float) -> bool:
         """Say that the last loss stands out; where the stage wants it, go back to the last checkpoint. Collective.
@@ -187,6 +193,7 @@ class _Run:
         self.progress.say(f"{line}; back to step {state.step}, its data of {self.step - state.step} steps left out")
         self.log.go_back(state.step)
         self.log.append({"step": state.step, "event": "rollback", "score": spike, "from_step": self.step})
+        self.health.rolled_back(state.step)
         self.saved, self.rollbacks = state, self.rollbacks + 1
         self._go_to(state)
         return True
@@ -282,6 +289,7 @@ class _Run:
         if self.step % stage.train.log_every == 0 or self.step in (1, stage.train.steps):
             self.log.append(record)
             self._monitor({key: value for key, value in record.items() if key != "step" and value is not None})
+        self.health.log_step(self.step)
         spike = self.spikes.observe(record["loss"])
         return None if stage.train.spike == "off" else spike
 
@@ -291,10 +299,13 @@ class _Run:
         self._monitor({key: value})
 
     def _monitor(self, values: Record) -> None:
+        self._send({f"Train/{key}": value for key, value in values.items()})
+
+    def _send(self, values: Record) -> None:
         """Send figures to DeepSpeed's monitors (wandb, TensorBoard, CSV), which count in samples."""
         if self.engine.monitor.enabled:
-            events = [(f"Train/{key}", value, self.engine.global_samples) for key, value in values.items()]
-            self.engine.monitor.write_events(events)
+            samples = self.engine.global_samples
+            self.engine.monitor.write_events([(key, value, samples) for key, value in values.items()])
 
 
 def _check_problems(stage: Stage, data: StageData) -> None:

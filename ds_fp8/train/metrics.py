@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -81,7 +82,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def begin_peak_memory() -> int:
-    """On a CPU let peak_memory_bytes count from now on, and return what the process holds already; else 0.
+    """On a CPU let peak_memory_bytes count from now on, and return what the process holds beside its tensors; else 0.
 
     Only Linux lets a process forget its peak: elsewhere that of its start stays in.
     """
@@ -89,7 +90,13 @@ def begin_peak_memory() -> int:
         return 0
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    return psutil.Process().memory_info().rss
+    gc.collect()
+    storages = {
+        thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()
+        for thing in gc.get_objects()
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu"
+    }
+    return psutil.Process().memory_info().rss - sum(storages.values())
 
 
 def reserved_memory_bytes(device: torch.device) -> int:

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from ds_fp8.config import FP8Config, check_deepspeed, parse_fp8
+from ds_fp8.compatibility import check_deepspeed
+from ds_fp8.config import FP8Config, parse_fp8
 from ds_fp8.data import DataConfig
 from ds_fp8.errors import UserError
 from ds_fp8.optim.from_config import make_adamw, uses_own_optimizer

@@ -1,0 +1,54 @@
+"""When the casts of a layer are worse than FP8's rounding explains."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from ds_fp8.config import MonitorConfig
+from ds_fp8.modules.monitor import CastFigures, Measurement
+
+LABELS = {"input": "input", "weight": "weight", "grad_output": "output gradient", "grad_weight": "weight gradient"}
+
+
+@dataclass(frozen=True)
+class Degradation:
+    """A tensor class of a layer that has been past a threshold for several measurements in a row."""
+
+    site: str
+    tensor_class: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.site}, {LABELS[self.tensor_class]}: {self.reason}"
+
+
+class HealthWatch:
+    """Compares measurements with the thresholds of the configuration; names every layer and class once."""
+
+    def __init__(self, config: MonitorConfig):
+        self._config = config
+        self._in_a_row: dict[tuple[str, str], int] = defaultdict(int)
+        self._named: set[tuple[str, str]] = set()
+
+    def check(self, measurement: Measurement) -> list[Degradation]:
+        """What has newly degraded with this measurement."""
+        found = []
+        for tensor_class, sites in measurement.items():
+            for site, figures in sites.items():
+                key, reason = (site, tensor_class), self._reason(figures)
+                self._in_a_row[key] = self._in_a_row[key] + 1 if reason else 0
+                if self._in_a_row[key] >= self._config.patience and key not in self._named:
+                    self._named.add(key)
+                    often = f", {self._config.patience} measurements in a row" if self._config.patience > 1 else ""
+                    found.append(Degradation(site, tensor_class, f"{reason}{often}"))
+        return found
+
+    def _reason(self, figures: CastFigures) -> str | None:
+        """Why these figures are bad; None while they are not."""
+        config = self._config
+        if figures.snr_db is not None and figures.snr_db < config.min_snr_db:
+            return f"signal-to-noise ratio {figures.snr_db:.1f} dB, below {config.min_snr_db:g}"
+        if figures.flushed > config.max_flushed:
+            return f"{figures.flushed:.1%} flushed to zero, above {config.max_flushed:.0%}"
+        return None

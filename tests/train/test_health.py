@@ -1,0 +1,247 @@
+"""The health of FP8 on real ranks: what is measured, what is said, and layers that move to BF16 while training."""
+
+import json
+import math
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+from ds_fp8.modules.linear import FP8Linear
+from ds_fp8.modules.monitor import TENSOR_CLASSES, CastFigures
+from ds_fp8.train.health import FIGURES, health_curves, health_record, layers_in_bf16
+from ds_fp8.train.heat_maps import write_heat_maps
+from ds_fp8.train.metrics import MetricsLog, read_metrics
+from tests.modules.hugging_face import causal_lm, tokens
+from tests.zero import models
+
+LOSSES = 0.03
+"""Relative difference between the losses of a layer in FP8 and in BF16."""
+SITES = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
+ALL_SITES = [f"model.layers.{layer}.{site}" for layer in range(2) for site in SITES]
+
+
+def build(section, fuse="auto", zero=None):
+    """An engine around a tiny Qwen2, and a function that trains it one step and returns the loss."""
+    from deepspeed import comm as dist
+
+    import ds_fp8
+
+    model = causal_lm("qwen2")
+    config = models.config(section and {"fuse": fuse, **section}, **(zero or {}))
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    world = dist.get_world_size()
+
+    def step(number):
+        ids = tokens(2 * world, 16).roll(number, 1)[2 * dist.get_rank() :][:2]
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return engine, step
+
+
+def measure(section):
+    """What two steps showed, with evaluation between them, and the shares over everything."""
+    engine, step = build({"monitor": {"every": 2}, **section})
+    reports = []
+    for number in range(2):
+        step(number)
+        reports.append(engine.fp8.health.last)
+        engine.fp8.health.last = None
+        engine.eval()
+        with torch.no_grad():
+            engine(input_ids=tokens(1, 9))
+        engine.train()
+    return reports, engine.fp8.saturation()
+
+
+@pytest.mark.parametrize("preset", ["infir2", "tensorwise", "fp8lm_o1"])
+def test_every_site_and_class_is_measured_alike_on_all_ranks(ranks, preset):
+    (first, shares), (second, _) = ranks(2, measure, {"preset": preset})
+    assert first == second
+    report, nothing = first
+    assert nothing is None, "the second step of two is not to be measured"
+    assert list(report.measurement) == list(TENSOR_CLASSES)
+    for tensor_class, sites in report.measurement.items():
+        assert list(sites) == ALL_SITES, tensor_class
+        for figures in sites.values():
+            assert 0 < figures.amax < math.inf
+            assert 20 < figures.snr_db < 40  # E4M3 leaves 31 dB of ordinary numbers, E5M2 25
+            assert 0 < figures.scale_min <= figures.scale_max
+            assert 0 <= figures.flushed < 0.5
+    assert 0 <= shares["underflow"] < 0.5
+    assert not report.degraded
+
+
+def weights_measured(gather):
+    """Figures of the weights in a step, and the master weights before and after it."""
+    section = {"monitor": {"every": 1}, "param_gather": {"format": gather}}
+    engine, step = build(section)
+    before = {name: models.full_master(p).clone() for name, p in engine.module.named_parameters()}
+    step(0)
+    after = {name: models.full_master(p).clone() for name, p in engine.module.named_parameters()}
+    return engine.fp8.health.last.measurement["weight"], before, after
+
+
+@pytest.mark.parametrize("gather", ["e4m3", "bf16"])
+def test_figures_of_weights_are_those_of_the_master_weights_however_they_are_gathered(ranks, gather):
+    measured, before, after = ranks(2, weights_measured, gather)[0]
+    masters = after if gather == "e4m3" else before
+    for layer in range(2):
+        parts = [f"model.layers.{layer}.self_attn.{part}_proj.weight" for part in "qkv"]
+        figures = measured[f"model.layers.{layer}.self_attn.qkv_proj"]
+        assert figures.amax == pytest.approx(max(masters[part].abs().max().item() for part in parts), rel=2**-8)
+        blocks = [b.abs().max() for part in parts for row in masters[part].split(128) for b in row.split(128, 1)]
+        scales = [2.0 ** math.ceil(math.log2(amax.item() / 448)) for amax in blocks]
+        assert (figures.scale_min, figures.scale_max) == (min(scales), max(scales))
+
+
+def degrade(section, fuse="auto", zero=None, move=(), steps=5):
+    """(losses, lines said, layers moved, names of FP8 linears left, weights, bytes by step) of this rank."""
+    engine, step = build(section, fuse, zero)
+    health, said = engine.fp8.health, []
+    if health is not None:
+        health.say = said.append
+        health.move_to_bf16(move)
+    losses, sent = [], []
+    for number in range(steps):
+        engine.fp8.wire.take()
+        losses.append(step(number))
+        sent.append(engine.fp8.wire.take())
+    left = [name for name, module in engine.module.named_modules() if isinstance(module, FP8Linear)]
+    return losses, said, health.layers_in_bf16 if health else [], left, models.bf16_weights(engine), sent
+
+
+def same_weights(results):
+    """Whether all ranks have the same weights, bit for bit."""
+    return all(torch.equal(weight, results[0][4][name]) for result in results for name, weight in result[4].items())
+
+
+QUIET = {"monitor": {"every": 0}}
+HOPELESS = {"monitor": {"every": 1, "min_snr_db": 90.0, "patience": 2, "fallback": True}}
+"""Thresholds that every layer crosses at its second measurement."""
+REUSE = {"stage3_prefetch_bucket_size": 50000, "stage3_max_reuse_distance": 10**9}
+
+
+@pytest.fixture(scope="module")
+def twins(ranks):
+    """(in BF16, in FP8 throughout) on two ranks."""
+    return ranks(2, degrade, None), ranks(2, degrade, QUIET)
+
+
+@pytest.mark.parametrize(("fuse", "zero", "count"), [("auto", {}, 2), ("auto", REUSE, 2), ("off", {}, 14)])
+def test_layers_that_degrade_go_on_in_bf16_on_all_ranks_together(ranks, twins, fuse, zero, count):
+    results = ranks(2, degrade, HOPELESS, fuse, zero)
+    for (losses, _, moved, left, _, sent), (expected, *_, plain), (in_fp8, *_) in zip(results, *twins, strict=True):
+        assert left == []
+        assert moved == results[0][2]
+        assert len(moved) == count
+        if fuse == "auto":
+            assert losses[:2] == in_fp8[:2]
+        assert losses[2:] != in_fp8[2:]
+        assert losses == pytest.approx(expected, rel=LOSSES)
+        assert sent[-1]["grad_bytes"] > 1.5 * sent[0]["grad_bytes"]
+        if not zero:
+            assert sent[-1]["all_gather_bytes"] > 1.5 * sent[0]["all_gather_bytes"]
+            assert sent[-1]["all_gather_bytes"] == pytest.approx(plain[-1]["all_gather_bytes"], rel=0.05)
+    assert same_weights(results)
+    said = results[0][1]
+    assert sum("goes on in BF16" in line for line in said) == count
+    assert len(said) == len(set(said)), "something is said twice"
+
+
+@pytest.mark.parametrize(
+    ("fuse", "layer", "linears"), [("auto", "model.layers.1", 7), ("off", "model.layers.0.mlp.up_proj", 1)]
+)
+def test_one_layer_alone_is_moved(ranks, twins, fuse, layer, linears):
+    results, (bf16, fp8) = ranks(2, degrade, QUIET, fuse, None, [layer]), twins
+    for (losses, _, _, left, *_), (expected, *_) in zip(results, bf16, strict=True):
+        assert len(left) == 14 - linears
+        assert not any(name.startswith(layer) for name in left)
+        assert losses == pytest.approx(expected, rel=LOSSES)
+        assert losses != fp8[0][0]
+    assert same_weights(results)
+
+
+def test_a_model_that_has_moved_as_a_whole_trains_as_bf16_does_bit_for_bit(ranks, twins):
+    section = {**QUIET, "loss": "off", "grad_reduce": {"format": "bf16"}}
+    moved = ranks(2, degrade, section, "auto", None, ["model.layers.0", "model.layers.1"])
+    assert [result[0] for result in moved] == [result[0] for result in twins[0]]
+    assert all(torch.equal(weight, twins[0][0][4][name]) for name, weight in moved[0][4].items())
+
+
+# ---------------------------------------------------------------- what a run leaves
+
+
+def figures(snr_db=31.0, flushed=0.01):
+    return CastFigures(2.0, 0.0, flushed, snr_db, 2.0**-10, 2.0**-8)
+
+
+def test_a_record_has_every_figure_of_every_site():
+    measurement = {"input": {"a": figures(), "b": figures(snr_db=None)}, "grad_weight": {}}
+    record = json.loads(json.dumps(health_record(7, measurement)))
+    assert record["step"] == 7
+    assert record["health"]["sites"] == ["a", "b"]
+    assert record["health"]["input"]["snr_db"] == [31.0, None]
+    assert record["health"]["input"].keys() == set(FIGURES)
+    assert "grad_weight" not in record["health"]
+
+
+def test_curves_leave_out_what_is_not_known():
+    curves = health_curves({"input": {"a": figures(snr_db=None)}})
+    assert curves == {"FP8/input/flushed/a": 0.01, "FP8/input/saturated/a": 0.0}
+
+
+def test_the_picture_shows_layers_that_left(tmp_path):
+    steps = [{"input": {"a": figures(), "b": figures(flushed=0.9)}}, {"input": {"a": figures(snr_db=None)}}]
+    records = [{"step": 1, "loss": 2.0}, *(health_record(step, m) for step, m in enumerate(steps))]
+    assert write_heat_maps(tmp_path / "health.png", records)
+    picture = imread(tmp_path / "health.png")
+    assert min(picture.shape[:2]) > 100
+    assert picture.std() > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["health.png"]
+
+
+def test_no_measurement_is_no_picture(tmp_path):
+    assert not write_heat_maps(tmp_path / "health.png", [{"step": 1, "loss": 2.0}])
+    assert not (tmp_path / "health.png").exists()
+
+
+def run_stage(file, overrides):
+    """The records of metrics.jsonl after a stage was run on these ranks."""
+    from ds_fp8.train import load_stage, train
+
+    stage = load_stage(file, overrides)
+    train(stage)
+    return read_metrics(stage.run_dir / "metrics.jsonl", 10**9)
+
+
+def test_a_run_logs_its_health_and_resumes_with_the_same_layers_in_bf16(ranks, tiny, write, tmp_path, monkeypatch):
+    tiny["fp8"]["monitor"] = {"every": 2, "min_snr_db": 33.0, "patience": 1, "fallback": True}
+    tiny["train"] |= {"steps": 6, "save_every": 3, "run_dir": str(tmp_path / "run")}
+    tiny["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "tiny"}
+    file = write(tiny)
+    whole = ranks(2, run_stage, file, [])[0]
+    measured = [record for record in whole if "health" in record]
+    assert [record["step"] for record in measured] == [1, 3, 5]
+    assert (tmp_path / "run" / "health.png").stat().st_size > 1000
+    assert list((tmp_path / "csv" / "tiny").glob("FP8_*snr_db*"))
+    layers = layers_in_bf16(whole)
+    assert layers
+    assert any(record.get("event") == "degraded" for record in whole)
+
+    again = ranks(2, run_stage, file, ["train.steps=8"])[0]
+    assert layers_in_bf16(again)[: len(layers)] == layers
+    assert [record["step"] for record in again if "health" in record] == [1, 3, 5, 7]
+    last = next(record for record in reversed(again) if "health" in record)
+    moved = tuple(f"{layer}." for layer in layers)
+    assert not any(f"{site}.".startswith(moved) for site in last["health"]["sites"])
+
+
+def test_a_log_that_goes_back_forgets_layers_but_a_run_does_not(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", [], writes=True)
+    log.append({"step": 3, "event": "fallback", "layers": ["a"]})
+    log.go_back(2)
+    assert layers_in_bf16(log.records) == []

@@ -9,7 +9,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from ds_fp8.train import Stage, learning_rate_factor, load_stage
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
-FILES = sorted(FOLDER.glob("*/*.json"))
+FILES = sorted(file for file in FOLDER.glob("*/*.json") if file.parent.name != "sweeps")  # which are no stages
 FAMILIES = ("infir2_1.5b", "infir2_7b", "llama3.1_8b", "qwen3_8b")
 STAGES = ("cpt", "cpt_decay", "sft_stage1", "sft_stage2")
 SFT_LEARNING_RATE = {"infir2_1.5b": 5e-5, "infir2_7b": 2e-5}

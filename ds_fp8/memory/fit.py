@@ -1,0 +1,53 @@
+"""The largest micro-batch, or the longest sequence, that fits on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from ds_fp8.memory.estimate import estimate_workload
+from ds_fp8.memory.workload import Workload
+
+Size = Literal["micro_batch", "sequence_length"]
+LARGEST = {"micro_batch": 1 << 16, "sequence_length": 1 << 24}
+MULTIPLE = {"micro_batch": 1, "sequence_length": 128}
+"""Sizes that are asked about: sequences in whole groups of a cast."""
+
+
+def largest_that_fits(w: Workload, what: Size, memory_bytes: int) -> int:
+    """The largest micro-batch, in rows, or sequence length, in tokens, with which `w` needs at most `memory_bytes`.
+
+    0 where nothing fits. A sequence is no longer than the model's max_position_embeddings.
+    """
+    limit = LARGEST[what]
+    if what == "sequence_length" and w.model.longest is not None:
+        limit = w.model.longest
+    unit = MULTIPLE[what]
+
+    def fits(units: int) -> bool:
+        return estimate_workload(w.resized(what, units * unit)).device_bytes <= memory_bytes
+
+    return unit * search(fits, limit // unit)
+
+
+def search(fits: Callable[[int], bool], limit: int, start: int = 1) -> int:
+    """The largest number up to `limit` that fits, 0 for none: double from `start`, then halve the interval.
+
+    What is smaller than a number that fits must fit as well. Every number is asked about once.
+    """
+    if limit < 1:
+        return 0
+    largest, step = 0, min(max(1, start), limit)
+    too_large = limit + 1
+    while largest < step < too_large:
+        if fits(step):
+            largest, step = step, min(2 * step, limit)
+        else:
+            too_large = step
+    while too_large - largest > 1:
+        middle = (largest + too_large) // 2
+        if fits(middle):
+            largest = middle
+        else:
+            too_large = middle
+    return largest

@@ -1,0 +1,172 @@
+"""What the estimates need of a model, read off the model itself, built on the meta device and converted as in training.
+
+Because the very code that converts and fuses decides here too, an estimate knows which layers will be fused, which
+linears stay in BF16 and whether the loss does without logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ds_fp8.config import FP8Config
+from ds_fp8.errors import UserError
+from ds_fp8.modules.convert import convert
+from ds_fp8.modules.decoder import FusedDecoderLayer, FusedMLP
+from ds_fp8.modules.linear import FP8Linear
+from ds_fp8.modules.loss import fuse_loss
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """One parameter of the model."""
+
+    numel: int
+    in_fp8: bool
+    """Whether it is the weight of an FP8 linear."""
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A decoder layer with attention and a gated MLP. Sizes in elements; T tokens, H hidden."""
+
+    hidden: int
+    intermediate: int
+    """F"""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_norms: bool
+    """Whether q and k are normed by heads."""
+    fp8: frozenset[str]
+    """Which of PROJECTIONS are FP8 linears."""
+    fused: bool
+    """Whether it runs as a FusedDecoderLayer."""
+    fused_mlp: bool
+    """Whether its MLP alone runs fused."""
+    parameters: tuple[ParameterShape, ...]
+
+    @property
+    def query(self) -> int:
+        """Features of q, and of the output of attention."""
+        return self.heads * self.head_dim
+
+    @property
+    def qkv(self) -> int:
+        """Features of q, k and v together."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A causal language model: embeddings, decoder layers, final norm and head."""
+
+    layers: tuple[LayerShape, ...]
+    outside: tuple[ParameterShape, ...]
+    """Parameters outside of the layers but for the head's: embeddings, norms."""
+    head: ParameterShape | None
+    """The head's weight; None where it is the embedding's."""
+    vocabulary: int
+    hidden: int
+    embedding: int
+    """Elements of the token embedding."""
+    loss_without_logits: bool
+    longest: int | None
+    """max_position_embeddings, where there is such a limit."""
+
+    @property
+    def parameters(self) -> tuple[ParameterShape, ...]:
+        """All of them, in the order of the model: embeddings and norms, layers, head."""
+        inside = tuple(parameter for layer in self.layers for parameter in layer.parameters)
+        return (*self.outside, *inside, *([self.head] if self.head else []))
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def head_numel(self) -> int:
+        """Elements that the head multiplies with, its own or the embedding's."""
+        return self.vocabulary * self.hidden
+
+
+def model_shape(config: PretrainedConfig, fp8: FP8Config) -> ModelShape:
+    """The shape of the model that `config` describes, trained with `fp8`. No weight is allocated.
+
+    Raises UserError for a model whose layers are not attention (q, k, v, o) and a gated MLP (gate, up, down), and for
+    what `ds_fp8.convert` refuses.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if fp8.enabled:
+        convert(model, _anywhere(fp8))
+    loss_without_logits = fp8.fuses_loss and fuse_loss(model).fused
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    layers = {name: layer for name, layer in model.named_modules() if _is_layer(layer)}
+    if not layers or head is None or embedding is None:
+        raise UserError(
+            f"there is no estimate for {type(model).__name__}: its layers are not attention with q, k, v and o_proj "
+            "and an MLP with gate, up and down_proj",
+            key="model",
+            remedy="measure it: scripts/memory_sweep.py",
+        )
+    inside = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+    own_head = head.weight is not embedding.weight
+    head_ids = {id(parameter) for parameter in head.parameters()} if own_head else set()
+    in_fp8 = {id(module.weight) for module in model.modules() if isinstance(module, FP8Linear)}
+    outside = [p for p in model.parameters() if id(p) not in inside | head_ids]
+    return ModelShape(
+        tuple(_layer_shape(layer, in_fp8) for layer in layers.values()),
+        tuple(_shape(parameter, in_fp8) for parameter in outside),
+        _shape(head.weight, in_fp8) if own_head else None,
+        head.weight.shape[0],
+        head.weight.shape[1],
+        embedding.weight.numel(),
+        loss_without_logits,
+        getattr(config, "max_position_embeddings", None),
+    )
+
+
+def _anywhere(fp8: FP8Config) -> FP8Config:
+    """The same for any machine: which backend multiplies does not change what is kept.
+
+    But for one case: Transformer Engine has no scales per row, which stacked weights with a scale each need.
+    """
+    linear = fp8.linear
+    stacks = not (linear.backend == "transformer_engine" and linear.weight.granularity == "tensor")
+    changes = {"linear": linear.model_copy(update={"backend": "reference"})}
+    return fp8.model_copy(update=changes if stacks else {**changes, "fuse": "off"})
+
+
+def _is_layer(module: nn.Module) -> bool:
+    attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
+    parts = [(attention, name) for name in PROJECTIONS[:4]] + [(mlp, name) for name in PROJECTIONS[4:]]
+    return all(isinstance(getattr(part, name, None), nn.Linear) for part, name in parts)
+
+
+def _layer_shape(layer: nn.Module, in_fp8: set[int]) -> LayerShape:
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = {name: getattr(attention if name in PROJECTIONS[:4] else mlp, name) for name in PROJECTIONS}
+    head_dim = attention.head_dim
+    return LayerShape(
+        hidden=linears["q_proj"].in_features,
+        intermediate=linears["down_proj"].in_features,
+        heads=linears["q_proj"].out_features // head_dim,
+        kv_heads=linears["k_proj"].out_features // head_dim,
+        head_dim=head_dim,
+        head_norms=hasattr(attention, "q_norm"),
+        fp8=frozenset(name for name, linear in linears.items() if id(linear.weight) in in_fp8),
+        fused=isinstance(layer, FusedDecoderLayer),
+        fused_mlp=isinstance(mlp, FusedMLP),
+        parameters=tuple(_shape(parameter, in_fp8) for parameter in layer.parameters()),
+    )
+
+
+def _shape(parameter: nn.Parameter, in_fp8: set[int]) -> ParameterShape:
+    return ParameterShape(parameter.numel(), id(parameter) in in_fp8, parameter.requires_grad)

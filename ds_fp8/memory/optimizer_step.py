@@ -1,0 +1,44 @@
+"""What the optimizer step allocates, of s parameters that are stepped at once (sub_group_size)."""
+
+from __future__ import annotations
+
+from ds_fp8.memory.states import shard_numel, trained
+from ds_fp8.memory.workload import FP32, Workload
+from ds_fp8.optim.from_config import uses_own_optimizer
+from ds_fp8.optim.moment import CHUNK
+
+EMULATED = 30
+"""Bytes an element that ds_fp8's own AdamW takes on a CPU, where it decodes and encodes moments in plain torch."""
+
+
+def optimizer_step(w: Workload) -> int:
+    """4 s: the gradients of a sub-group as one flat tensor.
+
+    torch's AdamW takes the root of exp_avg_sq besides, 4 s, and on a CPU the denominator that is made of it, 4 s. This
+    package's own needs neither. Nothing with the optimizer offloaded.
+    """
+    if w.offloads_optimizer:
+        return 0
+    stepped = largest_sub_group(w)
+    own = uses_own_optimizer(w.fp8)
+    if own and w.device == "cpu":
+        return FP32 * stepped + EMULATED * min(stepped, CHUNK)
+    copies = 1
+    if w.torch_adam and not own:
+        copies += 1 if w.device == "cuda" else 2
+    return FP32 * stepped * copies
+
+
+def largest_sub_group(w: Workload) -> int:
+    """s: ZeRO-3 fills sub-groups with whole parameters until they reach sub_group_size; other stages have one."""
+    limit = w.zero.sub_group_size
+    total = shard_numel(trained(w), w.gpus)
+    if w.stage != 3 or total <= limit:
+        return total
+    sizes, current = [], 0
+    for parameter in trained(w):
+        current += shard_numel([parameter], w.gpus)
+        if current >= limit:
+            sizes.append(current)
+            current = 0
+    return max([*sizes, current])

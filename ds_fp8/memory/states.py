@@ -1,0 +1,95 @@
+"""What is there for the whole of a training run, whatever the batch: weights, their shards, moments and gradients.
+
+N parameters, W GPUs, n = N / W. Every tensor is sharded by itself, so that a shard is rounded up to whole elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ds_fp8.formats import BLOCK, scale_shape
+from ds_fp8.memory.model_shape import ParameterShape
+from ds_fp8.memory.workload import BF16, FP32, Workload
+
+
+def shard_numel(parameters: Iterable[ParameterShape], gpus: int) -> int:
+    """Elements of the shards of one GPU: sum of ceil(numel / W)."""
+    return sum(math.ceil(parameter.numel / gpus) for parameter in parameters)
+
+
+def is_partitioned(parameter: ParameterShape, w: Workload) -> bool:
+    """Whether ZeRO-3 gathers the parameter for use: it keeps small ones whole (stage3_param_persistence_threshold)."""
+    return w.stage == 3 and parameter.numel > w.zero.param_persistence_threshold
+
+
+def trained(w: Workload) -> list[ParameterShape]:
+    """The parameters that the optimizer steps."""
+    return [parameter for parameter in w.model.parameters if parameter.trainable]
+
+
+def master_weights(w: Workload) -> int:
+    """4 n: an FP32 copy of this GPU's part of the trained parameters. Nothing with the optimizer offloaded."""
+    return 0 if w.offloads_optimizer else FP32 * shard_numel(trained(w), w.gpus)
+
+
+def moments(w: Workload) -> int:
+    """8 n in FP32; with compressed moments the bytes of `fp8.optimizer` (precision.moment_bytes), scales included."""
+    if w.offloads_optimizer:
+        return 0
+    per_element = w.fp8.optimizer.precision().moment_bytes if w.fp8.enabled else 2 * FP32
+    return round(per_element * shard_numel(trained(w), w.gpus))
+
+
+def gradient_shards(w: Workload) -> int:
+    """The sums of gradients over micro-batches: 4 n with grad_accum_dtype fp32, else 2 n.
+
+    Stage 1 sums whole gradients: 4 N or 2 N.
+    """
+    gpus = 1 if w.stage == 1 else w.gpus
+    return 0 if w.offloads_optimizer else w.accumulation_bytes * shard_numel(trained(w), gpus)
+
+
+def gradient_bucket(w: Workload) -> int:
+    """2 reduce_bucket_size: gradients in BF16 on their way to the reduction. Stage 2 has two with overlap_comm."""
+    if not w.zero.contiguous_gradients or w.stage == 1:
+        return 0
+    buckets = 2 if w.stage == 2 and w.zero.overlap_comm else 1
+    return buckets * BF16 * w.zero.reduce_bucket_size
+
+
+def bf16_weights(w: Workload) -> int:
+    """2 n of shards in stage 3, with the small parameters whole beside them; 2 N in stages 1 and 2."""
+    if w.stage < 3:
+        return BF16 * w.model.numel
+    shards = 0 if w.offloads_parameters else BF16 * shard_numel(w.model.parameters, w.gpus)
+    # On one GPU a whole parameter is its own shard.
+    whole = [p.numel for p in w.model.parameters if not is_partitioned(p, w)] if w.gpus > 1 else []
+    return shards + BF16 * sum(whole)
+
+
+def fp8_weights(w: Workload) -> int:
+    """n of shards and the scales of whole weights, FP32: what FP8 parameter gather sends. None in BF16 gathers.
+
+    Scales of a weight [R, C]: 4 R C / 128^2 for blocks of 128x128, 4 R for rows, 4 for tensors.
+    """
+    if not w.gathers_in_fp8:
+        return 0
+    gathered = [p for p in w.model.parameters if p.in_fp8 and is_partitioned(p, w)]
+    scales = sum(weight_scales(p.numel, w) for p in gathered)
+    return shard_numel(gathered, w.gpus) + scales
+
+
+def weight_scales(numel: int, w: Workload) -> int:
+    """Bytes of the scales of a weight with so many elements, as if its rows were as long as the hidden size."""
+    granularity = w.fp8.linear.weight.granularity
+    rows = math.ceil(numel / w.model.hidden)
+    return FP32 * math.prod(scale_shape((rows, w.model.hidden), granularity))
+
+
+def error_feedback(w: Workload) -> int:
+    """2 N or 4 N with grad_reduce.error_feedback: what casts of whole gradients lost is kept on every GPU."""
+    if not w.reduces_in_fp8 or w.fp8.grad_reduce.error_feedback == "off":
+        return 0
+    numel = sum(p.numel for p in trained(w) if p.numel >= 32 * BLOCK)
+    return numel * (BF16 if w.fp8.grad_reduce.error_feedback == "bf16" else FP32)

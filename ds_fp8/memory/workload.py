@@ -1,0 +1,195 @@
+"""A training step as the estimates see it: the model's shape, the tokens of a micro-batch and DeepSpeed's settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import ValidationError
+from transformers import AutoConfig, PretrainedConfig
+
+from ds_fp8.compatibility import check_deepspeed
+from ds_fp8.config import FP8Config, parse_fp8, section_of
+from ds_fp8.data import DataConfig
+from ds_fp8.engine import read_config
+from ds_fp8.errors import UserError
+from ds_fp8.memory.model_shape import ModelShape, model_shape
+from ds_fp8.schema import parse_section
+from ds_fp8.train.deepspeed_config import resolve_batch
+from ds_fp8.train.stage import ModelConfig
+
+BF16, FP32 = 2, 4
+"""Bytes of an element."""
+
+Device = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything that memory depends on, per GPU."""
+
+    model: ModelShape
+    fp8: FP8Config
+    gpus: int
+    rows: int
+    """Of a micro-batch."""
+    sequence_length: int
+    zero: DeepSpeedZeroConfig
+    accumulation_bytes: int
+    """Bytes of an element of the gradient shards."""
+    torch_adam: bool
+    """Whether DeepSpeed was told to use torch's AdamW, which needs a second copy of exp_avg_sq while it steps."""
+    activation_checkpointing: bool
+    attention: str
+    """attn_implementation"""
+    device: Device = "cuda"
+
+    @property
+    def tokens(self) -> int:
+        """T, of a micro-batch."""
+        return self.rows * self.sequence_length
+
+    @property
+    def stage(self) -> int:
+        return int(self.zero.stage)
+
+    @property
+    def gathers_in_fp8(self) -> bool:
+        return self.fp8.enabled and self.fp8.param_gather.format != "bf16"
+
+    @property
+    def reduces_in_fp8(self) -> bool:
+        return self.fp8.enabled and self.fp8.grad_reduce.format != "bf16"
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.zero.offload_optimizer is not None and self.zero.offload_optimizer.device.value != "none"
+
+    @property
+    def offloads_parameters(self) -> bool:
+        return self.zero.offload_param is not None and self.zero.offload_param.device.value != "none"
+
+    def resized(self, what: Literal["micro_batch", "sequence_length"], value: int) -> Workload:
+        """The same with another number of rows in a micro-batch, or of tokens in a row."""
+        return replace(self, rows=value) if what == "micro_batch" else replace(self, sequence_length=value)
+
+
+def read_workload(
+    config: str | os.PathLike | Mapping[str, Any],
+    *,
+    gpus: int | None = None,
+    model: PretrainedConfig | None = None,
+    sequence_length: int | None = None,
+    device: Device = "cuda",
+) -> Workload:
+    """The workload of a stage's JSON, or of any DeepSpeed configuration when `model` and `sequence_length` are given.
+
+    gpus: the data-parallel ranks; without it WORLD_SIZE, or 1. device: what the ranks compute on.
+    Raises UserError with file, key and remedy.
+    """
+    raw, file = read_config(config)
+    try:
+        return _read(raw, gpus or int(os.environ.get("WORLD_SIZE", "1")), model, sequence_length, device)
+    except UserError as error:
+        raise error.located(file) from None
+
+
+def bf16_twin(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The same stage with FP8 off."""
+    return {**raw, "fp8": {"enabled": False}}
+
+
+def _read(
+    raw: dict[str, Any], gpus: int, model: PretrainedConfig | None, length: int | None, device: Device
+) -> Workload:
+    fp8 = parse_fp8(raw)
+    check_deepspeed(raw, fp8)
+    model_section = parse_section(ModelConfig, raw.get("model", {}), key="model")
+    data = parse_section(DataConfig, raw.get("data", {}), key="data")
+    if model is None:
+        model = _model_config(model_section, data, section_of(raw, "train"))
+    try:
+        zero = DeepSpeedZeroConfig(**section_of(raw, "zero_optimization"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(["zero_optimization", *map(str, first["loc"])])
+        raise UserError(f"{key}: {first['msg']}", key=key, remedy=f'change the value of "{key}"') from None
+    if int(zero.stage) == 0:
+        raise UserError(
+            "there is no estimate for ZeRO stage 0", key="zero_optimization.stage", remedy="stage 1, 2 or 3"
+        )
+    if model_section.attn_implementation == "eager":
+        raise UserError(
+            "there is no estimate for eager attention, whose scores take heads x length x length",
+            key="model.attn_implementation",
+            remedy='"packed"',
+        )
+    _, micro_batch, _ = resolve_batch(raw, gpus)
+    accumulation = section_of(raw, "data_types").get("grad_accum_dtype")
+    sums_in_fp32 = accumulation in ("fp32", "float32") or (fp8.enabled and fp8.grad_reduce.format != "bf16")
+    # Untrained and stored models alike are rows of so many tokens, unless micro-batches are made by tokens.
+    rows, tokens = micro_batch, length or data.sequence_length
+    if data.tokens_per_gpu is not None and length is None:
+        rows, tokens = 1, data.tokens_per_gpu
+    return Workload(
+        model=_cached_shape(model.to_json_string(use_diff=False), type(model), fp8.model_dump_json()),
+        fp8=fp8,
+        gpus=gpus,
+        rows=rows,
+        sequence_length=tokens,
+        zero=zero,
+        accumulation_bytes=FP32 if sums_in_fp32 else BF16,
+        torch_adam=bool(section_of(section_of(raw, "optimizer"), "params").get("torch_adam", False)),
+        activation_checkpointing=model_section.activation_checkpointing,
+        attention=model_section.attn_implementation,
+        device=device,
+    )
+
+
+@lru_cache(maxsize=32)
+def _cached_shape(model_json: str, kind: type[PretrainedConfig], fp8_json: str) -> ModelShape:
+    return model_shape(kind.from_dict(json.loads(model_json)), FP8Config.model_validate_json(fp8_json))
+
+
+def _model_config(section: ModelConfig, data: DataConfig, train: Mapping[str, Any]) -> PretrainedConfig:
+    """The Hugging Face configuration, without its weights or the tokenizer."""
+    if section.config is not None:
+        values = dict(section.config)
+        kind = values.pop("model_type", None)
+        values.setdefault("vocab_size", data.vocab_size if data.tokenizer == "synthetic" else None)
+        if values["vocab_size"] is None:
+            raise UserError(
+                "the vocabulary of the model is the tokenizer's, which an estimate does not read",
+                key="model.config.vocab_size",
+                remedy='give "vocab_size" in model.config',
+            )
+        try:
+            return AutoConfig.for_model(kind, **values)
+        except Exception as error:  # each configuration class validates in its own way
+            raise UserError(
+                f"model.config is refused: {str(error).splitlines()[0]}",
+                key="model.config",
+                remedy="change what the message names",
+            ) from None
+    key, source = ("train.init_from", train.get("init_from")) if section.path is None else ("model.path", section.path)
+    if source is None:
+        raise UserError(
+            "no model is given", key="model", remedy="give model.config or model.path, or pass model=... to estimate"
+        )
+    folder = Path(source).expanduser()
+    finished = folder / "model"
+    try:
+        return AutoConfig.from_pretrained(finished if finished.is_dir() else folder if folder.is_dir() else source)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{source} is neither a folder with a Hugging Face model nor a model name that can be reached: "
+            f"{' '.join(str(error).split())[:200]}",
+            key=key,
+            remedy='check the path or name, or describe the model in "model": {"config": {...}}',
+        ) from None

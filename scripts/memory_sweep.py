@@ -1,0 +1,104 @@
+"""Measure memory and speed over a grid of settings of a stage.
+
+    python scripts/memory_sweep.py --deepspeed_config X --sweep ds_configs/sweeps/fp8_levels.json [--gpus 4]
+
+Every point is a run of scripts/train.py in processes of its own. The same command goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ds_fp8.errors import UserError, main_entry
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed_config", required=True, type=Path, metavar="FILE", help="the stage's JSON")
+    parser.add_argument("--sweep", required=True, type=Path, metavar="FILE", help="what to vary")
+    parser.add_argument("--gpus", type=int, default=1, help="where the sweep does not say how many (default 1)")
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps to measure (default 4)")
+    parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="for a point (default 900)")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="default: runs/sweeps/NAME OF SWEEP/NAME OF STAGE"
+    )
+    parser.add_argument(
+        "--plan", action="store_true", help="print the points and their estimates for GPUs, and run nothing"
+    )
+    parser.add_argument("--only", action="append", metavar="POINT", help="measure this point alone (repeatable)")
+    parser.add_argument(
+        "--rerun", action="append", default=[], metavar="STATUS", help="measure these again: failed, ..."
+    )
+    parser.add_argument(
+        "--find-max", choices=["micro_batch", "sequence_length"], help="search the largest of every point"
+    )
+    parser.add_argument(
+        "--memory", type=float, metavar="GIB", help="of a GPU, for --plan and --find-max on other machines"
+    )
+    arguments = parser.parse_args()
+
+    from deepspeed.utils.logging import set_log_level_from_string
+    from rich.console import Console
+
+    from ds_fp8.memory.comparison import print_comparison, print_plan
+    from ds_fp8.memory.grid import check_points, read_sweep
+    from ds_fp8.memory.report import write_report
+    from ds_fp8.memory.results import DONE, only_driver
+    from ds_fp8.memory.sweep import Setting, Sweep, gpu_bytes
+    from ds_fp8.schema import nearest, read_json
+
+    set_log_level_from_string("warning")
+    console = Console(highlight=False, soft_wrap=True)
+    if arguments.steps < 1:
+        raise UserError("at least one step is measured", remedy="--steps 4")
+    for status in arguments.rerun:
+        if status not in DONE:
+            raise UserError(f'no point ends as "{status}"', remedy=nearest(status, DONE))
+    raw = read_json(arguments.deepspeed_config)
+    config, points = read_sweep(arguments.sweep, arguments.gpus)
+    names = [point.name for point in points]
+    for name in arguments.only or []:
+        if name not in names:
+            raise UserError(f'the sweep has no point "{name}"', file=arguments.sweep, remedy=nearest(name, names))
+    points = [point for point in points if not arguments.only or point.name in arguments.only]
+    check_points(points, arguments.deepspeed_config)
+    if arguments.plan:
+        print_plan(points, raw, None if arguments.memory is None else gpu_bytes(arguments.memory))
+        return 0
+
+    memory = gpu_bytes(arguments.memory) if arguments.find_max else 0
+    stage_name = f"{arguments.deepspeed_config.parent.name}_{arguments.deepspeed_config.stem}"
+    folder = arguments.output or Path("runs/sweeps") / arguments.sweep.stem / stage_name
+    limit = None if arguments.memory is None else gpu_bytes(arguments.memory)
+    setting = Setting(
+        script=Path(__file__).with_name("train.py"),
+        stage_file=arguments.deepspeed_config,
+        raw=raw,
+        folder=folder,
+        steps=arguments.steps,
+        timeout=arguments.timeout,
+        limit=limit,
+    )
+    with only_driver(folder):
+        sweep = Sweep(setting, console)
+        title = f"{arguments.sweep.stem}: {arguments.deepspeed_config}"
+        try:
+            if arguments.find_max:
+                for point in points:
+                    best = sweep.find_max(point, arguments.find_max, memory)
+                    console.print(f"{point.name}: {best['tried'] if best else 'nothing'} fits", markup=False)
+            else:
+                sweep.run(points, frozenset(arguments.rerun))
+        finally:
+            records = sweep.known(points)
+            if records:
+                files = write_report(folder, records, raw, title, config.description)
+        if records:
+            print_comparison(records, console)
+            console.print("\n".join(f"  {file}" for file in [folder / "sweep.jsonl", *files]), markup=False)
+    return 0 if len(records) >= len(points) else 1
+
+
+if __name__ == "__main__":
+    main_entry(main)

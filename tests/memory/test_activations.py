@@ -1,0 +1,70 @@
+"""The formulas of activations against what autograd really keeps."""
+
+import pytest
+
+from ds_fp8.config import parse_fp8
+from ds_fp8.memory import activations, read_workload
+from ds_fp8.modules.convert import convert
+from tests.memory import workloads
+
+CASES = {
+    "bf16": {"enabled": False},
+    "fused": {},
+    "fused, gate and up in BF16": {"activations": {"save": "bf16"}},
+    "fused, MLP recomputed": {"activations": {"recompute": "mlp"}},
+    "linear by linear": {"fuse": "off"},
+    "linear by linear, inputs in BF16": {"fuse": "off", "activations": {"save": "bf16"}},
+    "tensorwise, linear by linear": {"fuse": "off", "preset": "tensorwise"},
+    "tensorwise": {"preset": "tensorwise"},
+    "rowwise": {"preset": "rowwise"},
+    "attention in BF16": {"linear": {"skip": ["lm_head", "self_attn"]}},
+    "MLP in BF16": {"linear": {"skip": ["lm_head", "mlp"]}},
+    "one linear in FP8": {"linear": {"skip": ["lm_head", "mlp", "v_proj", "o_proj", "q_proj"]}},
+}
+
+
+def measured_and_estimated(raw, rows, length):
+    raw["train_micro_batch_size_per_gpu"] = rows
+    raw["data"]["sequence_length"] = length
+    model, fp8 = workloads.model_of(raw), parse_fp8(raw)
+    if fp8.enabled:
+        convert(model, fp8)
+    w = read_workload(raw)
+    of_layers = sum(sum(activations.everything(layer, w).values()) for layer in w.model.layers)
+    norm = activations.final_norm(w) - 2 * w.tokens * w.model.hidden  # the head's input, which no head reads here
+    ids = 8 * w.tokens  # which the embedding keeps
+    expected = of_layers + norm + ids + activations.rotary(w, w.model.layers[0])
+    return workloads.kept_bytes(model, rows, length), expected
+
+
+@pytest.mark.parametrize("section", CASES.values(), ids=CASES)
+def test_layers_keep_what_the_formulas_say(section):
+    raw = workloads.stage(fp8=section, zero_optimization={"stage": 3})
+    kept, expected = measured_and_estimated(raw, 2, 128)
+    assert kept == expected
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 96), (3, 200), (1, 513)])
+@pytest.mark.parametrize("section", [{}, {"enabled": False}, {"fuse": "off"}], ids=["fused", "bf16", "linear"])
+def test_ragged_numbers_of_tokens(section, rows, length):
+    kept, expected = measured_and_estimated(workloads.stage(fp8=section), rows, length)
+    assert kept == expected
+
+
+@pytest.mark.parametrize("section", [{}, {"enabled": False}], ids=["fused", "bf16"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "mistral"])
+def test_other_architectures(architecture, section):
+    raw = workloads.stage(fp8=section, model={"config": {"model_type": architecture}})
+    kept, expected = measured_and_estimated(raw, 2, 128)
+    assert kept == expected
+
+
+def test_checkpointing_keeps_one_input_a_layer():
+    raw = workloads.stage(fp8={"enabled": False})
+    model = workloads.model_of(raw)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    kept = workloads.kept_bytes(model, 2, 128)
+    w = read_workload(workloads.stage(fp8={"enabled": False}, model={"activation_checkpointing": True}))
+    inputs = sum(sum(activations.kept(layer, w).values()) for layer in w.model.layers)
+    norm = activations.final_norm(w) - 2 * w.tokens * w.model.hidden
+    assert kept == inputs + norm + 8 * w.tokens

@@ -1,0 +1,83 @@
+"""Estimates against the tensors of real engines: what lasts to the byte, and the most that is there in a step."""
+
+import gc
+
+import pytest
+import torch
+
+from ds_fp8.config import merge
+from ds_fp8.memory import estimate
+from tests.memory import workloads
+
+PEAK = 0.08
+"""Relative: the aim of the estimates."""
+
+ROWS, LENGTH = 2, 512
+LEAF = {"leaf_module": {"classes": ["transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer"]}}
+EVERY_GATHER = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, **LEAF}
+MOMENTS = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
+CASES = {
+    "bf16": {"enabled": False},
+    "infir2": {},
+    "FP8 moments": {"optimizer": MOMENTS},
+}
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors of this process."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def measured(raw):
+    """(bytes of tensors between steps, the most during one) of a rank, beyond those that were there before."""
+    import ds_fp8
+
+    before = live_bytes()
+    model = workloads.model_of(raw)
+    if raw["model"].get("activation_checkpointing"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    config = {key: value for key, value in raw.items() if key not in ("model", "data", "train")}
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    ids = torch.randint(0, 97, (ROWS, LENGTH))
+    positions = torch.arange(LENGTH).expand(ROWS, LENGTH).contiguous()
+
+    def step():
+        loss = engine(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    allocated = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    present = most = 0
+    for event in sorted(allocated, key=lambda event: event.start_ns()):
+        present += event.nbytes()
+        most = max(most, present)
+    lasting = live_bytes() - before - sum(t.nbytes for t in (ids, positions))
+    engine.destroy()
+    return lasting, lasting + most
+
+
+def small(**changes):
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
+    raw = workloads.stage(model={"config": sizes}, data={"sequence_length": LENGTH}, zero_optimization=EVERY_GATHER)
+    return merge(raw, {"train_micro_batch_size_per_gpu": ROWS, **changes})
+
+
+@pytest.mark.parametrize("section", CASES.values(), ids=CASES)
+def test_a_step_takes_what_is_estimated(ranks, section):
+    raw = small(fp8=section)
+    expected = estimate(raw, gpus=2, device="cpu")
+    for lasting, peak in ranks(2, measured, raw):
+        assert lasting == pytest.approx(expected.lasting_bytes, rel=1e-3)
+        assert peak == pytest.approx(expected.peak_bytes, rel=PEAK)
+
+
+def test_checkpointed_layers(ranks):
+    raw = small(fp8={"enabled": False}, model={"activation_checkpointing": True})
+    expected = estimate(raw, gpus=2, device="cpu")
+    for _, peak in ranks(2, measured, raw):
+        assert peak == pytest.approx(expected.peak_bytes, rel=PEAK)

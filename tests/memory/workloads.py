@@ -1,0 +1,70 @@
+"""Small stages to estimate, and what their models really keep."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_fp8.config import merge
+
+MODEL = {
+    "model_type": "qwen2",
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 997,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+STAGE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": 300_000, "stage3_param_persistence_threshold": 1000},
+    "fp8": {},
+    "model": {"config": MODEL, "attn_implementation": "sdpa"},
+    "data": {"sequence_length": 128},
+    "train": {"run_dir": "run", "steps": 3},
+}
+
+
+def stage(**changes: Any) -> dict[str, Any]:
+    """STAGE with `changes` merged in, section by section."""
+    return merge(copy.deepcopy(STAGE), changes)
+
+
+def model_of(raw: dict[str, Any], device: str = "cpu") -> nn.Module:
+    """The BF16 model of a stage, in training mode."""
+    values = dict(raw["model"]["config"])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    torch.manual_seed(0)
+    options = {"dtype": torch.bfloat16, "attn_implementation": raw["model"]["attn_implementation"]}
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, **options).train()
+
+
+def kept_bytes(model: nn.Module, rows: int, length: int) -> int:
+    """Bytes of all storages but parameters that autograd keeps after a forward of the decoder of `model`."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    ids = torch.randint(0, 97, (rows, length))
+    positions = torch.arange(length).expand(rows, length).contiguous()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+    assert output.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())

@@ -77,7 +77,7 @@ def backends():
             for name in BACKENDS]  # fmt: skip
 
 
-SHAPES = [(1, 128, 128), (130, 256, 384), (65, 200, 136)]
+SHAPES = [(1, 128, 128), (130, 256, 384), (65, 200, 256)]
 
 
 @pytest.mark.parametrize("backend", backends())
@@ -85,8 +85,6 @@ SHAPES = [(1, 128, 128), (130, 256, 384), (65, 200, 136)]
 @pytest.mark.parametrize("normed", [False, True])
 def test_gated_mlp(backend, tokens, hidden, features, normed):
     torch.manual_seed(0)
-    if features % 128:
-        pytest.skip("128x128 blocks would straddle gate and up: never fused")
     x, residual = random(tokens, hidden), random(tokens, hidden)
     gate, up = random(features, hidden, scale=0.06), random(features, hidden, scale=0.06)
     down, norm = random(hidden, features, scale=0.06), (torch.rand(hidden) + 0.5).bfloat16().to(DEVICE).requires_grad_()

@@ -87,18 +87,30 @@ def implementation() -> str:
     """In words, what computes the loss on this machine, and why it is not Liger where it is not."""
     if not torch.cuda.is_available():
         return "chunks of tokens in plain torch: no GPU"
-    if _liger() is None:
-        return "chunks of tokens in plain torch: liger-kernel, which is faster, is not installed"
-    return "Liger's kernels"
+    function, why_not = _find_liger()
+    return (
+        f"chunks of tokens in plain torch: liger-kernel, which is faster, {why_not}"
+        if function is None
+        else "Liger's kernels"
+    )
+
+
+def _liger() -> Callable[..., tuple] | None:
+    return _find_liger()[0]
 
 
 @functools.cache
-def _liger() -> Callable[..., tuple] | None:
+def _find_liger() -> tuple[Callable[..., tuple] | None, str]:
+    """(Liger's function, or None; why there is none)."""
     try:
         from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
-    except ImportError:
-        return None
-    return fused_linear_cross_entropy_forward
+    except ModuleNotFoundError as error:
+        if error.name == "liger_kernel":
+            return None, "is not installed"
+        return None, f"cannot be imported: {error}"
+    except Exception as error:  # it imports what else is installed, whose errors are of any kind
+        return None, f"cannot be imported: {error}"
+    return fused_linear_cross_entropy_forward, ""
 
 
 def _by_liger(

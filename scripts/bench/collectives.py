@@ -9,13 +9,14 @@
     reduce    from full BF16 gradients to this rank's slice of their mean
     refresh   FP8 only, once an optimizer step: amax, its all-reduce and the cast of the shards of all weights
 
-Times are the slowest rank's median; bytes are what one rank sends. `layer` is all linears of a layer together.
+Times are the slowest rank's median; bytes are what one rank sends, "bytes" and "held" FP8's share of BF16's: of what is
+sent, and of what gathered weights occupy. `layer` is all linears of a layer together.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from common import SIZES, banner, device, print_banner, print_table, write_json
@@ -30,6 +31,16 @@ from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import GradientReduce
 from ds_fp8.zero.nodes import find_nodes
 from ds_fp8.zero.wire import WireMeter
+
+
+class Measured(NamedTuple):
+    """What one collective takes."""
+
+    milliseconds: float | None = None
+    sent: int | None = None
+    """Bytes."""
+    held: int | None = None
+    """Bytes that gathered weights occupy on the GPU until they are released."""
 
 
 class Layer(nn.Module):
@@ -57,8 +68,12 @@ def groups_of(engine: Any) -> dict[str, list[nn.Parameter]]:
     return {**{name: [m.weight] for name, m in linears.items()}, "layer": [m.weight for m in linears.values()]}
 
 
-def measure_gathers(size: str, fp8: dict[str, Any] | None, repeats: int) -> dict[str, tuple[float, int]]:
-    """(milliseconds, bytes sent) by group of weights, and of a refresh in FP8."""
+def allocated() -> int | None:
+    return torch.cuda.memory_allocated() if device().type == "cuda" else None
+
+
+def measure_gathers(size: str, fp8: dict[str, Any] | None, repeats: int) -> dict[str, Measured]:
+    """By group of weights, and of a refresh in FP8."""
     engine = engine_of(size, fp8)
     found = {}
     for name, weights in groups_of(engine).items():
@@ -69,21 +84,24 @@ def measure_gathers(size: str, fp8: dict[str, Any] | None, repeats: int) -> dict
 
         gather_and_release()
         engine.fp8.wire.take()
-        gather_and_release()
+        before = allocated()
+        weights[0].all_gather_coalesced(weights).wait()
+        held = None if before is None else allocated() - before
+        weights[0].partition(weights)
         sent = engine.fp8.wire.take()["all_gather_bytes"]
-        found[name] = timed(gather_and_release, repeats), sent
+        found[name] = Measured(timed(gather_and_release, repeats), sent, held)
     if engine.fp8.parameter_gather is not None:
         refresh = engine.fp8.parameter_gather.refresh
         engine.fp8.wire.take()
         refresh()
         sent = engine.fp8.wire.take()["all_gather_bytes"]
-        found["refresh"] = timed(refresh, repeats), sent
+        found["refresh"] = Measured(timed(refresh, repeats), sent)
     engine.destroy()
     return found
 
 
-def measure_reductions(size: str, options: dict[str, Any] | None, repeats: int) -> dict[str, tuple[float, int]]:
-    """(milliseconds, bytes sent) by group of gradients; options of "grad_reduce", None for DeepSpeed's own."""
+def measure_reductions(size: str, options: dict[str, Any] | None, repeats: int) -> dict[str, Measured]:
+    """By group of gradients; options of "grad_reduce", None for DeepSpeed's own."""
     shapes = list(SIZES[size].linears().items())
     wire = WireMeter()
     stock = seams.stock_reduce_scatter()
@@ -105,7 +123,7 @@ def measure_reductions(size: str, options: dict[str, Any] | None, repeats: int) 
         wire.take()
         reduce(gradients)
         sent = wire.take()["grad_bytes"]
-        found[name] = timed(lambda gradients=gradients: reduce(gradients), repeats), sent
+        found[name] = Measured(timed(lambda gradients=gradients: reduce(gradients), repeats), sent)
     return found
 
 
@@ -113,17 +131,19 @@ def rows_of(operation: str, size: str, bf16: dict, fp8: dict) -> list[dict[str, 
     sizes = {name: n * k for name, (n, k) in SIZES[size].linears().items()}
     sizes["layer"] = sizes["refresh"] = sum(sizes.values())
     rows = []
-    for name, (milliseconds, sent) in fp8.items():
-        stock_milliseconds, stock_sent = bf16.get(name, (None, None))
+    for name, ours in fp8.items():
+        stock = bf16.get(name, Measured())
         rows.append(
             {
                 "operation": "refresh" if name == "refresh" else operation,
                 "weights": "layer" if name == "refresh" else name,
                 "parameters": sizes[name],
-                "bf16_milliseconds": stock_milliseconds,
-                "fp8_milliseconds": milliseconds,
-                "bf16_bytes": stock_sent,
-                "fp8_bytes": sent,
+                "bf16_milliseconds": stock.milliseconds,
+                "fp8_milliseconds": ours.milliseconds,
+                "bf16_bytes": stock.sent,
+                "fp8_bytes": ours.sent,
+                "bf16_held_bytes": stock.held,
+                "fp8_held_bytes": ours.held,
             }
         )
     return rows
@@ -135,7 +155,7 @@ def print_rows(rows: list[dict[str, Any]], ranks: int) -> None:
 
     print_table(
         f"{ranks} ranks, link: {link()}",
-        ("operation", "weights", "M parameters", "BF16 ms", "FP8 ms", "speed-up", "BF16 MB", "FP8 MB", "bytes"),
+        ("operation", "weights", "M parameters", "BF16 ms", "FP8 ms", "speed-up", "BF16 MB", "FP8 MB", "bytes", "held"),
         [
             (
                 row["operation"],
@@ -147,6 +167,7 @@ def print_rows(rows: list[dict[str, Any]], ranks: int) -> None:
                 row["bf16_bytes"] / 1e6 if row["bf16_bytes"] is not None else None,
                 row["fp8_bytes"] / 1e6,
                 ratio(row["fp8_bytes"], row["bf16_bytes"]),
+                ratio(row["fp8_held_bytes"], row["bf16_held_bytes"]),
             )
             for row in rows
         ],

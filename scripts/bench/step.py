@@ -1,10 +1,13 @@
 """Whole training steps under ZeRO-3: FP8 presets against BF16, and against FP8 compute with BF16 collectives.
 
-    deepspeed --num_gpus 2 scripts/bench/step.py --size 7b --layers 8 --json step.json
-    deepspeed --num_gpus 2 scripts/bench/step.py --size 1.5b --steps 200 --json curves.json    loss curves, same seed
-    deepspeed --num_gpus 2 scripts/bench/step.py --size 7b --layers 8 --profile                host waits in a step
-    NCCL_P2P_DISABLE=1 deepspeed --num_gpus 2 scripts/bench/step.py ...                        a slower link
-    python scripts/bench/step.py --quick                                                       seconds on a CPU
+    python scripts/bench/step.py --gpus 2 --size 7b --layers 8 --json step.json
+    python scripts/bench/step.py --gpus 2 --size 1.5b --steps 200 --json curves.json    loss curves, same seed
+    python scripts/bench/step.py --gpus 2 --size 7b --layers 8 --profile                host waits in a step
+    NCCL_P2P_DISABLE=1 python scripts/bench/step.py --gpus 2 ...                        a slower link
+    python scripts/bench/step.py --quick                                                seconds on a CPU
+
+Each variant runs in processes of its own, for DeepSpeed keeps an engine's memory until its process ends. On several
+hosts start them yourself, one variant at a time: deepspeed --hostfile HOSTS scripts/bench/step.py --variants infir2.
 
 A variant is "bf16" (plain DeepSpeed), a preset, or "PRESET/bf16-wire": the preset's compute, gathering and reducing in
 BF16. Weak scaling is the default (--tokens per GPU); --global-tokens fixes the tokens of a step for strong scaling.
@@ -16,8 +19,15 @@ bytes of --text FILE. Every variant sees the same tokens in the same order.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +78,8 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
     if options.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ds_config = zero3_config(options.sequences, options.accumulation, fp8_section(variant))
+    if options.prefetch is not None:
+        ds_config["zero_optimization"]["stage3_prefetch_bucket_size"] = options.prefetch
     return ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
 
 
@@ -136,32 +148,53 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
         "losses": (curve / dist.get_world_size()).tolist(),
         "host_waits": count_waits(engine, batches, options) if options.profile else None,
     }
-    engine.destroy()
-    del engine
-    if on_gpu:
-        torch.cuda.empty_cache()
     return row
 
 
-def count_waits(engine: Any, batches: Batches, options: argparse.Namespace) -> dict[str, int]:
-    """How often the host waits for the GPU in one step of rank 0, by kind. Collective."""
+def count_waits(engine: Any, batches: Batches, options: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """How often the host waits for the GPU in one step of rank 0: by kind, and by who asks for it. Collective."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device().type == "cuda")
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities) as profiler, callers_of_waits() as callers:
         train_step(engine, batches, options.steps, options.accumulation)
-        synchronize()
     counts = Counter(event.name for event in profiler.events())
     if is_first() and options.trace:
         profiler.export_chrome_trace(options.trace)
-    return {name: counts[name] for name in WAITS}
+    return {"kinds": {name: counts[name] for name in WAITS}, "callers": dict(callers)}
 
 
-def print_rows(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+@contextlib.contextmanager
+def callers_of_waits() -> Iterator[Counter[str]]:
+    """Counts each wait for an event, a stream or the device that Python code asks for, by the function that does."""
+    callers: Counter[str] = Counter()
+    waits = [(torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda, "synchronize")]
+    before = [getattr(owner, name) for owner, name in waits]
+
+    def counting(wait: Any) -> Any:
+        def counted(*arguments: Any, **words: Any) -> Any:
+            frame = sys._getframe(1)
+            while frame.f_back and frame.f_globals["__name__"].startswith(("torch", "deepspeed.accelerator")):
+                frame = frame.f_back
+            callers[f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"] += 1
+            return wait(*arguments, **words)
+
+        return counted
+
+    try:
+        for (owner, name), wait in zip(waits, before, strict=True):
+            setattr(owner, name, counting(wait))
+        yield callers
+    finally:
+        for (owner, name), wait in zip(waits, before, strict=True):
+            setattr(owner, name, wait)
+
+
+def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Namespace) -> None:
     base = rows[0]["tokens_per_second_per_gpu"]
     print_table(
         f"{options.size}, {options.layers} layers, {options.sequences} x {options.length} tokens "
-        f"x {options.accumulation} a GPU and step, {rows[0]['gpus']} ranks, link: {link()}",
+        f"x {options.accumulation} a GPU and step, {rows[0]['gpus']} ranks, link: {joined_by}",
         ("variant", "ms", "tokens/s a GPU", "speed-up", "peak GB", "gather MB", "grad MB", "first loss", "last loss"),
         [
             (
@@ -185,17 +218,24 @@ def print_rows(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
             [
                 (
                     row["variant"],
-                    *row["host_waits"].values(),
-                    sum(count for name, count in row["host_waits"].items() if name.startswith("cuda")) / options.layers,
+                    *row["host_waits"]["kinds"].values(),
+                    sum(n for name, n in row["host_waits"]["kinds"].items() if name.startswith("cuda"))
+                    / options.layers,
                 )
                 for row in rows
             ],
+        )
+        print_table(
+            "who asks for waits in Python",
+            ("variant", "function", "times"),
+            [(row["variant"], *caller) for row in rows for caller in row["host_waits"]["callers"].items()],
         )
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    parser.add_argument("--gpus", type=int, help="ranks on this host (default: all GPUs, 1 without)")
     parser.add_argument("--size", help="7b or 1.5b (default 7b, --quick: tiny)")
     parser.add_argument("--layers", type=int, help="decoder layers (default 8, --quick: 2)")
     parser.add_argument("--vocabulary", type=int, help="default 152064, --quick: 512")
@@ -205,6 +245,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--global-tokens", type=int, help="tokens of a step over all GPUs, in place of --accumulation")
     parser.add_argument("--steps", type=int, help=f"of which {WARMUP} warm up (default 20, --quick: 6)")
+    parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size, where not as it is by default")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing of whole layers")
     parser.add_argument("--text", metavar="FILE", help="train on the bytes of this file")
     parser.add_argument("--profile", action="store_true", help="count the host's waits in one more step")
@@ -227,9 +268,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
+def measure_here(options: argparse.Namespace) -> None:
+    """The one variant of `options`, as a rank that somebody started."""
     join_ranks()
+    if len(options.variants) > 1:
+        raise UserError(
+            "several variants would be measured in the same processes, where DeepSpeed frees nothing",
+            key="--variants",
+            remedy="name one, or start this script without a launcher",
+        )
     if options.global_tokens:
         micro_batch = options.sequences * options.length * dist.get_world_size()
         if options.global_tokens % micro_batch:
@@ -239,19 +286,54 @@ def main(arguments: list[str] | None = None) -> int:
                 remedy=f"a multiple of {micro_batch}",
             )
         options.accumulation = options.global_tokens // micro_batch
+    rows = [measure_variant(options.variants[0], options, Batches(options))]
     facts = banner()
     if is_first():
-        print_banner(facts)
-    batches = Batches(options)
-    rows = [measure_variant(variant, options, batches) for variant in options.variants]
-    if is_first():
-        print_rows(rows, options)
-        if options.json:
-            settings = {key: getattr(options, key) for key in ("size", "layers", "vocabulary", "sequences", "length")}
-            settings |= {"accumulation": options.accumulation, "recompute": options.recompute}
-            write_json(options.json, banner=facts, link=link(), settings=settings, rows=rows)
+        settings = {key: getattr(options, key) for key in ("size", "layers", "vocabulary", "sequences", "length")}
+        settings |= {"accumulation": options.accumulation, "recompute": options.recompute, "prefetch": options.prefetch}
+        report({"banner": facts, "link": link(), "settings": settings, "rows": rows}, options)
     leave_ranks()
-    return 0
+
+
+def report(found: dict[str, Any], options: argparse.Namespace) -> None:
+    options.accumulation = found["settings"]["accumulation"]
+    print_banner(found["banner"])
+    print_rows(found["rows"], found["link"], options)
+    if options.json:
+        write_json(options.json, **found)
+
+
+def measure_apart(arguments: list[str], options: argparse.Namespace) -> int:
+    """Every variant in a run of its own. The exit status of the first that fails; the others are reported."""
+    ranks = options.gpus or max(torch.cuda.device_count(), 1)
+    failed, found = 0, {}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "variant.json"
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
+        for variant in options.variants:
+            file.unlink(missing_ok=True)
+            chosen = ["--variants", variant, "--json", str(file)]
+            done = subprocess.run([*launch, *arguments, *chosen], stdout=subprocess.PIPE, text=True)
+            if done.returncode or not file.exists():
+                print(done.stdout, f"{variant}: exit status {done.returncode}", file=sys.stderr)
+                failed = failed or done.returncode or 1
+                continue
+            one = json.loads(file.read_text())
+            found = {**one, "rows": [*found.get("rows", []), *one["rows"]]}
+            if options.json:  # after each, so that a run that is cut off leaves what it has
+                write_json(options.json, **found)
+    if found:
+        report(found, options)
+    return failed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse_arguments(arguments)
+    if "RANK" in os.environ:
+        measure_here(options)
+        return 0
+    return measure_apart(arguments, options)
 
 
 if __name__ == "__main__":

@@ -30,12 +30,25 @@ def _uniform(index, key):
 
 
 @triton.jit
+def _spacing(x, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
+    """The distance of the format's numbers around x."""
+    binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.maximum(binade * EPSILON, SUBNORMAL)
+
+
+@triton.jit
 def _round_stochastically(x, draw, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
     """round_stochastically of rounding.py; `draw` in [0, 1)."""
-    binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    spacing = tl.maximum(binade * EPSILON, SUBNORMAL)
+    spacing = _spacing(x, EPSILON, SUBNORMAL)
     magnitude = tl.floor(tl.div_rn(tl.abs(x), spacing) + draw) * spacing
     return tl.where(x < 0, -magnitude, magnitude)
+
+
+@triton.jit
+def _round_to_nearest(x, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
+    """The number of the format that is nearest to x, ties to even: 1.5 * 2^23 spacings have no room for fractions."""
+    shift = _spacing(x, EPSILON, SUBNORMAL) * 12582912.0
+    return (x + shift) - shift
 
 
 @triton.jit(do_not_specialize=["key", "rows"])
@@ -66,9 +79,12 @@ def _pack(
         in_units = x * reciprocal[:, None]
     if STOCHASTIC:
         in_units = _round_stochastically(in_units, _uniform(index, key), EPSILON, SUBNORMAL)
+    elif RESIDUAL:
+        in_units = _round_to_nearest(in_units, EPSILON, SUBNORMAL)
     codes = to_fp8(in_units, 1.0, DTYPE, True)
     if RESIDUAL:
-        lost = x - codes.to(tl.float32) * scale[:, None]
+        # Not decoded from the codes: ptxas 12.8 reads a register that was never written where FP8 is made and unpacked.
+        lost = x - in_units * scale[:, None]
         lost = tl.where(tl.abs(lost) < float("inf"), lost, before)
         tl.store(residual + index, lost.to(residual.dtype.element_ty), mask=inside)
 

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from ds_fp8.errors import UserError, main_entry
+from ds_fp8.launch import deepspeed_command
 
 
 def main() -> int:
@@ -56,8 +57,8 @@ def main() -> int:
 def _train(config: Path, ranks: int, overrides: list[str]) -> None:
     """One run, with what it prints; its failure is this script's."""
     script = Path(__file__).with_name("train.py")
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, str(script), "--deepspeed_config", str(config)]
+    command = deepspeed_command(ranks) if ranks > 1 else [sys.executable]
+    command += [str(script), "--deepspeed_config", str(config)]
     command += [part for change in overrides for part in ("--set", change)]
     code = subprocess.run(command, check=False).returncode
     if code:

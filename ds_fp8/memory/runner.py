@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import Any
 import psutil
 
 from ds_fp8.errors import EXIT_USER_ERROR
+from ds_fp8.launch import deepspeed_command
 from ds_fp8.memory.results import FAILED, OK, OUT_OF_MEMORY, REFUSED, TIMEOUT
 from ds_fp8.train.checkpoints import METRICS
 from ds_fp8.train.metrics import read_metrics
@@ -73,7 +73,7 @@ def run_point(
     started = time.monotonic()
     with (folder / OUTPUT).open("wb") as output:
         process = subprocess.Popen(
-            [*_launcher(gpus), str(script), "--deepspeed_config", str(stage_file)]
+            [*deepspeed_command(gpus), str(script), "--deepspeed_config", str(stage_file)]
             + [part for override in overrides for part in ("--set", override)],
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -146,15 +146,6 @@ def end_tree(pid: int) -> None:
         except psutil.Error:
             continue
     psutil.wait_procs([process for process in members if process.pid != pid], timeout=30)
-
-
-def _launcher(gpus: int) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = Path(sys.executable).with_name("deepspeed")
-    found = str(command) if command.exists() else shutil.which("deepspeed") or "deepspeed"
-    return [sys.executable, found, "--num_gpus", str(gpus), "--master_port", str(port)]
 
 
 def _how_it_ended(code: int, output: str) -> str:

@@ -42,7 +42,7 @@ STEPS = {"ok": 2}
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Run a script in the place of train.py, without DeepSpeed's launcher."""
-    monkeypatch.setattr(runner, "_launcher", lambda gpus: [sys.executable])
+    monkeypatch.setattr(runner, "deepspeed_command", lambda gpus: [sys.executable])
 
     def start(deed, steps=3, timeout=60.0):
         script = tmp_path / "script.py"

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from ds_fp8.errors import UserError
 from ds_fp8.formats import FormatName, Granularity, ScaleType
 from ds_fp8.optim.codecs import CodecName
-from ds_fp8.optim.precision import MasterName, StateGranularity, StatePrecision
+from ds_fp8.optim.precision import MasterName, StateGranularity, StatePart, StatePrecision
 from ds_fp8.schema import Section, nearest, parse_section
 
 
@@ -118,7 +118,9 @@ class OptimizerStateConfig(Section):
     scale: ScaleType = "fp32"
     """fp32: a group's largest magnitude is kept all but exactly, and decays while gradients are zero. pow2: it may get
     stuck. e4m3_expanded has FP32 scales whatever is said here."""
-    stochastic_rounding: bool = False
+    stochastic_rounding: bool | tuple[StatePart, ...] = False
+    """What is rounded up or down at random, right on average; true: all of it. exp_avg_sq in FP8 needs it, for nearest
+    rounding loses most of what a step adds; so do FP16 masters, for small steps."""
     seed: int = Field(0, ge=0)
     """Of stochastic rounding."""
     implementation: Literal["auto", "ds_fp8"] = "auto"
@@ -213,13 +215,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     # FP8-LM (arXiv 2310.18313): levels O1, O2 and O3. Weights are sharded in 16 bits before O3.
     "fp8lm_o1": {**_FP8LM, "param_gather": {"format": "bf16"}},
     "fp8lm_o2": {**_FP8LM, "param_gather": {"format": "bf16"}, "optimizer": _FP8LM_MOMENTS},
-    "fp8lm_o3": {**_FP8LM, "optimizer": {**_FP8LM_MOMENTS, "master": "fp16_scaled"}},
+    "fp8lm_o3": {**_FP8LM, "optimizer": {**_FP8LM_MOMENTS, "master": "fp16_scaled", "stochastic_rounding": ["master"]}},
     # COAT (arXiv 2410.19313): its linears and its optimizer, whose moments have their dynamic range expanded. It sends
     # gradients in BF16.
     "coat": {
         **_TENSORWISE,
         "grad_reduce": {"format": "bf16"},
-        "optimizer": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"},
+        "optimizer": {
+            "exp_avg": "e4m3_expanded",
+            "exp_avg_sq": "e4m3_expanded",
+            "stochastic_rounding": ["exp_avg_sq"],
+        },
     },
     # Fishman et al. (arXiv 2409.12517): its linears and its optimizer.
     "fishman": {

@@ -131,7 +131,7 @@ def print_report(report: dict[str, Any]) -> None:
     table.add_row("gradient reduction", ", ".join([report["grad_reduce"], report["grad_hierarchy"], *_unusual(report)]))
     state = report["optimizer_state"]
     kept = ", ".join(f"{name} {state[name]}" for name in ("master", "exp_avg", "exp_avg_sq"))
-    rounding = ", stochastic rounding" if state["stochastic_rounding"] else ""
+    rounding = _rounding(state["stochastic_rounding"])
     moments = f"{report['moment_bytes_per_parameter']:.2f} bytes of moments a parameter"
     table.add_row("optimizer", f"{report['optimizer']}: {kept}{rounding}, {moments}")
     table.add_row("loss", report["loss"])
@@ -139,6 +139,12 @@ def print_report(report: dict[str, Any]) -> None:
     for note in report["notes"]:
         table.add_row("note", note)
     console.print(Panel(table, title=f"ds_fp8, preset {report['preset']}", title_align="left", expand=False))
+
+
+def _rounding(parts: bool | tuple[str, ...]) -> str:
+    if isinstance(parts, bool):
+        return ", stochastic rounding" if parts else ""
+    return f", {' and '.join(parts)} rounded stochastically" if parts else ""
 
 
 def _unusual(report: dict[str, Any]) -> list[str]:

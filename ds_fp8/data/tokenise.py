@@ -137,14 +137,17 @@ def _tokenised(
     batches: Iterator[tuple[list, dict]], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> Iterator[tuple[Batch, dict]]:
     """Each batch tokenised, in order, with its state."""
-    workers = config.workers or os.cpu_count() or 1
+    workers = config.workers or _cores()
     first = list(islice(batches, BATCHES_WITHOUT_WORKERS + 1))
     if workers == 1 or len(first) <= BATCHES_WITHOUT_WORKERS:
         for batch, state in chain(first, batches):
             yield tokenise_batch(tokenizer, config, batch), state
         return
-    # Spawned, not forked: this process may have threads, and a forked copy of their locks.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer, config))
+    # Not forked from this process, which may have threads and would pass on their locks, nor each started afresh, for
+    # dozens of workers would import torch at once: forked from a new process that has imported this module.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__])
+    pool = ProcessPoolExecutor(workers, processes, _start_worker, (tokenizer, config))
     with pool:
         running: deque = deque()
         for batch, state in chain(first, batches):
@@ -154,6 +157,11 @@ def _tokenised(
                 yield future.result(), done
         for future, done in running:
             yield future.result(), done
+
+
+def _cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _worker: tuple[PreTrainedTokenizerBase, DataConfig]

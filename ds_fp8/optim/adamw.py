@@ -25,11 +25,11 @@ import torch
 
 from ds_fp8.errors import UserError
 from ds_fp8.optim import checkpoints, reference
-from ds_fp8.optim.checkpoints import MASTER, MOMENTS
+from ds_fp8.optim.checkpoints import MASTER
 from ds_fp8.optim.codecs import CODECS
 from ds_fp8.optim.finite import FiniteCheck
 from ds_fp8.optim.moment import Layout, Moment, is_kept_as
-from ds_fp8.optim.precision import StatePrecision
+from ds_fp8.optim.precision import MOMENTS, StatePrecision
 from ds_fp8.optim.reference import AdamStep
 
 
@@ -47,9 +47,10 @@ class AdamW(torch.optim.Optimizer):
         exactly, so that a moment goes on decaying when gradients stay zero. Rounded to nearest in units of a power of
         two it gets stuck where a step changes it by less than half of E4M3's spacing, which with beta2 above 0.94 is
         often.
-    stochastic_rounding: round (masters in fp16_scaled too) up or down at random, right on average. Worth it with beta2
-        above 0.99, whose changes of less than 1% nearest rounding loses. The same seed draws the same numbers on the
-        same device, also after a resume.
+    stochastic_rounding: what is rounded up or down at random, right on average: some of `exp_avg`, `exp_avg_sq` and
+        `master`, or True for all. exp_avg_sq in FP8 needs it: a step adds less to most elements than half of E4M3's
+        spacing, which nearest rounding loses, and the elements it loses it from take steps that are too long. Masters
+        in FP16 need it for small steps. The same seed draws the same numbers on the same device, also after a resume.
     check_finite: leave a step out, whole, when any gradient holds Inf or NaN (it reads all gradients once more, and
         makes the host wait for nothing). `skipped_steps` counts them. DeepSpeed and GradScaler check by themselves.
 
@@ -69,12 +70,13 @@ class AdamW(torch.optim.Optimizer):
         master: str = "fp32",
         granularity: str = "1x128",
         scale: str = "fp32",
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool | Sequence[str] = False,
         seed: int = 0,
         check_finite: bool = True,
     ):
         _check_hyperparameters(lr, betas, eps, weight_decay)
-        self.precision = StatePrecision(exp_avg, exp_avg_sq, master, granularity, scale, stochastic_rounding, seed)
+        at_random = stochastic_rounding if isinstance(stochastic_rounding, bool) else tuple(stochastic_rounding)
+        self.precision = StatePrecision(exp_avg, exp_avg_sq, master, granularity, scale, at_random, seed)
         self.compact = False
         """Whether state_dict() holds codes and scales as they are, readable by this optimizer alone."""
         self._finite = FiniteCheck() if check_finite else None
@@ -128,8 +130,8 @@ class AdamW(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         number = state["step"].item()
         step = AdamStep(number, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
-        seed = None
-        if self.precision.stochastic_rounding:
+        seed, at_random = None, self.precision.stochastic_parts
+        if at_random:
             seed = hash((self.precision.seed, self._streams[p], int(number))) & 0x7FFFFFFF
         parameter = p.detach().contiguous().view(-1)
         master, outputs = parameter, self._outputs.get(p, {})
@@ -142,11 +144,13 @@ class AdamW(torch.optim.Optimizer):
             from ds_fp8.optim.kernels import adamw_step
 
             with torch.cuda.device(p.device):  # where Triton launches
-                adamw_step(*arguments, **outputs, skip=skip, seed=seed)
+                adamw_step(*arguments, **outputs, skip=skip, seed=seed, stochastic=at_random)
         else:
-            reference.adamw_step(*arguments, **outputs, seed=seed)
+            reference.adamw_step(*arguments, **outputs, seed=seed, stochastic=at_random)
         if self.precision.master == "fp16_scaled":
-            noise = None if seed is None else torch.Generator(p.device).manual_seed(seed ^ 0x5A5A5A5A & 0x7FFFFFFF)
+            noise = None
+            if "master" in at_random:
+                noise = torch.Generator(p.device).manual_seed(seed ^ 0x5A5A5A5A & 0x7FFFFFFF)
             if MASTER in state:
                 state[MASTER].encode(master, noise=noise)
             else:

@@ -16,8 +16,8 @@ import torch
 
 from ds_fp8.errors import UserError
 from ds_fp8.optim.moment import Moment
+from ds_fp8.optim.precision import MOMENTS
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 _NOT_OF_ADAM = "the checkpoint is not of an Adam optimizer"
 _WITHOUT = "start without the optimizer's state"

@@ -20,6 +20,7 @@ first only to reduce the new moments (MEASURE), then to write them with the scal
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 import triton
@@ -29,12 +30,14 @@ from ds_fp8.formats import BLOCK, SMALLEST_SCALE
 from ds_fp8.optim.codec_kernels import EXPANDED, PLAIN, SCALED, decode_tile, divide, encode_store, magnitude_bits
 from ds_fp8.optim.codecs import EXPONENT_STEPS, LARGEST_EXPONENT, LOG2_RANGE, SCALE_MASKS, Codec
 from ds_fp8.optim.moment import Moment
+from ds_fp8.optim.precision import MOMENTS
 from ds_fp8.optim.reference import AdamStep
+from ds_fp8.quantize.kernels import random_word
 
 ROWS, WARPS = 16, 4
 """Groups of 128 that a program takes, and its warps."""
-_PHILOX_ROUNDS = tl.constexpr(7)  # fewer rounds than the default ten pass the same tests (Salmon et al., SC 2011)
-
+_BEYOND = tl.constexpr(0x85EBCA6B)
+"""Odd: parts the elements whose indices are the same but for their upper 32 bits."""
 
 _SCALARS = ["exp_avg_scale", "exp_avg_sq_scale", "new_exp_avg_scale", "new_exp_avg_sq_scale", "exp_avg_amax", "exp_avg_sq_amax"]
 """Read and written one FP32 at a time: with one scale a tensor, each tensor's place would compile the kernel anew."""
@@ -51,7 +54,7 @@ def _adamw(
     KIND2: tl.constexpr, DTYPE2: tl.constexpr, MAX2: tl.constexpr, LOG2_MAX2: tl.constexpr, SMALLEST2: tl.constexpr, MANTISSA2: tl.constexpr,
     MIN_EXPONENT2: tl.constexpr,
     MASK: tl.constexpr, SMALLEST_SCALE: tl.constexpr, LOG2_RANGE: tl.constexpr, STEPS: tl.constexpr,
-    LARGEST_STEPS: tl.constexpr, TENSOR: tl.constexpr, MEASURE: tl.constexpr, NOISE: tl.constexpr, SKIP: tl.constexpr,
+    LARGEST_STEPS: tl.constexpr, TENSOR: tl.constexpr, MEASURE: tl.constexpr, NOISE1: tl.constexpr, NOISE2: tl.constexpr, SKIP: tl.constexpr,
     LOW: tl.constexpr, AMAX: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
 ):
     if SKIP:
@@ -93,23 +96,20 @@ def _adamw(
             tl.store(master_amax + rows, tl.max(tl.where(valid, tl.abs(w), 0.0), 1), mask=inside)
         noise1 = w
         noise2 = w
-        if NOISE:
+        if NOISE1 or NOISE2:
             # One random word an element: 16 bits for each moment.
-            low_word = (offsets & 0xFFFFFFFF).to(tl.uint32)
-            high_word = (offsets >> 32).to(tl.uint32)
-            zero = low_word * 0
-            word, _, _, _ = tl.philox(seed, low_word, high_word, zero, zero, _PHILOX_ROUNDS)
+            word = random_word(offsets, seed.to(tl.uint32) + (offsets >> 32).to(tl.uint32) * _BEYOND)
             noise1 = (word & 0xFFFF).to(tl.float32) * (1.0 / 65536.0)
             noise2 = (word >> 16).to(tl.float32) * (1.0 / 65536.0)
         encode_store(
             m, exp_avg, new_exp_avg_scale, exp_avg_exponent, offsets, rows, inside, valid, noise1, exp_avg_amax,
             KIND1, DTYPE1, MAX1, LOG2_MAX1, MASK, SMALLEST_SCALE, SMALLEST1, MANTISSA1, MIN_EXPONENT1, LOG2_RANGE, STEPS, LARGEST_STEPS,
-            True, NOISE, TENSOR, EVEN, FAST,
+            True, NOISE1, TENSOR, EVEN, FAST,
         )
         encode_store(
             v, exp_avg_sq, new_exp_avg_sq_scale, exp_avg_sq_exponent, offsets, rows, inside, valid, noise2, exp_avg_sq_amax,
             KIND2, DTYPE2, MAX2, LOG2_MAX2, MASK, SMALLEST_SCALE, SMALLEST2, MANTISSA2, MIN_EXPONENT2, LOG2_RANGE, STEPS, LARGEST_STEPS,
-            False, NOISE, TENSOR, EVEN, FAST,
+            False, NOISE2, TENSOR, EVEN, FAST,
         )
 
 
@@ -133,13 +133,14 @@ def adamw_step(
     master_amax: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
     seed: int | None = None,
+    stochastic: Collection[str] = MOMENTS,
 ) -> None:
     """One step in place, on flat contiguous tensors of n elements of one CUDA device; nothing is allocated for groups.
 
     master FP32 [n]; grad floating point [n]; exp_avg and exp_avg_sq FP32 or BF16 [n], or Moments of n elements. low
     [n], BF16 or FP16, receives the new master rounded to nearest; master_amax FP32 [ceil(n/128)] the largest
     magnitude of the new master in every 128 elements (not with scales by tensor). Nothing is changed where the one element of `skip` is not zero.
-    seed, at least 0 and below 2^31: round the moments stochastically with random numbers of this seed.
+    seed, at least 0 and below 2^31: round the moments that `stochastic` names with random numbers of this seed.
     """
     layout = next((moment.layout for moment in (exp_avg, exp_avg_sq) if isinstance(moment, Moment)), None)
     tensorwise = layout is not None and layout.granularity == "tensor"
@@ -155,7 +156,8 @@ def adamw_step(
         "STEPS": EXPONENT_STEPS,
         "LARGEST_STEPS": LARGEST_EXPONENT,
         "TENSOR": tensorwise,
-        "NOISE": seed is not None,
+        "NOISE1": seed is not None and "exp_avg" in stochastic,
+        "NOISE2": seed is not None and "exp_avg_sq" in stochastic,
         "SKIP": skip is not None,
         "LOW": low is not None,
         "AMAX": master_amax is not None,

@@ -11,6 +11,8 @@ from ds_fp8.optim.codecs import CODECS, Codec, CodecName
 
 MasterName = Literal["fp32", "fp16_scaled"]
 StateGranularity = Literal["1x128", "tensor"]
+StatePart = Literal["exp_avg", "exp_avg_sq", "master"]
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,18 @@ class StatePrecision:
     granularity: StateGranularity = "1x128"
     """Which elements of a moment share a scale: 128 in a row, or all of a tensor (of a rank's part of it)."""
     scale: ScaleType = "fp32"
-    stochastic_rounding: bool = False
+    stochastic_rounding: bool | tuple[StatePart, ...] = False
+    """What is rounded at random rather than to nearest: these parts, all where True. None of it where it is FP32."""
     seed: int = 0
 
     def __post_init__(self) -> None:
+        wrong = set(self.stochastic_parts) - set(get_args(StatePart))
+        if wrong:
+            raise UserError(
+                f"stochastic_rounding names {', '.join(map(repr, sorted(wrong)))}",
+                key="fp8.optimizer.stochastic_rounding",
+                remedy=f"true, false, or a list of some of {', '.join(get_args(StatePart))}",
+            )
         choices = {
             "exp_avg": CodecName,
             "exp_avg_sq": CodecName,
@@ -48,6 +58,13 @@ class StatePrecision:
                 key="fp8.optimizer.granularity",
                 remedy='"granularity": "1x128"',
             )
+
+    @property
+    def stochastic_parts(self) -> tuple[str, ...]:
+        """The parts that are rounded at random."""
+        if isinstance(self.stochastic_rounding, bool):
+            return get_args(StatePart) if self.stochastic_rounding else ()
+        return tuple(self.stochastic_rounding)
 
     @property
     def compressed(self) -> bool:

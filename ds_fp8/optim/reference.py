@@ -7,12 +7,14 @@ moments are decoded piece by piece, so that their FP32 copies stay small.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
 from ds_fp8.optim.codecs import CODECS, encode
 from ds_fp8.optim.moment import CHUNK, Moment, draw
+from ds_fp8.optim.precision import MOMENTS
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def adamw_step(
     low: torch.Tensor | None = None,
     master_amax: torch.Tensor | None = None,
     seed: int | None = None,
+    stochastic: Collection[str] = MOMENTS,
 ) -> None:
     """One step in place on flat tensors of n elements. Arguments as of kernels.adamw_step.
 
@@ -66,8 +69,8 @@ def adamw_step(
         w = master[elements].mul_(step.decay).addcdiv_(m, denominator, value=-step.step_size)
         if low is not None:
             low[elements] = w.to(low.dtype)
-        _write(exp_avg, elements, groups, m, noise)
-        _write(exp_avg_sq, elements, groups, v, noise)
+        _write(exp_avg, elements, groups, m, noise if "exp_avg" in stochastic else None)
+        _write(exp_avg_sq, elements, groups, v, noise if "exp_avg_sq" in stochastic else None)
     if master_amax is not None:
         magnitude = torch.nn.functional.pad(master, (0, -master.numel() % 128)).view(-1, 128).abs()
         master_amax.copy_(magnitude.amax(1))

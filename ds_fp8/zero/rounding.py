@@ -1,27 +1,10 @@
-"""Stochastic rounding to an FP8 grid, the same on every device: chance is a hash of a key and an element's index."""
+"""Stochastic rounding to an FP8 grid, the same on every device."""
 
 from __future__ import annotations
 
 import torch
 
 from ds_fp8.formats import FORMATS
-
-MULTIPLIERS = (0x9E3779B1, 0x7FEB352D, 0x846CA68B)
-"""The golden ratio, which parts neighbouring indices, and the two multipliers of the 32-bit integer hash "lowbias32"
-(Chris Wellons, Hash Prospector; public domain)."""
-_WORD = 0xFFFFFFFF
-
-
-def uniform(index: torch.Tensor, key: int) -> torch.Tensor:
-    """Of every index (int64) a number k / 65536 in [0, 1), FP32, that depends on it and on the 31-bit `key` only.
-
-    16 bits: added to an element in units of the grid, the sum is still exact.
-    """
-    step, first, second = MULTIPLIERS
-    word = (index * step + key) & _WORD
-    word = ((word ^ (word >> 16)) * first) & _WORD
-    word = ((word ^ (word >> 15)) * second) & _WORD
-    return ((word ^ (word >> 16)) >> 16).float() * 2.0**-16
 
 
 def round_stochastically(x: torch.Tensor, draw: torch.Tensor, format: str) -> torch.Tensor:

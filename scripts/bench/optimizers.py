@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from common import argument_parser, banner, device, measure, print_banner, print_table, write_json
 
+from ds_fp8.config import PRESETS
 from ds_fp8.errors import UserError, main_entry
 from ds_fp8.optim import AdamW
 from ds_fp8.optim.codecs import CODECS, decode, encode
@@ -37,15 +38,13 @@ KEPT: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
     "e4m3": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3"},
-    "e4m3_expanded (coat)": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"},
-    "e4m3_expanded, stochastic": {
-        "exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded", "stochastic_rounding": True,
-    },
-    "e4m3, fp16 by tensor (fp8lm_o2)": {
-        "exp_avg": "e4m3", "exp_avg_sq": "fp16", "granularity": "tensor", "scale": "pow2",
-    },
-    "e4m3, e5m2 by tensor (fishman)": {"exp_avg": "e4m3", "exp_avg_sq": "e5m2", "granularity": "tensor"},
-}  # fmt: skip
+    "coat: e4m3_expanded": PRESETS["coat"]["optimizer"],
+    "e4m3_expanded, nearest": {**PRESETS["coat"]["optimizer"], "stochastic_rounding": False},
+    "e4m3_expanded, all stochastic": {**PRESETS["coat"]["optimizer"], "stochastic_rounding": True},
+    "fp8lm_o2: e4m3, fp16 by tensor": PRESETS["fp8lm_o2"]["optimizer"],
+    "fp8lm_o3: masters fp16, too": PRESETS["fp8lm_o3"]["optimizer"],
+    "fishman: e4m3, e5m2 by tensor": PRESETS["fishman"]["optimizer"],
+}
 ERRORS = [
     ("bf16", "1x128", "fp32"),
     ("fp16", "1x128", "fp32"),
@@ -178,7 +177,7 @@ def sweep(numel: int, milliseconds: float) -> list[dict[str, Any]]:
     try:
         for groups, warps in PROGRAMS:
             kernels.ROWS, kernels.WARPS = groups, warps
-            make = {f"{groups} groups, {warps} warps": ours(KEPT["e4m3_expanded (coat)"])}
+            make = {f"{groups} groups, {warps} warps": ours(KEPT["coat: e4m3_expanded"])}
             rows += measure_all(make, numel, milliseconds)
     finally:
         kernels.ROWS, kernels.WARPS = chosen

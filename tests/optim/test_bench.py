@@ -35,7 +35,7 @@ def test_steps_and_errors(capsys, tmp_path):
     shown, written = capsys.readouterr().out, json.loads(file.read_text())
     state = {row["optimizer"]: row["state_bytes"] for row in written["steps"]}
     assert state["torch AdamW, fused"] == 8
-    assert state["e4m3_expanded (coat)"] < 2.1
+    assert state["coat: e4m3_expanded"] < 2.1
     errors = {(row["codec"], row["granularity"], row["scale"]): row["update"] for row in written["errors"]}
     expanded, plain = errors["e4m3_expanded", "1x128", "fp32"], errors["e4m3", "1x128", "fp32"]
     assert 0 < expanded < plain < errors["e4m3", "tensor", "fp32"]
@@ -46,7 +46,7 @@ def test_steps_and_errors(capsys, tmp_path):
 def test_parity_saves_moments_that_the_errors_are_measured_on(capsys, tmp_path):
     figures, moments, picture = tmp_path / "parity.json", tmp_path / "moments.pt", tmp_path / "parity.png"
     outputs = ["--json", str(figures), "--save-moments", str(moments), "--plot", str(picture)]
-    optimizer_parity.main(["--quick", "--steps", "4", "--presets", "coat", *outputs])
+    optimizer_parity.main(["--quick", "--steps", "4", "--presets", "infir2,coat", *outputs])
     rows = json.loads(figures.read_text())["rows"]
     assert [row["state"] for row in rows] == ["infir2", "coat"]
     assert rows[0]["difference"] == 0 != rows[1]["difference"]

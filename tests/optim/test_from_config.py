@@ -11,7 +11,7 @@ from torch import nn
 from ds_fp8.compatibility import check_deepspeed
 from ds_fp8.config import parse_fp8
 from ds_fp8.errors import UserError
-from ds_fp8.optim import StatePrecision
+from ds_fp8.optim import AdamW, StatePrecision
 from ds_fp8.optim.from_config import make_adamw, uses_own_optimizer
 from ds_fp8.train import load_stage
 from tests.train.conftest import TINY
@@ -53,8 +53,8 @@ def test_deepspeeds_adam_stays_while_all_state_is_fp32(fp8, own):
         ("infir2", StatePrecision()),
         ("fp8lm_o1", StatePrecision()),
         ("fp8lm_o2", StatePrecision("e4m3", "fp16", granularity="tensor", scale="pow2")),
-        ("fp8lm_o3", StatePrecision("e4m3", "fp16", "fp16_scaled", granularity="tensor", scale="pow2")),
-        ("coat", StatePrecision("e4m3_expanded", "e4m3_expanded")),
+        ("fp8lm_o3", StatePrecision("e4m3", "fp16", "fp16_scaled", "tensor", "pow2", stochastic_rounding=("master",))),
+        ("coat", StatePrecision("e4m3_expanded", "e4m3_expanded", stochastic_rounding=("exp_avg_sq",))),
         ("fishman", StatePrecision("e4m3", "e5m2", granularity="tensor")),
     ],
 )
@@ -65,6 +65,16 @@ def test_presets_keep_state_as_their_sources_do(preset, precision):
 def test_fp8lm_shards_weights_in_16_bits_until_o3():
     gathered = [parse_fp8(raw({"preset": f"fp8lm_o{level}"})).param_gather.format for level in (1, 2, 3)]
     assert gathered == ["bf16", "bf16", "e4m3"]
+
+
+def test_what_is_rounded_stochastically_is_named_or_all():
+    for value, parts in ((True, 3), (False, 0), (["exp_avg_sq"], 1)):
+        optimizer = adamw({"preset": "coat", "optimizer": {"stochastic_rounding": value}})
+        assert len(optimizer.precision.stochastic_parts) == parts
+    with pytest.raises(UserError, match="exp_avg_sq"):
+        parse_fp8(raw({"optimizer": {"stochastic_rounding": ["second"]}}))
+    with pytest.raises(UserError, match="names 'second'"):
+        AdamW([torch.nn.Parameter(torch.zeros(1))], stochastic_rounding=["second"])
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "adamw"])

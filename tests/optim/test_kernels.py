@@ -128,6 +128,15 @@ def test_stochastic_rounding_is_decided_by_the_seed(kept):
     assert torch.equal(first[0], other[0])  # the update uses the moments before they are rounded
 
 
+@pytest.mark.parametrize("part", ["exp_avg", "exp_avg_sq"])
+def test_one_moment_alone_may_be_rounded_stochastically(part):
+    kept, numel = KEPT[5], 1024 + 77
+    nearest = one_step(kernels.adamw_step, kept, numel)
+    mixed = one_step(kernels.adamw_step, kept, numel, seed=5, stochastic=[part])
+    for index, name in enumerate(("exp_avg", "exp_avg_sq"), 1):
+        assert torch.equal(numbers_of(mixed[index]), numbers_of(nearest[index])) == (name != part)
+
+
 @pytest.mark.parametrize("kept", [KEPT[1], KEPT[3], KEPT[5]])
 def test_stochastic_rounding_is_right_on_average(kept):
     numel, draws = 512, 8

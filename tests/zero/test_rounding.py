@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from ds_fp8.formats import FORMATS
-from ds_fp8.zero.rounding import round_stochastically, uniform
+from ds_fp8.quantize.chance import uniform
+from ds_fp8.zero.rounding import round_stochastically
 
 SAMPLES = 20000
 

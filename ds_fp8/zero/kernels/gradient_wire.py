@@ -11,22 +11,11 @@ import triton
 import triton.language as tl
 
 from ds_fp8.formats import BLOCK, FORMATS, SMALLEST_SCALE
-from ds_fp8.quantize.kernels import TRITON_DTYPES, amax_bits, scale_of, to_fp8
+from ds_fp8.quantize.kernels import TRITON_DTYPES, amax_bits, random_word, scale_of, to_fp8
 from ds_fp8.zero.gradient_wire import CastOptions, Message, Slices
-from ds_fp8.zero.rounding import MULTIPLIERS
 
 GROUPS = 32
 """Groups of 128 that one program takes."""
-STEP, FIRST, SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
-
-
-@triton.jit
-def _uniform(index, key):
-    """uniform of rounding.py."""
-    word = index.to(tl.uint32) * STEP + key.to(tl.uint32)
-    word = (word ^ (word >> 16)) * FIRST
-    word = (word ^ (word >> 15)) * SECOND
-    return ((word ^ (word >> 16)) >> 16).to(tl.float32) * (1.0 / 65536)
 
 
 @triton.jit
@@ -78,7 +67,8 @@ def _pack(
         scale, reciprocal = scale_of(amax_bits(x, 1), LARGEST, SMALLEST, True)
         in_units = x * reciprocal[:, None]
     if STOCHASTIC:
-        in_units = _round_stochastically(in_units, _uniform(index, key), EPSILON, SUBNORMAL)
+        draw = (random_word(index, key) >> 16).to(tl.float32) * (1.0 / 65536)
+        in_units = _round_stochastically(in_units, draw, EPSILON, SUBNORMAL)
     elif RESIDUAL:
         in_units = _round_to_nearest(in_units, EPSILON, SUBNORMAL)
     codes = to_fp8(in_units, 1.0, DTYPE, True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ds_fp8.errors import UserError
 from ds_fp8.formats import FormatName, Granularity, ScaleType
@@ -118,13 +118,20 @@ class OptimizerStateConfig(Section):
     scale: ScaleType = "fp32"
     """fp32: a group's largest magnitude is kept all but exactly, and decays while gradients are zero. pow2: it may get
     stuck. e4m3_expanded has FP32 scales whatever is said here."""
-    stochastic_rounding: bool | tuple[StatePart, ...] = False
+    stochastic_rounding: bool | tuple[str, ...] = False
     """What is rounded up or down at random, right on average; true: all of it. exp_avg_sq in FP8 needs it, for nearest
     rounding loses most of what a step adds; so do FP16 masters, for small steps."""
     seed: int = Field(0, ge=0)
     """Of stochastic rounding."""
     implementation: Literal["auto", "ds_fp8"] = "auto"
     """auto: DeepSpeed's own Adam while all state is FP32. ds_fp8: this package's, also then."""
+
+    @field_validator("stochastic_rounding", mode="before")
+    @classmethod
+    def _names_parts(cls, value: Any) -> Any:
+        if not isinstance(value, bool | list | tuple):
+            raise ValueError(f"is true, false, or a list of some of {', '.join(get_args(StatePart))}")
+        return value
 
     @model_validator(mode="after")
     def _fits(self) -> OptimizerStateConfig:

@@ -71,8 +71,10 @@ def test_what_is_rounded_stochastically_is_named_or_all():
     for value, parts in ((True, 3), (False, 0), (["exp_avg_sq"], 1)):
         optimizer = adamw({"preset": "coat", "optimizer": {"stochastic_rounding": value}})
         assert len(optimizer.precision.stochastic_parts) == parts
-    with pytest.raises(UserError, match="exp_avg_sq"):
-        parse_fp8(raw({"optimizer": {"stochastic_rounding": ["second"]}}))
+    for wrong in (["second"], "exp_avg_sq", 1):
+        with pytest.raises(UserError, match=r"list of some of exp_avg, exp_avg_sq, master") as caught:
+            parse_fp8(raw({"optimizer": {"stochastic_rounding": wrong}}))
+        assert caught.value.key == "fp8.optimizer.stochastic_rounding"
     with pytest.raises(UserError, match="names 'second'"):
         AdamW([torch.nn.Parameter(torch.zeros(1))], stochastic_rounding=["second"])
 

@@ -132,7 +132,9 @@ def test_more_elements_than_32_bits_count():
     optimizer.step()
     assert torch.equal(p[-1000:].sign().cpu(), -last.sign())
     assert p[:-1000].count_nonzero() == 0
-    assert optimizer.state[p]["exp_avg"].narrow(0, numel - 1000, 1000).cpu() == pytest.approx(0.1 * last, rel=0.1)
+    kept = optimizer.state[p]["exp_avg"].narrow(0, numel - 1000, 1000).cpu()
+    # The smallest of a group is 2.3 steps of the format: half a step is more than a fifth of it.
+    torch.testing.assert_close(kept, 0.1 * last, rtol=0.5 / 2.3, atol=0)
 
 
 @pytest.mark.parametrize("numel", [128 * 64, 100_003])

@@ -28,6 +28,7 @@ from ds_fp8.optim import checkpoints, reference
 from ds_fp8.optim.checkpoints import MASTER
 from ds_fp8.optim.codecs import CODECS
 from ds_fp8.optim.finite import FiniteCheck
+from ds_fp8.optim.masters import round_masters
 from ds_fp8.optim.moment import Layout, Moment, is_kept_as
 from ds_fp8.optim.precision import MOMENTS, StatePrecision
 from ds_fp8.optim.reference import AdamStep
@@ -148,21 +149,10 @@ class AdamW(torch.optim.Optimizer):
         else:
             reference.adamw_step(*arguments, **outputs, seed=seed, stochastic=at_random)
         if self.precision.master == "fp16_scaled":
-            noise = None
-            if "master" in at_random:
-                noise = torch.Generator(p.device).manual_seed(seed ^ 0x5A5A5A5A & 0x7FFFFFFF)
-            if MASTER in state:
-                state[MASTER].encode(master, noise=noise)
-            else:
-                self._round_master(p, master, noise)
+            chance = seed ^ 0x5A5A5A5A & 0x7FFFFFFF if "master" in at_random else None
+            round_masters(master, self._layout(p, "tensor", "pow2"), chance, state.get(MASTER))
         if not p.is_contiguous():
             p.copy_(parameter.view(p.shape))
-
-    def _round_master(self, p: torch.Tensor, master: torch.Tensor, noise: torch.Generator | None = None) -> None:
-        """Round flat FP32 `master` of p to scaled FP16, in place."""
-        rounded = Moment(CODECS["fp16"], self._layout(p, "tensor", "pow2"), p.device, never_zero=False)
-        rounded.encode(master, noise=noise)
-        master.copy_(rounded.decode())
 
     def also_write(
         self, p: torch.Tensor, low: torch.Tensor | None = None, master_amax: torch.Tensor | None = None
@@ -188,7 +178,7 @@ class AdamW(torch.optim.Optimizer):
         if not isinstance(state.get("step"), torch.Tensor) or state["step"].device.type != "cpu":
             if "step" not in state and self.precision.master == "fp16_scaled" and p.dtype is torch.float32:
                 flat = p.detach().contiguous().view(-1)
-                self._round_master(p, flat)
+                round_masters(flat, self._layout(p, "tensor", "pow2"), None)
                 p.copy_(flat.view(p.shape))
             state["step"] = torch.tensor(float(state.get("step", 0.0)))
         for key in MOMENTS:

@@ -72,7 +72,7 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def _scale_of(bits, MAX: tl.constexpr, MASK: tl.constexpr, SMALLEST: tl.constexpr):
+def scale_of_group(bits, MAX: tl.constexpr, MASK: tl.constexpr, SMALLEST: tl.constexpr):
     """amax / MAX rounded up as MASK says, from the bits of amax; 1 for a group of zeros, NaN for one of Inf or NaN."""
     amax = bits.to(tl.float32, bitcast=True)
     exact = tl.div_rn(amax, tl.zeros_like(amax) + MAX)
@@ -149,11 +149,11 @@ def encode_store(
             bits = magnitude_bits(x)
             if TENSOR:
                 largest = tl.load(amax) + rows.to(tl.int32) * 0
-                factor = _scale_of(largest, MAX, MASK, SMALLEST_SCALE)
+                factor = scale_of_group(largest, MAX, MASK, SMALLEST_SCALE)
                 tl.store(scale + rows * 0, factor, mask=rows == 0)
             else:
                 largest = tl.max(bits, 1)
-                factor = _scale_of(largest, MAX, MASK, SMALLEST_SCALE)
+                factor = scale_of_group(largest, MAX, MASK, SMALLEST_SCALE)
                 tl.store(scale + rows, factor, mask=inside)
             bend = inside
             inverse = tl.div_rn(tl.zeros_like(factor) + 1.0, factor)

@@ -86,6 +86,21 @@ def to_fp8(x, divisor, dtype: tl.constexpr, POW2: tl.constexpr):
 
 
 @triton.jit
+def spacing_of(x, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
+    """The distance, around x, of the numbers of a format with this machine epsilon and smallest subnormal number."""
+    binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.maximum(binade * EPSILON, SUBNORMAL)
+
+
+@triton.jit
+def round_stochastically(x, draw, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
+    """x on a format's grid, up or down with chances that keep its expectation; `draw` in [0, 1). NaN stays NaN."""
+    spacing = spacing_of(x, EPSILON, SUBNORMAL)
+    magnitude = tl.floor(tl.div_rn(tl.abs(x), spacing) + draw) * spacing
+    return tl.where(x < 0, -magnitude, magnitude)
+
+
+@triton.jit
 def _load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS: tl.constexpr, EVEN: tl.constexpr):
     """FP32 tile [128, 128] at rows m, columns k; zero outside."""
     address = x + m[:, None].to(tl.int64) * stride_m + k[None, :]

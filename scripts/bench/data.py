@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sysconfig
 import tempfile
 import time
@@ -29,15 +28,14 @@ DOCUMENT_CHARACTERS = 4000
 
 
 class _Clock:
-    """Seconds on the wall and on all CPUs, those of processes that have ended included. A context manager."""
+    """Seconds on the wall. A context manager."""
 
     def __enter__(self) -> _Clock:
-        self._start = time.perf_counter(), sum(os.times()[:4])
+        self._start = time.perf_counter()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.seconds = time.perf_counter() - self._start[0]
-        self.cpu_seconds = sum(os.times()[:4]) - self._start[1]
+        self.seconds = time.perf_counter() - self._start
 
 
 def main() -> int:
@@ -59,7 +57,7 @@ def main() -> int:
     datasets.disable_progress_bars()
     with tempfile.TemporaryDirectory() as folder:
         rows = _measure(arguments, Path(folder))
-    columns = ("step", "way", "processes", "tokens", "seconds", "CPU seconds", "tokens/s")
+    columns = ("step", "way", "processes", "tokens", "seconds", "tokens/s")
     print_table(f"data path, rows of {arguments.sequence_length} tokens", columns, rows)
     if arguments.json:
         write_json(arguments.json, banner=facts, rows=[dict(zip(columns, row, strict=True)) for row in rows])
@@ -91,7 +89,7 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> list[tuple]:
         read = sum(1 for _ in _cut(mapped, arguments.sequence_length, arguments.rows))
 
     def line(step: str, way: str, processes: int, tokens: int, clock: _Clock) -> tuple:
-        return step, way, processes, tokens, clock.seconds, clock.cpu_seconds, tokens / clock.seconds
+        return step, way, processes, tokens, clock.seconds, tokens / clock.seconds
 
     length = arguments.sequence_length
     return [

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_fp8.optim import kernels, reference
+from ds_fp8.optim import kernels, master_kernels, reference
 from ds_fp8.optim.codecs import CODECS
+from ds_fp8.optim.masters import round_masters_reference
+from ds_fp8.optim.moment import Layout, Moment
 from ds_fp8.optim.reference import AdamStep
 from tests.optim.numbers import gradients, moment, numbers_of
 
@@ -165,3 +167,51 @@ def test_nan_stays_nan_when_rounded_stochastically(kept):
     kernels.adamw_step(gradients(numel, 1).to(DEVICE), grad.to(DEVICE), m, v, STEP, seed=5)
     for state in (m, v):
         assert numbers_of(state)[[5, 1030]].isnan().all()
+
+
+def masters(numel):
+    """Numbers as weights are, with zeros, a tensor of nothing else, and some that FP16 holds as subnormals only."""
+    numbers = gradients(numel, 1) * 100
+    numbers[: numel // 8] = 0
+    numbers[-50:] *= 1e-8
+    return numbers
+
+
+@pytest.mark.parametrize("segments", [(), (128, 1, 4000, 972)])
+@pytest.mark.parametrize("apart", [False, True])
+def test_masters_in_fp16_are_those_of_plain_torch(segments, apart):
+    numel = 5101
+    layout = Layout(numel, "tensor", "pow2", segments)
+    found = []
+    for device, function in (("cpu", round_masters_reference), (DEVICE, master_kernels.round_masters)):
+        numbers = masters(numel).to(device)
+        into = Moment(CODECS["fp16"], layout, torch.device(device), never_zero=False) if apart else None
+        function(numbers, layout, None, into)
+        found.append((into.decode() if apart else numbers).cpu())
+        assert not apart or torch.equal(numbers.cpu(), masters(numel))
+    assert torch.equal(*found)
+
+
+def test_masters_rounded_stochastically_are_neighbours_and_right_on_average():
+    numel, draws = 4096, 64
+    layout = Layout(numel, "tensor", "pow2")
+    exact, mean = masters(numel), torch.zeros(numel)
+    nearest = exact.clone()
+    round_masters_reference(nearest, layout, None)
+    for seed in range(draws):
+        numbers = exact.clone().to(DEVICE)
+        master_kernels.round_masters(numbers, layout, seed)
+        mean += numbers.cpu() / draws
+        spacing = (exact.abs() * 2.0**-10).clamp_min(2.0**-24 * exact.abs().max() / 32768)
+        assert ((numbers.cpu() - exact).abs() <= spacing).all()
+    off = (mean - exact) / spacing
+    assert off.abs().max() < 0.5
+    assert off.mean().abs() < 0.01 < (nearest - exact).abs().div(spacing).mean()
+
+
+def test_masters_that_are_not_finite_become_nan():
+    for bad in (float("nan"), float("inf")):
+        numbers = masters(300).to(DEVICE)
+        numbers[7] = bad
+        master_kernels.round_masters(numbers, Layout(300, "tensor", "pow2"), 3)
+        assert numbers.isnan().all()

@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 
 from ds_fp8.formats import BLOCK, FORMATS, SMALLEST_SCALE
-from ds_fp8.quantize.kernels import TRITON_DTYPES, amax_bits, random_word, scale_of, to_fp8
+from ds_fp8.quantize.kernels import (
+    TRITON_DTYPES,
+    amax_bits,
+    random_word,
+    round_stochastically,
+    scale_of,
+    spacing_of,
+    to_fp8,
+)
 from ds_fp8.zero.gradient_wire import CastOptions, Message, Slices
 
 GROUPS = 32
@@ -19,24 +27,9 @@ GROUPS = 32
 
 
 @triton.jit
-def _spacing(x, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
-    """The distance of the format's numbers around x."""
-    binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.maximum(binade * EPSILON, SUBNORMAL)
-
-
-@triton.jit
-def _round_stochastically(x, draw, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
-    """round_stochastically of rounding.py; `draw` in [0, 1)."""
-    spacing = _spacing(x, EPSILON, SUBNORMAL)
-    magnitude = tl.floor(tl.div_rn(tl.abs(x), spacing) + draw) * spacing
-    return tl.where(x < 0, -magnitude, magnitude)
-
-
-@triton.jit
 def _round_to_nearest(x, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
     """The number of the format that is nearest to x, ties to even: 1.5 * 2^23 spacings have no room for fractions."""
-    shift = _spacing(x, EPSILON, SUBNORMAL) * 12582912.0
+    shift = spacing_of(x, EPSILON, SUBNORMAL) * 12582912.0
     return (x + shift) - shift
 
 
@@ -68,7 +61,7 @@ def _pack(
         in_units = x * reciprocal[:, None]
     if STOCHASTIC:
         draw = (random_word(index, key) >> 16).to(tl.float32) * (1.0 / 65536)
-        in_units = _round_stochastically(in_units, draw, EPSILON, SUBNORMAL)
+        in_units = round_stochastically(in_units, draw, EPSILON, SUBNORMAL)
     elif RESIDUAL:
         in_units = _round_to_nearest(in_units, EPSILON, SUBNORMAL)
     codes = to_fp8(in_units, 1.0, DTYPE, True)

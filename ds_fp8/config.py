@@ -11,9 +11,8 @@ from pydantic import Field, field_validator, model_validator
 
 from ds_fp8.errors import UserError
 from ds_fp8.formats import FormatName, Granularity, ScaleType
-from ds_fp8.optim.codecs import CodecName
-from ds_fp8.optim.precision import MasterName, StateGranularity, StatePart, StatePrecision
 from ds_fp8.schema import Section, nearest, parse_section
+from ds_fp8.state_precision import CodecName, MasterName, StateGranularity, StatePart, StatePrecision
 
 
 class Cast(Section):

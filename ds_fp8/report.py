@@ -15,6 +15,7 @@ from rich.table import Table
 from ds_fp8 import break_even
 from ds_fp8.gemm import DESCRIPTIONS
 from ds_fp8.modules.linear import FP8Linear
+from ds_fp8.optim.codecs import moment_bytes
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import residual_bytes
 
@@ -74,7 +75,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         else f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}",
         "optimizer": "ds_fp8.optim.AdamW" if state.optimizer else _name_of_optimizer(engine),
         "optimizer_state": fp8.optimizer.model_dump(),
-        "moment_bytes_per_parameter": fp8.optimizer.precision().moment_bytes,
+        "moment_bytes_per_parameter": moment_bytes(fp8.optimizer.precision()),
         "loss": state.loss.description if state.loss else "the model's own",
         "monitor": fp8.monitor.model_dump(),
         # The list itself: what is written of this report after training names the layers that moved on the way.

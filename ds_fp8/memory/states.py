@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from ds_fp8.formats import BLOCK, scale_shape
 from ds_fp8.memory.model_shape import ParameterShape
 from ds_fp8.memory.workload import BF16, FP32, Workload
+from ds_fp8.optim.codecs import moment_bytes
 
 
 def shard_numel(parameters: Iterable[ParameterShape], gpus: int) -> int:
@@ -34,10 +35,10 @@ def master_weights(w: Workload) -> int:
 
 
 def moments(w: Workload) -> int:
-    """8 n in FP32; with compressed moments the bytes of `fp8.optimizer` (precision.moment_bytes), scales included."""
+    """8 n in FP32; with compressed moments the bytes of `fp8.optimizer` (codecs.moment_bytes), scales included."""
     if w.offloads_optimizer:
         return 0
-    per_element = w.fp8.optimizer.precision().moment_bytes if w.fp8.enabled else 2 * FP32
+    per_element = moment_bytes(w.fp8.optimizer.precision()) if w.fp8.enabled else 2 * FP32
     return round(per_element * shard_numel(trained(w), w.gpus))
 
 

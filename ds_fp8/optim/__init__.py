@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from ds_fp8.optim.adamw import AdamW
 from ds_fp8.optim.moment import Moment
-from ds_fp8.optim.precision import StatePrecision
+from ds_fp8.state_precision import StatePrecision
 
 __all__ = ["AdamW", "Moment", "StatePrecision"]

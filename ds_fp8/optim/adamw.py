@@ -30,8 +30,8 @@ from ds_fp8.optim.codecs import CODECS
 from ds_fp8.optim.finite import FiniteCheck
 from ds_fp8.optim.masters import round_masters
 from ds_fp8.optim.moment import Layout, Moment, is_kept_as
-from ds_fp8.optim.precision import MOMENTS, StatePrecision
 from ds_fp8.optim.reference import AdamStep
+from ds_fp8.state_precision import MOMENTS, StatePrecision
 
 
 class AdamW(torch.optim.Optimizer):

@@ -16,7 +16,7 @@ import torch
 
 from ds_fp8.errors import UserError
 from ds_fp8.optim.moment import Moment
-from ds_fp8.optim.precision import MOMENTS
+from ds_fp8.state_precision import MOMENTS
 
 MASTER = "master"
 _NOT_OF_ADAM = "the checkpoint is not of an Adam optimizer"

@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 
 from ds_fp8.formats import BLOCK, FORMATS, SMALLEST_SCALE
 from ds_fp8.quantize.reference import decode as fp8_numbers
-
-CodecName = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded"]
+from ds_fp8.state_precision import MOMENTS, CodecName, StatePrecision
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,15 @@ class Encoded(NamedTuple):
 def group_count(numel: int, granularity: str) -> int:
     """Scales of a flat tensor: one for every 128 elements and the ragged rest (`1x128`), or one (`tensor`)."""
     return math.ceil(numel / BLOCK) if granularity == "1x128" else 1
+
+
+def moment_bytes(precision: StatePrecision) -> float:
+    """Bytes an element of both moments with their scales, where tensors are large."""
+    total = 0.0
+    for codec in (CODECS[getattr(precision, name)] for name in MOMENTS):
+        per_group = 0 if codec.max is None or precision.granularity == "tensor" else 4 + codec.expanded
+        total += codec.dtype.itemsize + per_group / BLOCK
+    return total
 
 
 def encode(

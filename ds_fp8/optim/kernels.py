@@ -30,9 +30,9 @@ from ds_fp8.formats import BLOCK, SMALLEST_SCALE
 from ds_fp8.optim.codec_kernels import EXPANDED, PLAIN, SCALED, decode_tile, divide, encode_store, magnitude_bits
 from ds_fp8.optim.codecs import EXPONENT_STEPS, LARGEST_EXPONENT, LOG2_RANGE, SCALE_MASKS, Codec
 from ds_fp8.optim.moment import Moment
-from ds_fp8.optim.precision import MOMENTS
 from ds_fp8.optim.reference import AdamStep
 from ds_fp8.quantize.kernels import random_word
+from ds_fp8.state_precision import MOMENTS
 
 ROWS, WARPS = 16, 4
 """Groups of 128 that a program takes, and its warps."""

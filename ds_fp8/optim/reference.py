@@ -14,7 +14,7 @@ import torch
 
 from ds_fp8.optim.codecs import CODECS, encode
 from ds_fp8.optim.moment import CHUNK, Moment, draw
-from ds_fp8.optim.precision import MOMENTS
+from ds_fp8.state_precision import MOMENTS
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from common import argument_parser, banner, device, measure, print_banner, print
 from ds_fp8.config import PRESETS
 from ds_fp8.errors import UserError, main_entry
 from ds_fp8.optim import AdamW
-from ds_fp8.optim.codecs import CODECS, decode, encode
-from ds_fp8.optim.precision import StatePrecision
+from ds_fp8.optim.codecs import CODECS, decode, encode, moment_bytes
+from ds_fp8.state_precision import StatePrecision
 
 HYPERPARAMETERS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 KEPT: dict[str, dict[str, Any]] = {
@@ -228,7 +228,7 @@ def measure_errors(moments: list[tuple[torch.Tensor, torch.Tensor]], eps: float 
             for index, (x, y) in enumerate(((exp_avg, kept[0]), (exp_avg_sq, kept[1]), (exact, update))):
                 sums[index] += ((y - x).abs() / x.abs())[there].double().sum().cpu()
             count += int(there.sum())
-        state_bytes = StatePrecision(exp_avg=name, exp_avg_sq=name, granularity=granularity).moment_bytes
+        state_bytes = moment_bytes(StatePrecision(exp_avg=name, exp_avg_sq=name, granularity=granularity))
         rows.append(
             {"codec": name, "granularity": granularity, "scale": scale, "state_bytes": state_bytes}
             | dict(zip(("exp_avg", "exp_avg_sq", "update"), (sums / count).tolist(), strict=True))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ds_fp8.errors import UserError
-from ds_fp8.formats import BLOCK, ScaleType
-from ds_fp8.optim.codecs import CODECS, Codec, CodecName
+from ds_fp8.formats import ScaleType
 
+CodecName = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded"]
 MasterName = Literal["fp32", "fp16_scaled"]
 StateGranularity = Literal["1x128", "tensor"]
 StatePart = Literal["exp_avg", "exp_avg_sq", "master"]
@@ -70,12 +70,3 @@ class StatePrecision:
     def compressed(self) -> bool:
         """Whether anything is kept in less than FP32."""
         return (self.exp_avg, self.exp_avg_sq, self.master) != ("fp32", "fp32", "fp32")
-
-    @property
-    def moment_bytes(self) -> float:
-        """Bytes an element of both moments with their scales, where tensors are large."""
-        return sum(self._bytes(CODECS[name]) for name in (self.exp_avg, self.exp_avg_sq))
-
-    def _bytes(self, codec: Codec) -> float:
-        per_group = 0 if codec.max is None or self.granularity == "tensor" else 4 + codec.expanded
-        return codec.dtype.itemsize + per_group / BLOCK

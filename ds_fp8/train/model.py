@@ -47,13 +47,17 @@ def load_model_config(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Pretr
 
 
 def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
-    """The model in BF16 on the CPU; the same weights on every rank, untrained ones determined by train.seed."""
+    """The model in BF16; the same weights on every rank, untrained ones determined by train.seed.
+
+    Stored weights are read to the CPU; untrained ones are drawn on the GPU where there is room for all of them.
+    """
     torch.manual_seed(stage.train.seed)
     packed_attention.register()
     options = {"dtype": torch.bfloat16, "attn_implementation": stage.model.attn_implementation}
     try:
         if stage.model.config is not None:
-            model = AutoModelForCausalLM.from_config(config, **options)
+            with torch.device(_where_to_draw(config)):
+                model = AutoModelForCausalLM.from_config(config, **options)
         else:
             model = AutoModelForCausalLM.from_pretrained(_source(stage)[1], config=config, **options)
     except (OSError, ValueError, ImportError) as error:
@@ -71,6 +75,17 @@ def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
     if stage.model.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def _where_to_draw(config: PretrainedConfig) -> torch.device:
+    """Where untrained weights are made: a CPU takes minutes for billions, a GPU needs room for what ZeRO then shards."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    free, _ = torch.cuda.mem_get_info()
+    return torch.device("cuda", torch.cuda.current_device()) if needed < free / 2 else torch.device("cpu")
 
 
 def _inline_config(values: dict, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:

@@ -56,15 +56,15 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 WARMUP = 3
 
 
-def fp8_section(variant: str) -> dict[str, Any]:
-    """The "fp8" section of a variant. Raises UserError for a name that is none."""
+def fp8_section(variant: str, monitor: int = 0) -> dict[str, Any]:
+    """The "fp8" section of a variant, measured every `monitor` steps. Raises UserError for a name that is none."""
     if variant == "bf16":
         return {"enabled": False}
     preset, _, wire = variant.partition("/")
     if preset not in PRESETS or wire not in ("", BF16_WIRE):
         known = ["bf16", *PRESETS, *(f"{name}/{BF16_WIRE}" for name in PRESETS)]
         raise UserError(f'unknown variant "{variant}"', key="--variants", remedy=nearest(variant, known))
-    section: dict[str, Any] = {"preset": preset, "monitor": {"every": 0}}
+    section: dict[str, Any] = {"preset": preset, "monitor": {"every": monitor}}
     return section | {part: {"format": "bf16"} for part in ("param_gather", "grad_reduce") if wire}
 
 
@@ -77,7 +77,7 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if options.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    ds_config = zero3_config(options.sequences, options.accumulation, fp8_section(variant))
+    ds_config = zero3_config(options.sequences, options.accumulation, fp8_section(variant, options.monitor))
     if options.prefetch is not None:
         ds_config["zero_optimization"]["stage3_prefetch_bucket_size"] = options.prefetch
     return ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
@@ -245,6 +245,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--global-tokens", type=int, help="tokens of a step over all GPUs, in place of --accumulation")
     parser.add_argument("--steps", type=int, help=f"of which {WARMUP} warm up (default 20, --quick: 6)")
+    parser.add_argument("--monitor", type=int, default=0, help="fp8.monitor.every (default 0: never)")
     parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size, where not as it is by default")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing of whole layers")
     parser.add_argument("--text", metavar="FILE", help="train on the bytes of this file")
@@ -291,6 +292,7 @@ def measure_here(options: argparse.Namespace) -> None:
     if is_first():
         settings = {key: getattr(options, key) for key in ("size", "layers", "vocabulary", "sequences", "length")}
         settings |= {"accumulation": options.accumulation, "recompute": options.recompute, "prefetch": options.prefetch}
+        settings |= {"monitor": options.monitor}
         report({"banner": facts, "link": link(), "settings": settings, "rows": rows}, options)
     leave_ranks()
 

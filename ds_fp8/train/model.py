@@ -78,7 +78,7 @@ def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
 
 
 def _where_to_draw(config: PretrainedConfig) -> torch.device:
-    """Where untrained weights are made: a CPU takes minutes for billions, a GPU needs room for what ZeRO then shards."""
+    """Where untrained weights are made: a CPU takes minutes for billions, a GPU needs room for all of them."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     with torch.device("meta"):

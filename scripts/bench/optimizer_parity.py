@@ -45,7 +45,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "coat_exp_avg_sq_nearest": {"exp_avg_sq": "e4m3_expanded"},
     "coat_stochastic": {**EXPANDED, "stochastic_rounding": True},
     "fp8lm_o3_nearest": {**PRESETS["fp8lm_o3"]["optimizer"], "stochastic_rounding": False},
-    "fishman_stochastic": {**PRESETS["fishman"]["optimizer"], "stochastic_rounding": True},
+    "fishman_nearest": {**PRESETS["fishman"]["optimizer"], "stochastic_rounding": False},
 }
 """Presets of the fp8 section by what they say of the optimizer, and more."""
 NUDGED = "nudged"

@@ -55,7 +55,7 @@ def test_deepspeeds_adam_stays_while_all_state_is_fp32(fp8, own):
         ("fp8lm_o2", StatePrecision("e4m3", "fp16", granularity="tensor", scale="pow2")),
         ("fp8lm_o3", StatePrecision("e4m3", "fp16", "fp16_scaled", "tensor", "pow2", stochastic_rounding=("master",))),
         ("coat", StatePrecision("e4m3_expanded", "e4m3_expanded", stochastic_rounding=("exp_avg_sq",))),
-        ("fishman", StatePrecision("e4m3", "e5m2", granularity="tensor")),
+        ("fishman", StatePrecision("e4m3", "e5m2", granularity="tensor", stochastic_rounding=("exp_avg_sq",))),
     ],
 )
 def test_presets_keep_state_as_their_sources_do(preset, precision):

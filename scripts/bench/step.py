@@ -2,7 +2,7 @@
 
     python scripts/bench/step.py --gpus 2 --size 7b --layers 8 --json step.json
     python scripts/bench/step.py --gpus 2 --size 1.5b --steps 200 --json curves.json    loss curves, same seed
-    python scripts/bench/step.py --gpus 2 --size 7b --layers 8 --profile                host waits in a step
+    python scripts/bench/step.py --gpus 2 --size 7b --layers 8 --profile                waits, kernels
     NCCL_P2P_DISABLE=1 python scripts/bench/step.py --gpus 2 ...                        a slower link
     python scripts/bench/step.py --quick                                                seconds on a CPU
 
@@ -19,21 +19,19 @@ bytes of --text FILE. Every variant sees the same tokens in the same order.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import banner, device, print_banner, print_table, words, write_json
 from deepspeed import comm as dist
+from step_profile import print_profiles, profiled
 from zero_ranks import (
     causal_lm_config,
     is_first,
@@ -51,8 +49,6 @@ from ds_fp8.errors import UserError, main_entry
 from ds_fp8.schema import nearest
 
 BF16_WIRE = "bf16-wire"
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
-"""Events of a profile in which the host waits for the GPU; the last is .item() and what reads a tensor like it."""
 WARMUP = 3
 
 
@@ -146,48 +142,16 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
         "peak_bytes": slowest(float(torch.cuda.max_memory_allocated())) if on_gpu else None,
         "sent_bytes": sent,
         "losses": (curve / dist.get_world_size()).tolist(),
-        "host_waits": count_waits(engine, batches, options) if options.profile else None,
+        "profile": None,
     }
+    if options.profile:
+
+        def one_more() -> None:
+            train_step(engine, batches, options.steps, options.accumulation)
+            synchronize()
+
+        row["profile"] = profiled(one_more, options.trace if is_first() else None)
     return row
-
-
-def count_waits(engine: Any, batches: Batches, options: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """How often the host waits for the GPU in one step of rank 0: by kind, and by who asks for it. Collective."""
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device().type == "cuda")
-    with profile(activities=activities) as profiler, callers_of_waits() as callers:
-        train_step(engine, batches, options.steps, options.accumulation)
-    counts = Counter(event.name for event in profiler.events())
-    if is_first() and options.trace:
-        profiler.export_chrome_trace(options.trace)
-    return {"kinds": {name: counts[name] for name in WAITS}, "callers": dict(callers)}
-
-
-@contextlib.contextmanager
-def callers_of_waits() -> Iterator[Counter[str]]:
-    """Counts each wait for an event, a stream or the device that Python code asks for, by the function that does."""
-    callers: Counter[str] = Counter()
-    waits = [(torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda, "synchronize")]
-    before = [getattr(owner, name) for owner, name in waits]
-
-    def counting(wait: Any) -> Any:
-        def counted(*arguments: Any, **words: Any) -> Any:
-            frame = sys._getframe(1)
-            while frame.f_back and frame.f_globals["__name__"].startswith(("torch", "deepspeed.accelerator")):
-                frame = frame.f_back
-            callers[f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"] += 1
-            return wait(*arguments, **words)
-
-        return counted
-
-    try:
-        for (owner, name), wait in zip(waits, before, strict=True):
-            setattr(owner, name, counting(wait))
-        yield callers
-    finally:
-        for (owner, name), wait in zip(waits, before, strict=True):
-            setattr(owner, name, wait)
 
 
 def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Namespace) -> None:
@@ -212,24 +176,7 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
         ],
     )
     if options.profile:
-        print_table(
-            f"how often the host waits in one step ({options.layers} layers)",
-            ("variant", *WAITS, "cuda*, a layer"),
-            [
-                (
-                    row["variant"],
-                    *row["host_waits"]["kinds"].values(),
-                    sum(n for name, n in row["host_waits"]["kinds"].items() if name.startswith("cuda"))
-                    / options.layers,
-                )
-                for row in rows
-            ],
-        )
-        print_table(
-            "who asks for waits in Python",
-            ("variant", "function", "times"),
-            [(row["variant"], *caller) for row in rows for caller in row["host_waits"]["callers"].items()],
-        )
+        print_profiles({row["variant"]: row["profile"] for row in rows}, options.layers)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -249,7 +196,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size, where not as it is by default")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing of whole layers")
     parser.add_argument("--text", metavar="FILE", help="train on the bytes of this file")
-    parser.add_argument("--profile", action="store_true", help="count the host's waits in one more step")
+    parser.add_argument("--profile", action="store_true", help="of one more step: the host's waits, the GPU's time")
     parser.add_argument("--trace", metavar="FILE", help="with --profile: write rank 0's last trace there")
     parser.add_argument("--quick", action="store_true", help="a small model, for any machine")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, too")

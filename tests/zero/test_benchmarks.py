@@ -14,6 +14,7 @@ from ds_fp8.errors import UserError
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 
 import scaling
+import step_profile
 
 BENCH = Path(scaling.__file__).parent
 ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOG_LEVEL": "ERROR"}
@@ -44,6 +45,15 @@ def test_a_step_is_measured_in_every_variant(measured):
         assert row["step_seconds"] > 0
         assert len(row["losses"]) == 6
         assert row["losses"][-1] < row["losses"][0]
+
+
+def test_time_of_a_gpu_is_told_apart():
+    kernels = [("gemm", 0, 10), ("ncclKernel", 5, 30), ("gemm<float>", 40, 50), ("cast", 42, 45)]
+    found = step_profile.gpu_time([(name, 1e3 * start, 1e3 * end) for name, start, end in kernels])
+    assert [found[kind] for kind in ("span", "compute", "communication", "communication alone", "idle")] == [
+        50, 20, 25, 20, 10,
+    ]  # fmt: skip
+    assert found["kernels"][:2] == [("ncclKernel", 1, 25), ("gemm", 2, 20)]
 
 
 def test_every_collective_is_measured(measured):

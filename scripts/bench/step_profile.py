@@ -1,0 +1,125 @@
+"""What a training step does: how often its host waits for the GPU, and what the GPU is busy with."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from common import device, print_table
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
+"""Events of a profile in which the host waits for the GPU; the last is .item() and what reads a tensor like it."""
+KERNELS = 15
+"""Kinds of kernels to list, by their time."""
+
+Interval = tuple[float, float]
+
+
+def profiled(run: Callable[[], None], trace: str | None = None) -> dict[str, Any]:
+    """One `run()`, which ends with the GPU: waits by kind and by caller, and the GPU's time. `trace`: a file to write."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device().type == "cuda")
+    with profile(activities=activities) as profiler, callers_of_waits() as callers:
+        run()
+    events = profiler.events()
+    if trace:
+        profiler.export_chrome_trace(trace)
+    counts = Counter(event.name for event in events)
+    kernels = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]
+    return {
+        "waits": {name: counts[name] for name in WAITS},
+        "callers": dict(callers),
+        "gpu": gpu_time(kernels) if kernels else None,
+    }
+
+
+def gpu_time(kernels: list[tuple[str, float, float]]) -> dict[str, Any]:
+    """Milliseconds of kernels (name, start, end in microseconds): of NCCL's, of all others, of neither; and by name."""
+    communication = [(start, end) for name, start, end in kernels if "nccl" in name.lower()]
+    others = [(start, end) for name, start, end in kernels if "nccl" not in name.lower()]
+    busy, computing = covered([*communication, *others]), covered(others)
+    span = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
+    by_name: dict[str, list[float]] = {}
+    for name, start, end in kernels:
+        by_name.setdefault(name.split("<")[0].split("(")[0][:60], []).append(end - start)
+    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:KERNELS]
+    return {
+        "span": span / 1e3,
+        "compute": computing / 1e3,
+        "communication": covered(communication) / 1e3,
+        "communication alone": (busy - computing) / 1e3,
+        "idle": (span - busy) / 1e3,
+        "kernels": [(name, len(times), sum(times) / 1e3) for name, times in longest],
+    }
+
+
+def covered(intervals: Iterable[Interval]) -> float:
+    """The length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+@contextlib.contextmanager
+def callers_of_waits() -> Iterator[Counter[str]]:
+    """Counts each wait for an event, a stream or the device that Python code asks for, by the function that does."""
+    callers: Counter[str] = Counter()
+    waits = [(torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda, "synchronize")]
+    before = [getattr(owner, name) for owner, name in waits]
+
+    def counting(wait: Any) -> Any:
+        def counted(*arguments: Any, **words: Any) -> Any:
+            frame = sys._getframe(1)
+            while frame.f_back and frame.f_globals["__name__"].startswith(("torch", "deepspeed.accelerator")):
+                frame = frame.f_back
+            callers[f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"] += 1
+            return wait(*arguments, **words)
+
+        return counted
+
+    try:
+        for (owner, name), wait in zip(waits, before, strict=True):
+            setattr(owner, name, counting(wait))
+        yield callers
+    finally:
+        for (owner, name), wait in zip(waits, before, strict=True):
+            setattr(owner, name, wait)
+
+
+def print_profiles(profiles: Mapping[str, dict[str, Any]], layers: int) -> None:
+    """Tables of what `profiled` found, by variant."""
+    print_table(
+        f"how often the host waits in one step ({layers} layers)",
+        ("variant", *WAITS),
+        [(variant, *found["waits"].values()) for variant, found in profiles.items()],
+    )
+    print_table(
+        "who asks for waits in Python",
+        ("variant", "function", "times"),
+        [(variant, *caller) for variant, found in profiles.items() for caller in found["callers"].items()],
+    )
+    measured = {variant: found["gpu"] for variant, found in profiles.items() if found["gpu"]}
+    if not measured:
+        return
+    kinds = ("span", "compute", "communication", "communication alone", "idle")
+    print_table(
+        "rank 0's GPU in one step, ms",
+        ("variant", *kinds),
+        [(variant, *(gpu[kind] for kind in kinds)) for variant, gpu in measured.items()],
+    )
+    print_table(
+        "its kernels",
+        ("variant", "kernel", "times", "ms"),
+        [(variant, *kernel) for variant, gpu in measured.items() for kernel in gpu["kernels"]],
+    )

@@ -22,7 +22,7 @@ Interval = tuple[float, float]
 
 
 def profiled(run: Callable[[], None], trace: str | None = None) -> dict[str, Any]:
-    """One `run()`, which ends with the GPU: waits by kind and by caller, and the GPU's time. `trace`: a file to write."""
+    """Of one `run()`, which ends with the GPU: waits by kind and caller, and the GPU's time. `trace`: a file."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device().type == "cuda")
     with profile(activities=activities) as profiler, callers_of_waits() as callers:
         run()

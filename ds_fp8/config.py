@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from ds_fp8.errors import UserError
 from ds_fp8.formats import FormatName, Granularity, ScaleType
 from ds_fp8.schema import Section, nearest, parse_section
-from ds_fp8.state_precision import CodecName, MasterName, StateGranularity, StatePart, StatePrecision
+from ds_fp8.state_precision import AUTO, CodecName, MasterName, StateGranularity, StatePart, StatePrecision
 
 
 class Cast(Section):
@@ -117,9 +117,9 @@ class OptimizerStateConfig(Section):
     scale: ScaleType = "fp32"
     """fp32: a group's largest magnitude is kept all but exactly, and decays while gradients are zero. pow2: it may get
     stuck. e4m3_expanded has FP32 scales whatever is said here."""
-    stochastic_rounding: bool | tuple[str, ...] = False
-    """What is rounded up or down at random, right on average; true: all of it. exp_avg_sq in FP8 needs it, for nearest
-    rounding loses most of what a step adds; so do FP16 masters, for small steps."""
+    stochastic_rounding: bool | Literal["auto"] | tuple[str, ...] = AUTO
+    """What is rounded up or down at random, right on average: some of exp_avg, exp_avg_sq and master; true: all. auto:
+    exp_avg_sq in FP8, for nearest rounding loses most of what a step adds, and FP16 masters, for small steps."""
     seed: int = Field(0, ge=0)
     """Of stochastic rounding."""
     implementation: Literal["auto", "ds_fp8"] = "auto"
@@ -128,8 +128,8 @@ class OptimizerStateConfig(Section):
     @field_validator("stochastic_rounding", mode="before")
     @classmethod
     def _names_parts(cls, value: Any) -> Any:
-        if not isinstance(value, bool | list | tuple):
-            raise ValueError(f"is true, false, or a list of some of {', '.join(get_args(StatePart))}")
+        if not isinstance(value, bool | list | tuple) and value != AUTO:
+            raise ValueError(f"is auto, true, false, or a list of some of {', '.join(get_args(StatePart))}")
         return value
 
     @model_validator(mode="after")
@@ -208,8 +208,8 @@ _TENSORWISE: dict[str, Any] = {
 _FP8LM: dict[str, Any] = {**_TENSORWISE, "grad_reduce": {"scale": "tensor"}}
 _FP8LM_MOMENTS = {"exp_avg": "e4m3", "exp_avg_sq": "fp16", "granularity": "tensor", "scale": "pow2"}
 
-# Where exp_avg_sq is in FP8, or masters in FP16, the presets round them stochastically, which their sources do not: to
-# nearest the final loss moves by more than chance does (scripts/bench/LOG.md).
+# None says stochastic_rounding: "auto" rounds exp_avg_sq in FP8 and masters in FP16 stochastically, which the sources do
+# not do. To nearest the final loss moves by more than chance does (scripts/bench/LOG.md).
 PRESETS: dict[str, dict[str, Any]] = {
     # InfiR2 (arXiv 2509.22536): E4M3 everywhere, 128x128 weights, 1x128 activations and gradients, power-of-two scales.
     "infir2": {},
@@ -223,28 +223,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     # FP8-LM (arXiv 2310.18313): levels O1, O2 and O3. Weights are sharded in 16 bits before O3.
     "fp8lm_o1": {**_FP8LM, "param_gather": {"format": "bf16"}},
     "fp8lm_o2": {**_FP8LM, "param_gather": {"format": "bf16"}, "optimizer": _FP8LM_MOMENTS},
-    "fp8lm_o3": {**_FP8LM, "optimizer": {**_FP8LM_MOMENTS, "master": "fp16_scaled", "stochastic_rounding": ["master"]}},
+    "fp8lm_o3": {**_FP8LM, "optimizer": {**_FP8LM_MOMENTS, "master": "fp16_scaled"}},
     # COAT (arXiv 2410.19313): its linears and its optimizer, whose moments have their dynamic range expanded. It sends
     # gradients in BF16.
     "coat": {
         **_TENSORWISE,
         "grad_reduce": {"format": "bf16"},
-        "optimizer": {
-            "exp_avg": "e4m3_expanded",
-            "exp_avg_sq": "e4m3_expanded",
-            "stochastic_rounding": ["exp_avg_sq"],
-        },
+        "optimizer": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"},
     },
     # Fishman et al. (arXiv 2409.12517): its linears and its optimizer.
     "fishman": {
         **_TENSORWISE,
         "grad_reduce": {"format": "bf16"},
-        "optimizer": {
-            "exp_avg": "e4m3",
-            "exp_avg_sq": "e5m2",
-            "granularity": "tensor",
-            "stochastic_rounding": ["exp_avg_sq"],
-        },
+        "optimizer": {"exp_avg": "e4m3", "exp_avg_sq": "e5m2", "granularity": "tensor"},
     },
 }
 

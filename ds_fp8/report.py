@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -75,6 +76,9 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         else f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}",
         "optimizer": "ds_fp8.optim.AdamW" if state.optimizer else _name_of_optimizer(engine),
         "optimizer_state": fp8.optimizer.model_dump(),
+        "stochastic_parts": list(fp8.optimizer.precision().stochastic_parts)
+        if fp8.optimizer.precision().compressed
+        else [],
         "moment_bytes_per_parameter": moment_bytes(fp8.optimizer.precision()),
         "loss": state.loss.description if state.loss else "the model's own",
         "monitor": fp8.monitor.model_dump(),
@@ -132,7 +136,7 @@ def print_report(report: dict[str, Any]) -> None:
     table.add_row("gradient reduction", ", ".join([report["grad_reduce"], report["grad_hierarchy"], *_unusual(report)]))
     state = report["optimizer_state"]
     kept = ", ".join(f"{name} {state[name]}" for name in ("master", "exp_avg", "exp_avg_sq"))
-    rounding = _rounding(state["stochastic_rounding"])
+    rounding = _rounding(report["stochastic_parts"])
     moments = f"{report['moment_bytes_per_parameter']:.2f} bytes of moments a parameter"
     table.add_row("optimizer", f"{report['optimizer']}: {kept}{rounding}, {moments}")
     table.add_row("loss", report["loss"])
@@ -142,9 +146,7 @@ def print_report(report: dict[str, Any]) -> None:
     console.print(Panel(table, title=f"ds_fp8, preset {report['preset']}", title_align="left", expand=False))
 
 
-def _rounding(parts: bool | tuple[str, ...]) -> str:
-    if isinstance(parts, bool):
-        return ", stochastic rounding" if parts else ""
+def _rounding(parts: Sequence[str]) -> str:
     return f", {' and '.join(parts)} rounded stochastically" if parts else ""
 
 

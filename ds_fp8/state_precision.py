@@ -13,6 +13,8 @@ MasterName = Literal["fp32", "fp16_scaled"]
 StateGranularity = Literal["1x128", "tensor"]
 StatePart = Literal["exp_avg", "exp_avg_sq", "master"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
+AUTO = "auto"
+_FEW_BITS = ("e4m3", "e5m2", "e4m3_expanded")
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,9 @@ class StatePrecision:
     granularity: StateGranularity = "1x128"
     """Which elements of a moment share a scale: 128 in a row, or all of a tensor (of a rank's part of it)."""
     scale: ScaleType = "fp32"
-    stochastic_rounding: bool | tuple[StatePart, ...] = False
-    """What is rounded at random rather than to nearest: these parts, all where True. None of it where it is FP32."""
+    stochastic_rounding: bool | Literal["auto"] | tuple[StatePart, ...] = AUTO
+    """What is rounded at random rather than to nearest: these parts, or all where True. auto: what loses most of its
+    changes to nearest rounding, exp_avg_sq in FP8 and masters in FP16."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -35,7 +38,7 @@ class StatePrecision:
             raise UserError(
                 f"stochastic_rounding names {', '.join(map(repr, sorted(wrong)))}",
                 key="fp8.optimizer.stochastic_rounding",
-                remedy=f"true, false, or a list of some of {', '.join(get_args(StatePart))}",
+                remedy=f"auto, true, false, or a list of some of {', '.join(get_args(StatePart))}",
             )
         choices = {
             "exp_avg": CodecName,
@@ -64,6 +67,9 @@ class StatePrecision:
         """The parts that are rounded at random."""
         if isinstance(self.stochastic_rounding, bool):
             return get_args(StatePart) if self.stochastic_rounding else ()
+        if self.stochastic_rounding == AUTO:
+            losing = {"exp_avg_sq": self.exp_avg_sq in _FEW_BITS, "master": self.master == "fp16_scaled"}
+            return tuple(part for part, loses in losing.items() if loses)
         return tuple(self.stochastic_rounding)
 
     @property

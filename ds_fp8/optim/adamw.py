@@ -31,7 +31,7 @@ from ds_fp8.optim.finite import FiniteCheck
 from ds_fp8.optim.masters import round_masters
 from ds_fp8.optim.moment import Layout, Moment, is_kept_as
 from ds_fp8.optim.reference import AdamStep
-from ds_fp8.state_precision import MOMENTS, StatePrecision
+from ds_fp8.state_precision import AUTO, MOMENTS, StatePrecision
 
 
 class AdamW(torch.optim.Optimizer):
@@ -49,9 +49,10 @@ class AdamW(torch.optim.Optimizer):
         two it gets stuck where a step changes it by less than half of E4M3's spacing, which with beta2 above 0.94 is
         often.
     stochastic_rounding: what is rounded up or down at random, right on average: some of `exp_avg`, `exp_avg_sq` and
-        `master`, or True for all. exp_avg_sq in FP8 needs it: a step adds less to most elements than half of E4M3's
-        spacing, which nearest rounding loses, and the elements it loses it from take steps that are too long. Masters
-        in FP16 need it for small steps. The same seed draws the same numbers on the same device, also after a resume.
+        `master`, True for all, or `auto` for exp_avg_sq in FP8 and masters in FP16. Those need it: a step adds less to
+        most elements of exp_avg_sq than half of E4M3's spacing, which nearest rounding loses, and the elements it loses
+        it from take steps that are too long. The same seed draws the same numbers on the same device, also after a
+        resume.
     check_finite: leave a step out, whole, when any gradient holds Inf or NaN (it reads all gradients once more, and
         makes the host wait for nothing). `skipped_steps` counts them. DeepSpeed and GradScaler check by themselves.
 
@@ -71,12 +72,13 @@ class AdamW(torch.optim.Optimizer):
         master: str = "fp32",
         granularity: str = "1x128",
         scale: str = "fp32",
-        stochastic_rounding: bool | Sequence[str] = False,
+        stochastic_rounding: bool | str | Sequence[str] = AUTO,
         seed: int = 0,
         check_finite: bool = True,
     ):
         _check_hyperparameters(lr, betas, eps, weight_decay)
-        at_random = stochastic_rounding if isinstance(stochastic_rounding, bool) else tuple(stochastic_rounding)
+        named = not isinstance(stochastic_rounding, bool | str)
+        at_random = tuple(stochastic_rounding) if named else stochastic_rounding
         self.precision = StatePrecision(exp_avg, exp_avg_sq, master, granularity, scale, at_random, seed)
         self.compact = False
         """Whether state_dict() holds codes and scales as they are, readable by this optimizer alone."""

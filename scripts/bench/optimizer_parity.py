@@ -40,7 +40,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "nudged": {},
     "bf16": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
     "e4m3": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3"},
-    "coat_nearest": EXPANDED,
+    "coat_nearest": {**EXPANDED, "stochastic_rounding": False},
     "coat_exp_avg": {"exp_avg": "e4m3_expanded"},
     "coat_exp_avg_sq_nearest": {"exp_avg_sq": "e4m3_expanded"},
     "coat_stochastic": {**EXPANDED, "stochastic_rounding": True},

@@ -53,9 +53,9 @@ def test_deepspeeds_adam_stays_while_all_state_is_fp32(fp8, own):
         ("infir2", StatePrecision()),
         ("fp8lm_o1", StatePrecision()),
         ("fp8lm_o2", StatePrecision("e4m3", "fp16", granularity="tensor", scale="pow2")),
-        ("fp8lm_o3", StatePrecision("e4m3", "fp16", "fp16_scaled", "tensor", "pow2", stochastic_rounding=("master",))),
-        ("coat", StatePrecision("e4m3_expanded", "e4m3_expanded", stochastic_rounding=("exp_avg_sq",))),
-        ("fishman", StatePrecision("e4m3", "e5m2", granularity="tensor", stochastic_rounding=("exp_avg_sq",))),
+        ("fp8lm_o3", StatePrecision("e4m3", "fp16", "fp16_scaled", "tensor", "pow2")),
+        ("coat", StatePrecision("e4m3_expanded", "e4m3_expanded")),
+        ("fishman", StatePrecision("e4m3", "e5m2", granularity="tensor")),
     ],
 )
 def test_presets_keep_state_as_their_sources_do(preset, precision):
@@ -68,9 +68,12 @@ def test_fp8lm_shards_weights_in_16_bits_until_o3():
 
 
 def test_what_is_rounded_stochastically_is_named_or_all():
-    for value, parts in ((True, 3), (False, 0), (["exp_avg_sq"], 1)):
+    for value, parts in ((True, 3), (False, 0), (["exp_avg"], 1)):
         optimizer = adamw({"preset": "coat", "optimizer": {"stochastic_rounding": value}})
         assert len(optimizer.precision.stochastic_parts) == parts
+    for preset, parts in (("coat", ("exp_avg_sq",)), ("fishman", ("exp_avg_sq",)), ("fp8lm_o2", ()), ("infir2", ())):
+        assert parse_fp8(raw({"preset": preset})).optimizer.precision().stochastic_parts == parts
+    assert parse_fp8(raw({"preset": "fp8lm_o3"})).optimizer.precision().stochastic_parts == ("master",)
     for wrong in (["second"], "exp_avg_sq", 1):
         with pytest.raises(UserError, match=r"list of some of exp_avg, exp_avg_sq, master") as caught:
             parse_fp8(raw({"optimizer": {"stochastic_rounding": wrong}}))

@@ -3,8 +3,8 @@
     python scripts/bench/corpus.py --output corpus.jsonl --megabytes 190
     python scripts/bench/corpus.py --output corpus.jsonl --tokenizer tokenizer --vocabulary 16384
 
-A line of JSON with a key "text" for every file, once, in an order that the names decide. --tokenizer trains a byte-level
-BPE on the first 40 megabytes and writes it as a Hugging Face tokenizer, with the marks that "chatml" needs.
+A line of JSON with a key "text" for every file, once, in an order that the names decide. --tokenizer trains a BPE of
+bytes on the first 40 megabytes and writes it as a Hugging Face tokenizer, with the marks that "chatml" needs.
 """
 
 from __future__ import annotations

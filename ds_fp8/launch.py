@@ -6,23 +6,30 @@ import os
 import socket
 import sys
 
+from deepspeed.accelerator import get_accelerator
+
 from ds_fp8.errors import UserError
 
 
 def deepspeed_command(ranks: int) -> list[str]:
     """What a script's path and arguments are appended to: `deepspeed` on this host with `ranks` processes.
 
-    They take the first of the GPUs that CUDA_VISIBLE_DEVICES names, which `deepspeed --num_gpus` would ignore, and a
-    port that is free. Raises UserError where that variable names fewer GPUs.
+    They take a port that is free and the first of the GPUs that CUDA_VISIBLE_DEVICES numbers, which `deepspeed
+    --num_gpus` would ignore. Raises UserError where that variable has fewer, or names that `deepspeed` cannot read.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not visible:
+    if not visible or get_accelerator().device_name() != "cuda":
         return [*command, "--num_gpus", str(ranks)]
     names = visible.split(",")
+    if not all(name.isdecimal() for name in names):
+        raise UserError(
+            f"the deepspeed command reads numbers, and CUDA_VISIBLE_DEVICES is {visible}",
+            remedy="give the GPUs' numbers, as nvidia-smi lists them",
+        )
     if len(names) < ranks:
         raise UserError(
             f"{ranks} GPUs are asked for, and CUDA_VISIBLE_DEVICES={visible} names {len(names)}",

@@ -1,11 +1,27 @@
 """The deepspeed command that scripts start training with."""
 
+import subprocess
+import sys
+
+import psutil
 import pytest
 
+from ds_fp8 import launch
 from ds_fp8.errors import UserError
 from ds_fp8.launch import deepspeed_command
+from ds_fp8.train import processes
 
 
+@pytest.fixture
+def on_gpus(monkeypatch):
+    class Accelerator:
+        def device_name(self):
+            return "cuda"
+
+    monkeypatch.setattr(launch, "get_accelerator", Accelerator)
+
+
+@pytest.mark.usefixtures("on_gpus")
 def test_it_takes_the_first_of_the_gpus_that_are_visible(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,2")
     assert deepspeed_command(2)[-2:] == ["--include", "localhost:3,1"]
@@ -16,10 +32,28 @@ def test_without_that_variable_it_asks_for_a_number(monkeypatch):
     assert deepspeed_command(2)[-2:] == ["--num_gpus", "2"]
 
 
-def test_too_few_visible_gpus_are_an_error(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(UserError, match="names 1"):
+@pytest.mark.usefixtures("on_gpus")
+@pytest.mark.parametrize(
+    ("visible", "problem"), [("3", "names 1"), ("GPU-8a1c,GPU-93b0", "numbers"), ("-1,-1", "numbers")]
+)
+def test_too_few_gpus_or_other_names_are_an_error(monkeypatch, visible, problem):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(UserError, match=problem):
         deepspeed_command(2)
+
+
+def test_on_cpus_that_variable_says_nothing(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert deepspeed_command(2)[-2:] == ["--num_gpus", "2"]
+
+
+def test_ranks_know_the_command_that_started_them():
+    """They watch whether it has ended."""
+    for command in (deepspeed_command(1), ["/usr/bin/deepspeed", "--num_gpus", "1"]):
+        arguments = [sys.executable, "-c", "import time; time.sleep(60)", *command[1:], *command[:1]]
+        with subprocess.Popen(arguments) as started:
+            assert processes._runs(psutil.Process(started.pid), "deepspeed", "deepspeed.launcher.runner")
+            started.kill()
 
 
 def test_ports_differ():

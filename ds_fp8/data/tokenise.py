@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import threading
 import time
@@ -143,8 +144,8 @@ def _tokenised(
         for batch, state in chain(first, batches):
             yield tokenise_batch(tokenizer, config, batch), state
         return
-    # Not forked from this process, which may have threads and would pass on their locks, nor each started afresh, for
-    # dozens of workers would import torch at once: forked from a new process that has imported this module.
+    # Not forked from this process, whose threads may hold locks, nor each started afresh, for dozens of workers would
+    # import torch at once: forked from a new process that has imported this module and done nothing else.
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__])
     pool = ProcessPoolExecutor(workers, processes, _start_worker, (tokenizer, config))
@@ -157,6 +158,8 @@ def _tokenised(
                 yield future.result(), done
         for future, done in running:
             yield future.result(), done
+    # Or it would stay, with its half gigabyte, as long as this process does. There is no public way.
+    multiprocessing.forkserver._forkserver._stop()
 
 
 def _cores() -> int:

@@ -92,6 +92,12 @@ class AdamW(torch.optim.Optimizer):
         own = ("precision", "compact", "_finite", "_segments", "_streams", "_outputs")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        # Random numbers of its own for each parameter, by its place: the same after a resume.
+        for p in self.param_groups[-1]["params"]:
+            self._streams.setdefault(p, len(self._streams))
+
     @property
     def skipped_steps(self) -> int:
         """Steps left out because of gradients that were not finite."""

@@ -96,8 +96,11 @@ def spacing_of(x, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
 def round_stochastically(x, draw, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
     """x on a format's grid, up or down with chances that keep its expectation; `draw` in [0, 1). NaN stays NaN."""
     spacing = spacing_of(x, EPSILON, SUBNORMAL)
-    magnitude = tl.floor(tl.div_rn(tl.abs(x), spacing) + draw) * spacing
-    return tl.where(x < 0, -magnitude, magnitude)
+    in_steps = tl.div_rn(tl.abs(x), spacing)
+    below = tl.floor(in_steps)
+    # The fraction first: added to the whole, a draw would lose the bits that FP32 has no room for.
+    magnitude = tl.where(in_steps - below + draw >= 1.0, below + 1.0, below) * spacing
+    return tl.where(x.to(tl.int32, bitcast=True) < 0, -magnitude, magnitude)  # zero has a sign, too
 
 
 @triton.jit

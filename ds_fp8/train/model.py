@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 from pathlib import Path
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -78,14 +80,17 @@ def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
 
 
 def _where_to_draw(config: PretrainedConfig) -> torch.device:
-    """Where untrained weights are made: a CPU takes minutes for billions, a GPU needs room for all of them."""
-    if not torch.cuda.is_available():
+    """Where untrained weights are made: a CPU takes minutes for billions, a GPU needs room for all of them.
+
+    It follows from the model and the kind of GPU alone: a run and its twin begin with the same weights.
+    """
+    if get_accelerator().device_name() != "cuda":
         return torch.device("cpu")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    free, _ = torch.cuda.mem_get_info()
-    return torch.device("cuda", torch.cuda.current_device()) if needed < free / 2 else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return device if needed < torch.cuda.get_device_properties(device).total_memory / 4 else torch.device("cpu")
 
 
 def _inline_config(values: dict, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:

@@ -41,12 +41,12 @@ def deepspeed_command() -> psutil.Process | None:
     """The `deepspeed` command that this rank comes from, None when another launcher, or another node, started it."""
     launcher = psutil.Process().parent()
     command = launcher.parent() if launcher and _runs(launcher, "deepspeed.launcher.launch") else None
-    return command if command and _runs(command, "deepspeed") else None
+    return command if command and _runs(command, "deepspeed", "deepspeed.launcher.runner") else None
 
 
-def _runs(process: psutil.Process, name: str) -> bool:
+def _runs(process: psutil.Process, *names: str) -> bool:
     try:
-        return any(part.endswith(name) for part in process.cmdline())
+        return any(part.endswith(names) for part in process.cmdline())
     except psutil.Error:
         return False
 

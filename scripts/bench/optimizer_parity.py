@@ -40,9 +40,10 @@ KEPT: dict[str, dict[str, Any]] = {
     "nudged": {},
     "bf16": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
     "e4m3": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3"},
+    "e4m3_nearest": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3", "stochastic_rounding": False},
     "coat_nearest": {**EXPANDED, "stochastic_rounding": False},
     "coat_exp_avg": {"exp_avg": "e4m3_expanded"},
-    "coat_exp_avg_sq_nearest": {"exp_avg_sq": "e4m3_expanded"},
+    "coat_exp_avg_sq_nearest": {"exp_avg_sq": "e4m3_expanded", "stochastic_rounding": False},
     "coat_stochastic": {**EXPANDED, "stochastic_rounding": True},
     "fp8lm_o3_nearest": {**PRESETS["fp8lm_o3"]["optimizer"], "stochastic_rounding": False},
     "fishman_nearest": {**PRESETS["fishman"]["optimizer"], "stochastic_rounding": False},
@@ -231,7 +232,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for name in options.presets:
         if name not in KEPT:
             raise UserError(f'unknown preset "{name}"', key="--presets", remedy=f"some of {', '.join(KEPT)}")
-    if options.save_moments and "exp_avg" in KEPT[options.presets[0]]:
+    if options.save_moments and {"exp_avg", "exp_avg_sq"} & KEPT[options.presets[0]].keys():
         raise UserError("the first run has no FP32 moments to save", key="--presets", remedy="infir2 first")
     if device().type != "cuda" and not options.quick:
         raise UserError("113 million parameters take hours without a GPU", remedy="--quick")

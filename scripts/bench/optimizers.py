@@ -38,6 +38,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
     "e4m3": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3"},
+    "e4m3, nearest": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3", "stochastic_rounding": False},
     "coat: e4m3_expanded": PRESETS["coat"]["optimizer"],
     "e4m3_expanded, nearest": {**PRESETS["coat"]["optimizer"], "stochastic_rounding": False},
     "e4m3_expanded, all stochastic": {**PRESETS["coat"]["optimizer"], "stochastic_rounding": True},

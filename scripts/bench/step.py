@@ -159,7 +159,17 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
     print_table(
         f"{options.size}, {options.layers} layers, {options.sequences} x {options.length} tokens "
         f"x {options.accumulation} a GPU and step, {rows[0]['gpus']} ranks, link: {joined_by}",
-        ("variant", "ms", "tokens/s a GPU", "speed-up", "peak GB", "gather MB", "grad MB", "first loss", "last loss"),
+        (
+            "variant",
+            "ms",
+            "tokens/s a GPU",
+            f"/ {rows[0]['variant']}",
+            "peak GB",
+            "gather MB",
+            "grad MB",
+            "first loss",
+            "last loss",
+        ),
         [
             (
                 row["variant"],
@@ -216,6 +226,20 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def micro_batches(options: argparse.Namespace, ranks: int) -> int:
+    """Of a step and GPU."""
+    if not options.global_tokens:
+        return options.accumulation
+    tokens = options.sequences * options.length * ranks
+    if options.global_tokens % tokens:
+        raise UserError(
+            f"{options.global_tokens} tokens are no multiple of the {tokens} of a micro-batch on all GPUs",
+            key="--global-tokens",
+            remedy=f"a multiple of {tokens}",
+        )
+    return options.global_tokens // tokens
+
+
 def measure_here(options: argparse.Namespace) -> None:
     """The one variant of `options`, as a rank that somebody started."""
     join_ranks()
@@ -225,15 +249,7 @@ def measure_here(options: argparse.Namespace) -> None:
             key="--variants",
             remedy="name one, or start this script without a launcher",
         )
-    if options.global_tokens:
-        micro_batch = options.sequences * options.length * dist.get_world_size()
-        if options.global_tokens % micro_batch:
-            raise UserError(
-                f"{options.global_tokens} tokens are no multiple of the {micro_batch} of a micro-batch on all GPUs",
-                key="--global-tokens",
-                remedy=f"a multiple of {micro_batch}",
-            )
-        options.accumulation = options.global_tokens // micro_batch
+    options.accumulation = micro_batches(options, dist.get_world_size())
     rows = [measure_variant(options.variants[0], options, Batches(options))]
     facts = banner()
     if is_first():
@@ -255,6 +271,7 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> None:
 def measure_apart(arguments: list[str], options: argparse.Namespace) -> int:
     """Every variant in a run of its own. The exit status of the first that fails; the others are reported."""
     ranks = options.gpus or max(torch.cuda.device_count(), 1)
+    micro_batches(options, ranks)  # or every variant would find the mistake by itself
     failed, found = 0, {}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "variant.json"

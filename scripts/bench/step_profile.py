@@ -43,14 +43,18 @@ def profiled(run: Callable[[], None], trace: str | None = None) -> dict[str, Any
 
 
 def gpu_time(kernels: list[tuple[str, float, float]]) -> dict[str, Any]:
-    """Milliseconds of kernels (name, start, end in microseconds): of NCCL's, of all others, of neither; and by name."""
+    """Milliseconds of kernels (name, start, end in microseconds): of NCCL's, of all others, of neither; by name.
+
+    Copies count as compute.
+    """
     communication = [(start, end) for name, start, end in kernels if "nccl" in name.lower()]
     others = [(start, end) for name, start, end in kernels if "nccl" not in name.lower()]
     busy, computing = covered([*communication, *others]), covered(others)
     span = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
     by_name: dict[str, list[float]] = {}
     for name, start, end in kernels:
-        by_name.setdefault(name.split("<")[0].split("(")[0][:60], []).append(end - start)
+        short = name.replace("(anonymous namespace)::", "").split("<")[0].split("(")[0].removeprefix("void ")
+        by_name.setdefault(short[:60], []).append(end - start)
     longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:KERNELS]
     return {
         "span": span / 1e3,

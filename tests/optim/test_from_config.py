@@ -58,7 +58,7 @@ def test_deepspeeds_adam_stays_while_all_state_is_fp32(fp8, own):
         ("fishman", StatePrecision("e4m3", "e5m2", granularity="tensor")),
     ],
 )
-def test_presets_keep_state_as_their_sources_do(preset, precision):
+def test_presets_keep_state_in_the_formats_of_their_sources(preset, precision):
     assert adamw({"preset": preset}).precision == precision
 
 

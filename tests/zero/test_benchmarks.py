@@ -109,6 +109,12 @@ def test_wrong_arguments_are_explained(arguments, key):
     assert caught.value.key == key
 
 
+def test_tokens_that_no_micro_batches_make_are_explained():
+    done = run_script("step.py", "--quick", "--gpus", "2", "--global-tokens", "300")
+    assert done.returncode == 2
+    assert "--global-tokens" in done.stderr
+
+
 def test_a_wrong_variant_is_explained():
     done = run_script("step.py", "--quick", "--variants", "infir")
     assert done.returncode == 2

@@ -133,17 +133,23 @@ def test_the_kernels_send_the_same_bytes(rows, places, numels, key, dtype):
     assert torch.equal(plain, ours)
 
 
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32])
-def test_the_kernels_keep_the_same_residual(precision):
+def test_the_kernels_keep_the_same_residual(precision, key):
     shape, slices = laid_out(3, 1, [5000])
     (gradient,) = gradients_of([5000], torch.float32, exact=True)
+    if key is None:
+        gradient *= 1.017
     residuals = [torch.full((5000,), 2.0**-10, dtype=precision) for _ in range(2)]
     plain, ours = (
-        packed(pack, [gradient], shape, slices, residual=residual, key=KEY)
+        packed(pack, [gradient], shape, slices, residual=residual, key=key)
         for pack, residual in zip((pack_reference, kernels().pack), residuals, strict=True)
     )
     assert torch.equal(plain, ours)
-    assert torch.equal(*residuals)
+    # Triton's interpreter cuts off what BF16 has no bits for: what is exact in BF16, as stochastic rounding leaves it here,
+    # and FP32 are equal.
+    spacing = 2.0**-7 if key is None and precision is torch.bfloat16 else 0
+    torch.testing.assert_close(*residuals, rtol=spacing, atol=0)
     assert residuals[0].unique().numel() > 1
 
 

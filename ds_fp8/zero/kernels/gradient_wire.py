@@ -30,7 +30,8 @@ GROUPS = 32
 def _round_to_nearest(x, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
     """The number of the format that is nearest to x, ties to even: 1.5 * 2^23 spacings have no room for fractions."""
     shift = spacing_of(x, EPSILON, SUBNORMAL) * 12582912.0
-    return (x + shift) - shift
+    magnitude = (tl.abs(x) + shift) - shift
+    return tl.where(x.to(tl.int32, bitcast=True) < 0, -magnitude, magnitude)  # zero has a sign, too
 
 
 @triton.jit(do_not_specialize=["key", "rows"])

@@ -8,6 +8,8 @@ Every point is a run of scripts/train.py in processes of its own. The same comma
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from pathlib import Path
 
 from ds_fp8.errors import UserError, main_entry
@@ -37,6 +39,9 @@ def main() -> int:
         "--memory", type=float, metavar="GIB", help="of a GPU, for --plan and --find-max on other machines"
     )
     arguments = parser.parse_args()
+
+    # Terminated, it ends the point that is running as it does after Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
     from deepspeed.utils.logging import set_log_level_from_string
     from rich.console import Console

@@ -50,8 +50,10 @@ def test_on_cpus_that_variable_says_nothing(monkeypatch):
 def test_ranks_know_the_command_that_started_them():
     """They watch whether it has ended."""
     for command in (deepspeed_command(1), ["/usr/bin/deepspeed", "--num_gpus", "1"]):
-        arguments = [sys.executable, "-c", "import time; time.sleep(60)", *command[1:], *command[:1]]
-        with subprocess.Popen(arguments) as started:
+        idle = "import time; print(flush=True); time.sleep(60)"
+        arguments = [sys.executable, "-c", idle, *command[1:], *command[:1]]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE) as started:
+            started.stdout.readline()  # until then it may not be the command yet
             assert processes._runs(psutil.Process(started.pid), "deepspeed", "deepspeed.launcher.runner")
             started.kill()
 

@@ -6,9 +6,11 @@ from ds_fp8.memory.states import shard_numel, trained
 from ds_fp8.memory.workload import FP32, Workload
 from ds_fp8.optim.from_config import uses_own_optimizer
 from ds_fp8.optim.moment import CHUNK
+from ds_fp8.state_precision import MOMENTS
 
-EMULATED = 30
-"""Bytes an element that ds_fp8's own AdamW takes on a CPU, where it decodes and encodes moments in plain torch."""
+EMULATED, AT_RANDOM = 30, 69
+"""Bytes an element that ds_fp8's own AdamW takes on a CPU, where it decodes and encodes moments in plain torch: rounded
+to nearest, or stochastically."""
 
 
 def optimizer_step(w: Workload) -> int:
@@ -22,7 +24,8 @@ def optimizer_step(w: Workload) -> int:
     stepped = largest_sub_group(w)
     own = uses_own_optimizer(w.fp8)
     if own and w.device == "cpu":
-        return FP32 * stepped + EMULATED * min(stepped, CHUNK)
+        emulated = AT_RANDOM if set(MOMENTS) & set(w.fp8.optimizer.precision().stochastic_parts) else EMULATED
+        return FP32 * stepped + emulated * min(stepped, CHUNK)
     copies = 1
     if w.torch_adam and not own:
         copies += 1 if w.device == "cuda" else 2

@@ -119,7 +119,7 @@ class OptimizerStateConfig(Section):
     stuck. e4m3_expanded has FP32 scales whatever is said here."""
     stochastic_rounding: bool | Literal["auto"] | tuple[str, ...] = AUTO
     """What is rounded up or down at random, right on average: some of exp_avg, exp_avg_sq and master; true: all. auto:
-    exp_avg_sq in FP8, for nearest rounding loses most of what a step adds, and FP16 masters, for small steps."""
+    exp_avg_sq in FP8, for nearest rounding loses much of what a step adds, and FP16 masters, for small steps."""
     seed: int = Field(0, ge=0)
     """Of stochastic rounding."""
     implementation: Literal["auto", "ds_fp8"] = "auto"

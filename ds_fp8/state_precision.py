@@ -28,7 +28,7 @@ class StatePrecision:
     """Which elements of a moment share a scale: 128 in a row, or all of a tensor (of a rank's part of it)."""
     scale: ScaleType = "fp32"
     stochastic_rounding: bool | Literal["auto"] | tuple[StatePart, ...] = AUTO
-    """What is rounded at random rather than to nearest: these parts, or all where True. auto: what loses most of its
+    """What is rounded at random rather than to nearest: these parts, or all where True. auto: what loses much of its
     changes to nearest rounding, exp_avg_sq in FP8 and masters in FP16."""
     seed: int = 0
 

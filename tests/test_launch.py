@@ -54,8 +54,9 @@ def test_ranks_know_the_command_that_started_them():
         arguments = [sys.executable, "-c", idle, *command[1:], *command[:1]]
         with subprocess.Popen(arguments, stdout=subprocess.PIPE) as started:
             started.stdout.readline()  # until then it may not be the command yet
-            assert processes._runs(psutil.Process(started.pid), "deepspeed", "deepspeed.launcher.runner")
+            found = processes._runs(psutil.Process(started.pid), "deepspeed", "deepspeed.launcher.runner")
             started.kill()
+        assert found
 
 
 def test_ports_differ():

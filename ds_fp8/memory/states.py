@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ds_fp8.formats import BLOCK, scale_shape
+import torch
+
+from ds_fp8.formats import scale_shape
 from ds_fp8.memory.model_shape import ParameterShape
 from ds_fp8.memory.workload import BF16, FP32, Workload
 from ds_fp8.optim.codecs import moment_bytes
+from ds_fp8.zero.gradient_reduce import residual_bytes
 
 
 def shard_numel(parameters: Iterable[ParameterShape], gpus: int) -> int:
@@ -90,7 +93,7 @@ def weight_scales(numel: int, w: Workload) -> int:
 
 def error_feedback(w: Workload) -> int:
     """2 N or 4 N with grad_reduce.error_feedback: what casts of whole gradients lost is kept on every GPU."""
-    if not w.reduces_in_fp8 or w.fp8.grad_reduce.error_feedback == "off":
+    if not w.reduces_in_fp8:
         return 0
-    numel = sum(p.numel for p in trained(w) if p.numel >= 32 * BLOCK)
-    return numel * (BF16 if w.fp8.grad_reduce.error_feedback == "bf16" else FP32)
+    # As if all were matrices: vectors that are long enough to count are few.
+    return residual_bytes([torch.Size((1, p.numel)) for p in trained(w)], w.fp8.grad_reduce.error_feedback)

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -22,6 +21,7 @@ from ds_fp8.errors import UserError
 from ds_fp8.memory.model_shape import ModelShape, model_shape
 from ds_fp8.schema import parse_section
 from ds_fp8.train.deepspeed_config import resolve_batch
+from ds_fp8.train.model import stored_config, stored_model
 from ds_fp8.train.stage import ModelConfig
 
 BF16, FP32 = 2, 4
@@ -177,19 +177,9 @@ def _model_config(section: ModelConfig, data: DataConfig, train: Mapping[str, An
                 key="model.config",
                 remedy="change what the message names",
             ) from None
-    key, source = ("train.init_from", train.get("init_from")) if section.path is None else ("model.path", section.path)
-    if source is None:
+    path, init_from = section.path, train.get("init_from")
+    if path is None and init_from is None:
         raise UserError(
             "no model is given", key="model", remedy="give model.config or model.path, or pass model=... to estimate"
         )
-    folder = Path(source).expanduser()
-    finished = folder / "model"
-    try:
-        return AutoConfig.from_pretrained(finished if finished.is_dir() else folder if folder.is_dir() else source)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{source} is neither a folder with a Hugging Face model nor a model name that can be reached: "
-            f"{' '.join(str(error).split())[:200]}",
-            key=key,
-            remedy='check the path or name, or describe the model in "model": {"config": {...}}',
-        ) from None
+    return stored_config(*stored_model(path, init_from if path is None else None))

@@ -157,8 +157,8 @@ class AdamW(torch.optim.Optimizer):
         else:
             reference.adamw_step(*arguments, **outputs, seed=seed, stochastic=at_random)
         if self.precision.master == "fp16_scaled":
-            chance = seed ^ 0x5A5A5A5A & 0x7FFFFFFF if "master" in at_random else None
-            round_masters(master, self._layout(p, "tensor", "pow2"), chance, state.get(MASTER))
+            own_seed = seed ^ 0x5A5A5A5A if "master" in at_random else None
+            round_masters(master, self._layout(p, "tensor", "pow2"), own_seed, state.get(MASTER))
         if not p.is_contiguous():
             p.copy_(parameter.view(p.shape))
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ds_fp8.formats import BLOCK, FORMATS, SMALLEST_SCALE
-from ds_fp8.quantize.chance import MULTIPLIERS
+from ds_fp8.quantize.stochastic import MULTIPLIERS
 from ds_fp8.quantize.tensor import QuantizedTensor, block_scales
 
 NONE, GROUP, TILE, ROW, TENSOR = (tl.constexpr(i) for i in range(5))
@@ -33,7 +33,7 @@ _STEP, _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS
 
 @triton.jit
 def random_word(index, key):
-    """The 32 bits whose upper half chance.uniform takes."""
+    """The 32 bits whose upper half `uniform` of stochastic.py takes."""
     word = index.to(tl.uint32) * _STEP + key.to(tl.uint32)
     word = (word ^ (word >> 16)) * _FIRST
     word = (word ^ (word >> 15)) * _SECOND

@@ -29,7 +29,7 @@ def load_model_config(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Pretr
     if stage.model.config is not None:
         config = _inline_config(stage.model.config, tokenizer)
     else:
-        config = _stored_config(stage)
+        config = stored_config(*_source(stage))
         _check_tokenizer(stage, tokenizer)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and stage.data.sequence_length > longest:
@@ -80,7 +80,7 @@ def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
 
 
 def _where_to_draw(config: PretrainedConfig) -> torch.device:
-    """Where untrained weights are made: a CPU takes minutes for billions, a GPU needs room for all of them.
+    """Where untrained weights are made: on the GPU, which draws them faster, where a quarter of it holds them all.
 
     It follows from the model and the kind of GPU alone: a run and its twin begin with the same weights.
     """
@@ -140,11 +140,14 @@ def _inline_config(values: dict, tokenizer: PreTrainedTokenizerBase) -> Pretrain
     return config
 
 
-def _source(stage: Stage) -> tuple[str, str]:
-    """(key, folder or hub name) of a stored model; a finished run_dir stands for the model it wrote."""
-    if stage.train.init_from is None:
-        return "model.path", str(Path(stage.model.path).expanduser())
-    folder = Path(stage.train.init_from).expanduser()
+def stored_model(path: str | None, init_from: str | None) -> tuple[str, str]:
+    """(key, folder or hub name) of the model of `model.path` or `train.init_from`, one of which is given.
+
+    A finished run_dir stands for the model it wrote. Raises UserError for a folder without one.
+    """
+    if init_from is None:
+        return "model.path", str(Path(path).expanduser())
+    folder = Path(init_from).expanduser()
     if not folder.is_dir():
         raise UserError(
             f"{folder} does not exist",
@@ -162,8 +165,8 @@ def _source(stage: Stage) -> tuple[str, str]:
     return "train.init_from", str(folder)
 
 
-def _stored_config(stage: Stage) -> PretrainedConfig:
-    key, source = _source(stage)
+def stored_config(key: str, source: str) -> PretrainedConfig:
+    """The configuration of what `stored_model` found. Raises UserError where there is none, or no way to it."""
     local = Path(source)
     if not local.is_dir() and (local.is_absolute() or source.startswith(".") or source.count("/") != 1):
         raise UserError(f"the model folder {source} does not exist", key=key, remedy="check the path")
@@ -176,6 +179,10 @@ def _stored_config(stage: Stage) -> PretrainedConfig:
             key=key,
             remedy="check the path or name, and the network for a name",
         ) from None
+
+
+def _source(stage: Stage) -> tuple[str, str]:
+    return stored_model(stage.model.path, stage.train.init_from)
 
 
 def _check_tokenizer(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -16,9 +16,8 @@ from torch.nn.functional import pad
 
 from ds_fp8.formats import BLOCK, FORMATS
 from ds_fp8.quantize import QuantizedTensor, group_amax, scale_from_amax
-from ds_fp8.quantize.chance import uniform
 from ds_fp8.quantize.reference import decode
-from ds_fp8.zero.rounding import round_stochastically
+from ds_fp8.quantize.stochastic import round_stochastically, uniform
 
 
 @dataclass(frozen=True)

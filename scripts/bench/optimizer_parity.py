@@ -11,7 +11,7 @@ of one seed start from the same weights and see the same batches, so they differ
     "final loss"   mean training loss of the last tenth of the steps
     "vs first"     its relative difference from the first preset with the same seed; parity with FP32 is within 0.25%
     "validation"   loss on the last hundredth of the text, which no run trains on
-    "nudged"       FP32 state, and one weight that differs in its last bit: how far chance alone parts two runs
+    "perturbed"       FP32 state, and one weight that differs in its last bit: how far chance alone parts two runs
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ds_fp8.optim import AdamW
 EXPANDED = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
 KEPT: dict[str, dict[str, Any]] = {
     **{name: PRESETS[name].get("optimizer", {}) for name in ("infir2", "coat", "fishman", "fp8lm_o2", "fp8lm_o3")},
-    "nudged": {},
+    "perturbed": {},
     "bf16": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
     "e4m3": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3"},
     "e4m3_nearest": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3", "stochastic_rounding": False},
@@ -49,7 +49,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "fishman_nearest": {**PRESETS["fishman"]["optimizer"], "stochastic_rounding": False},
 }
 """Presets of the fp8 section by what they say of the optimizer, and more."""
-NUDGED = "nudged"
+PERTURBED = "perturbed"
 VALIDATION_BATCHES = 8
 MOMENTS_SAVED = 20_000_000
 """Elements of moments to save at least: whole tensors from the first layers on."""
@@ -131,7 +131,7 @@ def train(name: str, scale: Scale, text: torch.Tensor, seed: int, options: argpa
     """One run: (its row of figures, the optimizer, the model)."""
     kept = KEPT[name]
     model = build_model(scale, seed)
-    if name == NUDGED:
+    if name == PERTURBED:
         model.lm_head.weight.data.view(torch.int16)[0, 0] ^= 1
     forward = torch.compile(model) if options.compile else model
     optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, options.beta2), eps=1e-8, weight_decay=0.1, **kept)

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from ds_fp8.formats import FORMATS
-from ds_fp8.quantize.chance import uniform
-from ds_fp8.zero.rounding import round_stochastically
+from ds_fp8.quantize.stochastic import round_stochastically, uniform
 
 SAMPLES = 20000
 

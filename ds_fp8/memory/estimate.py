@@ -1,4 +1,4 @@
-"""The most memory a training step takes, per GPU: every term of its own, at every moment that may be the peak.
+"""The most memory a training step takes, per GPU: every term of its own, in every phase that may be the peak.
 
     the loss          everything that lasts, all activations, the head and its loss
     backward of a     everything that lasts, the activations of the layers up to it, its workspace, what is gathered
@@ -61,8 +61,8 @@ CONTEXT = 1 << 30
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What is there at one time, in bytes by kind."""
+class Phase:
+    """A time of the step, and what is there then, in bytes by kind."""
 
     name: str
     parts: dict[str, int]
@@ -77,12 +77,12 @@ class Estimate:
     """The memory of a training step, per GPU, in bytes."""
 
     workload: Workload
-    moments: tuple[Moment, ...]
+    phases: tuple[Phase, ...]
 
     @property
-    def peak(self) -> Moment:
-        """The moment at which the most is there."""
-        return max(self.moments, key=lambda moment: moment.total)
+    def peak(self) -> Phase:
+        """The phase in which the most is there."""
+        return max(self.phases, key=lambda phase: phase.total)
 
     @property
     def peak_bytes(self) -> int:
@@ -118,7 +118,7 @@ class Estimate:
             "slack_bytes": self.slack_bytes,
             "context_bytes": CONTEXT,
             "device_bytes": self.device_bytes,
-            "moments": {moment.name: moment.total for moment in self.moments},
+            "phases": {phase.name: phase.total for phase in self.phases},
         }
 
 
@@ -144,15 +144,15 @@ def estimate(
 def estimate_workload(w: Workload) -> Estimate:
     """The same of a workload that has been read."""
     lasting = Counter({kind: size for kind, term in LASTING.items() if (size := term(w))})
-    moments = [*_passes(w, lasting), Moment("the optimizer step", _step(w, lasting))]
-    return Estimate(w, tuple(moments))
+    phases = [*_passes(w, lasting), Phase("the optimizer step", _step(w, lasting))]
+    return Estimate(w, tuple(phases))
 
 
 def _step(w: Workload, lasting: Counter[str]) -> dict[str, int]:
     return dict(lasting + Counter({STEP: optimizer_step.optimizer_step(w)}))
 
 
-def _passes(w: Workload, lasting: Counter[str]) -> Iterator[Moment]:
+def _passes(w: Workload, lasting: Counter[str]) -> Iterator[Phase]:
     """The loss, and backward of every layer from the last to the first."""
     layers = w.model.layers
     present = lasting + Counter({INPUTS: activations.batch(w) + activations.rotary(w, layers[0])})
@@ -161,7 +161,7 @@ def _passes(w: Workload, lasting: Counter[str]) -> Iterator[Moment]:
     for amounts in kept:
         present += amounts
     head = Counter({GATHERED: gathering.at_the_loss(w), LOSS: loss.loss(w)})
-    yield Moment("the loss", dict(present + head + Counter({activations.NORMS: activations.final_norm(w)})))
+    yield Phase("the loss", dict(present + head + Counter({activations.NORMS: activations.final_norm(w)})))
 
     reductions = reduction.reductions(w)
     waiting = Counter({LOSS: loss.head_gradient(w)})
@@ -170,8 +170,8 @@ def _passes(w: Workload, lasting: Counter[str]) -> Iterator[Moment]:
         of_layer = Counter({WORKSPACE: workspace, GATHERED: gathering.in_backward(w, index)})
         transient = max((reduction.transient(r, w) for r in reductions if r.layer == index), default=0)
         parts = present + of_layer + waiting + Counter({REDUCTION: transient})
-        yield Moment(f"backward of layer {index + 1} of {len(layers)}", dict(parts))
+        yield Phase(f"backward of layer {index + 1} of {len(layers)}", dict(parts))
         present = present - kept[index]
     last = max((reduction.transient(r, w) for r in reductions if r.layer < 0), default=0)
     embedding = Counter({LOSS: loss.head_gradient(w) + 2 * w.model.embedding, REDUCTION: last})
-    yield Moment("backward of the embedding", dict(present + embedding))
+    yield Phase("backward of the embedding", dict(present + embedding))

@@ -62,7 +62,7 @@ def test_more_of_everything_takes_more():
 
 def test_parts_make_up_the_peak():
     result = estimate(workloads.stage()).as_json()
-    assert sum(result["parts"].values()) == result["peak_bytes"] == max(result["moments"].values())
+    assert sum(result["parts"].values()) == result["peak_bytes"] == max(result["phases"].values())
 
 
 @pytest.mark.parametrize(

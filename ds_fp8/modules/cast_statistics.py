@@ -1,12 +1,13 @@
 """What one cast of a matrix did to it, counted on its device: the host waits for nothing.
 
-The amax and the range of the scales are of the whole tensor. Shares and squares are of rows evenly spaced over it,
-about `SAMPLE` elements, weighted to stand for all: enough to tell 0.1%, at a cost that does not grow with the tensor.
+On a GPU one kernel counts every element. In torch, the amax and the range of the scales are of the whole tensor, shares
+and squares of rows evenly spaced over it, about `SAMPLE` elements, weighted to stand for all: enough to tell 0.1%, at a
+cost that does not grow with the tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -29,19 +30,54 @@ Rows = Callable[[slice], torch.Tensor]
 
 
 @torch.no_grad()
-def cast_statistics(
-    x: torch.Tensor | Rows, quantized: QuantizedTensor, elements: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(SUMS, PEAKS), FP64 [5] and [3], of a cast of x [M, K], which has elements.
+def add_cast_statistics(
+    x: torch.Tensor | Rows,
+    quantized: QuantizedTensor,
+    sums: torch.Tensor,
+    peaks: torch.Tensor,
+    elements: int | None = None,
+) -> None:
+    """Add SUMS of a cast of x [M, K], not empty, to `sums` [5] and raise `peaks` [3] to its PEAKS; FP64, in place.
 
     Scales of groups that hold only zeros or a NaN do not count: they say nothing of the numbers. elements: of x, where
     it has zeros that are no part of the tensor.
     """
-    rows = x.__getitem__ if isinstance(x, torch.Tensor) else x
-    return _count(rows, quantized, elements), _peaks(rows, quantized)
+    sums[:1] += quantized.data.numel() if elements is None else elements
+    if quantized.data.is_cuda:
+        from ds_fp8.modules.kernels.cast_statistics import count
+
+        with torch.cuda.device(quantized.data.device):  # where Triton launches
+            for numbers, part in _parts(x, quantized):
+                count(numbers, part, _limit(quantized), sums, peaks)
+    else:
+        rows = x.__getitem__ if isinstance(x, torch.Tensor) else x
+        sums[1:] += _count(rows, quantized)
+        peaks.copy_(torch.maximum(peaks, _peaks(rows, quantized)))
 
 
-def _count(rows: Rows, quantized: QuantizedTensor, elements: int | None) -> torch.Tensor:
+def _parts(x: torch.Tensor | Rows, quantized: QuantizedTensor) -> Iterator[tuple[torch.Tensor, QuantizedTensor]]:
+    """A matrix and its cast; what is nowhere in memory as a whole, one part after the other."""
+    if isinstance(x, torch.Tensor):
+        yield x, quantized
+        return
+    for rows in _chunks(quantized):
+        yield x(rows), QuantizedTensor(quantized.data[rows], _scales_of(quantized, rows), quantized.granularity)
+
+
+def _chunks(quantized: QuantizedTensor) -> Iterator[slice]:
+    """Rows of a matrix, whole blocks of them."""
+    count, columns = quantized.shape
+    step = max(BLOCK, CHUNK // columns // BLOCK * BLOCK)
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def _limit(quantized: QuantizedTensor) -> float:
+    """In units of a scale: what is beyond it was saturated."""
+    return FORMATS[quantized.format].max * QUOTIENT
+
+
+def _count(rows: Rows, quantized: QuantizedTensor) -> torch.Tensor:
     numel, granularity, scale = quantized.data.numel(), quantized.granularity, quantized.scale
     spaced = slice(None, None, min(-(-numel // SAMPLE), quantized.shape[0]))
     if granularity == "128x128":
@@ -51,30 +87,27 @@ def _count(rows: Rows, quantized: QuantizedTensor, elements: int | None) -> torc
     sample = rows(spaced).float()
     codes = decode(quantized.data[spaced])
     units = per_element(torch.div, sample.abs(), scale, granularity)
-    saturated = (units > FORMATS[quantized.format].max * QUOTIENT).sum()
+    saturated = (units > _limit(quantized)).sum()
     flushed = ((units > 0) & (codes == 0)).sum()
     noise = (sample - per_element(torch.mul, codes, scale, granularity)).double().square().sum()
     counted = torch.stack([saturated, flushed, sample.double().square().sum(), noise]).double()
-    counted *= numel / sample.numel()
-    return torch.cat([counted.new_full((1,), numel if elements is None else elements), counted])
+    return counted * (numel / sample.numel())
 
 
 def _peaks(rows: Rows, quantized: QuantizedTensor) -> torch.Tensor:
-    count, columns = quantized.shape
-    step = max(BLOCK, CHUNK // columns // BLOCK * BLOCK)
     peaks = []
-    for start in range(0, count, step):
-        amax = group_amax(rows(slice(start, start + step)), quantized.granularity)
-        scale = _scales_of(quantized, start, start + step)
+    for part in _chunks(quantized):
+        amax = group_amax(rows(part), quantized.granularity)
+        scale = _scales_of(quantized, part)
         tells = (amax > 0) & scale.isfinite()
         ends = [torch.where(tells, end, -torch.inf).amax() for end in (scale, -scale)]
         peaks.append(torch.stack([amax.amax(), *ends]))
     return torch.stack(peaks).amax(0).double()
 
 
-def _scales_of(quantized: QuantizedTensor, start: int, stop: int) -> torch.Tensor:
+def _scales_of(quantized: QuantizedTensor, rows: slice) -> torch.Tensor:
     """The scales of rows that begin at a block."""
     if quantized.granularity == "tensor":
         return quantized.scale
     unit = BLOCK if quantized.granularity == "128x128" else 1
-    return quantized.scale[start // unit : -(-stop // unit)]
+    return quantized.scale[rows.start // unit : -(-rows.stop // unit)]

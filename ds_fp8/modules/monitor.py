@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_fp8.modules.cast_statistics import PEAKS, SUMS, Rows, cast_statistics
+from ds_fp8.modules.cast_statistics import PEAKS, SUMS, Rows, add_cast_statistics
 from ds_fp8.quantize import QuantizedTensor
 
 TENSOR_CLASSES = ("input", "weight", "grad_output", "grad_weight")
@@ -95,10 +95,8 @@ class CastMonitor:
         column = self._column(site, tensor_class, quantized.data.device)
         if not quantized.data.numel():
             return
-        sums, peaks = cast_statistics(x, quantized, elements)
-        of_all, highest = _parts(self._buffer)
-        of_all[:, column] += sums
-        highest[:, column] = torch.maximum(highest[:, column], peaks)
+        sums, peaks = (part[:, column] for part in _parts(self._buffer))
+        add_cast_statistics(x, quantized, sums, peaks, elements)
 
     def end_step(self) -> Measurement | None:
         """Close an optimizer step; its figures when it was a measured one. Collective once attached."""

@@ -73,7 +73,7 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if options.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    ds_config = zero3_config(options.sequences, options.accumulation, fp8_section(variant, options.monitor))
+    ds_config = zero3_config(options.sequences, options.accumulation, fp8_section(variant, options.measure_every))
     if options.prefetch is not None:
         ds_config["zero_optimization"]["stage3_prefetch_bucket_size"] = options.prefetch
     return ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
@@ -202,7 +202,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--global-tokens", type=int, help="tokens of a step over all GPUs, in place of --accumulation")
     parser.add_argument("--steps", type=int, help=f"of which {WARMUP} warm up (default 20, --quick: 6)")
-    parser.add_argument("--monitor", type=int, default=0, help="fp8.monitor.every (default 0: never)")
+    parser.add_argument("--measure-every", type=int, default=0, help="fp8.monitor.every (default 0: never)")
     parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size, where not as it is by default")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing of whole layers")
     parser.add_argument("--text", metavar="FILE", help="train on the bytes of this file")
@@ -255,7 +255,7 @@ def measure_here(options: argparse.Namespace) -> None:
     if is_first():
         settings = {key: getattr(options, key) for key in ("size", "layers", "vocabulary", "sequences", "length")}
         settings |= {"accumulation": options.accumulation, "recompute": options.recompute, "prefetch": options.prefetch}
-        settings |= {"monitor": options.monitor}
+        settings |= {"monitor": options.measure_every}
         report({"banner": facts, "link": link(), "settings": settings, "rows": rows}, options)
     leave_ranks()
 

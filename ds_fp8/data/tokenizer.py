@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sentencepiece
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from ds_fp8.data.chat import CHATML_TEMPLATE, CHATML_TOKENS
 from ds_fp8.data.sentencepiece_model import from_sentencepiece
@@ -26,6 +27,8 @@ PIECE_END = "||||"
 """Marks, in the training text alone, where a token has to end."""
 SMALLEST_VOCABULARY = 384
 """Of the built-in tokenizer: 256 bytes, the special tokens, every character of the built-in corpus, some merges."""
+GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Classes of a tokenizer that is all that its tokenizer.json says."""
 
 
 def build_tokenizer(config: DataConfig, cache_dir: Path) -> PreTrainedTokenizerBase:
@@ -160,10 +163,30 @@ def _template(name: str) -> str:
         ) from None
 
 
+def misreading(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str | None:
+    """What transformers' AutoTokenizer makes of `tokenizer` as a model's folder has it; None where it is the same.
+
+    Beside the config.json of some models, Qwen2's among them, it takes the model's own class for every tokenizer, which
+    splits text in its own way: the ids are others.
+    """
+    try:
+        read = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of whatever kind: that class expects another file
+        return f"cannot be read ({type(error).__name__})"
+    same = encode_prompts(read, [_PROBE]) == encode_prompts(tokenizer, [_PROBE])
+    return None if same else f"is a {type(read).__name__}, with other ids"
+
+
+_PROBE = "  Tom's 12345 apples, 67.5%\n\n\tdef f(x): return café + 漢字 😀"
+
+
 def _pretrained(name: str) -> PreTrainedTokenizerBase:
     folder = Path(name).expanduser()
+    source = folder if folder.is_dir() else name
     try:
-        return AutoTokenizer.from_pretrained(folder if folder.is_dir() else name)
+        # Not by AutoTokenizer where the file is everything: see misreading.
+        generic = get_tokenizer_config(source).get("tokenizer_class") in GENERIC
+        return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(source)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(

@@ -103,7 +103,7 @@ def train(stage: Stage) -> dict[str, Any]:
             run.save()
             progress.say(f"interrupted: {run.step} steps are done and saved; the same command resumes")
             raise
-    result = write_result(stage, engine, tokenizer, log, data.report)
+    result = write_result(stage, engine, tokenizer, log, data.report, progress.say)
     dist.barrier()
     return result
 

@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import shutil
+from collections.abc import Callable
 from importlib.metadata import version
 from statistics import fmean
 from typing import Any
@@ -15,6 +16,7 @@ from deepspeed import comm as dist
 from transformers import PreTrainedTokenizerBase
 
 import ds_fp8
+from ds_fp8.data.tokenizer import misreading
 from ds_fp8.train.checkpoints import MODEL, RESULT
 from ds_fp8.train.metrics import MetricsLog, summarise, write_atomically
 from ds_fp8.train.stage import Stage
@@ -24,11 +26,17 @@ _PACKAGES = ("torch", "deepspeed", "transformers")
 
 
 def write_result(
-    stage: Stage, engine: DeepSpeedEngine, tokenizer: PreTrainedTokenizerBase, log: MetricsLog, data: dict[str, Any]
+    stage: Stage,
+    engine: DeepSpeedEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    log: MetricsLog,
+    data: dict[str, Any],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Write run_dir/model (BF16 safetensors, configuration, tokenizer), then run_dir/result.json. Collective.
 
-    Returns the result, the same on every rank but for the FP8 report, which is the rank's own.
+    Returns the result, the same on every rank but for the FP8 report, which is the rank's own. `say` is told where
+    others will read the tokenizer differently.
     """
     state = consolidated_state_dict(engine)
     if dist.get_rank() == 0:
@@ -38,6 +46,11 @@ def write_result(
         tokenizer.save_pretrained(part)
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
+        if wrong := misreading(tokenizer, final):
+            say(
+                f"note: to transformers' AutoTokenizer the tokenizer in {final} {wrong}; "
+                "load it with PreTrainedTokenizerFast.from_pretrained, as data.tokenizer does"
+            )
     result = {
         **summarise(log, stage.train.steps),
         "epochs": stage.train.epochs,

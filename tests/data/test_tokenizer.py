@@ -8,12 +8,12 @@ import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from ds_fp8.data import DataConfig, build_tokenizer, encode_documents, encode_prompts
 from ds_fp8.data.sentencepiece_model import from_sentencepiece
 from ds_fp8.data.synthetic import conversations, documents
-from ds_fp8.data.tokenizer import SMALLEST_VOCABULARY, train_synthetic_model
+from ds_fp8.data.tokenizer import SMALLEST_VOCABULARY, misreading, train_synthetic_model
 from ds_fp8.errors import UserError
 
 ODD_TEXTS = (
@@ -121,6 +121,17 @@ def test_saved_tokenizer_is_the_same(tokenizer, tmp_path):
             assert loaded.decode(_ids(loaded, text)) == tokenizer.decode(_ids(tokenizer, text))
         chat = next(conversations("train", 0, 1))
         assert loaded.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(chat, tokenize=False)
+
+
+@pytest.mark.parametrize(("model_type", "told"), [("qwen2", "is a Qwen2Tokenizer, with other ids"), ("llama", None)])
+def test_a_model_beside_it_does_not_change_a_tokenizer(model_type, told, tokenizer, tmp_path):
+    """As in a finished run's folder. transformers takes every tokenizer of a Qwen2 model for Qwen2's."""
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = build_tokenizer(DataConfig(tokenizer=str(tmp_path)), tmp_path)
+    for text in (*_corpus()[:50], *ODD_TEXTS):
+        assert _ids(loaded, text) == _ids(tokenizer, text)
+    assert misreading(tokenizer, tmp_path) == told
 
 
 def test_documents_and_prompts(tokenizer):

@@ -10,7 +10,7 @@ from ds_fp8.data.stage import StageData, build_data, describe
 from ds_fp8.data.synthetic import Problem, chat_prompt, document_prompt, problems
 from ds_fp8.data.token_store import TokenStore
 from ds_fp8.data.tokenise import tokenise_source
-from ds_fp8.data.tokenizer import build_tokenizer, encode_documents, encode_prompts
+from ds_fp8.data.tokenizer import build_tokenizer, encode_documents, encode_prompts, load_tokenizer, save_tokenizer
 
 __all__ = [
     "IGNORED",
@@ -32,11 +32,13 @@ __all__ = [
     "encode_documents",
     "encode_prompts",
     "extract_answer",
+    "load_tokenizer",
     "local_micro_batches",
     "plan_rows",
     "problems",
     "read_examples",
     "rows_of_step",
+    "save_tokenizer",
     "tokenise_source",
     "tokenize_chat",
     "tokenize_chats",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import re
 import tempfile
@@ -27,7 +28,7 @@ PIECE_END = "||||"
 """Marks, in the training text alone, where a token has to end."""
 SMALLEST_VOCABULARY = 384
 """Of the built-in tokenizer: 256 bytes, the special tokens, every character of the built-in corpus, some merges."""
-GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of a tokenizer that is all that its tokenizer.json says."""
 
 
@@ -44,7 +45,7 @@ def build_tokenizer(config: DataConfig, cache_dir: Path) -> PreTrainedTokenizerB
     elif config.tokenizer.endswith(".model"):
         tokenizer = from_sentencepiece(_existing_file(config.tokenizer))
     else:
-        tokenizer = _pretrained(config.tokenizer)
+        tokenizer = load_tokenizer(config.tokenizer)
     if tokenizer.eos_token is None:
         raise UserError(
             f"the tokenizer {config.tokenizer} has no end-of-text token",
@@ -163,30 +164,40 @@ def _template(name: str) -> str:
         ) from None
 
 
-def misreading(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str | None:
-    """What transformers' AutoTokenizer makes of `tokenizer` as a model's folder has it; None where it is the same.
-
-    Beside the config.json of some models, Qwen2's among them, it takes the model's own class for every tokenizer, which
-    splits text in its own way: the ids are others.
-    """
-    try:
-        read = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # of whatever kind: that class expects another file
-        return f"cannot be read ({type(error).__name__})"
-    same = encode_prompts(read, [_PROBE]) == encode_prompts(tokenizer, [_PROBE])
-    return None if same else f"is a {type(read).__name__}, with other ids"
-
-
 _PROBE = "  Tom's 12345 apples, 67.5%\n\n\tdef f(x): return café + 漢字 😀"
 
 
-def _pretrained(name: str) -> PreTrainedTokenizerBase:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str | None:
+    """Write `tokenizer` beside the model in `folder`, as data.tokenizer reads it.
+
+    Returns what transformers' AutoTokenizer makes of it where that is something else, otherwise None: beside the
+    config.json of some models, Qwen2's among them, it takes the model's own class for every tokenizer, which splits
+    text in its own way.
+    """
+    tokenizer.save_pretrained(folder)
+    try:
+        read = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if encode_prompts(read, [_PROBE]) == encode_prompts(tokenizer, [_PROBE]):
+            return None
+        found = f"is a {type(read).__name__}, with other ids"
+    except Exception as error:  # of whatever kind: that class expects another file
+        found = f"cannot be read ({type(error).__name__})"
+    if tokenizer.is_fast:
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": GENERIC[0]}, indent=2) + "\n")
+    return found
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face name or folder. Raises UserError (key data.tokenizer) where there is none."""
     folder = Path(name).expanduser()
     source = folder if folder.is_dir() else name
     try:
-        # Not by AutoTokenizer where the file is everything: see misreading.
-        generic = get_tokenizer_config(source).get("tokenizer_class") in GENERIC
-        return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(source)
+        about = get_tokenizer_config(source)
+        # Not by AutoTokenizer where the file is everything: see save_tokenizer.
+        generic = about.get("tokenizer_class") in GENERIC and "auto_map" not in about
+        whole = not folder.is_dir() or (folder / "tokenizer.json").is_file()
+        return (PreTrainedTokenizerFast if generic and whole else AutoTokenizer).from_pretrained(source)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(

@@ -43,7 +43,8 @@ class AdamW(torch.optim.Optimizer):
     master: `fp32`: a parameter in FP32 is its own master, one in BF16 or FP16 gets an FP32 copy. `fp16_scaled`: master
         weights are FP16 numbers in units of one power of two a tensor. An FP32 parameter then holds such numbers in its
         4 bytes; a BF16 or FP16 one gets a copy of 2 bytes an element. Steps of less than half of FP16's spacing, 1/2048
-        to 1/4096 of the weight, are lost to rounding unless it is stochastic.
+        to 1/4096 of the weight, are lost to rounding unless it is stochastic. Vectors (weights of norms, biases) keep
+        FP32: they lie around 1, where FP16's spacing is many steps wide, and are next to nothing in memory.
     granularity: `1x128` or `tensor`; scale: `fp32` or `pow2`. With `fp32` the largest of a group is stored all but
         exactly, so that a moment goes on decaying when gradients stay zero. Rounded to nearest in units of a power of
         two it gets stuck where a step changes it by less than half of E4M3's spacing, which with beta2 above 0.94 is
@@ -84,12 +85,13 @@ class AdamW(torch.optim.Optimizer):
         """Whether state_dict() holds codes and scales as they are, readable by this optimizer alone."""
         self._finite = FiniteCheck() if check_finite else None
         self._segments: dict[torch.Tensor, tuple[int, ...]] = {}
+        self._vectors: dict[torch.Tensor, tuple[int, ...]] = {}
         self._streams: dict[torch.Tensor, int] = {}
         self._outputs: dict[torch.Tensor, dict[str, torch.Tensor | None]] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("precision", "compact", "_finite", "_segments", "_streams", "_outputs")
+        own = ("precision", "compact", "_finite", "_segments", "_vectors", "_streams", "_outputs")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -156,9 +158,10 @@ class AdamW(torch.optim.Optimizer):
                 adamw_step(*arguments, **outputs, skip=skip, seed=seed, stochastic=at_random)
         else:
             reference.adamw_step(*arguments, **outputs, seed=seed, stochastic=at_random)
-        if self.precision.master == "fp16_scaled":
+        if self._has_scaled_master(p):
             own_seed = seed ^ 0x5A5A5A5A if "master" in at_random else None
-            round_masters(master, self._layout(p, "tensor", "pow2"), own_seed, state.get(MASTER))
+            layout = self._layout(p, "tensor", "pow2")
+            round_masters(master, layout, own_seed, state.get(MASTER), self._vectors.get(p, ()))
         if not p.is_contiguous():
             p.copy_(parameter.view(p.shape))
 
@@ -184,9 +187,9 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[p]
         self._streams.setdefault(p, len(self._streams))
         if not isinstance(state.get("step"), torch.Tensor) or state["step"].device.type != "cpu":
-            if "step" not in state and self.precision.master == "fp16_scaled" and p.dtype is torch.float32:
+            if "step" not in state and self._has_scaled_master(p) and p.dtype is torch.float32:
                 flat = p.detach().contiguous().view(-1)
-                round_masters(flat, self._layout(p, "tensor", "pow2"), None)
+                round_masters(flat, self._layout(p, "tensor", "pow2"), None, exact=self._vectors.get(p, ()))
                 p.copy_(flat.view(p.shape))
             state["step"] = torch.tensor(float(state.get("step", 0.0)))
         for key in MOMENTS:
@@ -201,7 +204,7 @@ class AdamW(torch.optim.Optimizer):
         self, p: torch.Tensor, key: str, numbers: torch.Tensor | Moment | None, exponent: torch.Tensor | None = None
     ) -> torch.Tensor | Moment:
         """State `key` of p as it is kept, from its numbers in any form; zeros from None."""
-        codec, granularity, scale = self._format(key)
+        codec, granularity, scale = self._format(p, key)
         if isinstance(numbers, Moment):
             numbers, exponent = numbers.decode(), numbers.exponent
         if codec.max is None:
@@ -213,18 +216,25 @@ class AdamW(torch.optim.Optimizer):
             moment.encode(numbers, exponent)
         return moment
 
-    def _format(self, key: str) -> tuple:
-        """(codec, granularity, scale type) of a state."""
+    def _has_scaled_master(self, p: torch.Tensor) -> bool:
+        """Whether the master weights of p, or of some of the tensors that p is made of, are FP16 numbers."""
+        return self.precision.master == "fp16_scaled" and (p.dim() > 1 or p in self._segments)
+
+    def _format(self, p: torch.Tensor, key: str) -> tuple:
+        """(codec, granularity, scale type) of a state of p."""
         if key == MASTER:
-            return CODECS["fp32" if self.precision.master == "fp32" else "fp16"], "tensor", "pow2"
+            return CODECS["fp16" if self._has_scaled_master(p) else "fp32"], "tensor", "pow2"
         return CODECS[getattr(self.precision, key)], self.precision.granularity, self.precision.scale
 
     def _layout(self, p: torch.Tensor, granularity: str, scale: str) -> Layout:
         return Layout(p.numel(), granularity, scale, self._segments.get(p, ()) if granularity == "tensor" else ())
 
-    def set_segments(self, p: torch.Tensor, sizes: Sequence[int]) -> None:
-        """Say that the flat parameter p is tensors of these sizes one after the other, each to have its own scale."""
-        self._segments[p] = tuple(sizes)
+    def set_segments(self, p: torch.Tensor, sizes: Sequence[int], vectors: Sequence[int] = ()) -> None:
+        """Say that the flat parameter p is tensors of these sizes one after the other, each to have its own scale.
+
+        vectors: the indices of those that are vectors, not flattened matrices.
+        """
+        self._segments[p], self._vectors[p] = tuple(sizes), tuple(vectors)
         for key, value in self.state.get(p, {}).items():
             if isinstance(value, Moment) and value.layout.granularity == "tensor":
                 self.state[p][key] = self._encoded(p, key, value)

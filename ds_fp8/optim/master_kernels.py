@@ -7,6 +7,8 @@ x     = code scale                               in place, or the codes written 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import triton
 import triton.language as tl
@@ -62,11 +64,19 @@ def _round(
         tl.store(x + place, code.to(tl.float32) * factor, mask=place < numel)
 
 
-def round_masters(numbers: torch.Tensor, layout: Layout, seed: int | None, into: Moment | None = None) -> None:
+def round_masters(
+    numbers: torch.Tensor,
+    layout: Layout,
+    seed: int | None,
+    into: Moment | None = None,
+    exact: Collection[int] = (),
+) -> None:
     """round_masters of masters.py."""
     codec = CODECS["fp16"]
     amax = torch.zeros(layout.groups, dtype=torch.int32, device=numbers.device)
     for elements, groups in layout.pieces():
+        if groups.start in exact:
+            continue
         numel = elements.stop - elements.start
         grid = (triton.cdiv(numel, ELEMENTS),)
         x, largest = numbers[elements], amax[groups]

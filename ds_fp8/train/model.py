@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ds_fp8.data import load_tokenizer
 from ds_fp8.errors import UserError
 from ds_fp8.schema import nearest
 from ds_fp8.train import packed_attention
@@ -190,7 +191,7 @@ def _check_tokenizer(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> None:
     key, source = _source(stage)
     if not (Path(source) / "tokenizer.json").is_file():
         return
-    stored, ours = AutoTokenizer.from_pretrained(source).get_vocab(), tokenizer.get_vocab()
+    stored, ours = load_tokenizer(source).get_vocab(), tokenizer.get_vocab()
     if not stored.items() <= ours.items():
         raise UserError(
             f"data.tokenizer numbers tokens otherwise than the tokenizer of {source}",

@@ -16,7 +16,7 @@ from deepspeed import comm as dist
 from transformers import PreTrainedTokenizerBase
 
 import ds_fp8
-from ds_fp8.data.tokenizer import misreading
+from ds_fp8.data import save_tokenizer
 from ds_fp8.train.checkpoints import MODEL, RESULT
 from ds_fp8.train.metrics import MetricsLog, summarise, write_atomically
 from ds_fp8.train.stage import Stage
@@ -43,12 +43,12 @@ def write_result(
         part, final = stage.run_dir / f"{MODEL}.part", stage.run_dir / MODEL
         shutil.rmtree(part, ignore_errors=True)
         engine.module.save_pretrained(part, state_dict=state)
-        tokenizer.save_pretrained(part)
+        misread = save_tokenizer(tokenizer, part)
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
-        if wrong := misreading(tokenizer, final):
+        if misread:
             say(
-                f"note: to transformers' AutoTokenizer the tokenizer in {final} {wrong}; "
+                f"note: to transformers' AutoTokenizer the tokenizer in {final} {misread}; "
                 "load it with PreTrainedTokenizerFast.from_pretrained, as data.tokenizer does"
             )
     result = {

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import deepspeed
 import deepspeed.comm.comm as deepspeed_comm
@@ -231,36 +232,52 @@ def before_moment_write(engine: deepspeed.DeepSpeedEngine, callback: Callable[[]
             setattr(engine.optimizer, name, announced(getattr(engine.optimizer, name)))
 
 
-def flat_parameters(engine: deepspeed.DeepSpeedEngine) -> list[tuple[torch.Tensor, list[int]]]:
+class Part(NamedTuple):
+    """What lies in a row in a flat shard: this rank's part of a tensor, or padding."""
+
+    numel: int
+    is_vector: bool
+    """Whether the tensor is a norm's weight, a bias, or the like."""
+
+
+def flat_parameters(engine: deepspeed.DeepSpeedEngine) -> list[tuple[torch.Tensor, list[Part]]]:
     """The flat master shards that DeepSpeed gives its basic optimizer as parameters, and what each is made of.
 
-    Sizes are of this rank's parts of tensors, in their order in the shard, and of the padding between and after them,
-    which is uninitialised memory.
+    Parts are in their order in the shard; the padding between and after them is uninitialised memory.
     Empty where no ZeRO stage flattens parameters.
     """
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
-        spans: list[list[tuple[int, int]]] = [[] for _ in optimizer.fp32_partitioned_groups_flat]
+        spans: list[dict[int, Part]] = [{} for _ in optimizer.fp32_partitioned_groups_flat]
         for parameter in engine.module.parameters():
             if parameter.requires_grad:
                 group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                spans[group].append((start, shard_of(parameter).valid))
+                # Of tensors that have nothing here the place is another's.
+                if shard_of(parameter).valid:
+                    spans[group][start] = Part(shard_of(parameter).valid, len(full_shape(parameter)) <= 1)
         flat = optimizer.fp32_partitioned_groups_flat
     elif engine.zero_optimization_stage() in (1, 2):
-        spans = [[(part.start, part.numel) for part in parts.values()] for parts in optimizer._param_slice_mappings]
+        vectors = {name for name, parameter in engine.module.named_parameters() if parameter.dim() <= 1}
+        spans = [
+            {part.start: Part(part.numel, name in vectors) for name, part in parts.items() if part.numel}
+            for parts in optimizer._param_slice_mappings
+        ]
         flat = [group["params"][0] for group in optimizer.param_groups]
     else:
         return []
-    return [(shard, _cut(spans_of_shard, shard.numel())) for shard, spans_of_shard in zip(flat, spans, strict=True)]
+    return [
+        (shard, _with_gaps(spans_of_shard, shard.numel())) for shard, spans_of_shard in zip(flat, spans, strict=True)
+    ]
 
 
-def _cut(spans: list[tuple[int, int]], total: int) -> list[int]:
-    """Sizes of the (start, numel) spans of a range of `total`, and of the gaps around them."""
-    sizes, end = [], 0
-    for start, numel in sorted(set(spans)):
-        sizes += [size for size in (start - end, numel) if size]
-        end = start + numel
-    return sizes + [total - end] * (total > end)
+def _with_gaps(spans: dict[int, Part], total: int) -> list[Part]:
+    """Parts by where they start in a range of `total`, in order, and the gaps around them."""
+    parts: list[Part] = []
+    end = 0
+    for start, part in sorted(spans.items()):
+        parts += [Part(start - end, False)] * (start > end) + [part]
+        end = start + part.numel
+    return parts + [Part(total - end, False)] * (total > end)
 
 
 def consolidated_state_dict(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor] | None:

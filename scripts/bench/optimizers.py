@@ -104,7 +104,13 @@ def peers() -> dict[str, Make]:
 
 
 def ours(kept: dict[str, Any], check_finite: bool = False) -> Make:
-    return lambda parameters: AdamW(parameters, **HYPERPARAMETERS, **kept, check_finite=check_finite)
+    def make(parameters: list[torch.nn.Parameter]) -> AdamW:
+        optimizer = AdamW(parameters, **HYPERPARAMETERS, **kept, check_finite=check_finite)
+        for p in parameters:
+            optimizer.set_segments(p, (p.numel(),))  # a matrix, flattened
+        return optimizer
+
+    return make
 
 
 def measure_steps(make: Make, numel: int, milliseconds: float) -> dict[str, float]:

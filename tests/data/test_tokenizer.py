@@ -1,6 +1,7 @@
 """Tokenizers: the same ids as sentencepiece, lossless, reproducible, and clear errors."""
 
 import io
+import json
 import re
 import threading
 
@@ -8,12 +9,13 @@ import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoTokenizer
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoConfig, AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
 from ds_fp8.data import DataConfig, build_tokenizer, encode_documents, encode_prompts
 from ds_fp8.data.sentencepiece_model import from_sentencepiece
 from ds_fp8.data.synthetic import conversations, documents
-from ds_fp8.data.tokenizer import SMALLEST_VOCABULARY, misreading, train_synthetic_model
+from ds_fp8.data.tokenizer import SMALLEST_VOCABULARY, save_tokenizer, train_synthetic_model
 from ds_fp8.errors import UserError
 
 ODD_TEXTS = (
@@ -123,15 +125,33 @@ def test_saved_tokenizer_is_the_same(tokenizer, tmp_path):
         assert loaded.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(chat, tokenize=False)
 
 
+def _own_gpt2() -> GPT2Tokenizer:
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(documents("train", 0, 300), vocab_size=400, show_progress=False)
+    state = json.loads(trained.to_str())["model"]
+    merges = [tuple(pair) for pair in state["merges"]]
+    return GPT2Tokenizer(vocab={**state["vocab"], "<|endoftext|>": len(state["vocab"])}, merges=merges)
+
+
 @pytest.mark.parametrize(("model_type", "told"), [("qwen2", "is a Qwen2Tokenizer, with other ids"), ("llama", None)])
-def test_a_model_beside_it_does_not_change_a_tokenizer(model_type, told, tokenizer, tmp_path):
+@pytest.mark.parametrize("own", ["sentencepiece", "GPT2's class"])
+def test_a_model_beside_it_does_not_change_a_tokenizer(own, model_type, told, tokenizer, tmp_path):
     """As in a finished run's folder. transformers takes every tokenizer of a Qwen2 model for Qwen2's."""
+    tokenizer = tokenizer if own == "sentencepiece" else _own_gpt2()
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    loaded = build_tokenizer(DataConfig(tokenizer=str(tmp_path)), tmp_path)
-    for text in (*_corpus()[:50], *ODD_TEXTS):
-        assert _ids(loaded, text) == _ids(tokenizer, text)
-    assert misreading(tokenizer, tmp_path) == told
+    assert save_tokenizer(tokenizer, tmp_path) == told
+    for loaded in (
+        build_tokenizer(DataConfig(tokenizer=str(tmp_path)), tmp_path),
+        PreTrainedTokenizerFast.from_pretrained(tmp_path),
+    ):
+        for text in (*_corpus()[:50], *ODD_TEXTS):
+            assert _ids(loaded, text) == _ids(tokenizer, text)
+
+
+def test_a_tokenizer_that_others_cannot_read_is_saved_all_the_same(tokenizer, tmp_path):
+    (tmp_path / "config.json").write_text("no JSON")
+    assert "cannot be read" in save_tokenizer(tokenizer, tmp_path)
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path).get_vocab() == tokenizer.get_vocab()
 
 
 def test_documents_and_prompts(tokenizer):

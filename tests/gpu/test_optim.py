@@ -26,6 +26,14 @@ def parameter(numel: int, device: str = "cuda") -> nn.Parameter:
     return nn.Parameter((gradients(numel, seed=1) * 100).to(device))
 
 
+def matrix_adamw(parameters: list[nn.Parameter], **words) -> AdamW:
+    """AdamW of flattened matrices: masters of vectors are FP32 in any case."""
+    optimizer = AdamW(parameters, **words)
+    for p in parameters:
+        optimizer.set_segments(p, (p.numel(),))
+    return optimizer
+
+
 def take(optimizer: AdamW, p: nn.Parameter, steps: int, start: int = 0) -> None:
     for step in range(start, start + steps):
         p.grad = gradients(p.numel(), seed=10 + step).to(p.device)
@@ -38,7 +46,7 @@ def test_a_gpu_trains_as_a_cpu_does(precision):
     states = []
     for device in ("cpu", "cuda"):
         p = parameter(100_003, device)
-        optimizer = AdamW([p], **HYPERPARAMETERS, **kept)
+        optimizer = matrix_adamw([p], **HYPERPARAMETERS, **kept)
         take(optimizer, p, 3)
         states.append((p.detach().cpu(), optimizer))
     if kept.get("master") != "fp16_scaled":
@@ -58,7 +66,7 @@ def test_fp32_moments_are_torchs_fused_adamw():
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 def test_a_step_makes_the_host_wait_for_nothing(precision):
     p = parameter(10_000)
-    optimizer = AdamW([p], **HYPERPARAMETERS, **PRECISIONS[precision])
+    optimizer = matrix_adamw([p], **HYPERPARAMETERS, **PRECISIONS[precision])
     take(optimizer, p, 2)
     grad = torch.randn(10_000, device="cuda")
     torch.cuda.synchronize()
@@ -74,7 +82,7 @@ def test_a_step_makes_the_host_wait_for_nothing(precision):
 @pytest.mark.parametrize("precision", GROUPED)
 def test_a_step_takes_no_memory(precision):
     p = parameter(1 << 24)
-    optimizer = AdamW([p], **HYPERPARAMETERS, **PRECISIONS[precision], check_finite=False)
+    optimizer = matrix_adamw([p], **HYPERPARAMETERS, **PRECISIONS[precision], check_finite=False)
     take(optimizer, p, 1)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -87,7 +95,7 @@ def test_a_step_takes_no_memory(precision):
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 def test_a_step_with_a_gradient_that_is_not_finite_is_left_out_whole(precision, bad):
     p, other = parameter(10_000), parameter(300)
-    optimizer = AdamW([p, other], **HYPERPARAMETERS, **PRECISIONS[precision])
+    optimizer = matrix_adamw([p, other], **HYPERPARAMETERS, **PRECISIONS[precision])
     other.grad = gradients(300).cuda()
     take(optimizer, p, 3)
     before = [x.detach().clone() for x in (p, other)] + moments(optimizer)
@@ -106,10 +114,10 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_left_out_whole(precision, 
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 def test_a_checkpoint_resumes_exactly(precision):
     p = parameter(100_003)
-    optimizer = AdamW([p], **HYPERPARAMETERS, **PRECISIONS[precision])
+    optimizer = matrix_adamw([p], **HYPERPARAMETERS, **PRECISIONS[precision])
     take(optimizer, p, 3)
     q = nn.Parameter(p.detach().clone())
-    again = AdamW([q], **PRECISIONS[precision])
+    again = matrix_adamw([q], **PRECISIONS[precision])
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for left, right in zip(moments(again), moments(optimizer), strict=True):
         assert torch.equal(left, right)
@@ -155,7 +163,7 @@ def test_codes_are_those_of_plain_torch(codec, numel):
 
 def test_grad_scaler():
     p = parameter(10_000)
-    optimizer = AdamW([p], **HYPERPARAMETERS, **PRECISIONS["coat"], check_finite=False)
+    optimizer = matrix_adamw([p], **HYPERPARAMETERS, **PRECISIONS["coat"], check_finite=False)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
     for value in (1.0, torch.inf, 1.0):
         loss = scaler.scale((p * value).sum())

@@ -114,6 +114,32 @@ def test_16_bit_parameters_have_a_master(precision):
         torch.testing.assert_close(p.float(), master, rtol=2.0**-8 + 2.0**-11, atol=1e-30)
 
 
+def is_fp16(x: torch.Tensor) -> torch.Tensor:
+    """Of FP32 numbers of a tensor whether they have no more than FP16's 11 significant bits."""
+    return (x.view(torch.int32) & 0x1FFF) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vectors_keep_exact_masters(dtype):
+    net, optimizer, _ = trained("fp8lm_o3", 5, dtype)
+    for p in net.parameters():
+        master = p if dtype is torch.float32 else optimizer.state[p]["master"]
+        assert bool(is_fp16(numbers_of(master).detach()).all()) == (p.dim() > 1)
+
+
+def test_vectors_among_tensors_flattened_together_keep_exact_masters():
+    p = nn.Parameter(torch.randn(600))
+    optimizer = AdamW([p], **PRECISIONS["fp8lm_o3"])
+    optimizer.set_segments(p, (100, 300, 200), vectors=(0, 2))
+    for seed in range(3):
+        p.grad = torch.randn(600, generator=torch.Generator().manual_seed(seed))
+        optimizer.step()
+    rounded = is_fp16(p.detach())
+    assert rounded[100:400].all()
+    assert rounded[:100].float().mean() < 0.1
+    assert rounded[400:].float().mean() < 0.1
+
+
 def test_bytes_a_parameter():
     numel = 128 * 1000
     for precision, most in {

@@ -10,6 +10,7 @@ from ds_fp8.optim.codecs import CODECS
 from ds_fp8.optim.masters import round_masters_reference
 from ds_fp8.optim.moment import Layout, Moment
 from ds_fp8.optim.reference import AdamStep
+from ds_fp8.quantize.stochastic import uniform
 from tests.optim.numbers import gradients, moment, numbers_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -207,6 +208,37 @@ def test_masters_rounded_stochastically_are_neighbours_and_right_on_average():
     off = (mean - exact) / spacing
     assert off.abs().max() < 0.5
     assert off.mean().abs() < 0.01 < (nearest - exact).abs().div(spacing).mean()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("numel", [768, 5101])
+def test_masters_rounded_stochastically_are_those_of_the_draws(numel, apart):
+    layout, seed = Layout(numel, "tensor", "pow2"), 0x5EED5EED
+    numbers = masters(numel)
+    nearest = Moment(CODECS["fp16"], layout, torch.device("cpu"), never_zero=False)
+    round_masters_reference(numbers, layout, None, nearest)
+    magnitude = numbers.abs() / nearest.scale
+    spacing = (torch.exp2(torch.frexp(magnitude)[1] - 1.0) * 2.0**-10).clamp_min(2.0**-24)
+    below = (magnitude / spacing).floor()
+    up = magnitude / spacing - below + uniform(torch.arange(numel), seed) >= 1
+    expected = torch.copysign((below + up) * spacing * nearest.scale, numbers)
+    into = Moment(CODECS["fp16"], layout, torch.device(DEVICE), never_zero=False) if apart else None
+    found = numbers.clone().to(DEVICE)
+    master_kernels.round_masters(found, layout, seed, into)
+    assert torch.equal((into.decode() if apart else found).cpu(), expected)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_some_masters_stay_as_they_are(seed):
+    layout = Layout(1000, "tensor", "pow2", (300, 500, 200))
+    for device, function in (("cpu", round_masters_reference), (DEVICE, master_kernels.round_masters)):
+        numbers = masters(1000)
+        rounded = numbers.clone().to(device)
+        function(rounded, layout, seed, exact=(0, 2))
+        changed = rounded.cpu() != numbers
+        assert changed[300:800].any()
+        assert not changed[:300].any()
+        assert not changed[800:].any()
 
 
 def test_masters_that_are_not_finite_become_nan():

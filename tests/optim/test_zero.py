@@ -91,6 +91,27 @@ def _losses_with(optimizer, zero):
     return losses(optimizer, **zero)[0]
 
 
+def rounded_masters(stage):
+    """By name, whether all of a parameter's masters are FP16 numbers after two steps."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    engine = models.build(config(KEPT["fp8lm_o3"], stage=stage))
+    models.train(engine, 2)
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        master = safe_get_full_fp32_param(parameter).cpu()
+        found[name] = master.dim(), not (master.flatten().view(torch.int32) & 0x1FFF).any()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_masters_of_matrices_are_fp16_and_those_of_vectors_exact(ranks, stage):
+    found = ranks(2, rounded_masters, stage)[0].values()
+    assert {dim for dim, _ in found} >= {1, 2}
+    for dim, is_fp16 in found:
+        assert is_fp16 == (dim > 1)
+
+
 def resume(optimizer, folder, compact, zero):
     """(uninterrupted, resumed): losses, weights and moments after 2 + 2 steps."""
     engine = models.build(config(optimizer, **zero))

@@ -2,11 +2,12 @@
 
 One program takes 128 x 128 elements, ROWS of them at a time, each of which has one scale, and adds up at the end:
 
-    saturated, flushed   elements with |x| / scale > limit; with x / scale > 0 and code = 0
-    signal, noise        scale² · sum (x / scale)², scale² · sum ((x - code · scale) / scale)²     squares in FP64
+    saturated, flushed   elements with |x| / scale > limit; with x / scale != 0 and code = 0
+    signal, noise        scale² · sum (x / scale)², scale² · sum ((x - code · scale) / scale)²
     peaks                max |x|, and the largest and smallest scale of rows with anything but zeros
 
-In units of the scale squares of FP32 numbers neither overflow nor vanish.
+Numbers are squared in units of their scale, in FP32, and a row's sum of 128 is weighted and added up in FP64: no scale
+is too large or too small. Programs add to FP64 totals in any order, so the last bits may differ from run to run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ ROWS = 32
 _INFINITY = tl.constexpr(float("inf"))
 
 
-@triton.jit
+# Every cast has its place among the counters and scales its own layout: none of them is worth a kernel of its own.
+@triton.jit(
+    do_not_specialize=["scale_m", "scale_k", "stride_sums", "stride_peaks"],
+    do_not_specialize_on_alignment=["scale", "sums", "peaks"],
+)
 def _count(
     x, data, scale, sums, peaks, M, K, stride_x, stride_data, scale_m, scale_k, stride_sums, stride_peaks,
     DTYPE: tl.constexpr, LIMIT: tl.constexpr, SCALE_ROWS: tl.constexpr, ROWS: tl.constexpr,

@@ -108,8 +108,8 @@ class OptimizerStateConfig(Section):
     DeepSpeed's own "optimizer" section."""
 
     master: MasterName = "fp32"
-    """fp16_scaled: master weights are FP16 numbers in units of one power of two a tensor. ZeRO holds its shards of
-    master weights in FP32, so there the values change and the memory does not."""
+    """fp16_scaled: master weights of matrices are FP16 numbers in units of one power of two a tensor. ZeRO holds its
+    shards of master weights in FP32, so there the values change and the memory does not."""
     exp_avg: CodecName = "fp32"
     exp_avg_sq: CodecName = "fp32"
     granularity: StateGranularity = "1x128"

@@ -11,7 +11,7 @@ of one seed start from the same weights and see the same batches, so they differ
     "final loss"   mean training loss of the last tenth of the steps
     "vs first"     its relative difference from the first preset with the same seed; parity with FP32 is within 0.25%
     "validation"   loss on the last hundredth of the text, which no run trains on
-    "perturbed"       FP32 state, and one weight that differs in its last bit: how far chance alone parts two runs
+    "perturbed"    FP32 state, and one weight that differs in its last bit: how far chance alone parts two runs
 """
 
 from __future__ import annotations

@@ -161,9 +161,9 @@ def _tell_optimizer(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
     if not isinstance(optimizer, AdamW):
         return
     state.optimizer = optimizer
-    for shard, parts in seams.flat_parameters(engine):
-        vectors = [index for index, part in enumerate(parts) if part.is_vector]
-        optimizer.set_segments(shard, [part.numel for part in parts], vectors)
+    for shard, segments in seams.flat_parameters(engine):
+        vectors = [index for index, segment in enumerate(segments) if segment.is_vector]
+        optimizer.set_segments(shard, [segment.numel for segment in segments], vectors)
     seams.before_moment_write(engine, optimizer.expand_moments)
 
 

@@ -48,6 +48,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     gathered_count = sum(math.prod(seams.full_shape(weight)) for weight in gathered)
     whole = len(linears) - len(gathered)
     fp8, recipe = state.config, state.conversion.recipe
+    precision = fp8.optimizer.precision()
     report |= {
         "preset": fp8.preset,
         "backend": recipe.backend,
@@ -76,10 +77,8 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         else f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}",
         "optimizer": "ds_fp8.optim.AdamW" if state.optimizer else _name_of_optimizer(engine),
         "optimizer_state": fp8.optimizer.model_dump(),
-        "stochastic_parts": list(fp8.optimizer.precision().stochastic_parts)
-        if fp8.optimizer.precision().compressed
-        else [],
-        "moment_bytes_per_parameter": moment_bytes(fp8.optimizer.precision()),
+        "stochastic_parts": list(precision.stochastic_parts) if precision.compressed else [],
+        "moment_bytes_per_parameter": moment_bytes(precision),
         "loss": state.loss.description if state.loss else "the model's own",
         "monitor": fp8.monitor.model_dump(),
         # The list itself: what is written of this report after training names the layers that moved on the way.

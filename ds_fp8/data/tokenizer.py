@@ -170,9 +170,9 @@ _PROBE = "  Tom's 12345 apples, 67.5%\n\n\tdef f(x): return café + 漢字 😀"
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str | None:
     """Write `tokenizer` beside the model in `folder`, as data.tokenizer reads it.
 
-    Returns what transformers' AutoTokenizer makes of it where that is something else, otherwise None: beside the
-    config.json of some models, Qwen2's among them, it takes the model's own class for every tokenizer, which splits
-    text in its own way.
+    Returns what transformers' AutoTokenizer makes of it where that is something else, and what to do, otherwise None:
+    beside the config.json of some models, Qwen2's among them, it takes the model's own class for every tokenizer, which
+    splits text in its own way.
     """
     tokenizer.save_pretrained(folder)
     try:
@@ -182,10 +182,11 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str | No
         found = f"is a {type(read).__name__}, with other ids"
     except Exception as error:  # of whatever kind: that class expects another file
         found = f"cannot be read ({type(error).__name__})"
-    if tokenizer.is_fast:
-        file = folder / "tokenizer_config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": GENERIC[0]}, indent=2) + "\n")
-    return found
+    if not tokenizer.is_fast:
+        return f"{found}; give data.tokenizer the folder or name that it came from"
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": GENERIC[0]}, indent=2) + "\n")
+    return f"{found}; load it with {GENERIC[0]}.from_pretrained, as data.tokenizer does"
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

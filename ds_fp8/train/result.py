@@ -47,10 +47,7 @@ def write_result(
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
         if misread:
-            say(
-                f"note: to transformers' AutoTokenizer the tokenizer in {final} {misread}; "
-                "load it with PreTrainedTokenizerFast.from_pretrained, as data.tokenizer does"
-            )
+            say(f"note: to transformers' AutoTokenizer the tokenizer in {final} {misread}")
     result = {
         **summarise(log, stage.train.steps),
         "epochs": stage.train.epochs,

@@ -232,34 +232,34 @@ def before_moment_write(engine: deepspeed.DeepSpeedEngine, callback: Callable[[]
             setattr(engine.optimizer, name, announced(getattr(engine.optimizer, name)))
 
 
-class Part(NamedTuple):
-    """What lies in a row in a flat shard: this rank's part of a tensor, or padding."""
+class Segment(NamedTuple):
+    """A run of elements of a flat shard: this rank's part of a tensor, or padding."""
 
     numel: int
     is_vector: bool
     """Whether the tensor is a norm's weight, a bias, or the like."""
 
 
-def flat_parameters(engine: deepspeed.DeepSpeedEngine) -> list[tuple[torch.Tensor, list[Part]]]:
+def flat_parameters(engine: deepspeed.DeepSpeedEngine) -> list[tuple[torch.Tensor, list[Segment]]]:
     """The flat master shards that DeepSpeed gives its basic optimizer as parameters, and what each is made of.
 
-    Parts are in their order in the shard; the padding between and after them is uninitialised memory.
-    Empty where no ZeRO stage flattens parameters.
+    Segments are in their order in the shard; padding is uninitialised memory. Empty where no ZeRO stage flattens
+    parameters.
     """
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
-        spans: list[dict[int, Part]] = [{} for _ in optimizer.fp32_partitioned_groups_flat]
+        spans: list[dict[int, Segment]] = [{} for _ in optimizer.fp32_partitioned_groups_flat]
         for parameter in engine.module.parameters():
             if parameter.requires_grad:
                 group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
                 # Of tensors that have nothing here the place is another's.
                 if shard_of(parameter).valid:
-                    spans[group][start] = Part(shard_of(parameter).valid, len(full_shape(parameter)) <= 1)
+                    spans[group][start] = Segment(shard_of(parameter).valid, len(full_shape(parameter)) <= 1)
         flat = optimizer.fp32_partitioned_groups_flat
     elif engine.zero_optimization_stage() in (1, 2):
         vectors = {name for name, parameter in engine.module.named_parameters() if parameter.dim() <= 1}
         spans = [
-            {part.start: Part(part.numel, name in vectors) for name, part in parts.items() if part.numel}
+            {part.start: Segment(part.numel, name in vectors) for name, part in parts.items() if part.numel}
             for parts in optimizer._param_slice_mappings
         ]
         flat = [group["params"][0] for group in optimizer.param_groups]
@@ -270,14 +270,14 @@ def flat_parameters(engine: deepspeed.DeepSpeedEngine) -> list[tuple[torch.Tenso
     ]
 
 
-def _with_gaps(spans: dict[int, Part], total: int) -> list[Part]:
-    """Parts by where they start in a range of `total`, in order, and the gaps around them."""
-    parts: list[Part] = []
+def _with_gaps(spans: dict[int, Segment], total: int) -> list[Segment]:
+    """Segments, by where they start in a range of `total`, in order, and the gaps around them."""
+    segments: list[Segment] = []
     end = 0
-    for start, part in sorted(spans.items()):
-        parts += [Part(start - end, False)] * (start > end) + [part]
-        end = start + part.numel
-    return parts + [Part(total - end, False)] * (total > end)
+    for start, segment in sorted(spans.items()):
+        segments += [Segment(start - end, False)] * (start > end) + [segment]
+        end = start + segment.numel
+    return segments + [Segment(total - end, False)] * (total > end)
 
 
 def consolidated_state_dict(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor] | None:

@@ -12,6 +12,11 @@ of one seed start from the same weights and see the same batches, so they differ
     "vs first"     its relative difference from the first preset with the same seed; parity with FP32 is within 0.25%
     "validation"   loss on the last hundredth of the text, which no run trains on
     "perturbed"    FP32 state, and one weight that differs in its last bit: how far chance alone parts two runs
+    "dithered"     FP32 state, and master weights that start within one FP16 spacing of the others: how far rounding to
+                   FP16 may part two runs by chance, without anything being lost
+
+A run from random weights is chaotic: what parts two of them in the first steps shifts the time at which both learn.
+--shared-steps N trains the first N steps once a seed, with FP32 state, and lets every preset go on from there.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ EXPANDED = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
 KEPT: dict[str, dict[str, Any]] = {
     **{name: PRESETS[name].get("optimizer", {}) for name in ("infir2", "coat", "fishman", "fp8lm_o2", "fp8lm_o3")},
     "perturbed": {},
+    "dithered": {},
     "bf16": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
     "e4m3": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3"},
     "e4m3_nearest": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3", "stochastic_rounding": False},
@@ -50,7 +56,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "fishman_nearest": {**PRESETS["fishman"]["optimizer"], "stochastic_rounding": False},
 }
 """Presets of the fp8 section by what they say of the optimizer, and more."""
-PERTURBED = "perturbed"
+PERTURBED, DITHERED = "perturbed", "dithered"
 VALIDATION_BATCHES = 8
 MOMENTS_SAVED = 20_000_000
 """Elements of moments to save at least: whole tensors from the first layers on."""
@@ -128,18 +134,62 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def train(name: str, scale: Scale, text: torch.Tensor, seed: int, options: argparse.Namespace):
-    """One run: (its row of figures, the optimizer, the model)."""
-    kept = KEPT[name]
+class Trunk(NamedTuple):
+    """What runs of one seed share: the first steps."""
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    state: dict[str, Any]
+    """The optimizer's state_dict."""
+
+
+def perturb(model: LlamaForCausalLM, optimizer: AdamW) -> None:
+    """Flip the last bit of one weight, and set its master to it."""
+    weight = model.lm_head.weight
+    weight.data.view(torch.int16)[0, 0] ^= 1
+    if "master" in optimizer.state[weight]:
+        optimizer.state[weight]["master"][0, 0] = weight.data[0, 0]
+
+
+def dither(optimizer: AdamW) -> None:
+    """Move the FP32 masters of matrices, those to come too, by up to one FP16 spacing; BF16 weights stay the same."""
+    generator = torch.Generator(device()).manual_seed(0)
+    for p in optimizer.param_groups[0]["params"]:
+        if p.dim() > 1:
+            master = optimizer.state[p].get("master", p.detach().float())
+            _, exponent = torch.frexp(master)  # master = m * 2**exponent, m in [0.5, 1), and FP16 has 11 bits of m
+            noise = 2 * torch.rand(p.shape, generator=generator, device=p.device) - 1
+            optimizer.state[p]["master"] = master + torch.ldexp(noise, exponent - 11)
+
+
+def train(
+    name: str,
+    scale: Scale,
+    text: torch.Tensor,
+    seed: int,
+    options: argparse.Namespace,
+    trunk: Trunk | None = None,
+    last: int | None = None,
+) -> tuple[list[float], AdamW, LlamaForCausalLM, float]:
+    """Steps up to `last`, from `trunk` on: (the losses of all, the optimizer, the model, seconds a step)."""
     model = build_model(scale, seed)
-    if name == PERTURBED:
-        model.lm_head.weight.data.view(torch.int16)[0, 0] ^= 1
     forward = torch.compile(model) if options.compile else model
-    optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, options.beta2), eps=1e-8, weight_decay=0.1, **kept)
-    training, held_out = text[: len(text) * 99 // 100], text[len(text) * 99 // 100 :]
-    losses = torch.zeros(scale.steps, device=device())
+    optimizer = AdamW(
+        model.parameters(), lr=options.lr, betas=(0.9, options.beta2), eps=1e-8, weight_decay=0.1, **KEPT[name]
+    )
+    first, last = 0, scale.steps if last is None else last
+    if trunk is not None:
+        first = len(trunk.losses)
+        model.load_state_dict(trunk.weights)
+        optimizer.load_state_dict(trunk.state)
+    if name == PERTURBED:
+        perturb(model, optimizer)
+    if name == DITHERED:
+        dither(optimizer)
+    training = text[: len(text) * 99 // 100]
+    losses = torch.zeros(last - first, device=device())
     started = time.perf_counter()
-    for step in range(scale.steps):
+    for step in range(first, last):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, scale.steps, options.lr)
         rows = batch(training, scale, seed * 1_000_003 + step)
@@ -148,24 +198,40 @@ def train(name: str, scale: Scale, text: torch.Tensor, seed: int, options: argpa
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses[step] = loss.detach()
+        losses[step - first] = loss.detach()
     curve = losses.tolist()  # waits for the GPU
-    seconds = time.perf_counter() - started
+    seconds = (time.perf_counter() - started) / (last - first)
+    return ([] if trunk is None else trunk.losses) + curve, optimizer, model, seconds
+
+
+def grow_trunk(scale: Scale, text: torch.Tensor, seed: int, options: argparse.Namespace) -> Trunk | None:
+    """The first --shared-steps steps with FP32 state."""
+    if not options.shared_steps:
+        return None
+    losses, optimizer, model, _ = train("infir2", scale, text, seed, options, last=options.shared_steps)
+    return Trunk(losses, model.state_dict(), optimizer.state_dict())
+
+
+def figures(
+    seed: int, curve: list[float], optimizer: AdamW, model: LlamaForCausalLM, seconds: float, scale: Scale,
+    text: torch.Tensor,
+) -> dict[str, Any]:  # fmt: skip
+    """The row of one run."""
     model.eval()
+    held_out = text[len(text) * 99 // 100 :]
     with torch.no_grad():
         batches = [batch(held_out, scale, number) for number in range(VALIDATION_BATCHES)]
         validation = sum(model(input_ids=rows, labels=rows).loss.item() for rows in batches) / len(batches)
     last = curve[-max(1, len(curve) // 10) :]
-    row = {
+    return {
         "seed": seed,
         "final_loss": sum(last) / len(last),
         "validation_loss": validation,
-        "milliseconds_a_step": 1e3 * seconds / scale.steps,
+        "milliseconds_a_step": 1e3 * seconds,
         "state_bytes": optimizer.state_bytes() / sum(p.numel() for p in model.parameters()),
         "skipped_steps": optimizer.skipped_steps,
         "losses": curve,
     }
-    return row, optimizer, model
 
 
 def save_moments(file: str, optimizer: AdamW, model: torch.nn.Module) -> None:
@@ -224,6 +290,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--presets", type=words, default=list(KEPT), metavar="NAME,...", help=f"of {','.join(KEPT)}")
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0])
     parser.add_argument("--steps", type=int, help=f"default {FULL.steps}, --quick: {QUICK.steps}")
+    parser.add_argument("--shared-steps", type=int, default=0, metavar="N", help="train N of them once a seed")
     parser.add_argument("--lr", type=float, default=6e-4, help="peak learning rate (default 6e-4)")
     parser.add_argument("--beta2", type=float, default=0.95)
     parser.add_argument("--compile", action="store_true", help="compile the model, to wait less for Python")
@@ -233,6 +300,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for name in options.presets:
         if name not in KEPT:
             raise UserError(f'unknown preset "{name}"', key="--presets", remedy=f"some of {', '.join(KEPT)}")
+    if not 0 <= options.shared_steps < (options.steps or (QUICK if options.quick else FULL).steps):
+        raise UserError("no step is left to part after", key="--shared-steps", remedy="fewer than --steps")
     if options.save_moments and {"exp_avg", "exp_avg_sq"} & KEPT[options.presets[0]].keys():
         raise UserError("the first run has no FP32 moments to save", key="--presets", remedy="infir2 first")
     if device().type != "cuda" and not options.quick:
@@ -249,9 +318,12 @@ def main(arguments: list[str] | None = None) -> int:
     text = read_sources(scale.text)
     rows: list[dict[str, Any]] = []
     for seed in options.seeds:
+        with deterministic():
+            trunk = grow_trunk(scale, text, seed, options)
         for name in options.presets:
             with deterministic():
-                row, optimizer, model = train(name, scale, text, seed, options)
+                curve, optimizer, model, seconds = train(name, scale, text, seed, options, trunk)
+                row = figures(seed, curve, optimizer, model, seconds, scale, text)
             parameters = sum(p.numel() for p in model.parameters())
             if name == options.presets[0]:
                 reference = row
@@ -269,6 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
             del optimizer, model
             if options.json:  # after every run: nothing is lost when the time runs out
                 about = {"lr": options.lr, "beta2": options.beta2, "parameters": parameters, **scale._asdict()}
+                about["shared_steps"] = options.shared_steps
                 write_json(options.json, banner=facts, run=about, rows=rows)
     print_rows(rows, parameters, scale)
     if options.plot:

@@ -119,7 +119,7 @@ class OptimizerStateConfig(Section):
     stuck. e4m3_expanded has FP32 scales whatever is said here."""
     stochastic_rounding: bool | Literal["auto"] | tuple[str, ...] = AUTO
     """What is rounded up or down at random, right on average: some of exp_avg, exp_avg_sq and master; true: all. auto:
-    exp_avg_sq in FP8, for nearest rounding loses much of what a step adds, and FP16 masters, for small steps."""
+    moments in FP8 (but not exp_avg in e4m3_expanded) and FP16 masters, for nearest rounding loses small changes."""
     seed: int = Field(0, ge=0)
     """Of stochastic rounding."""
     implementation: Literal["auto", "ds_fp8"] = "auto"
@@ -208,7 +208,7 @@ _TENSORWISE: dict[str, Any] = {
 _FP8LM: dict[str, Any] = {**_TENSORWISE, "grad_reduce": {"scale": "tensor"}}
 _FP8LM_MOMENTS = {"exp_avg": "e4m3", "exp_avg_sq": "fp16", "granularity": "tensor", "scale": "pow2"}
 
-# None says stochastic_rounding: "auto" rounds exp_avg_sq in FP8 and masters in FP16 stochastically. The sources do not;
+# None says stochastic_rounding: "auto" rounds moments in FP8 and masters in FP16 stochastically. The sources do not;
 # rounded to nearest the final loss moves by more than chance does (scripts/bench/LOG.md).
 PRESETS: dict[str, dict[str, Any]] = {
     # InfiR2 (arXiv 2509.22536): E4M3 everywhere, 128x128 weights, 1x128 activations and gradients, power-of-two scales.

@@ -14,7 +14,6 @@ StateGranularity = Literal["1x128", "tensor"]
 StatePart = Literal["exp_avg", "exp_avg_sq", "master"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 AUTO = "auto"
-_FEW_BITS = ("e4m3", "e5m2", "e4m3_expanded")
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class StatePrecision:
     scale: ScaleType = "fp32"
     stochastic_rounding: bool | Literal["auto"] | tuple[StatePart, ...] = AUTO
     """What is rounded at random rather than to nearest: these parts, or all where True. auto: what loses much of its
-    changes to nearest rounding, exp_avg_sq in FP8 and masters in FP16."""
+    changes to nearest rounding, which is moments in FP8 (not the expanded exp_avg) and masters in FP16."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -68,7 +67,11 @@ class StatePrecision:
         if isinstance(self.stochastic_rounding, bool):
             return get_args(StatePart) if self.stochastic_rounding else ()
         if self.stochastic_rounding == AUTO:
-            losing = {"exp_avg_sq": self.exp_avg_sq in _FEW_BITS, "master": self.master == "fp16_scaled"}
+            losing = {
+                "exp_avg": self.exp_avg in ("e4m3", "e5m2"),
+                "exp_avg_sq": self.exp_avg_sq in ("e4m3", "e5m2", "e4m3_expanded"),
+                "master": self.master == "fp16_scaled",
+            }
             return tuple(part for part, loses in losing.items() if loses)
         return tuple(self.stochastic_rounding)
 

@@ -50,9 +50,10 @@ class AdamW(torch.optim.Optimizer):
         two it gets stuck where a step changes it by less than half of E4M3's spacing, which with beta2 above 0.94 is
         often.
     stochastic_rounding: what is rounded up or down at random, right on average: some of `exp_avg`, `exp_avg_sq` and
-        `master`, True for all, or `auto` for exp_avg_sq in FP8 and masters in FP16. Those need it: a step adds less to
-        most elements of exp_avg_sq than half of E4M3's spacing, which nearest rounding loses, and the elements it loses
-        it from take steps that are too long. The same seed draws the same numbers on the same device, also after a
+        `master`, True for all, or `auto` for moments in FP8 and masters in FP16. Those need it: a step changes most
+        elements of exp_avg_sq by less than half of E4M3's spacing, which nearest rounding loses, and their steps come
+        out too long; exp_avg lags behind gradients that point the same way for a while. Only an exp_avg that is
+        expanded does without, being finer. The same seed draws the same numbers on the same device, also after a
         resume.
     check_finite: leave a step out, whole, when any gradient holds Inf or NaN (it reads all gradients once more, and
         makes the host wait for nothing). `skipped_steps` counts them. DeepSpeed and GradScaler check by themselves.

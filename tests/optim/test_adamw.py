@@ -312,13 +312,31 @@ def test_stochastic_rounding_follows_small_changes_of_exp_avg_sq():
     assert reached[False] < 0.5
 
 
+def test_stochastic_rounding_lets_exp_avg_reach_gradients_that_stay():
+    """Nearest rounding loses the end of the way: a tenth of what is left is less than half of E4M3's spacing."""
+    torch.manual_seed(0)
+    before = torch.randn(1280)
+    after = before * (1 + 0.3 * torch.rand(1280))
+    reached = {}
+    for rounding in (False, "auto"):
+        p = nn.Parameter(torch.zeros(1280))
+        optimizer = AdamW([p], exp_avg="e4m3", scale="pow2", stochastic_rounding=rounding, lr=0.0)
+        for step in range(100):
+            p.grad = (before if step < 50 else after).clone()
+            optimizer.step()
+        way = numbers_of(optimizer.state[p]["exp_avg"]) - before
+        reached[rounding] = (way @ (after - before) / (after - before).square().sum()).item()
+    assert reached["auto"] == pytest.approx(1.0, abs=0.03)
+    assert reached[False] < 0.8
+
+
 @pytest.mark.parametrize("precision", ["e4m3", "coat", "fishman"])
 def test_nearest_rounding_with_exact_scales_follows_a_slow_decay(precision):
     decayed = {}
     for name in ("fp32", precision):
         torch.manual_seed(0)
         p = nn.Parameter(torch.zeros(1280))
-        optimizer = AdamW([p], betas=(0.9, 0.999), lr=0.0, **PRECISIONS[name])
+        optimizer = AdamW([p], betas=(0.9, 0.999), lr=0.0, **{**PRECISIONS[name], "stochastic_rounding": False})
         for step in range(200):
             p.grad = torch.randn(1280) * (step == 0)
             optimizer.step()

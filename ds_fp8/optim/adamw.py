@@ -28,7 +28,6 @@ from ds_fp8.optim import checkpoints, reference
 from ds_fp8.optim.checkpoints import MASTER
 from ds_fp8.optim.codecs import CODECS
 from ds_fp8.optim.finite import FiniteCheck
-from ds_fp8.optim.masters import round_masters
 from ds_fp8.optim.moment import Layout, Moment, is_kept_as
 from ds_fp8.optim.reference import AdamStep
 from ds_fp8.state_precision import AUTO, MOMENTS, StatePrecision
@@ -41,10 +40,11 @@ class AdamW(torch.optim.Optimizer):
 
     exp_avg, exp_avg_sq: `fp32`, `bf16`, `fp16`, `e4m3`, `e5m2` or `e4m3_expanded` (codecs.py).
     master: `fp32`: a parameter in FP32 is its own master, one in BF16 or FP16 gets an FP32 copy. `fp16_scaled`: master
-        weights are FP16 numbers in units of one power of two a tensor. An FP32 parameter then holds such numbers in its
-        4 bytes; a BF16 or FP16 one gets a copy of 2 bytes an element. Steps of less than half of FP16's spacing, 1/2048
-        to 1/4096 of the weight, are lost to rounding unless it is stochastic. Vectors (weights of norms, biases) keep
-        FP32: they lie around 1, where FP16's spacing is many steps wide, and are next to nothing in memory.
+        weights are FP16 numbers in units of one power of two a tensor. An FP32 parameter holds such numbers in its 4
+        bytes from the first step on; a BF16 or FP16 one gets a copy of 2 bytes an element. Steps of less than half of
+        FP16's spacing, 1/2048 to 1/4096 of the weight, are lost to rounding unless it is stochastic. Vectors (weights
+        of norms, biases) keep FP32: they lie around 1, where FP16's spacing is many steps wide, and are next to nothing
+        in memory.
     granularity: `1x128` or `tensor`; scale: `fp32` or `pow2`. With `fp32` the largest of a group is stored all but
         exactly, so that a moment goes on decaying when gradients stay zero. Rounded to nearest in units of a power of
         two it gets stuck where a step changes it by less than half of E4M3's spacing, which with beta2 above 0.94 is
@@ -146,23 +146,20 @@ class AdamW(torch.optim.Optimizer):
         if at_random:
             seed = hash((self.precision.seed, self._streams[p], int(number))) & 0x7FFFFFFF
         parameter = p.detach().contiguous().view(-1)
-        master, outputs = parameter, self._outputs.get(p, {})
+        master, more = parameter, self._outputs.get(p, {})
         if MASTER in state:
-            outputs = {"low": parameter}
-            master = state[MASTER].decode() if isinstance(state[MASTER], Moment) else state[MASTER].view(-1)
-        moments = [state[key] if isinstance(state[key], Moment) else state[key].view(-1) for key in MOMENTS]
+            master, more = _flat(state[MASTER]), {"low": parameter}
+        elif self._has_scaled_master(p):
+            more = {"fp16_masters": self._layout(p, "tensor", "pow2"), "exact": self._vectors.get(p, ())}
+        moments = [_flat(state[key]) for key in MOMENTS]
         arguments = (master, p.grad.detach().contiguous().view(-1), *moments, step)
         if p.is_cuda:
             from ds_fp8.optim.kernels import adamw_step
 
             with torch.cuda.device(p.device):  # where Triton launches
-                adamw_step(*arguments, **outputs, skip=skip, seed=seed, stochastic=at_random)
+                adamw_step(*arguments, **more, skip=skip, seed=seed, stochastic=at_random)
         else:
-            reference.adamw_step(*arguments, **outputs, seed=seed, stochastic=at_random)
-        if self._has_scaled_master(p):
-            own_seed = seed ^ 0x5A5A5A5A if "master" in at_random else None
-            layout = self._layout(p, "tensor", "pow2")
-            round_masters(master, layout, own_seed, state.get(MASTER), self._vectors.get(p, ()))
+            reference.adamw_step(*arguments, **more, seed=seed, stochastic=at_random)
         if not p.is_contiguous():
             p.copy_(parameter.view(p.shape))
 
@@ -188,10 +185,6 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[p]
         self._streams.setdefault(p, len(self._streams))
         if not isinstance(state.get("step"), torch.Tensor) or state["step"].device.type != "cpu":
-            if "step" not in state and self._has_scaled_master(p) and p.dtype is torch.float32:
-                flat = p.detach().contiguous().view(-1)
-                round_masters(flat, self._layout(p, "tensor", "pow2"), None, exact=self._vectors.get(p, ()))
-                p.copy_(flat.view(p.shape))
             state["step"] = torch.tensor(float(state.get("step", 0.0)))
         for key in MOMENTS:
             value = state.get(key)
@@ -233,8 +226,17 @@ class AdamW(torch.optim.Optimizer):
     def set_segments(self, p: torch.Tensor, sizes: Sequence[int], vectors: Sequence[int] = ()) -> None:
         """Say that the flat parameter p is tensors of these sizes one after the other, each to have its own scale.
 
-        vectors: the indices of those that are vectors, not flattened matrices.
+        vectors: the indices of those that are vectors, not flattened matrices. Raises UserError for master weights in
+        FP16, which have a scale for each tensor, beside moments whose groups of 128 lie across tensors.
         """
+        kept = self.precision
+        grouped = any(CODECS[getattr(kept, key)].max for key in MOMENTS) and kept.granularity != "tensor"
+        if kept.master == "fp16_scaled" and grouped and len(sizes) > 1:
+            raise UserError(
+                "fp16_scaled masters have a scale for each tensor, moments one for every 128 elements of a flat shard",
+                key="fp8.optimizer.granularity",
+                remedy='"granularity": "tensor", or "master": "fp32", which takes no more memory under ZeRO',
+            )
         self._segments[p], self._vectors[p] = tuple(sizes), tuple(vectors)
         for key, value in self.state.get(p, {}).items():
             if isinstance(value, Moment) and value.layout.granularity == "tensor":
@@ -287,6 +289,10 @@ class AdamW(torch.optim.Optimizer):
                     self.state[p] = {"step": saved.step} | {
                         key: self._encoded(p, key, *numbers) for key, numbers in saved.numbers.items()
                     }
+
+
+def _flat(state: torch.Tensor | Moment) -> torch.Tensor | Moment:
+    return state if isinstance(state, Moment) else state.view(-1)
 
 
 def _check_hyperparameters(lr: float | torch.Tensor, betas: tuple[float, float], eps: float, decay: float) -> None:

@@ -1,4 +1,4 @@
-"""Decoding and encoding of a tile of moments in Triton, as codecs.py has it; kernels.py puts them into a step.
+"""Decoding and encoding of a tile of optimizer state in Triton, as codecs.py has it; kernels.py puts them into a step.
 
 A tile is ROWS groups of 128 elements, [ROWS, 128]. Expansion takes two logarithms and two exponentials an element and
 moment; on a GPU they are the approximate instructions (FAST), whose errors of 1e-5 are far below E4M3's.
@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 PLAIN, SCALED, EXPANDED = (tl.constexpr(i) for i in range(3))
-"""How a moment is stored: as a number, in units of a scale, in units of a scale and raised to an exponent."""
+"""How a state is stored: as a number, in units of a scale, in units of a scale and raised to an exponent."""
 _SMALLEST_NORMAL = tl.constexpr(0x00800000)
 _SIGN = tl.constexpr(-0x80000000)
 _LARGEST_FINITE = tl.constexpr(0x7F7FFFFF)
@@ -119,7 +119,10 @@ def encode_store(
     STEPS: tl.constexpr, LARGEST_STEPS: tl.constexpr, SIGNED: tl.constexpr, NOISE: tl.constexpr,
     TENSOR: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):
-    """Encode the tile x and store its codes, scales and exponents. `amax`: bits of the tensor's, where TENSOR."""
+    """Encode the tile x and store its codes, scales and exponents. `amax`: bits of the tensor's, where TENSOR.
+
+    Where `codes` points to FP32, what scaled codes stand for is stored in their place, and `scale` may be None.
+    """
     if KIND == PLAIN:
         if NOISE and DTYPE == tl.bfloat16:
             # BF16 is the upper half of FP32.
@@ -153,7 +156,8 @@ def encode_store(
             if TENSOR:
                 largest = tl.load(amax) + rows.to(tl.int32) * 0
                 factor = scale_of_group(largest, MAX, MASK, SMALLEST_SCALE)
-                tl.store(scale + rows * 0, factor, mask=rows == 0)
+                if scale is not None:
+                    tl.store(scale + rows * 0, factor, mask=rows == 0)
             else:
                 largest = tl.max(bits, 1)
                 factor = scale_of_group(largest, MAX, MASK, SMALLEST_SCALE)
@@ -171,6 +175,8 @@ def encode_store(
             y = tl.where(y == y, rounded, y)  # NaN stays
         # Casts to nearest need no clamp: rounding errors above MAX are far below half a step.
         result = (_with_sign_of(y, x) if SIGNED else y).to(DTYPE)
+        if codes.dtype.element_ty == tl.float32:
+            result = result.to(tl.float32) * factor[:, None]
     if DTYPE.primitive_bitwidth == 8:
         result = result.to(tl.uint8, bitcast=True)
     if EVEN:

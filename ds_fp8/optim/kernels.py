@@ -11,10 +11,10 @@ among 8 lanes, and what is computed once a group costs little. Per element
     codes, scales = encode(exp_avg, exp_avg_sq)              with fresh scales, as codecs.py has it
 
 and on request the parameter in BF16 or FP16 and the largest magnitude of the new master per group. The update uses the
-moments before they are rounded.
+moments before they are rounded, and so does the copy of a master that is kept in FP16.
 
 One scale per tensor needs the largest magnitude of all of it before anything can be encoded: the kernel then runs twice,
-first only to reduce the new moments (MEASURE), then to write them with the scale found.
+first only to reduce what the new moments and masters are (MEASURE), then to write them with the scales found.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import triton.language as tl
 
 from ds_fp8.formats import BLOCK, SMALLEST_SCALE
 from ds_fp8.optim.codec_kernels import EXPANDED, PLAIN, SCALED, decode_tile, divide, encode_store, magnitude_bits
-from ds_fp8.optim.codecs import EXPONENT_STEPS, LARGEST_EXPONENT, LOG2_RANGE, SCALE_MASKS, Codec
-from ds_fp8.optim.moment import Moment
-from ds_fp8.optim.reference import AdamStep
+from ds_fp8.optim.codecs import CODECS, EXPONENT_STEPS, LARGEST_EXPONENT, LOG2_RANGE, SCALE_MASKS, Codec
+from ds_fp8.optim.moment import Layout, Moment
+from ds_fp8.optim.reference import AdamStep, shared_layout
 from ds_fp8.quantize.kernels import random_word
 from ds_fp8.state_precision import MOMENTS
 
@@ -38,23 +38,34 @@ ROWS, WARPS = 16, 4
 """Groups of 128 that a program takes, and its warps."""
 _BEYOND = tl.constexpr(0x85EBCA6B)
 """Odd: parts the elements whose indices are the same but for their upper 32 bits."""
+OF_MASTERS = tl.constexpr(0x5A5A5A5A)
+"""Parts the random numbers of masters from those of moments."""
+_FP16 = CODECS["fp16"]
+_MASTER_MAX, _MASTER_MANTISSA, _MASTER_MIN_EXPONENT, _MASTER_SMALLEST, _MASTER_MASK, _SMALLEST_SCALE = (
+    tl.constexpr(value)
+    for value in (_FP16.max, _FP16.mantissa_bits, _FP16.min_exponent, _FP16.smallest, SCALE_MASKS["pow2"], SMALLEST_SCALE)
+)
 
-_SCALARS = ["exp_avg_scale", "exp_avg_sq_scale", "new_exp_avg_scale", "new_exp_avg_sq_scale", "exp_avg_amax", "exp_avg_sq_amax"]
+_SCALARS = [
+    "master_scale", "exp_avg_scale", "exp_avg_sq_scale", "new_master_scale", "new_exp_avg_scale", "new_exp_avg_sq_scale",
+    "master_bits", "exp_avg_bits", "exp_avg_sq_bits",
+]
 """Read and written one FP32 at a time: with one scale a tensor, each tensor's place would compile the kernel anew."""
 
 
 @triton.jit(do_not_specialize=["first", "numel", "seed"], do_not_specialize_on_alignment=_SCALARS)
 def _adamw(
-    master, grad, low, master_amax, skip, first, numel,
+    master, master_scale, grad, low, master_amax, skip, first, numel,
     exp_avg, exp_avg_scale, exp_avg_exponent, exp_avg_sq, exp_avg_sq_scale, exp_avg_sq_exponent,
-    new_exp_avg_scale, new_exp_avg_sq_scale, exp_avg_amax, exp_avg_sq_amax,
+    new_master_scale, new_exp_avg_scale, new_exp_avg_sq_scale, master_bits, exp_avg_bits, exp_avg_sq_bits,
     beta1, beta2, eps, decay, step_size, root_factor, seed,
     KIND1: tl.constexpr, DTYPE1: tl.constexpr, MAX1: tl.constexpr, LOG2_MAX1: tl.constexpr, SMALLEST1: tl.constexpr, MANTISSA1: tl.constexpr,
     MIN_EXPONENT1: tl.constexpr,
     KIND2: tl.constexpr, DTYPE2: tl.constexpr, MAX2: tl.constexpr, LOG2_MAX2: tl.constexpr, SMALLEST2: tl.constexpr, MANTISSA2: tl.constexpr,
     MIN_EXPONENT2: tl.constexpr,
-    MASK: tl.constexpr, SMALLEST_SCALE: tl.constexpr, LOG2_RANGE: tl.constexpr, STEPS: tl.constexpr,
-    LARGEST_STEPS: tl.constexpr, TENSOR: tl.constexpr, MEASURE: tl.constexpr, NOISE1: tl.constexpr, NOISE2: tl.constexpr, SKIP: tl.constexpr,
+    MASK: tl.constexpr, LOG2_RANGE: tl.constexpr, STEPS: tl.constexpr, LARGEST_STEPS: tl.constexpr,
+    MASTER: tl.constexpr, TENSOR: tl.constexpr, MEASURE: tl.constexpr,
+    NOISE1: tl.constexpr, NOISE2: tl.constexpr, NOISE3: tl.constexpr, SKIP: tl.constexpr,
     LOW: tl.constexpr, AMAX: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
 ):
     if SKIP:
@@ -77,16 +88,18 @@ def _adamw(
     v = decode_tile(v_codes, exp_avg_sq_scale, exp_avg_sq_exponent, rows, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, TENSOR, FAST)
     m = m * beta1 + g * (1.0 - beta1)
     v = v * beta2 + g * g * (1.0 - beta2)
-    if MEASURE:
-        tl.atomic_max(exp_avg_amax, tl.max(tl.max(magnitude_bits(m), 1), 0), sem="relaxed")
-        tl.atomic_max(exp_avg_sq_amax, tl.max(tl.max(magnitude_bits(v), 1), 0), sem="relaxed")
-    else:
-        w = tl.load(master + offsets) if EVEN else tl.load(master + offsets, mask=valid, other=0.0)
+    if MASTER == SCALED or not MEASURE:
+        w = (tl.load(master + offsets) if EVEN else tl.load(master + offsets, mask=valid, other=0.0)).to(tl.float32)
+        if master_scale is not None:
+            w = w * tl.load(master_scale)
         w = w * decay - step_size * divide(m, tl.sqrt(v) * root_factor + eps, FAST)
-        if EVEN:
-            tl.store(master + offsets, w)
-        else:
-            tl.store(master + offsets, w, mask=valid)
+    if MEASURE:
+        if MASTER == SCALED:
+            tl.atomic_max(master_bits, tl.max(tl.max(magnitude_bits(tl.where(valid, w, 0.0)), 1), 0), sem="relaxed")
+        if TENSOR:
+            tl.atomic_max(exp_avg_bits, tl.max(tl.max(magnitude_bits(m), 1), 0), sem="relaxed")
+            tl.atomic_max(exp_avg_sq_bits, tl.max(tl.max(magnitude_bits(v), 1), 0), sem="relaxed")
+    else:
         if LOW:
             if EVEN:
                 tl.store(low + offsets, w.to(low.dtype.element_ty))
@@ -94,6 +107,15 @@ def _adamw(
                 tl.store(low + offsets, w.to(low.dtype.element_ty), mask=valid)
         if AMAX:
             tl.store(master_amax + rows, tl.max(tl.where(valid, tl.abs(w), 0.0), 1), mask=inside)
+        noise3 = w
+        if NOISE3:
+            other = random_word(offsets, (seed.to(tl.uint32) ^ OF_MASTERS) + (offsets >> 32).to(tl.uint32) * _BEYOND)
+            noise3 = (other >> 16).to(tl.float32) * (1.0 / 65536.0)
+        encode_store(
+            w, master, new_master_scale, None, offsets, rows, inside, valid, noise3, master_bits,
+            MASTER, tl.float16 if MASTER == SCALED else tl.float32, _MASTER_MAX, 0.0, _MASTER_MASK, _SMALLEST_SCALE,
+            _MASTER_SMALLEST, _MASTER_MANTISSA, _MASTER_MIN_EXPONENT, LOG2_RANGE, STEPS, LARGEST_STEPS, True, NOISE3, True, EVEN, FAST,
+        )
         noise1 = w
         noise2 = w
         if NOISE1 or NOISE2:
@@ -102,13 +124,13 @@ def _adamw(
             noise1 = (word & 0xFFFF).to(tl.float32) * (1.0 / 65536.0)
             noise2 = (word >> 16).to(tl.float32) * (1.0 / 65536.0)
         encode_store(
-            m, exp_avg, new_exp_avg_scale, exp_avg_exponent, offsets, rows, inside, valid, noise1, exp_avg_amax,
-            KIND1, DTYPE1, MAX1, LOG2_MAX1, MASK, SMALLEST_SCALE, SMALLEST1, MANTISSA1, MIN_EXPONENT1, LOG2_RANGE, STEPS, LARGEST_STEPS,
+            m, exp_avg, new_exp_avg_scale, exp_avg_exponent, offsets, rows, inside, valid, noise1, exp_avg_bits,
+            KIND1, DTYPE1, MAX1, LOG2_MAX1, MASK, _SMALLEST_SCALE, SMALLEST1, MANTISSA1, MIN_EXPONENT1, LOG2_RANGE, STEPS, LARGEST_STEPS,
             True, NOISE1, TENSOR, EVEN, FAST,
         )
         encode_store(
-            v, exp_avg_sq, new_exp_avg_sq_scale, exp_avg_sq_exponent, offsets, rows, inside, valid, noise2, exp_avg_sq_amax,
-            KIND2, DTYPE2, MAX2, LOG2_MAX2, MASK, SMALLEST_SCALE, SMALLEST2, MANTISSA2, MIN_EXPONENT2, LOG2_RANGE, STEPS, LARGEST_STEPS,
+            v, exp_avg_sq, new_exp_avg_sq_scale, exp_avg_sq_exponent, offsets, rows, inside, valid, noise2, exp_avg_sq_bits,
+            KIND2, DTYPE2, MAX2, LOG2_MAX2, MASK, _SMALLEST_SCALE, SMALLEST2, MANTISSA2, MIN_EXPONENT2, LOG2_RANGE, STEPS, LARGEST_STEPS,
             False, NOISE2, TENSOR, EVEN, FAST,
         )
 
@@ -123,7 +145,7 @@ _DTYPES = {
 
 
 def adamw_step(
-    master: torch.Tensor,
+    master: torch.Tensor | Moment,
     grad: torch.Tensor,
     exp_avg: torch.Tensor | Moment,
     exp_avg_sq: torch.Tensor | Moment,
@@ -131,27 +153,35 @@ def adamw_step(
     *,
     low: torch.Tensor | None = None,
     master_amax: torch.Tensor | None = None,
+    fp16_masters: Layout | None = None,
+    exact: Collection[int] = (),
     skip: torch.Tensor | None = None,
     seed: int | None = None,
     stochastic: Collection[str] = MOMENTS,
 ) -> None:
     """One step in place, on flat contiguous tensors of n elements of one CUDA device; nothing is allocated for groups.
 
-    master FP32 [n]; grad floating point [n]; exp_avg and exp_avg_sq FP32 or BF16 [n], or Moments of n elements. low
-    [n], BF16 or FP16, receives the new master rounded to nearest; master_amax FP32 [ceil(n/128)] the largest
-    magnitude of the new master in every 128 elements (not with scales by tensor). Nothing is changed where the one element of `skip` is not zero.
-    seed, at least 0 and below 2^31: round the moments that `stochastic` names with random numbers of this seed.
+    master FP32 [n], or a Moment in fp16 with pow2 scales by tensor; grad floating point [n]; exp_avg and exp_avg_sq FP32
+    or BF16 [n], or Moments of n elements. low [n], BF16 or FP16, receives the new master rounded to nearest; master_amax
+    FP32 [ceil(n/128)] the largest magnitude of the new master in every 128 elements (not with scales by tensor).
+    fp16_masters: let the FP32 master take values of FP16 in units of one power of two a tensor; this Layout, by tensor,
+    says which those are, and `exact` which of them stay FP32. Moments that have scales by tensor have the same segments,
+    others need a layout of one. Nothing is changed where the one element of `skip` is not zero. seed, at least 0 and
+    below 2^31: round what `stochastic` names, moments and "master", with random numbers of this seed.
     """
-    layout = next((moment.layout for moment in (exp_avg, exp_avg_sq) if isinstance(moment, Moment)), None)
+    states = (master, exp_avg, exp_avg_sq)
+    layout = next((moment.layout for moment in states[1:] if isinstance(moment, Moment)), None)
     tensorwise = layout is not None and layout.granularity == "tensor"
-    pieces = layout.pieces() if tensorwise else [(slice(0, master.numel()), slice(None))]
+    shared = shared_layout(fp16_masters, *states)
+    by_tensor = shared if shared is not None and shared.granularity == "tensor" else None
+    numel, device = grad.numel(), grad.device
+    pieces = [(slice(0, numel), slice(None))] if by_tensor is None else by_tensor.pieces()
     # Every program needs the old scales, so the new ones go elsewhere: copies of the old where the step is skipped.
-    amax = torch.zeros(2, layout.groups, dtype=torch.int32, device=master.device) if tensorwise else None
-    moments = (exp_avg, exp_avg_sq)
-    new_scales = [_scale(moment).clone() if tensorwise and isinstance(moment, Moment) else None for moment in moments]
+    bits = None if by_tensor is None else torch.zeros(3, by_tensor.groups, dtype=torch.int32, device=device)
+    fresh = [isinstance(state, Moment) and state.layout.granularity == "tensor" for state in states]
+    new_scales = [state.scale.clone() if own else None for state, own in zip(states, fresh, strict=True)]
     common = {
         "MASK": SCALE_MASKS[layout.scale_type] if layout else 0,
-        "SMALLEST_SCALE": SMALLEST_SCALE,
         "LOG2_RANGE": LOG2_RANGE,
         "STEPS": EXPONENT_STEPS,
         "LARGEST_STEPS": LARGEST_EXPONENT,
@@ -161,31 +191,43 @@ def adamw_step(
         "SKIP": skip is not None,
         "LOW": low is not None,
         "AMAX": master_amax is not None,
-        "FAST": master.is_cuda,
+        "FAST": grad.is_cuda,
         "ROWS": ROWS,
         "num_warps": WARPS,
     }
-    for moment, number in zip(moments, "12", strict=True):
+    for moment, number in zip(states[1:], "12", strict=True):
         common |= {f"{name}{number}": value for name, value in _codec_arguments(moment).items()}
     for elements, groups in pieces:
-        numel = elements.stop - elements.start
-        amaxes = (None, None) if amax is None else (amax[0, groups], amax[1, groups])
+        rounded = isinstance(master, Moment) or (fp16_masters is not None and groups.start not in exact)
+        count = elements.stop - elements.start
+        of_moments = groups if tensorwise else slice(None)
         arguments = (
-            master[elements], grad[elements], None if low is None else low[elements], master_amax, skip,
-        )
+            *_moment_arguments(master, elements, groups)[:2], grad[elements], None if low is None else low[elements],
+            master_amax, skip,
+        )  # fmt: skip
         state = (
-            numel, *_moment_arguments(exp_avg, elements, groups), *_moment_arguments(exp_avg_sq, elements, groups),
-            *(_scale(moment, groups) if new is None else new[groups] for moment, new in zip(moments, new_scales, strict=True)),
-            *amaxes, step.beta1, step.beta2, step.eps, step.decay, step.step_size, step.root_factor,
+            count,
+            *_moment_arguments(exp_avg, elements, of_moments),
+            *_moment_arguments(exp_avg_sq, elements, of_moments),
+            *(
+                _scale(moment, of_moments) if new is None else new[groups]
+                for moment, new in zip(states, new_scales, strict=True)
+            ),
+            *((None, None, None) if bits is None else (row[groups] for row in bits)),
+            step.beta1, step.beta2, step.eps, step.decay, step.step_size, step.root_factor,
             (seed or 0) ^ elements.start & 0x7FFFFFFF,
-        )
-        whole, rest = divmod(numel, ROWS * BLOCK)
-        for measure in (True, False) if tensorwise else (False,):
+        )  # fmt: skip
+        kind = {
+            "MASTER": (SCALED if rounded else PLAIN).value,
+            "NOISE3": rounded and seed is not None and "master" in stochastic,
+        }
+        whole, rest = divmod(count, ROWS * BLOCK)
+        for measure in (True, False) if tensorwise or rounded else (False,):
             if whole:
-                _adamw[(whole,)](*arguments, 0, *state, EVEN=True, MEASURE=measure, **common)
+                _adamw[(whole,)](*arguments, 0, *state, EVEN=True, MEASURE=measure, **kind, **common)
             if rest:
-                _adamw[(1,)](*arguments, whole, *state, EVEN=False, MEASURE=measure, **common)
-    for moment, new in zip(moments, new_scales, strict=True):
+                _adamw[(1,)](*arguments, whole, *state, EVEN=False, MEASURE=measure, **kind, **common)
+    for moment, new in zip(states, new_scales, strict=True):
         if new is not None:
             moment.scale = new
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ds_fp8.optim.codecs import CODECS, encode
-from ds_fp8.optim.moment import CHUNK, Moment, draw
+from ds_fp8.optim.codecs import CODECS, decode, encode
+from ds_fp8.optim.moment import CHUNK, Layout, Moment, draw
 from ds_fp8.state_precision import MOMENTS
 
 
@@ -45,7 +46,7 @@ class AdamStep:
 
 
 def adamw_step(
-    master: torch.Tensor,
+    master: torch.Tensor | Moment,
     grad: torch.Tensor,
     exp_avg: torch.Tensor | Moment,
     exp_avg_sq: torch.Tensor | Moment,
@@ -53,6 +54,8 @@ def adamw_step(
     *,
     low: torch.Tensor | None = None,
     master_amax: torch.Tensor | None = None,
+    fp16_masters: Layout | None = None,
+    exact: Collection[int] = (),
     seed: int | None = None,
     stochastic: Collection[str] = MOMENTS,
 ) -> None:
@@ -60,41 +63,60 @@ def adamw_step(
 
     The random numbers of a seed are torch's, not the kernel's: the same distribution, other bits.
     """
-    noise = None if seed is None else torch.Generator(master.device).manual_seed(seed)
-    for elements, groups in _pieces(exp_avg, exp_avg_sq, master.numel()):
+    noise = None if seed is None else torch.Generator(grad.device).manual_seed(seed)
+    of_masters = noise if "master" in stochastic else None
+    layout, numel = shared_layout(fp16_masters, master, exp_avg, exp_avg_sq), grad.numel()
+    chunks = [(slice(start, min(start + CHUNK, numel)), slice(None)) for start in range(0, numel, CHUNK)]
+    for elements, groups in chunks if layout is None else layout.pieces():
+        pieces = [_piece(state, elements, groups, layout) for state in (master, exp_avg, exp_avg_sq)]
         g = grad[elements].float()
-        m = _read(exp_avg, elements, groups).lerp_(g, 1 - step.beta1)
-        v = _read(exp_avg_sq, elements, groups).mul_(step.beta2).addcmul_(g, g, value=1 - step.beta2)
+        w, m, v = (_read(*piece) for piece in pieces)
+        m.lerp_(g, 1 - step.beta1)
+        v.mul_(step.beta2).addcmul_(g, g, value=1 - step.beta2)
         denominator = v.sqrt().mul_(step.root_factor).add_(step.eps)
-        w = master[elements].mul_(step.decay).addcdiv_(m, denominator, value=-step.step_size)
+        w.mul_(step.decay).addcdiv_(m, denominator, value=-step.step_size)
         if low is not None:
             low[elements] = w.to(low.dtype)
-        _write(exp_avg, elements, groups, m, noise if "exp_avg" in stochastic else None)
-        _write(exp_avg_sq, elements, groups, v, noise if "exp_avg_sq" in stochastic else None)
+        if fp16_masters is not None and groups.start not in exact:
+            codec = CODECS["fp16"]
+            w.copy_(decode(encode(w, codec, "tensor", "pow2", noise=draw(of_masters, w)), codec, "tensor"))
+        for piece, numbers, name in zip(pieces, (w, m, v), ("master", *MOMENTS), strict=True):
+            _write(*piece, numbers, noise if name in stochastic else None)
     if master_amax is not None:
         magnitude = torch.nn.functional.pad(master, (0, -master.numel() % 128)).view(-1, 128).abs()
         master_amax.copy_(magnitude.amax(1))
 
 
-def _pieces(exp_avg: torch.Tensor | Moment, exp_avg_sq: torch.Tensor | Moment, numel: int):
-    for moment in (exp_avg, exp_avg_sq):
-        if isinstance(moment, Moment):
-            return moment.layout.pieces()
-    return [(slice(start, min(start + CHUNK, numel)), slice(None)) for start in range(0, numel, CHUNK)]
+def shared_layout(fp16_masters: Layout | None, *states: torch.Tensor | Moment) -> Layout | None:
+    """The layout whose pieces are whole groups of all states; None if no state has groups."""
+    layouts = [state.layout for state in states if isinstance(state, Moment)]
+    layouts += [] if fp16_masters is None else [fp16_masters]
+    return max(layouts, key=lambda layout: layout.granularity == "tensor", default=None)
 
 
-def _read(moment: torch.Tensor | Moment, elements: slice, groups: slice) -> torch.Tensor:
+class _Piece(NamedTuple):
+    """Elements of a state, and their groups."""
+
+    state: torch.Tensor | Moment
+    elements: slice
+    groups: slice
+
+
+def _piece(state: torch.Tensor | Moment, elements: slice, groups: slice, layout: Layout | None) -> _Piece:
+    """Of a state whose groups may be finer than the pieces of `layout`, which are all of it then."""
+    finer = isinstance(state, Moment) and state.layout.granularity != layout.granularity
+    return _Piece(state, elements, slice(None) if finer else groups)
+
+
+def _read(state: torch.Tensor | Moment, elements: slice, groups: slice) -> torch.Tensor:
     """FP32 numbers, in place where they are stored as such."""
-    return moment.read(elements, groups) if isinstance(moment, Moment) else moment[elements].float()
+    return state.read(elements, groups) if isinstance(state, Moment) else state[elements].float()
 
 
 def _write(
-    moment: torch.Tensor | Moment, elements: slice, groups: slice, numbers: torch.Tensor, noise: torch.Generator | None
+    state: torch.Tensor | Moment, elements: slice, groups: slice, numbers: torch.Tensor, noise: torch.Generator | None
 ) -> None:
-    if not isinstance(moment, Moment) and moment.dtype is torch.float32:
-        return  # changed in place
-    drawn = draw(noise, numbers)
-    if isinstance(moment, Moment):
-        moment.write(elements, groups, numbers, drawn)
-    else:
-        moment[elements] = encode(numbers, CODECS["bf16"], noise=drawn).codes
+    if isinstance(state, Moment):
+        state.write(elements, groups, numbers, draw(noise, numbers))
+    elif state.dtype is not torch.float32:  # otherwise it was changed in place
+        state[elements] = encode(numbers, CODECS["bf16"], noise=draw(noise, numbers)).codes

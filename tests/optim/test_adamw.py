@@ -31,6 +31,7 @@ PRECISIONS = {
         "scale": "pow2",
         "master": "fp16_scaled",
     },
+    "coat, masters": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded", "master": "fp16_scaled"},
     "stochastic": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3", "stochastic_rounding": True, "seed": 7},
 }
 COMPRESSED = [name for name in PRECISIONS if name != "fp32"]
@@ -138,6 +139,15 @@ def test_vectors_among_tensors_flattened_together_keep_exact_masters():
     assert rounded[100:400].all()
     assert rounded[:100].float().mean() < 0.1
     assert rounded[400:].float().mean() < 0.1
+
+
+def test_masters_with_a_scale_for_each_tensor_do_not_go_with_groups_across_tensors():
+    p = nn.Parameter(torch.randn(600))
+    optimizer = AdamW([p], **PRECISIONS["coat, masters"])
+    optimizer.set_segments(p, (600,))
+    with pytest.raises(UserError, match="scale for each tensor") as caught:
+        optimizer.set_segments(p, (100, 500))
+    assert caught.value.key == "fp8.optimizer.granularity"
 
 
 def test_bytes_a_parameter():

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_fp8.optim import kernels, master_kernels, reference
+from ds_fp8.optim import kernels, reference
 from ds_fp8.optim.codecs import CODECS
-from ds_fp8.optim.masters import round_masters_reference
 from ds_fp8.optim.moment import Layout, Moment
 from ds_fp8.optim.reference import AdamStep
 from ds_fp8.quantize.stochastic import uniform
@@ -178,72 +177,112 @@ def masters(numel):
     return numbers
 
 
-@pytest.mark.parametrize("segments", [(), (128, 1, 4000, 972)])
+def rounded(step, device, numbers, layout, *, seed=None, exact=()):
+    """`numbers` after a step of length zero, which does nothing to them but round them to FP16."""
+    master = numbers.to(device, copy=True)
+    grad, m, v = torch.zeros(3, len(numbers), device=device).unbind()
+    rest = AdamStep(1, 0.0, 0.9, 0.95, 1e-8, 0.0)
+    step(master, grad, m, v, rest, fp16_masters=layout, exact=exact, seed=seed, stochastic=("master",))
+    return master.cpu()
+
+
+BOTH = (("cpu", reference.adamw_step), (DEVICE, kernels.adamw_step))
+
+
+@pytest.mark.parametrize("segments", [(), (128, 1, 4000, 972), (600, 0, 4501)])
+def test_masters_in_fp16_are_those_of_plain_torch(segments):
+    numbers, layout = masters(5101), Layout(5101, "tensor", "pow2", segments)
+    expected, found = (rounded(step, device, numbers, layout) for device, step in BOTH)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, numbers)
+    apart = Moment(CODECS["fp16"], layout, torch.device("cpu"), never_zero=False)
+    apart.encode(numbers)
+    assert torch.equal(found, apart.decode())
+
+
+@pytest.mark.parametrize("numel", [100, 2048, 5101])
 @pytest.mark.parametrize("apart", [False, True])
-def test_masters_in_fp16_are_those_of_plain_torch(segments, apart):
-    numel = 5101
+@pytest.mark.parametrize("kept", [KEPT[0], KEPT[1], KEPT[5], KEPT[7], KEPT[8]])
+def test_a_step_of_masters_in_fp16(kept, apart, numel):
+    """Beside moments with one scale a tensor, of every 128 elements, or without."""
+    grouped = kept[2] != "tensor" and CODECS[kept[0]].max
+    segments = () if grouped else (numel // 3, 0, numel - numel // 3)
     layout = Layout(numel, "tensor", "pow2", segments)
-    found = []
-    for device, function in (("cpu", round_masters_reference), (DEVICE, master_kernels.round_masters)):
-        numbers = masters(numel).to(device)
-        into = Moment(CODECS["fp16"], layout, torch.device(device), never_zero=False) if apart else None
-        function(numbers, layout, None, into)
-        found.append((into.decode() if apart else numbers).cpu())
-        assert not apart or torch.equal(numbers.cpu(), masters(numel))
-    assert torch.equal(*found)
+    exact = CODECS["fp16"]
+
+    def step(function):
+        def with_masters(master, *arguments, **keywords):
+            if not apart:
+                return function(master, *arguments, fp16_masters=layout, **keywords)
+            held = moment(master.cpu(), "fp16", "tensor", "pow2", segments=segments, device=master.device)
+            function(held, *arguments, **keywords)
+            master.copy_(held.decode())
+
+        return with_masters
+
+    def after(device, function):
+        return one_step(step(function), kept, numel, device=device, segments=segments)
+
+    (expected, *moments_expected, low_expected), (found, *moments, low) = (after(*one) for one in BOTH)
+    assert is_a_neighbour(found, expected, exact).all()
+    assert (found != expected).float().mean() < 0.02
+    assert torch.equal(found, rounded(BOTH[0][1], "cpu", found, layout))  # they are FP16 numbers
+    torch.testing.assert_close(low.float(), low_expected.float(), rtol=2.0**-7, atol=0)
+    for left, right, codec in zip(moments, moments_expected, kept[:2], strict=True):
+        assert_same_moment(left, right, codec)
 
 
 def test_masters_rounded_stochastically_are_neighbours_and_right_on_average():
     numel, draws = 4096, 64
     layout = Layout(numel, "tensor", "pow2")
     exact, mean = masters(numel), torch.zeros(numel)
-    nearest = exact.clone()
-    round_masters_reference(nearest, layout, None)
+    nearest = rounded(reference.adamw_step, "cpu", exact, layout)
+    spacing = (exact.abs() * 2.0**-10).clamp_min(2.0**-24 * exact.abs().max() / 32768)
     for seed in range(draws):
-        numbers = exact.clone().to(DEVICE)
-        master_kernels.round_masters(numbers, layout, seed)
-        mean += numbers.cpu() / draws
-        spacing = (exact.abs() * 2.0**-10).clamp_min(2.0**-24 * exact.abs().max() / 32768)
-        assert ((numbers.cpu() - exact).abs() <= spacing).all()
+        numbers = rounded(kernels.adamw_step, DEVICE, exact, layout, seed=seed)
+        mean += numbers / draws
+        assert ((numbers - exact).abs() <= spacing).all()
     off = (mean - exact) / spacing
     assert off.abs().max() < 0.5
     assert off.mean().abs() < 0.01 < (nearest - exact).abs().div(spacing).mean()
 
 
-@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("numel", [768, 5101])
-def test_masters_rounded_stochastically_are_those_of_the_draws(numel, apart):
+def test_masters_rounded_stochastically_are_those_of_the_draws(numel):
     layout, seed = Layout(numel, "tensor", "pow2"), 0x5EED5EED
     numbers = masters(numel)
-    nearest = Moment(CODECS["fp16"], layout, torch.device("cpu"), never_zero=False)
-    round_masters_reference(numbers, layout, None, nearest)
+    nearest = moment(numbers, "fp16", "tensor", "pow2")
     magnitude = numbers.abs() / nearest.scale
     spacing = (torch.exp2(torch.frexp(magnitude)[1] - 1.0) * 2.0**-10).clamp_min(2.0**-24)
     below = (magnitude / spacing).floor()
-    up = magnitude / spacing - below + uniform(torch.arange(numel), seed) >= 1
+    up = magnitude / spacing - below + uniform(torch.arange(numel), seed ^ kernels.OF_MASTERS.value) >= 1
     expected = torch.copysign((below + up) * spacing * nearest.scale, numbers)
-    into = Moment(CODECS["fp16"], layout, torch.device(DEVICE), never_zero=False) if apart else None
-    found = numbers.clone().to(DEVICE)
-    master_kernels.round_masters(found, layout, seed, into)
-    assert torch.equal((into.decode() if apart else found).cpu(), expected)
+    assert torch.equal(rounded(kernels.adamw_step, DEVICE, numbers, layout, seed=seed), expected)
 
 
 @pytest.mark.parametrize("seed", [None, 5])
 def test_some_masters_stay_as_they_are(seed):
-    layout = Layout(1000, "tensor", "pow2", (300, 500, 200))
-    for device, function in (("cpu", round_masters_reference), (DEVICE, master_kernels.round_masters)):
-        numbers = masters(1000)
-        rounded = numbers.clone().to(device)
-        function(rounded, layout, seed, exact=(0, 2))
-        changed = rounded.cpu() != numbers
+    layout, numbers = Layout(1000, "tensor", "pow2", (300, 500, 200)), masters(1000)
+    for device, step in BOTH:
+        changed = rounded(step, device, numbers, layout, seed=seed, exact=(0, 2)) != numbers
         assert changed[300:800].any()
         assert not changed[:300].any()
         assert not changed[800:].any()
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_masters_do_not_change_where_the_step_is_to_be_skipped(apart):
+    numbers, skip = masters(1000), torch.ones(1, dtype=torch.int32, device=DEVICE)
+    master = moment(numbers, "fp16", "tensor", "pow2", device=DEVICE) if apart else numbers.to(DEVICE, copy=True)
+    before = numbers_of(master)
+    m, v = (moment(gradients(1000, 3) ** 2, codec, "tensor", "pow2", device=DEVICE) for codec in ("e4m3", "fp16"))
+    layout = None if apart else Layout(1000, "tensor", "pow2")
+    kernels.adamw_step(master, gradients(1000, 2).to(DEVICE), m, v, STEP, fp16_masters=layout, skip=skip)
+    assert torch.equal(numbers_of(master), before)
+
+
 def test_masters_that_are_not_finite_become_nan():
     for bad in (float("nan"), float("inf")):
-        numbers = masters(300).to(DEVICE)
+        numbers = masters(300)
         numbers[7] = bad
-        master_kernels.round_masters(numbers, Layout(300, "tensor", "pow2"), 3)
-        assert numbers.isnan().all()
+        assert rounded(kernels.adamw_step, DEVICE, numbers, Layout(300, "tensor", "pow2"), seed=3).isnan().all()

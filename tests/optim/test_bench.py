@@ -58,6 +58,37 @@ def test_parity_saves_moments_that_the_errors_are_measured_on(capsys, tmp_path):
     assert "e4m3_expanded" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("_modules_left_to_themselves")
+def test_parity_from_shared_first_steps(tmp_path):
+    figures = tmp_path / "parity.json"
+    presets = ["infir2", "perturbed", "dithered", "fp8lm_o3"]
+    arguments = ["--quick", "--steps", "8", "--presets", ",".join(presets), "--json", str(figures)]
+    curves = {}
+    for shared in (0, 5):
+        optimizer_parity.main([*arguments, "--shared-steps", str(shared)])
+        written = json.loads(figures.read_text())
+        assert written["run"]["shared_steps"] == shared
+        curves[shared] = {row["state"]: row["losses"] for row in written["rows"]}
+    assert curves[0]["infir2"] == curves[5]["infir2"]  # FP32 state goes on as if nothing had been
+    for name in presets[1:]:
+        assert curves[5][name][:5] == curves[5]["infir2"][:5]
+        assert curves[5][name][5:] != curves[5]["infir2"][5:]
+        assert curves[0][name][:5] != curves[0]["infir2"][:5]
+
+
+def test_dithered_masters_start_beside_the_weights_that_they_round_to():
+    model = optimizer_parity.build_model(optimizer_parity.QUICK, 0)
+    optimizer = optimizer_parity.AdamW(model.parameters())
+    optimizer_parity.dither(optimizer)
+    for p in model.parameters():
+        assert ("master" in optimizer.state[p]) == (p.dim() > 1)
+    weight = model.lm_head.weight
+    master = optimizer.state[weight]["master"]
+    away = (master - weight.float()).abs() / weight.float().abs()
+    assert 0 < away.max() <= 2.0**-10
+    assert (master.bfloat16() == weight).float().mean() > 0.99  # not below a power of two, where BF16 is finer
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU these run")
 @pytest.mark.parametrize(
     ("main", "arguments"), [(optimizers.main, []), (optimizers.main, ["--sweep"]), (optimizer_parity.main, [])]
@@ -72,3 +103,5 @@ def test_mistakes(tmp_path):
         optimizers.main(["--moments", str(tmp_path / "none.pt")])
     with pytest.raises(UserError, match="unknown preset"):
         optimizer_parity.main(["--quick", "--presets", "coats"])
+    with pytest.raises(UserError, match="no step is left"):
+        optimizer_parity.main(["--quick", "--steps", "5", "--shared-steps", "5"])

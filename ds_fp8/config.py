@@ -109,7 +109,8 @@ class OptimizerStateConfig(Section):
 
     master: MasterName = "fp32"
     """fp16_scaled: master weights of matrices are FP16 numbers in units of one power of two a tensor. ZeRO holds its
-    shards of master weights in FP32, so there the values change and the memory does not."""
+    shards of master weights in FP32, so there the values change and the memory does not. Compressed moments beside them
+    have "granularity": "tensor"."""
     exp_avg: CodecName = "fp32"
     exp_avg_sq: CodecName = "fp32"
     granularity: StateGranularity = "1x128"
@@ -134,7 +135,7 @@ class OptimizerStateConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> OptimizerStateConfig:
-        self.precision()
+        self.precision().check_flattened()
         return self
 
     def precision(self) -> StatePrecision:

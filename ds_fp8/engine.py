@@ -149,6 +149,8 @@ def _own_optimizer(raw: dict[str, Any], fp8: FP8Config, file: str | None, optimi
             file=file,
             remedy='leave "optimizer" out of the call and in the configuration, or pass a ds_fp8.optim.AdamW',
         )
+    if optimizer is not None:
+        optimizer.precision.check_flattened()
     # DeepSpeed asks these before it accepts an optimizer that it does not know.
     raw["zero_allow_untested_optimizer"] = True
     raw["zero_force_ds_cpu_optimizer"] = False

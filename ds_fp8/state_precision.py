@@ -61,6 +61,20 @@ class StatePrecision:
                 remedy='"granularity": "1x128"',
             )
 
+    def check_flattened(self) -> None:
+        """Raise UserError if these do not go together where tensors are flattened into one, as ZeRO does."""
+        formats = (self.exp_avg, self.exp_avg_sq)
+        grouped = self.granularity == "1x128" and not {"fp32", "bf16"}.issuperset(formats)
+        if self.master == "fp16_scaled" and grouped:
+            remedy = '"master": "fp32", which takes no more memory under ZeRO'
+            if "e4m3_expanded" not in formats:
+                remedy = f'"granularity": "tensor", or {remedy}'
+            raise UserError(
+                "fp16_scaled masters have a scale for each tensor, moments one for every 128 elements of a flat shard",
+                key="fp8.optimizer.master",
+                remedy=remedy,
+            )
+
     @property
     def stochastic_parts(self) -> tuple[str, ...]:
         """The parts that are rounded at random."""

@@ -6,7 +6,6 @@ from ds_fp8.memory.states import shard_numel, trained
 from ds_fp8.memory.workload import FP32, Workload
 from ds_fp8.optim.from_config import uses_own_optimizer
 from ds_fp8.optim.moment import CHUNK
-from ds_fp8.state_precision import MOMENTS
 
 EMULATED, AT_RANDOM = 30, 69
 """Bytes an element that ds_fp8's own AdamW takes on a CPU, where it decodes and encodes moments in plain torch: rounded
@@ -24,12 +23,20 @@ def optimizer_step(w: Workload) -> int:
     stepped = largest_sub_group(w)
     own = uses_own_optimizer(w.fp8)
     if own and w.device == "cpu":
-        emulated = AT_RANDOM if set(MOMENTS) & set(w.fp8.optimizer.precision().stochastic_parts) else EMULATED
-        return FP32 * stepped + emulated * min(stepped, CHUNK)
+        emulated = AT_RANDOM if w.fp8.optimizer.precision().stochastic_parts else EMULATED
+        return FP32 * stepped + emulated * min(stepped, _decoded_at_once(w))
     copies = 1
     if w.torch_adam and not own:
         copies += 1 if w.device == "cuda" else 2
     return FP32 * stepped * copies
+
+
+def _decoded_at_once(w: Workload) -> int:
+    """Elements: CHUNK, but a rank's part of a tensor at least where that has one scale."""
+    precision = w.fp8.optimizer.precision()
+    if precision.granularity != "tensor" and precision.master == "fp32":
+        return CHUNK
+    return max(shard_numel([parameter], w.gpus if w.stage == 3 else 1) for parameter in trained(w))
 
 
 def largest_sub_group(w: Workload) -> int:

@@ -146,20 +146,20 @@ class AdamW(torch.optim.Optimizer):
         if at_random:
             seed = hash((self.precision.seed, self._streams[p], int(number))) & 0x7FFFFFFF
         parameter = p.detach().contiguous().view(-1)
-        master, more = parameter, self._outputs.get(p, {})
+        master, options = parameter, self._outputs.get(p, {})
         if MASTER in state:
-            master, more = _flat(state[MASTER]), {"low": parameter}
+            master, options = _flat(state[MASTER]), {"low": parameter}
         elif self._has_scaled_master(p):
-            more = {"fp16_masters": self._layout(p, "tensor", "pow2"), "exact": self._vectors.get(p, ())}
+            options = {"fp16_masters": self._layout(p, "tensor", "pow2"), "exact": self._vectors.get(p, ())}
         moments = [_flat(state[key]) for key in MOMENTS]
         arguments = (master, p.grad.detach().contiguous().view(-1), *moments, step)
         if p.is_cuda:
             from ds_fp8.optim.kernels import adamw_step
 
             with torch.cuda.device(p.device):  # where Triton launches
-                adamw_step(*arguments, **more, skip=skip, seed=seed, stochastic=at_random)
+                adamw_step(*arguments, **options, skip=skip, seed=seed, stochastic=at_random)
         else:
-            reference.adamw_step(*arguments, **more, seed=seed, stochastic=at_random)
+            reference.adamw_step(*arguments, **options, seed=seed, stochastic=at_random)
         if not p.is_contiguous():
             p.copy_(parameter.view(p.shape))
 
@@ -226,20 +226,14 @@ class AdamW(torch.optim.Optimizer):
     def set_segments(self, p: torch.Tensor, sizes: Sequence[int], vectors: Sequence[int] = ()) -> None:
         """Say that the flat parameter p is tensors of these sizes one after the other, each to have its own scale.
 
-        vectors: the indices of those that are vectors, not flattened matrices. Raises UserError for master weights in
-        FP16, which have a scale for each tensor, beside moments whose groups of 128 lie across tensors.
+        vectors: the indices of those that are vectors, not flattened matrices. Raises ValueError if some of the masters
+        of a 16-bit parameter were to be FP16 and some not: they are one state.
         """
-        kept = self.precision
-        grouped = any(CODECS[getattr(kept, key)].max for key in MOMENTS) and kept.granularity != "tensor"
-        if kept.master == "fp16_scaled" and grouped and len(sizes) > 1:
-            raise UserError(
-                "fp16_scaled masters have a scale for each tensor, moments one for every 128 elements of a flat shard",
-                key="fp8.optimizer.granularity",
-                remedy='"granularity": "tensor", or "master": "fp32", which takes no more memory under ZeRO',
-            )
+        if self.precision.master == "fp16_scaled" and vectors and p.dtype is not torch.float32:
+            raise ValueError("a flat 16-bit parameter of vectors and matrices has no FP16 masters: flatten them apart")
         self._segments[p], self._vectors[p] = tuple(sizes), tuple(vectors)
         for key, value in self.state.get(p, {}).items():
-            if isinstance(value, Moment) and value.layout.granularity == "tensor":
+            if key == MASTER or (isinstance(value, Moment) and value.layout.granularity == "tensor"):
                 self.state[p][key] = self._encoded(p, key, value)
 
     def expand_moments(self) -> None:

@@ -159,25 +159,25 @@ def adamw_step(
     seed: int | None = None,
     stochastic: Collection[str] = MOMENTS,
 ) -> None:
-    """One step in place, on flat contiguous tensors of n elements of one CUDA device; nothing is allocated for groups.
+    """One step in place, on flat contiguous tensors of n elements of one CUDA device. Allocates scales by tensor only.
 
     master FP32 [n], or a Moment in fp16 with pow2 scales by tensor; grad floating point [n]; exp_avg and exp_avg_sq FP32
     or BF16 [n], or Moments of n elements. low [n], BF16 or FP16, receives the new master rounded to nearest; master_amax
     FP32 [ceil(n/128)] the largest magnitude of the new master in every 128 elements (not with scales by tensor).
     fp16_masters: let the FP32 master take values of FP16 in units of one power of two a tensor; this Layout, by tensor,
-    says which those are, and `exact` which of them stay FP32. Moments that have scales by tensor have the same segments,
-    others need a layout of one. Nothing is changed where the one element of `skip` is not zero. seed, at least 0 and
-    below 2^31: round what `stochastic` names, moments and "master", with random numbers of this seed.
+    says which those are, and `exact` which of them stay FP32. `low` is of the master before that. Moments by tensor have
+    the same segments; moments in groups of 128 allow only one (ValueError). Nothing is changed where the one element of
+    `skip` is not zero. seed, at least 0 and below 2^31: round what `stochastic` names, moments and "master", with random
+    numbers of this seed.
     """
     states = (master, exp_avg, exp_avg_sq)
     layout = next((moment.layout for moment in states[1:] if isinstance(moment, Moment)), None)
     tensorwise = layout is not None and layout.granularity == "tensor"
     shared = shared_layout(fp16_masters, *states)
-    by_tensor = shared if shared is not None and shared.granularity == "tensor" else None
-    numel, device = grad.numel(), grad.device
-    pieces = [(slice(0, numel), slice(None))] if by_tensor is None else by_tensor.pieces()
+    by_tensor = shared is not None and shared.granularity == "tensor"
+    pieces = shared.pieces() if by_tensor else [(slice(0, grad.numel()), slice(None))]
     # Every program needs the old scales, so the new ones go elsewhere: copies of the old where the step is skipped.
-    bits = None if by_tensor is None else torch.zeros(3, by_tensor.groups, dtype=torch.int32, device=device)
+    bits = torch.zeros(3, shared.groups, dtype=torch.int32, device=grad.device) if by_tensor else None
     fresh = [isinstance(state, Moment) and state.layout.granularity == "tensor" for state in states]
     new_scales = [state.scale.clone() if own else None for state, own in zip(states, fresh, strict=True)]
     common = {
@@ -202,16 +202,16 @@ def adamw_step(
         count = elements.stop - elements.start
         of_moments = groups if tensorwise else slice(None)
         arguments = (
-            *_moment_arguments(master, elements, groups)[:2], grad[elements], None if low is None else low[elements],
+            *_state_arguments(master, elements, groups)[:2], grad[elements], None if low is None else low[elements],
             master_amax, skip,
         )  # fmt: skip
-        state = (
+        numbers = (
             count,
-            *_moment_arguments(exp_avg, elements, of_moments),
-            *_moment_arguments(exp_avg_sq, elements, of_moments),
+            *_state_arguments(exp_avg, elements, of_moments),
+            *_state_arguments(exp_avg_sq, elements, of_moments),
             *(
-                _scale(moment, of_moments) if new is None else new[groups]
-                for moment, new in zip(states, new_scales, strict=True)
+                _state_arguments(state, elements, of_moments)[1] if new is None else new[groups]
+                for state, new in zip(states, new_scales, strict=True)
             ),
             *((None, None, None) if bits is None else (row[groups] for row in bits)),
             step.beta1, step.beta2, step.eps, step.decay, step.step_size, step.root_factor,
@@ -224,9 +224,9 @@ def adamw_step(
         whole, rest = divmod(count, ROWS * BLOCK)
         for measure in (True, False) if tensorwise or rounded else (False,):
             if whole:
-                _adamw[(whole,)](*arguments, 0, *state, EVEN=True, MEASURE=measure, **kind, **common)
+                _adamw[(whole,)](*arguments, 0, *numbers, EVEN=True, MEASURE=measure, **kind, **common)
             if rest:
-                _adamw[(1,)](*arguments, whole, *state, EVEN=False, MEASURE=measure, **kind, **common)
+                _adamw[(1,)](*arguments, whole, *numbers, EVEN=False, MEASURE=measure, **kind, **common)
     for moment, new in zip(states, new_scales, strict=True):
         if new is not None:
             moment.scale = new
@@ -247,13 +247,9 @@ def _codec_arguments(moment: torch.Tensor | Moment) -> dict[str, object]:
     }
 
 
-def _moment_arguments(moment: torch.Tensor | Moment, elements: slice, groups: slice) -> tuple:
+def _state_arguments(state: torch.Tensor | Moment, elements: slice, groups: slice) -> tuple:
     """(codes, scale, exponent) of the piece; FP8 codes as bytes."""
-    if not isinstance(moment, Moment):
-        return moment[elements], None, None
-    codes = moment.codes.view(torch.uint8) if moment.codes.dtype.itemsize == 1 else moment.codes
-    return codes[elements], moment.scale[groups], None if moment.exponent is None else moment.exponent[groups]
-
-
-def _scale(moment: torch.Tensor | Moment, groups: slice = slice(None)) -> torch.Tensor | None:
-    return moment.scale[groups] if isinstance(moment, Moment) else None
+    if not isinstance(state, Moment):
+        return state[elements], None, None
+    codes = state.codes.view(torch.uint8) if state.codes.dtype.itemsize == 1 else state.codes
+    return codes[elements], state.scale[groups], None if state.exponent is None else state.exponent[groups]

@@ -88,10 +88,16 @@ def adamw_step(
 
 
 def shared_layout(fp16_masters: Layout | None, *states: torch.Tensor | Moment) -> Layout | None:
-    """The layout whose pieces are whole groups of all states; None if no state has groups."""
+    """The layout whose pieces are whole groups of all states; None if no state has groups.
+
+    Raises ValueError if there is none: groups of 128 may lie across tensors that have scales of their own.
+    """
     layouts = [state.layout for state in states if isinstance(state, Moment)]
     layouts += [] if fp16_masters is None else [fp16_masters]
-    return max(layouts, key=lambda layout: layout.granularity == "tensor", default=None)
+    shared = max(layouts, key=lambda layout: layout.granularity == "tensor", default=None)
+    if any(layout.granularity != shared.granularity for layout in layouts) and shared.groups > 1:
+        raise ValueError("a state in groups of 128 beside one with scales for several tensors")
+    return shared
 
 
 class _Piece(NamedTuple):

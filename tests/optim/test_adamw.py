@@ -144,10 +144,28 @@ def test_vectors_among_tensors_flattened_together_keep_exact_masters():
 def test_masters_with_a_scale_for_each_tensor_do_not_go_with_groups_across_tensors():
     p = nn.Parameter(torch.randn(600))
     optimizer = AdamW([p], **PRECISIONS["coat, masters"])
-    optimizer.set_segments(p, (600,))
     with pytest.raises(UserError, match="scale for each tensor") as caught:
-        optimizer.set_segments(p, (100, 500))
-    assert caught.value.key == "fp8.optimizer.granularity"
+        optimizer.precision.check_flattened()
+    assert caught.value.key == "fp8.optimizer.master"
+    p.grad = torch.randn(600)
+    optimizer.set_segments(p, (600,))
+    optimizer.step()
+    optimizer.set_segments(p, (100, 500))
+    with pytest.raises(ValueError, match="groups of 128"):
+        optimizer.step()
+
+
+def test_masters_of_a_flat_16_bit_parameter_are_fp16_all_or_none():
+    p = nn.Parameter(torch.randn(600, dtype=torch.bfloat16))
+    optimizer = AdamW([p], **PRECISIONS["fp8lm_o3"])
+    p.grad = torch.randn(600, dtype=torch.bfloat16)
+    optimizer.step()
+    assert isinstance(optimizer.state[p]["master"], torch.Tensor)  # a vector's, for all that is known
+    optimizer.set_segments(p, (100, 500))
+    assert isinstance(optimizer.state[p]["master"], Moment)
+    optimizer.step()
+    with pytest.raises(ValueError, match="flatten them apart"):
+        optimizer.set_segments(p, (100, 500), vectors=(0,))
 
 
 def test_bytes_a_parameter():

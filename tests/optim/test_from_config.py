@@ -138,12 +138,25 @@ def test_an_optimizer_section_that_does_not_fit_is_explained(optimizer, key):
         ({"exp_avg": "e4m4"}, "fp8.optimizer.exp_avg"),
         ({"exp_avg": "e4m3_expanded", "granularity": "tensor"}, "fp8.optimizer.granularity"),
         ({"momentum": "fp32"}, "fp8.optimizer.momentum"),
+        ({**COAT, "master": "fp16_scaled"}, "fp8.optimizer.master"),
+        ({"exp_avg": "e4m3", "master": "fp16_scaled"}, "fp8.optimizer.master"),
     ],
 )
 def test_a_section_that_does_not_fit_is_explained(section, key):
     with pytest.raises(UserError) as caught:
         parse_fp8(raw({"optimizer": section}))
     assert caught.value.key == key
+
+
+def test_the_way_out_that_an_error_names_is_one():
+    section = {"exp_avg": "e4m3", "master": "fp16_scaled"}
+    with pytest.raises(UserError, match="scale for each tensor") as caught:
+        parse_fp8(raw({"optimizer": section}))
+    assert '"granularity": "tensor"' in caught.value.remedy
+    parse_fp8(raw({"optimizer": {**section, "granularity": "tensor"}}))
+    with pytest.raises(UserError) as caught:
+        parse_fp8(raw({"preset": "coat", "optimizer": {"master": "fp16_scaled"}}))
+    assert "granularity" not in caught.value.remedy  # e4m3_expanded has no other
 
 
 @pytest.mark.parametrize(

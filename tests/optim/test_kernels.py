@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,9 +15,9 @@ from ds_fp8.quantize.stochastic import uniform
 from tests.optim.numbers import gradients, moment, numbers_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [  # of the interpreter: log2(0), and a NaN as an integer
+pytestmark = [  # of the interpreter: log2(0), 0 / 0, and a NaN as an integer
     pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered in (cast|divide):RuntimeWarning"),
 ]
 STEP = AdamStep(3, 1e-3, 0.9, 0.95, 1e-8, 0.1)
 FP32 = {"rtol": 1e-4, "atol": 1e-7}
@@ -208,7 +210,6 @@ def test_a_step_of_masters_in_fp16(kept, apart, numel):
     grouped = kept[2] != "tensor" and CODECS[kept[0]].max
     segments = () if grouped else (numel // 3, 0, numel - numel // 3)
     layout = Layout(numel, "tensor", "pow2", segments)
-    exact = CODECS["fp16"]
 
     def step(function):
         def with_masters(master, *arguments, **keywords):
@@ -224,12 +225,80 @@ def test_a_step_of_masters_in_fp16(kept, apart, numel):
         return one_step(step(function), kept, numel, device=device, segments=segments)
 
     (expected, *moments_expected, low_expected), (found, *moments, low) = (after(*one) for one in BOTH)
-    assert is_a_neighbour(found, expected, exact).all()
+    assert is_a_neighbour(found, expected, CODECS["fp16"]).all()
     assert (found != expected).float().mean() < 0.02
     assert torch.equal(found, rounded(BOTH[0][1], "cpu", found, layout))  # they are FP16 numbers
     torch.testing.assert_close(low.float(), low_expected.float(), rtol=2.0**-7, atol=0)
     for left, right, codec in zip(moments, moments_expected, kept[:2], strict=True):
         assert_same_moment(left, right, codec)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_masters_and_moments_by_tensor_are_rounded_with_random_numbers_of_their_own(apart):
+    """As fp8lm_o3 does, under ZeRO (FP32 shards, in which vectors stay as they are) and of BF16 parameters."""
+    numel, segments, exact = 5101, (300, 0, 2500, 2301), () if apart else (0, 3)
+    layout = Layout(numel, "tensor", "pow2", segments)
+    numbers, grad = masters(numel), gradients(numel, 2)
+    first, second = gradients(numel, 3) * 0.1, gradients(numel, 4) ** 2
+
+    def after(step, device, **keywords):
+        m = moment(first, "e4m3", "tensor", "pow2", segments=segments, device=device)
+        v = moment(second, "fp16", "tensor", "pow2", segments=segments, never_zero=True, device=device)
+        master = numbers.to(device, copy=True)
+        if apart:
+            master = moment(numbers, "fp16", "tensor", "pow2", segments=segments, device=device)
+        if not apart and keywords:
+            keywords |= {"fp16_masters": layout, "exact": exact}
+        step(master, grad.to(device), m, v, STEP, **keywords)
+        return numbers_of(master), numbers_of(m)
+
+    seeded = {"seed": 5, "stochastic": ("exp_avg", "exp_avg_sq", "master")}
+    found, m_found = after(kernels.adamw_step, DEVICE, **seeded)
+    assert torch.equal(found, after(kernels.adamw_step, DEVICE, **seeded)[0])
+    assert not torch.equal(found, after(kernels.adamw_step, DEVICE, **{**seeded, "seed": 6})[0])
+    unrounded = numbers.clone()
+    if apart:
+        unrounded = numbers_of(moment(numbers, "fp16", "tensor", "pow2", segments=segments))
+    m, v = (moment(x, "fp32") for x in (first, second))
+    m = torch.cat([numbers_of(moment(x, "e4m3", "tensor", "pow2")) for x in m.split(segments) if len(x)])
+    v = torch.cat(
+        [numbers_of(moment(x, "fp16", "tensor", "pow2", never_zero=True)) for x in v.split(segments) if len(x)]
+    )
+    reference.adamw_step(unrounded, grad, m, v, STEP)
+    for index, (start, stop) in enumerate(itertools.pairwise((0, 300, 300, 2800, numel))):
+        part, expected = found[start:stop], unrounded[start:stop]
+        if index in exact:
+            torch.testing.assert_close(part, expected, **FP32)
+            assert not torch.equal(
+                part, rounded(reference.adamw_step, "cpu", part, Layout(len(part), "tensor", "pow2"))
+            )
+        elif len(part):
+            assert is_a_neighbour(part, expected, CODECS["fp16"]).all()
+            nearest = rounded(reference.adamw_step, "cpu", expected, Layout(len(part), "tensor", "pow2"))
+            assert 0.1 < (part != nearest).float().mean() < 0.5
+    both = slice(300, 2800)
+    off = (found - unrounded)[both] / unrounded[both].abs(), (m_found - m)[both] / m[both].abs()
+    at = torch.isfinite(off[0]) & torch.isfinite(off[1]) & (off[0].abs() < 1e-3) & (off[1].abs() < 0.2)
+    assert at.float().mean() > 0.5
+    assert torch.corrcoef(torch.stack([x[at].sign() for x in off]))[0, 1].abs() < 0.1
+
+
+def test_tensors_flattened_together_draw_random_numbers_of_their_own():
+    numbers = masters(1000).repeat(2)
+    halves = rounded(kernels.adamw_step, DEVICE, numbers, Layout(2000, "tensor", "pow2", (1000, 1000)), seed=5)
+    assert not torch.equal(halves[:1000], halves[1000:])
+
+
+def test_what_lies_beyond_the_end_is_no_master():
+    """Without eps an element of zeros there would be 0 / 0."""
+    found = []
+    for device, step in BOTH:
+        master, grad, m, v = (torch.ones(100, device=device) for _ in range(4))
+        rest = AdamStep(1, 1e-3, 0.9, 0.95, 0.0, 0.1)
+        step(master, grad, m, v, rest, fp16_masters=Layout(100, "tensor", "pow2"))
+        found.append(master.cpu())
+    assert found[1].isfinite().all()
+    assert is_a_neighbour(found[1], found[0], CODECS["fp16"]).all()
 
 
 def test_masters_rounded_stochastically_are_neighbours_and_right_on_average():

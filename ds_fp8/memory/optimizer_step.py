@@ -32,7 +32,7 @@ def optimizer_step(w: Workload) -> int:
 
 
 def _decoded_at_once(w: Workload) -> int:
-    """Elements: CHUNK, but a rank's part of a tensor at least where that has one scale."""
+    """Elements: CHUNK, or a rank's part of the largest tensor where tensors have one scale."""
     precision = w.fp8.optimizer.precision()
     if precision.granularity != "tensor" and precision.master == "fp32":
         return CHUNK

@@ -120,13 +120,13 @@ def end_leftover(folder: Path) -> None:
     try:
         ours = abs(psutil.Process(pid).create_time() - created) < 1
     except psutil.Error:
-        ours = True  # the launcher is gone; what it started still carries its number as that of the session
+        ours = True  # the launcher is gone; what it started still is in the POSIX session of that number
     if ours:
         end_tree(pid)
 
 
 def end_tree(pid: int) -> None:
-    """Kill a process, which leads a session of its own, with all that it started and all of its session."""
+    """Kill a process, which leads a POSIX session, with all that it started and all in that session."""
     members: list[psutil.Process] = []
     for process in psutil.process_iter():
         try:

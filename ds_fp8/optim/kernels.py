@@ -178,8 +178,10 @@ def adamw_step(
     pieces = shared.pieces() if by_tensor else [(slice(0, grad.numel()), slice(None))]
     # Every program needs the old scales, so the new ones go elsewhere: copies of the old where the step is skipped.
     bits = torch.zeros(3, shared.groups, dtype=torch.int32, device=grad.device) if by_tensor else None
-    fresh = [isinstance(state, Moment) and state.layout.granularity == "tensor" for state in states]
-    new_scales = [state.scale.clone() if own else None for state, own in zip(states, fresh, strict=True)]
+    new_scales = [
+        state.scale.clone() if isinstance(state, Moment) and state.layout.granularity == "tensor" else None
+        for state in states
+    ]
     common = {
         "MASK": SCALE_MASKS[layout.scale_type] if layout else 0,
         "LOG2_RANGE": LOG2_RANGE,
@@ -227,9 +229,9 @@ def adamw_step(
                 _adamw[(whole,)](*arguments, 0, *numbers, EVEN=True, MEASURE=measure, **kind, **common)
             if rest:
                 _adamw[(1,)](*arguments, whole, *numbers, EVEN=False, MEASURE=measure, **kind, **common)
-    for moment, new in zip(states, new_scales, strict=True):
+    for state, new in zip(states, new_scales, strict=True):
         if new is not None:
-            moment.scale = new
+            state.scale = new
 
 
 def _codec_arguments(moment: torch.Tensor | Moment) -> dict[str, object]:

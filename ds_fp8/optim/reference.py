@@ -64,7 +64,6 @@ def adamw_step(
     The random numbers of a seed are torch's, not the kernel's: the same distribution, other bits.
     """
     noise = None if seed is None else torch.Generator(grad.device).manual_seed(seed)
-    of_masters = noise if "master" in stochastic else None
     layout, numel = shared_layout(fp16_masters, master, exp_avg, exp_avg_sq), grad.numel()
     chunks = [(slice(start, min(start + CHUNK, numel)), slice(None)) for start in range(0, numel, CHUNK)]
     for elements, groups in chunks if layout is None else layout.pieces():
@@ -78,8 +77,8 @@ def adamw_step(
         if low is not None:
             low[elements] = w.to(low.dtype)
         if fp16_masters is not None and groups.start not in exact:
-            codec = CODECS["fp16"]
-            w.copy_(decode(encode(w, codec, "tensor", "pow2", noise=draw(of_masters, w)), codec, "tensor"))
+            codec, drawn = CODECS["fp16"], draw(noise if "master" in stochastic else None, w)
+            w.copy_(decode(encode(w, codec, "tensor", "pow2", noise=drawn), codec, "tensor"))
         for piece, numbers, name in zip(pieces, (w, m, v), ("master", *MOMENTS), strict=True):
             _write(*piece, numbers, noise if name in stochastic else None)
     if master_amax is not None:

@@ -237,34 +237,26 @@ def test_a_step_of_masters_in_fp16(kept, apart, numel):
 def test_masters_and_moments_by_tensor_are_rounded_with_random_numbers_of_their_own(apart):
     """As fp8lm_o3 does, under ZeRO (FP32 shards, in which vectors stay as they are) and of BF16 parameters."""
     numel, segments, exact = 5101, (300, 0, 2500, 2301), () if apart else (0, 3)
-    layout = Layout(numel, "tensor", "pow2", segments)
+    in_place = {} if apart else {"fp16_masters": Layout(numel, "tensor", "pow2", segments), "exact": exact}
     numbers, grad = masters(numel), gradients(numel, 2)
     first, second = gradients(numel, 3) * 0.1, gradients(numel, 4) ** 2
 
-    def after(step, device, **keywords):
-        m = moment(first, "e4m3", "tensor", "pow2", segments=segments, device=device)
-        v = moment(second, "fp16", "tensor", "pow2", segments=segments, never_zero=True, device=device)
-        master = numbers.to(device, copy=True)
-        if apart:
-            master = moment(numbers, "fp16", "tensor", "pow2", segments=segments, device=device)
-        if not apart and keywords:
-            keywords |= {"fp16_masters": layout, "exact": exact}
-        step(master, grad.to(device), m, v, STEP, **keywords)
+    def states(device):
+        layout = {"granularity": "tensor", "scale": "pow2", "segments": segments, "device": device}
+        master = moment(numbers, "fp16", **layout) if apart else numbers.to(device, copy=True)
+        return master, moment(first, "e4m3", **layout), moment(second, "fp16", never_zero=True, **layout)
+
+    def after(seed):
+        master, m, v = states(DEVICE)
+        parts = ("exp_avg", "exp_avg_sq", "master")
+        kernels.adamw_step(master, grad.to(DEVICE), m, v, STEP, **in_place, seed=seed, stochastic=parts)
         return numbers_of(master), numbers_of(m)
 
-    seeded = {"seed": 5, "stochastic": ("exp_avg", "exp_avg_sq", "master")}
-    found, m_found = after(kernels.adamw_step, DEVICE, **seeded)
-    assert torch.equal(found, after(kernels.adamw_step, DEVICE, **seeded)[0])
-    assert not torch.equal(found, after(kernels.adamw_step, DEVICE, **{**seeded, "seed": 6})[0])
-    unrounded = numbers.clone()
-    if apart:
-        unrounded = numbers_of(moment(numbers, "fp16", "tensor", "pow2", segments=segments))
-    m, v = (moment(x, "fp32") for x in (first, second))
-    m = torch.cat([numbers_of(moment(x, "e4m3", "tensor", "pow2")) for x in m.split(segments) if len(x)])
-    v = torch.cat(
-        [numbers_of(moment(x, "fp16", "tensor", "pow2", never_zero=True)) for x in v.split(segments) if len(x)]
-    )
-    reference.adamw_step(unrounded, grad, m, v, STEP)
+    found, m_found = after(5)
+    assert torch.equal(found, after(5)[0])
+    assert not torch.equal(found, after(6)[0])
+    unrounded, m, v = (numbers_of(state) for state in states("cpu"))
+    reference.adamw_step(unrounded, grad, m, v, STEP)  # in FP32, from what the codes stand for
     for index, (start, stop) in enumerate(itertools.pairwise((0, 300, 300, 2800, numel))):
         part, expected = found[start:stop], unrounded[start:stop]
         if index in exact:

@@ -34,8 +34,8 @@ from ds_fp8.optim.reference import AdamStep, shared_layout
 from ds_fp8.quantize.kernels import random_word
 from ds_fp8.state_precision import MOMENTS
 
-ROWS, WARPS = 16, 4
-"""Groups of 128 that a program takes, and its warps."""
+ROWS, WARPS, MASTER_WARPS = 16, 4, 8
+"""Groups of 128 that a program takes, its warps, and its warps where masters are rounded, which takes more registers."""
 _BEYOND = tl.constexpr(0x85EBCA6B)
 """Odd: parts the elements whose indices are the same but for their upper 32 bits."""
 OF_MASTERS = tl.constexpr(0x5A5A5A5A)
@@ -195,7 +195,6 @@ def adamw_step(
         "AMAX": master_amax is not None,
         "FAST": grad.is_cuda,
         "ROWS": ROWS,
-        "num_warps": WARPS,
     }
     for moment, number in zip(states[1:], "12", strict=True):
         common |= {f"{name}{number}": value for name, value in _codec_arguments(moment).items()}
@@ -222,6 +221,7 @@ def adamw_step(
         kind = {
             "MASTER": (SCALED if rounded else PLAIN).value,
             "NOISE3": rounded and seed is not None and "master" in stochastic,
+            "num_warps": MASTER_WARPS if rounded else WARPS,
         }
         whole, rest = divmod(count, ROWS * BLOCK)
         for measure in (True, False) if tensorwise or rounded else (False,):

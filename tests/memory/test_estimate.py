@@ -20,6 +20,8 @@ CASES = {
     "bf16": {"enabled": False},
     "infir2": {},
     "FP8 moments": {"optimizer": MOMENTS},
+    "scales by tensor": {"preset": "fp8lm_o2"},
+    "and FP16 masters": {"preset": "fp8lm_o3"},
 }
 
 
@@ -49,13 +51,7 @@ def measured(raw):
         engine.step()
 
     step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    allocated = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    present = most = 0
-    for event in sorted(allocated, key=lambda event: event.start_ns()):
-        present += event.nbytes()
-        most = max(most, present)
+    most = workloads.most_allocated(step)
     lasting = live_bytes() - before - sum(t.nbytes for t in (ids, positions))
     engine.destroy()
     return lasting, lasting + most

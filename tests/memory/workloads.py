@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,3 +69,15 @@ def kept_bytes(model: nn.Module, rows: int, length: int) -> int:
         output = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
     assert output.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
+
+
+def most_allocated(step: Callable[[], object]) -> int:
+    """Bytes of CPU tensors that were there at once during `step`, beyond those before it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    present = most = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        present += event.nbytes()
+        most = max(most, present)
+    return most

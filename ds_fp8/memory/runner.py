@@ -25,7 +25,7 @@ from ds_fp8.errors import EXIT_USER_ERROR
 from ds_fp8.launch import deepspeed_command
 from ds_fp8.memory.results import FAILED, OK, OUT_OF_MEMORY, REFUSED, TIMEOUT
 from ds_fp8.train.checkpoints import METRICS
-from ds_fp8.train.metrics import read_metrics
+from ds_fp8.train.metrics import read_metrics, write_atomically
 
 KILLED = "killed"
 """From outside: neither a result nor the point's fault."""
@@ -82,8 +82,8 @@ def run_point(
             env={**os.environ, **_RETURN_MEMORY},
         )
     try:
-        about = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
-        (folder / PROCESS).write_text(json.dumps(about))
+        about = {"pid": process.pid, "started": _seconds_after_boot(psutil.Process(process.pid))}
+        write_atomically(folder / PROCESS, json.dumps(about))
         records: list[dict[str, Any]] = []
         status = None
         while status is None:
@@ -114,15 +114,20 @@ def end_leftover(folder: Path) -> None:
     """End the run that a killed driver left in `folder`, if it still is there."""
     try:
         about = json.loads((folder / PROCESS).read_text())
-        pid, created = about["pid"], about["created"]
+        pid, started = about["pid"], about["started"]
     except (OSError, ValueError, KeyError):
         return
     try:
-        ours = abs(psutil.Process(pid).create_time() - created) < 1
+        ours = abs(_seconds_after_boot(psutil.Process(pid)) - started) < 1
     except psutil.Error:
         ours = True  # the launcher is gone; what it started still is in the POSIX session of that number
     if ours:
         end_tree(pid)
+
+
+def _seconds_after_boot(process: psutil.Process) -> float:
+    """When a process started, by a clock that nobody sets: create_time() alone moves when the time of day is set."""
+    return process.create_time() - psutil.boot_time()
 
 
 def end_tree(pid: int) -> None:

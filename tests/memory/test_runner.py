@@ -67,7 +67,8 @@ def test_how_a_point_ends(run, tmp_path, status):
     assert not any(_runs(pid) for pid in pids), "a process of the point is left"
 
 
-def test_what_a_killed_driver_left_is_ended_before_the_next_try(run, tmp_path):
+@pytest.mark.parametrize("seconds", [0, 3600], ids=["clock kept", "clock set since"])
+def test_what_a_killed_driver_left_is_ended_before_the_next_try(run, tmp_path, monkeypatch, seconds):
     driver = os.fork()
     if driver == 0:
         os.setsid()
@@ -82,6 +83,8 @@ def test_what_a_killed_driver_left_is_ended_before_the_next_try(run, tmp_path):
     os.waitpid(driver, 0)
     pids = [int(pid) for pid in pids_file.read_text().split()]
     assert all(map(_runs, pids))
+    boot_time = psutil._psplatform.boot_time  # the time of day less the time since boot: what setting the clock moves
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot_time() + seconds)
     assert run(DEEDS["ok"], 2).status == "ok"
     assert not any(map(_runs, pids))
 

@@ -6,6 +6,7 @@ from ds_fp8.memory.states import shard_numel, trained
 from ds_fp8.memory.workload import FP32, Workload
 from ds_fp8.optim.from_config import uses_own_optimizer
 from ds_fp8.optim.moment import CHUNK
+from ds_fp8.state_precision import StatePrecision
 
 EMULATED = {"1x128": (30, 69), "tensor": (23, 58)}
 """Bytes an element that ds_fp8's own AdamW takes on a CPU, where it decodes and encodes moments in plain torch: rounded
@@ -25,16 +26,15 @@ def optimizer_step(w: Workload) -> int:
     if own and w.device == "cpu":
         precision = w.fp8.optimizer.precision()
         emulated = EMULATED[precision.granularity][bool(precision.stochastic_parts)]
-        return FP32 * stepped + emulated * min(stepped, _decoded_at_once(w))
+        return FP32 * stepped + emulated * min(stepped, _decoded_at_once(w, precision))
     copies = 1
     if w.torch_adam and not own:
         copies += 1 if w.device == "cuda" else 2
     return FP32 * stepped * copies
 
 
-def _decoded_at_once(w: Workload) -> int:
+def _decoded_at_once(w: Workload, precision: StatePrecision) -> int:
     """Elements: CHUNK, or a rank's part of the largest tensor where tensors have one scale."""
-    precision = w.fp8.optimizer.precision()
     if precision.granularity != "tensor" and precision.master == "fp32":
         return CHUNK
     return max(shard_numel([parameter], w.gpus if w.stage == 3 else 1) for parameter in trained(w))

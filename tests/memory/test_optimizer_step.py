@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ds_fp8.config import PRESETS
 from ds_fp8.memory.optimizer_step import EMULATED
 from ds_fp8.optim import AdamW
 from tests.memory.workloads import most_allocated
@@ -10,14 +11,10 @@ from tests.memory.workloads import most_allocated
 NUMEL = 1 << 20
 CAUTION = 1.3
 """How much more than it takes may be counted."""
-BY_TENSOR = {"granularity": "tensor", "scale": "pow2"}
 KEPT = {
-    "coat": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"},
+    **{name: PRESETS[name]["optimizer"] for name in ("coat", "fishman", "fp8lm_o2", "fp8lm_o3")},
     "e4m3": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3"},
     "bf16": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
-    "fp8lm_o2": {"exp_avg": "e4m3", "exp_avg_sq": "fp16", **BY_TENSOR},
-    "fp8lm_o3": {"exp_avg": "e4m3", "exp_avg_sq": "fp16", "master": "fp16_scaled", **BY_TENSOR},
-    "fishman": {"exp_avg": "e4m3", "exp_avg_sq": "e5m2", "granularity": "tensor"},
 }
 
 

@@ -83,8 +83,10 @@ def test_what_a_killed_driver_left_is_ended_before_the_next_try(run, tmp_path, m
     os.waitpid(driver, 0)
     pids = [int(pid) for pid in pids_file.read_text().split()]
     assert all(map(_runs, pids))
-    boot_time = psutil._psplatform.boot_time  # the time of day less the time since boot: what setting the clock moves
-    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot_time() + seconds)
+    # Setting the clock moves both: the system knows how long after it was booted a process started.
+    boot_time, create_time = psutil.boot_time, psutil.Process.create_time
+    monkeypatch.setattr(psutil, "boot_time", lambda: boot_time() + seconds)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: create_time(process) + seconds)
     assert run(DEEDS["ok"], 2).status == "ok"
     assert not any(map(_runs, pids))
 

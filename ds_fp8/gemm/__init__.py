@@ -3,22 +3,22 @@
     scaled_matmul(a [M, K], b [N, K]) = (a.data * a.scale) @ (b.data * b.scale)ᵀ -> [M, N]
 
 Both operands lie with the contraction K as their last dimension, the only layout Hopper's FP8 units take; fprop, dgrad
-and wgrad are three calls with different operands (see ds_fp8.modules.linear).
+and wgrad are three calls with different operands (see ds_fp8.layers.linear).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 
-from ds_fp8.errors import UserError
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import CastSpec
 from ds_fp8.gemm import cublas, deep_gemm, reference, transformer_engine
-from ds_fp8.quantize import QuantizedTensor
 
-__all__ = ["BACKENDS", "DESCRIPTIONS", "Operand", "scaled_matmul", "select_backend", "unavailable"]
+__all__ = ["BACKENDS", "DESCRIPTIONS", "scaled_matmul", "select_backend", "unavailable"]
 
 BACKENDS: dict[str, ModuleType] = {
     "deep_gemm": deep_gemm,
@@ -37,27 +37,35 @@ DESCRIPTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Operand:
-    """What a backend must know of an operand beforehand."""
+def unavailable(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -> str | None:
+    """Return why backend `name` cannot run all of `products` on this machine, or None.
 
-    format: str
-    granularity: str
-
-
-def unavailable(name: str, products: Iterable[tuple[Operand, Operand]] = ()) -> str | None:
-    """Why backend `name` cannot run all of `products` on this machine; None where it can."""
+    Args:
+        name: A key of BACKENDS.
+        products: Casts of the operands (a, b) of each product.
+    """
     module = BACKENDS[name]
     reason = module.unavailable()
     for a, b in products:
-        reason = reason or module.unsupported(a.format, a.granularity, b.format, b.granularity)
+        reason = reason or _emulated(name, a, b) or module.unsupported(a.format, a.granularity, b.format, b.granularity)
     return reason
 
 
-def select_backend(name: str, products: Iterable[tuple[Operand, Operand]] = ()) -> str:
-    """The backend that `name` ("auto", or a backend's name) stands for on this machine and for these products.
+def _emulated(name: str, *operands: CastSpec) -> str | None:
+    """Return why a backend cannot multiply operands that are emulated, or None."""
+    found = next((operand for operand in operands if operand.emulated), None)
+    return None if found is None or name == "reference" else f"operands cast as {found} are emulated"
 
-    Raises UserError, with the reason and what can run, for a backend that cannot.
+
+def select_backend(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -> str:
+    """Return the backend that `name` stands for on this machine and for these products.
+
+    Args:
+        name: A key of BACKENDS, or "auto" for the first of them that can run all products.
+        products: Casts of the operands (a, b) of each product.
+
+    Raises:
+        UserError: The named backend is unknown, or cannot run them; with the reason and what can.
     """
     products = list(products)
     if name == "auto":
@@ -85,17 +93,27 @@ def scaled_matmul(
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accumulation: bool = False,
 ) -> torch.Tensor:
-    """a [M, K] times b [N, K] transposed, summed in FP32 and rounded once to `out_dtype` [M, N].
+    """Multiply a [M, K] by b [N, K] transposed; sum in FP32 and round once.
 
-    fast_accumulation lets Hopper's tensor cores sum tensor- and row-wise products in fewer bits. Raises ValueError
-    naming the operand when the shapes do not fit, or the reason when the backend does not multiply such operands.
+    Args:
+        a: The left operand.
+        b: The right operand, with the contraction as its last dimension too.
+        backend: A key of BACKENDS.
+        out_dtype: Of the result.
+        fast_accumulation: Let Hopper's tensor cores sum tensor- and row-wise products in fewer bits.
+
+    Returns:
+        [M, N] in `out_dtype`.
+
+    Raises:
+        ValueError: The shapes do not fit, or the backend does not multiply such operands.
     """
     if a.data.dim() != 2 or b.data.dim() != 2:
         raise ValueError(f"operands must be matrices, got a {tuple(a.shape)} and b {tuple(b.shape)}")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"the contraction differs: a {tuple(a.shape)}, b {tuple(b.shape)} (both need it last)")
     module = BACKENDS[backend]
-    reason = module.unsupported(a.format, a.granularity, b.format, b.granularity)
+    reason = _emulated(backend, a.spec, b.spec) or module.unsupported(a.format, a.granularity, b.format, b.granularity)
     if reason is not None:
         raise ValueError(reason)
     if 0 in (*a.shape, *b.shape):

@@ -18,16 +18,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ds_fp8.formats import BLOCK
-from ds_fp8.quantize import QuantizedTensor
-from ds_fp8.quantize.tensor import block_scales
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.casts.tensor import block_scales
+from ds_fp8.config.formats import BLOCK
 
 ALIGNMENT = 16
 BLOCKWISE = ("1x128", "128x128")
 
 
 def unavailable() -> str | None:
-    """Why this backend cannot run here; None where it can."""
+    """Return why this backend cannot run on this machine, or None."""
     if not torch.cuda.is_available():
         return "there is no CUDA GPU"
     if torch.cuda.get_device_capability() < (9, 0):
@@ -38,7 +38,7 @@ def unavailable() -> str | None:
 
 
 def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity: str) -> str | None:
-    """Why a product of such operands is not to be had; None where it is."""
+    """Return why the operand pair is unsupported, or None."""
     if a_format == b_format == "e5m2":
         return "Hopper multiplies no two E5M2 operands"
     if "e5m2" in (a_format, b_format) and {a_granularity, b_granularity} & set(BLOCKWISE):
@@ -49,7 +49,7 @@ def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity:
 def scaled_matmul(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accumulation: bool = False
 ) -> torch.Tensor:
-    """a [M, K] @ b [N, K]ᵀ -> [M, N] for operands that are supported and not empty."""
+    """Multiply a [M, K] @ b [N, K]ᵀ -> [M, N] for operands that are supported and not empty."""
     rows, columns = a.shape[0], b.shape[0]
     kinds = F.ScalingType
     pair = {a.granularity, b.granularity}
@@ -74,7 +74,7 @@ def _round_up(length: int) -> int:
 
 
 def aligned(data: torch.Tensor) -> torch.Tensor:
-    """FP8 [R, K], contiguous, with both dimensions padded by zeros to the alignment."""
+    """Return FP8 [R, K], contiguous, with both dimensions padded by zeros to the alignment."""
     rows, columns = (_round_up(length) for length in data.shape)
     if (rows, columns) == tuple(data.shape):
         return data.contiguous()
@@ -84,12 +84,12 @@ def aligned(data: torch.Tensor) -> torch.Tensor:
 
 
 def _row_scale(q: QuantizedTensor) -> torch.Tensor:
-    """[R, 1] for a padded number of rows R."""
+    """Return [R, 1] for a padded number of rows R."""
     return _padded_rows(q.scale.expand(q.shape[0], 1)).contiguous()
 
 
 def group_scale(q: QuantizedTensor) -> torch.Tensor:
-    """[R, K/128] with strides (1, R), for a padded number of rows R."""
+    """Return [R, K/128] with strides (1, R), for a padded number of rows R."""
     groups = -(-q.shape[1] // BLOCK)
     scale = q.scale
     if q.granularity == "128x128":
@@ -107,7 +107,7 @@ def _padded_rows(scale: torch.Tensor) -> torch.Tensor:
 
 
 def block_scale(q: QuantizedTensor) -> torch.Tensor:
-    """[R/128, L] of blocks, contiguous, where L is K/128 rounded up to a multiple of 4: the layout of block_scales."""
+    """Return [R/128, L], contiguous, where L is K/128 rounded up to a multiple of 4: the layout of block_scales."""
     rows, columns = q.scale.shape
     length = -(-columns // 4) * 4
     scale = q.scale

@@ -3,7 +3,9 @@
 It multiplies 1x128 by 128x128 in this backend, which is fprop and dgrad of the block recipes, and wgrad of hybrid_fast.
 Everything else goes to cuBLASLt: 1x128 by 1x128, where DeepGEMM writes FP32 only and is no faster, other granularities,
 and dimensions that are no multiples of 128. A product of new sizes is compiled when it is first used, which takes
-seconds and needs nvcc.
+seconds and needs nvcc (scripts/bench/warm_deep_gemm.py compiles a model's beforehand, several at once).
+
+The package comes from `pip install ds-fp8[deep-gemm]` (SGLang's build, sgl-deep-gemm) or from DeepGEMM's own source.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import importlib.util
 
 import torch
 
-from ds_fp8.formats import BLOCK
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.formats import BLOCK
 from ds_fp8.gemm import cublas
-from ds_fp8.quantize import QuantizedTensor
 
 ROWS = cublas.ALIGNMENT
 """The rows of a must be a multiple of it: its scales are padded to it."""
@@ -23,18 +25,19 @@ ROWS = cublas.ALIGNMENT
 
 @functools.lru_cache(maxsize=1)
 def unavailable() -> str | None:
-    """Why this backend cannot run here; None where it can."""
+    """Return why this backend cannot run on this machine, or None."""
     reason = cublas.unavailable()
     if reason is not None:
         return reason
     if torch.cuda.get_device_capability()[0] != 9:
         return "its FP32 block scales are for Hopper"
     if importlib.util.find_spec("deep_gemm") is None:
-        return "DeepGEMM is not installed (github.com/deepseek-ai/DeepGEMM)"
+        return "DeepGEMM is not installed (pip install ds-fp8[deep-gemm])"
     try:
         import deep_gemm
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        return f"DeepGEMM cannot be loaded: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return f"DeepGEMM cannot be loaded with torch {torch.__version__}: {what} (a wheel fits one version of torch)"
     return None if hasattr(deep_gemm, "fp8_gemm_nt") else f"DeepGEMM {deep_gemm.__version__} has no fp8_gemm_nt"
 
 
@@ -44,7 +47,7 @@ unsupported = cublas.unsupported
 def scaled_matmul(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accumulation: bool = False
 ) -> torch.Tensor:
-    """a [M, K] @ b [N, K]ᵀ -> [M, N] for operands that are supported and not empty."""
+    """Multiply a [M, K] @ b [N, K]ᵀ -> [M, N] for operands that are supported and not empty."""
     (rows, contraction), columns = a.shape, b.shape[0]
     ours = (a.granularity, b.granularity, out_dtype) == (
         "1x128",
@@ -56,9 +59,16 @@ def scaled_matmul(
     import deep_gemm
 
     result = torch.empty(rows, columns, dtype=out_dtype, device=a.data.device)
-    # scales of a [M, K/128] with strides (1, M); of b [N/128, K/128] contiguous
+    # scales of a [M, K/128] with strides (1, M); of b [N/128, K/128] with strides (K/128, 1)
     deep_gemm.fp8_gemm_nt(
-        (a.data.contiguous(), cublas.group_scale(a)), (b.data.contiguous(), b.scale.contiguous()), result,
+        (a.data.contiguous(), cublas.group_scale(a)), (b.data.contiguous(), _packed(b.scale)), result,
         recipe=(1, BLOCK, BLOCK), compiled_dims="nk",
     )  # fmt: skip
     return result
+
+
+def _packed(scale: torch.Tensor) -> torch.Tensor:
+    """Return `scale` [rows, columns] with strides (columns, 1), which contiguous() does not promise for one row."""
+    if scale.stride() == (scale.shape[1], 1):
+        return scale
+    return torch.empty(scale.shape, dtype=scale.dtype, device=scale.device).copy_(scale)

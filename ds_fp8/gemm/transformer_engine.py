@@ -11,13 +11,13 @@ import importlib.util
 
 import torch
 
+from ds_fp8.casts import QuantizedTensor
 from ds_fp8.gemm import cublas
-from ds_fp8.quantize import QuantizedTensor
 
 
 @functools.lru_cache(maxsize=1)
 def unavailable() -> str | None:
-    """Why this backend cannot run here; None where it can."""
+    """Return why this backend cannot run on this machine, or None."""
     if not torch.cuda.is_available():
         return "there is no CUDA GPU"
     if importlib.util.find_spec("transformer_engine") is None:
@@ -31,7 +31,7 @@ def unavailable() -> str | None:
 
 
 def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity: str) -> str | None:
-    """Why a product of such operands is not to be had; None where it is."""
+    """Return why the operand pair is unsupported, or None."""
     if "row" in (a_granularity, b_granularity):
         return "Transformer Engine has no product with one scale per row"
     return cublas.unsupported(a_format, a_granularity, b_format, b_granularity)
@@ -40,7 +40,7 @@ def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity:
 def scaled_matmul(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accumulation: bool = False
 ) -> torch.Tensor:
-    """a [M, K] @ b [N, K]ᵀ -> [M, N] for operands that are supported and not empty."""
+    """Multiply a [M, K] @ b [N, K]ᵀ -> [M, N] for operands that are supported and not empty."""
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     rows, columns = a.shape[0], b.shape[0]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ds_fp8.config.optimizer_state import StatePrecision
 from ds_fp8.optim.adamw import AdamW
 from ds_fp8.optim.moment import Moment
-from ds_fp8.state_precision import StatePrecision
 
 __all__ = ["AdamW", "Moment", "StatePrecision"]

@@ -19,46 +19,54 @@ DeepSpeed's Adam, and between precisions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from ds_fp8.errors import UserError
-from ds_fp8.optim import checkpoints, reference
+from ds_fp8.casts.stochastic import random_key
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.optimizer_state import AUTO, MOMENTS, StatePrecision
+from ds_fp8.optim import checkpoints
+from ds_fp8.optim.adamw_step import adamw_step
 from ds_fp8.optim.checkpoints import MASTER
 from ds_fp8.optim.codecs import CODECS
 from ds_fp8.optim.finite import FiniteCheck
 from ds_fp8.optim.moment import Layout, Moment, is_kept_as
-from ds_fp8.optim.reference import AdamStep
-from ds_fp8.state_precision import AUTO, MOMENTS, StatePrecision
+from ds_fp8.optim.step_numbers import AdamStep
 
 
 class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay (arXiv 1711.05101) and compressed state.
 
-    params, lr, betas, eps, weight_decay: as torch.optim.AdamW takes them. The rest says how state is kept:
+    Args:
+        params: As torch.optim.AdamW takes them, floating point and with dense gradients.
+        lr: Learning rate.
+        betas: Decay rates of exp_avg and exp_avg_sq.
+        eps: Added to the root of exp_avg_sq.
+        weight_decay: Relative to lr, as in torch.optim.AdamW.
+        exp_avg: How the first moment is stored: "fp32", "bf16", "fp16", "e4m3", "e5m2" or "e4m3_expanded" (codecs.py).
+        exp_avg_sq: How the second moment is stored; likewise.
+        master: "fp32": a parameter in FP32 is its own master, one in BF16 or FP16 gets an FP32 copy. "fp16_scaled":
+            masters are FP16 numbers in units of one power of two a tensor. An FP32 parameter holds such numbers in its
+            4 bytes from the first step on; a BF16 or FP16 one gets a copy of 2 bytes an element. Steps of less than
+            half of FP16's spacing, 1/2048 to 1/4096 of the weight, are lost unless rounding is stochastic. Vectors
+            (weights of norms, biases) keep FP32: they lie around 1, where FP16's spacing is many steps wide.
+        granularity: Which elements of a moment share a scale: "1x128" or "tensor".
+        scale: "fp32" stores the largest of a group all but exactly, so that a moment goes on decaying when gradients
+            stay zero. "pow2": rounded to nearest in units of a power of two it gets stuck where a step changes it by
+            less than half of E4M3's spacing, which with beta2 above 0.94 is often.
+        stochastic_rounding: What is rounded up or down at random, right on average: some of "exp_avg", "exp_avg_sq" and
+            "master", True for all, or "auto" for moments in FP8 and masters in FP16. Those need it: a step changes most
+            elements of exp_avg_sq by less than half of E4M3's spacing, which nearest rounding loses, and their steps
+            come out too long; exp_avg lags behind gradients that point the same way for a while. Only an exp_avg that
+            is expanded does without, being finer.
+        seed: Of stochastic rounding: the same numbers on the same device, also after a resume.
+        check_finite: Skip the step on non-finite gradients, without a host sync; all gradients are read once more.
+            `skipped_steps` counts them. DeepSpeed and GradScaler check by themselves.
 
-    exp_avg, exp_avg_sq: `fp32`, `bf16`, `fp16`, `e4m3`, `e5m2` or `e4m3_expanded` (codecs.py).
-    master: `fp32`: a parameter in FP32 is its own master, one in BF16 or FP16 gets an FP32 copy. `fp16_scaled`: master
-        weights are FP16 numbers in units of one power of two a tensor. An FP32 parameter holds such numbers in its 4
-        bytes from the first step on; a BF16 or FP16 one gets a copy of 2 bytes an element. Steps of less than half of
-        FP16's spacing, 1/2048 to 1/4096 of the weight, are lost to rounding unless it is stochastic. Vectors (weights
-        of norms, biases) keep FP32: they lie around 1, where FP16's spacing is many steps wide, and are next to nothing
-        in memory.
-    granularity: `1x128` or `tensor`; scale: `fp32` or `pow2`. With `fp32` the largest of a group is stored all but
-        exactly, so that a moment goes on decaying when gradients stay zero. Rounded to nearest in units of a power of
-        two it gets stuck where a step changes it by less than half of E4M3's spacing, which with beta2 above 0.94 is
-        often.
-    stochastic_rounding: what is rounded up or down at random, right on average: some of `exp_avg`, `exp_avg_sq` and
-        `master`, True for all, or `auto` for moments in FP8 and masters in FP16. Those need it: a step changes most
-        elements of exp_avg_sq by less than half of E4M3's spacing, which nearest rounding loses, and their steps come
-        out too long; exp_avg lags behind gradients that point the same way for a while. Only an exp_avg that is
-        expanded does without, being finer. The same seed draws the same numbers on the same device, also after a
-        resume.
-    check_finite: leave a step out, whole, when any gradient holds Inf or NaN (it reads all gradients once more, and
-        makes the host wait for nothing). `skipped_steps` counts them. DeepSpeed and GradScaler check by themselves.
-
-    Raises UserError for words it does not know, and for sparse or complex gradients.
+    Raises:
+        UserError: For unknown options, and in step() for sparse gradients and for parameters of other dtypes.
     """
 
     def __init__(
@@ -88,14 +96,14 @@ class AdamW(torch.optim.Optimizer):
         self._segments: dict[torch.Tensor, tuple[int, ...]] = {}
         self._vectors: dict[torch.Tensor, tuple[int, ...]] = {}
         self._streams: dict[torch.Tensor, int] = {}
-        self._outputs: dict[torch.Tensor, dict[str, torch.Tensor | None]] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("precision", "compact", "_finite", "_segments", "_vectors", "_streams", "_outputs")
+        own = ("precision", "compact", "_finite", "_segments", "_vectors", "_streams")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as torch.optim.Optimizer does."""
         super().add_param_group(param_group)
         # Random numbers of its own for each parameter, by its place: the same after a resume.
         for p in self.param_groups[-1]["params"]:
@@ -103,11 +111,11 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps left out because of gradients that were not finite."""
+        """Return the number of steps skipped because gradients were not finite."""
         return self._finite.resolve() if self._finite else 0
 
     def state_bytes(self) -> int:
-        """Memory of all moments and separate master weights."""
+        """Return the memory of all moments and separate master weights."""
         return sum(
             value.nbytes for state in self.state.values() for key, value in state.items() if key in (*MOMENTS, MASTER)
         )
@@ -115,73 +123,91 @@ class AdamW(torch.optim.Optimizer):
     # ---------------------------------------------------------------- the step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over all parameters that have gradients; returns what `closure` does."""
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        work: Iterable[tuple[dict[str, Any], torch.Tensor, torch.Tensor]] | None = None,
+        factor: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> Any:
+        """Take one step over all parameters that have gradients, or over those of `work`.
+
+        Args:
+            closure: called first, with gradients enabled.
+            work: (param group, parameter, gradient of its number of elements in any floating point dtype), where
+                gradients lie elsewhere than in `p.grad`; the host then waits for nothing.
+            factor: with `work`: FP32 with one element on the parameters' device, multiplied into every gradient as it
+                is read.
+            skip: with `work`: int32 with one element there; not zero leaves all parameters and moments as they are.
+                The steps count nevertheless: call `take_back` once the host knows.
+
+        Returns:
+            What `closure` returns.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for _, p in work:
+        if work is not None:
+            for group, p, gradient in work:
+                self._advance(p, gradient, self._state_of(p), group, skip, factor)
+            return loss
+        with_gradients = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for _, p in with_gradients:
             _check_gradient(p)
-        states = [self._state_of(p) for _, p in work]
-        skip = None
-        if self._finite is not None and any(p.numel() for _, p in work):
+        states = [self._state_of(p) for _, p in with_gradients]
+        skips = None
+        if self._finite is not None and any(p.numel() for _, p in with_gradients):
             self._finite.resolve()
-            skip = self._finite.begin([p.grad for _, p in work if p.numel()], states)
-            if skip is True:
+            skips = self._finite.begin([p.grad for _, p in with_gradients if p.numel()], states)
+            if skips is True:
                 return loss
-        for (group, p), state in zip(work, states, strict=True):
-            # A new tensor: DeepSpeed's universal checkpoints give several parameters one and the same.
-            state["step"] = state["step"] + 1
-            if p.numel():
-                self._update(p, state, group, None if skip is None else skip[p.device])
+        for (group, p), state in zip(with_gradients, states, strict=True):
+            self._advance(p, p.grad, state, group, None if skips is None else skips[p.device])
         return loss
 
-    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any], skip: torch.Tensor | None) -> None:
+    def take_back(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Uncount the last step of `parameters`, which `skip` left out."""
+        for p in parameters:
+            self.state[p]["step"] = self.state[p]["step"] - 1
+
+    def _advance(
+        self,
+        p: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        skip: torch.Tensor | None,
+        factor: torch.Tensor | None = None,
+    ) -> None:
+        # A new tensor: DeepSpeed's universal checkpoints give several parameters one and the same.
+        state["step"] = state["step"] + 1
+        if not p.numel():
+            return
         beta1, beta2 = group["betas"]
         number = state["step"].item()
         step = AdamStep(number, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
         seed, at_random = None, self.precision.stochastic_parts
         if at_random:
-            seed = hash((self.precision.seed, self._streams[p], int(number))) & 0x7FFFFFFF
+            seed = random_key(self.precision.seed, self._streams[p], int(number))
         parameter = p.detach().contiguous().view(-1)
-        master, options = parameter, self._outputs.get(p, {})
+        master, options = parameter, {}
         if MASTER in state:
             master, options = _flat(state[MASTER]), {"low": parameter}
         elif self._has_scaled_master(p):
             options = {"fp16_masters": self._layout(p, "tensor", "pow2"), "exact": self._vectors.get(p, ())}
         moments = [_flat(state[key]) for key in MOMENTS]
-        arguments = (master, p.grad.detach().contiguous().view(-1), *moments, step)
-        if p.is_cuda:
-            from ds_fp8.optim.kernels import adamw_step
-
-            with torch.cuda.device(p.device):  # where Triton launches
-                adamw_step(*arguments, **options, skip=skip, seed=seed, stochastic=at_random)
-        else:
-            reference.adamw_step(*arguments, **options, seed=seed, stochastic=at_random)
+        arguments = (master, gradient.detach().contiguous().view(-1), *moments, step)
+        options = {**options, "skip": skip, "factor": factor, "seed": seed, "stochastic": at_random}
+        # Triton launches on the current device.
+        with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
+            adamw_step(*arguments, **options)
         if not p.is_contiguous():
             p.copy_(parameter.view(p.shape))
 
-    def also_write(
-        self, p: torch.Tensor, low: torch.Tensor | None = None, master_amax: torch.Tensor | None = None
-    ) -> None:
-        """Let every step of the FP32 parameter p also write, in the same pass, what reading it again would cost.
-
-        low: flat BF16 or FP16 [p.numel()], p rounded to nearest. master_amax: FP32 [ceil(p.numel() / 128)], the largest
-        magnitude in every 128 elements of the flat p. Raises ValueError where the step does not visit p in that order.
-        """
-        exact = self.precision.master == "fp32" and p.dtype is torch.float32 and p.is_contiguous()
-        if not exact or (master_amax is not None and self.precision.granularity == "tensor"):
-            raise ValueError(
-                "only a contiguous FP32 parameter with FP32 master weights and groups of 128 is written so"
-            )
-        self._outputs[p] = {"low": low, "master_amax": master_amax}
-
-    # ---------------------------------------------------------------- state
-
     def _state_of(self, p: torch.Tensor) -> dict[str, Any]:
-        """The state of p in the form that step() works on; made if there is none."""
+        """Return the state of p in the form that step() works on; made if there is none."""
         state = self.state[p]
         self._streams.setdefault(p, len(self._streams))
         if not isinstance(state.get("step"), torch.Tensor) or state["step"].device.type != "cpu":
@@ -197,7 +223,7 @@ class AdamW(torch.optim.Optimizer):
     def _encoded(
         self, p: torch.Tensor, key: str, numbers: torch.Tensor | Moment | None, exponent: torch.Tensor | None = None
     ) -> torch.Tensor | Moment:
-        """State `key` of p as it is kept, from its numbers in any form; zeros from None."""
+        """Return the state `key` of p as it is kept, from its numbers in any form; zeros from None."""
         codec, granularity, scale = self._format(p, key)
         if isinstance(numbers, Moment):
             numbers, exponent = numbers.decode(), numbers.exponent
@@ -211,11 +237,11 @@ class AdamW(torch.optim.Optimizer):
         return moment
 
     def _has_scaled_master(self, p: torch.Tensor) -> bool:
-        """Whether the master weights of p, or of some of the tensors that p is made of, are FP16 numbers."""
+        """Return whether the master weights of p, or of some of the tensors that p is made of, are FP16 numbers."""
         return self.precision.master == "fp16_scaled" and (p.dim() > 1 or p in self._segments)
 
     def _format(self, p: torch.Tensor, key: str) -> tuple:
-        """(codec, granularity, scale type) of a state of p."""
+        """Return (codec, granularity, scale type) of a state of p."""
         if key == MASTER:
             return CODECS["fp16" if self._has_scaled_master(p) else "fp32"], "tensor", "pow2"
         return CODECS[getattr(self.precision, key)], self.precision.granularity, self.precision.scale
@@ -224,10 +250,15 @@ class AdamW(torch.optim.Optimizer):
         return Layout(p.numel(), granularity, scale, self._segments.get(p, ()) if granularity == "tensor" else ())
 
     def set_segments(self, p: torch.Tensor, sizes: Sequence[int], vectors: Sequence[int] = ()) -> None:
-        """Say that the flat parameter p is tensors of these sizes one after the other, each to have its own scale.
+        """Register the tensors that the flat parameter p is made of, each of which gets a scale of its own.
 
-        vectors: the indices of those that are vectors, not flattened matrices. Raises ValueError if some of the masters
-        of a 16-bit parameter were to be FP16 and some not: they are one state.
+        Args:
+            p: A parameter of this optimizer.
+            sizes: Elements of the tensors, in order; their sum is p.numel().
+            vectors: Indices of those that are vectors, not flattened matrices: their masters stay FP32.
+
+        Raises:
+            ValueError: Some of the masters of a 16-bit parameter were to be FP16 and some not: they are one state.
         """
         if self.precision.master == "fp16_scaled" and vectors and p.dtype is not torch.float32:
             raise ValueError("a flat 16-bit parameter of vectors and matrices has no FP16 masters: flatten them apart")
@@ -246,10 +277,11 @@ class AdamW(torch.optim.Optimizer):
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's: FP32 moments under `exp_avg` and `exp_avg_sq`; compressed ones decoded on the CPU.
+        """Return what torch.optim.AdamW does: FP32 moments under `exp_avg` and `exp_avg_sq`.
 
-        Moments in e4m3_expanded come with their exponents beside them (`exp_avg_exponent`, uint8), which others
-        ignore: with them the same codes are found again, without them ones as good.
+        Compressed moments come decoded, on the CPU. Those in e4m3_expanded have their exponents beside them
+        (`exp_avg_exponent`, uint8), which others ignore: with them the same codes are found again, without them ones as
+        good.
         """
         if self._finite:
             self._finite.resolve()
@@ -264,9 +296,15 @@ class AdamW(torch.optim.Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a checkpoint of this optimizer in any precision, of torch.optim.AdamW or of DeepSpeed's Adam.
+        """Load a checkpoint of this optimizer in any precision, of torch.optim.AdamW or of DeepSpeed's Adam.
 
-        The precision stays this optimizer's own. Raises UserError for a checkpoint of something else.
+        The precision stays this optimizer's own.
+
+        Args:
+            state_dict: As one of them returned it.
+
+        Raises:
+            UserError: For a checkpoint of something else.
         """
         checkpoints.check(state_dict)
         # torch would cast every state to the parameter's dtype, and cannot cast a Moment.

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.optimizer_state import MOMENTS
 from ds_fp8.optim.moment import Moment
-from ds_fp8.state_precision import MOMENTS
 
 MASTER = "master"
 _NOT_OF_ADAM = "the checkpoint is not of an Adam optimizer"
@@ -32,7 +32,7 @@ class SavedState(NamedTuple):
 
 
 def exported(state: dict[str, Any], shape: torch.Size, compact: bool) -> dict[str, Any]:
-    """The state of a parameter of this shape as a checkpoint holds it; compressed moments come to the CPU."""
+    """Return the state of a parameter of this shape as a checkpoint holds it; compressed moments come to the CPU."""
     result = {}
     for key, value in state.items():
         if not isinstance(value, Moment):
@@ -59,7 +59,7 @@ def check(state_dict: dict[str, Any]) -> None:
 
 
 def imported(saved: dict[str, Any], p: torch.Tensor) -> SavedState:
-    """The state of the parameter p in a checkpoint. Raises UserError where it lacks something or does not fit."""
+    """Return the state of the parameter p in a checkpoint. Raises UserError if it is incomplete or does not fit."""
     numbers = {}
     for key in MOMENTS if p.dtype is torch.float32 or MASTER not in saved else (*MOMENTS, MASTER):
         if key not in saved:

@@ -1,4 +1,4 @@
-"""How optimizer moments are stored: the formats, and encoding and decoding in plain torch, the oracle of kernels.py.
+"""How optimizer moments are stored: the formats, encoding and decoding in plain torch, the oracle of codecs_triton.py.
 
     fp32            4 bytes, exact
     bf16            2 bytes, no scale
@@ -27,9 +27,9 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from ds_fp8.formats import BLOCK, FORMATS, SMALLEST_SCALE
-from ds_fp8.quantize.reference import decode as fp8_numbers
-from ds_fp8.state_precision import MOMENTS, CodecName, StatePrecision
+from ds_fp8.casts.primitives import decode as fp8_numbers
+from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE
+from ds_fp8.config.optimizer_state import MOMENTS, CodecName, StatePrecision
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Codec:
 
     @property
     def smallest(self) -> float:
-        """The smallest positive number of the format."""
+        """Return the smallest positive number of the format."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
 
@@ -83,12 +83,17 @@ class Encoded(NamedTuple):
 
 
 def group_count(numel: int, granularity: str) -> int:
-    """Scales of a flat tensor: one for every 128 elements and the ragged rest (`1x128`), or one (`tensor`)."""
+    """Return the number of scales of a flat tensor.
+
+    Args:
+        numel: Its elements.
+        granularity: "1x128" (one for every 128 elements and the ragged rest) or "tensor" (one).
+    """
     return math.ceil(numel / BLOCK) if granularity == "1x128" else 1
 
 
 def moment_bytes(precision: StatePrecision) -> float:
-    """Bytes an element of both moments with their scales, where tensors are large."""
+    """Return the bytes an element of both moments with their scales, where tensors are large."""
     total = 0.0
     for codec in (CODECS[getattr(precision, name)] for name in MOMENTS):
         per_group = 0 if codec.max is None or precision.granularity == "tensor" else 4 + codec.expanded
@@ -148,7 +153,7 @@ def encode(
 
 
 def decode(encoded: Encoded, codec: Codec, granularity: str = "1x128") -> torch.Tensor:
-    """The flat FP32 numbers [n] that `encoded` stands for."""
+    """Return the flat FP32 numbers [n] that `encoded` stands for."""
     numbers = fp8_numbers(encoded.codes) if codec.dtype.itemsize == 1 else encoded.codes.float()
     if codec.max is None:
         return numbers
@@ -162,14 +167,14 @@ def decode(encoded: Encoded, codec: Codec, granularity: str = "1x128") -> torch.
 
 
 def _as_groups(x: torch.Tensor, granularity: str) -> torch.Tensor:
-    """[n] -> [groups, elements of a group], the last group filled up with zeros."""
+    """Reshape [n] -> [groups, elements of a group], the last group filled up with zeros."""
     if granularity == "tensor":
         return x.view(1, -1)
     return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
 def _scale_of(amax: torch.Tensor, largest: float, scale_type: str) -> torch.Tensor:
-    """amax / largest, rounded up as the scale type has it; 1 for a group of zeros."""
+    """Return amax / largest, rounded up as the scale type has it; 1 for a group of zeros."""
     # A tensor as divisor: dividing by a number, CUDA multiplies by its rounded reciprocal.
     exact = amax / torch.full_like(amax, largest)
     mask = SCALE_MASKS[scale_type]
@@ -179,7 +184,7 @@ def _scale_of(amax: torch.Tensor, largest: float, scale_type: str) -> torch.Tens
 
 
 def _find_exponent(magnitude: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """The group's exponent in sixteenths, from its magnitudes [g, e] and the largest of each [g]."""
+    """Return the group's exponent in sixteenths, from its magnitudes [g, e] and the largest of each [g]."""
     smallest = torch.where(magnitude > 0, magnitude, torch.inf).amin(1)
     ratio = largest.log2() - smallest.log2()
     # Equal values have ratio 0; a group of zeros, or of NaN, has no ratio at all.
@@ -190,7 +195,7 @@ def _find_exponent(magnitude: torch.Tensor, largest: torch.Tensor) -> torch.Tens
 def _round_with_noise(
     magnitude: torch.Tensor, noise: torch.Tensor, codec: Codec, bend: torch.Tensor | None
 ) -> torch.Tensor:
-    """One of the two numbers of the format around `magnitude`, whose expectation over the noise is right.
+    """Return one of the two numbers of the format around `magnitude`, whose expectation over the noise is right.
 
     bend [g, 1]: codes stand for their power of this, and it is of those powers that the expectation is taken. Taken of
     the codes it would be too small by a share of up to 1e-3 at every step, as much as exp_avg_sq changes in one.

@@ -24,7 +24,11 @@ class FiniteCheck:
     def begin(
         self, gradients: list[torch.Tensor], states: list[dict[str, Any]]
     ) -> dict[torch.device, torch.Tensor] | bool | None:
-        """True: leave the step of `states` out. None: take it. Otherwise a flag a device, not zero to leave it out."""
+        """Return whether to skip the step of `states`.
+
+        Returns:
+            True to skip it, None to take it; otherwise by device a flag that is not zero if it is to be skipped.
+        """
         norm = torch.nn.utils.get_total_norm(gradients, norm_type=torch.inf)
         flag = norm.isfinite().logical_not().to(torch.int32)
         devices = {gradient.device for gradient in gradients}

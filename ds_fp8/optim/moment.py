@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_fp8.formats import BLOCK
+from ds_fp8.config.formats import BLOCK
 from ds_fp8.optim.codecs import CODECS, Codec, Encoded, decode, encode, group_count
 
 CHUNK = 1 << 22
@@ -34,10 +34,11 @@ class Layout:
 
     @property
     def groups(self) -> int:
+        """Return the number of groups, each with one scale."""
         return max(1, len(self.segments)) if self.granularity == "tensor" else group_count(self.numel, "1x128")
 
     def pieces(self) -> Iterator[tuple[slice, slice]]:
-        """(elements, groups) slices that together make up the state, each of whole groups and bounded in size.
+        """Yield (elements, groups) slices that together make up the state, each of whole groups and bounded in size.
 
         A group of a whole tensor is not divided.
         """
@@ -54,7 +55,7 @@ class Layout:
 
 
 class Moment:
-    """A flat state of FP32 numbers in fewer bytes. Not a tensor, so that nobody casts, copies or reads codes unawares.
+    """A flat state of FP32 numbers in fewer bytes. Not a Tensor subclass, so generic code cannot cast it.
 
     codes [numel] in the codec's dtype; scale FP32 [groups]; exponent uint8 [groups] for e4m3_expanded, else None.
     """
@@ -66,17 +67,25 @@ class Moment:
         self.scale = torch.ones(layout.groups, device=device)
         self.exponent = torch.ones(layout.groups, dtype=torch.uint8, device=device) if codec.expanded else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch writes FP8 tensors into a plain pickle and cannot read them back: the bytes go in instead.
+        return {**vars(self), "codes": _bytes(self.codes)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, codes=state["codes"].view(state["codec"].dtype))
+
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Everything that takes memory."""
+        """Return all tensors of this state: what takes memory."""
         return tuple(tensor for tensor in (self.codes, self.scale, self.exponent) if tensor is not None)
 
     @property
     def nbytes(self) -> int:
+        """Return the memory of this state in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def read(self, elements: slice, groups: slice) -> torch.Tensor:
-        """The numbers of one piece of the layout, FP32."""
+        """Return the numbers of one piece of the layout, FP32."""
         exponent = None if self.exponent is None else self.exponent[groups]
         return decode(Encoded(self.codes[elements], self.scale[groups], exponent), self.codec, self.layout.granularity)
 
@@ -99,7 +108,7 @@ class Moment:
             self.exponent[groups] = encoded.exponent
 
     def decode(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """All numbers, FP32 [numel], on `device` (where the codes are when None)."""
+        """Return all numbers, FP32 [numel], on `device` (where the codes are when None)."""
         result = torch.empty(self.layout.numel, device=self.codes.device if device is None else device)
         for elements, groups in self.layout.pieces():
             result[elements] = self.read(elements, groups).to(result.device)
@@ -122,21 +131,30 @@ class Moment:
             self.write(elements, groups, piece, draw(noise, piece), exponent=known)
 
     def packed(self) -> dict[str, Any]:
-        """Everything there is to know, codes and scales on the CPU: what a compact checkpoint holds."""
+        """Return all of this state, codes and scales on the CPU: what a compact checkpoint holds."""
         about = {**asdict(self.layout), "codec": self.codec.name, "never_zero": self.never_zero}
         codes, scale, exponent = (None if x is None else x.cpu() for x in (self.codes, self.scale, self.exponent))
         return {**about, "codes": codes, "scale": scale, "exponent": exponent}
 
     @classmethod
     def unpacked(cls, packed: dict[str, Any]) -> Moment:
-        """The Moment, on the CPU, that `packed` came from."""
+        """Return the Moment, on the CPU, that `packed` came from."""
         layout = Layout(*(packed[field.name] for field in fields(Layout)))
         moment = cls(CODECS[packed["codec"]], layout, torch.device("cpu"), never_zero=packed["never_zero"])
         moment.codes, moment.scale, moment.exponent = packed["codes"], packed["scale"], packed["exponent"]
         return moment
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        """Decoded elements start to start + length, a copy: how DeepSpeed reads a parameter's part of a state."""
+        """Return a copy of decoded elements, which is how DeepSpeed reads a parameter's part of a state.
+
+        Args:
+            dim: 0.
+            start: First element.
+            length: Number of elements.
+
+        Raises:
+            ValueError: For another dimension.
+        """
         if dim != 0:
             raise ValueError(f"a flat state has no dimension {dim}")
         parts: Sequence[torch.Tensor] = [
@@ -147,8 +165,21 @@ class Moment:
         return torch.cat(list(parts)) if parts else torch.empty(0, device=self.codes.device)
 
 
+def shared_layout(fp16_masters: Layout | None, *states: torch.Tensor | Moment) -> Layout | None:
+    """Return the layout whose pieces are whole groups of all states; None if no state has groups.
+
+    Raises ValueError if there is none: groups of 128 may lie across tensors that have scales of their own.
+    """
+    layouts = [state.layout for state in states if isinstance(state, Moment)]
+    layouts += [] if fp16_masters is None else [fp16_masters]
+    shared = max(layouts, key=lambda layout: layout.granularity == "tensor", default=None)
+    if any(layout.granularity != shared.granularity for layout in layouts) and shared.groups > 1:
+        raise ValueError("a state in groups of 128 beside one with scales for several tensors")
+    return shared
+
+
 def is_kept_as(value: torch.Tensor | Moment | None, codec: str, device: torch.device) -> bool:
-    """Whether a state is in the form that a step works on. Others write FP32 tensors in its place, or move them."""
+    """Return whether a state is in the form that a step works on: others put FP32 tensors in its place, or move it."""
     if isinstance(value, Moment):
         return value.codec.name == codec and value.codes.device == device
     kept = CODECS[codec]
@@ -156,10 +187,10 @@ def is_kept_as(value: torch.Tensor | Moment | None, codec: str, device: torch.de
 
 
 def draw(noise: torch.Generator | None, like: torch.Tensor) -> torch.Tensor | None:
-    """Uniform FP32 numbers in [0, 1) of the shape of `like`, from a generator of its device; None without one."""
+    """Draw uniform FP32 numbers in [0, 1) of the shape of `like` from a generator of its device; None without one."""
     return None if noise is None else torch.rand(like.shape, generator=noise, device=like.device)
 
 
 def _bytes(codes: torch.Tensor) -> torch.Tensor:
-    """FP8 codes as bytes, which copy on every device."""
+    """Return FP8 codes as bytes, which copy on every device."""
     return codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from ds_fp8.errors import UserError
-from ds_fp8.formats import GRANULARITIES
+from ds_fp8.casts import quantize
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import NATIVE_GRANULARITIES
 from ds_fp8.gemm import BACKENDS, scaled_matmul, select_backend, unavailable
-from ds_fp8.quantize import quantize
 from tests.gemm.tolerance import assert_is_product
 
 SHAPES = [(1, 1, 1), (1, 130, 7), (7, 1, 130), (130, 7, 1), (129, 128, 127), (7, 300, 200), (200, 257, 3)]
@@ -25,7 +25,7 @@ def random(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])
-@pytest.mark.parametrize(("a_granularity", "b_granularity"), list(itertools.product(GRANULARITIES, repeat=2)))
+@pytest.mark.parametrize(("a_granularity", "b_granularity"), list(itertools.product(NATIVE_GRANULARITIES, repeat=2)))
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)
 def test_product_of_dequantised_operands(m, k, n, a_granularity, b_granularity, scale, out_dtype):
     a = quantize(random(m, k), "e4m3", a_granularity, scale)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
 from ds_fp8.optim import AdamW, Moment
 from ds_fp8.optim.codecs import moment_bytes
 from tests.optim.numbers import ROUNDING, numbers_of
@@ -511,19 +511,6 @@ def test_tensors_flattened_together_have_scales_of_their_own():
         errors.append((exp_avg[:100] / (0.1 * 1e-9) - 1).abs().max().item())
     assert errors[0] == 1  # underflown
     assert errors[1] < ROUNDING["e4m3"]
-
-
-def test_what_a_step_also_writes():
-    p = nn.Parameter(torch.randn(300))
-    low, amax = torch.zeros(300, dtype=torch.bfloat16), torch.zeros(3)
-    optimizer = AdamW([p], **PRECISIONS["coat"])
-    optimizer.also_write(p, low, amax)
-    p.grad = torch.randn(300)
-    optimizer.step()
-    assert torch.equal(low, p.detach().bfloat16())
-    assert amax[2] == p[256:].abs().max()
-    with pytest.raises(ValueError, match="groups of 128"):
-        AdamW([p], **PRECISIONS["fishman"]).also_write(p, master_amax=amax)
 
 
 @pytest.mark.parametrize("precision", ["coat", "stochastic"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
 
 # Scripts run with their own folder on the path, and find their neighbours there.
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fp8.compatibility import check_deepspeed
-from ds_fp8.config import parse_fp8
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.compatibility import check_deepspeed
 from ds_fp8.optim import AdamW, StatePrecision
-from ds_fp8.optim.from_config import make_adamw, uses_own_optimizer
+from ds_fp8.optim.from_config import choose_optimizer, make_adamw, needs_own_optimizer, uses_own_optimizer
 from ds_fp8.train import load_stage
-from tests.train.conftest import TINY
+from tests.train.tiny_stage import TINY
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-4}}
 COAT = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
@@ -35,6 +35,7 @@ def adamw(fp8: dict, optimizer: dict | None = ADAMW, rank: int = 0):
     [
         ({}, False),
         ({"preset": "fp8lm_o1"}, False),
+        ({"enabled": False}, False),
         ({"optimizer": {"implementation": "ds_fp8"}}, True),
         ({"optimizer": {"exp_avg": "bf16"}}, True),
         ({"optimizer": {"master": "fp16_scaled"}}, True),
@@ -43,8 +44,50 @@ def adamw(fp8: dict, optimizer: dict | None = ADAMW, rank: int = 0):
         ({"preset": "coat", "optimizer": {"exp_avg": "fp32", "exp_avg_sq": "fp32"}}, False),
     ],
 )
-def test_deepspeeds_adam_stays_while_all_state_is_fp32(fp8, own):
-    assert uses_own_optimizer(parse_fp8(raw(fp8))) == own
+def test_deepspeeds_adam_may_stay_while_all_state_is_fp32(fp8, own):
+    config = raw(fp8)
+    assert needs_own_optimizer(parse_fp8(config)) == own
+    offloaded = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    for zero in ({"stage": 1}, offloaded):
+        assert uses_own_optimizer({**config, "zero_optimization": zero}, parse_fp8(config)) == own
+    assert uses_own_optimizer(config, parse_fp8(config)) == fp8.get("enabled", True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "own"),
+    [
+        (ADAMW, True),
+        ({"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}, True),
+        ({"type": "AdamW", "params": {"amsgrad": True}}, False),
+        ({"type": "AdamW", "params": {"adam_w_mode": False}}, False),
+        ({"type": "AdamW", "params": {"a_word_of_deepspeeds": 1}}, False),
+        ({"type": "Lion", "params": {"lr": 1e-3}}, False),
+        (None, False),
+    ],
+)
+def test_a_zero3_step_is_this_packages_where_it_computes_the_same(optimizer, own):
+    config = raw({}, optimizer)
+    assert uses_own_optimizer(config, parse_fp8(config)) == own
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, AdamW])
+def test_so_is_that_of_an_adamw_that_is_given(make):
+    config = raw({}, None)
+    given = make([nn.Parameter(torch.zeros(2))], lr=1e-3)
+    assert uses_own_optimizer(config, parse_fp8(config), given) == (make is not torch.optim.SGD)
+
+
+@pytest.mark.parametrize(
+    ("make", "more", "message"),
+    [(torch.optim.SGD, {}, r"another \(SGD\)"), (torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True")],
+)
+def test_another_optimizer_that_is_given_is_refused_where_state_is_compressed(make, more, message):
+    config = raw({"preset": "coat"}, None)
+    given = make([nn.Parameter(torch.zeros(2))], lr=1e-3, **more)
+    with pytest.raises(UserError, match=message) as caught:
+        choose_optimizer(config, parse_fp8(config), "stage.json", given, None, lambda: 0)
+    assert (caught.value.key, caught.value.file) == ("fp8.optimizer", "stage.json")
+    assert "AdamW" in caught.value.remedy or "amsgrad=False" in caught.value.remedy
 
 
 @pytest.mark.parametrize(

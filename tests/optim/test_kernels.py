@@ -7,11 +7,12 @@ import itertools
 import pytest
 import torch
 
-from ds_fp8.optim import kernels, reference
+from ds_fp8.casts.stochastic import uniform
+from ds_fp8.optim import adamw_step_triton as kernels
+from ds_fp8.optim.adamw_step import adamw_step_reference
 from ds_fp8.optim.codecs import CODECS
 from ds_fp8.optim.moment import Layout, Moment
-from ds_fp8.optim.reference import AdamStep
-from ds_fp8.quantize.stochastic import uniform
+from ds_fp8.optim.step_numbers import AdamStep
 from tests.optim.numbers import gradients, moment, numbers_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,7 +83,7 @@ def is_a_neighbour(left, right, kind):
 def test_the_kernel_does_what_torch_does(kept, numel):
     segments = (numel // 3, 0, numel - numel // 3) if numel > 1 else ()
     master, m, v, low = one_step(kernels.adamw_step, kept, numel, segments=segments)
-    expected, m_expected, v_expected, _ = one_step(reference.adamw_step, kept, numel, device="cpu", segments=segments)
+    expected, m_expected, v_expected, _ = one_step(adamw_step_reference, kept, numel, device="cpu", segments=segments)
     torch.testing.assert_close(master, expected, **FP32)
     assert_same_moment(m, m_expected, kept[0])
     assert_same_moment(v, v_expected, kept[1])
@@ -91,16 +92,8 @@ def test_the_kernel_does_what_torch_does(kept, numel):
 
 def test_gradients_may_be_bf16():
     master, *_ = one_step(kernels.adamw_step, KEPT[5], 1000, dtype=torch.bfloat16)
-    expected, *_ = one_step(reference.adamw_step, KEPT[5], 1000, device="cpu", dtype=torch.bfloat16)
+    expected, *_ = one_step(adamw_step_reference, KEPT[5], 1000, device="cpu", dtype=torch.bfloat16)
     torch.testing.assert_close(master, expected, **FP32)
-
-
-def test_the_largest_of_every_group_of_new_weights():
-    for numel in (100, 1024 + 77):
-        amax = torch.empty(-(-numel // 128), device=DEVICE)
-        master, *_ = one_step(kernels.adamw_step, KEPT[5], numel, master_amax=amax)
-        groups = torch.nn.functional.pad(master, (0, -numel % 128)).view(-1, 128)
-        assert torch.equal(amax.cpu(), groups.abs().amax(1))
 
 
 @pytest.mark.parametrize("kept", KEPT)
@@ -124,7 +117,7 @@ def test_nothing_changes_where_the_step_is_to_be_skipped(kept):
 def test_stochastic_rounding_is_decided_by_the_seed(kept):
     numel = 1024 + 77
     first, again, other = (one_step(kernels.adamw_step, kept, numel, seed=seed) for seed in (5, 5, 6))
-    expected = one_step(reference.adamw_step, kept, numel, device="cpu")
+    expected = one_step(adamw_step_reference, kept, numel, device="cpu")
     for index in (1, 2):
         assert torch.equal(numbers_of(first[index]), numbers_of(again[index]))
         assert not torch.equal(numbers_of(first[index]), numbers_of(other[index]))
@@ -144,7 +137,7 @@ def test_one_moment_alone_may_be_rounded_stochastically(part):
 @pytest.mark.parametrize("kept", [KEPT[1], KEPT[3], KEPT[5]])
 def test_stochastic_rounding_is_right_on_average(kept):
     numel, draws = 512, 8
-    exact = one_step(reference.adamw_step, KEPT[0], numel, device="cpu")
+    exact = one_step(adamw_step_reference, KEPT[0], numel, device="cpu")
     for index in (1, 2):
         expected = numbers_of(exact[index])
         at = expected.abs() > expected.abs().view(-1, 128).amax(1).repeat_interleave(128) * 1e-3
@@ -188,7 +181,7 @@ def rounded(step, device, numbers, layout, *, seed=None, exact=()):
     return master.cpu()
 
 
-BOTH = (("cpu", reference.adamw_step), (DEVICE, kernels.adamw_step))
+BOTH = (("cpu", adamw_step_reference), (DEVICE, kernels.adamw_step))
 
 
 @pytest.mark.parametrize("segments", [(), (128, 1, 4000, 972), (600, 0, 4501)])
@@ -256,17 +249,17 @@ def test_masters_and_moments_by_tensor_are_rounded_with_random_numbers_of_their_
     assert torch.equal(found, after(5)[0])
     assert not torch.equal(found, after(6)[0])
     unrounded, m, v = (numbers_of(state) for state in states("cpu"))
-    reference.adamw_step(unrounded, grad, m, v, STEP)  # in FP32, from what the codes stand for
+    adamw_step_reference(unrounded, grad, m, v, STEP)  # in FP32, from what the codes stand for
     for index, (start, stop) in enumerate(itertools.pairwise((0, 300, 300, 2800, numel))):
         part, expected = found[start:stop], unrounded[start:stop]
         if index in exact:
             torch.testing.assert_close(part, expected, **FP32)
             assert not torch.equal(
-                part, rounded(reference.adamw_step, "cpu", part, Layout(len(part), "tensor", "pow2"))
+                part, rounded(adamw_step_reference, "cpu", part, Layout(len(part), "tensor", "pow2"))
             )
         elif len(part):
             assert is_a_neighbour(part, expected, CODECS["fp16"]).all()
-            nearest = rounded(reference.adamw_step, "cpu", expected, Layout(len(part), "tensor", "pow2"))
+            nearest = rounded(adamw_step_reference, "cpu", expected, Layout(len(part), "tensor", "pow2"))
             assert 0.1 < (part != nearest).float().mean() < 0.5
     both = slice(300, 2800)
     off = (found - unrounded)[both] / unrounded[both].abs(), (m_found - m)[both] / m[both].abs()
@@ -297,7 +290,7 @@ def test_masters_rounded_stochastically_are_neighbours_and_right_on_average():
     numel, draws = 4096, 64
     layout = Layout(numel, "tensor", "pow2")
     exact, mean = masters(numel), torch.zeros(numel)
-    nearest = rounded(reference.adamw_step, "cpu", exact, layout)
+    nearest = rounded(adamw_step_reference, "cpu", exact, layout)
     spacing = (exact.abs() * 2.0**-10).clamp_min(2.0**-24 * exact.abs().max() / 32768)
     for seed in range(draws):
         numbers = rounded(kernels.adamw_step, DEVICE, exact, layout, seed=seed)

@@ -64,8 +64,8 @@ def losses(optimizer, stage=3, steps=4, **zero):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_trains_with_compressed_moments(baseline, stage):
-    expected, nothing = baseline(2, losses, {}, stage)[0]
-    assert nothing is None
+    expected, fp32_bytes = baseline(2, losses, {}, stage)[0]
+    assert (fp32_bytes is None) == (stage != 3)  # under ZeRO-3 this package's Adam steps FP32 moments, too
     for kept, most in ((COAT, 2.10), (FISHMAN, 2.02)):
         found, state_bytes = baseline(2, losses, kept, stage)[0]
         assert found != expected
@@ -238,7 +238,7 @@ def test_moments_can_be_read_and_written_through_deepspeed(ranks):
 
 def what_initialize_says(ds_config, pass_optimizer):
     import ds_fp8
-    from ds_fp8.errors import UserError
+    from ds_fp8.config.errors import UserError
 
     net = models.Net().bfloat16()
     given = torch.optim.SGD(net.parameters(), lr=0.1) if pass_optimizer else None

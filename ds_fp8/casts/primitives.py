@@ -1,0 +1,177 @@
+"""What every cast is made of, in plain torch: any device, any granularity, the oracle of every kernel.
+
+A cast is three steps, which the ZeRO-3 parameter gather also takes one by one (its amax spans ranks):
+
+    amax[g]  = max |x[i]|            over the elements i of group g
+    scale[g] = amax[g] / format.max  (`pow2`: rounded up to a power of two; 1 where amax is 0; NaN where not finite)
+    data[i]  = cast(clamp(x[i] / scale[g], -format.max, format.max))   round to nearest even
+
+so that x[i] is approximately data[i] * scale[g]. Inf or NaN anywhere in a group turns its scale, and with it the whole
+group, into NaN: overflow is seen downstream, never hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ds_fp8.casts import emulated
+from ds_fp8.casts.emulated import encode, encode_stochastically
+from ds_fp8.casts.stochastic import round_stochastically
+from ds_fp8.config.formats import FORMATS, SCALE_TYPES, SMALLEST_SCALE, format_of, group_shape, scale_shape
+
+
+def apply_factors(x: torch.Tensor, row_factor: torch.Tensor | None, column_factor: torch.Tensor | None) -> torch.Tensor:
+    """Return a matrix x [M, K] times row_factor [M] and then column_factor [K], in FP32; x itself without factors."""
+    if row_factor is not None:
+        x = x.float() * row_factor.float()[:, None]
+    if column_factor is not None:
+        x = x.float() * column_factor.float()
+    return x
+
+
+def group_amax(x: torch.Tensor, granularity: str) -> torch.Tensor:
+    """Return the largest magnitude of every group.
+
+    Args:
+        x: Floating point, of any shape that the granularity fits.
+        granularity: As for `quantize`.
+
+    Returns:
+        FP32 of shape `scale_shape(x.shape, granularity)`. A group that holds Inf or NaN has amax Inf (not NaN: an
+        all-reduce MAX must carry it across ranks). An empty tensor has amax 0.
+    """
+    shape = scale_shape(x.shape, granularity)
+    if x.numel() == 0:
+        return torch.zeros(shape, device=x.device)
+    magnitude = x.detach().abs()
+    if granularity == "tensor":
+        amax = magnitude.amax()
+    elif granularity == "row":
+        amax = magnitude.amax(-1, keepdim=True)
+    else:
+        rows, columns = group_shape(granularity)
+        amax = _max_per_group(magnitude, columns)
+        if rows > 1:
+            amax = _max_per_group(amax.t(), rows).t().contiguous()  # [M, K] -> [M, K/128] -> [M/128, K/128]
+    return amax.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _max_per_group(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Reduce [..., K] to [..., ceil(K/size)]: the largest of every `size` elements, and of the ragged rest."""
+    full = x.shape[-1] // size * size
+    groups = x[..., :full].unflatten(-1, (-1, size)).amax(-1) if full else x[..., :0]
+    return groups if full == x.shape[-1] else torch.cat([groups, x[..., full:].amax(-1, keepdim=True)], -1)
+
+
+def scale_from_amax(amax: torch.Tensor, format: str, scale: str) -> torch.Tensor:
+    """Return the dequantisation factors that bring `amax` to the format's largest value.
+
+    Args:
+        amax: Largest magnitudes, at least 0, of any shape.
+        format: "e4m3" or "e5m2".
+        scale: "fp32", or "pow2" to round up to powers of two.
+
+    Returns:
+        FP32 of amax's shape: 1 where amax is 0, NaN where it is not finite, never below SMALLEST_SCALE.
+
+    Raises:
+        ValueError: For an unknown scale type.
+    """
+    if scale not in SCALE_TYPES:
+        raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALE_TYPES)}")
+    amax = amax.float()
+    # A tensor as divisor: dividing by a number, CUDA multiplies by its rounded reciprocal.
+    exact = (amax / torch.full_like(amax, FORMATS[format].max)).clamp_min(SMALLEST_SCALE)
+    if scale == "pow2":
+        mantissa, exponent = torch.frexp(exact)  # exact = mantissa * 2**exponent, mantissa in [0.5, 1)
+        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+        exact = torch.ldexp(torch.ones_like(exact), exponent)
+    elif scale == "e4m3":
+        exact = _in_units_of_the_tensor(exact)
+    exact = torch.where(amax == 0, 1.0, exact)
+    return torch.where(amax.isfinite(), exact, torch.nan)
+
+
+def _in_units_of_the_tensor(scale: torch.Tensor) -> torch.Tensor:
+    """Round the scales of all groups of a tensor to E4M3 in units of one FP32 scale, as NVFP4 stores them."""
+    if scale.numel() == 0:
+        return scale
+    codes = FORMATS["e4m3"]
+    unit = (scale.amax() / torch.full_like(scale, codes.max)).clamp_min(SMALLEST_SCALE)
+    return (scale / unit).clamp(codes.smallest_subnormal, codes.max).to(codes.dtype).float() * unit
+
+
+def per_element(
+    operation: Callable[..., torch.Tensor], x: torch.Tensor, scale: torch.Tensor, granularity: str
+) -> torch.Tensor:
+    """Compute operation(x, the scale of each element), in the scale's dtype; `operation` is torch.mul or torch.div.
+
+    Groups are a dimension of their own, along which their scale broadcasts: one scale per element in memory
+    would be four times the size of a BF16 x.
+    """
+    if granularity in ("tensor", "row"):
+        return operation(x.to(scale.dtype), scale)
+    rows, size = group_shape(granularity)
+    if rows > 1:
+        scale = scale.repeat_interleave(rows, 0)[: x.shape[0]]  # [M/128, K/128] -> [M, K/128], as of 1x128
+    full = x.shape[-1] // size * size
+    result = torch.empty(x.shape, dtype=scale.dtype, device=x.device)
+    if full:
+        groups = result[..., :full].unflatten(-1, (-1, size))
+        operation(x[..., :full].unflatten(-1, (-1, size)), scale[..., : full // size, None], out=groups)
+    if full < x.shape[-1]:
+        operation(x[..., full:], scale[..., full // size :], out=result[..., full:])
+    return result
+
+
+def cast(
+    x: torch.Tensor, scale: torch.Tensor, format: str, granularity: str, rounding: str = "nearest"
+) -> torch.Tensor:
+    """Return `x` in units of `scale`, rounded and saturated.
+
+    Args:
+        x: Floating point, of any shape.
+        scale: FP32, of shape `scale_shape(x.shape, granularity)`.
+        format: A name of FORMATS.
+        granularity: As for `quantize`.
+        rounding: "nearest", to even, or "stochastic", with torch's random numbers.
+
+    Returns:
+        FP8, or uint8 codes of an emulated format, of x's shape; NaN where x or its scale is NaN.
+    """
+    target = FORMATS[format]
+    in_units = per_element(torch.div, x.detach(), scale, granularity)
+    if rounding == "stochastic":
+        draw = torch.rand_like(in_units)
+        if target.magnitudes:
+            return encode_stochastically(in_units, draw, target)
+        in_units = round_stochastically(in_units.clamp_(-target.max, target.max), draw, format)
+    elif target.magnitudes:
+        return encode(in_units, target)
+    return in_units.clamp_(-target.max, target.max).to(target.dtype)
+
+
+def decode(data: torch.Tensor, dtype: torch.dtype = torch.float32, format: str | None = None) -> torch.Tensor:
+    """Return codes as numbers (scale 1), exact in FP32 and, but for those of log8, in BF16.
+
+    format: Of codes in uint8; FP8 dtypes say theirs.
+    """
+    if data.dtype is torch.uint8:
+        return emulated.decode(data, FORMATS[format], dtype)
+    if data.device.type == "cuda":
+        return data.to(dtype)
+    # A look-up in the table of all 256 codes: on a CPU several times faster than torch's element-wise conversion.
+    table = torch.arange(256, dtype=torch.uint8).view(format_of(data.dtype).dtype).to(dtype)
+    return table.index_select(0, data.contiguous().view(torch.uint8).flatten().int()).view(data.shape)
+
+
+def dequantize(
+    data: torch.Tensor, scale: torch.Tensor, granularity: str, scale_type: str, dtype: torch.dtype, format: str
+) -> torch.Tensor:
+    """Return data * scale, rounded once to `dtype`."""
+    if dtype is torch.bfloat16 and scale_type == "pow2" and FORMATS[format].exact_in_bf16:
+        # Both factors are exact in BF16, so the BF16 product is the FP32 product rounded once, in half the memory.
+        return per_element(torch.mul, decode(data, dtype, format), scale.to(dtype), granularity)
+    return per_element(torch.mul, decode(data, format=format), scale, granularity).to(dtype)

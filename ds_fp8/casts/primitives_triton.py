@@ -1,0 +1,104 @@
+"""What every casting kernel is made of, in Triton: amax, scale, rounding, random words; primitives.py has the maths.
+
+Bit for bit what primitives.py and stochastic.py compute. An amax travels as the bits of its float: magnitudes order like
+their bits, with NaN above Inf, so that a reduction of integers carries what is not finite.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ds_fp8.casts.stochastic import MULTIPLIERS
+from ds_fp8.config.formats import FORMATS, SMALLEST_SCALE
+
+NONE, GROUP, TILE, ROW, TENSOR = (tl.constexpr(i) for i in range(5))
+"""How a result is scaled: not wanted, one scale per 1x128 group, per tile, per row of the result, for all of it."""
+MODES = {None: 0, "1x128": 1, "128x128": 2, "row": 3, "tensor": 4}
+_STEP, _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
+
+
+@triton.jit
+def random_word(index, key):
+    """Return the 32 bits whose upper half `uniform` of stochastic.py takes."""
+    word = index.to(tl.uint32) * _STEP + key.to(tl.uint32)
+    word = (word ^ (word >> 16)) * _FIRST
+    word = (word ^ (word >> 15)) * _SECOND
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Magnitudes of FP32 `x` as their bits, which order like the numbers, with NaN above Inf."""
+    return tl.abs(x).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def amax_bits(x, axis: tl.constexpr):
+    """Return the largest magnitude of FP32 `x` along `axis`, as its bits."""
+    return tl.max(magnitude_bits(x), axis)
+
+
+@triton.jit
+def scale_of(bits, largest: tl.constexpr, smallest_scale: tl.constexpr, POW2: tl.constexpr):
+    """Return (scale, what to multiply or divide by) of scale_from_amax in primitives.py, from the bits of the amax.
+
+    The largest value of both formats is 1.75 * 2^E. With amax = m * 2^e the power of two not below amax / largest is
+    2^(e - E), or twice that when m > 1.75: a carry out of the mantissa. The second result is then 1 / scale, exactly.
+    """
+    amax = bits.to(tl.float32, bitcast=True)
+    overflow = bits >= 0x7F800000
+    if POW2:
+        E: tl.constexpr = 8 if largest < 500 else 15
+        exponent = ((bits + 0x1FFFFF) & 0x7F800000) - (E << 23)
+        exponent = tl.where(bits == 0, 127 << 23, tl.maximum(exponent, 1 << 23))
+        scale = exponent.to(tl.float32, bitcast=True)
+        divisor = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + largest), smallest_scale)
+        scale = tl.where(bits == 0, 1.0, scale)
+        divisor = scale
+    return tl.where(overflow, float("nan"), scale), tl.where(overflow, float("nan"), divisor)
+
+
+@triton.jit
+def to_fp8(x, divisor, dtype: tl.constexpr, POW2: tl.constexpr):
+    """Return x in units of its scale, rounded to nearest even; NaN stays NaN.
+
+    Nothing saturates: the amax that made the scale is at least |x|. `divisor` as from scale_of, broadcasting.
+    """
+    if POW2:
+        return (x * divisor).to(dtype)
+    return tl.div_rn(x, tl.zeros_like(x) + divisor).to(dtype)
+
+
+@triton.jit
+def spacing_of(x, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
+    """Return the spacing around x of the numbers of a format with this machine epsilon and smallest subnormal number."""
+    binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.maximum(binade * EPSILON, SUBNORMAL)
+
+
+@triton.jit
+def round_stochastically(x, draw, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
+    """Round x to a format's grid, up or down so that its expectation stays; `draw` in [0, 1). NaN stays NaN."""
+    spacing = spacing_of(x, EPSILON, SUBNORMAL)
+    in_steps = tl.div_rn(tl.abs(x), spacing)
+    below = tl.floor(in_steps)
+    # The fraction first: added to the whole, a draw would lose the bits that FP32 has no room for.
+    magnitude = tl.where(in_steps - below + draw >= 1.0, below + 1.0, below) * spacing
+    return tl.where(x.to(tl.int32, bitcast=True) < 0, -magnitude, magnitude)  # zero has a sign, too
+
+
+TRITON_DTYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
+
+
+def format_arguments(format: str, scale: str) -> dict[str, object]:
+    """Return the compile-time arguments of every casting kernel."""
+    return {
+        # Kernels are compiled with a format that they do not cast to, too: emulated ones have no type.
+        "DTYPE": TRITON_DTYPES.get(format, tl.float8e4nv),
+        "LARGEST": FORMATS[format].max,
+        "SMALLEST": SMALLEST_SCALE,
+        "POW2": scale == "pow2",
+    }

@@ -1,0 +1,145 @@
+"""Casts of tensors and matrices to FP8: in Triton on a GPU and in plain torch elsewhere, the same bits either way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ds_fp8.casts.primitives import apply_factors, cast, group_amax, scale_from_amax
+from ds_fp8.casts.tensor import QuantizedTensor
+from ds_fp8.config.formats import FORMATS, GRANULARITIES, SCALE_TYPES, is_emulated
+
+
+def quantize(
+    x: torch.Tensor,
+    format: str = "e4m3",
+    granularity: str = "1x128",
+    scale: str = "pow2",
+    *,
+    row_factor: torch.Tensor | None = None,
+    column_factor: torch.Tensor | None = None,
+    rounding: str = "nearest",
+) -> QuantizedTensor:
+    """Cast a floating point tensor of any shape, with scales from its own amax.
+
+    Args:
+        x: Floating point, of any shape; a matrix for blocks such as "128x128" and for factors.
+        format: "e4m3", "e5m2" or another name of config.formats.FORMATS.
+        granularity: Elements that share a scale: "tensor", "row" (the last dimension), "1x128" (128 elements along the
+            last dimension), "128x128", or smaller groups and blocks of 32 and 16. Ragged edges are groups of their own.
+        scale: "pow2" (powers of two), "fp32", or "e4m3" (E4M3 in units of one FP32 scale of the tensor).
+        row_factor: [M], multiplied in FP32 into the rows of a matrix [M, K] before the cast.
+        column_factor: [K], multiplied into its columns after that.
+        rounding: "nearest", to even, or "stochastic", with torch's random numbers.
+
+    Returns:
+        The cast, of x's shape; a group that holds Inf or NaN is NaN as a whole.
+
+    Raises:
+        ValueError: For an unknown option, or a shape that the granularity does not fit.
+    """
+    native = rounding == "nearest" and not is_emulated(format, granularity, scale)
+    if x.device.type == "cuda" and native and x.dim() and (x.dim() == 2 or granularity != "128x128"):
+        matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        result, _ = quantize_both(matrix, format, granularity, None, scale, row_factor, column_factor)
+        if x.dim() == 2:
+            return result
+        scales = result.scale.reshape(*x.shape[:-1], -1) if result.scale.dim() else result.scale
+        return QuantizedTensor(result.data.view(x.shape), scales, granularity, scale)
+    _check_words(format, scale, granularity)
+    return _reference(apply_factors(x, row_factor, column_factor), format, granularity, scale, rounding)
+
+
+def quantize_columnwise(
+    x: torch.Tensor,
+    format: str = "e4m3",
+    granularity: str = "1x128",
+    scale: str = "pow2",
+    *,
+    row_factor: torch.Tensor | None = None,
+    column_factor: torch.Tensor | None = None,
+    rounding: str = "nearest",
+) -> QuantizedTensor:
+    """Cast a matrix x [M, K] along its first dimension: quantize(x.t()), of shape [K, M], in one pass.
+
+    Args and errors are those of `quantize`.
+    """
+    return quantize_both(x, format, None, granularity, scale, row_factor, column_factor, rounding)[1]
+
+
+def quantize_both(
+    x: torch.Tensor,
+    format: str = "e4m3",
+    rowwise: str | None = "1x128",
+    columnwise: str | None = "1x128",
+    scale: str = "pow2",
+    row_factor: torch.Tensor | None = None,
+    column_factor: torch.Tensor | None = None,
+    rounding: str = "nearest",
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    """Cast a matrix x [M, K] for both of its products in one pass: [M, K] along K and [K, M] along M.
+
+    Args:
+        x: The matrix, of any floating point dtype.
+        format: As for `quantize`, of both results.
+        rowwise: Granularity of the first result; None if it is not wanted.
+        columnwise: Granularity of the second result; None if it is not wanted.
+        scale: As for `quantize`, of both results.
+        row_factor: As for `quantize`.
+        column_factor: As for `quantize`.
+        rounding: As for `quantize`.
+
+    Returns:
+        (x cast along K or None, x cast along M or None).
+
+    Raises:
+        ValueError: For an unknown option, or an x that is no matrix.
+    """
+    _check_words(format, scale, rowwise, columnwise)
+    if x.dim() != 2:
+        raise ValueError(f"a cast along both dimensions needs a matrix, got shape {tuple(x.shape)}")
+    emulated = any(g is not None and is_emulated(format, g, scale) for g in (rowwise, columnwise))
+    if x.device.type == "cuda" and rounding == "nearest" and not emulated:
+        from ds_fp8.casts.quantization_triton import quantize_tiles
+
+        return quantize_tiles(x.detach(), format, scale, rowwise, columnwise, row_factor, column_factor)
+    x = apply_factors(x.detach(), row_factor, column_factor)
+    row = None if rowwise is None else _reference(x, format, rowwise, scale, rounding)
+    return row, None if columnwise is None else _reference(x.t().contiguous(), format, columnwise, scale, rounding)
+
+
+def transpose(q: QuantizedTensor) -> QuantizedTensor:
+    """Return the transposed matrix with its bytes copied to lie contiguous along the other dimension.
+
+    Args:
+        q: A matrix [M, K] cast per tensor or per 128x128 block.
+
+    Returns:
+        The same numbers as [K, M], not cast again.
+
+    Raises:
+        ValueError: For granularities that cannot be transposed without casting again (QuantizedTensor.t).
+    """
+    turned = q.t()
+    if q.data.device.type == "cuda":
+        from ds_fp8.casts.quantization_triton import transpose_bytes
+
+        return replace(turned, data=transpose_bytes(q.data.contiguous()))
+    return replace(turned, data=turned.data.contiguous())
+
+
+def _reference(x: torch.Tensor, format: str, granularity: str, scale: str, rounding: str) -> QuantizedTensor:
+    factors = scale_from_amax(group_amax(x, granularity), format, scale)
+    emulated = format if FORMATS[format].magnitudes else None
+    return QuantizedTensor(cast(x, factors, format, granularity, rounding), factors, granularity, scale, emulated)
+
+
+def _check_words(format: str, scale: str, *granularities: str | None) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
+    if scale not in SCALE_TYPES:
+        raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALE_TYPES)}")
+    for granularity in granularities:
+        if granularity is not None and granularity not in GRANULARITIES:
+            raise ValueError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")

@@ -1,0 +1,166 @@
+"""quantize_both and transpose of quantization.py in Triton: every byte is read once, both results are written once.
+
+One program takes a tile of 128 x 128 elements, which holds whole groups of every fine granularity:
+
+    x = x * row_factor[m] * column_factor[k]          (optional: RMSNorm, or the folded scales of a weight)
+    rowwise:     scale[m] = f(max_k |x|),  data[m, k] = cast(x / scale)        contraction k, for fprop and dgrad
+    columnwise:  scale[k] = f(max_m |x|),  data[k, m] = cast(x / scale)        contraction m (tokens), for wgrad
+
+1x128 and 128x128 find their amax inside the tile. `row` and `tensor` need all of x first: `_amax_tiles` reduces it to
+the amax of every row and column, then the same tile kernel casts with the scales of those.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_fp8.casts.primitives_triton import MODES, NONE, ROW, TENSOR, TILE, amax_bits, format_arguments
+from ds_fp8.casts.store_triton import (
+    empty_result,
+    is_even,
+    result_arguments,
+    store_cast,
+    store_cast_columnwise,
+    store_cast_rowwise,
+    tiles,
+)
+from ds_fp8.casts.tensor import QuantizedTensor
+
+
+@triton.jit
+def _load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS: tl.constexpr, EVEN: tl.constexpr):
+    """Return the FP32 tile [128, 128] at rows m, columns k; zero outside."""
+    address = x + m[:, None].to(tl.int64) * stride_m + k[None, :]
+    if EVEN:
+        tile = tl.load(address).to(tl.float32)
+    else:
+        tile = tl.load(address, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+    if FACTORS & 1:
+        tile *= tl.load(row_factor + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
+    if FACTORS & 2:
+        tile *= tl.load(column_factor + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+    return tile
+
+
+@triton.jit
+def _cast_tiles(
+    x, row_factor, column_factor, M, K, stride_m,
+    row_data, row_scale, row_amax, row_scale_along, row_scale_across,
+    column_data, column_scale, column_amax, column_scale_along, column_scale_across,
+    FACTORS: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr, EVEN: tl.constexpr,
+):
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    first_m = tl.program_id(1) * 128
+    if EVEN and COLUMNWISE != NONE and ROWWISE != TILE:
+        m = first_m + 4 * tl.arange(0, 32)
+        x0 = _load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
+        x1 = _load_tile(x, row_factor, column_factor, m + 1, k, M, K, stride_m, FACTORS, EVEN)
+        x2 = _load_tile(x, row_factor, column_factor, m + 2, k, M, K, stride_m, FACTORS, EVEN)
+        x3 = _load_tile(x, row_factor, column_factor, m + 3, k, M, K, stride_m, FACTORS, EVEN)
+        if ROWWISE != NONE:
+            store_cast_rowwise(
+                x0, x1, x2, x3, first_m, k, M, K, row_data, row_scale, row_amax, row_scale_along, row_scale_across,
+                ROWWISE, DTYPE, LARGEST, SMALLEST, POW2,
+            )
+        store_cast_columnwise(
+            x0, x1, x2, x3, first_m, k, M, K,
+            column_data, column_scale, column_amax, column_scale_along, column_scale_across,
+            COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2,
+        )
+    else:
+        m = first_m + tl.arange(0, 128)
+        tile = _load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
+        if ROWWISE != NONE:
+            store_cast(
+                tile, k, m, K, M, row_data, row_scale, row_amax, row_scale_along, row_scale_across,
+                1, ROWWISE, DTYPE, LARGEST, SMALLEST, POW2, EVEN,
+            )
+        if COLUMNWISE != NONE:
+            store_cast(
+                tile, m, k, M, K, column_data, column_scale, column_amax, column_scale_along, column_scale_across,
+                0, COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2, EVEN,
+            )
+
+
+@triton.jit
+def _amax_tiles(
+    x, row_factor, column_factor, M, K, stride_m, row_amax, column_amax,
+    FACTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+):
+    """Write the bits of the amax of every row and column of x into zeroed int32 [M] and [K] (TENSOR: into element 0)."""
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    m = tl.program_id(1) * 128 + tl.arange(0, 128)
+    tile = _load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
+    rows = amax_bits(tile, 1)
+    if ROWS == ROW:
+        tl.atomic_max(row_amax + m, rows, mask=m < M, sem="relaxed")
+    elif ROWS == TENSOR:
+        tl.atomic_max(row_amax, tl.max(rows, 0), sem="relaxed")
+    if COLUMNS == ROW:
+        tl.atomic_max(column_amax + k, amax_bits(tile, 0), mask=k < K, sem="relaxed")
+    elif COLUMNS == TENSOR:
+        tl.atomic_max(column_amax, tl.max(rows, 0), sem="relaxed")
+
+
+@triton.jit
+def _transpose_tiles(x, result, M, K, SIZE: tl.constexpr):
+    """Transpose bytes [M, K] -> [K, M]."""
+    k = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    m = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    tile = tl.load(x + m[:, None].to(tl.int64) * K + k[None, :], mask=inside)
+    tl.store(result + k[None, :].to(tl.int64) * M + m[:, None], tile, mask=inside)
+
+
+def quantize_tiles(
+    x: torch.Tensor,
+    format: str,
+    scale: str,
+    rowwise: str | None,
+    columnwise: str | None,
+    row_factor: torch.Tensor | None = None,
+    column_factor: torch.Tensor | None = None,
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    """Cast a matrix x [M, K] on the GPU: row-wise as [M, K], column-wise as [K, M]; None where its granularity is."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    M, K = x.shape
+    row = None if rowwise is None else empty_result(M, K, format, rowwise, scale, x.device)
+    column = None if columnwise is None else empty_result(K, M, format, columnwise, scale, x.device)
+    if x.numel() == 0:
+        for result in (row, column):
+            if result is not None:
+                result.scale.fill_(1.0)
+        return row, column
+    grid = (tiles(K), tiles(M))
+    common = {"FACTORS": (row_factor is not None) + 2 * (column_factor is not None), "EVEN": is_even(M, K)}
+    source = (x, row_factor, column_factor, M, K, x.stride(0))
+    row_amax = column_amax = None
+    if {rowwise, columnwise} & {"row", "tensor"}:
+        row_amax, column_amax = torch.zeros(M + K, dtype=torch.int32, device=x.device).split([M, K])
+        _amax_tiles[grid](
+            *source, row_amax, column_amax, ROWS=MODES[rowwise], COLUMNS=MODES[columnwise], num_warps=8, **common
+        )
+    row_data, row_scale, *row_strides = result_arguments(row)
+    column_data, column_scale, *column_strides = result_arguments(column)
+    _cast_tiles[grid](
+        *source, row_data, row_scale, row_amax, *row_strides, column_data, column_scale, column_amax, *column_strides,
+        ROWWISE=MODES[rowwise], COLUMNWISE=MODES[columnwise], num_warps=8 if column is None else 4,
+        **format_arguments(format, scale), **common,
+    )
+    return row, column
+
+
+def transpose_bytes(data: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous FP8 matrix [M, K] as a contiguous [K, M]."""
+    M, K = data.shape
+    result = torch.empty(K, M, dtype=data.dtype, device=data.device)
+    if data.numel():
+        size = 128
+        _transpose_tiles[(triton.cdiv(K, size), triton.cdiv(M, size))](
+            data.view(torch.uint8), result.view(torch.uint8), M, K, SIZE=size, num_warps=8
+        )
+    return result

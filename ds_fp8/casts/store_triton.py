@@ -1,0 +1,161 @@
+"""A tile in registers becomes a result in memory: its codes and scales, in the layout that GEMMs read.
+
+Layouts: data is contiguous, [M, K] row-wise and [K, M] column-wise. Scales of 1x128 are stored group-major ([K/128, M]
+as memory, seen as [M, K/128]), as cuBLAS and TMA want them; 128x128 scales pad each row to a multiple of 4.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_fp8.casts.primitives_triton import GROUP, ROW, TILE, amax_bits, magnitude_bits, scale_of, to_fp8
+from ds_fp8.casts.tensor import QuantizedTensor, block_scales
+from ds_fp8.config.formats import BLOCK, FORMATS
+
+
+@triton.jit
+def store_cast(
+    tile, along, across, num_along, num_across, data, scale, amax, scale_along, scale_across,
+    AXIS: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+    POW2: tl.constexpr, EVEN: tl.constexpr,
+):
+    """Cast a tile and store it in a result [num_across, num_along] whose contraction lies along `AXIS` of the tile.
+
+    along, across: indices of the tile's elements in the contraction and in the other dimension of the result.
+    scale_along, scale_across: strides of the scales per group along, per row (TILE: block of rows) across.
+    """
+    if MODE == GROUP:
+        bits = amax_bits(tile, AXIS)
+    elif MODE == TILE:
+        bits = tl.max(amax_bits(tile, AXIS), 0) + tl.zeros_like(across)
+    elif MODE == ROW:
+        bits = tl.load(amax + across, mask=across < num_across, other=0)
+    else:
+        bits = tl.load(amax) + tl.zeros_like(across)
+    factor, divisor = scale_of(bits, LARGEST, SMALLEST, POW2)
+    _store_scale(factor, along, across, num_across, scale, scale_along, scale_across, MODE)
+    codes = to_fp8(tile, tl.expand_dims(divisor, AXIS), DTYPE, POW2)
+    if AXIS == 1:
+        address = data + across[:, None].to(tl.int64) * num_along + along[None, :]
+        inside = (across < num_across)[:, None] & (along < num_along)[None, :]
+    else:
+        address = data + across[None, :].to(tl.int64) * num_along + along[:, None]
+        inside = (across < num_across)[None, :] & (along < num_along)[:, None]
+    if EVEN:
+        tl.store(address, codes)
+    else:
+        tl.store(address, codes, mask=inside)
+
+
+@triton.jit
+def _store_scale(factor, along, across, num_across, scale, scale_along, scale_across, MODE: tl.constexpr):
+    group = tl.min(along, 0) // 128
+    if MODE == GROUP:
+        tl.store(scale + group * scale_along + across * scale_across, factor, mask=across < num_across)
+    elif MODE == TILE:
+        first = tl.min(across, 0)
+        block = scale + group * scale_along + first // 128 * scale_across
+        tl.store(block + tl.zeros_like(across), factor, mask=across == first)
+    elif MODE == ROW:
+        tl.store(scale + across, factor, mask=(across < num_across) & (group == 0))
+    else:
+        tl.store(scale + tl.zeros_like(across), factor, mask=(across == 0) & (group == 0))
+
+
+@triton.jit
+def store_cast_rowwise(
+    x0, x1, x2, x3, first_m, k, M, K, data, scale, amax, scale_along, scale_across,
+    MODE: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):
+    """Do store_cast along axis 1 for a whole tile given as for store_cast_columnwise."""
+    m = first_m + 4 * tl.arange(0, 32)
+    store_cast(
+        x0, k, m, K, M, data, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+    store_cast(
+        x1, k, m + 1, K, M, data, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+    store_cast(
+        x2, k, m + 2, K, M, data, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+    store_cast(
+        x3, k, m + 3, K, M, data, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+
+
+@triton.jit
+def store_cast_columnwise(
+    x0, x1, x2, x3, first_m, k, M, K, data, scale, amax, scale_along, scale_across,
+    MODE: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):
+    """Do store_cast along axis 0 for a whole tile given as its rows 4i, 4i + 1, 4i + 2 and 4i + 3, each [32, 128].
+
+    Four codes that will lie side by side are packed into one word before they change places: transposing words costs a
+    quarter of transposing bytes. M is a multiple of 4.
+    """
+    if MODE == GROUP or MODE == TILE:
+        bits01 = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
+        bits23 = tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
+        bits = tl.max(tl.maximum(bits01, bits23), 0)
+        if MODE == TILE:
+            bits = tl.max(bits, 0) + tl.zeros_like(k)
+    elif MODE == ROW:
+        bits = tl.load(amax + k)
+    else:
+        bits = tl.load(amax) + tl.zeros_like(k)
+    factor, divisor = scale_of(bits, LARGEST, SMALLEST, POW2)
+    _store_scale(factor, first_m + tl.zeros_like(k), k, K, scale, scale_along, scale_across, MODE)
+    divisor = divisor[None, :]
+    word = (
+        _code(x0, divisor, DTYPE, POW2)
+        | _code(x1, divisor, DTYPE, POW2) << 8
+        | _code(x2, divisor, DTYPE, POW2) << 16
+        | _code(x3, divisor, DTYPE, POW2) << 24
+    )
+    address = (
+        data.to(tl.pointer_type(tl.int32))
+        + k[None, :].to(tl.int64) * (M // 4)
+        + (first_m // 4 + tl.arange(0, 32))[:, None]
+    )
+    tl.store(address, word)
+
+
+@triton.jit
+def _code(x, divisor, DTYPE: tl.constexpr, POW2: tl.constexpr):
+    """Return the code of each element as an int32."""
+    return to_fp8(x, divisor, DTYPE, POW2).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+def tiles(length: int) -> int:
+    """Return how many tiles of 128 elements cover `length`."""
+    return -(-length // BLOCK)
+
+
+def is_even(*lengths: int) -> bool:
+    """Return whether tiles of 128 elements cover all of these lengths without a rest."""
+    return all(length % BLOCK == 0 for length in lengths)
+
+
+def empty_result(
+    rows: int, columns: int, format: str, granularity: str, scale: str, device: torch.device
+) -> QuantizedTensor:
+    """Return an uninitialised QuantizedTensor [rows, columns] in the layout that kernels write and GEMMs read."""
+    data = torch.empty(rows, columns, dtype=FORMATS[format].dtype, device=device)
+    if granularity == "1x128":
+        factors = torch.empty(tiles(columns), rows, device=device).t()
+    elif granularity == "128x128":
+        factors = block_scales(tiles(rows), tiles(columns), device)
+    else:
+        factors = torch.empty((rows, 1) if granularity == "row" else (), device=device)
+    return QuantizedTensor(data, factors, granularity, scale)
+
+
+def result_arguments(result: QuantizedTensor | None) -> tuple:
+    """Return (data, scale, stride of the scales per group along the contraction, per row or row block) of a result."""
+    if result is None:
+        return None, None, 0, 0
+    strides = result.scale.stride()
+    across, along = strides if len(strides) == 2 else (0, 0)
+    return result.data, result.scale, along, across

@@ -1,0 +1,100 @@
+"""QuantizedTensor: FP8 elements and the scales that turn them back into numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ds_fp8.casts import primitives
+from ds_fp8.config.formats import SQUARE, CastSpec, format_of, scale_shape
+
+
+def block_scales(rows: int, columns: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """Uninitialised FP32 scales [rows, columns] of 128x128 blocks, laid out as cuBLAS reads them.
+
+    Rows lie a multiple of 4 floats apart; the view is what it seems, its storage a little larger.
+    """
+    return torch.empty(rows, -(-columns // 4) * 4, device=device)[:, :columns]
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A tensor x stored as x ≈ data * scale.
+
+    data: FP8, or uint8 codes of an emulated format, the shape of x. scale: FP32 dequantisation factors of shape
+    `scale_shape(x.shape, granularity)`.
+    Raises ValueError when the two shapes do not belong together.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    granularity: str
+    scale_type: str = "fp32"
+    """"pow2" promises that every scale is a power of two."""
+    emulated: str | None = None
+    """Name of the format of uint8 codes; FP8 dtypes say theirs."""
+
+    def __post_init__(self) -> None:
+        if self.emulated is None:
+            format_of(self.data.dtype)
+        expected = scale_shape(self.data.shape, self.granularity)
+        if tuple(self.scale.shape) != expected:
+            raise ValueError(
+                f"scale has shape {tuple(self.scale.shape)}; {self.granularity} of data "
+                f"{tuple(self.data.shape)} needs {expected}"
+            )
+
+    def __reduce__(self) -> tuple:
+        # torch writes FP8 tensors into a plain pickle and cannot read them back: the bytes go in instead.
+        data = self.data.view(torch.uint8), self.data.dtype
+        return _from_bytes, (*data, self.scale, self.granularity, self.scale_type, self.emulated)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the shape of the tensor."""
+        return self.data.shape
+
+    @property
+    def format(self) -> str:
+        """Return the name of the number format, such as "e4m3"."""
+        return self.emulated or format_of(self.data.dtype).name
+
+    @property
+    def spec(self) -> CastSpec:
+        """Return how this tensor was cast."""
+        return CastSpec(self.format, self.granularity, self.scale_type)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of elements and scales together."""
+        return self.data.nbytes + self.scale.nbytes
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the numbers that this tensor stands for.
+
+        Args:
+            dtype: What data * scale is rounded to, once.
+
+        Returns:
+            A tensor of `shape` and `dtype`.
+        """
+        return primitives.dequantize(self.data, self.scale, self.granularity, self.scale_type, dtype, self.format)
+
+    def t(self) -> QuantizedTensor:
+        """Return the transposed matrix without casting again: bytes and scales are views of this tensor's.
+
+        Raises:
+            ValueError: For granularities whose groups lie along one dimension; transposed, they need new scales.
+        """
+        if self.granularity == "tensor":
+            return replace(self, data=self.data.t())
+        if self.granularity in SQUARE:
+            return replace(self, data=self.data.t(), scale=self.scale.t())
+        raise ValueError(
+            f"a {self.granularity} cast cannot be transposed: cast the transposed high-precision tensor instead"
+        )
+
+
+def _from_bytes(data: torch.Tensor, dtype: torch.dtype, *others) -> QuantizedTensor:
+    return QuantizedTensor(data.view(dtype), *others)

@@ -1,0 +1,156 @@
+"""Convert a Hugging Face model in place: linear layers become FP8Linear, and decoder layers are fused.
+
+Which layers, selection.py decides; which decoder layers, decoder.py. One layer goes back by `restore`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.schema import nearest
+from ds_fp8.layers.decoder import FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.selection import OVERRIDDEN, Filter, first_matches, linear_layers, matches, unconverted
+from ds_fp8.layers.structure import MLP_PARTS
+from ds_fp8.monitor.cast_monitor import CastMonitor
+
+
+@dataclass(frozen=True)
+class Override:
+    """What one pattern of fp8.linear.overrides comes to."""
+
+    recipe: LinearRecipe | None
+    """None: BF16."""
+    linears: list[str] = field(default_factory=list)
+    """The layers it decides about: those that are in FP8 with its casts, or those it keeps in BF16."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` did: names of the linears that became FP8, and of those that did not with the reason."""
+
+    recipe: LinearRecipe
+    """Of the layers that no override means."""
+    converted: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    unmatched: list[str] = field(default_factory=list)
+    """Skip patterns of the user's that name no linear."""
+    overrides: dict[str, Override] = field(default_factory=dict)
+    """By pattern, in the order they are tried."""
+    smoothed: list[str] = field(default_factory=list)
+    """Names of the down_proj with Smooth-SwiGLU."""
+    fusion: Fusion = field(default_factory=Fusion)
+
+
+def convert(
+    model: nn.Module,
+    config: FP8Config | None = None,
+    monitor: CastMonitor | None = None,
+    filter: Filter | None = None,
+) -> Conversion:
+    """Let the linear layers of a model compute in FP8, in place, and fuse its decoder layers where they can be.
+
+    Parameters, their names and checkpoint keys do not change. Which layers are converted is written at the head of
+    selection.py. A model can be converted again, after adapters were added or with another configuration.
+
+    Args:
+        model: any module, wrapped by PEFT or not.
+        config: casts, layers to skip, whether to fuse; FP8Config() by default.
+        monitor: counts what casts lose; by default one that `config.monitor` describes.
+        filter: called as `filter(name, layer)` for each linear layer that `config.linear.skip` does not name; where it
+            returns False the layer stays in BF16, in later conversions without a filter too.
+
+    Returns:
+        The names of all linear layers, converted or with the reason why not, and the fused layers.
+
+    Raises:
+        UserError: no linear layer can be converted, an override means no layer, or this machine cannot run what
+            `config` asks for.
+    """
+    config = config or FP8Config()
+    recipe = LinearRecipe.from_config(config, monitor)
+    for module in list(model.modules()):
+        if isinstance(module, (FusedDecoderLayer, FusedMLP)):
+            unfuse(module)
+    layers = linear_layers(model)
+    _check_patterns(config.linear.overrides, layers)
+    overrides = {
+        pattern: Override(None if casts == "bf16" else LinearRecipe.from_config(config, recipe.monitor, casts))
+        for pattern, casts in config.linear.overrides.items()
+    }
+    override_of = {name: overrides[p] for name, p in first_matches(layers, overrides).items()}
+    result = Conversion(recipe, left=unconverted(model, config.linear, filter), overrides=overrides)
+    for name, layer in layers.items():
+        if name not in result.left:
+            layer.own_class = type(layer) if not isinstance(layer, FP8Linear) else layer.own_class
+            layer.__class__ = FP8Linear
+            layer.recipe = (override_of[name].recipe if name in override_of else recipe).at(name)
+            result.converted.append(name)
+        elif isinstance(layer, FP8Linear):
+            restore(layer)
+    for name, override in override_of.items():
+        if name not in result.left or result.left[name].startswith(OVERRIDDEN):
+            override.linears.append(name)
+    if config.linear.smooth_swiglu:
+        result.smoothed.extend(_smooth(model))
+    if "skip" in config.linear.model_fields_set:
+        result.unmatched.extend(p for p in config.linear.skip if not any(matches(name, p) for name in layers))
+    if not result.converted:
+        first = {reason: name for name, reason in reversed(result.left.items())}
+        reasons = "; ".join(f"{name}: {reason}" for reason, name in reversed(first.items()))
+        raise UserError(
+            "the model has no linear layer that can run in FP8" + (f" ({reasons})" if reasons else ""),
+            key="fp8.linear.skip",
+            remedy='name fewer layers in "skip", or set "fp8": {"enabled": false}',
+        )
+    return replace(result, fusion=fuse_decoder(model)) if config.fuse == "auto" else result
+
+
+def _check_patterns(overrides: Iterable[str], layers: Mapping[str, nn.Module]) -> None:
+    """Raise UserError for a pattern of fp8.linear.overrides that means no linear layer of the model."""
+    for pattern in overrides:
+        if not any(matches(name, pattern) for name in layers):
+            raise UserError(
+                f'fp8.linear.overrides "{pattern}" means no linear layer of this model',
+                key=f'fp8.linear.overrides["{pattern}"]',
+                remedy=nearest(pattern, dict.fromkeys([*_ends(layers), *layers])),
+            )
+
+
+def _smooth(model: nn.Module) -> Iterator[str]:
+    """Give the down_proj of every gated MLP that is in FP8 a recipe with Smooth-SwiGLU, and yield its name."""
+    for name, mlp in model.named_modules():
+        if all(hasattr(mlp, part) for part in MLP_PARTS):
+            down = getattr(mlp.down_proj, "base_layer", mlp.down_proj)  # below an adapter of PEFT's
+            if isinstance(down, FP8Linear):
+                down.recipe = replace(down.recipe, smooth=True)
+                yield f"{name}.down_proj"
+
+
+def _ends(names: Iterable[str]) -> list[str]:
+    """Return "*.q_proj" and the like, once each: the patterns that most users mean."""
+    return list(dict.fromkeys(f"*.{name.rpartition('.')[2]}" for name in names))
+
+
+def layer_of(model: nn.Module, site: str) -> str:
+    """Return the name of the layer that computes at a site: a fused decoder layer or MLP, or the linear itself."""
+    fused = (name for name, module in model.named_modules() if isinstance(module, (FusedDecoderLayer, FusedMLP)))
+    return next((name for name in fused if site.startswith(f"{name}.")), site)
+
+
+def restore(layer: nn.Module) -> list[nn.Parameter]:
+    """Let a layer compute in its own precision again, by its own class; returns the weights that were FP8's."""
+    if isinstance(layer, (FusedDecoderLayer, FusedMLP)):
+        unfuse(layer)
+    linears = [module for module in layer.modules() if isinstance(module, FP8Linear)]
+    for linear in linears:
+        linear.__class__ = linear.own_class
+        for name in ("recipe", "input_is_saved", "own_class"):
+            linear.__dict__.pop(name, None)
+    return [linear.weight for linear in linears]

@@ -1,0 +1,251 @@
+"""Fused decoder layers: a Hugging Face layer keeps its parameters, names and signature, and gets another forward.
+
+    q, k, v, x = normed_heads(x)                     RMSNorm -> stacked q, k, v -> rotation
+    o          = o_proj(attention(q, k, v))          FP8Linear; attention keeps its output anyway, o_proj keeps nothing
+    y          = normed_mlp(o, residual = x)         add -> RMSNorm -> gated MLP -> add
+
+Which layers this is the same computation for is found by their structure and proved by trying (structure.py). A
+layer of another structure keeps its forward; where its MLP is a gated one, that alone is fused.
+
+The class is swapped under the live module for a subclass of its own class, whose forward the layer falls back to when
+asked for what the fused one does not have (attention weights), or when something was attached to its submodules
+(attachments.py). Submodules are no longer called, so under ZeRO-3 the layer must be a leaf module: `Fusion.classes`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_fp8.layers.attachments import Parts
+from ds_fp8.layers.attention import NormedHeads, attend, normed_heads
+from ds_fp8.layers.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
+from ds_fp8.layers.linear import FP8Linear, runs_eagerly
+from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.structure import (
+    Unfusable,
+    changes_in_place,
+    gated_activation_of,
+    head_layout_of,
+    norm_eps,
+    prove_layer,
+    prove_mlp,
+)
+from ds_fp8.layers.weights import GROUP, WeightGroup, can_stack
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What `fuse_decoder` did: names of the layers and MLPs that were fused, and of those that were not, with why."""
+
+    layers: list[str] = field(default_factory=list)
+    mlps: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    classes: set[type] = field(default_factory=set)
+    """Classes of the fused modules, which must be ZeRO-3 leaf modules."""
+
+
+class Fused(nn.Module):
+    """A class that `fuse_decoder` puts before a module's own class; its objects can be copied and pickled."""
+
+    fused_parts: Parts
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        # The class was made at run time, so that pickle would not find it by its name.
+        return _empty, type(self).__bases__, self.__getstate__()
+
+
+class FusedDecoderLayer(Fused):
+    """Forward of a fused layer."""
+
+    fused_heads: NormedHeads
+    fused_mlp: GatedMLP
+    fused_returns_tuple: bool
+
+    @runs_eagerly
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return what the layer's own forward does, as a few fused operations."""
+        attention, mlp = self.self_attn, self.mlp
+        wants_weights = kwargs.get("output_attentions") or getattr(attention.config, "output_attentions", False)
+        if wants_weights or position_embeddings is None or self.fused_parts.must_be_called():
+            return super().forward(
+                hidden_states,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                position_embeddings=position_embeddings,
+                **kwargs,
+            )
+        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        q, k, v, residual = normed_heads(
+            hidden_states,
+            self.input_layernorm.weight,
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            (None, None) if q_norm is None else (q_norm.weight, k_norm.weight),
+            position_embeddings,
+            self.fused_heads,
+        )
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, attention.layer_idx)
+        output = attend(attention, q, k, v, attention_mask, position_ids=position_ids, use_cache=use_cache, **kwargs)
+        norm = self.post_attention_layernorm
+        y = normed_mlp(attention.o_proj(output), residual, norm.weight, norm_eps(norm), weights_of(mlp), self.fused_mlp)
+        return (y,) if self.fused_returns_tuple else y
+
+
+class FusedMLP(Fused):
+    """Forward of a fused gated MLP inside a layer that is not fused."""
+
+    fused_mlp: GatedMLP
+
+    @runs_eagerly
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the MLP's own forward does, as one operation."""
+        if self.fused_parts.must_be_called():
+            return super().forward(x)
+        return gated_mlp(x, weights_of(self), self.fused_mlp)
+
+
+def weights_of(mlp: nn.Module) -> MLPWeights:
+    """Return the weights of a module with gate_proj, up_proj and down_proj."""
+    return MLPWeights(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+
+
+def fuse_decoder(model: nn.Module) -> Fusion:
+    """Fuse every decoder layer of `model` that can be, in place; its linears are FP8Linear already."""
+    fusion = Fusion()
+    for name, layer in list(model.named_modules()):
+        if all(hasattr(layer, part) for part in ("self_attn", "mlp")) and not isinstance(layer, FusedDecoderLayer):
+            try:
+                _fuse_layer(layer, name)
+                fusion.layers.append(name)
+                fusion.classes.add(type(layer))
+            except Unfusable as reason:
+                fusion.left[name] = str(reason)
+    for name, mlp in list(model.named_modules()):
+        inside = any(name.startswith(f"{layer}.") for layer in fusion.layers)
+        if not inside and all(hasattr(mlp, part) for part in ("gate_proj", "up_proj", "down_proj")):
+            try:
+                if changes_in_place(model.get_submodule(name.rpartition(".")[0])):
+                    raise Unfusable(
+                        "its parent computes in place, which autograd forbids on the output of a ZeRO-3 leaf module"
+                    )
+                _fuse_mlp(mlp, name)
+                fusion.mlps.append(name)
+                fusion.classes.add(type(mlp))
+            except Unfusable as reason:
+                fusion.left.setdefault(name, str(reason))
+    return fusion
+
+
+def _fuse_layer(layer: nn.Module, name: str) -> None:
+    _check_own_forward(layer)
+    layout = head_layout_of(layer.self_attn)
+    activation = gated_activation_of(layer.mlp)
+    projections = [getattr(layer.self_attn, part) for part in ("q_proj", "k_proj", "v_proj")]
+    weights = [projection.weight for projection in projections]
+    heads_recipe = _stacked_recipe(projections).at(f"{name}.self_attn.qkv_proj")
+    _stacked_recipe([layer.mlp.gate_proj, layer.mlp.up_proj])
+    returns_tuple = prove_layer(layer, layout, activation)
+
+    head_norm = getattr(layer.self_attn, "q_norm", None)
+    layer.fused_heads = NormedHeads(
+        layout, norm_eps(layer.input_layernorm), 0.0 if head_norm is None else norm_eps(head_norm), heads_recipe
+    )
+    for projection in projections:
+        projection.recipe = heads_recipe
+    layer.fused_mlp = _fused_part(layer.mlp, f"{name}.mlp", activation)
+    layer.fused_returns_tuple = returns_tuple
+    layer.fused_parts = Parts(layer)
+    layer.self_attn.o_proj.input_is_saved = True
+    _group(weights)
+    _group([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
+    layer.__class__ = _fused_class(FusedDecoderLayer, type(layer))
+
+
+def _fuse_mlp(mlp: nn.Module, name: str) -> None:
+    _check_own_forward(mlp)
+    activation = gated_activation_of(mlp)
+    _stacked_recipe([mlp.gate_proj, mlp.up_proj])
+    prove_mlp(mlp, activation)
+    mlp.fused_mlp = _fused_part(mlp, name, activation)
+    mlp.fused_parts = Parts(mlp)
+    _group([mlp.gate_proj.weight, mlp.up_proj.weight])
+    mlp.__class__ = _fused_class(FusedMLP, type(mlp))
+
+
+def _fused_part(mlp: nn.Module, name: str, activation: str) -> GatedMLP:
+    gate_up, down = mlp.gate_proj.recipe.at(f"{name}.gate_up_proj"), mlp.down_proj.recipe.at(f"{name}.down_proj")
+    fused = GatedMLP(activation, gate_up, down)
+    mlp.gate_proj.recipe = mlp.up_proj.recipe = fused.gate_up
+    mlp.down_proj.recipe = fused.down
+    return fused
+
+
+def unfuse(module: nn.Module) -> None:
+    """Give a fused layer or MLP its own class and forward again; its linears stay what they are."""
+    for name in ("fused_heads", "fused_mlp", "fused_returns_tuple", "fused_parts"):
+        module.__dict__.pop(name, None)
+    for part in module.modules():
+        if isinstance(part, FP8Linear):
+            part.input_is_saved = False
+            part.weight.__dict__.pop(GROUP, None)
+    _, own = type(module).__bases__
+    module.__class__ = own
+
+
+def _check_own_forward(module: nn.Module) -> None:
+    if "forward" in vars(module):
+        raise Unfusable("it has a forward of its own, set on the instance (as Liger does)")
+
+
+def _stacked_recipe(linears: Sequence[FP8Linear]) -> LinearRecipe:
+    """Return the recipe of several linears multiplied as one. Raises Unfusable where they cannot be."""
+    rows = [linear.out_features for linear in linears]
+    weights, recipe = [linear.weight for linear in linears], linears[0].recipe
+    if any(linear.recipe != recipe for linear in linears):
+        raise Unfusable("fp8.linear.overrides casts linears of one product in different ways")
+    if not can_stack(rows, recipe.weight.granularity):
+        blocks = recipe.weight.granularity
+        raise Unfusable(
+            f"weights of {', '.join(map(str, rows))} rows cannot be stacked: {blocks} blocks would straddle"
+        )
+    if recipe.backend == "transformer_engine" and recipe.weight.granularity == "tensor":
+        raise Unfusable(
+            "weights with a scale each cannot be stacked for Transformer Engine, which has no scale per row"
+        )
+    if len({weight.requires_grad for weight in weights}) > 1:
+        raise Unfusable("some of the weights of one product are frozen and others are not")
+    return recipe
+
+
+def _group(weights: list[nn.Parameter]) -> None:
+    for weight in weights:
+        setattr(weight, GROUP, WeightGroup(weights))
+
+
+def _empty(fused: type, own: type) -> Fused:
+    """Return an object of a fused class without any state, for pickle to fill."""
+    kind = _fused_class(fused, own)
+    return kind.__new__(kind)
+
+
+@functools.cache
+def _fused_class(fused: type, own: type) -> type:
+    # The name is kept within it: Hugging Face finds layers that must not be split by the names of their classes.
+    return type(f"FP8{own.__name__}", (fused, own), {"__module__": own.__module__})

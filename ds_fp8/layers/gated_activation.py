@@ -1,0 +1,124 @@
+"""The gated activation of an MLP, act(gate) · up, joined with the casts around it.
+
+    forward   p = act(g) · u                        cast row-wise for down_proj; g and u kept in FP8 (or BF16)
+    backward  dg = dp · u · act'(g),  du = dp · act(g)   cast row-wise for dgrad and along the tokens for wgrad
+              p  = act(g) · u                       once more, cast along the tokens for down_proj's wgrad
+
+gate and up are the two halves of one matrix gate_up [T, 2F]. Kept in FP8, g and u of backward carry that cast's
+rounding; everything else is computed in FP32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ds_fp8.casts import QuantizedTensor, quantize
+from ds_fp8.config.formats import BLOCK
+from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.smoothing import channel_factors
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+Saved = QuantizedTensor | torch.Tensor
+"""gate_up [T, 2F] as kept for backward."""
+
+
+class GatedCast(NamedTuple):
+    """Result of `gated_activation_cast`."""
+
+    product: QuantizedTensor
+    """[T, F], as fprop reads it."""
+    saved: Saved | None
+    """What to keep for backward."""
+    smoothing: torch.Tensor | None
+    """FP32 [F]: what the channels of the product were divided by before the cast, where they were."""
+
+
+class GatedGradients(NamedTuple):
+    """What backward's products read."""
+
+    dgate_up: QuantizedTensor
+    """[T, 2F], for dgrad."""
+    dgate_up_columnwise: QuantizedTensor
+    """[2F, T], for wgrad of gate_proj and up_proj."""
+    product_columnwise: QuantizedTensor
+    """[F, T], for wgrad of down_proj."""
+
+
+def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return act(gate) in gate's dtype; activation is one of ACTIVATIONS."""
+    if activation == "silu":
+        return F.silu(gate)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def gated_product_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return act(gate) · up in FP32, [T, F]."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return activate(gate, activation) * up
+
+
+def gated_backward_reference(
+    dproduct: torch.Tensor, gate_up: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (dgate_up [T, 2F], product [T, F]) in FP32."""
+    with torch.enable_grad():
+        leaf = gate_up.detach().float().requires_grad_()
+        product = gated_product_reference(leaf, activation)
+    (dgate_up,) = torch.autograd.grad(product, leaf, dproduct.float())
+    return dgate_up, product.detach()
+
+
+def gated_activation_cast(gate_up: torch.Tensor, activation: str, recipe: LinearRecipe, keep: bool = True) -> GatedCast:
+    """Compute the product of gate_up [T, 2F] and cast it with down_proj's recipe; without `keep`, nothing is saved."""
+    in_fp8 = keep and recipe.save == "fp8"
+    if gate_up.device.type == "cuda":
+        from ds_fp8.layers.gated_activation_triton import gated_forward
+
+        fuses = not (recipe.smooth or recipe.input.by_torch)
+        product, cast, saved = gated_forward(gate_up, activation, recipe.input, in_fp8, fuse_cast=fuses)
+    else:
+        product, cast = gated_product_reference(gate_up, activation), None
+        saved = quantize(gate_up, "e4m3", "1x128", "pow2") if in_fp8 else None
+    smoothing = channel_factors(product) if recipe.smooth else None
+    if cast is None:
+        cast = recipe.cast_input(product, column_factor=None if smoothing is None else smoothing.reciprocal())
+    elif recipe.monitor.active:
+        recipe.observe("input", lambda rows: gated_product_reference(gate_up[rows], activation), cast)
+    return GatedCast(cast, gate_up if keep and not in_fp8 else saved, smoothing)
+
+
+def gated_activation_backward(
+    dproduct: torch.Tensor,
+    saved: Saved,
+    activation: str,
+    recipe: LinearRecipe,
+    down: LinearRecipe,
+    dgrad_factor: torch.Tensor | None = None,
+    product_factor: torch.Tensor | None = None,
+) -> GatedGradients:
+    """Return the casts of backward from dproduct [T, F].
+
+    recipe, down: of the product of gate and up, and of down_proj's. dgrad_factor [2F], product_factor [F]: multiplied
+    into dgate_up for dgrad, and into the product for wgrad.
+    """
+    if dproduct.device.type == "cuda":
+        from ds_fp8.layers.gated_activation_triton import gated_backward, gated_backward_cast
+
+        whole_tiles = all(length % BLOCK == 0 for length in dproduct.shape)
+        by_tile = recipe.casts_by_tile and not down.input.by_torch and down.wgrad_input in ("1x128", "128x128")
+        if dgrad_factor is None and product_factor is None and by_tile and whole_tiles:
+            row, column, product_column = gated_backward_cast(dproduct, saved, activation, recipe, down)
+            if recipe.monitor.active:
+                dgate_up, _ = gated_backward(dproduct, saved, activation)
+                recipe.observe("grad_output", dgate_up, row)
+            return GatedGradients(row, column, product_column)
+        dgate_up, product = gated_backward(dproduct, saved, activation)
+    else:
+        gate_up = saved.dequantize() if isinstance(saved, QuantizedTensor) else saved
+        dgate_up, product = gated_backward_reference(dproduct, gate_up, activation)
+    row, column = recipe.cast_grad_output(dgate_up, column_factor=dgrad_factor)
+    return GatedGradients(row, column, down.cast_input_columnwise(product, column_factor=product_factor))

@@ -1,0 +1,304 @@
+"""act(gate) · up with its casts, forward and backward; gated_activation.py has the maths and the reference."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.casts.primitives_triton import MODES, NONE, TENSOR, TILE, amax_bits, format_arguments, scale_of
+from ds_fp8.casts.store_triton import empty_result, is_even, result_arguments, store_cast, store_cast_columnwise, tiles
+from ds_fp8.config.formats import BLOCK, CastSpec
+from ds_fp8.layers.recipe import LinearRecipe
+
+_ACTIVATION = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _sigmoid(x):
+    """Return 1 / (1 + exp(-x)) to within a few units in the last place, in half the instructions of tl.sigmoid.
+
+    These kernels are bound by arithmetic. Beside the 1 of the sum subnormal numbers do not matter, against which exp
+    and the division are guarded otherwise. Triton's interpreter runs no assembly.
+    """
+    if _COMPILED:
+        e = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -_LOG2E], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1.0], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.sigmoid(x)
+
+
+@triton.jit
+def _activate(g, ACTIVATION: tl.constexpr):
+    """Return (act(g), act'(g))."""
+    if ACTIVATION == 0:
+        sigmoid = _sigmoid(g)
+        value = g * sigmoid
+        slope = value * (1.0 - sigmoid) + sigmoid
+    elif ACTIVATION == 1:
+        below = 0.5 * (1.0 + tl.math.erf(g * 0.7071067811865476))
+        value = g * below
+        slope = below + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
+    else:
+        inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+        tanh = 2.0 * _sigmoid(2.0 * inner) - 1.0
+        value = 0.5 * g * (1.0 + tanh)
+        slope = 0.5 * (1.0 + tanh) + 0.5 * g * (1.0 - tanh * tanh) * 0.7978845608028654 * (1.0 + 0.134145 * g * g)
+    return value, slope
+
+
+@triton.jit
+def _load(x, m, k, M, stride, offset, F, EVEN: tl.constexpr):
+    """Return the FP32 tile at rows m and columns offset + k < offset + F."""
+    address = x + m[:, None].to(tl.int64) * stride + (offset + k)[None, :]
+    if EVEN:
+        return tl.load(address).to(tl.float32)
+    return tl.load(address, mask=(m < M)[:, None] & (k < F)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _forward_tiles(
+    gate_up, M, F, stride, product, product_scale, saved, saved_scale,
+    ACTIVATION: tl.constexpr, CAST: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    g = _load(gate_up, m, k, M, stride, 0, F, EVEN)
+    u = _load(gate_up, m, k, M, stride, F, F, EVEN)
+    value, _ = _activate(g, ACTIVATION)
+    p = value * u
+    if CAST:
+        store_cast(p, k, m, F, M, product, product_scale, None, M, 1, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+    else:
+        inside = (m < M)[:, None] & (k < F)[None, :]
+        tl.store(product + m[:, None].to(tl.int64) * F + k[None, :], p.to(product.dtype.element_ty), mask=inside)
+    if SAVE:  # gate and up are groups of their own: F is a multiple of 128 here
+        store_cast(g, k, m, 2 * F, M, saved, saved_scale, None, M, 1, 1, 1, tl.float8e4nv, 448.0, SMALLEST, True, EVEN)
+        store_cast(
+            u, F + k, m, 2 * F, M, saved, saved_scale, None, M, 1, 1, 1, tl.float8e4nv, 448.0, SMALLEST, True, EVEN
+        )
+
+
+def gated_forward(
+    gate_up: torch.Tensor,
+    activation: str,
+    spec: CastSpec,
+    save: bool,
+    rows: int = 16,
+    warps: int = 4,
+    fuse_cast: bool = True,
+) -> tuple[torch.Tensor | None, QuantizedTensor | None, QuantizedTensor | None]:
+    """Return (product [T, F] or None, its row-wise cast or None, gate_up [T, 2F] in FP8 or None).
+
+    The cast is given where `fuse_cast` and `spec` has granularity 1x128, the product where not.
+    """
+    M, width = gate_up.shape
+    F = width // 2
+    gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
+    cast = product = saved = None
+    if fuse_cast and spec.granularity == "1x128":
+        cast = empty_result(M, F, spec.format, "1x128", spec.scale, gate_up.device)
+    else:
+        product = torch.empty(M, F, dtype=gate_up.dtype, device=gate_up.device)
+    if save and F % 128 == 0:
+        saved = empty_result(M, 2 * F, "e4m3", "1x128", "pow2", gate_up.device)
+    if gate_up.numel():
+        _forward_tiles[(tiles(F), triton.cdiv(M, rows))](
+            gate_up, M, F, gate_up.stride(0), product if cast is None else cast.data, cast and cast.scale,
+            saved and saved.data, saved and saved.scale,
+            ACTIVATION=_ACTIVATION[activation], CAST=cast is not None, SAVE=saved is not None, ROWS=rows,
+            EVEN=M % rows == 0 and is_even(F), num_warps=warps, **format_arguments(spec.format, spec.scale),
+        )
+    if save and saved is None:
+        from ds_fp8.casts import quantize
+
+        saved = quantize(gate_up, "e4m3", "1x128", "pow2")
+    return product, cast, saved
+
+
+@triton.jit
+def _gradients(
+    dproduct, gate_up, scale, m, k, M, F, stride, scale_group,
+    ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, EVEN: tl.constexpr,
+):
+    """Return (dgate, dup, product) of a tile, FP32."""
+    dp = _load(dproduct, m, k, M, F, 0, F, EVEN)
+    g = _load(gate_up, m, k, M, stride, 0, F, EVEN)
+    u = _load(gate_up, m, k, M, stride, F, F, EVEN)
+    if SAVED_FP8:
+        if EVEN:  # whole groups: one scale a row of the tile
+            group = tl.min(k, 0) // 128
+            g *= tl.load(scale + group * scale_group + m)[:, None]
+            u *= tl.load(scale + (F // 128 + group) * scale_group + m)[:, None]
+        else:
+            inside = (m < M)[:, None] & (k < F)[None, :]
+            g *= tl.load(scale + (k // 128)[None, :] * scale_group + m[:, None], mask=inside, other=0.0)
+            u *= tl.load(scale + ((F + k) // 128)[None, :] * scale_group + m[:, None], mask=inside, other=0.0)
+    value, slope = _activate(g, ACTIVATION)
+    return dp * u * slope, dp * value, value * u
+
+
+@triton.jit
+def _backward_rows(
+    dproduct, gate_up, scale, M, F, stride, scale_group, data, row_scale, along, across, product_amax,
+    ROWS: tl.constexpr, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):
+    """Store the row-wise cast of dgate and dup, ROWS tokens x 128 features; and the product's amax by tile, where wanted."""
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    dg, du, p = _gradients(dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True)
+    store_cast(
+        dg, k, m, 2 * F, M, data, row_scale, None, along, across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+    store_cast(
+        du, F + k, m, 2 * F, M, data, row_scale, None, along, across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+    if product_amax is not None:
+        tile = tl.program_id(1) * ROWS // 128 * tl.num_programs(0) + tl.program_id(0)
+        tl.atomic_max(product_amax + tile, tl.max(amax_bits(p, 1), 0), sem="relaxed")
+
+
+@triton.jit
+def _backward_columns(
+    dproduct, gate_up, scale, M, F, stride, scale_group,
+    column_data, column_scale, column_along, column_across,
+    product_data, product_scale, product_along, product_across, product_amax,
+    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, COLUMNWISE: tl.constexpr,
+    PRODUCT: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr,
+    PRODUCT_DTYPE: tl.constexpr, PRODUCT_LARGEST: tl.constexpr, PRODUCT_POW2: tl.constexpr, SMALLEST: tl.constexpr,
+):
+    """Store the casts along 128 tokens of dgate and dup (COLUMNWISE) and of the product (PRODUCT), WIDTH features."""
+    k = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    first_m = tl.program_id(1) * 128
+    m = first_m + 4 * tl.arange(0, 32)  # rows 4i, 4i + 1, ... apart, as store_cast_columnwise wants them
+    dg0, du0, p0 = _gradients(dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True)
+    dg1, du1, p1 = _gradients(
+        dproduct, gate_up, scale, m + 1, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    )
+    dg2, du2, p2 = _gradients(
+        dproduct, gate_up, scale, m + 2, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    )
+    dg3, du3, p3 = _gradients(
+        dproduct, gate_up, scale, m + 3, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    )
+    if COLUMNWISE != NONE:
+        store_cast_columnwise(
+            dg0, dg1, dg2, dg3, first_m, k, M, 2 * F, column_data, column_scale, None, column_along, column_across,
+            COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2,
+        )
+        store_cast_columnwise(
+            du0, du1, du2, du3, first_m, F + k, M, 2 * F, column_data, column_scale, None, column_along, column_across,
+            COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2,
+        )
+    if PRODUCT == TILE:  # whose amax _backward_rows has found: to store_cast_columnwise it is that of a whole tensor
+        tiles = tl.num_programs(0) * WIDTH // 128
+        at = tl.program_id(0) * WIDTH // 128
+        amax = product_amax + tl.program_id(1) * tiles + at
+        block = product_scale + tl.program_id(1) * product_along + at * product_across
+        factor, _ = scale_of(tl.load(amax), PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2)
+        tl.store(block, factor)
+        store_cast_columnwise(
+            p0, p1, p2, p3, first_m, k, M, F, product_data, block, amax, 0, 0,
+            TENSOR, PRODUCT_DTYPE, PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2,
+        )
+    elif PRODUCT != NONE:
+        store_cast_columnwise(
+            p0, p1, p2, p3, first_m, k, M, F, product_data, product_scale, None, product_along, product_across,
+            PRODUCT, PRODUCT_DTYPE, PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2,
+        )
+
+
+@triton.jit
+def _backward_tiles(
+    dproduct, gate_up, scale, M, F, stride, scale_group, dgate_up, product,
+    ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, EVEN: tl.constexpr,
+):
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    m = tl.program_id(1) * 32 + tl.arange(0, 32)
+    dg, du, p = _gradients(dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN)
+    inside = (m < M)[:, None] & (k < F)[None, :]
+    at = m[:, None].to(tl.int64) * F + k[None, :]
+    tl.store(product + at, p.to(product.dtype.element_ty), mask=inside)
+    at = m[:, None].to(tl.int64) * 2 * F + k[None, :]
+    tl.store(dgate_up + at, dg.to(dgate_up.dtype.element_ty), mask=inside)
+    tl.store(dgate_up + F + at, du.to(dgate_up.dtype.element_ty), mask=inside)
+
+
+def _saved_arguments(saved: QuantizedTensor | torch.Tensor) -> tuple:
+    if isinstance(saved, QuantizedTensor):
+        scale = saved.scale if saved.scale.stride(0) == 1 else saved.scale.t().contiguous().t()
+        return saved.data, scale, saved.data.stride(0), scale.stride(1)
+    return saved, None, saved.stride(0), 0
+
+
+def gated_backward_cast(
+    dproduct: torch.Tensor,
+    saved: QuantizedTensor | torch.Tensor,
+    activation: str,
+    recipe: LinearRecipe,
+    down: LinearRecipe,
+) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
+    """Casts of dgate_up [T, 2F] and [2F, T] and of the product [F, T]; T and F are multiples of 128.
+
+    recipe, down: of the product of gate and up, and of down_proj's.
+
+    One launch casts along the features and another along the tokens: one that did both would need more registers than
+    there are, and reading twice what backward reads costs less. The first also finds the amax of the product's tiles,
+    if it is to have a scale a tile: the second holds a few features at once, for narrow tiles are the fastest.
+    """
+    M, F = dproduct.shape
+    dproduct = dproduct.contiguous()
+    dy, x = recipe.grad_output, down.input
+    row = empty_result(M, 2 * F, dy.format, "1x128", dy.scale, dproduct.device)
+    column = empty_result(2 * F, M, dy.format, recipe.wgrad_grad_output, dy.scale, dproduct.device)
+    product = empty_result(F, M, x.format, down.wgrad_input, x.scale, dproduct.device)
+    if dproduct.numel() == 0:
+        return row, column, product
+    data, scale, stride, scale_group = _saved_arguments(saved)
+    source = (dproduct, data, scale, M, F, stride, scale_group)
+    common = {"ACTIVATION": _ACTIVATION[activation], "SAVED_FP8": scale is not None}
+    gradient = format_arguments(dy.format, dy.scale)
+    of_product = {f"PRODUCT_{key}": value for key, value in format_arguments(x.format, x.scale).items()}
+    del of_product["PRODUCT_SMALLEST"]
+    product_amax = None
+    if down.wgrad_input == "128x128":
+        product_amax = torch.zeros(M // BLOCK * tiles(F), dtype=torch.int32, device=dproduct.device)
+    rows = 32 if product_amax is None else 16  # as registers allow
+    _backward_rows[(tiles(F), M // rows)](
+        *source, *result_arguments(row), product_amax, ROWS=rows, num_warps=4, **common, **gradient
+    )
+    along_tokens = MODES[recipe.wgrad_grad_output], MODES[down.wgrad_input]
+    launches = [(16, 4, *along_tokens)]
+    if recipe.wgrad_grad_output == "128x128":  # needs its whole tile, and registers for one result
+        launches = [(128, 4, along_tokens[0], MODES[None]), (16, 4, MODES[None], along_tokens[1])]
+    for width, warps, columnwise, of in launches:
+        _backward_columns[(F // width, M // BLOCK)](
+            *source, *result_arguments(column), *result_arguments(product), product_amax, WIDTH=width,
+            COLUMNWISE=columnwise, PRODUCT=of, num_warps=warps, **common, **gradient, **of_product,
+        )
+    return row, column, product
+
+
+def gated_backward(
+    dproduct: torch.Tensor, saved: QuantizedTensor | torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (dgate_up [T, 2F], product [T, F]) in dproduct's dtype."""
+    M, F = dproduct.shape
+    dproduct = dproduct.contiguous()
+    dgate_up = torch.empty(M, 2 * F, dtype=dproduct.dtype, device=dproduct.device)
+    product = torch.empty_like(dproduct)
+    if dproduct.numel():
+        data, scale, stride, scale_group = _saved_arguments(saved)
+        _backward_tiles[(tiles(F), triton.cdiv(M, 32))](
+            dproduct, data, scale, M, F, stride, scale_group, dgate_up, product, ACTIVATION=_ACTIVATION[activation],
+            SAVED_FP8=scale is not None, EVEN=M % 32 == 0 and is_even(F), num_warps=4,
+        )
+    return dgate_up, product

@@ -1,0 +1,204 @@
+"""LinearRecipe: how every FP8 product of a model casts its operands and who multiplies them.
+
+    fprop  y  [T, N] = x  [T, K] · w  [N, K]ᵀ     x cast along K                    w in one cast for both
+    dgrad  dx [T, K] = dy [T, N] · w             dy cast along N                   (transposed here)
+    wgrad  dw [N, K] = dyᵀ       · x             both cast along the tokens T, each from high precision
+
+T tokens, N output and K input features. Weights with one scale per row (output channel) contract over that dimension in
+dgrad, where a product cannot apply it: the scales are multiplied into dy before its cast, dx = cast(dy ⊙ s) · codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ds_fp8.casts import QuantizedTensor, apply_factors, quantize, quantize_both, quantize_columnwise
+from ds_fp8.config.formats import CastSpec
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.linear import LinearCasts
+from ds_fp8.gemm import scaled_matmul, select_backend
+from ds_fp8.monitor.cast_monitor import CastMonitor
+from ds_fp8.monitor.statistics import Rows
+
+Factor = torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class LinearRecipe:
+    """What every FP8 linear and fused part of a model shares, but for the site that its casts are counted under."""
+
+    input: CastSpec
+    weight: CastSpec
+    grad_output: CastSpec
+    wgrad_input: str
+    """Granularity of x as wgrad's operand, cast along the tokens."""
+    wgrad_grad_output: str
+    backend: str
+    fast_accumulation: bool
+    save: str
+    """activations.save: "fp8" or "bf16"."""
+    recompute: str
+    """activations.recompute: "none" or "mlp"."""
+    monitor: CastMonitor = field(compare=False)
+    smooth: bool = False
+    """Whether channels of x are divided by factors, and columns of w multiplied (smoothing.py)."""
+    site: str = field(default="", compare=False)
+    """Name of what multiplies with this recipe, for statistics."""
+
+    @classmethod
+    def from_config(
+        cls, config: FP8Config, monitor: CastMonitor | None = None, casts: LinearCasts | None = None
+    ) -> LinearRecipe:
+        """Resolve the configuration on this machine.
+
+        Args:
+            config: the whole "fp8" section.
+            monitor: counts what casts lose; by default one that `config.monitor` describes.
+            casts: of the layers that an override means; by default those of `config.linear` itself.
+
+        Raises:
+            UserError: the configured backend cannot run these casts.
+        """
+        linear, casts = config.linear, casts or config.linear
+        wgrad_input = casts.wgrad.input or casts.input.granularity
+        wgrad_grad_output = casts.wgrad.grad_output or casts.grad_output.granularity
+        x, w, dy = casts.input.spec, casts.weight.spec, casts.grad_output.spec
+        dgrad_weight = "tensor" if w.granularity == "row" else w.granularity
+        products = [
+            (x, w),
+            (dy, replace(w, granularity=dgrad_weight)),
+            (replace(dy, granularity=wgrad_grad_output), replace(x, granularity=wgrad_input)),
+        ]
+        return cls(
+            x,
+            w,
+            dy,
+            wgrad_input,
+            wgrad_grad_output,
+            select_backend(linear.backend, products),
+            linear.accumulation == "fast",
+            config.activations.save,
+            config.activations.recompute,
+            monitor or CastMonitor(config.monitor.every),
+        )
+
+    def at(self, site: str) -> LinearRecipe:
+        """Return the same recipe at another site."""
+        return replace(self, site=site)
+
+    @property
+    def emulated(self) -> list[CastSpec]:
+        """Return the casts that only the reference multiplies."""
+        return [cast for cast in (self.input, self.weight, self.grad_output) if cast.emulated]
+
+    @property
+    def casts_by_tile(self) -> bool:
+        """Return whether all casts of backward find their scales inside a tile of 128 x 128 elements."""
+        granularities = {self.wgrad_input, self.wgrad_grad_output, self.grad_output.granularity}
+        if self.input.by_torch or self.grad_output.by_torch:
+            return False
+        return granularities <= {"1x128", "128x128"} and self.grad_output.granularity == "1x128"
+
+    def multiply(self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
+        """Multiply a [M, K] · b [N, K]ᵀ -> [M, N] on this recipe's backend."""
+        return scaled_matmul(a, b, backend=self.backend, out_dtype=out_dtype, fast_accumulation=self.fast_accumulation)
+
+    def cast_weight(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
+        """Return the cast of a weight [N, K] that is present in high precision, times its factors."""
+        spec = self.weight
+        words = spec.format, spec.granularity, spec.scale
+        quantized = quantize(weight, *words, column_factor=column_factor, rounding=spec.rounding)
+        self.observe("weight", weight, quantized, None, column_factor)
+        return quantized
+
+    def cast_weight_columnwise(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
+        """Return the cast of a weight [N, K] that is present in high precision, as dgrad reads it: [K, N]."""
+        spec = self.weight
+        words = spec.format, spec.granularity, spec.scale
+        return quantize_columnwise(weight, *words, column_factor=column_factor, rounding=spec.rounding)
+
+    def kept_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
+        """Return x as wgrad reads it, from the codes and scales that were kept of it."""
+        emulated = None if data.dtype is not torch.uint8 else self.input.format
+        return QuantizedTensor(data, scale, self.wgrad_input, self.input.scale, emulated)
+
+    def cast_input(self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None) -> QuantizedTensor:
+        """Cast x [T, K], times its factors, as fprop reads it."""
+        spec = self.input
+        quantized = quantize(
+            x,
+            spec.format,
+            spec.granularity,
+            spec.scale,
+            row_factor=row_factor,
+            column_factor=column_factor,
+            rounding=spec.rounding,
+        )
+        self.observe("input", x, quantized, row_factor, column_factor)
+        return quantized
+
+    def cast_input_columnwise(
+        self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
+    ) -> QuantizedTensor:
+        """Cast x [T, K], times its factors, as wgrad reads it: [K, T]."""
+        spec = self.input
+        return quantize_columnwise(
+            x,
+            spec.format,
+            self.wgrad_input,
+            spec.scale,
+            row_factor=row_factor,
+            column_factor=column_factor,
+            rounding=spec.rounding,
+        )
+
+    def cast_input_both(self, x: torch.Tensor, column_factor: Factor = None) -> tuple[QuantizedTensor, QuantizedTensor]:
+        """Cast x [T, K], times its factors, as fprop reads it, and as wgrad does, in one pass."""
+        spec = self.input
+        words = spec.format, spec.granularity, self.wgrad_input, spec.scale
+        both = quantize_both(x, *words, None, column_factor, spec.rounding)
+        self.observe("input", x, both[0], None, column_factor)
+        return both
+
+    def cast_grad_output(
+        self, dy: torch.Tensor, dgrad: bool = True, wgrad: bool = True, column_factor: Factor = None
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """Cast dy [T, N] as dgrad reads it, times `column_factor` [N], and [N, T] as wgrad reads it.
+
+        In one pass, unless there is a factor: it belongs to one of the casts only.
+        """
+        spec = self.grad_output
+        row = spec.granularity if dgrad else None
+        column = self.wgrad_grad_output if wgrad else None
+        if row is None or column_factor is None:
+            both = quantize_both(dy, spec.format, row, column, spec.scale, rounding=spec.rounding)
+        else:
+            both = (
+                quantize(dy, spec.format, row, spec.scale, column_factor=column_factor, rounding=spec.rounding),
+                quantize_columnwise(dy, spec.format, column, spec.scale, rounding=spec.rounding) if wgrad else None,
+            )
+        if both[0] is not None:
+            self.observe("grad_output", dy, both[0], None, column_factor)
+        return both
+
+    def observe(
+        self,
+        tensor_class: str,
+        x: torch.Tensor | Rows,
+        quantized: QuantizedTensor,
+        row_factor: Factor = None,
+        column_factor: Factor = None,
+    ) -> None:
+        """Count what the cast of x, times its factors, lost; costs nothing outside measured steps."""
+        if not self.monitor.active:
+            return
+        if row_factor is not None or column_factor is not None:
+            x = _factored(x, row_factor, column_factor)
+        self.monitor.observe(tensor_class, x, quantized, self.site)
+
+
+def _factored(x: torch.Tensor, row_factor: Factor, column_factor: Factor) -> Rows:
+    """Return rows of x times its factors: the whole of it, in FP32, would be twice the size of x."""
+    return lambda rows: apply_factors(x[rows], None if row_factor is None else row_factor[rows], column_factor)

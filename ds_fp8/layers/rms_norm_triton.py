@@ -1,0 +1,123 @@
+"""RMSNorm + residual add + 1x128 cast, and its backward; rms_norm.py has the maths and the reference."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, scale_of, to_fp8
+from ds_fp8.casts.store_triton import empty_result, tiles
+from ds_fp8.config.formats import CastSpec
+
+
+@triton.jit
+def _normalise_rows(
+    x, residual, weight, hidden, rstd, data, scale, M, H, eps, stride_x, stride_residual,
+    ADD: tl.constexpr, CAST: tl.constexpr, GROUPS: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):
+    """Take one token a program, as [GROUPS, 128]: h = x + residual; n = h * rsqrt(mean h² + eps) * w; cast per group."""
+    m = tl.program_id(0)
+    groups = tl.arange(0, GROUPS)
+    h = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = h < H
+    row = tl.load(x + m.to(tl.int64) * stride_x + h, mask=inside, other=0.0)
+    if ADD:
+        added = row.to(tl.float32) + tl.load(
+            residual + m.to(tl.int64) * stride_residual + h, mask=inside, other=0.0
+        ).to(tl.float32)
+        row = added.to(hidden.dtype.element_ty)  # rounded as it is stored: backward sees the same numbers
+        tl.store(hidden + m.to(tl.int64) * H + h, row, mask=inside)
+    row = row.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(row * row) / H + eps)
+    tl.store(rstd + m, factor)
+    if CAST:
+        normed = row * factor * tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)
+        scales, divisor = scale_of(amax_bits(normed, 1), LARGEST, SMALLEST, POW2)
+        tl.store(scale + groups.to(tl.int64) * M + m, scales, mask=groups * 128 < H)
+        codes = to_fp8(normed, divisor[:, None], DTYPE, POW2)
+        tl.store(data + m.to(tl.int64) * H + h, codes, mask=inside)
+
+
+@functools.lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    """Return how many programs run at once; a few in Triton's interpreter on a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def normalise(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, spec: CastSpec
+) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor | None]:
+    """Return (hidden [T, H], rstd [T], row-wise cast [T, H] or None where the kernel does not cast as `spec` says)."""
+    M, H = x.shape
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    hidden = x if residual is None else torch.empty(M, H, dtype=x.dtype, device=x.device)
+    rstd = torch.empty(M, device=x.device)
+    casts = spec.granularity == "1x128" and not spec.by_torch
+    cast = empty_result(M, H, spec.format, "1x128", spec.scale, x.device) if casts else None
+    if x.numel():
+        groups = triton.next_power_of_2(tiles(H))
+        _normalise_rows[(M,)](
+            x, residual, weight, hidden, rstd, cast and cast.data, cast and cast.scale, M, H, eps,
+            x.stride(0), residual.stride(0) if residual is not None else 0,
+            ADD=residual is not None, CAST=cast is not None, GROUPS=groups,
+            num_warps=max(1, min(8, groups // 8)), **format_arguments(spec.format, spec.scale),
+        )
+    return hidden, rstd, cast
+
+
+@triton.jit
+def _normalise_rows_backward(
+    dn, hidden, weight, rstd, dresidual, dhidden, dweight, M, H, stride_dn, stride_dresidual,
+    ADD: tl.constexpr, BLOCK_H: tl.constexpr,
+):
+    """Store g = dn * w; dh = rstd * (g - ĥ * mean(g * ĥ)) + dresidual; dw += dn * ĥ. Tokens pid, pid + programs, ..."""
+    program = tl.program_id(0)
+    h = tl.arange(0, BLOCK_H)
+    inside = h < H
+    w = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    m = program
+    while m < M:
+        at = m.to(tl.int64)
+        factor = tl.load(rstd + m)
+        gradient = tl.load(dn + at * stride_dn + h, mask=inside, other=0.0).to(tl.float32)
+        scaled = tl.load(hidden + at * H + h, mask=inside, other=0.0).to(tl.float32) * factor
+        if ADD:
+            past = tl.load(dresidual + at * stride_dresidual + h, mask=inside, other=0.0).to(tl.float32)
+        total += gradient * scaled
+        gradient *= w
+        result = factor * (gradient - scaled * (tl.sum(gradient * scaled) / H))
+        if ADD:
+            result += past
+        tl.store(dhidden + at * H + h, result.to(dhidden.dtype.element_ty), mask=inside)
+        m += tl.num_programs(0)
+    tl.store(dweight + program.to(tl.int64) * H + h, total, mask=inside)
+
+
+def normalise_backward(
+    dn: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dresidual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of (hidden [T, H], weight [H])."""
+    M, H = hidden.shape
+    dn, hidden = (t if t.stride(-1) == 1 else t.contiguous() for t in (dn, hidden))
+    hidden = hidden.contiguous()
+    if dresidual is not None and dresidual.stride(-1) != 1:
+        dresidual = dresidual.contiguous()
+    dhidden = torch.empty_like(hidden)
+    if not hidden.numel():
+        return dhidden, torch.zeros_like(weight)
+    block = triton.next_power_of_2(H)
+    warps = max(4, min(16, block // 512))
+    programs = min(M, _multiprocessors(hidden.device) * (32 // warps))
+    partial = torch.empty(programs, H, device=hidden.device)
+    _normalise_rows_backward[(programs,)](
+        dn, hidden, weight, rstd, dresidual, dhidden, partial, M, H,
+        dn.stride(0), dresidual.stride(0) if dresidual is not None else 0,
+        ADD=dresidual is not None, BLOCK_H=block, num_warps=warps,
+    )
+    return dhidden, partial.sum(0).to(weight.dtype)

@@ -1,0 +1,207 @@
+"""Choose the linear layers that run in FP8, and give the reason for each that does not.
+
+A layer runs in FP8 when all of this holds:
+
+    nobody excluded it                          fp8.linear.skip and overrides, or the `filter` of ds_fp8.convert
+    calling it computes x · wᵀ + bias           nn.Linear, and subclasses that are shown to compute the same
+    its own weight, used nowhere else           not tied, not parametrized, floating point
+    it is no adapter                            lora_A, lora_B, and whatever else PEFT adds
+    it is no router                             a rounding error there sends tokens to other experts
+    it is no state-space projection             mixers read its weight without calling it
+    neither side is narrow                      the casts would cost more than the product
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ds_fp8.config.formats import BLOCK
+from ds_fp8.config.linear import LinearConfig
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.loss import FusedHead
+
+Filter = Callable[[str, nn.Linear], bool]
+"""(dotted name, layer) -> whether it may run in FP8."""
+
+EXCLUDED = "fp8_excluded"
+"""Attribute of a layer that a filter excluded: a later conversion without a filter, as in `initialize`, keeps to it."""
+
+OVERRIDDEN = "named by fp8.linear.overrides"
+"""Beginning of the reason of a layer that an override keeps in BF16."""
+
+ROUTERS = {"gate", "router", "shared_expert_gate"}
+STATE_SPACE = {"x_proj", "dt_proj"}
+WRAPPED_BY_PEFT = {"base_layer", "base_model", "model", "original_module"}
+"""Children of PEFT's modules that are the user's own model; all others are adapters."""
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether `pattern` means the module of this dotted name: the name, one or more of its parts, or a glob."""
+    return f".{pattern}." in f".{name}." or any(fnmatchcase(known, pattern) for known in {name, _without_peft(name)})
+
+
+def _without_peft(name: str) -> str:
+    """Return the name that a layer had before PEFT wrapped the model or the layer."""
+    return name.removeprefix("base_model.model.").removesuffix(".base_layer")
+
+
+def first_matches(names: Iterable[str], patterns: Iterable[str]) -> dict[str, str]:
+    """Return the first of `patterns` that means each layer, by the layer's name; layers that none means are absent."""
+    patterns = list(patterns)
+    found = {name: next((p for p in patterns if matches(name, p)), None) for name in names}
+    return {name: pattern for name, pattern in found.items() if pattern is not None}
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of `model` that a conversion decides about, by name: nn.Linear and GPT-2's Conv1D."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+
+
+def unconverted(model: nn.Module, linear: LinearConfig, filter: Filter | None = None) -> dict[str, str]:
+    """Decide about every linear layer of a model.
+
+    Args:
+        model: any module, before or after a conversion, wrapped by PEFT or not.
+        linear: its `skip` and `overrides` count. "lm_head" in `skip` also means a head of another name.
+        filter: called with the name and the layer of all that these two leave; False keeps it in BF16.
+
+    Returns:
+        The name of each layer that stays in BF16 -> the reason. All other linear layers can run in FP8.
+    """
+    layers = linear_layers(model)
+    overrides = first_matches(layers, linear.overrides)
+    in_bf16 = {name: pattern for name, pattern in overrides.items() if linear.overrides[pattern] == "bf16"}
+    parents = dict(model.named_modules())
+    users = _users_of_weights(model)
+    head = _head(model)
+    narrow = _narrowest(layers)
+    reasons = {}
+    for name, layer in layers.items():
+        parent = parents[name.rpartition(".")[0]]
+        reason = (
+            _named(name, linear.skip, layer is head, in_bf16.get(name))
+            or _filtered(name, layer, filter)
+            or _of_another_kind(layer)
+            or _shared(layer, users[id(getattr(layer, "weight", None))] - {name})
+            or _special(name, layer, parent, parents)
+        )
+        if reason is None and min(layer.in_features, layer.out_features) < narrow:
+            reason = f"narrower than {narrow} features"
+        if reason is not None:
+            reasons[name] = reason
+    return reasons
+
+
+def _named(name: str, skip: tuple[str, ...], is_head: bool, override: str | None) -> str | None:
+    for pattern in skip:
+        if matches(name, pattern) or (is_head and pattern == "lm_head"):
+            return f'named by fp8.linear.skip "{pattern}"'
+    return None if override is None else f'{OVERRIDDEN} "{override}"'
+
+
+def _filtered(name: str, layer: nn.Module, filter: Filter | None) -> str | None:
+    if filter is not None:
+        setattr(layer, EXCLUDED, not filter(name, layer))
+    return "excluded by the filter" if getattr(layer, EXCLUDED, False) else None
+
+
+def _of_another_kind(layer: nn.Module) -> str | None:
+    kind = type(layer).__name__
+    if isinstance(layer, Conv1D):
+        return "a Conv1D, whose weight is stored transposed"
+    if isinstance(layer, FusedHead):
+        return "computes the loss without logits"
+    if isinstance(layer, NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight without calling it"
+    if "forward" in vars(layer):
+        return "has a forward of its own, set on the instance"
+    if "weight" not in layer._parameters:
+        return "its weight is computed from others (parametrization, weight norm)"
+    if not layer.weight.is_floating_point():
+        return f"its weight is stored as {str(layer.weight.dtype).removeprefix('torch.')}"
+    if not isinstance(layer, FP8Linear) and not _computes_as_linear(layer):
+        return f"is a {kind}, which has a forward of its own"
+    return None
+
+
+def _shared(layer: nn.Module, others: set[str]) -> str | None:
+    return f"shares its weight with {', '.join(sorted(others))}" if others else None
+
+
+def _special(name: str, layer: nn.Linear, parent: nn.Module, modules: dict[str, nn.Module]) -> str | None:
+    own_name = name.rpartition(".")[2]
+    if any(part.startswith("lora_") for part in name.split(".")) or _added_by_peft(name, modules):
+        return "an adapter"
+    if ROUTERS & set(name.split(".")[-2:]) and layer.out_features < layer.in_features:
+        return "a router or gate"
+    if own_name in STATE_SPACE and hasattr(parent, "A_log"):
+        return "a state-space projection, whose weight its mixer reads without calling it"
+    return None
+
+
+def _added_by_peft(name: str, modules: dict[str, nn.Module]) -> bool:
+    return any(
+        type(modules[owner]).__module__.startswith("peft.") and child not in WRAPPED_BY_PEFT
+        for owner, child in _steps_to(name)
+    )
+
+
+def _steps_to(name: str) -> Iterator[tuple[str, str]]:
+    """Yield (owner's dotted name, child's own name) for each step from the root to a module."""
+    owner = ""
+    for child in name.split("."):
+        yield owner, child
+        owner = f"{owner}.{child}".lstrip(".")
+
+
+def _users_of_weights(model: nn.Module) -> dict[int, set[str]]:
+    """Return the names of the modules that hold each parameter, by its id."""
+    users: dict[int, set[str]] = defaultdict(set)
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            users[id(parameter)].add(name)
+    return users
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    """Return the output embeddings of the Hugging Face model that `model` is or wraps, or None."""
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    return None if inner is None else inner.get_output_embeddings()
+
+
+def _narrowest(layers: dict[str, nn.Module]) -> int:
+    """Return how many features a side of an FP8 layer has at least.
+
+    A block of 128: with less, more of a product's time goes into its casts than it can save. Models of less than four
+    blocks are made for tests, and there a quarter of the width takes the block's place.
+    """
+    sides = [min(layer.in_features, layer.out_features) for layer in layers.values() if isinstance(layer, nn.Linear)]
+    return min(BLOCK, max(max(sides, default=0) // 4, 1))
+
+
+@torch.no_grad()
+def _computes_as_linear(layer: nn.Linear) -> bool:
+    """Try a subclass of nn.Linear on a few tokens, with a small weight in FP32, beside nn.Linear itself."""
+    if type(layer).forward is nn.Linear.forward:
+        return True
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        small, x = nn.Linear(6, 5, bias=layer.bias is not None), torch.randn(2, 3, 6)
+    twin = copy.copy(layer)
+    twin.__dict__ = {**vars(layer), "_parameters": dict(small._parameters), "in_features": 6, "out_features": 5}
+    try:
+        # Not through __call__: hooks of the layer are not meant for this copy.
+        result = type(layer).forward(twin, x)
+    except Exception:  # a foreign forward fails in its own way
+        return False
+    return isinstance(result, torch.Tensor) and torch.allclose(result, F.linear(x, small.weight, small.bias), atol=1e-5)

@@ -1,0 +1,147 @@
+"""Weights as operands of FP8 products: one alone, or several stacked that share their input.
+
+Under FP8 parameter gather a weight carries its gathered FP8 bytes as `weight.fp8_gathered`, and `weight.data` is a
+placeholder that nobody may read. q, k and v (gate and up) are multiplied as one matrix of their stacked rows; gathered
+together they already lie so in memory, and the stacked operand is a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ds_fp8.casts import QuantizedTensor, quantize, transpose
+from ds_fp8.casts.tensor import block_scales
+from ds_fp8.config.formats import ALONG_CONTRACTION, SQUARE, group_shape
+from ds_fp8.layers.recipe import LinearRecipe
+
+GATHERED = "fp8_gathered"
+"""Attribute of a weight that holds its gathered QuantizedTensor [N, K] while ZeRO-3 has it available."""
+
+GROUP = "fp8_group"
+"""Attribute of the weights of one fused product: the WeightGroup of them all, in the order their rows are stacked."""
+
+
+class WeightGroup(tuple):
+    """The weights of one fused product.
+
+    A pickled weight forgets it, because pickle cannot follow a cycle of parameters through themselves; the next
+    conversion sets it again.
+    """
+
+    def __reduce__(self) -> tuple:
+        return WeightGroup, ()
+
+
+def group_of(weight: nn.Parameter) -> tuple[nn.Parameter, ...]:
+    """Return the weights of the fused product that this weight belongs to, or it alone."""
+    return getattr(weight, GROUP, ()) or (weight,)
+
+
+def weight_operand(
+    weight: torch.Tensor, recipe: LinearRecipe, column_factor: torch.Tensor | None = None
+) -> QuantizedTensor:
+    """Return the FP8 weight [N, K]: what the gather brought, or a cast of a weight present in high precision.
+
+    column_factor: FP32 [K], powers of two. Gathered codes are multiplied by them and cast again; with power-of-two
+    scales that loses no bits but of numbers that leave the format's range.
+    """
+    gathered = getattr(weight, GATHERED, None)
+    if gathered is None:
+        return recipe.cast_weight(weight, column_factor)
+    if column_factor is None:
+        return gathered
+    spec = recipe.weight
+    words = spec.format, spec.granularity, spec.scale
+    # The monitor is not shown this cast: the gather showed it the one from the masters.
+    return quantize(gathered.dequantize(), *words, column_factor=column_factor, rounding=spec.rounding)
+
+
+def can_stack(rows: Sequence[int], granularity: str) -> bool:
+    """Return whether matrices of these numbers of rows keep their scales when stacked."""
+    if granularity not in SQUARE:
+        return True
+    return all(count % group_shape(granularity)[0] == 0 for count in rows[:-1])
+
+
+def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> QuantizedTensor:
+    """Return the rows of all weights [N_i, K] as one FP8 operand [sum N_i, K]; scales per tensor become scales per row.
+
+    Raises ValueError for weights whose blocks would straddle two of them (`can_stack`).
+    """
+    operands = [weight_operand(weight, recipe) for weight in weights]
+    if len(operands) == 1:
+        return operands[0]
+    first = operands[0]
+    if not can_stack([operand.shape[0] for operand in operands], first.granularity):
+        raise ValueError(f"{first.granularity} blocks would straddle two stacked weights")
+    data = _stacked([operand.data.view(torch.uint8) for operand in operands]).view(first.data.dtype)
+    if first.granularity == "128x128":
+        scales = [operand.scale for operand in operands]
+        scale = _view_of_adjacent(scales)
+        if scale is None:
+            columns = scales[0].shape[1]
+            scale = block_scales(sum(len(s) for s in scales), columns, data.device)
+            torch.cat(scales, out=scale) if scale.is_contiguous() else scale.copy_(torch.cat(scales))
+        return replace(first, data=data, scale=scale)
+    if first.granularity not in ("row", "tensor"):
+        return replace(first, data=data, scale=torch.cat([operand.scale for operand in operands]))
+    scale = _stacked([operand.scale.expand(operand.shape[0], 1) for operand in operands])
+    return replace(first, data=data, scale=scale, granularity="row")
+
+
+def dgrad_weight(
+    weights: Sequence[nn.Parameter], recipe: LinearRecipe, column_factor: torch.Tensor | None = None
+) -> tuple[QuantizedTensor, torch.Tensor | None]:
+    """Return what dgrad reads of the stacked rows of all weights [N_i, K]: (operand [K, N], factor [N] or None).
+
+    The factor is to be multiplied into dy before its cast. column_factor: FP32 [K], into the columns of a weight alone.
+    """
+    if recipe.weight.granularity in ALONG_CONTRACTION:
+        return recipe.cast_weight_columnwise(torch.cat([weight.detach() for weight in weights]), column_factor), None
+    whole = stacked_operand(weights, recipe) if len(weights) > 1 else weight_operand(weights[0], recipe, column_factor)
+    return dgrad_operand(whole)
+
+
+def dgrad_operand(w: QuantizedTensor) -> tuple[QuantizedTensor, torch.Tensor | None]:
+    """Return (wᵀ [K, N], factor [N] to multiply into dy before its cast, or None) for an operand w [N, K]."""
+    if w.granularity != "row":
+        return transpose(w), None
+    ones = torch.ones((), device=w.scale.device)
+    codes = replace(w, scale=ones, granularity="tensor", scale_type="pow2")
+    return transpose(codes), w.scale.reshape(-1)
+
+
+def split_rows(gradient: torch.Tensor, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradient of stacked parameters as one of each: views of its rows, None where none is wanted."""
+    pieces = gradient.split([len(parameter) for parameter in parameters])
+    return tuple(p if parameter.requires_grad else None for p, parameter in zip(pieces, parameters, strict=True))
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a stride-0 NaN of the weight's shape: autograd accepts it, a stray read is loud."""
+    return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(shape)
+
+
+def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+    view = _view_of_adjacent(parts)
+    return torch.cat(parts) if view is None else view
+
+
+def _view_of_adjacent(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return the matrices [N_i, K] as one view, if each begins in memory where the one before ends; else None."""
+    first = parts[0]
+    row = first.stride(0)
+    offset = first.storage_offset()
+    for part in parts:
+        if (
+            part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+            or part.stride() != first.stride()
+            or part.storage_offset() != offset
+        ):
+            return None
+        offset += part.shape[0] * row
+    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())

@@ -1,0 +1,48 @@
+"""QuantizedTensor: what it accepts, what it weighs, and when it transposes."""
+
+import pytest
+import torch
+
+from ds_fp8.casts import QuantizedTensor, quantize
+
+
+@pytest.mark.parametrize("granularity", ["row", "1x128"])
+def test_a_cast_along_one_dimension_is_not_transposed(granularity):
+    with pytest.raises(ValueError, match=granularity):
+        quantize(torch.randn(5, 7), granularity=granularity).t()
+
+
+@pytest.mark.parametrize(
+    ("granularity", "scales"), [("tensor", 1), ("row", 200), ("1x128", 200 * 3), ("128x128", 2 * 3)]
+)
+def test_nbytes_counts_elements_and_scales(granularity, scales):
+    assert quantize(torch.randn(200, 300), granularity=granularity).nbytes == 200 * 300 + 4 * scales
+
+
+@pytest.mark.parametrize(
+    ("granularity", "shape"), [("tensor", (1,)), ("row", (4,)), ("1x128", (4, 2)), ("128x128", ())]
+)
+def test_scales_of_another_shape_are_refused(granularity, shape):
+    data = torch.zeros(4, 128).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=granularity):
+        QuantizedTensor(data, torch.ones(shape), granularity)
+
+
+def test_data_that_is_not_fp8_is_refused():
+    with pytest.raises(ValueError, match="bfloat16"):
+        QuantizedTensor(torch.zeros(4, 4, dtype=torch.bfloat16), torch.ones(()), "tensor")
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_format_and_shape_are_those_of_the_data(format):
+    quantized = quantize(torch.randn(3, 5), format)
+    assert quantized.format == format
+    assert quantized.shape == (3, 5)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "128x128"])
+def test_transposing_shares_the_bytes(granularity):
+    quantized = quantize(torch.randn(130, 7), granularity=granularity)
+    assert quantized.t().data.data_ptr() == quantized.data.data_ptr()
+    assert quantized.t().scale.data_ptr() == quantized.scale.data_ptr()
+    assert quantized.t().shape == (7, 130)

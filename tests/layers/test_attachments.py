@@ -1,0 +1,190 @@
+"""What is attached to the submodules of a fused layer runs, whenever it came."""
+
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.layers.convert import convert
+from tests.layers.hugging_face import causal_lm, tokens
+
+
+def fp8_model(architecture="llama", **section):
+    model = causal_lm(architecture)
+    return model, convert(model, parse_fp8({"fp8": {"monitor": {"every": 0}, **section}}))
+
+
+def losses_and_gradients(model):
+    output = model(input_ids=tokens(), labels=tokens())
+    output.loss.backward()
+    return output.logits.detach(), [p.grad for p in model.parameters()]
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+calls = []
+
+
+def with_forward_hook(layer):
+    layer.mlp.up_proj.register_forward_hook(lambda *_: calls.append("hook"))
+
+
+def with_pre_hook(layer):
+    layer.post_attention_layernorm.register_forward_pre_hook(lambda *_: calls.append("pre-hook"))
+
+
+def with_backward_hook(layer):
+    layer.mlp.register_full_backward_hook(lambda *_: calls.append("backward hook"))
+
+
+def with_replaced_forward(layer):
+    own = layer.mlp.down_proj.forward
+    layer.mlp.down_proj.forward = lambda x: calls.append("forward") or own(x)
+
+
+def with_replaced_module(layer):
+    class Counted(type(layer.input_layernorm)):
+        def forward(self, x):
+            calls.append("class")
+            return super().forward(x)
+
+    layer.input_layernorm.__class__ = Counted
+
+
+@pytest.fixture(autouse=True)
+def no_calls():
+    calls.clear()
+
+
+ATTACHMENTS = [with_forward_hook, with_pre_hook, with_backward_hook, with_replaced_forward, with_replaced_module]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma"])
+@pytest.mark.parametrize("attach", ATTACHMENTS)
+def test_what_comes_after_fusing_is_called_and_said_once(attach, architecture):
+    """In a fused layer (llama) and in an MLP fused by itself (gemma), whose norms nobody replaces."""
+    plain, _ = fp8_model(architecture, fuse="off")
+    fused, conversion = fp8_model(architecture)
+    assert conversion.fusion.layers or conversion.fusion.mlps
+    assert plain.model.layers[0].mlp.down_proj.recipe == fused.model.layers[0].mlp.down_proj.recipe
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing to say as yet
+        losses_and_gradients(fused)
+    fused.zero_grad()
+    for layer in fused.model.layers:
+        attach(layer)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        logits, gradients = losses_and_gradients(fused)
+        losses_and_gradients(fused)
+    assert len(calls) == 4  # two layers, twice
+    in_an_mlp = attach not in (with_pre_hook, with_replaced_module, with_backward_hook)
+    assert len(said) == (1 if architecture == "llama" or in_an_mlp else 0)
+    if said:
+        assert "one by one, in FP8 still" in str(said[0].message)
+    if architecture == "llama":
+        expected, plain_gradients = losses_and_gradients(plain)
+        assert torch.equal(logits, expected)
+        assert len(gradients) == len(plain_gradients)
+
+
+def test_a_removed_hook_lets_the_layer_run_fused_again():
+    model, _ = fp8_model()
+    expected = model(input_ids=tokens()).logits
+    handle = model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: calls.append("hook"))
+    with pytest.warns(UserWarning, match=r"mlp\.up_proj has forward hooks"):
+        model(input_ids=tokens())
+    handle.remove()
+    assert torch.equal(model(input_ids=tokens()).logits, expected)
+    assert calls == ["hook"]
+
+
+def test_a_parametrized_weight_is_used_as_it_is_computed():
+    model, _ = fp8_model()
+    expected, _ = fp8_model(fuse="off")
+    for each in (model, expected):
+        parametrize.register_parametrization(each.model.layers[0].self_attn.q_proj, "weight", Doubled(), unsafe=True)
+    with pytest.warns(UserWarning, match=r"self_attn\.q_proj"):
+        logits = model(input_ids=tokens()).logits
+    # The other layer stays fused: the same but for rounding.
+    plain = expected(input_ids=tokens()).logits
+    assert (logits - plain).float().norm() < 0.05 * plain.float().norm()
+
+
+@pytest.mark.parametrize("attach", [with_forward_hook, with_backward_hook, with_replaced_forward])
+def test_what_came_before_fusing_keeps_the_layer_unfused_with_the_reason(attach):
+    model = causal_lm("llama")
+    attach(model.model.layers[0])
+    fusion = convert(model, parse_fp8({"fp8": {}})).fusion
+    assert fusion.layers == ["model.layers.1"]
+    assert "would not run" in fusion.left["model.layers.0"]
+    calls.clear()
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    assert len(calls) == 1
+
+
+def test_a_forward_of_liger_on_the_instance_is_not_reported_as_fused():
+    model = causal_lm("llama")
+    for layer in model.model.layers:
+        layer.mlp.forward = layer.mlp.forward
+    fusion = convert(model, parse_fp8({"fp8": {}})).fusion
+    assert fusion.layers == fusion.mlps == []
+    assert all("a forward of its own" in reason for reason in fusion.left.values())
+    assert len(fusion.left) == 4
+
+
+def lora_on_ranks(fp8, before):
+    """Losses, adapters after training, names of fused MLPs, and the bytes of FP8 gathered, of one rank."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    import ds_fp8
+    from ds_fp8.layers.linear import FP8Linear
+    from tests.zero import models
+
+    model = causal_lm("llama")
+    if fp8 and not before:
+        ds_fp8.convert(model)
+    torch.manual_seed(1)
+    model = get_peft_model(model, LoraConfig(r=8, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
+    config = models.config({"linear": {"backend": "reference"}} if fp8 else None, stage3_param_persistence_threshold=0)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    engine = ds_fp8.initialize(model=model, model_parameters=trainable, config=config)[0]
+    rank, losses = torch.distributed.get_rank(), []
+    for _ in range(5):
+        ids = tokens() + rank
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    full = [m for n, m in engine.module.named_modules() if isinstance(m, FP8Linear)]
+    assert not any(p.requires_grad for m in full for p in m.parameters())
+    report = engine.fp8.report if fp8 else {}
+    moved = {
+        name: safe_get_full_fp32_param(p).abs().sum().item()
+        for name, p in engine.module.named_parameters()
+        if "lora_B" in name
+    }
+    engine.destroy()
+    return losses, moved, (len(full), report.get("fp8_gathered_parameters"), report.get("fused_mlps"))
+
+
+def test_lora_under_zero_3_gathers_its_frozen_base_in_fp8_and_moves_every_adapter(ranks):
+    bf16 = ranks(2, lora_on_ranks, False, True)
+    for before in (True, False):
+        for (losses, moved, (linears, gathered, mlps)), (expected, bf16_moved, _) in zip(
+            ranks(2, lora_on_ranks, True, before), bf16, strict=True
+        ):
+            assert linears == 14
+            assert mlps == 2
+            assert gathered == 2 * (256 * (2 * 256 + 2 * 128) + 3 * 256 * 384)
+            assert losses == pytest.approx(expected, rel=0.02)
+            assert losses[-1] < losses[0]
+            assert len(moved) == 4
+            assert all(moved[name] == pytest.approx(bf16_moved[name], rel=0.1) and moved[name] > 0 for name in moved)

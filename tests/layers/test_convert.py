@@ -1,0 +1,224 @@
+"""Surgery: what becomes FP8, what is left and why, and that nothing else about the model changes."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.layers.convert import convert, matches
+from ds_fp8.layers.linear import FP8Linear
+from tests.layers.copies import assert_independent_copy, copied
+from tests.layers.hugging_face import causal_lm, tokens
+
+SIZES = {
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+}
+
+
+def qwen2(**config) -> nn.Module:
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, **config)).bfloat16()
+
+
+def llama(**config) -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **config)).bfloat16()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(40, 40)
+        self.side = nn.Linear(40, 24, bias=False)
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 40)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.lm_head = nn.Linear(40, 50, bias=False)
+
+
+class Doubled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def converted(model: nn.Module, skip=None):
+    return convert(model, parse_fp8({"fp8": {} if skip is None else {"linear": {"skip": skip}}}))
+
+
+ALL = {f"layers.{layer}.{name}" for layer in range(2) for name in ("q_proj", "side")} | {"lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("skip", "left"),
+    [
+        ([], set()),
+        (["lm_head"], {"lm_head"}),
+        (["layers.0.side"], {"layers.0.side"}),
+        (["side"], {"layers.0.side", "layers.1.side"}),
+        (["layers.1"], {"layers.1.side", "layers.1.q_proj"}),
+        (["*_proj"], {"layers.0.q_proj", "layers.1.q_proj"}),
+        (["layers.[0]*"], {"layers.0.side", "layers.0.q_proj"}),
+        (["sid", "head", "layer"], set()),
+        (["side", "lm_head"], {"layers.0.side", "layers.1.side", "lm_head"}),
+    ],
+)
+def test_skip_names_whole_names_parts_and_globs(skip, left):
+    model = Small()
+    result = converted(model, skip)
+    assert set(result.left) == left
+    assert set(result.converted) == ALL - left
+    assert {name for name, module in model.named_modules() if isinstance(module, FP8Linear)} == ALL - left
+    for name, reason in result.left.items():
+        assert any(f'"{pattern}"' in reason and matches(name, pattern) for pattern in skip)
+
+
+def test_the_head_stays_by_default():
+    assert set(converted(Small()).left) == {"lm_head"}
+
+
+def test_parameters_stay_the_same_objects_under_the_same_names():
+    model = Small()
+    parameters, state = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
+    converted(model)
+    assert list(model.state_dict()) == list(state)
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    model.load_state_dict(state, strict=True)
+
+
+def test_a_checkpoint_of_either_kind_loads_into_the_other():
+    plain, fp8 = Small(), Small()
+    converted(fp8)
+    plain.load_state_dict(fp8.state_dict(), strict=True)
+    assert all(torch.equal(value, fp8.state_dict()[name]) for name, value in plain.state_dict().items())
+
+
+def test_tied_weights_are_left_with_the_reason():
+    model = Small()
+    model.lm_head.weight = model.embed.weight
+    result = converted(model, skip=[])
+    assert type(model.lm_head) is nn.Linear
+    assert "embed" in result.left["lm_head"]
+    assert set(result.converted) == ALL - {"lm_head"}
+
+
+def test_two_linears_that_share_a_weight_are_both_left():
+    model = Small()
+    model.layers[1].side.weight = model.layers[0].side.weight
+    assert set(converted(model).left) == {"lm_head", "layers.0.side", "layers.1.side"}
+
+
+def test_a_subclass_keeps_its_own_forward():
+    model = Small()
+    model.layers[0].side = Doubled(40, 24)
+    result = converted(model)
+    assert type(model.layers[0].side) is Doubled
+    assert "Doubled" in result.left["layers.0.side"]
+
+
+@pytest.mark.parametrize(
+    ("model", "skip"), [(Small(), ["*"]), (nn.Sequential(nn.ReLU()), []), (nn.Sequential(Doubled(4, 4)), [])]
+)
+def test_a_model_with_nothing_to_convert_is_an_error(model, skip):
+    with pytest.raises(UserError) as error:
+        converted(model, skip)
+    assert error.value.key == "fp8.linear.skip"
+    assert error.value.remedy
+
+
+def test_converting_again_replaces_the_recipe():
+    model = Small()
+    converted(model)
+    result = convert(model, parse_fp8({"fp8": {"preset": "tensorwise"}}))
+    assert set(result.converted) == ALL - {"lm_head"}
+    assert model.layers[0].side.recipe == result.recipe
+    assert result.recipe.input.granularity == "tensor"
+
+
+def test_all_linears_of_a_model_share_one_monitor():
+    model = Small()
+    monitor = converted(model).recipe.monitor
+    assert all(module.recipe.monitor is monitor for module in model.modules() if isinstance(module, FP8Linear))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("make", [qwen2, llama])
+def test_a_hugging_face_model(make, tied):
+    model, tokens = make(tie_word_embeddings=tied), torch.arange(26).view(2, 13)
+    keys = list(model.state_dict())
+    with torch.no_grad():
+        before = model(tokens, labels=tokens).loss
+    result = converted(model)
+
+    parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    parts += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert set(result.converted) == {f"model.layers.{layer}.{part}" for layer in range(2) for part in parts}
+    assert set(result.left) == {"lm_head"}
+    assert list(model.state_dict()) == keys
+
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(before.item(), rel=0.02)
+    assert loss.item() != before.item()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(model.get_submodule(name).weight.grad.count_nonzero() for name in result.converted)
+
+
+@pytest.mark.parametrize("make", [qwen2, llama])
+def test_a_converted_model_is_saved_and_loaded_by_hugging_face(make, tmp_path):
+    model = make()
+    converted(model)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert not any(isinstance(module, FP8Linear) for module in loaded.modules())
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+def test_a_skip_pattern_that_names_nothing_is_reported():
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    config = parse_fp8({"fp8": {"linear": {"skip": ["0", "lm_haed"]}}})
+    assert convert(model, config).unmatched == ["lm_haed"]
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma", "gpt_neox"])
+def test_a_converted_model_can_be_copied(architecture, how):
+    """Whole layers fused, only MLPs, and none."""
+    model = causal_lm(architecture)
+    conversion = converted(model)
+    other = copied(model, how)
+    assert_independent_copy(model, other)
+    assert {type(m.recipe) for m in other.modules() if isinstance(m, FP8Linear)} == {type(conversion.recipe)}
+    results = []
+    for each in (model, other):
+        output = each(input_ids=tokens(), labels=tokens())
+        output.loss.backward()
+        results.append((output.logits, {name: p.grad for name, p in each.named_parameters()}))
+    assert torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(results[1][1][name], gradient) for name, gradient in results[0][1].items())
+    assert converted(other).converted == conversion.converted
+    assert converted(other).fusion.layers == conversion.fusion.layers
+
+
+def test_a_copied_layer_takes_no_model_along():
+    model = causal_lm("llama")
+    conversion = converted(model)
+    conversion.recipe.monitor.attach(model, ["a"], torch.device("cpu"), lambda sums, peaks: None)
+    layer = model.model.layers[0]
+    assert len(pickle.dumps(layer)) < 1.1 * sum(p.nbytes for p in layer.parameters())
+    monitor = pickle.loads(pickle.dumps(layer)).mlp.down_proj.recipe.monitor
+    assert not monitor.active, "nobody would read what a copy measures"

@@ -1,0 +1,283 @@
+"""Cross entropy without logits, alone, against the one with logits."""
+
+import math
+
+import pytest
+import torch
+
+from ds_fp8.casts import quantize
+from ds_fp8.config.formats import CastSpec
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.layers import cross_entropy
+from ds_fp8.layers.cross_entropy import (
+    LOGITS_BYTES,
+    MAX_LOGITS_BYTES,
+    chunk_tokens,
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+)
+from ds_fp8.layers.head_products import FP8Head
+from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.softmax_gradient import IGNORED, softmax_gradient_reference
+from tests.layers.losses import TOLERANCE, limit_chunks, relative_error
+
+# Tokens, hidden size, vocabulary.
+SIZES = [(1, 3, 7), (5, 3, 61), (17, 8, 131), (64, 16, 1009), (2, 1, 1)]
+
+
+def operands(tokens, hidden_size, vocabulary, dtype=torch.float32, device="cpu"):
+    generator = torch.Generator().manual_seed(tokens * vocabulary)
+    hidden = torch.randn(tokens, hidden_size, generator=generator).to(device, dtype).requires_grad_()
+    weight = torch.randn(vocabulary, hidden_size, generator=generator).to(device, dtype).requires_grad_()
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    targets[1::3] = IGNORED
+    return hidden, weight, targets.to(device)
+
+
+def loss_and_gradients(function, hidden, weight, targets, factor=1.0):
+    loss = function(hidden, weight, targets)
+    return loss.detach(), *torch.autograd.grad(loss * factor, (hidden, weight))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_loss_and_gradients_are_those_of_all_logits(sizes, chunked, dtype, monkeypatch):
+    if chunked:
+        limit_chunks(monkeypatch, 3, sizes[2])
+    given = operands(*sizes, dtype)
+    ours = loss_and_gradients(linear_cross_entropy, *given, factor=0.37)
+    theirs = loss_and_gradients(linear_cross_entropy_reference, *given, factor=0.37)
+    for result, expected in zip(ours, theirs, strict=True):
+        assert result.dtype is expected.dtype
+        assert result.shape == expected.shape
+        assert relative_error(result, expected) < TOLERANCE[dtype]
+
+
+def test_ignored_tokens_and_no_tokens():
+    hidden, weight, targets = operands(5, 3, 7)
+    for result in loss_and_gradients(linear_cross_entropy, hidden, weight, torch.full_like(targets, IGNORED)):
+        assert (result == 0).all()
+    for result in loss_and_gradients(linear_cross_entropy, *operands(0, 3, 7)):
+        assert (result == 0).all()
+
+
+def test_an_ignored_token_does_not_spread_its_nan():
+    hidden, weight, targets = operands(5, 3, 7)
+    with torch.no_grad():
+        hidden[1] = math.nan
+    loss, dhidden, _ = loss_and_gradients(linear_cross_entropy, hidden, weight, targets)
+    assert loss.isfinite()
+    assert dhidden.isfinite().all()
+
+
+def test_a_nan_in_a_counted_token_is_seen():
+    hidden, weight, targets = operands(5, 3, 7)
+    with torch.no_grad():
+        hidden[0, 0] = math.nan
+    assert all(result.isnan().any() for result in loss_and_gradients(linear_cross_entropy, hidden, weight, targets))
+
+
+def test_the_gradient_of_the_loss_is_not_rounded_to_bf16():
+    """1/3 in BF16 is off by 0.2%, for every element alike; the rounding of single elements averages out."""
+    hidden, weight, targets = operands(64, 64, 1009, torch.bfloat16)
+    whole = loss_and_gradients(linear_cross_entropy, hidden, weight, targets)[1:]
+    third = loss_and_gradients(linear_cross_entropy, hidden, weight, targets, factor=1 / 3)[1:]
+    for one, part in zip(whole, third, strict=True):
+        assert part.dtype is torch.bfloat16
+        assert (3 * part.double() * one.double()).sum() == pytest.approx(one.double().square().sum().item(), rel=2e-4)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_operand_gets_no_gradient(frozen):
+    given = operands(17, 8, 131)
+    expected = loss_and_gradients(linear_cross_entropy_reference, *given)[2 - frozen]
+    given[frozen].requires_grad_(False)
+    linear_cross_entropy(*given).backward()
+    assert given[frozen].grad is None
+    assert relative_error(given[1 - frozen].grad, expected) < TOLERANCE[torch.float32]
+
+
+def test_without_gradients_the_loss_is_the_same():
+    given = operands(17, 8, 131)
+    with torch.no_grad():
+        loss = linear_cross_entropy(*given)
+    assert not loss.requires_grad
+    assert loss == linear_cross_entropy(*given)
+
+
+def test_backward_twice_and_no_second_derivative():
+    hidden, weight, targets = operands(17, 8, 131)
+    loss = linear_cross_entropy(hidden, weight, targets) / 3
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    (dhidden,) = torch.autograd.grad(loss * hidden.sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dhidden.sum().backward()
+
+
+def test_tokens_must_match():
+    hidden, weight, targets = operands(5, 3, 7)
+    with pytest.raises(ValueError, match="5"):
+        linear_cross_entropy(hidden, weight, targets[:3])
+
+
+def test_autocast_computes_in_its_dtype():
+    given = operands(17, 8, 131)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = loss_and_gradients(linear_cross_entropy, *given)
+        theirs = loss_and_gradients(linear_cross_entropy_reference, *given)
+    for result, expected in zip(ours, theirs, strict=True):
+        assert result.dtype is expected.dtype is torch.float32
+        assert relative_error(result, expected) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("preset", ["infir2", "hybrid_fast", "rowwise", "tensorwise"])
+@pytest.mark.parametrize("tokens_of_chunk", [None, 256], ids=["one", "chunks"])
+def test_a_head_in_fp8_is_off_by_no_more_than_its_casts(preset, tokens_of_chunk, monkeypatch):
+    if tokens_of_chunk:
+        limit_chunks(monkeypatch, tokens_of_chunk, 1009)
+    recipe = LinearRecipe.from_config(FP8Config.from_preset(preset, linear={"backend": "reference"}))
+    given = operands(640, 64, 1009, torch.bfloat16)
+    expected = loss_and_gradients(linear_cross_entropy_reference, *given)
+    ours = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)
+    assert relative_error(ours[0], expected[0]) < 2e-3
+    for result, wanted in zip(ours[1:], expected[1:], strict=True):
+        assert result.dtype is torch.bfloat16
+        assert 1e-3 < relative_error(result, wanted) < 0.1
+    with torch.no_grad():
+        assert linear_cross_entropy(*given, recipe) == ours[0]
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_operand_of_a_head_in_fp8_gets_no_gradient(frozen):
+    recipe = LinearRecipe.from_config(FP8Config(linear={"backend": "reference"}))
+    given = operands(17, 128, 131, torch.bfloat16)
+    expected = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)[2 - frozen]
+    given[frozen].requires_grad_(False)
+    linear_cross_entropy(*given, recipe).backward()
+    assert given[frozen].grad is None
+    assert torch.equal(given[1 - frozen].grad, expected)
+
+
+@pytest.mark.parametrize(("vocabulary", "hidden"), [(152064, 3584), (151936, 1536), (50257, 768), (512, 256)])
+@pytest.mark.parametrize("tokens", [1, 100, 2048, 8192, 32768])
+def test_chunks_on_a_gpu_are_few_and_do_not_raise_the_peak(tokens, vocabulary, hidden):
+    chunk = chunk_tokens(tokens, vocabulary, hidden, on_gpu=True)
+    logits, gradient = 2 * vocabulary * min(chunk, tokens), 2 * vocabulary * hidden
+    if chunk >= tokens:
+        assert logits + gradient <= max(3 * gradient, LOGITS_BYTES + gradient)
+    else:
+        assert logits <= max(gradient, LOGITS_BYTES)
+        fewest = -(-2 * vocabulary * tokens // max(LOGITS_BYTES, min(MAX_LOGITS_BYTES, gradient)))
+        assert -(-tokens // chunk) <= fewest + 1
+        assert chunk % 128 == 0
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("sizes", [(1, 7), (5, 61), (17, 131), (6, 1009), (3, 5003)], ids=str)
+def test_the_kernel_computes_the_softmax_gradient(sizes, dtype, gradient):
+    kernels = pytest.importorskip("ds_fp8.layers.softmax_gradient_triton", reason="Triton is not installed")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    logits, targets = 5 * torch.randn(sizes), torch.randint(0, sizes[1], sizes[:1])
+    targets[1::3] = IGNORED
+    padded = torch.full((sizes[0], sizes[1] + 3), math.nan, dtype=dtype, device=device)
+    ours = padded[:, : sizes[1]].copy_(logits)
+    theirs = ours.float().clone()
+    expected = softmax_gradient_reference(theirs, targets.to(device), gradient)
+    losses = kernels.softmax_gradient(ours, targets.to(device), IGNORED, gradient, block=1024)
+    assert relative_error(losses, expected) < 1e-5
+    assert relative_error(ours, theirs) < TOLERANCE[dtype]
+    assert padded[:, sizes[1] :].isnan().all()
+
+
+def test_the_kernel_shows_a_nan_and_hides_it_behind_an_ignored_target():
+    kernels = pytest.importorskip("ds_fp8.layers.softmax_gradient_triton", reason="Triton is not installed")
+    logits = torch.zeros(2, 5, device="cuda" if torch.cuda.is_available() else "cpu")
+    logits[:, 3] = math.nan
+    losses = kernels.softmax_gradient(logits, torch.tensor([0, IGNORED], device=logits.device), IGNORED, True)
+    assert losses.isnan().tolist() == [True, False]
+    assert logits[0].isnan().all()
+    assert (logits[1] == 0).all()
+
+
+@pytest.mark.parametrize("granularity", ["1x128", "128x128"])
+@pytest.mark.parametrize("wants_row", [True, False])
+def test_the_kernel_casts_the_softmax_gradient(granularity, wants_row):
+    kernels = pytest.importorskip("ds_fp8.layers.softmax_gradient_triton", reason="Triton is not installed")
+    empty_result = pytest.importorskip("ds_fp8.casts.store_triton").empty_result
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    bound = 1e-2 if torch.cuda.is_available() else 0.12  # Triton's interpreter rounds to FP8 coarsely
+    torch.manual_seed(0)
+    logits, targets = (3 * torch.randn(256, 384)).bfloat16().to(device), torch.randint(0, 384, (256,)).to(device)
+    targets[::7] = IGNORED
+    logits[14] = math.nan
+    gradient = logits.float()
+    expected = softmax_gradient_reference(gradient, targets, True)
+    columns = empty_result(384, 512, "e4m3", granularity, "pow2", torch.device(device))
+    columns.data.view(torch.uint8).fill_(0)
+    columns.scale.fill_(1)
+    losses, row = kernels.softmax_gradient_cast(logits, targets, IGNORED, CastSpec(), wants_row, columns, 256)
+    assert relative_error(losses, expected) < 1e-5
+    assert (
+        relative_error(columns.dequantize()[:, 256:], quantize(gradient.t(), granularity=granularity).dequantize())
+        < bound
+    )
+    assert (columns.dequantize()[:, :256] == 0).all()
+    assert (row is None) is not wants_row
+    if wants_row:
+        assert relative_error(row.dequantize(), quantize(gradient).dequantize()) < bound
+
+
+@pytest.mark.parametrize("preset", ["infir2", "hybrid_fast"])
+def test_a_head_in_fp8_casts_by_tile_as_it_does_by_chunk(preset, monkeypatch):
+    """Three chunks in two groups. Triton's interpreter rounds to FP8 coarsely."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    recipe = LinearRecipe.from_config(FP8Config.from_preset(preset, linear={"backend": "reference"}))
+    monkeypatch.setattr(cross_entropy, "chunk_tokens", lambda *_: 128)
+    given = operands(384, 64, 256, torch.bfloat16)
+    by_chunk = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)
+    monkeypatch.setattr(FP8Head, "_casts_by_tile", lambda *_: True)
+    by_tile = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)
+    assert relative_error(by_tile[0], by_chunk[0]) < 1e-5
+    for one, other in zip(by_tile[1:], by_chunk[1:], strict=True):
+        assert relative_error(one, other) < 0.12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("sizes", [*SIZES, (300, 128, 50257)], ids=str)
+@pytest.mark.parametrize("wants", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_gpu_agrees_with_all_logits(sizes, wants, dtype, chunked, monkeypatch):
+    if chunked:
+        monkeypatch.setattr(cross_entropy, "chunk_tokens", lambda *_: 128)
+    given = operands(*sizes, dtype, "cuda")
+    expected = loss_and_gradients(linear_cross_entropy_reference, *given, factor=0.37)
+    for operand, wanted in zip(given[:2], wants, strict=True):
+        operand.requires_grad_(wanted)
+    loss = linear_cross_entropy(*given)
+    (loss * 0.37).backward()
+    assert relative_error(loss.detach(), expected[0]) < TOLERANCE[dtype]
+    for operand, wanted, theirs in zip(given[:2], wants, expected[1:], strict=True):
+        if wanted:
+            assert relative_error(operand.grad, theirs) < TOLERANCE[dtype]
+        else:
+            assert operand.grad is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["infir2", "hybrid_fast"])
+@pytest.mark.parametrize("tokens", [640, 600], ids=["whole tiles", "ragged"])
+def test_a_head_in_fp8_on_a_gpu_is_the_emulated_one(tokens, preset, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "chunk_tokens", lambda *_: 256)
+    results = []
+    for device, backend in (("cuda", "auto"), ("cpu", "reference")):
+        recipe = LinearRecipe.from_config(FP8Config.from_preset(preset, linear={"backend": backend}))
+        given = operands(tokens, 128, 1024, torch.bfloat16, device)
+        results.append(loss_and_gradients(lambda *each, r=recipe: linear_cross_entropy(*each, r), *given))
+    for one, other in zip(*results, strict=True):
+        assert relative_error(one.cpu(), other) < 0.02

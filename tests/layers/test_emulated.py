@@ -1,0 +1,95 @@
+"""Linears and fused layers with emulated casts: what they cost beside BF16, and what the start report calls them."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+
+from ds_fp8.casts import quantize, quantize_columnwise
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.gemm import scaled_matmul
+from ds_fp8.layers.convert import convert
+from ds_fp8.layers.linear import FP8Linear
+from tests.layers.hugging_face import causal_lm, tokens
+from tests.zero import models
+
+IN_BF16 = {"param_gather": {"format": "bf16"}}
+INT8 = {"format": "int8", "granularity": "row"}
+SECTIONS = {
+    "mxfp8": ({"preset": "mxfp8"}, 0.04),
+    "nvfp4": ({"preset": "nvfp4"}, 0.25),
+    "int8 by rows": ({**IN_BF16, "linear": {"input": INT8, "weight": INT8, "grad_output": INT8}}, 0.03),
+    "log8": ({**IN_BF16, "linear": {name: {"format": "log8"} for name in ("input", "weight", "grad_output")}}, 0.06),
+}
+"""Sections, and the relative error of two layers against BF16 that they stay below."""
+
+
+def logits_and_gradient(model):
+    ids = tokens()
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    gradients = torch.cat([p.grad.float().flatten() for p in model.parameters()])
+    return output.logits.detach().float(), gradients
+
+
+def error(result, expected):
+    return ((result - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("fuse", ["auto", "off"])
+@pytest.mark.parametrize(("section", "bound"), SECTIONS.values(), ids=SECTIONS)
+def test_a_model_costs_what_its_format_costs(section, bound, fuse):
+    exact, cast = causal_lm("qwen2"), causal_lm("qwen2")
+    conversion = convert(cast, parse_fp8({"fp8": {**section, "fuse": fuse, "monitor": {"every": 0}}}))
+    assert len(conversion.fusion.layers) == (2 if fuse == "auto" else 0)
+    assert conversion.recipe.backend == "reference"
+    for result, expected in zip(logits_and_gradient(cast), logits_and_gradient(exact), strict=True):
+        assert bound / 8 < error(result, expected) < 2 * bound
+
+
+def test_weights_in_groups_are_cast_along_either_contraction():
+    model = causal_lm("llama")
+    convert(model, parse_fp8({"fp8": {"preset": "mxfp8", "fuse": "off", "monitor": {"every": 0}}}))
+    linear = model.model.layers[0].self_attn.o_proj
+    x = torch.randn(16, linear.in_features).bfloat16().requires_grad_()
+    y = linear(x)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    words = "e4m3", "1x32", "pow2"
+    weight = linear.weight.detach()
+    assert torch.equal(y, scaled_matmul(quantize(x, *words), quantize(weight, *words)))
+    assert torch.equal(x.grad, scaled_matmul(quantize(dy, *words), quantize_columnwise(weight, *words)))
+    expected = scaled_matmul(quantize_columnwise(dy, *words), quantize_columnwise(x, *words))
+    assert torch.equal(linear.weight.grad, expected)
+
+
+def trained(section):
+    engine_output = io.StringIO()
+    with contextlib.redirect_stdout(engine_output):
+        engine = models.build(models.config({**section, "monitor": {"every": 1}}))
+    losses = models.train(engine, 4)
+    statistics = engine.fp8.saturation()
+    return losses, engine.fp8.report, " ".join(engine_output.getvalue().replace("│", " ").split()), statistics
+
+
+def test_an_engine_trains_and_says_what_is_emulated(ranks):
+    overrides = {"layers.0.up": {"weight": {"format": "e4m3", "granularity": "128x128", "scale": "pow2"}}}
+    section = {"preset": "nvfp4", "param_gather": {"format": "bf16"}, "linear": {"overrides": overrides}}
+    losses, report, text, statistics = ranks(2, trained, section)[0]
+    assert losses[-1] < losses[0]
+    assert report["emulated"] == ["e2m1 16x16 e4m3", "e2m1 1x16 e4m3", "e2m1 1x16 e4m3 stochastic"]
+    assert "emulated, in one byte an element: e2m1 16x16 e4m3, e2m1 1x16 e4m3" in text
+    assert statistics is not None
+
+
+def test_only_what_is_native_is_gathered_in_fp8(ranks):
+    overrides = {"*.down": {"weight": {"format": "int8", "granularity": "row"}}}
+    assert ranks(2, gathered, {"linear": {"overrides": overrides}})[0] == [True, False] * 3
+
+
+def gathered(section):
+    engine = models.build(models.config({**section, "monitor": {"every": 0}}))
+    models.train(engine, 1)
+    linears = [module for module in engine.module.modules() if isinstance(module, FP8Linear)]
+    return [engine.fp8.parameter_gather.gathers(linear.weight) for linear in linears]

@@ -1,0 +1,154 @@
+"""RMSNorm, gated activation and rotary embedding with their casts: kernels against the plain torch references.
+
+On a GPU the kernels run compiled, elsewhere in Triton's interpreter, whose roundings to BF16 and FP8 are coarser.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ds_fp8.casts import QuantizedTensor, quantize
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.layers.gated_activation import (
+    ACTIVATIONS,
+    activate,
+    gated_activation_backward,
+    gated_backward_reference,
+    gated_product_reference,
+)
+from ds_fp8.layers.heads import HeadLayout, HeadNorms
+from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.rms_norm import rms_norm_backward_reference, rms_norm_cast
+from ds_fp8.layers.rotary import rotate_backward_reference, rotate_reference
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from ds_fp8.layers import gated_activation_triton as gated_kernels
+from ds_fp8.layers import rms_norm_triton as norm_kernels
+from ds_fp8.layers import rotary_triton as rotary_kernels
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+FP32_ERROR = 1e-5
+BF16_ERROR = 3e-3 if ON_GPU else 6e-3
+FP8_ERROR = 1e-2 if ON_GPU else 0.12
+"""Relative errors: of FP32 sums, of one rounding to BF16, and of casts of nearly equal numbers."""
+
+
+def error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    expected = expected.float().cpu()
+    return ((result.float().cpu() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16().to(DEVICE)
+
+
+def recipe(**linear) -> LinearRecipe:
+    return LinearRecipe.from_config(FP8Config(linear={"backend": "reference", **linear}, monitor={"every": 0}))
+
+
+def assert_cast(result: QuantizedTensor, expected: torch.Tensor, bound: float = FP8_ERROR) -> None:
+    """`result` is close to the cast of `expected` by the reference."""
+    wanted = quantize(expected.float().cpu(), result.format, result.granularity, result.scale_type)
+    assert error(result.dequantize(), wanted.dequantize()) < bound
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 128), (3, 200), (130, 256), (5, 576)])
+def test_rms_norm(tokens, hidden, residual):
+    torch.manual_seed(0)
+    x, weight, spec = random(tokens, hidden), torch.rand(hidden, device=DEVICE).bfloat16() + 0.5, recipe().input
+    added = random(tokens, hidden) if residual else None
+    h, rstd, cast = norm_kernels.normalise(x, added, weight, 1e-6, spec)
+    assert error(h, x.float() + (added.float() if residual else 0)) < BF16_ERROR
+    exact = F.rms_norm(h.float(), (hidden,), weight.float(), 1e-6)
+    assert error(rstd, torch.rsqrt(h.float().square().mean(-1) + 1e-6)) < FP32_ERROR
+    assert_cast(cast, exact)
+    on_cpu = rms_norm_cast(h.cpu(), weight.cpu(), 1e-6, recipe())
+    assert error(on_cpu.cast.dequantize(), quantize(exact.cpu()).dequantize()) < 1e-2
+
+    dn, dresidual = random(tokens, hidden), random(tokens, hidden) if residual else None
+    leaf, w = h.float().requires_grad_(), weight.float().requires_grad_()
+    F.rms_norm(leaf, (hidden,), w, 1e-6).backward(dn.float())
+    dh = leaf.grad + (dresidual.float() if residual else 0)
+    for backward in (norm_kernels.normalise_backward, rms_norm_backward_reference):
+        result = backward(dn, h, weight, rstd, dresidual)
+        assert error(result[0], dh) < BF16_ERROR
+        assert error(result[1], w.grad) < BF16_ERROR
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("tokens", "features"), [(1, 128), (130, 256), (7, 100), (128, 128)])
+def test_gated_activation_forward(tokens, features, activation):
+    torch.manual_seed(0)
+    gate_up = random(tokens, 2 * features)
+    gate, up = gate_up.float().chunk(2, -1)
+    expected = activate(gate, activation) * up
+    _, cast, saved = gated_kernels.gated_forward(gate_up, activation, recipe().input, True)
+    assert_cast(cast, expected)
+    assert_cast(saved, gate_up)
+    product, cast, saved = gated_kernels.gated_forward(
+        gate_up, activation, recipe(input={"granularity": "row"}).input, False
+    )
+    assert cast is saved is None
+    assert error(product, expected) < BF16_ERROR
+
+
+@pytest.mark.parametrize("saved_as", ["fp8", "bf16"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("tokens", "features"), [(1, 128), (130, 256), (7, 100), (128, 128)])
+def test_gated_activation_backward(tokens, features, activation, saved_as):
+    torch.manual_seed(0)
+    gate_up, dproduct = random(tokens, 2 * features), random(tokens, features)
+    saved = quantize(gate_up) if saved_as == "fp8" else gate_up
+    numbers = saved.dequantize() if saved_as == "fp8" else gate_up
+    leaf = numbers.float().requires_grad_()
+    product = gated_product_reference(leaf, activation)
+    product.backward(dproduct.float())
+
+    reference = gated_backward_reference(dproduct, numbers, activation)
+    plain = gated_kernels.gated_backward(dproduct, saved, activation)
+    for results, bound in ((reference, FP32_ERROR), (plain, BF16_ERROR)):
+        assert error(results[0], leaf.grad) < bound
+        assert error(results[1], product) < bound
+    for wgrad_input in ("1x128", "128x128"):
+        if features % 128 or tokens % 128:
+            continue
+        mixed = recipe(wgrad={"input": wgrad_input})
+        row, column, product_column = gated_kernels.gated_backward_cast(dproduct, saved, activation, mixed, mixed)
+        assert (row.granularity, column.granularity, product_column.granularity) == ("1x128", "1x128", wgrad_input)
+        assert_cast(row, leaf.grad)
+        assert_cast(column, leaf.grad.t())
+        assert_cast(product_column, product.detach().t())
+        if not ON_GPU:
+            on_cpu = gated_activation_backward(dproduct, saved, activation, mixed, mixed)
+            assert_cast(on_cpu.dgate_up, leaf.grad, 1e-2)
+            assert_cast(on_cpu.product_columnwise, product.detach().t(), 1e-2)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shared_angles", [False, True])
+@pytest.mark.parametrize(("length", "head_dim"), [(1, 8), (19, 24), (40, 64)])
+def test_rotary_embedding(length, head_dim, shared_angles, biased, norm):
+    torch.manual_seed(0)
+    layout, batch = HeadLayout(4, 2, head_dim), 2
+    qkv = random(batch * length, 8 * head_dim)
+    angles = torch.randn(1 if shared_angles else batch, length, head_dim, device=DEVICE)
+    cos, sin = angles.cos(), angles.sin()
+    bias = random(8 * head_dim) if biased else None
+    norms = HeadNorms(*(torch.rand(2, head_dim, device=DEVICE) + 0.5), 1e-6) if norm else None
+    expected = rotate_reference(qkv, cos, sin, layout, bias, norms)
+    if not (norm or biased):  # by definition, head by head
+        q = layout.split(qkv.float(), batch, length)[0]
+        turned = torch.cat([-q[..., head_dim // 2 :], q[..., : head_dim // 2]], -1)
+        rotated = q * cos[:, None] + turned * sin[:, None]
+        assert error(layout.split(expected, batch, length)[0], rotated) < BF16_ERROR
+    assert error(rotary_kernels.rotate_heads(qkv.clone(), cos, sin, layout, bias, norms), expected) < BF16_ERROR
+
+    gradients = layout.split(random(batch * length, 8 * head_dim), batch, length)
+    wanted = rotate_backward_reference(gradients, cos, sin, layout, qkv, bias, norms)
+    results = rotary_kernels.rotate_heads_backward(gradients, cos, sin, layout, qkv, bias, norms)
+    for result, expected in zip(results, wanted, strict=True):
+        assert (result is None) == (expected is None)
+        assert result is None or error(result, expected) < BF16_ERROR

@@ -1,0 +1,292 @@
+"""FP8Linear: its three products, its shapes, and what it keeps between forward and backward."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ds_fp8.casts import quantize
+from ds_fp8.config.formats import CastSpec
+from ds_fp8.config.presets import PRESETS
+from ds_fp8.layers.linear import FP8Linear
+from tests.gemm.tolerance import ROUNDING, assert_is_product
+from tests.layers.linears import fp8_linear
+
+presets = pytest.mark.parametrize("preset", PRESETS)
+saves = pytest.mark.parametrize("save", ["fp8", "bf16"])
+BF16 = torch.bfloat16
+
+
+def random(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> torch.Tensor:
+    """Numbers whose magnitude differs along the last dimension, so that groups along other dimensions differ too."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.exp2(torch.randint(-5, 6, shape[-1:], generator=generator))
+    return (torch.randn(shape, generator=generator) * spread).to(dtype)
+
+
+def cast(x: torch.Tensor, spec: CastSpec) -> torch.Tensor:
+    """`x` as numbers that FP8 holds."""
+    return quantize(x.detach(), spec.format, spec.granularity, spec.scale).dequantize()
+
+
+def run(linear: FP8Linear, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients of input and weight."""
+    x = x.detach().requires_grad_()
+    linear.zero_grad()
+    y = linear(x)
+    y.backward(dy)
+    return [y.detach(), x.grad, linear.weight.grad]
+
+
+def saved_tensors(linear: FP8Linear, x: torch.Tensor) -> list[torch.Tensor]:
+    """What autograd keeps after one forward."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        linear(x)
+    return saved
+
+
+@presets
+@saves
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 1, 1), (1, 40, 130), (129, 200, 7), (130, 127, 300)])
+def test_the_three_products(preset, save, dtype, tokens, inputs, outputs):
+    linear = fp8_linear(inputs, outputs, dtype, preset=preset, activations={"save": save})
+    recipe, w = linear.recipe, cast(linear.weight, linear.recipe.weight)
+    x_spec, dy_spec = recipe.input, recipe.grad_output
+    x, dy = random(tokens, inputs, dtype=dtype), random(tokens, outputs, dtype=dtype, seed=1)
+    y, dx, dw = run(linear, x, dy)
+
+    assert {y.dtype, dx.dtype, dw.dtype} == {dtype}
+    assert_is_product(y, cast(x, recipe.input), w)
+    if recipe.weight.granularity == "row":  # dgrad contracts over the weight's rows: their scales go into dy's cast
+        codes = quantize(linear.weight.detach(), recipe.weight.format, "row", recipe.weight.scale)
+        scaled = dy.float() * codes.scale.flatten()
+        assert_is_product(dx, cast(scaled, dy_spec), codes.data.float().t())
+    else:
+        assert_is_product(dx, cast(dy, dy_spec), w.t())
+    dy_NT = quantize(dy.t(), dy_spec.format, recipe.wgrad_grad_output, dy_spec.scale)
+    x_KT = quantize(x.t(), x_spec.format, recipe.wgrad_input, x_spec.scale)
+    assert_is_product(dw, dy_NT.dequantize(), x_KT.dequantize())
+
+
+def test_every_cast_follows_its_own_key():
+    """A section that no preset has, so that no two casts can be mistaken for each other."""
+    casts = {
+        "input": {"format": "e4m3", "granularity": "row", "scale": "fp32"},
+        "weight": {"format": "e5m2", "granularity": "tensor"},
+        "grad_output": {"format": "e5m2", "granularity": "1x128"},
+        "wgrad": {"input": "tensor", "grad_output": "128x128"},
+    }
+    linear = fp8_linear(200, 130, linear=casts, param_gather={"format": "e5m2"})
+    x, dy = random(9, 200), random(9, 130, seed=1)
+    y, dx, dw = run(linear, x, dy)
+    w = quantize(linear.weight, "e5m2", "tensor", "pow2").dequantize()
+    assert_is_product(y, quantize(x, "e4m3", "row", "fp32").dequantize(), w)
+    assert_is_product(dx, quantize(dy, "e5m2", "1x128", "pow2").dequantize(), w.t())
+    x_KT, dy_NT = quantize(x.t(), "e4m3", "tensor", "fp32"), quantize(dy.t(), "e5m2", "128x128", "pow2")
+    assert_is_product(dw, dy_NT.dequantize(), x_KT.dequantize())
+
+
+def test_bias_is_added_and_gets_its_gradient():
+    plain, biased = fp8_linear(40, 7), fp8_linear(40, 7, bias=True)
+    biased.load_state_dict({"weight": plain.weight, "bias": random(7, seed=2)})
+    x, dy = random(2, 65, 40), random(2, 65, 7, seed=1)
+    y, dx, dw = run(plain, x, dy)
+    y_biased, dx_biased, dw_biased = run(biased, x, dy)
+    assert torch.equal(y_biased, y + biased.bias)
+    assert torch.equal(dx_biased, dx)
+    assert torch.equal(dw_biased, dw)
+    assert_is_product(biased.bias.grad[None], torch.ones(1, 130), dy.flatten(0, 1).t())
+
+
+@presets
+@saves
+@pytest.mark.parametrize("shape", [(130,), (2, 65), (5, 2, 13)])
+def test_leading_dimensions_are_tokens(preset, save, shape):
+    linear = fp8_linear(40, 7, preset=preset, activations={"save": save})
+    x, dy = random(130, 40), random(130, 7, seed=1)
+    flat = run(linear, x, dy)
+    shaped = run(linear, x.view(*shape, 40), dy.view(*shape, 7))
+    for got, expected, dimensions in zip(shaped, flat, [(*shape, 7), (*shape, 40), (7, 40)], strict=True):
+        assert torch.equal(got, expected.view(dimensions))
+
+
+@saves
+def test_memory_order_does_not_matter(save):
+    linear = fp8_linear(40, 7, activations={"save": save})
+    x, dy = random(5, 26, 40), random(5, 26, 7, seed=1)
+    x_strided, dy_strided = (tensor.transpose(0, 2).contiguous().transpose(0, 2) for tensor in (x, dy))
+    assert not x_strided.is_contiguous()
+    assert not dy_strided.is_contiguous()
+    for got, expected in zip(run(linear, x_strided, dy_strided), run(linear, x, dy), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_an_expanded_gradient():
+    """`y.sum().backward()` hands over one number with strides of 0."""
+    linear, x = fp8_linear(40, 7), random(9, 40).requires_grad_()
+    linear(x).sum().backward()
+    _, dx, dw = run(fp8_linear(40, 7), x, torch.ones(9, 7, dtype=BF16))
+    assert torch.equal(x.grad, dx)
+    assert torch.equal(linear.weight.grad, dw)
+
+
+def test_a_single_vector():
+    linear, x, dy = fp8_linear(40, 7), random(40), random(7, seed=1)
+    y, dx, dw = run(linear, x, dy)
+    y_row, dx_row, dw_row = run(linear, x[None], dy[None])
+    assert torch.equal(y, y_row[0])
+    assert torch.equal(dx, dx_row[0])
+    assert torch.equal(dw, dw_row)
+
+
+@presets
+@saves
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
+def test_an_empty_batch(preset, save, shape):
+    linear = fp8_linear(40, 7, bias=True, preset=preset, activations={"save": save})
+    y, dx, dw = run(linear, random(*shape, 40), random(*shape, 7))
+    assert y.shape == (*shape, 7)
+    assert dx.shape == (*shape, 40)
+    assert torch.equal(dw, torch.zeros(7, 40, dtype=BF16))
+    assert torch.equal(linear.bias.grad, torch.zeros(7, dtype=BF16))
+
+
+@saves
+def test_a_frozen_weight_still_passes_gradients_and_keeps_nothing(save):
+    linear, x, dy = fp8_linear(40, 7, activations={"save": save}), random(9, 40), random(9, 7, seed=1)
+    _, dx, _ = run(linear, x, dy)
+    linear.requires_grad_(False)
+    _, dx_frozen, dw = run(linear, x, dy)
+    assert torch.equal(dx_frozen, dx)
+    assert dw is None
+    assert saved_tensors(linear, x.requires_grad_()) == []
+
+
+@saves
+def test_an_input_without_gradient_still_trains_the_weight(save):
+    linear, x, dy = fp8_linear(40, 7, activations={"save": save}), random(9, 40), random(9, 7, seed=1)
+    _, _, dw = run(linear, x, dy)
+    linear.zero_grad()
+    linear(x).backward(dy)
+    assert torch.equal(linear.weight.grad, dw)
+
+
+@presets
+def test_what_is_saved_does_not_change_the_gradients(preset):
+    x, dy = random(130, 200), random(130, 40, seed=1)
+    fp8, bf16 = (run(fp8_linear(200, 40, preset=preset, activations={"save": s}), x, dy) for s in ("fp8", "bf16"))
+    for got, expected in zip(fp8, bf16, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@saves
+def test_activation_checkpointing_does_not_change_the_gradients(use_reentrant, save):
+    first, second = (fp8_linear(*sizes, activations={"save": save}) for sizes in ((40, 130), (130, 7)))
+
+    def block(x):
+        return second(torch.nn.functional.silu(first(x)))
+
+    def gradients(forward):
+        x = random(9, 40).requires_grad_()
+        first.zero_grad()
+        second.zero_grad()
+        forward(x).backward(random(9, 7, seed=1))
+        return [x.grad, first.weight.grad, second.weight.grad]
+
+    plain = gradients(block)
+    recomputed = gradients(lambda x: checkpoint(block, x, use_reentrant=use_reentrant))
+    for got, expected in zip(recomputed, plain, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(("save", "bytes_per_element"), [("fp8", 1), ("bf16", 2)])
+def test_bytes_kept_between_forward_and_backward(save, bytes_per_element):
+    x = random(4, 256, 200).requires_grad_()
+    saved = sum(tensor.nbytes for tensor in saved_tensors(fp8_linear(200, 300, activations={"save": save}), x))
+    scales = 4 / 128 if save == "fp8" else 0
+    assert saved == x.numel() * (bytes_per_element + scales)
+
+
+@pytest.mark.parametrize(("save", "kept"), [("fp8", False), ("bf16", True)])
+def test_the_input_itself_is_kept_for_bf16_only(save, kept):
+    linear, x = fp8_linear(40, 7, activations={"save": save}), random(9, 40).requires_grad_() * 2
+    alive = weakref.ref(x)
+    y = linear(x)
+    del x
+    gc.collect()
+    assert (alive() is not None) == kept
+    y.sum().backward()
+
+
+def test_without_gradients_the_output_is_the_same_and_nothing_is_kept():
+    linear, x = fp8_linear(40, 7), random(9, 40)
+    y = linear(x)
+    with torch.no_grad():
+        assert torch.equal(linear(x), y)
+        assert saved_tensors(linear, x) == []
+
+
+@presets
+def test_a_gathered_weight_stands_in_for_the_parameter(preset):
+    """Under FP8 gather `weight.data` may not be read, and backward multiplies by what is gathered at that time."""
+    linear = fp8_linear(200, 130, preset=preset)
+    spec, x, dy = linear.recipe.weight, random(9, 200).requires_grad_(), random(9, 130, seed=1)
+    forward_w, backward_w = (
+        quantize(random(130, 200, seed=seed), spec.format, spec.granularity, spec.scale) for seed in (2, 3)
+    )
+    linear.weight.data = torch.full((), torch.nan, dtype=BF16).expand(130, 200)
+
+    linear.weight.fp8_gathered = forward_w
+    y = linear(x)
+    del linear.weight.fp8_gathered  # released after forward, gathered again for backward
+    linear.weight.fp8_gathered = backward_w
+    y.backward(dy)
+    assert_is_product(y.detach(), cast(x, linear.recipe.input), forward_w.dequantize())
+    assert_is_product(x.grad, cast(dy, linear.recipe.grad_output), backward_w.dequantize().t())
+    assert linear.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("poison", [torch.inf, torch.nan])
+def test_overflow_is_seen_in_every_product(poison):
+    x, dy = random(9, 40), random(9, 7, seed=1)
+    x[3, 5] = poison
+    y, _, dw = run(fp8_linear(40, 7), x, dy)
+    assert y.isnan().any(1).nonzero().flatten().tolist() == [3]
+    assert dw.isnan().any()
+    x, dy[3, 5] = random(9, 40), poison
+    _, dx, dw = run(fp8_linear(40, 7), x, dy)
+    assert dx.isnan().any(1).nonzero().flatten().tolist() == [3]
+    assert dw.isnan().any()
+
+
+@presets
+def test_the_result_is_close_to_the_high_precision_one(preset):
+    linear = fp8_linear(200, 130, preset=preset)
+    x = torch.randn(64, 200, dtype=BF16, generator=torch.Generator().manual_seed(1))
+    exact = x.double() @ linear.weight.detach().double().t()
+    error = (linear(x).detach().double() - exact).norm() / exact.norm()
+    # Rounding to 3 bits of mantissa errs by at most 1/16 of each factor, in random directions.
+    assert ROUNDING[BF16] < error < 1 / 16
+
+
+def test_a_gradient_of_gradients_is_an_error():
+    linear, x = fp8_linear(40, 7), random(9, 40).requires_grad_()
+    (dx,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (dx.sum() + x.sum()).backward()
+
+
+def test_an_input_of_the_wrong_width_is_an_error():
+    with pytest.raises(ValueError, match="41"):
+        fp8_linear(40, 7)(random(9, 41))
+
+
+def test_the_casts_are_shown():
+    shown = repr(fp8_linear(40, 7, preset="tensorwise"))
+    assert "in_features=40" in shown
+    assert "grad_output=e5m2/tensor" in shown

@@ -1,0 +1,390 @@
+"""Cross entropy without logits: inside Hugging Face models and under ZeRO-3, against the one with logits."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_fp8.layers.cross_entropy import IGNORED
+from ds_fp8.layers.loss import FusedHead, fuse_loss, withholds_logits
+from tests.layers.copies import assert_independent_copy, copied
+from tests.layers.losses import TOLERANCE, limit_chunks, relative_error
+from tests.zero.models import config as ds_config
+
+VOCABULARY = 61
+KINDS = ["llama", "qwen2", "qwen3", "mistral"]
+
+
+def build(kind, tied=False, seed=0, **changes):
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings | changes))
+
+
+def fused_and_plain(kind, **settings):
+    plain = build(kind, **settings)
+    fused = copy.deepcopy(plain)
+    assert fuse_loss(fused).fused
+    return fused, plain
+
+
+def batch(rows=2, tokens=9):
+    ids = torch.randint(3, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(5))
+    labels = ids.clone()
+    labels[0, :4] = IGNORED
+    labels[1, 6] = IGNORED
+    return {"input_ids": ids, "labels": labels}
+
+
+def assert_same_training(fused, plain, inputs):
+    tolerance = TOLERANCE[torch.float32]
+    ours, theirs = fused(**inputs), plain(**inputs)
+    assert type(ours) is type(theirs)
+    assert ours.logits is None
+    assert "logits" not in ours
+    assert ours.loss.dtype is theirs.loss.dtype
+    assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=tolerance, nan_ok=True)
+    ours.loss.backward()
+    theirs.loss.backward()
+    for (name, p), (other, q) in zip(fused.named_parameters(), plain.named_parameters(), strict=True):
+        assert name == other
+        assert relative_error(p.grad, q.grad) < tolerance, name
+
+
+REDUCTIONS = {
+    "mean": {},
+    "items": {"num_items_in_batch": 5},
+    "items tensor": {"num_items_in_batch": torch.tensor(7.5)},
+    "shifted": {"shift_labels": batch()["labels"].roll(2, 1)},
+    "shifted items": {"shift_labels": batch()["labels"].roll(2, 1), "num_items_in_batch": torch.tensor(3)},
+    "ignore_index": {"ignore_index": int(batch()["labels"][1, 2])},
+}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_models_train_alike(kind, reduction, tied):
+    inputs = batch() | REDUCTIONS[reduction]
+    if reduction == "ignore_index":
+        inputs["labels"] = inputs["labels"].where(inputs["labels"] != IGNORED, inputs["ignore_index"])
+    assert_same_training(*fused_and_plain(kind, tied=tied), inputs)
+
+
+def gradients(model, autocast=False):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**batch()).loss
+    loss.backward()
+    return torch.cat([p.grad.double().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_bf16_gradients_are_as_good_as_with_logits(kind, autocast):
+    exact = gradients(build(kind))
+    models = fused_and_plain(kind)
+    if not autocast:
+        models = [model.bfloat16() for model in models]
+    fused, plain = (relative_error(gradients(model, autocast), exact) for model in models)
+    assert 0 < fused < 1.1 * plain
+
+
+def test_a_batch_without_labels_to_predict_has_no_mean_and_no_gradient():
+    inputs = batch()
+    inputs["labels"] = torch.full_like(inputs["labels"], IGNORED)
+    fused, plain = fused_and_plain("llama")
+    assert_same_training(fused, plain, inputs)
+    assert fused(**inputs).loss.isnan()
+    assert fused(**inputs, num_items_in_batch=4).loss == 0
+
+
+def test_the_auxiliary_loss_of_experts_is_kept():
+    fused, plain = fused_and_plain("mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
+    assert_same_training(fused, plain, batch())
+    assert fused(**batch()).aux_loss > 0
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_what_a_fused_model_stays(tied, tmp_path):
+    fused, plain = fused_and_plain("llama", tied=tied)
+    assert isinstance(fused, type(plain))
+    assert isinstance(fused.lm_head, torch.nn.Linear)
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    assert inspect.signature(fused.forward) == inspect.signature(plain.forward)
+    assert fuse_loss(fused).fused
+    assert type(fused).__mro__[1] is type(plain), "fusing twice fuses once"
+    fused.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    assert type(loaded) is type(plain)
+    assert torch.equal(loaded(batch()["input_ids"]).logits, plain(batch()["input_ids"]).logits)
+
+
+def test_fusing_draws_no_random_numbers():
+    model = build("llama")
+    torch.manual_seed(3)
+    fuse_loss(model)
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert drawn == torch.rand(1)
+
+
+def test_without_labels_nothing_changes():
+    fused, plain = fused_and_plain("qwen3")
+    ids = batch()["input_ids"]
+    assert torch.equal(fused(ids).logits, plain(ids).logits)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    fused(**batch())
+    assert torch.equal(fused.generate(ids, **options), plain.generate(ids, **options))
+
+
+def test_evaluation_outputs_and_tuples():
+    fused, plain = fused_and_plain("llama")
+    fused.eval()
+    plain.eval()
+    with torch.no_grad():
+        expected = plain(**batch())
+        with_logits = fused(**batch())
+        assert torch.equal(with_logits.logits, expected.logits), "metrics are computed from them"
+        assert with_logits.loss == expected.loss
+        loss = expected.loss.item()
+        output = fused(**batch(), output_hidden_states=True, skip_logits=True)
+        assert output.logits is None
+        assert output.loss.item() == pytest.approx(loss, rel=TOLERANCE[torch.float32])
+        assert len(output.hidden_states) == 3
+        parts = fused(**batch(), return_dict=False, use_cache=False, skip_logits=True)
+        assert [part.item() for part in parts] == [pytest.approx(loss, rel=TOLERANCE[torch.float32])]
+
+
+def test_training_gives_its_logits_when_asked():
+    fused, plain = fused_and_plain("llama")
+    assert torch.equal(fused(**batch(), skip_logits=False).logits, plain(**batch()).logits)
+
+
+def test_a_model_in_evaluation_mode_is_tried_without_its_logits():
+    """As from_pretrained returns it."""
+    assert not fuse_loss(build("granite", logits_scaling=4.0).eval()).fused
+
+
+LORA = {"attention": {}, "head": {"target_modules": ["lm_head"]}, "saved head": {"modules_to_save": ["lm_head"]}}
+
+
+@pytest.mark.parametrize("targets", LORA)
+def test_a_model_wrapped_by_peft_is_fused_inside(targets):
+    def wrap(model):
+        torch.manual_seed(1)
+        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **LORA[targets]))
+
+    plain, fused = wrap(build("llama")), wrap(build("llama"))
+    result = fuse_loss(fused)
+    assert result.fused == withholds_logits(fused) == (targets == "attention")
+    if not result.fused:
+        assert "adapter (peft." in result.description
+    ours, theirs = fused(**batch()), plain(**batch())
+    assert (ours.logits is None) == result.fused
+    ours.loss.backward()
+    theirs.loss.backward()
+    for (name, p), q in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        if q.requires_grad:
+            assert relative_error(p.grad, q.grad) < TOLERANCE[torch.float32], name
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
+def test_a_fused_model_can_be_copied(how):
+    fused, _ = fused_and_plain("qwen3")
+    expected = fused(**batch()).loss
+    assert_independent_copy(fused, copied(fused, how))
+    assert copied(fused, how)(**batch()).loss == expected
+    assert copied(fused, how)(**batch()).logits is None
+
+
+def test_labels_by_position_and_a_failed_forward():
+    fused, plain = fused_and_plain("llama")
+    ids, labels = batch().values()
+    assert fused(ids, None, None, None, None, labels).logits is None
+    with pytest.raises(ValueError, match="targets"):
+        fused(input_ids=ids, labels=labels[:, :5])
+    assert torch.equal(fused(ids).logits, plain(ids).logits), "labels of a failed call must not linger"
+
+
+def test_a_loss_function_of_the_users_is_used_with_logits():
+    fused, _ = fused_and_plain("llama")
+    fused.loss_function = lambda logits, labels, **_: logits.sum()
+    output = fused(**batch())
+    assert output.loss == output.logits.sum()
+
+
+class LargestTensor(TorchDispatchMode):
+    """The largest number of elements that any operation has put out."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return result
+
+
+def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
+    vocabulary, inputs = 1009, batch(rows=2, tokens=60)
+    limit_chunks(monkeypatch, 3, vocabulary)
+    fused, plain = fused_and_plain("llama", vocab_size=vocabulary)
+    largest = {}
+    for model in (fused, plain):
+        with LargestTensor() as mode:
+            model(**inputs).loss.backward()
+        largest[model] = mode.elements
+    logits = inputs["labels"].numel() * vocabulary
+    assert largest[plain] >= logits
+    assert largest[fused] == fused.lm_head.weight.numel() < logits / 3
+
+
+# What a model does with its logits before the loss, which fusing would skip.
+LOGIT_WORK = {
+    "gemma2": {"final_logit_softcapping": 5.0},
+    "granite": {"logits_scaling": 4.0},
+    "cohere": {"logit_scale": 0.25},
+}
+
+
+@pytest.mark.parametrize("kind", LOGIT_WORK)
+def test_models_that_work_on_their_logits_are_left_alone(kind):
+    model = build(kind, **LOGIT_WORK[kind])
+    before = type(model)
+    result = fuse_loss(model)
+    assert not result.fused
+    assert "works on its logits" in result.description
+    assert type(model) is before
+    assert type(model.lm_head) is torch.nn.Linear
+    assert model(**batch()).logits is not None
+
+
+def test_gemma2_without_capping_is_fused():
+    assert_same_training(*fused_and_plain("gemma2", final_logit_softcapping=None), batch())
+
+
+def with_biased_head(model):
+    model.lm_head = torch.nn.Linear(32, VOCABULARY)
+
+
+def with_other_head(model):
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+
+
+def with_own_loss(model):
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+
+
+def with_replaced_forward(model):
+    model.forward = model.forward
+
+
+def with_doubled_loss(model):
+    class Doubled(type(model)):
+        def forward(self, **inputs):
+            output = super().forward(**inputs)
+            return output if output.loss is None else type(output)(loss=output.loss + output.logits.float().mean())
+
+    model.__class__ = Doubled
+
+
+def with_shift_labels_lost(model):
+    class Forgetful(type(model)):
+        def forward(self, input_ids=None, labels=None, shift_labels=None, **inputs):
+            return super().forward(input_ids=input_ids, labels=labels, **inputs)
+
+    model.__class__ = Forgetful
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (with_biased_head, "bias"),
+        (with_other_head, "Sequential"),
+        (with_own_loss, "loss function of its own"),
+        (with_replaced_forward, "replaced"),
+        (with_doubled_loss, "works on its logits"),
+        (with_shift_labels_lost, "another loss"),
+    ],
+)
+def test_other_models_are_left_with_the_reason(change, reason):
+    model = build("llama")
+    change(model)
+    before = type(model)
+    result = fuse_loss(model)
+    assert not result.fused
+    assert reason in result.description
+    assert type(model) is before
+    assert not any(isinstance(module, FusedHead) for module in model.modules())
+
+
+def test_a_module_that_is_no_hugging_face_model_is_left():
+    result = fuse_loss(torch.nn.Linear(3, 4))
+    assert not result.fused
+    assert "Linear is no model of transformers" in result.description
+
+
+def zero_training(kind, tied, fused, bf16):
+    """Losses of six micro-batches in three steps, an evaluation loss, a greedy answer, and the head's weight."""
+    import deepspeed
+
+    model = build(kind, tied=tied)
+    if bf16:
+        model = model.bfloat16()
+    if fused:
+        assert fuse_loss(model).fused
+    settings = ds_config() | {"bf16": {"enabled": bf16}, "gradient_accumulation_steps": 2}
+    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)[0]
+    inputs = batch()
+    inputs["input_ids"] = (inputs["input_ids"] + deepspeed.comm.get_rank()) % VOCABULARY
+    losses = []
+    for _ in range(6):
+        loss = engine(**inputs, use_cache=False, num_items_in_batch=torch.tensor(11.0)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.eval()
+    with torch.no_grad():
+        losses.append(engine(**inputs, use_cache=False).loss.item())
+        answer = engine.module.generate(inputs["input_ids"][:1], max_new_tokens=3, do_sample=False, synced_gpus=True)
+    released = engine.module.lm_head.weight.numel() == 0
+    with deepspeed.zero.GatheredParameters([engine.module.lm_head.weight]):
+        return losses, answer, released, engine.module.lm_head.weight.detach().float().clone()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_zero_3_trains_alike(ranks, tied, bf16):
+    tolerance = TOLERANCE[torch.bfloat16 if bf16 else torch.float32]
+    results = zip(
+        ranks(2, zero_training, "qwen2", tied, True, bf16),
+        ranks(2, zero_training, "qwen2", tied, False, bf16),
+        strict=True,
+    )
+    for (losses, answer, released, weight), (plain_losses, plain_answer, _, plain_weight) in results:
+        assert released, "the head's weight must have been partitioned for this test to mean something"
+        assert losses[4] < losses[0]
+        assert losses == pytest.approx(plain_losses, rel=tolerance)
+        assert relative_error(weight, plain_weight) < tolerance
+        assert bf16 or torch.equal(answer, plain_answer)

@@ -1,0 +1,205 @@
+"""The contract of conversion: which linear layers run in FP8, and the reason for each that does not."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.utils import parametrizations
+from transformers import FalconConfig, FalconForCausalLM
+
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.coverage import EXPERTS, coverage
+from ds_fp8.layers.convert import convert
+from ds_fp8.layers.decoder import FusedMLP
+from ds_fp8.layers.linear import FP8Linear
+from tests.layers.hugging_face import causal_lm, tokens
+
+
+def converted(model, filter=None, **linear):
+    return convert(model, parse_fp8({"fp8": {"linear": linear, "monitor": {"every": 0}}}), filter=filter)
+
+
+class Transposed(nn.Linear):
+    """As Falcon's: written otherwise, computing the same."""
+
+    def forward(self, input):
+        return input @ self.weight.T if self.bias is None else input @ self.weight.T + self.bias
+
+
+class Unchanged(nn.Linear):
+    pass
+
+
+class Scaled(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * 1.01
+
+
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.A_log = nn.Parameter(torch.zeros(4, 4))
+        self.in_proj, self.x_proj, self.dt_proj = (nn.Linear(512, 512) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "reason"),
+    [
+        ("up", nn.Linear(512, 512), None),
+        ("up", Unchanged(512, 512), None),
+        ("up", Transposed(512, 512), None),
+        ("up", Transposed(512, 512, bias=False), None),
+        ("up", Scaled(512, 512), "is a Scaled, which has a forward of its own"),
+        ("up", parametrizations.weight_norm(nn.Linear(512, 512)), "its weight is computed from others"),
+        ("up", nn.MultiheadAttention(512, 4), "reads its weight without calling it"),
+        ("score", nn.Linear(512, 127), "narrower than 128 features"),
+        ("dt", nn.Linear(8, 512), "narrower than 128 features"),
+        ("wide", nn.Linear(512, 128), None),
+        ("router", nn.Linear(512, 256), "a router or gate"),
+        ("gate", nn.Linear(512, 128), "a router or gate"),
+        ("gate", nn.Linear(512, 1024), None),
+        ("gate_proj", nn.Linear(512, 256), None),
+        ("lora_A", nn.ModuleDict({"default": nn.Linear(512, 256)}), "an adapter"),
+    ],
+)
+def test_each_layer_is_converted_or_has_its_reason(name, layer, reason):
+    model = nn.ModuleDict({"other": nn.Linear(512, 512), name: layer})
+    result = converted(model)
+    names = [n for n, m in model.named_modules() if n.startswith(name) and isinstance(m, nn.Linear)]
+    assert len(names) == 1
+    if reason is None:
+        assert names[0] in result.converted
+    else:
+        assert reason in result.left[names[0]]
+        assert not isinstance(model.get_submodule(names[0]), FP8Linear)
+
+
+def test_state_space_projections_stay_and_the_rest_of_a_mixer_does_not():
+    result = converted(Mixer())
+    assert result.converted == ["in_proj"]
+    assert all("state-space" in result.left[name] for name in ("x_proj", "dt_proj"))
+
+
+def test_a_converted_subclass_computes_what_it_did_and_goes_back_to_its_class():
+    layer = Transposed(512, 256).bfloat16()
+    model = nn.Sequential(layer)
+    x = torch.randn(4, 512, dtype=torch.bfloat16)
+    expected = model(x).float()
+    converted(model)
+    assert (model(x).float() - expected).norm() < 0.06 * expected.norm()
+    converted(nn.ModuleList([model, nn.Linear(512, 512)]), skip=["0"])
+    assert type(layer) is Transposed
+    assert torch.equal(model(x).float(), expected)
+
+
+def test_a_filter_sees_what_skip_leaves_and_is_remembered():
+    model = causal_lm("llama")
+    seen = {}
+
+    def first_layer(name, layer):
+        seen[name] = layer
+        return "layers.0." in name
+
+    result = converted(model, first_layer)
+    assert "lm_head" not in seen
+    assert all(model.get_submodule(name) is layer for name, layer in seen.items())
+    assert len(seen) == 14
+    assert len(result.converted) == 7
+    assert all("layers.0." in name for name in result.converted)
+    again = converted(model)  # as ds_fp8.initialize does
+    assert again.converted == result.converted
+    assert again.left == result.left
+    assert len(converted(model, lambda name, layer: True).converted) == 14
+
+
+@pytest.mark.parametrize("architecture", ["gpt_neox", "llama"])
+def test_lm_head_means_the_head_whatever_its_name(architecture):
+    model = causal_lm(architecture, vocab_size=320)
+    head = next(name for name, m in model.named_modules() if m is model.get_output_embeddings())
+    assert "lm_head" in converted(model).left[head]
+    assert head in converted(model, skip=[]).converted
+
+
+def test_falcons_own_linear_is_converted():
+    config = FalconConfig(vocab_size=97, hidden_size=256, num_hidden_layers=2, num_attention_heads=4)
+    result = converted(FalconForCausalLM(config).bfloat16())
+    assert len(result.converted) == 8
+    assert set(result.left) == {"lm_head"}
+
+
+def adapters(model) -> dict[str, torch.Tensor]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+LORA = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "MLP": {"target_modules": ["down_proj"]},
+    "all": {"target_modules": "all-linear", "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("order", ["adapters first", "conversion first", "conversion around"])
+@pytest.mark.parametrize("targets", LORA)
+def test_adapters_stay_bf16_and_every_one_gets_its_gradient(targets, order):
+    """Beside a model that computes its frozen linears in FP8 too, and is not fused."""
+
+    def build(fuse):
+        model = causal_lm("llama")
+        section = parse_fp8({"fp8": {"fuse": fuse, "monitor": {"every": 0}}})
+        if order != "adapters first":
+            convert(model, section)
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=8, init_lora_weights=False, **LORA[targets])).bfloat16()
+        conversion = convert(model, section) if order != "conversion first" else None
+        ids = tokens()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return model, conversion
+
+    fused, conversion = build("auto")
+    plain, _ = build("off")
+    assert sum(isinstance(m, FP8Linear) for m in fused.modules()) == 14
+    assert not any(isinstance(m, FP8Linear) for n, m in fused.named_modules() if "lora_" in n or "modules_to_save" in n)
+    expected = adapters(plain)
+    assert adapters(fused).keys() == expected.keys()
+    for name, parameter in adapters(fused).items():
+        gradient, reference = parameter.grad.float(), expected[name].grad.float()
+        assert reference.count_nonzero(), name
+        assert (gradient - reference).norm() < 0.12 * reference.norm(), name
+    if conversion is not None:
+        mlps = [m for m in fused.modules() if isinstance(m, FusedMLP)]
+        assert len(mlps) == (2 if targets == "attention" else 0)
+        assert any("adapter" in reason for reason in conversion.fusion.left.values())
+        reasons = {reason for name, reason in conversion.left.items() if "lora_" in name}
+        assert reasons == {"an adapter"}
+
+
+def test_every_parameter_is_accounted_for_and_experts_come_first():
+    model = causal_lm("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256, vocab_size=320)
+    result = coverage(model, converted(model).left)
+    assert result.total == sum(p.numel() for p in model.parameters())
+    assert result.in_fp8 == sum(m.weight.numel() for m in model.modules() if isinstance(m, FP8Linear))
+    assert result.in_fp8 + sum(kept.parameters for kept in result.kept) == result.total
+    experts = [p for name, p in model.named_parameters() if "experts" in name]
+    assert result.kept[0].reason == EXPERTS
+    assert result.kept[0].parameters == sum(p.numel() for p in experts)
+    by_reason = {kept.reason: kept for kept in result.kept}
+    assert by_reason["embeddings"].parameters == 320 * 256
+    assert by_reason['named by fp8.linear.skip "lm_head"'].parameters == 320 * 256
+    assert by_reason["a router or gate"].parameters == 2 * 4 * 256
+    assert "only" in result.warning()
+    dense = causal_lm("llama")
+    assert coverage(dense, converted(dense).left).warning() is None
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tied_embeddings_are_counted_once(tied):
+    model = causal_lm("llama", tie_word_embeddings=tied)
+    result = coverage(model, converted(model).left)
+    assert result.total == sum(p.numel() for p in model.parameters())
+
+
+def test_a_copy_of_a_model_is_decided_alike():
+    model = causal_lm("falcon_mamba")
+    assert converted(copy.deepcopy(model)).left == converted(model).left

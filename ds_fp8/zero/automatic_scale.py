@@ -10,10 +10,13 @@ as long as hardly any large one is lost. A tensor of zeros has scale 1, one that
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.formats import FORMATS
+from ds_fp8.config.formats import FORMATS
 
 SATURATION_LIMIT = 1e-5
 GROWTH = 2.0 ** (1 / 1000)
@@ -22,17 +25,18 @@ _SMALLEST_AMAX = 2.0**-100
 
 
 class AutomaticScale:
-    """The scales of gradients, known by keys, and what becomes of them. No step makes the host wait."""
+    """The scales of gradients, by the names of their parameters. No step makes the host wait."""
 
     def __init__(self, format: str):
         self._largest = FORMATS[format].max
-        self._slots: dict[int, int] = {}
-        self._indices: dict[tuple[int, ...], torch.Tensor] = {}
+        self._slots: dict[str, int] = {}
+        self._indices: dict[tuple[str, ...], torch.Tensor] = {}
         self._mu = self._share = torch.empty(0)
+        self._group: object = None
 
-    def scales(self, gradients: list[torch.Tensor], keys: list[int], group: object = None) -> torch.Tensor:
-        """The scales of `gradients`, FP32 [T], equal on all ranks. Collective."""
-        index = self._index(tuple(keys), gradients[0].device)
+    def scales(self, gradients: list[torch.Tensor], names: list[str], group: object = None) -> torch.Tensor:
+        """Return the scales of `gradients`, FP32 [T], equal on all ranks. Collective."""
+        index, self._group = self._index(tuple(names), gradients[0].device), group
         amax = torch.stack([_amax(gradient) for gradient in gradients])
         agreed = torch.cat([amax, self._share[index]])
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
@@ -45,27 +49,45 @@ class AutomaticScale:
         scale = torch.ldexp(torch.ones_like(mu), 1 - exponent) / mu
         return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
 
-    def saturated(self, counts: torch.Tensor, numels: list[int], keys: list[int]) -> None:
+    def saturated(self, counts: torch.Tensor, numels: list[int], names: list[str]) -> None:
         """Tell how many elements of each gradient saturated on this rank, int32 [T]."""
-        index = self._index(tuple(keys), counts.device)
+        index = self._index(tuple(names), counts.device)
         self._share[index] = torch.stack([count / numel for count, numel in zip(counts, numels, strict=True)])
 
-    def mu(self, key: int) -> float:
-        """The present mu of a gradient. The host waits for it."""
-        return self._mu[self._slots[key]].item()
+    def mu(self, name: str) -> float:
+        """Return the present mu of a gradient. The host waits for it."""
+        return self._mu[self._slots[name]].item()
 
-    def _index(self, keys: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """int64 [T], where the state of these gradients lies; room is made for those seen for the first time."""
-        if keys not in self._indices:
-            new = [key for key in keys if key not in self._slots]
-            self._slots |= {key: len(self._slots) + i for i, key in enumerate(new)}
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next scales depend on, alike on all ranks. Collective; the host waits.
+
+        Returns:
+            "names": list of T names; "mu" and "saturated": FP32 [T] on the CPU, the second being the largest share of
+            elements that saturated on any rank in the last reduction.
+        """
+        share = self._share.clone()
+        if self._slots:
+            dist.all_reduce(share, op=dist.ReduceOp.MAX, group=self._group)
+        return {"names": list(self._slots), "mu": self._mu.cpu(), "saturated": share.cpu()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, what state_dict() returned on any number of ranks; other gradients start anew."""
+        self._indices.clear()
+        self._slots = {name: slot for slot, name in enumerate(state["names"])}
+        self._mu, self._share = state["mu"].to(self._mu.device), state["saturated"].to(self._mu.device)
+
+    def _index(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
+        """Return int64 [T], where the state of these gradients lies; room is made for those seen for the first time."""
+        if names not in self._indices:
+            new = [name for name in names if name not in self._slots]
+            self._slots |= {name: len(self._slots) + i for i, name in enumerate(new)}
             self._mu = torch.cat([self._mu.to(device), torch.ones(len(new), device=device)])
             self._share = torch.cat([self._share.to(device), torch.zeros(len(new), device=device)])
-            self._indices[keys] = torch.tensor([self._slots[key] for key in keys], device=device)
-        return self._indices[keys]
+            self._indices[names] = torch.tensor([self._slots[name] for name in names], device=device)
+        return self._indices[names]
 
 
 def _amax(gradient: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude, FP32 []; Inf for NaN or Inf."""
+    """Return the largest magnitude, FP32 []; Inf for NaN or Inf."""
     low, high = gradient.aminmax()
     return torch.maximum(-low, high).float().nan_to_num(nan=torch.inf, posinf=torch.inf)

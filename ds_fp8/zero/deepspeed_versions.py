@@ -1,20 +1,37 @@
-"""The DeepSpeed versions that are supported, and the names of theirs that seams.py uses.
+"""The DeepSpeed versions that are supported, and the names of theirs that the seams use.
 
 Most of them are private: a version that nobody has looked at may have kept a name and changed what it does. So a
-version outside the table is refused, and so is one inside it that lacks a name.
+version outside the table is refused unless the user wants to try it, and so is any that lacks a name.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import warnings
 from collections.abc import Iterator
 
 from packaging.specifiers import SpecifierSet
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
 
+TRY = "DS_FP8_TRY_DEEPSPEED"
+"""Environment variable with the one version outside the table that a user wants to try."""
 OPTIMIZER = "DeepSpeedZeroOptimizer_Stage3"
 AVERAGE_GRADIENTS = f"_{OPTIMIZER}__avg_scatter_grads"
+FLUSH_BUCKET = f"_{OPTIMIZER}__reduce_and_partition_ipg_grads"
+GRADIENT_PARTITIONS = f"_{OPTIMIZER}__param_id_to_grad_partition"
+GRADIENT_WRITES = ("set_fp32_grad_for_param", "set_local_grad_for_param", "update_fp32_grad_for_param_vectorized")
+STEP_METHODS = (
+    *("_pre_step", "_partition_all_parameters", "_post_step", "_loss_scale_update_and_overflow_cleanup"),
+    *("partition_grads", "independent_gradient_partition_epilogue", "zero_grad"),
+)
+BF16_READERS = {
+    "load_state_dict": "load_state_dict",
+    "refresh_fp32_params": "refresh_fp32_params",
+    "offload_states": "reload_states",
+}
+"""Methods that read or write the flat BF16 shards: from the call of the first to the return of the second."""
 MASTER_UPDATES = ("step", "load_state_dict", "refresh_fp32_params", "set_full_hp_param", "set_local_hp_param")
 
 _STAGE3 = "deepspeed.runtime.zero.stage3"
@@ -25,19 +42,40 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         _PARTITIONS: ("ZeroParamStatus", "Init"),
         f"{_PARTITIONS}:ZeroParamStatus": ("NOT_AVAILABLE", "INFLIGHT", "AVAILABLE"),
         _STAGE3: (OPTIMIZER, "reduce_scatter_coalesced"),
-        f"{_STAGE3}:{OPTIMIZER}": (AVERAGE_GRADIENTS, "get_param_id", *MASTER_UPDATES),
-        "deepspeed.comm.comm": ("cdb",),
+        f"{_STAGE3}:{OPTIMIZER}": (
+            *(AVERAGE_GRADIENTS, FLUSH_BUCKET, "get_param_id"),
+            *(*MASTER_UPDATES, *GRADIENT_WRITES, *STEP_METHODS),
+            *("offload_states", "reload_states", "_set_fp16_partitioned_groups_flat"),
+        ),
         "deepspeed.ops": ("__compatible_ops__",),
-        "deepspeed.runtime.engine:DeepSpeedEngine": ("_zero3_consolidated_16bit_state_dict",),
+        "deepspeed.runtime.engine:DeepSpeedEngine": (
+            *("_zero3_consolidated_16bit_state_dict", "save_checkpoint", "load_checkpoint", "destroy"),
+            "_copy_recovery_script",
+        ),
     }
 }
 """By range of versions: a module, or module:class, and what it must have."""
 
 ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
     ">=0.19.8,<0.20": {
-        f"{_STAGE3}:{OPTIMIZER}.__init__": ("grad_position", "fp32_partitioned_groups_flat", "overflow"),
+        f"{_STAGE3}:{OPTIMIZER}.__init__": (
+            *("grad_position", "overflow", "fp32_partitioned_groups_flat"),
+            *("fp16_groups", "fp16_partitioned_groups_flat"),
+            *("sub_group_process_groups", "sub_group_to_group_id", "ipg_buckets", "micro_step_id", "clip_grad"),
+            *("reduce_and_partition_stream", "averaged_gradients", "params_already_reduced", "dp_process_group"),
+            *("offload_optimizer", "offload_param", "use_muon", "model_parallel_group", "torch_autocast_gradscaler"),
+            *("contiguous_gradients", "_global_grad_norm", "zenflow"),
+        ),
+        f"{_STAGE3}:{OPTIMIZER}._create_fp16_partitions_with_defragmentation": ("lp_param_buffer",),
+        f"{_STAGE3}:{OPTIMIZER}._setup_for_real_optimizer": (GRADIENT_PARTITIONS, "grad_partitions_flat_buffer"),
+        f"{_STAGE3}:{OPTIMIZER}.clear_backward_seen_flag": ("_epilogue_ran_this_backward",),
         f"{_STAGE3}:{OPTIMIZER}._link_all_hp_params": ("_z3_optimizer",),
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.__init__": ("_param_slice_mappings",),
+        "deepspeed.runtime.engine:DeepSpeedEngine._configure_distributed_model": ("seq_data_parallel_group",),
+        "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module": (
+            "ds_z3_leaf_module",
+        ),
+        f"{_PARTITIONS}:_init_external_params": ("_external_params",),
         f"{_PARTITIONS}:Init._convert_to_deepspeed_param": (
             *("all_gather_coalesced", "all_gather", "partition"),
             *("ds_id", "ds_persist", "ds_tensor", "ds_numel", "ds_shape", "ds_status", "ds_process_group"),
@@ -49,12 +87,12 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def supported_range(version: str) -> str | None:
-    """The range of the table that `version` is in; None outside of all."""
+    """Return the range of the table that `version` is in, or None."""
     return next((ranges for ranges in NAMES if SpecifierSet(ranges).contains(version, prereleases=True)), None)
 
 
 def missing_names(ranges: str) -> list[str]:
-    """Names of a range of versions that the installed DeepSpeed lacks."""
+    """Return the names of a range of versions that the installed DeepSpeed lacks."""
     missing = []
     for owner, names in NAMES[ranges].items():
         found = _find(owner)
@@ -67,13 +105,21 @@ def missing_names(ranges: str) -> list[str]:
 
 
 def check(version: str) -> None:
-    """Raise UserError where the installed DeepSpeed, of this version, is not one that seams.py knows."""
+    """Refuse a DeepSpeed that the seams do not know.
+
+    The environment variable DS_FP8_TRY_DEEPSPEED, set to its version, lets an unknown one through with a warning.
+
+    Raises:
+        UserError: the installed DeepSpeed, of this version, is outside the table or lacks a name.
+    """
     remedy = f"pip install 'deepspeed{' or '.join(NAMES)}'"
     ranges = supported_range(version)
     if ranges is None:
-        raise UserError(
-            f"DeepSpeed {version} is not supported: FP8 in ZeRO-3 knows {' or '.join(NAMES)}", remedy=remedy
-        )
+        unknown = f"DeepSpeed {version} is not supported: FP8 in ZeRO-3 knows {' or '.join(NAMES)}"
+        if os.environ.get(TRY) != version:
+            raise UserError(unknown, remedy=f"{remedy}, or try it: {TRY}={version}")
+        warnings.warn(f"{unknown}, and {TRY} lets it try: compare the losses with BF16's", stacklevel=2)
+        ranges = next(reversed(NAMES))
     missing = missing_names(ranges)
     if missing:
         raise UserError(
@@ -82,7 +128,7 @@ def check(version: str) -> None:
 
 
 def _find(path: str) -> object | None:
-    """The module, class or function at module:name.name; None where it is not there."""
+    """Return the module, class or function at module:name.name; None where it is not there."""
     module, _, attributes = path.partition(":")
     found: object | None = importlib.import_module(module)
     for name in _parts(attributes):

@@ -21,17 +21,19 @@ from __future__ import annotations
 
 import itertools
 import math
-import struct
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.config import GradientReduceConfig
-from ds_fp8.formats import BLOCK
+from ds_fp8.casts.stochastic import random_key
+from ds_fp8.config.formats import BLOCK
+from ds_fp8.config.fp8 import GradientReduceConfig
 from ds_fp8.zero.automatic_scale import AutomaticScale
-from ds_fp8.zero.gradient_wire import CastOptions, Message, Slices, pack, sum_rows
+from ds_fp8.zero.gradient_shards import GradientShards
+from ds_fp8.zero.gradient_wire import pack, sum_rows
+from ds_fp8.zero.message import CastOptions, Message, Slices
 from ds_fp8.zero.nodes import Nodes
 from ds_fp8.zero.seams import StockReduceScatter
 from ds_fp8.zero.wire import GRADIENT, WireMeter
@@ -42,19 +44,19 @@ SMALLEST = 4096
 ROW_ALIGNMENT = 4 * BLOCK
 """Codes of a place are a multiple of this, so that every row of a message begins at a multiple of 16 bytes."""
 
-Observer = Callable[[torch.Tensor, int, torch.Tensor | None], None]
-"""(full gradient, key, its scale or None where every 128 elements have their own)."""
+Observer = Callable[[torch.Tensor, str, torch.Tensor | None], None]
+"""(full gradient, name, its scale or None where every 128 elements have their own)."""
 
 _RESIDUALS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def is_reduced_in_fp8(shape: torch.Size) -> bool:
-    """Whether a gradient of this shape is worth a cast."""
+    """Return whether a gradient of this shape is worth a cast."""
     return len(shape) > 1 and math.prod(shape) >= SMALLEST
 
 
 def residual_bytes(shapes: Iterable[torch.Size], error_feedback: str) -> int:
-    """Bytes that error feedback keeps on every rank for gradients of these shapes."""
+    """Return the bytes that error feedback keeps on every rank for gradients of these shapes."""
     if error_feedback == "off":
         return 0
     return _RESIDUALS[error_feedback].itemsize * sum(math.prod(shape) for shape in shapes if is_reduced_in_fp8(shape))
@@ -72,70 +74,118 @@ class GradientReduce:
         clock: Callable[[], int] | None = None,
         observe: Observer | None = None,
     ):
-        """clock: a number that differs between micro-batches, and is the same again when a checkpoint is resumed.
+        """nodes: how reductions over all ranks go in two levels; those over fewer ranks are flat.
 
-        Without one the reductions are counted. observe: is shown every gradient that is cast.
+        clock: a number that differs between micro-batches, and is the same again when a checkpoint is resumed. Without
+        one the reductions are counted. observe: is shown every gradient that is cast.
         """
-        self._observe, self._left_out = observe, frozenset[int]()
+        self._observe, self._left_out = observe, frozenset[str]()
         self._stock, self._config, self._wire, self._nodes = stock, config, wire, nodes
         self._clock = clock or itertools.count().__next__
         self._automatic_scale = AutomaticScale(config.format) if config.scale == "tensor" else None
-        self._residuals: dict[int, torch.Tensor] = {}
+        self._residuals: dict[str, torch.Tensor] = {}
 
-    def leave_out(self, keys: Iterable[int]) -> None:
-        """Reduce the gradients of these keys as DeepSpeed does from now on, on all ranks alike."""
-        self._left_out |= frozenset(keys)
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Reduce the gradients of these parameters as DeepSpeed does from now on, on all ranks alike."""
+        self._left_out |= frozenset(names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what of the past the next reductions depend on, but for error feedback. Collective.
+
+        What error feedback holds is of the size of the model, on every rank, and stays out: it starts anew.
+        """
+        return {} if self._automatic_scale is None else {"scale": self._automatic_scale.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, what state_dict() returned on any number of ranks.
+
+        What it lacks starts anew, as does error feedback.
+        """
+        self._residuals.clear()
+        if self._automatic_scale is not None:
+            self._automatic_scale = AutomaticScale(self._config.format)
+            if "scale" in state:
+                self._automatic_scale.load_state_dict(state["scale"])
 
     @torch.no_grad()
-    def __call__(self, tensors: list[torch.Tensor], group: object, keys: list[int]) -> list[torch.Tensor]:
+    def __call__(self, tensors: list[torch.Tensor], group: object, names: list[str]) -> list[torch.Tensor]:
         """For each full gradient the mean over ranks of this rank's slice of ceil(numel / world) elements, unpadded.
 
-        keys: a number for each gradient that is the same on every rank and in every step.
+        names: of the parameters, the same on every rank.
         """
         slices: list[torch.Tensor | None] = [None] * len(tensors)
-        large = [i for i, t in enumerate(tensors) if is_reduced_in_fp8(t.shape) and keys[i] not in self._left_out]
+        large = [i for i, t in enumerate(tensors) if self.casts(t.shape, names[i])]
         small = [i for i in range(len(tensors)) if i not in large]
         for choice, reduce in ((small, self._reduce_small), (large, self._reduce_large)):
             if choice:
-                parts = reduce([tensors[i] for i in choice], group, [keys[i] for i in choice])
+                parts = reduce([tensors[i] for i in choice], group, [names[i] for i in choice])
                 for i, part in zip(choice, parts, strict=True):
                     slices[i] = part
         return slices
 
-    def _reduce_small(self, tensors: list[torch.Tensor], group: object, keys: list[int]) -> list[torch.Tensor]:
+    def casts(self, shape: torch.Size, name: str) -> bool:
+        """Return whether a gradient of this shape, of the parameter `name`, travels in FP8."""
+        return is_reduced_in_fp8(shape) and name not in self._left_out
+
+    @torch.no_grad()
+    def add_to(
+        self, shards: GradientShards, tensors: list[torch.Tensor], group: object, names: list[str], accumulate: bool
+    ) -> None:
+        """Reduce full gradients, all of which `casts` accepts, and add the means to this rank's shards.
+
+        Args:
+            shards: What receives the mean over ranks of this rank's slice of every gradient.
+            tensors: Full gradients of any shape, FP32 or BF16; read once, and not kept.
+            group: Process group of the shards.
+            names: Of the parameters, the same on every rank.
+            accumulate: Add to what the shards hold rather than replace it.
+        """
+        message, shape, places = self._send(tensors, group, names)
+        world = dist.get_world_size(group)
+        shards.add_message(message, shape, self._config.format, world, places, names, accumulate)
+
+    def _reduce_small(self, tensors: list[torch.Tensor], group: object, names: list[str]) -> list[torch.Tensor]:
         return self._stock(tensors, group)
 
-    def _reduce_large(self, tensors: list[torch.Tensor], group: object, keys: list[int]) -> list[torch.Tensor]:
+    def _reduce_large(self, tensors: list[torch.Tensor], group: object, names: list[str]) -> list[torch.Tensor]:
         world, rank = dist.get_world_size(group), dist.get_rank(group)
-        # The slices of all gradients lie side by side, each from a whole group on.
-        places, width = [], 0
-        for tensor in tensors:
-            places.append(Slices(math.ceil(tensor.numel() / world), width))
-            width += places[-1].padded
-        width = math.ceil(width / ROW_ALIGNMENT) * ROW_ALIGNMENT
-        count = 1 if self._nodes is None else self._nodes.count
-        shape = Message(world // count, count, width)
-        message = shape.empty(tensors[0].device)
-        self._pack(tensors, keys, message, shape, places, group)
-        if self._nodes is None:
-            total = self._exchange(message, shape, group, divisor=world)
-        else:
-            # What this node's ranks found for its place in every node: to each node's rank at that place.
-            inside = self._exchange(message, shape, self._nodes.inside)
-            shape = Message(count, 1, width)
-            message = shape.empty(inside.device)
-            key = self._rounding_key(-1 - keys[0])
-            pack(inside, message, shape, Slices(width, 0), CastOptions(self._config.format, key))
-            total = self._exchange(message, shape, self._nodes.between, divisor=world)
+        message, shape, places = self._send(tensors, group, names)
+        total = sum_rows(message, shape, self._config.format, world)
         return [
             total[place.column :][: max(0, min(place.length, tensor.numel() - rank * place.length))]
             for tensor, place in zip(tensors, places, strict=True)
         ]
 
+    def _send(
+        self, tensors: list[torch.Tensor], group: object, names: list[str]
+    ) -> tuple[torch.Tensor, Message, list[Slices]]:
+        """Cast and exchange gradients; return the message that came, whose rows are to be summed, and its layout."""
+        world = dist.get_world_size(group)
+        # The slices of all gradients lie side by side, each from a whole group on.
+        nodes = self._nodes if world == dist.get_world_size() else None
+        places, width = [], 0
+        for tensor in tensors:
+            places.append(Slices(math.ceil(tensor.numel() / world), width))
+            width += places[-1].padded
+        width = math.ceil(width / ROW_ALIGNMENT) * ROW_ALIGNMENT
+        count = 1 if nodes is None else nodes.count
+        shape = Message(world // count, count, width)
+        message = shape.empty(tensors[0].device)
+        self._pack(tensors, names, message, shape, places, group)
+        if nodes is None:
+            return self._exchange(message, group), shape, places
+        # What this node's ranks found for its place in every node: to each node's rank at that place.
+        inside = sum_rows(self._exchange(message, nodes.inside), shape, self._config.format)
+        shape = Message(count, 1, width)
+        message = shape.empty(inside.device)
+        key = self._rounding_key(f"between nodes, {names[0]}")
+        pack(inside, message, shape, Slices(width, 0), CastOptions(self._config.format, key))
+        return self._exchange(message, nodes.between), shape, places
+
     def _pack(
         self,
         tensors: list[torch.Tensor],
-        keys: list[int],
+        names: list[str],
         message: torch.Tensor,
         shape: Message,
         places: list[Slices],
@@ -143,36 +193,37 @@ class GradientReduce:
     ) -> None:
         scales = clipped = [None] * len(tensors)
         if self._automatic_scale is not None:
-            with self._wire.counted_as(GRADIENT):
-                scales = self._automatic_scale.scales(tensors, keys, group)
+            scales = self._automatic_scale.scales(tensors, names, group)
+            self._wire.count(GRADIENT, "all_reduce", 2 * scales.nbytes, group)  # amax and saturated shares
             clipped = torch.zeros(len(tensors), dtype=torch.int32, device=message.device)
-        for tensor, key, place, scale, count in zip(tensors, keys, places, scales, clipped, strict=True):
+        for tensor, name, place, scale, count in zip(tensors, names, places, scales, clipped, strict=True):
             if self._observe is not None:
-                self._observe(tensor, key, scale)
+                self._observe(tensor, name, scale)
             options = CastOptions(
-                self._config.format, self._rounding_key(key), scale, count, self._residual(tensor, key)
+                self._config.format, self._rounding_key(name), scale, count, self._residual(tensor, name)
             )
             pack(tensor, message, shape, place, options)
         if self._automatic_scale is not None:
-            self._automatic_scale.saturated(clipped, [tensor.numel() for tensor in tensors], keys)
+            self._automatic_scale.saturated(clipped, [tensor.numel() for tensor in tensors], names)
 
-    def _exchange(self, message: torch.Tensor, shape: Message, group: object, divisor: int = 1) -> torch.Tensor:
-        """Send row r to rank r of `group`; the FP32 sum of the rows that came here, divided."""
+    def _exchange(self, message: torch.Tensor, group: object) -> torch.Tensor:
+        """Send row r to rank r of `group`; return the rows that came here, [ranks of the group, row bytes]."""
         received = torch.empty_like(message)
+        self._wire.count(GRADIENT, "all_to_all", message.nbytes, group)
         dist.all_to_all_single(received, message, group=group)
-        return sum_rows(received, shape, self._config.format, divisor)
+        return received
 
-    def _rounding_key(self, key: int) -> int | None:
-        """31 bits that differ between ranks, gradients and micro-batches: equal roundings would not average out."""
+    def _rounding_key(self, name: str) -> int | None:
+        """Return 31 bits that differ by rank, gradient and micro-batch: equal roundings would not average out."""
         if self._config.rounding == "nearest":
             return None
-        return zlib.crc32(struct.pack("4q", self._config.seed, dist.get_rank(), key, self._clock())) >> 1
+        return random_key(self._config.seed, dist.get_rank(), name, self._clock())
 
-    def _residual(self, tensor: torch.Tensor, key: int) -> torch.Tensor | None:
-        """What the last cast of this gradient lost, flat; zeros at first."""
+    def _residual(self, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
+        """Return what the last cast of this gradient lost, flat; zeros at first."""
         if self._config.error_feedback == "off":
             return None
-        if key not in self._residuals:
+        if name not in self._residuals:
             dtype = _RESIDUALS[self._config.error_feedback]
-            self._residuals[key] = torch.zeros(tensor.numel(), dtype=dtype, device=tensor.device)
-        return self._residuals[key]
+            self._residuals[name] = torch.zeros(tensor.numel(), dtype=dtype, device=tensor.device)
+        return self._residuals[name]

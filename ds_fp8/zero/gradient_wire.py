@@ -1,83 +1,34 @@
 """What the gradient reduction sends: FP8 slices with their scales, packed by the sender, summed by the receiver.
 
-A message is uint8 [rows, places * width * 33/32], one row for each rank it goes to: first the codes, `width` for each
-of `places` slices, then one FP32 scale for every 128 of them. The slice of rank r lies in row r mod rows, place r div
-rows; one flat exchange has as many rows as ranks and one place, the first of two levels has a place for every node.
-
 Each function has a Triton kernel for the GPU and a reference in torch; where scales are powers of two, the same bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.nn.functional import pad
 
-from ds_fp8.formats import BLOCK, FORMATS
-from ds_fp8.quantize import QuantizedTensor, group_amax, scale_from_amax
-from ds_fp8.quantize.reference import decode
-from ds_fp8.quantize.stochastic import round_stochastically, uniform
-
-
-@dataclass(frozen=True)
-class Message:
-    """The shape of a message; `width` is a multiple of 128."""
-
-    rows: int
-    places: int
-    width: int
-
-    @property
-    def codes(self) -> int:
-        """Codes of one row."""
-        return self.places * self.width
-
-    @property
-    def row_bytes(self) -> int:
-        """Codes and scales of one row."""
-        return self.codes + self.codes // BLOCK * torch.float32.itemsize
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self.rows, self.row_bytes, dtype=torch.uint8, device=device)
-
-
-@dataclass(frozen=True)
-class Slices:
-    """Where one flat gradient lies in a message: rank r gets its elements [r * length, (r + 1) * length)."""
-
-    length: int
-    column: int
-    """Where its slice begins in the `width` codes of every place; a multiple of 128."""
-
-    @property
-    def padded(self) -> int:
-        """Codes that a slice takes: whole groups."""
-        return -(-self.length // BLOCK) * BLOCK
-
-
-@dataclass(frozen=True)
-class CastOptions:
-    """How a gradient is cast."""
-
-    format: str
-    key: int | None = None
-    """Of stochastic rounding, 31 bits; None rounds to nearest even."""
-    scale: torch.Tensor | None = None
-    """FP32 [], one scale for the whole gradient, with saturation; None gives every group of 128 its own."""
-    clipped: torch.Tensor | None = None
-    """int32 [], where the elements that saturated in units of `scale` are counted, NaN left out."""
-    residual: torch.Tensor | None = None
-    """[numel], FP32 or BF16: added to the gradient before its cast; what the cast then lost takes its place, except
-    where that is not finite."""
+from ds_fp8.casts import QuantizedTensor, group_amax, scale_from_amax
+from ds_fp8.casts.primitives import decode
+from ds_fp8.casts.stochastic import round_stochastically, uniform
+from ds_fp8.config.formats import BLOCK, FORMATS
+from ds_fp8.zero.message import CastOptions, Message, Slices
 
 
 def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: Slices, options: CastOptions) -> None:
-    """Cast a gradient (any shape, FP32 or BF16) into its slices of `message`, zeros behind their ends."""
-    if gradient.device.type == "cuda":
-        from ds_fp8.zero.kernels import gradient_wire
+    """Cast a gradient into its slices of a message.
 
-        gradient_wire.pack(gradient, message, shape, slices, options)
+    Args:
+        gradient: FP32 or BF16, of any shape.
+        message: uint8 [rows, row bytes], written in place: codes and scales, zeros behind the ends of slices.
+        shape: Of the message.
+        slices: Where the gradient lies in it.
+        options: How it is cast.
+    """
+    if gradient.device.type == "cuda":
+        from ds_fp8.zero import gradient_wire_triton
+
+        gradient_wire_triton.pack(gradient, message, shape, slices, options)
     else:
         pack_reference(gradient, message, shape, slices, options)
 
@@ -85,7 +36,7 @@ def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: 
 def pack_reference(
     gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: Slices, options: CastOptions
 ) -> None:
-    """pack in torch, on any device; the oracle of the kernel."""
+    """Do pack in torch, on any device; the oracle of the kernel."""
     flat = gradient.flatten().float()
     if options.residual is not None:
         flat = flat + options.residual.float()
@@ -111,7 +62,7 @@ def pack_reference(
 
 
 def _codes(x: torch.Tensor, scales: torch.Tensor, slices: Slices, options: CastOptions) -> torch.Tensor:
-    """The FP8 codes of x [W, padded] in units of scales [W, padded/128]."""
+    """Return the FP8 codes of x [W, padded] in units of scales [W, padded/128]."""
     target = FORMATS[options.format]
     in_units = x / scales.repeat_interleave(BLOCK, 1)
     if options.clipped is not None:
@@ -125,23 +76,33 @@ def _codes(x: torch.Tensor, scales: torch.Tensor, slices: Slices, options: CastO
 
 
 def _parts(message: torch.Tensor, shape: Message) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a message's codes, uint8 [rows, places, width], and scales, FP32 [rows, places, width/128]."""
+    """Return views of codes, uint8 [rows, places, width], and scales, FP32 [rows, places, width/128]."""
     codes = message[:, : shape.codes].unflatten(1, (shape.places, shape.width))
     scales = message.view(torch.float32)[:, shape.codes // 4 :].unflatten(1, (shape.places, shape.width // BLOCK))
     return codes, scales
 
 
 def sum_rows(message: torch.Tensor, shape: Message, format: str, divisor: int = 1) -> torch.Tensor:
-    """The FP32 sum over its rows of the numbers of a message, [places * width], added in order and divided at last."""
-    if message.device.type == "cuda":
-        from ds_fp8.zero.kernels import gradient_wire
+    """Sum the rows of a message in order, in FP32, and divide the sum.
 
-        return gradient_wire.sum_rows(message, shape, format, divisor)
+    Args:
+        message: uint8 [rows, row bytes].
+        shape: Of the message.
+        format: FP8 format of its codes.
+        divisor: What the sum is divided by at last.
+
+    Returns:
+        FP32 [places * width].
+    """
+    if message.device.type == "cuda":
+        from ds_fp8.zero import gradient_wire_triton
+
+        return gradient_wire_triton.sum_rows(message, shape, format, divisor)
     return sum_rows_reference(message, shape, format, divisor)
 
 
 def sum_rows_reference(message: torch.Tensor, shape: Message, format: str, divisor: int = 1) -> torch.Tensor:
-    """sum_rows in torch, on any device; the oracle of the kernel."""
+    """Do sum_rows in torch, on any device; the oracle of the kernel."""
     total = torch.zeros(shape.codes // BLOCK, BLOCK, device=message.device)
     codes, scales = _parts(message, shape)
     for row, scale in zip(codes, scales, strict=True):

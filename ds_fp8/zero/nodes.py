@@ -21,7 +21,7 @@ class Nodes:
 
 
 def find_nodes(hierarchy: str, ranks_per_node: int | None = None) -> Nodes | None:
-    """The two-level groups, or None for one flat all-to-all (`hierarchy` "flat", one node, or nodes of unequal size).
+    """Return the two-level groups, or None for one flat all-to-all (one node, nodes of unequal size, or if asked for).
 
     ranks_per_node: read from the launcher's LOCAL_WORLD_SIZE or LOCAL_SIZE when None. Collective.
     """

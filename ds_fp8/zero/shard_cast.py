@@ -8,17 +8,14 @@ On a GPU each half is one kernel over all weights at once, elsewhere torch, weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from ds_fp8.config import Cast
-from ds_fp8.quantize import cast, group_amax
-from ds_fp8.zero.shards import ShardedWeight
-
-Source = Callable[[ShardedWeight], torch.Tensor]
-"""Of a weight the flat numbers to cast: [at least shard.valid], FP32 or BF16, on any device."""
+from ds_fp8.casts import cast, group_amax
+from ds_fp8.config.formats import CastSpec
+from ds_fp8.zero.shards import ShardedWeight, Source, on_device
 
 
 class ShardCast(Protocol):
@@ -34,15 +31,17 @@ class ShardCast(Protocol):
 class ReferenceShardCast:
     """ShardCast in torch, on any device; the oracle of the kernels."""
 
-    def __init__(self, weights: Sequence[ShardedWeight], spec: Cast):
+    def __init__(self, weights: Sequence[ShardedWeight], spec: CastSpec):
         self._weights, self._spec = [weight for weight in weights if weight.shard.valid], spec
 
     def write_amax(self, amax: torch.Tensor, source: Source) -> None:
+        """Write the amax of every group, as ShardCast says."""
         for weight in self._weights:
             numbers = on_device(source(weight), amax.device)
             weight.covered(weight.scales_in(amax)).copy_(group_amax(weight.cover(numbers), weight.granularity))
 
     def cast(self, scales: torch.Tensor, source: Source) -> None:
+        """Refill every weight's `data`, as ShardCast says."""
         for weight in self._weights:
             numbers, own = on_device(source(weight), scales.device), weight.covered(weight.scales_in(scales))
             cover = cast(weight.cover(numbers), own, self._spec.format, weight.granularity)
@@ -50,15 +49,10 @@ class ReferenceShardCast:
             weight.data[: weight.shard.valid].copy_(codes)
 
 
-def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`numbers` as FP32 on `device`: themselves, or a copy."""
-    return numbers.to(device, torch.float32)
-
-
-def make_shard_cast(weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: Cast) -> ShardCast:
-    """The faster ShardCast of the device that `shards`, the buffer of all codes, is on."""
+def make_shard_cast(weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: CastSpec) -> ShardCast:
+    """Return the faster ShardCast of the device that `shards`, the buffer of all codes, is on."""
     if shards.device.type != "cuda":
         return ReferenceShardCast(weights, spec)
-    from ds_fp8.zero.kernels.shard_cast import TritonShardCast
+    from ds_fp8.zero.shard_cast_triton import TritonShardCast
 
     return TritonShardCast(weights, shards, spec)

@@ -1,4 +1,4 @@
-"""Where a weight's shard lies in it: its rows, its groups of scales, its place among all shards and all scales.
+"""Layout of a weight's shard: rows, scale groups, place in the flat buffers.
 
 A shard is a flat slice [start, stop) of a matrix [R, C]. To find its groups it is laid over the whole rows it touches,
 down to a multiple of 128 rows, with zeros elsewhere: then the reference cast's own group arithmetic applies.
@@ -6,16 +6,15 @@ down to a multiple of 128 rows, with zeros elsewhere: then the reference cast's 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from ds_fp8.formats import BLOCK, scale_shape
-from ds_fp8.modules.weights import GROUP, placeholder
+from ds_fp8.config.formats import BLOCK, CastSpec, scale_shape
+from ds_fp8.layers.weights import group_of, placeholder
 from ds_fp8.zero import seams
 
 SCALE_ALIGNMENT = 4
@@ -29,13 +28,18 @@ class ShardedWeight:
 
     parameter: nn.Parameter
     shard: seams.Shard
-    granularity: str
+    spec: CastSpec
     data: torch.Tensor = field(init=False)
     """uint8 [shard.numel], the FP8 codes of the shard; a slice of the buffer of all shards."""
     scale: torch.Tensor = field(init=False)
     """Scales of the whole weight; a view of the buffer of all scales."""
     scale_start: int = field(init=False)
     """Where they begin in that buffer."""
+
+    @property
+    def granularity(self) -> str:
+        """Return which elements share a scale."""
+        return self.spec.granularity
 
     def __post_init__(self) -> None:
         rows, columns = self.shard.shape
@@ -56,15 +60,15 @@ class ShardedWeight:
 
     @property
     def start(self) -> int:
-        """Where the shard begins in the buffer of all shards."""
+        """Return where the shard begins in the buffer of all shards."""
         return self.data.storage_offset()
 
     def scales_in(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This weight's scales (or amax) in a flat buffer of those of all weights."""
+        """Return this weight's scales (or amax) in a flat buffer of those of all weights."""
         return buffer.as_strided(self.scale_shape, self.scale_strides, self.scale_start)
 
     def cover(self, source: torch.Tensor) -> torch.Tensor:
-        """The shard's valid elements on whole rows [num_rows, C], zeros around them; a view where none are needed."""
+        """Return the shard's valid elements on whole rows [num_rows, C], zeros around; a view if none are needed."""
         shape = (self.num_rows, self.shard.shape[1])
         if self.shard.valid == math.prod(shape):
             return source[: self.shard.valid].view(shape)
@@ -73,18 +77,27 @@ class ShardedWeight:
         return cover.view(shape)
 
     def covered(self, scales: torch.Tensor) -> torch.Tensor:
-        """The part of the scales of the whole weight that belongs to the cover."""
+        """Return the part of the scales of the whole weight that belongs to the cover."""
         if self.granularity == "tensor":
             return scales
         return scales[self.first_row // self.unit : math.ceil((self.first_row + self.num_rows) / self.unit)]
 
 
+Source = Callable[[ShardedWeight], torch.Tensor]
+"""Of a weight the flat numbers to cast: [at least shard.valid], FP32 or BF16, on any device."""
+
+
+def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `numbers` as FP32 on `device`: themselves, or a copy."""
+    return numbers.to(device, torch.float32)
+
+
 def stacks_of(weights: Iterable[ShardedWeight]) -> list[list[ShardedWeight]]:
-    """`weights` in their order, those of one fused product together where all of it is there, every other one alone."""
+    """Return `weights` in order, those of one fused product together if all of it is there, every other one alone."""
     present = {id(weight.parameter): weight for weight in weights}
     stacks = []
     for weight in present.values():
-        group = [id(p) for p in getattr(weight.parameter, GROUP, (weight.parameter,))]
+        group = [id(p) for p in group_of(weight.parameter)]
         stack = [present[key] for key in group] if all(key in present for key in group) else [weight]
         if stack[0] is weight:
             stacks.append(stack)
@@ -102,11 +115,12 @@ def place_scales(stacks: list[list[ShardedWeight]]) -> int:
     return place
 
 
-def side_by_side(shards: list[torch.Tensor], numels: list[int]) -> list[torch.Tensor]:
-    """Of every weight its shards [W, n] as one flat tensor [numel], adjacent in a new buffer."""
-    starts = list(itertools.accumulate(numels, initial=0))
-    codes = shards[0].new_empty(max(start + s.numel() for start, s in zip(starts[:-1], shards, strict=True)))
-    for start, pieces in zip(starts[:-1], shards, strict=True):
-        # The padding behind a weight's last shard lands where the next weight begins, which is written after it.
-        codes[start : start + pieces.numel()].view(pieces.shape).copy_(pieces)
-    return [codes[start:stop] for start, stop in itertools.pairwise(starts)]
+def without_padding(stack: list[ShardedWeight], landed: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the codes [numel] of every weight of a stack, adjacent: views, or copies where padding parts them.
+
+    landed: of every weight all ranks' shards [W * n], adjacent.
+    """
+    codes = [shards[: weight.numel] for weight, shards in zip(stack, landed, strict=True)]
+    if any(len(mine) < len(shards) for mine, shards in zip(codes[:-1], landed, strict=False)):
+        return list(torch.cat(codes).split([weight.numel for weight in stack]))
+    return codes

@@ -9,22 +9,22 @@ from deepspeed.accelerator import get_accelerator
 
 
 def new_stream() -> object | None:
-    """A stream beside the current one; None on a device without streams."""
+    """Return a stream beside the current one; None on a device without streams."""
     return None if get_accelerator().is_synchronized_device() else get_accelerator().Stream()
 
 
 def current_stream() -> object | None:
-    """The current stream; None on a device without streams."""
+    """Return the current stream; None on a device without streams."""
     return None if get_accelerator().is_synchronized_device() else get_accelerator().current_stream()
 
 
 def on_stream(stream: object | None) -> AbstractContextManager:
-    """Enqueue what is inside on `stream`; on a device without streams, as ever."""
+    """Enqueue what is inside on `stream`; no-op on a CPU."""
     return nullcontext() if stream is None else get_accelerator().stream(stream)
 
 
 def record_event() -> object | None:
-    """An event on the current stream; None on a device without streams."""
+    """Return an event on the current stream; None on a device without streams."""
     if get_accelerator().is_synchronized_device():
         return None
     event = get_accelerator().Event()
@@ -48,3 +48,21 @@ def used_by_current_stream(tensor: torch.Tensor) -> None:
     """Keep the memory of `tensor` from reuse until the current stream has passed this point."""
     if not get_accelerator().is_synchronized_device():
         tensor.record_stream(get_accelerator().current_stream())
+
+
+class Fetch:
+    """A number on its way to the host, copied behind the current stream's work so far."""
+
+    def __init__(self, value: torch.Tensor):
+        """Begin to copy `value`, of one element; the host does not wait."""
+        self._copied = None
+        self._host = value
+        if value.device.type == "cuda":
+            self._host = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+            self._copied = record_event()
+
+    def get(self) -> float:
+        """Return the number; the host waits for the copy, and for nothing enqueued after it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.item()

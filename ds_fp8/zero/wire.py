@@ -1,64 +1,65 @@
-"""Bytes on the wire, counted where they are sent, for FP8 and BF16 alike."""
+"""Bytes on the wire, counted for one engine by whoever sends them, for FP8 and BF16 alike."""
 
 from __future__ import annotations
 
-import threading
+import math
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.zero import seams
+from ds_fp8.zero.seams import StockReduceScatter
 
-GATHER, GRADIENT, OTHER = "all_gather_bytes", "grad_bytes", "other_bytes"
+GATHER, GRADIENT = "all_gather_bytes", "grad_bytes"
 
-# Category of a collective, the arguments that may hold its input, and the share of the input's bytes that one rank
-# sends to others, as a function of the group's size W (an all-reduce is a reduce-scatter and an all-gather).
-_COLLECTIVES = {
-    "all_gather": (GATHER, ("tensor", 1), lambda w: w - 1),
-    "all_gather_into_tensor": (GATHER, ("input_tensor", 1), lambda w: w - 1),
-    "all_gather_coalesced": (GATHER, ("input_tensors", 1), lambda w: w - 1),
-    "reduce_scatter": (GRADIENT, ("input_list", 1), lambda w: (w - 1) / w),
-    "reduce_scatter_tensor": (GRADIENT, ("input_tensor", 1), lambda w: (w - 1) / w),
-    "all_to_all_single": (GRADIENT, ("input", 1), lambda w: (w - 1) / w),
-    "all_reduce": (OTHER, ("tensor", 0), lambda w: 2 * (w - 1) / w),
-    "all_reduce_coalesced": (OTHER, ("tensors", 0), lambda w: 2 * (w - 1) / w),
-    "broadcast": (OTHER, ("tensor", 0), lambda w: 1),
+Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
+
+# Share of a collective's input that one rank sends to the others, as a function of the group's size (an all-reduce is a
+# reduce-scatter and an all-gather).
+_SHARES = {
+    "all_gather": lambda world: world - 1,
+    "reduce_scatter": lambda world: (world - 1) / world,
+    "all_to_all": lambda world: (world - 1) / world,
+    "all_reduce": lambda world: 2 * (world - 1) / world,
 }
 
 
 class WireMeter:
-    """Counts the bytes this rank sends to other ranks through DeepSpeed, by purpose.
+    """Counts the bytes this rank sends to other ranks for the parameters and gradients of one ZeRO-3 engine.
 
-    Parameter gathers (with the amax all-reduce that FP8 adds to them), gradient reductions, and everything else.
+    Parameter gathers come with the amax all-reduce that FP8 adds to them. What a model sends by itself (sequence
+    parallelism, a loss over all ranks) is not counted.
     """
 
     def __init__(self) -> None:
         self._sent: Counter[str] = Counter()
-        self._category = threading.local()
-        seams.observe_collectives(list(_COLLECTIVES), self._observe)
 
-    def _observe(self, name: str, args: tuple, kwargs: dict) -> None:
-        category, (keyword, position), share = _COLLECTIVES[name]
-        payload = kwargs[keyword] if keyword in kwargs else args[position]
-        tensors = [payload] if isinstance(payload, torch.Tensor) else payload
-        world = dist.get_world_size(kwargs.get("group"))
-        category = getattr(self._category, "name", None) or category
-        self._sent[category] += round(sum(tensor.nbytes for tensor in tensors) * share(world))
+    def count(self, purpose: str, collective: Collective, nbytes: int, group: object) -> None:
+        """Count one collective.
 
-    @contextmanager
-    def counted_as(self, category: str) -> Iterator[None]:
-        """Count the collectives inside as `category`, whatever they are."""
-        self._category.name = category
-        try:
-            yield
-        finally:
-            self._category.name = None
+        Args:
+            purpose: GATHER or GRADIENT.
+            collective: what it does with its input.
+            nbytes: size of this rank's input, in bytes.
+            group: process group, None for all ranks.
+        """
+        self._sent[purpose] += round(nbytes * _SHARES[collective](dist.get_world_size(group)))
 
     def take(self) -> dict[str, int]:
-        """Bytes sent since the last call, by category."""
-        sent = {category: self._sent[category] for category in (GATHER, GRADIENT, OTHER)}
+        """Return the bytes sent since the last call, by purpose."""
+        sent = {purpose: self._sent[purpose] for purpose in (GATHER, GRADIENT)}
         self._sent.clear()
         return sent
+
+
+def counted(reduce_scatter: StockReduceScatter, wire: WireMeter) -> StockReduceScatter:
+    """Return DeepSpeed's reduce-scatter with its bytes counted: every gradient is padded to a multiple of the ranks."""
+
+    def counted_reduce_scatter(tensors: list[torch.Tensor], group: object) -> list[torch.Tensor]:
+        world = dist.get_world_size(group)
+        nbytes = sum(math.ceil(tensor.numel() / world) * world * tensor.element_size() for tensor in tensors)
+        wire.count(GRADIENT, "reduce_scatter", nbytes, group)
+        return reduce_scatter(tensors, group)
+
+    return counted_reduce_scatter

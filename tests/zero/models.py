@@ -8,7 +8,7 @@ import gc
 import torch
 from torch import nn
 
-from ds_fp8.modules.weights import GROUP
+from ds_fp8.layers.weights import GROUP
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -103,7 +103,7 @@ def build(
     """An engine around Net in BF16 with weights from seed 0. born_sharded: built under deepspeed.zero.Init."""
     import deepspeed
 
-    import ds_fp8.engine
+    import ds_fp8.engine.initialize
 
     leave_modules_to_themselves()
     torch.manual_seed(0)

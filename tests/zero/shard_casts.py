@@ -7,9 +7,8 @@ import math
 import torch
 from torch import nn
 
-from ds_fp8.config import WeightCast
-from ds_fp8.formats import BLOCK, FORMATS
-from ds_fp8.quantize import scale_from_amax
+from ds_fp8.casts import scale_from_amax
+from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec
 from ds_fp8.zero.seams import Shard
 from ds_fp8.zero.shards import ShardedWeight, place_scales, stacks_of
 
@@ -24,7 +23,7 @@ def weights_of(rank: int, world: int, granularity: str, device: str, shapes=SHAP
         length = math.ceil(rows * columns / world)
         valid = max(0, min(length, rows * columns - rank * length))
         shard = Shard(torch.Size((rows, columns)), rank * length, length, valid, world, None)
-        weights.append(ShardedWeight(parameter, shard, granularity))
+        weights.append(ShardedWeight(parameter, shard, CastSpec(granularity=granularity)))
     place_scales(stacks_of(weights))
     numels = [weight.shard.numel for weight in weights]
     codes = torch.zeros(sum(numels), dtype=torch.uint8, device=device)
@@ -63,7 +62,7 @@ def shards_of(masters: list[torch.Tensor], weights: list[ShardedWeight]) -> dict
     return result
 
 
-def cast_on_all_ranks(make, masters, world, spec: WeightCast, device="cpu", to=lambda shard: shard):
+def cast_on_all_ranks(make, masters, world, spec: CastSpec, device="cpu", to=lambda shard: shard):
     """(amax, codes of every weight) after `make(weights, codes, spec)` has cast the shards of every rank."""
     shapes = [tuple(master.shape) for master in masters]
     ranks = [weights_of(rank, world, spec.granularity, device, shapes) for rank in range(world)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
 
 # Scripts run with their own folder on the path, and find their neighbours there.
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
@@ -54,6 +54,59 @@ def test_time_of_a_gpu_is_told_apart():
         50, 20, 25, 20, 10,
     ]  # fmt: skip
     assert found["kernels"][:2] == [("ncclKernel", 1, 25), ("gemm", 2, 20)]
+
+
+def test_a_step_is_split_into_its_parts():
+    kernels = [
+        ("nvjet_qqtst", 0, 10),
+        ("cudnn_sdpa_sm90_flash_fprop_wgmma", 10, 14),
+        ("_cast_tiles", 14, 17),
+        ("void at::native::elementwise_kernel<4>", 17, 19),
+        ("ncclDevKernel_AllGather_RING", 15, 25),
+        ("nvjet_hsh", 30, 35),
+        ("ncclDevKernel_SendRecv", 35, 38),
+        ("_adamw", 40, 43),
+        ("unheard_of", 43, 44),
+    ]
+    marks = {"head and loss": [(28, 36)], "optimizer": [(40, 43)]}
+    found = step_profile.split_of_step(
+        [(name, 1e3 * start, 1e3 * end) for name, start, end in kernels],
+        {part: [(1e3 * start, 1e3 * end) for start, end in ranges] for part, ranges in marks.items()},
+    )
+    assert found == {
+        "span": 44, "attention": 4, "products": 10, "copies": 2, "casts, norms, rotary": 3, "head and loss": 5,
+        "optimizer": 3, "other": 1, "exposed gather": 6, "exposed reduce": 3, "idle": 7,
+    }  # fmt: skip
+
+
+PEER = """
+import json, sys
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if arguments["--mbs"] == "3":
+    sys.exit("out of memory")
+print("RESULT", json.dumps({"gpus": 1, "step_ms": 500, "tok_s_gpu": 8, "peak_gib": 2.5, "loss": 7.5}))
+"""
+
+
+def test_peers_are_measured_by_their_scripts_and_a_failing_one_is_said(tmp_path):
+    (tmp_path / "zero3_baseline.py").write_text(PEER)
+    file = tmp_path / "step.json"
+    shape = ["--vocabulary", "152064", "--layers", "2", "--length", "64", "--steps", "6", "--variants", "deepspeed"]
+    arguments = ["--quick", "--json", str(file), "--peers", str(tmp_path), *shape]
+    assert run_script("step.py", *arguments, "--sequences", "2").returncode == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["variant"], row["step_seconds"], row["peak_bytes"]) == ("deepspeed", 0.5, 2.5 * 2**30)
+    failed = run_script("step.py", *arguments, "--sequences", "3")
+    assert failed.returncode == 1
+    assert "out of memory" in failed.stderr
+    assert "not measured: deepspeed" in failed.stderr
+
+
+@pytest.mark.parametrize("variant", ["infir3", "infir2/fp9-head", "hybrid_fast+coats", "torchao"])
+def test_a_variant_that_does_not_exist_is_refused(variant):
+    done = run_script("step.py", "--quick", "--variants", variant)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
 
 
 def test_every_collective_is_measured(measured):

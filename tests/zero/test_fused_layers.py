@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ds_fp8.modules import weights
-from tests.modules.hugging_face import causal_lm, tokens
+from ds_fp8.layers import weights
+from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 from tests.zero.test_training import QUIET
 

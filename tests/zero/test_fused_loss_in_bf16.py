@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.modules.hugging_face import causal_lm, tokens
+from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.config import GradientReduceConfig
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import GradientReduceConfig
 from ds_fp8.zero.automatic_scale import GROWTH, AutomaticScale
 from ds_fp8.zero.gradient_reduce import SMALLEST, GradientReduce
 from ds_fp8.zero.nodes import find_nodes
@@ -40,7 +40,7 @@ def exact_mean(shape, world):
 def reduced(options, ranks_per_node=None):
     nodes = find_nodes("auto", ranks_per_node) if ranks_per_node else None
     gradients = [gradient(shape, dist.get_rank()) for shape in SHAPES]
-    ours = reducer(nodes, **options)([g.clone() for g in gradients], None, list(range(len(SHAPES))))
+    ours = reducer(nodes, **options)([g.clone() for g in gradients], None, [str(shape) for shape in SHAPES])
     theirs = stock([g.clone() for g in gradients], None)
     return ours, theirs
 
@@ -100,9 +100,9 @@ def one_bad_gradient(value, options):
     if dist.get_rank() == 1:
         gradients[0][7, 11] = value
     reduce = reducer(**options)
-    ours = reduce(gradients, None, [0])[0]
+    ours = reduce(gradients, None, ["weight"])[0]
     bad = ours.isnan().nonzero().flatten().tolist()
-    afterwards = reduce([gradient((131, 301), dist.get_rank())], None, [0])[0]
+    afterwards = reduce([gradient((131, 301), dist.get_rank())], None, ["weight"])[0]
     return bad, ours.isinf().any().item(), afterwards.isfinite().all().item(), len(ours)
 
 
@@ -129,7 +129,7 @@ def drift(options, rounds):
     reduce = reducer(**options)
     total = 0
     for _ in range(rounds):
-        total = total + reduce([gradient((131, 301), dist.get_rank())], None, [0])[0]
+        total = total + reduce([gradient((131, 301), dist.get_rank())], None, ["weight"])[0]
     start = dist.get_rank() * math.ceil(131 * 301 / dist.get_world_size())
     exact = rounds * exact_mean((131, 301), dist.get_world_size())[start : start + len(total)]
     return ((total - exact).norm() / exact.norm()).item()
@@ -150,7 +150,7 @@ def repeated_with_own_clock():
     def run(seed):
         config = GradientReduceConfig(rounding="stochastic", seed=seed)
         reduce = GradientReduce(stock, config, WireMeter(), clock=lambda: 5)
-        return reduce([gradient((131, 301), dist.get_rank())], None, [0])[0]
+        return reduce([gradient((131, 301), dist.get_rank())], None, ["weight"])[0]
 
     return torch.equal(run(3), run(3)), torch.equal(run(3), run(4))
 
@@ -163,12 +163,12 @@ def agreed_scales(outlier):
     zero, counts = torch.zeros(64, 64), torch.zeros(2, dtype=torch.int32)
     seen = []
     for _ in range(4):
-        scales = scale.scales([small, zero], [5, 9])
+        scales = scale.scales([small, zero], ["small", "zeros"])
         counts[0] = ((small / scales[0]).abs() > 448).sum() if outlier == 100 and rank == 1 else 0
         counts[0] += 1000 * (outlier == 200 and rank == 1)
-        scale.saturated(counts, [small.numel(), zero.numel()], [5, 9])
+        scale.saturated(counts, [small.numel(), zero.numel()], ["small", "zeros"])
         seen.append(scales.tolist())
-    return seen, scale.mu(5), scale.mu(9)
+    return seen, scale.mu("small"), scale.mu("zeros")
 
 
 def test_all_ranks_agree_on_the_scale_of_the_largest(ranks):

@@ -2,9 +2,10 @@ import deepspeed
 import pytest
 import torch
 
-from ds_fp8.modules.linear import FP8Linear
-from ds_fp8.modules.weights import GATHERED
-from ds_fp8.quantize import quantize
+from ds_fp8.casts import quantize
+from ds_fp8.config.errors import UserError
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.weights import GATHERED
 from tests.zero import models
 
 SPECS = {"infir2": ("e4m3", "128x128"), "tensorwise": ("e4m3", "tensor"), "rowwise": ("e4m3", "row")}
@@ -190,3 +191,19 @@ def test_persistent_weights_are_cast_when_used_and_reported(ranks):
         assert report["param_gather"] == "bf16"
         assert any("persistence_threshold" in note for note in report["notes"])
         assert losses == pytest.approx(gathered_losses, rel=0.02)
+
+
+def without_copy_engines(transport):
+    """How an engine on CPUs gathers, or the key and the remedy of its error."""
+    try:
+        engine = models.build(models.config({"monitor": {"every": 0}, "param_gather": {"transport": transport}}))
+    except UserError as error:
+        return error.key, error.remedy
+    return engine.fp8.report["param_transport"]
+
+
+def test_copy_engines_are_used_where_they_can_be(ranks):
+    words = "by collectives: there is no CUDA device"
+    assert ranks(2, without_copy_engines, "auto") == [words] * 2
+    error = ("fp8.param_gather.transport", '"transport": "nccl"')
+    assert ranks(2, without_copy_engines, "copy_engine") == [error] * 2

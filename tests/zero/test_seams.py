@@ -9,7 +9,9 @@ import deepspeed
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.compatibility import check_deepspeed
 from ds_fp8.zero import deepspeed_versions
 
 
@@ -21,8 +23,9 @@ def test_every_name_exists_in_the_installed_version():
 
 @pytest.mark.parametrize("ranges", deepspeed_versions.NAMES)
 def test_every_range_lists_what_seams_uses(ranges):
-    """A name of DeepSpeed that seams.py takes from a module or a parameter is in the table of every supported range."""
-    source = (Path(deepspeed_versions.__file__).parent / "seams.py").read_text()
+    """A name of DeepSpeed that the seams take from a module or a parameter is in the table of every supported range."""
+    seams = Path(deepspeed_versions.__file__).parent / "seams"
+    source = "".join(file.read_text() for file in sorted(seams.glob("*.py")))
     listed = {name for table in (deepspeed_versions.NAMES, deepspeed_versions.ATTRIBUTES)
               for names in table[ranges].values() for name in names}  # fmt: skip
     used = set(re.findall(r"\b(?:parameter|p)\.(ds_\w+|_z3\w+)", source))
@@ -47,6 +50,24 @@ def test_an_unsupported_version_is_named(version):
     assert "0.19.8" in caught.value.remedy
 
 
+def test_an_unsupported_version_can_be_tried(monkeypatch):
+    with pytest.raises(UserError) as caught:
+        deepspeed_versions.check("0.20.1")
+    name, _, value = caught.value.remedy.split()[-1].partition("=")
+    monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match=r"DeepSpeed 0\.20\.1 is not supported"):
+        deepspeed_versions.check("0.20.1")
+    with pytest.raises(UserError):
+        deepspeed_versions.check("0.20.2")
+
+
+def test_with_fp8_off_any_version_serves(monkeypatch):
+    monkeypatch.setattr(deepspeed, "__version__", "0.20.1")
+    check_deepspeed({}, FP8Config(enabled=False))
+    with pytest.raises(UserError, match=r"0\.20\.1"):
+        check_deepspeed({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, FP8Config())
+
+
 @pytest.mark.parametrize("version", ["0.19.8", "0.19.9", "0.19.8+d3a7"])
 def test_a_supported_version_is_let_through(version):
     deepspeed_versions.check(version)
@@ -56,9 +77,10 @@ def test_a_missing_name_is_named_with_the_version():
     script = (
         "import deepspeed, deepspeed.runtime.zero.stage3 as s\n"
         "del s.DeepSpeedZeroOptimizer_Stage3.refresh_fp32_params\n"
-        "from ds_fp8.errors import UserError\n"
-        "try:\n    import ds_fp8.zero.seams\n"
-        "except UserError as error:\n    print(error)\n"
+        "import ds_fp8, ds_fp8.engine.compatibility as c\n"
+        "c.check_deepspeed({}, ds_fp8.FP8Config(enabled=False))\n"
+        "try:\n    c.check_deepspeed({}, ds_fp8.FP8Config())\n"
+        "except ds_fp8.UserError as error:\n    print(error)\n"
     )
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert "DeepSpeedZeroOptimizer_Stage3.refresh_fp32_params" in printed

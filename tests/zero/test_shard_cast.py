@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ds_fp8.config import WeightCast
-from ds_fp8.quantize import QuantizedTensor, quantize
+from ds_fp8.casts import QuantizedTensor, quantize
+from ds_fp8.config.formats import CastSpec
 from ds_fp8.zero.shard_cast import ReferenceShardCast, make_shard_cast
 from tests.zero.shard_casts import SHAPES, cast_on_all_ranks, exact_masters
 
@@ -16,7 +16,7 @@ def reference(weights, codes, spec):
 
 
 def implementations():
-    kernels = pytest.importorskip("ds_fp8.zero.kernels.shard_cast", reason="Triton is not installed")
+    kernels = pytest.importorskip("ds_fp8.zero.shard_cast_triton", reason="Triton is not installed")
     return [reference, kernels.TritonShardCast]
 
 
@@ -36,7 +36,7 @@ def assert_whole(masters, scales, codes, spec):
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])
 def test_the_reference_casts_the_whole(world, granularity, scale):
-    spec = WeightCast(granularity=granularity, scale=scale)
+    spec = CastSpec(granularity=granularity, scale=scale)
     masters = random_masters()
     assert_whole(masters, *cast_on_all_ranks(reference, masters, world, spec)[1:], spec)
 
@@ -45,7 +45,7 @@ def test_the_reference_casts_the_whole(world, granularity, scale):
 @pytest.mark.parametrize(("granularity", "scale"), [("128x128", "pow2"), ("128x128", "fp32"), ("row", "pow2")])
 def test_the_kernels_cast_the_whole(world, granularity, scale):
     """Numbers that FP8 holds exactly: Triton's interpreter rounds others in its own way."""
-    spec = WeightCast(granularity=granularity, scale=scale)
+    spec = CastSpec(granularity=granularity, scale=scale)
     masters = exact_masters()
     if granularity == "row":  # every row has the largest number of the format in it
         masters = [torch.cat([m.sign() * m.abs().log2().floor().clamp(-5, 5).exp2(), torch.full((len(m), 1), 448.0)], 1)
@@ -55,7 +55,7 @@ def test_the_kernels_cast_the_whole(world, granularity, scale):
 
 
 def test_ranks_without_a_part_of_any_weight():
-    spec, masters = WeightCast(), [torch.tensor([[448.0, -8.0, 0.5, 0.0, 1.0]])]
+    spec, masters = CastSpec(granularity="128x128"), [torch.tensor([[448.0, -8.0, 0.5, 0.0, 1.0]])]
     for make in implementations():
         assert_whole(masters, *cast_on_all_ranks(make, masters, 8, spec)[1:], spec)
 
@@ -64,7 +64,7 @@ def test_ranks_without_a_part_of_any_weight():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_both_find_the_same_amax_in_any_source(granularity, dtype):
     """BF16 shards are those of frozen weights; what the kernels cannot read is copied first, weight by weight."""
-    spec = WeightCast(granularity=granularity)
+    spec = CastSpec(granularity=granularity)
     masters = exact_masters()
     plain, kernel = (
         cast_on_all_ranks(make, masters, 2, spec, to=lambda shard: shard.to(dtype)) for make in implementations()
@@ -76,7 +76,7 @@ def test_both_find_the_same_amax_in_any_source(granularity, dtype):
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_overflow_makes_its_group_nan(granularity, value):
-    spec = WeightCast(granularity=granularity)
+    spec = CastSpec(granularity=granularity)
     masters = exact_masters()
     masters[0][130, 299] = value
     for make in implementations():
@@ -95,4 +95,4 @@ def test_overflow_makes_its_group_nan(granularity, value):
 
 def test_a_cpu_gets_the_reference():
     codes = torch.zeros(1, dtype=torch.uint8)
-    assert isinstance(make_shard_cast([], codes, WeightCast()), ReferenceShardCast)
+    assert isinstance(make_shard_cast([], codes, CastSpec(granularity="128x128")), ReferenceShardCast)

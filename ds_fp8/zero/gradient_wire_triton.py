@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_fp8.formats import BLOCK, FORMATS, SMALLEST_SCALE
-from ds_fp8.quantize.kernels import (
+from ds_fp8.casts.primitives_triton import (
     TRITON_DTYPES,
     amax_bits,
     random_word,
@@ -20,7 +19,8 @@ from ds_fp8.quantize.kernels import (
     spacing_of,
     to_fp8,
 )
-from ds_fp8.zero.gradient_wire import CastOptions, Message, Slices
+from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE
+from ds_fp8.zero.message import CastOptions, Message, Slices
 
 GROUPS = 32
 """Groups of 128 that one program takes."""
@@ -28,7 +28,7 @@ GROUPS = 32
 
 @triton.jit
 def _round_to_nearest(x, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
-    """The number of the format that is nearest to x, ties to even: 1.5 * 2^23 spacings have no room for fractions."""
+    """Return the number of the format that is nearest to x, ties to even: 1.5 * 2^23 spacings have no room for fractions."""
     shift = spacing_of(x, EPSILON, SUBNORMAL) * 12582912.0
     magnitude = (tl.abs(x) + shift) - shift
     return tl.where(x.to(tl.int32, bitcast=True) < 0, -magnitude, magnitude)  # zero has a sign, too
@@ -97,7 +97,7 @@ def _sum_rows(message, total, codes_in_row, row_bytes, rows, divisor, GROUPS: tl
 
 
 def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: Slices, options: CastOptions) -> None:
-    """pack of gradient_wire.py; the residual is contiguous."""
+    """Do pack of gradient_wire.py; the residual is contiguous."""
     target = FORMATS[options.format]
     world = shape.rows * shape.places
     _pack[(triton.cdiv(slices.padded, GROUPS * BLOCK), world)](
@@ -111,7 +111,7 @@ def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: 
 
 
 def sum_rows(message: torch.Tensor, shape: Message, format: str, divisor: int) -> torch.Tensor:
-    """sum_rows of gradient_wire.py."""
+    """Do sum_rows of gradient_wire.py."""
     total = torch.empty(shape.codes, device=message.device)
     _sum_rows[(triton.cdiv(shape.codes, GROUPS * BLOCK),)](
         message, total, shape.codes, shape.row_bytes, shape.rows, divisor, GROUPS=GROUPS, DTYPE=TRITON_DTYPES[format], num_warps=4

@@ -20,14 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_fp8.config import Cast
-from ds_fp8.formats import BLOCK
-from ds_fp8.quantize.kernels import amax_bits, format_arguments, to_fp8
-from ds_fp8.zero.shard_cast import Source, on_device
-from ds_fp8.zero.shards import ShardedWeight
+from ds_fp8.casts.primitives_triton import MODES, ROW, TENSOR, amax_bits, format_arguments, to_fp8
+from ds_fp8.config.formats import BLOCK, CastSpec
+from ds_fp8.zero.shards import ShardedWeight, Source, on_device
 
-ROW, TENSOR, TILE = (tl.constexpr(i) for i in range(3))
-MODES = {"row": 0, "tensor": 1, "128x128": 2}
 FIELDS = ("first_program", "columns", "start", "stop", "first_tile_row", "data_start", "scale_start", "scales_per_row")
 ALIGNMENT = 16
 """Elements, and bytes of an address, that everything must be a multiple of for accesses of 16 bytes."""
@@ -35,7 +31,7 @@ ALIGNMENT = 16
 
 @triton.jit
 def _geometry(owner, table, first_program, ALIGNED: tl.constexpr):
-    """(weight, columns, start, stop, rows [128], columns [128], where its codes and its scales begin, scales a row)."""
+    """Return (weight, columns, start, stop, rows [128], columns [128], where its codes and its scales begin, scales a row)."""
     program = first_program + tl.program_id(0)
     weight = tl.load(owner + program).to(tl.int64)
     fields = table + weight * 8
@@ -52,7 +48,7 @@ def _geometry(owner, table, first_program, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _load(source, place, inside, ALIGNED: tl.constexpr):
-    """FP32 numbers at `place` in a shard, whose row of `sources` is given; zero where not `inside`."""
+    """Return FP32 numbers at `place` in a shard, whose row of `sources` is given; zero where not `inside`."""
     address = tl.load(source)
     if tl.load(source + 1) == 1:
         bf16 = address.to(tl.pointer_type(tl.bfloat16))
@@ -115,7 +111,7 @@ def _cast(
 class TritonShardCast:
     """ShardCast of shard_cast.py in one launch a half; shards that are offloaded are copied and cast one by one."""
 
-    def __init__(self, weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: Cast):
+    def __init__(self, weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: CastSpec):
         self._weights = [weight for weight in weights if weight.shard.valid]
         self._shards, self._spec = shards, spec
         tiles = [_tiles(weight) for weight in self._weights]
@@ -134,9 +130,11 @@ class TritonShardCast:
         self._sources = torch.empty(0, dtype=torch.int64)
 
     def write_amax(self, amax: torch.Tensor, source: Source) -> None:
+        """Write the amax of every group, as ShardCast says."""
         self._launch(_amax, (amax.view(torch.int32),), source)
 
     def cast(self, scales: torch.Tensor, source: Source) -> None:
+        """Refill every weight's `data`, as ShardCast says."""
         self._launch(_cast, (scales, self._shards), source, **format_arguments(self._spec.format, self._spec.scale))
 
     def _launch(self, kernel: triton.JITFunction, buffers: tuple[torch.Tensor, ...], source: Source, **words) -> None:
@@ -163,7 +161,7 @@ class TritonShardCast:
         )
 
     def _sent(self, sources: list[tuple[int, int]]) -> torch.Tensor:
-        """`sources` on the device, without making the host wait; kept there for as long as they stay the same."""
+        """Return `sources` on the device, without making the host wait; kept there for as long as they stay the same."""
         if sources != self._listed:
             table = torch.tensor(sources, dtype=torch.int64)
             if self._shards.device.type == "cuda":
@@ -173,7 +171,7 @@ class TritonShardCast:
 
 
 def _tiles(weight: ShardedWeight) -> tuple[int, int, int]:
-    """(first row of tiles, rows of tiles, tiles across) that the shard has a part of."""
+    """Return (first row of tiles, rows of tiles, tiles across) that the shard has a part of."""
     columns = weight.shard.shape[1]
     first = weight.shard.start // columns // BLOCK
     last = (weight.shard.start + weight.shard.valid - 1) // columns // BLOCK
@@ -181,5 +179,5 @@ def _tiles(weight: ShardedWeight) -> tuple[int, int, int]:
 
 
 def _is_readable(numbers: torch.Tensor, device: torch.device) -> bool:
-    """Whether the kernels can read them where they are."""
+    """Return whether the kernels can read them where they are."""
     return numbers.device == device and numbers.dtype in (torch.float32, torch.bfloat16) and numbers.is_contiguous()

@@ -1,0 +1,52 @@
+"""From how many tokens FP8 layers are faster than BF16 ones, as measured: said in the start report, beforehand."""
+
+from __future__ import annotations
+
+import bisect
+
+import torch
+
+MEASURED = "one H200, 2026-11-21, scripts/bench/crossover.py"
+
+BREAK_EVEN = {1024: 16384, 2048: 8192, 4096: 2048}
+"""Hidden size -> the fewest tokens of a micro-batch, of those measured, with which a fused decoder layer of the infir2
+preset took less time than transformers' in BF16; 512 features lost with up to 16384.
+
+Measured: docs/performance.md, "Where FP8 pays".
+"""
+
+
+def tokens_needed(hidden: int) -> int | None:
+    """Return the tokens of a micro-batch on one GPU from which FP8 pays, or None where it was never seen to.
+
+    Args:
+        hidden: Hidden size of the model. Between two measured sizes the smaller one's answer holds.
+    """
+    place = bisect.bisect_right(list(BREAK_EVEN), hidden)
+    return None if place == 0 else list(BREAK_EVEN.values())[place - 1]
+
+
+def warning(hidden: int | None, tokens: int | None) -> str | None:
+    """Return what to tell the user about so many tokens a micro-batch at a hidden size (None: not known)."""
+    if hidden is None:
+        return None
+    needed = tokens_needed(hidden)
+    if needed is None:
+        return (
+            f"layers with {hidden} features are too small for FP8 to be faster than BF16 ({MEASURED}): expect less "
+            "memory and fewer bytes sent, not more tokens/s"
+        )
+    if tokens is None:
+        return f"with {hidden} features FP8 is faster than BF16 from {needed} tokens a GPU and micro-batch ({MEASURED})"
+    if tokens < needed:
+        return (
+            f"{tokens} tokens a GPU and micro-batch are too few for FP8 to be faster than BF16 with {hidden} features: "
+            f"that begins at {needed} ({MEASURED}); larger micro-batches or longer sequences help"
+        )
+    return None
+
+
+def typical_hidden(linears: list[torch.nn.Linear]) -> int | None:
+    """Return the median number of input features of a model's FP8 linears: its hidden size, but for odd models."""
+    features = sorted(linear.in_features for linear in linears)
+    return features[len(features) // 2] if features else None

@@ -1,0 +1,182 @@
+"""What the "fp8" section cannot be combined with in DeepSpeed's own sections."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import deepspeed
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule
+from torch import nn
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import FP8Config, section_of
+from ds_fp8.zero import deepspeed_versions
+
+
+def check_deepspeed(raw: Mapping[str, Any], fp8: FP8Config, file: str | os.PathLike | None = None) -> None:
+    """Raise UserError where DeepSpeed's own sections contradict the fp8 section. Does nothing when FP8 is disabled."""
+    if not fp8.enabled:
+        return
+    try:
+        deepspeed_versions.check(deepspeed.__version__)
+    except UserError as error:
+        raise error.located(file) from None
+
+    def refuse(key: str, problem: str, remedy: str) -> None:
+        raise UserError(problem, key=key, file=file, remedy=remedy)
+
+    if not (section_of(raw, "bf16").get("enabled") or section_of(raw, "bfloat16").get("enabled")):
+        refuse("bf16.enabled", "fp8 trains BF16 models, and bf16 is not enabled", '"bf16": {"enabled": true}')
+    if section_of(raw, "torch_autocast").get("enabled"):
+        refuse(
+            "torch_autocast.enabled",
+            "fp8 does not work under torch_autocast: it would cast weights on its own",
+            'remove "torch_autocast"',
+        )
+    if section_of(raw, "compile").get("deepcompile"):
+        refuse(
+            "compile.deepcompile",
+            "DeepCompile gathers parameters in its own graph and bypasses the FP8 all-gather",
+            '"deepcompile": false, or "fp8": {"enabled": false}',
+        )
+
+    ranks = section_of(raw, "tensor_parallel").get("autotp_size", 0)
+    if isinstance(ranks, int) and ranks > 1:
+        refuse(
+            "tensor_parallel.autotp_size",
+            "linears that are split over ranks have not been tried with FP8",
+            'remove "tensor_parallel", or "fp8": {"enabled": false}',
+        )
+    if section_of(raw, "expert_parallel").get("enabled"):
+        refuse(
+            "expert_parallel.enabled",
+            "experts that are spread over ranks have not been tried with FP8",
+            'remove "expert_parallel", or "fp8": {"enabled": false}',
+        )
+    zero = section_of(raw, "zero_optimization")
+    if section_of(zero, "zenflow"):
+        refuse("zero_optimization.zenflow", "ZenFlow selects gradient columns before they are reduced", "remove it")
+    stage = zero.get("stage", 0)
+    if fp8.optimizer.precision().compressed:
+        _check_compressed_state(raw, zero, refuse)
+    gathers, reduces = fp8.param_gather.format != "bf16", fp8.grad_reduce.format != "bf16"
+    if stage != 3:
+        if gathers:
+            refuse(
+                "zero_optimization.stage",
+                f"FP8 parameter all-gather exists in ZeRO stage 3 only, and the stage is {stage!r}",
+                '"stage": 3, or "fp8": {"param_gather": {"format": "bf16"}}',
+            )
+        if reduces:
+            refuse(
+                "zero_optimization.stage",
+                f"FP8 gradient reduce-scatter exists in ZeRO stage 3 only, and the stage is {stage!r}",
+                '"stage": 3, or "fp8": {"grad_reduce": {"format": "bf16"}}',
+            )
+        return
+
+    if zero.get("zero_hpz_partition_size", 1) not in (1, None):
+        refuse(
+            "zero_optimization.zero_hpz_partition_size",
+            "hpZ keeps a second BF16 copy of the weights inside each node, which FP8 gathers do not fill",
+            "remove the key: the FP8 all-gather already halves the bytes",
+        )
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if zero.get(key):
+            refuse(f"zero_optimization.{key}", f"{key} quantises what fp8 already sends in FP8", f'"{key}": false')
+    if "mics_shard_size" in zero and zero["mics_shard_size"] not in (-1, None):
+        refuse("zero_optimization.mics_shard_size", "MiCS shards parameters its own way", "remove the key")
+    offload = section_of(zero, "offload_param").get("device", "none")
+    if gathers and offload not in ("none", None):
+        refuse(
+            "zero_optimization.offload_param.device",
+            f"parameter offload to {offload} moves BF16 shards, and the FP8 gather keeps FP8 shards on the device",
+            'remove "offload_param" (offload_optimizer works), or "fp8": {"param_gather": {"format": "bf16"}}',
+        )
+    if section_of(zero, "offload_optimizer").get("device") == "nvme":
+        refuse(
+            "zero_optimization.offload_optimizer.device",
+            "the FP8 shards are cast from the FP32 master shards after every step, which NVMe offload swaps out",
+            '"device": "cpu"',
+        )
+    if reduces and zero.get("reduce_scatter", True) is False:
+        refuse(
+            "zero_optimization.reduce_scatter",
+            "reduce_scatter false makes DeepSpeed all-reduce gradients and never reach the FP8 reduction",
+            '"reduce_scatter": true, or "fp8": {"grad_reduce": {"format": "bf16"}}',
+        )
+    accumulation = section_of(raw, "data_types").get("grad_accum_dtype")
+    if accumulation in ("bf16", "bfloat16"):
+        # The FP32 sum over ranks is rounded once, to the accumulator. A second micro-batch would be added in BF16.
+        if raw.get("gradient_accumulation_steps") != 1:
+            refuse(
+                "data_types.grad_accum_dtype",
+                f"gradients of several micro-batches are summed in FP32, and grad_accum_dtype is {accumulation}",
+                '"gradient_accumulation_steps": 1, or "data_types": {"grad_accum_dtype": "fp32"}',
+            )
+    elif accumulation not in (None, "fp32", "float32"):
+        refuse(
+            "data_types.grad_accum_dtype",
+            f"gradients are summed in FP32, and grad_accum_dtype is {accumulation}",
+            '"data_types": {"grad_accum_dtype": "fp32"}, or "bf16" with "gradient_accumulation_steps": 1',
+        )
+
+
+def check_parallelism(model: nn.Module, mpu: Any, fp8: FP8Config) -> None:
+    """Reject models and process groups of DeepSpeed's that have not been tried with FP8.
+
+    Sequence parallelism (Ulysses) has been.
+
+    Args:
+        model: what initialize was given.
+        mpu: object that tells DeepSpeed its model-parallel groups, or None.
+        fp8: nothing is rejected when it is disabled.
+
+    Raises:
+        UserError: the model is a pipeline or has DeepSpeed's MoE layers, or `mpu` splits tensors over ranks.
+    """
+    if not fp8.enabled:
+        return
+    remedy = 'use ZeRO stage 3 alone, or "fp8": {"enabled": false}'
+    if isinstance(model, PipelineModule):
+        raise UserError("pipeline parallelism has not been tried with FP8", key="fp8.enabled", remedy=remedy)
+    if any(isinstance(module, MoE) for module in model.modules()):
+        raise UserError("DeepSpeed's MoE layers have not been tried with FP8", key="fp8.enabled", remedy=remedy)
+    splits = ["get_tensor_model_parallel_world_size", "get_slice_parallel_world_size"]
+    if not hasattr(mpu, "get_sequence_parallel_world_size"):  # whose "model parallel" ranks share a sequence
+        splits.append("get_model_parallel_world_size")
+    size = next((getattr(mpu, name)() for name in splits if hasattr(mpu, name)), 1)
+    if size > 1:
+        raise UserError(
+            f"tensor parallelism (mpu, {size} ranks) has not been tried with FP8", key="fp8.enabled", remedy=remedy
+        )
+
+
+def _check_compressed_state(raw: Mapping[str, Any], zero: Mapping[str, Any], refuse: Callable[..., None]) -> None:
+    """Reject DeepSpeed features that manage optimizer state, which they expect in FP32."""
+    offload = section_of(zero, "offload_optimizer")
+    fp32 = '"fp8": {"optimizer": {"exp_avg": "fp32", "exp_avg_sq": "fp32", "master": "fp32"}}'
+    if offload.get("device") == "nvme":
+        refuse(
+            "zero_optimization.offload_optimizer.device",
+            "NVMe offload swaps FP32 moments, and fp8.optimizer keeps them compressed",
+            f'"device": "cpu", or {fp32}',
+        )
+    if offload.get("ratio", 1.0) != 1.0:
+        refuse(
+            "zero_optimization.offload_optimizer.ratio",
+            "partial offload steps a part of the parameters with another Adam, whose state is FP32",
+            f'"ratio": 1.0, or {fp32}',
+        )
+    if offload.get("super_offload"):
+        refuse(
+            "zero_optimization.offload_optimizer.super_offload",
+            "SuperOffload steps with its own Adam, whose state is FP32",
+            f'"super_offload": false, or {fp32}',
+        )
+    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        if section_of(raw, "bf16").get(key):
+            refuse(f"bf16.{key}", f"{key} makes DeepSpeed keep state that fp8.optimizer keeps", f'"{key}": false')

@@ -1,0 +1,96 @@
+"""Account for every parameter of a model: in FP8, or in BF16 and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.selection import ROUTERS
+from ds_fp8.zero import seams
+
+EXPERTS = "experts, stored as 3-D parameters"
+LITTLE = 1 / 3
+"""Share of the parameters in FP8 below which the start report warns."""
+
+
+@dataclass
+class Kept:
+    """Parameters that stay in BF16 for one reason."""
+
+    reason: str
+    parameters: int = 0
+    names: list[str] = field(default_factory=list)
+    """Of the tensors."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Where the parameters of a model are; shared ones are counted once."""
+
+    total: int
+    in_fp8: int
+    kept: list[Kept]
+    """Experts first, then the most parameters."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entries of the start report."""
+        return {
+            "parameters": self.total,
+            "fp8_parameters": self.in_fp8,
+            "kept_in_bf16": [asdict(kept) for kept in self.kept],
+        }
+
+    def warning(self) -> str | None:
+        """Return what to tell the user of a model that is mostly not in FP8, or None."""
+        if self.in_fp8 >= LITTLE * self.total:
+            return None
+        return f"only {self.in_fp8 / self.total:.0%} of the parameters are in FP8: expect little of it"
+
+
+def coverage(model: nn.Module, left: Mapping[str, str]) -> Coverage:
+    """Count the parameters of a converted model.
+
+    Args:
+        model: the module of an engine, partitioned or not.
+        left: name of each linear layer that was not converted -> the reason.
+    """
+    kept: dict[str, Kept] = {}
+    seen: set[int] = set()
+    total = in_fp8 = 0
+    for owner_name, owner in model.named_modules():
+        for own_name, parameter in owner.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            shape = seams.full_shape(parameter)
+            total += math.prod(shape)
+            if isinstance(owner, FP8Linear) and own_name == "weight":
+                in_fp8 += math.prod(shape)
+                continue
+            reason = _reason(owner_name, owner, shape, left)
+            part = kept.setdefault(reason, Kept(reason))
+            part.parameters += math.prod(shape)
+            part.names.append(f"{owner_name}.{own_name}".lstrip("."))
+    order = sorted(kept.values(), key=lambda part: (part.reason != EXPERTS, -part.parameters))
+    return Coverage(total, in_fp8, order)
+
+
+def _reason(name: str, owner: nn.Module, shape: torch.Size, left: Mapping[str, str]) -> str:
+    if len(shape) < 2:
+        return "norms, biases and other vectors"
+    if name in left:
+        return left[name]
+    if isinstance(owner, nn.Embedding):
+        return "embeddings"
+    kind = type(owner).__name__
+    if len(shape) == 3 and "expert" in f"{name} {kind}".lower():
+        return EXPERTS
+    if "Router" in kind or ROUTERS & set(name.split(".")[-2:]):
+        return "a router or gate"
+    return "parameters of other layers"

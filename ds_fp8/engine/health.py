@@ -1,0 +1,131 @@
+"""The health of FP8 in an engine: measure all casts, name what degrades and, where it is wanted, move it to BF16."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from torch import nn
+
+from ds_fp8.casts import QuantizedTensor, cast, quantize
+from ds_fp8.config.formats import BLOCK
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.layers.convert import layer_of, restore
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.monitor.cast_monitor import CastMonitor, Measurement
+from ds_fp8.monitor.thresholds import Degradation, Thresholds
+from ds_fp8.zero import seams
+from ds_fp8.zero.gradient_reduce import GradientReduce
+from ds_fp8.zero.parameter_gather import ParameterGather
+
+
+@dataclass(frozen=True)
+class HealthReport:
+    """What one measured step showed; the same on all ranks."""
+
+    measurement: Measurement
+    degraded: list[Degradation]
+    """What has crossed a threshold with this measurement."""
+    moved: list[str]
+    """Layers that go on in BF16 because of it."""
+
+
+class Health:
+    """Follows an engine. `last` is what the last measured step showed, `layers_in_bf16` all layers moved so far."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, monitor: CastMonitor, config: FP8Config):
+        self.last: HealthReport | None = None
+        self.layers_in_bf16: list[str] = []
+        self.say: Callable[[str], None] = _print_on_first_rank
+        """Where warnings go."""
+        self.parameter_gather: ParameterGather | None = None
+        self.gradient_reduce: GradientReduce | None = None
+        self._model, self._monitor, self._config = engine.module, monitor, config
+        self._thresholds = Thresholds(config.monitor)
+        linears = {name: module for name, module in engine.module.named_modules() if isinstance(module, FP8Linear)}
+        self._site_of = {id(linear.weight): linear.recipe.site for linear in linears.values()}
+        self._name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        self._site_of_gradient = {self._name_of[id(linear.weight)]: linear.recipe.site for linear in linears.values()}
+        over_all_ranks = functools.partial(_over_all_ranks, seams.data_parallel_group(engine))
+        monitor.attach(engine.module, dict.fromkeys(self._site_of.values()), engine.device, over_all_ranks)
+
+    def observe_gradient(self, gradient: torch.Tensor, name: str, scale: torch.Tensor | None) -> None:
+        """Count the cast of a weight's gradient on its way to the other ranks, rounded to nearest, in whole groups."""
+        if not self._monitor.active or name not in self._site_of_gradient:
+            return
+        flat, format = gradient.flatten(), self._config.grad_reduce.format
+        groups = flat[: flat.numel() // BLOCK * BLOCK].view(-1, BLOCK)
+        if scale is None:
+            quantized = quantize(groups, format, "1x128", "pow2")
+        else:
+            quantized = QuantizedTensor(cast(groups, scale, format, "tensor"), scale, "tensor")
+        self._monitor.observe("grad_weight", groups, quantized, self._site_of_gradient[name])
+
+    def end_step(self) -> None:
+        """Close an optimizer step; after a measured one warn, and move layers, where there is cause. Collective."""
+        if self._monitor.active and self.parameter_gather is not None:
+            self.parameter_gather.observe(self._observe_weight)
+        measurement = self._monitor.end_step()
+        if measurement is None:
+            return
+        degraded = self._thresholds.check(measurement)
+        for degradation in degraded:
+            self.say(f"warning: step {self._monitor.steps}: FP8 degrades in {degradation}")
+        moved = []
+        if self._config.monitor.fallback:
+            moved = list(dict.fromkeys(layer_of(self._model, degradation.site) for degradation in degraded))
+            moved = [layer for layer in moved if layer not in self.layers_in_bf16]
+            self.move_to_bf16(moved)
+        self.last = HealthReport(measurement, degraded, moved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the layers moved to BF16 and the monitor's counters, in plain values; the same on all ranks."""
+        return {
+            "layers_in_bf16": list(self.layers_in_bf16),
+            "monitor": {**self._monitor.state_dict(), **self._thresholds.state_dict()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, what state_dict() returned; what it lacks starts anew. Between steps, on all ranks.
+
+        Layers that have moved to BF16 meanwhile stay there.
+        """
+        self.move_to_bf16(state.get("layers_in_bf16", ()))
+        self._monitor.load_state_dict(state.get("monitor", {}))
+        self._thresholds.load_state_dict(state.get("monitor", {}))
+
+    def move_to_bf16(self, layers: Iterable[str]) -> None:
+        """Let layers, by their names, go on in BF16, their gathers and gradients too. Between steps, on all ranks.
+
+        Names of layers that are not in FP8 are passed over.
+        """
+        for name in layers:
+            weights = restore(self._model.get_submodule(name))
+            if not weights:
+                continue
+            if self.parameter_gather is not None:
+                self.parameter_gather.leave_out(weights)
+            if self.gradient_reduce is not None:
+                self.gradient_reduce.leave_out(self._name_of[id(weight)] for weight in weights)
+            self.layers_in_bf16.append(name)
+            self.say(f"{name} goes on in BF16")
+
+    def _observe_weight(self, weight: nn.Parameter, rows: torch.Tensor, cast: QuantizedTensor, elements: int) -> None:
+        self._monitor.observe("weight", rows, cast, self._site_of[id(weight)], elements)
+
+
+def _over_all_ranks(group: object, sums: torch.Tensor, peaks: torch.Tensor) -> None:
+    dist.all_reduce(sums, group=group)
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
+    # What follows is decided by every rank for itself: not one bit may differ.
+    dist.broadcast(sums, dist.get_global_rank(group, 0), group=group)
+
+
+def _print_on_first_rank(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)

@@ -1,0 +1,258 @@
+"""`initialize`: deepspeed.initialize, with the "fp8" section of its configuration put to work."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.utils import set_z3_leaf_modules
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import read_config
+from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
+from ds_fp8.engine.compatibility import check_deepspeed, check_parallelism
+from ds_fp8.engine.deepspeed_values import check_values
+from ds_fp8.engine.health import Health
+from ds_fp8.engine.optimizer_section import check_optimizer
+from ds_fp8.engine.report import print_report, start_report
+from ds_fp8.engine.state import CHECKPOINT_KEY, FP8State
+from ds_fp8.layers.convert import convert
+from ds_fp8.layers.inverse_frequencies import restore_inverse_frequencies
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.loss import LossFusion, fuse_loss
+from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.monitor.cast_monitor import CastMonitor
+from ds_fp8.optim import AdamW
+from ds_fp8.optim.from_config import choose_optimizer, uses_own_optimizer
+from ds_fp8.zero import seams
+from ds_fp8.zero.gradient_reduce import GradientReduce
+from ds_fp8.zero.leaf_modules import give_inputs_gradients, weights_read_in_leaf_modules
+from ds_fp8.zero.nodes import find_nodes
+from ds_fp8.zero.parameter_gather import ParameterGather
+from ds_fp8.zero.step import Step, why_not
+from ds_fp8.zero.wire import GATHER, WireMeter, counted
+
+_deepspeed_initialize = deepspeed.initialize
+"""DeepSpeed's own: `ds_fp8.install` puts `initialize` in its place."""
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: str | os.PathLike | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | os.PathLike | Mapping[str, Any] | None = None,
+) -> tuple:
+    """Initialize an engine as deepspeed.initialize does, with the FP8 that its configuration asks for.
+
+    With FP8 enabled the linears of `model` are converted in place, and under ZeRO stage 3 the parameter all-gather and
+    the gradient reduce-scatter of the engine are replaced, until engine.destroy(). Rank 0 prints one report.
+
+    Args:
+        args: As of deepspeed.initialize; `args.deepspeed_config` is read if no configuration is passed.
+        model: The model; required.
+        optimizer: As of deepspeed.initialize. With compressed state an AdamW of torch or DeepSpeed is taken over.
+        model_parameters: As of deepspeed.initialize.
+        training_data: As of deepspeed.initialize.
+        lr_scheduler: As of deepspeed.initialize.
+        distributed_port: As of deepspeed.initialize.
+        mpu: As of deepspeed.initialize.
+        dist_init_required: As of deepspeed.initialize.
+        collate_fn: As of deepspeed.initialize.
+        config: A DeepSpeed configuration, as a file or a mapping, with or without an "fp8" section.
+        mesh_param: As of deepspeed.initialize.
+        config_params: The same as `config`, which wins.
+
+    Returns:
+        (engine, optimizer, dataloader, scheduler), as deepspeed.initialize; `engine.fp8` is the FP8State of the engine.
+
+    Raises:
+        UserError: The configuration is wrong, or asks for what this machine cannot do.
+    """
+    given = config if config is not None else config_params
+    if given is None and args is not None:
+        given = getattr(args, "deepspeed_config", None)
+    if given is None:
+        raise UserError("no DeepSpeed configuration", remedy="pass config=..., or launch with --deepspeed_config FILE")
+    raw, file = read_config(given)
+    fp8 = parse_fp8(raw, file)
+    check_deepspeed(raw, fp8, file)
+    if fp8.enabled:
+        check_values(raw, file)
+        if optimizer is None and "optimizer" in raw:
+            check_optimizer(raw, file, own=uses_own_optimizer(raw, fp8))
+
+    monitor = CastMonitor(fp8.monitor.every if fp8.enabled else 0)
+    conversion = loss = None
+    if fp8.enabled:
+        if model is None:
+            raise UserError("initialize needs a model to put FP8 into", remedy="pass model=...")
+        _located(file, check_parallelism, model, mpu, fp8)
+        conversion = _located(file, convert, model, fp8, monitor)
+        rope_notes = restore_inverse_frequencies(model)
+        # DeepSpeed would drain the device twice a step to print its throughput to the millisecond.
+        raw.setdefault("timers", {}).setdefault("throughput", {}).setdefault("synchronized", False)
+        if fp8.grad_reduce.format != "bf16":
+            raw.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+
+    if fp8.fuses_loss and model is not None:
+        loss = _located(file, _fuse_loss, model, fp8)
+    if uses_own_optimizer(raw, fp8, optimizer):
+        optimizer = choose_optimizer(raw, fp8, file, optimizer, model_parameters, _rank)
+    if conversion is not None and conversion.fusion.classes:
+        # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
+        set_z3_leaf_modules(model, sorted(conversion.fusion.classes, key=lambda fused: fused.__name__))
+    if not dist.is_initialized():
+        seams.disable_shm_build()
+    if getattr(args, "deepspeed_config", None) is not None:
+        # DeepSpeed refuses the configuration in both places.
+        args = copy.copy(args)
+        args.deepspeed_config = None
+    result = _deepspeed_initialize(
+        args,
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        distributed_port,
+        mpu,
+        dist_init_required,
+        collate_fn,
+        raw,
+        mesh_param,
+    )
+    engine = result[0]
+
+    state = engine.fp8 = FP8State(engine, fp8, monitor)
+    state.conversion, state.loss = conversion, loss
+    if "fp8" in raw and engine.zero_optimization_partition_weights():
+        state.wire = WireMeter()
+        seams.on_gather(engine, functools.partial(state.wire.count, GATHER, "all_gather"))
+    if conversion is not None:
+        state.health = Health(engine, monitor, fp8)
+        _install(engine, state)
+        # Last, so that the weights have been cast anew.
+        seams.on_step(engine, state.health.end_step)
+        _register_segments(engine, state)
+        seams.in_checkpoints(engine, CHECKPOINT_KEY, state.state_dict, state.load_state_dict)
+    replaced = state.gradient_reduce is not None or state.step is not None
+    if state.wire is not None and seams.has_optimizer(engine) and not replaced:
+        _count_reductions(engine, state.wire)
+    state.report = start_report(engine, state, _micro_batch_tokens(raw, engine))
+    if conversion is not None:
+        state.report["notes"] += rope_notes
+    if dist.get_rank() == 0 and "fp8" in raw:
+        print_report(state.report)
+    return result
+
+
+def _without_names(reduce_scatter: seams.StockReduceScatter) -> seams.ReduceScatter:
+    return lambda tensors, group, names: reduce_scatter(tensors, group)
+
+
+def _micro_batch_tokens(raw: Mapping[str, Any], engine: deepspeed.DeepSpeedEngine) -> int | None:
+    """Return the tokens of one micro-batch on one GPU, where the configuration has a "data" section that says so."""
+    data = section_of(raw, "data")
+    length = data.get("sequence_length")
+    return data.get("tokens_per_gpu") or (length and length * engine.train_micro_batch_size_per_gpu())
+
+
+def _fuse_loss(model: torch.nn.Module, fp8: FP8Config) -> LossFusion:
+    """Fuse the loss of `model` as `fp8` says. Raises UserError for a head in FP8 whose loss cannot be fused."""
+    if not fp8.multiplies_head_in_fp8:
+        return fuse_loss(model)
+    # The head is no site of the monitor: what degrades there has no layer to fall back.
+    loss = fuse_loss(model, LinearRecipe.from_config(fp8, CastMonitor(0)))
+    if not loss.fused:
+        raise UserError(
+            f"the head cannot be computed in FP8, for the loss stays {loss.description}",
+            key="fp8.loss.head",
+            remedy='remove "head": "fp8"',
+        )
+    return loss
+
+
+def _located(file: str | None, function: Any, *args: Any) -> Any:
+    try:
+        return function(*args)
+    except UserError as error:
+        raise error.located(file) from None
+
+
+def _rank() -> int:
+    """Return this process's rank, before torch.distributed is initialised too."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
+    """Give AdamW, if it is the optimizer, the tensor boundaries of ZeRO's flat shards."""
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if not isinstance(optimizer, AdamW):
+        return
+    state.optimizer = optimizer
+    for shard, segments in seams.flat_parameters(engine):
+        vectors = [index for index, segment in enumerate(segments) if segment.is_vector]
+        optimizer.set_segments(shard, [segment.numel for segment in segments], vectors)
+    seams.before_moment_write(engine, optimizer.expand_moments)
+
+
+def _install(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
+    """Replace the collectives of a ZeRO-3 engine by the FP8 ones that the configuration asks for, and its step."""
+    fp8 = state.config
+    if engine.zero_optimization_partition_weights():
+        give_inputs_gradients(engine)
+    state.why_no_step = why_not(engine, getattr(engine, "basic_optimizer", None))
+    own_step = state.why_no_step is None
+    if own_step:
+        _count_reductions(engine, state.wire)
+    if fp8.grad_reduce.format != "bf16" and seams.has_optimizer(engine):
+        state.nodes = find_nodes(fp8.grad_reduce.hierarchy)
+
+        def reduction(stock: seams.StockReduceScatter) -> GradientReduce:
+            observe = state.health.observe_gradient
+            stock = counted(stock, state.wire)
+            return GradientReduce(stock, fp8.grad_reduce, state.wire, state.nodes, state.clock, observe)
+
+        state.gradient_reduce = (
+            reduction(seams.stock_reduce_scatter()) if own_step else seams.replace_reduce_scatter(engine, reduction)
+        )
+        state.health.gradient_reduce = state.gradient_reduce
+    if own_step:
+        # Before the gather, which watches the step.
+        state.step = Step(engine, engine.basic_optimizer, state.gradient_reduce)
+    if fp8.param_gather.format != "bf16":
+        read = {id(weight) for weight in weights_read_in_leaf_modules(engine.module)}
+        weights = [
+            (module.weight, module.recipe.weight)
+            for module in engine.module.modules()
+            if isinstance(module, FP8Linear)
+            and not module.recipe.weight.by_torch
+            and seams.is_partitioned(module.weight)
+            and id(module.weight) not in read
+        ]
+        if weights:
+            state.parameter_gather = ParameterGather(engine, weights, state.wire, fp8.param_gather.transport)
+            state.health.parameter_gather = state.parameter_gather
+            if state.step is not None:
+                state.step.write_bf16 = state.parameter_gather.free_bf16_shards(engine).write
+
+
+def _count_reductions(engine: deepspeed.DeepSpeedEngine, wire: WireMeter) -> None:
+    """Count what DeepSpeed's own reduce-scatter sends."""
+    seams.replace_reduce_scatter(engine, lambda stock: _without_names(counted(stock, wire)))

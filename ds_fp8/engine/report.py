@@ -1,0 +1,225 @@
+"""The start report: what became FP8, what did not and why, and what that means in bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from ds_fp8.engine import break_even
+from ds_fp8.engine.coverage import EXPERTS, coverage
+from ds_fp8.engine.state import FP8State
+from ds_fp8.gemm import DESCRIPTIONS
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.optim.codecs import moment_bytes
+from ds_fp8.zero import seams
+from ds_fp8.zero.gradient_reduce import residual_bytes
+
+
+def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int | None) -> dict[str, Any]:
+    """Facts about an initialised engine, ready for JSON. Counts are of the whole model; bytes as their keys say.
+
+    tokens: of a micro-batch on one GPU, None where it is not known.
+    """
+    parameters = list(engine.module.parameters())
+    total = sum(math.prod(seams.full_shape(p)) for p in parameters)
+    report: dict[str, Any] = {
+        "enabled": state.conversion is not None,
+        "deepspeed": deepspeed.__version__,
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size(),
+        "zero_stage": engine.zero_optimization_stage(),
+        "parameters": total,
+    }
+    if state.conversion is None:
+        return report
+
+    linears = [module for module in engine.module.modules() if isinstance(module, FP8Linear)]
+    covered = coverage(engine.module, state.conversion.left)
+    partitioned = [m.weight for m in linears if seams.is_partitioned(m.weight)]
+    gather = state.parameter_gather
+    gathered = [weight for weight in partitioned if gather is not None and gather.gathers(weight)]
+    gathered_count = sum(math.prod(seams.full_shape(weight)) for weight in gathered)
+    whole, read = len(linears) - len(partitioned), len(partitioned) - len(gathered)
+    fp8, recipe = state.config, state.conversion.recipe
+    precision = fp8.optimizer.precision()
+    report |= {
+        "preset": fp8.preset_name,
+        "backend": recipe.backend,
+        "backend_description": DESCRIPTIONS[recipe.backend],
+        "casts": {name: str(getattr(fp8.linear, name)) for name in ("input", "weight", "grad_output")},
+        "emulated": sorted({str(cast) for linear in linears for cast in linear.recipe.emulated}),
+        "overrides": _overrides(state),
+        "smooth_swiglu": len(state.conversion.smoothed),
+        "fp8_linears": len(linears),
+        **covered.as_json(),
+        "left_in_bf16": state.conversion.left,
+        "fused_layers": len(state.conversion.fusion.layers),
+        "fused_mlps": len(state.conversion.fusion.mlps),
+        "not_fused": state.conversion.fusion.left,
+        "param_gather": fp8.param_gather.format if state.parameter_gather else "bf16",
+        "param_transport": state.parameter_gather.transport if state.parameter_gather else "by collectives",
+        "fp8_gathered_parameters": gathered_count,
+        "fp8_shard_bytes_per_rank": state.parameter_gather.bytes_per_rank if state.parameter_gather else 0,
+        "gathered_bytes_per_parameter": (2 * total - gathered_count) / total,
+        "grad_reduce": fp8.grad_reduce.format,
+        "grad_cast": {key: getattr(fp8.grad_reduce, key) for key in ("scale", "rounding", "error_feedback")},
+        "grad_residual_bytes_per_rank": residual_bytes(
+            (seams.full_shape(p) for p in parameters if p.requires_grad), fp8.grad_reduce.error_feedback
+        ),
+        "grad_hierarchy": "flat"
+        if state.nodes is None
+        else f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}",
+        "optimizer": "ds_fp8.optim.AdamW" if state.optimizer else _name_of_optimizer(engine),
+        "optimizer_step": "ds_fp8" if state.step else f"DeepSpeed's: {state.why_no_step}",
+        "optimizer_state": fp8.optimizer.model_dump(),
+        "stochastic_parts": list(precision.stochastic_parts) if precision.compressed else [],
+        "moment_bytes_per_parameter": moment_bytes(precision),
+        "loss": state.loss.description if state.loss else "the model's own",
+        "monitor": fp8.monitor.model_dump(),
+        # The list itself: what is written of this report after training names the layers that moved on the way.
+        "moved_to_bf16": state.health.layers_in_bf16,
+        "notes": [],
+    }
+    if whole and fp8.param_gather.format != "bf16":
+        report["notes"].append(
+            f"{whole} FP8 linears have fewer elements than stage3_param_persistence_threshold: ZeRO-3 keeps their "
+            "weights whole in BF16, and they are cast when used"
+        )
+    if read and fp8.param_gather.format != "bf16":
+        report["notes"].append(
+            f"the weights of {read} FP8 linears are gathered in BF16, because other modules read them"
+        )
+    if state.optimizer and fp8.optimizer.master == "fp16_scaled" and report["zero_stage"]:
+        report["notes"].append(
+            "master weights take the values of scaled FP16, in the FP32 shards that ZeRO holds: no memory is saved"
+        )
+    if (warning := covered.warning()) is not None:
+        report["notes"].append(warning)
+    if state.conversion.unmatched:
+        report["notes"].append(f"fp8.linear.skip names no linear with {', '.join(state.conversion.unmatched)}")
+    report["notes"] += [
+        f'fp8.linear.overrides "{part["pattern"]}" decides nothing: other patterns, or the reasons above, come first'
+        for part in report["overrides"]
+        if not part["linears"]
+    ]
+    if fp8.linear.smooth_swiglu and not state.conversion.smoothed:
+        report["notes"].append("fp8.linear.smooth_swiglu changes nothing: the model has no gated MLP in FP8")
+    if report["emulated"]:
+        formats = ", ".join(report["emulated"])
+        report["notes"].append(f"emulated, in one byte an element: {formats}; nothing here multiplies them natively")
+    if recipe.backend == "reference":
+        report["notes"].append("emulated arithmetic: the numerics of FP8, slower than BF16")
+    elif (slow := break_even.warning(break_even.typical_hidden(linears), tokens)) is not None:
+        report["notes"].append(slow)
+    return report
+
+
+def _overrides(state: FP8State) -> list[dict[str, Any]]:
+    """Return what every override of fp8.linear does, in the order they are tried."""
+    casts = state.config.linear.overrides
+    return [
+        {
+            "pattern": pattern,
+            "casts": str(casts[pattern]),
+            "backend": "bf16" if override.recipe is None else override.recipe.backend,
+            "linears": len(override.linears),
+        }
+        for pattern, override in state.conversion.overrides.items()
+    ]
+
+
+def _name_of_optimizer(engine: deepspeed.DeepSpeedEngine) -> str:
+    optimizer = getattr(engine, "basic_optimizer", None)
+    return "none" if optimizer is None else type(optimizer).__name__
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Print the report as one panel."""
+    console = Console(highlight=False)
+    if not report["enabled"]:
+        console.print("[bold]FP8 is off[/bold]: plain DeepSpeed, BF16 all the way")
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    total, kept = report["parameters"], report["kept_in_bf16"]
+    if kept and kept[0]["reason"] == EXPERTS:
+        table.add_row(
+            "experts", f"[bold]{kept[0]['parameters'] / total:.0%} of the parameters stay BF16: experts[/bold]"
+        )
+    share = report["fp8_parameters"] / total
+    table.add_row("linears in FP8", f"{report['fp8_linears']} ({share:.1%} of {total:,} parameters)")
+    for part in kept:
+        names = ", ".join(part["names"][:2]) + (" ..." if len(part["names"]) > 2 else "")
+        count = len(part["names"])
+        tensors = (
+            f"{count} tensor{'s' * (count > 1)}, {part['parameters']:,} parameters ({part['parameters'] / total:.1%})"
+        )
+        table.add_row("in BF16", f"{part['reason']}: {tensors}, {names}")
+    fused = [f"{report[key]} {what}" for key, what in (("fused_layers", "decoder layers"), ("fused_mlps", "MLPs"))]
+    table.add_row("fused", ", ".join(text for text in fused if not text.startswith("0 ")) or "nothing")
+    for reason in dict.fromkeys(report["not_fused"].values()):
+        table.add_row("not fused", f"{_some(report['not_fused'], reason)}: {reason}")
+    table.add_row("casts", ", ".join(f"{name} {cast}" for name, cast in report["casts"].items()))
+    for part in report["overrides"]:
+        count = part["linears"]
+        backend = "" if part["backend"] in ("bf16", report["backend"]) else f", by {part['backend']}"
+        table.add_row("override", f"{part['pattern']}: {count} linear{'s' * (count != 1)}, {part['casts']}{backend}")
+    if report["smooth_swiglu"]:
+        table.add_row("Smooth-SwiGLU", f"{report['smooth_swiglu']} gated MLPs")
+    table.add_row("GEMM backend", f"{report['backend']} ({report['backend_description']})")
+    table.add_row(
+        "parameter all-gather",
+        f"{report['param_gather']}, {report['param_transport']}, "
+        f"{report['gathered_bytes_per_parameter']:.2f} bytes a parameter (BF16: 2), "
+        f"{report['fp8_shard_bytes_per_rank']:,} bytes of FP8 shards and scales a rank",
+    )
+    table.add_row("gradient reduction", ", ".join([report["grad_reduce"], report["grad_hierarchy"], *_unusual(report)]))
+    state = report["optimizer_state"]
+    kept = ", ".join(f"{name} {state[name]}" for name in ("master", "exp_avg", "exp_avg_sq"))
+    rounding = _rounding(report["stochastic_parts"])
+    moments = f"{report['moment_bytes_per_parameter']:.2f} bytes of moments a parameter"
+    table.add_row("optimizer", f"{report['optimizer']}: {kept}{rounding}, {moments}")
+    table.add_row("optimizer step", report["optimizer_step"])
+    table.add_row("loss", report["loss"])
+    table.add_row("health of casts", _monitoring(report["monitor"]))
+    for note in report["notes"]:
+        table.add_row("note", note)
+    console.print(Panel(table, title=f"ds_fp8, preset {report['preset']}", title_align="left", expand=False))
+
+
+def _rounding(parts: Sequence[str]) -> str:
+    return f", {' and '.join(parts)} rounded stochastically" if parts else ""
+
+
+def _unusual(report: dict[str, Any]) -> list[str]:
+    """Return how gradients are cast, as far as it is not the default."""
+    cast = report["grad_cast"]
+    words = ["one scale a tensor"] * (cast["scale"] == "tensor") + ["stochastic rounding"] * (
+        cast["rounding"] == "stochastic"
+    )
+    if cast["error_feedback"] != "off":
+        kept = report["grad_residual_bytes_per_rank"]
+        words.append(f"error feedback in {cast['error_feedback']}, {kept:,} bytes a rank")
+    return words
+
+
+def _monitoring(monitor: dict[str, Any]) -> str:
+    if not monitor["every"]:
+        return "not measured"
+    result = "goes on in BF16" if monitor["fallback"] else "is named"
+    return f"measured every {monitor['every']} steps; a layer that degrades {result}"
+
+
+def _some(reasons: dict[str, str], reason: str) -> str:
+    """Return the first few names that have this reason."""
+    names = [name for name, why in reasons.items() if why == reason]
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")

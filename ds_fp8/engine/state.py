@@ -1,0 +1,96 @@
+"""FP8 state of an engine (`engine.fp8`), and the part of it that checkpoints hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.health import Health
+from ds_fp8.layers.convert import Conversion
+from ds_fp8.layers.loss import LossFusion
+from ds_fp8.monitor.cast_monitor import CastMonitor
+from ds_fp8.optim import AdamW
+from ds_fp8.zero.gradient_reduce import GradientReduce
+from ds_fp8.zero.nodes import Nodes
+from ds_fp8.zero.parameter_gather import ParameterGather
+from ds_fp8.zero.step import Step
+from ds_fp8.zero.wire import WireMeter
+
+CHECKPOINT_KEY = "ds_fp8"
+"""Of the state among what DeepSpeed's checkpoints call client state."""
+
+STARTS_ANEW = "starts anew"
+
+
+class FP8State:
+    """FP8 state of an engine (`engine.fp8`), with FP8 enabled or not."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, config: FP8Config, monitor: CastMonitor):
+        self.config, self.monitor = config, monitor
+        self.wire: WireMeter | None = None
+        """None without an "fp8" section, and below ZeRO stage 3: nothing is measured there."""
+        self.conversion: Conversion | None = None
+        self.loss: LossFusion | None = None
+        self.health: Health | None = None
+        self.parameter_gather: ParameterGather | None = None
+        self.gradient_reduce: GradientReduce | None = None
+        self.nodes: Nodes | None = None
+        self.optimizer: AdamW | None = None
+        """The optimizer inside DeepSpeed's, where it is this package's."""
+        self.step: Step | None = None
+        """What takes the place of ZeRO-3's step; None where DeepSpeed's stays."""
+        self.why_no_step: str | None = None
+        """Why it stays."""
+        self.report: dict[str, Any] = {}
+        """The start report, ready for JSON."""
+        self._engine = engine
+        self._micro_batches_before = 0
+        """Micro-batches of the runs that the loaded checkpoint continues: DeepSpeed counts from 0 again."""
+
+    def saturation(self) -> dict[str, float] | None:
+        """Return the shares {"saturated", "underflow"} of the casts of the last measured step; None before one."""
+        return self.monitor.last
+
+    def clock(self) -> int:
+        """Return the number of micro-batches so far, those before a resume among them: the clock of random rounding."""
+        return self._micro_batches_before + self._engine.micro_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside weights and optimizer state to go on bit for bit. Collective.
+
+        The engine's own save_checkpoint has it in every checkpoint, and load_checkpoint puts it back.
+
+        Returns:
+            Plain values and CPU tensors, which torch.load reads with weights_only=True; the same on all ranks, and for
+            any number of ranks. Empty with FP8 disabled. What error feedback holds is left out: it is of the size of
+            the model on every rank, and starts anew.
+        """
+        if self.health is None:
+            return {}
+        state = {"micro_batches": self.clock(), **self.health.state_dict()}
+        if self.gradient_reduce is not None:
+            state["gradients"] = self.gradient_reduce.state_dict()
+        if self.config.grad_reduce.error_feedback != "off":
+            state["error_feedback"] = STARTS_ANEW
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from `state`, what state_dict() returned on any number of ranks. Between steps, on all ranks.
+
+        Layers that have moved to BF16 meanwhile stay there. None, of a checkpoint without FP8 state, starts all of it
+        anew, and says so.
+        """
+        if self.health is None:
+            return
+        if not state:
+            self.health.say("the checkpoint has no FP8 state: gradient scales and counters start anew")
+            state = {}
+        elif state.get("error_feedback") == STARTS_ANEW:
+            self.health.say("error feedback of the gradients starts anew: checkpoints do not hold it")
+        self._micro_batches_before = state.get("micro_batches", 0) - self._engine.micro_steps
+        self.health.load_state_dict(state)
+        if self.gradient_reduce is not None:
+            self.gradient_reduce.load_state_dict(state.get("gradients", {}))

@@ -1,0 +1,114 @@
+"""`install`: every deepspeed.initialize of the process honours the "fp8" section of its configuration."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any
+
+import deepspeed
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import read_config
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.initialize import initialize
+
+VARIABLE = "DS_FP8"
+"""Environment variable with the section of configurations that have none: a preset's name, or a JSON object."""
+
+_replaced: list[tuple[Any, str, Callable]] = []
+"""Replaced functions: (owner, name, original)."""
+_default: dict[str, Any] | None = None
+
+
+def install(fp8: str | Mapping[str, Any] | None = None) -> None:
+    """Make deepspeed.initialize honour "fp8" sections, for whoever calls it in this process.
+
+    Call it before training starts; a second call only changes `fp8`. A program that has already taken the function by
+    `from deepspeed import initialize` is not reached. Configurations without a section stay plain DeepSpeed.
+
+    Args:
+        fp8: Section for configurations that have none, or the name of a preset. Default: the environment variable
+            DS_FP8, for programs whose DeepSpeed configuration is no file.
+
+    Raises:
+        UserError: `fp8` or DS_FP8 is neither a preset's name nor a valid "fp8" section.
+    """
+    global _default
+    if fp8 is None:
+        _default = _as_section(os.environ.get(VARIABLE), f"environment variable {VARIABLE}")
+    else:
+        _default = _as_section(fp8, None)
+    if _replaced:
+        return
+    _replace(deepspeed, "initialize", _with_default)
+    if find_spec("accelerate"):
+        from accelerate.utils import DeepSpeedPlugin
+
+        _replace(DeepSpeedPlugin, "deepspeed_config_process", _without_section)
+
+
+def uninstall() -> None:
+    """Undo `install`. Engines that exist keep their FP8."""
+    global _default
+    _default = None
+    while _replaced:
+        setattr(*_replaced.pop())
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, wrap(original))
+    _replaced.append((owner, name, original))
+
+
+def _with_default(original: Callable) -> Callable:
+    """Return ds_fp8.initialize, with the default section where the configuration has none."""
+
+    @functools.wraps(original)
+    def deepspeed_initialize(*args: Any, **keywords: Any) -> tuple:
+        call = signature(original).bind(*args, **keywords).arguments
+        if _default is not None:
+            in_args = getattr(call.get("args"), "deepspeed_config", None)
+            given = next(
+                (c for c in (call.get("config"), call.pop("config_params", None), in_args) if c is not None), {}
+            )
+            call["config"] = {"fp8": _default} | read_config(given)[0]
+        return initialize(**call)
+
+    return deepspeed_initialize
+
+
+def _without_section(original: Callable) -> Callable:
+    """Return Accelerate's fill-in of "auto" values, which refuses those it does not know, without the "fp8" section."""
+
+    @functools.wraps(original)
+    def deepspeed_config_process(self: Any, prefix: str = "", mismatches: Any = None, config: Any = None, **more: Any):
+        whole = self.deepspeed_config if config is None else config
+        section = {"fp8": whole.pop("fp8")} if not prefix and "fp8" in whole else {}
+        try:
+            return original(self, prefix, mismatches, config, **more)
+        finally:
+            whole.update(section)
+
+    return deepspeed_config_process
+
+
+def _as_section(fp8: str | Mapping[str, Any] | None, source: str | None) -> dict[str, Any] | None:
+    """Return the section that a preset's name, a JSON object or a mapping stands for, checked."""
+    if fp8 is None:
+        return None
+    section = fp8
+    if isinstance(fp8, str):
+        try:
+            section = json.loads(fp8) if fp8.lstrip().startswith("{") else {"preset": fp8}
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"not valid JSON: {error}", file=source, remedy='a preset\'s name, or {"preset": "infir2", ...}'
+            ) from None
+    parse_fp8({"fp8": section}, source)
+    return dict(section)

@@ -1,0 +1,198 @@
+"""The FP8 shards of all weights that are gathered in FP8, and their scales: cast from the masters after each change.
+
+    amax[b]  = max over all ranks of |master[i]|, i in block b     one all-reduce MAX, all parameters together
+    shard    = cast(master shard, scale(amax))                     local, one byte a parameter
+
+The result is bit-equal to casting the whole master tensor (Micikevicius et al. cast whole tensors; a block on the edge
+of two shards is why its amax must be agreed). It happens on a stream of its own, right after an optimizer step, beside
+whatever comes before the first gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from torch import nn
+
+from ds_fp8.casts import QuantizedTensor, scale_from_amax
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import FORMATS, CastSpec
+from ds_fp8.zero import seams, streams
+from ds_fp8.zero.peer_memory import PeerMemory, share
+from ds_fp8.zero.shard_cast import make_shard_cast
+from ds_fp8.zero.shards import ShardedWeight, on_device, place_scales, stacks_of
+from ds_fp8.zero.wire import GATHER, WireMeter
+
+
+class FP8Shards:
+    """This rank's FP8 shards, in one buffer, and the scales of whole weights, the same on all ranks."""
+
+    def __init__(self, weights: Iterable[tuple[nn.Parameter, CastSpec]], wire: WireMeter, transport: str):
+        """Allocate the shards.
+
+        Args:
+            weights: each with its cast.
+            wire: counts the bytes of amax.
+            transport: as of fp8.param_gather; UserError for "copy_engine" where that cannot be.
+        """
+        self._wire = wire
+        # Sorted, so that all ranks agree on the order.
+        ordered = sorted(weights, key=lambda weight: seams.order(weight[0]))
+        runs = in_runs(
+            stacks_of(ShardedWeight(p, seams.shard_of(p), spec) for p, spec in ordered),
+            lambda stack: (id(stack[0].shard.group), str(stack[0].spec)),
+        )
+        stacks = [stack for run in runs for stack in run]
+        # Keyed by id: a Parameter compares element by element.
+        self.weights = {id(weight.parameter): weight for stack in stacks for weight in stack}
+        self._num_scales = place_scales(stacks)
+        ends = [run[0][0].scale_start for run in runs[1:]] + [self._num_scales]
+        self._runs = [(run[0][0].shard.group, run[0][0].spec, end) for run, end in zip(runs, ends, strict=True)]
+        """Process group and cast of successive weights, and where their scales end."""
+        # Shards that are fetched together lie side by side: what is sent is a view.
+        numels = [weight.shard.numel for weight in self.weights.values()]
+        device = stacks[0][0].parameter.device
+        groups = list({id(group): group for group, *_ in self._runs}.values())
+        self.peers, self.transport = _peer_memory(sum(numels), device, groups, transport)
+        """How the bytes travel, and why not by copy engines where they do not: for the start report."""
+        self.codes = self.peers.local if self.peers else torch.zeros(sum(numels), dtype=torch.uint8, device=device)
+        for weight, data in zip(self.weights.values(), self.codes.split(numels), strict=True):
+            weight.data = data
+        self._shard_casts = [
+            make_shard_cast(same, self.codes, same[0].spec)
+            for same in in_runs(self.weights.values(), lambda weight: str(weight.spec))
+        ]
+        self._modified: set[int] = set()
+        self._stream = streams.new_stream()
+        self._gather_stream = self._changed = self._refreshed = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of this rank's FP8 shards and of the scales of all weights."""
+        return self.codes.nbytes + self._num_scales * torch.float32.itemsize
+
+    def observe(self, show: Callable[[nn.Parameter, torch.Tensor, QuantizedTensor, int], None]) -> None:
+        """Call `show(weight, rows, cast, elements)` for every weight that this rank has a part of. Between steps.
+
+        Args:
+            show: Gets the weight, the rows that this rank's shard touches in high precision and as they are sent, and
+                the number of elements of the shard: the rows have zeros beyond them.
+        """
+        self.wait_for_refresh()
+        for weight in self.weights.values():
+            if weight.shard.valid:
+                numbers = on_device(self._source(weight), self.codes.device)
+                spec = weight.spec
+                codes = weight.cover(weight.data).view(FORMATS[spec.format].dtype)
+                cast = QuantizedTensor(codes, weight.covered(weight.scale), spec.granularity, spec.scale)
+                show(weight.parameter, weight.cover(numbers), cast, weight.shard.valid)
+
+    def wait_for_refresh(self) -> None:
+        """Let the current stream wait for the last cast: it may still write shards and read masters."""
+        streams.wait_event(self._refreshed)
+
+    def masters_updated(self) -> None:
+        """Note that the masters were written on the current stream: the next gather needs another cast."""
+        self._stale = True
+        self._modified.clear()
+        self._changed = streams.record_event()
+
+    def refresh_if_stale(self) -> None:
+        """Cast all shards if masters or BF16 shards were written since they were. Collective."""
+        if self._stale:
+            self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Cast all shards again from the master shards. Collective; the host waits for nothing.
+
+        Begins behind `_changed`, an event on the stream that the masters were written on, which the products, readers
+        of the scales, lie in too, and behind all gathers, which read the shards: also those that were prefetched and
+        that no product has waited for. Gathers begin behind `_refreshed`. Offloaded masters are copied here first, and
+        for that the host does wait.
+        """
+        with streams.on_stream(self._stream):
+            streams.wait_event(self._changed)
+            streams.wait_stream(self._gather_stream)
+            if self.peers:
+                self.peers.wait_for_reads()
+            amax = torch.zeros(self._num_scales, device=self.codes.device)
+            for shard_cast in self._shard_casts:
+                shard_cast.write_amax(amax, self._source)
+            scales, start = torch.empty_like(amax), 0
+            for group, spec, end in self._runs:
+                dist.all_reduce(amax[start:end], op=dist.ReduceOp.MAX, group=group)
+                self._wire.count(GATHER, "all_reduce", amax[start:end].nbytes, group)
+                scales[start:end] = scale_from_amax(amax[start:end], spec.format, spec.scale)
+                start = end
+            for shard_cast in self._shard_casts:
+                shard_cast.cast(scales, self._source)
+            for weight in self.weights.values():
+                weight.scale = weight.scales_in(scales)
+            if self.peers:
+                self.peers.barrier()
+            self._refreshed = streams.record_event()
+        self._stale = False
+
+    def _source(self, weight: ShardedWeight) -> torch.Tensor:
+        modified = id(weight.parameter) in self._modified
+        return seams.bf16_shard(weight.parameter) if modified else seams.master_shard(weight.parameter)
+
+    def read_on(self, stream: object) -> None:
+        """Note the stream that gathers read the shards on: the next cast waits for it."""
+        self._gather_stream = stream
+
+    def casts_bf16(self, parameter: nn.Parameter) -> bool:
+        """Return whether this weight is cast from its BF16 shard, which somebody has written to."""
+        return id(parameter) in self._modified
+
+    def bf16_updated(self, written: list[ShardedWeight], before: list[torch.Tensor]) -> None:
+        """Cast from their BF16 shards, from now on, the weights whose shards differ from `before` on any rank.
+
+        GatheredParameters with a modifier_rank may have written to them, or only have shown them to somebody (as
+        save_16bit_model does): then they go on being cast from their FP32 masters. As in ZeRO-3 itself new values hold
+        until the next step writes the masters over them. Collective; the host waits.
+        """
+        self._changed = streams.record_event()
+        for pairs in in_runs(zip(written, before, strict=True), lambda pair: id(pair[0].shard.group)):
+            changed = [
+                bool((seams.bf16_shard(weight.parameter) != old)[: weight.shard.valid].any()) for weight, old in pairs
+            ]
+            flags = torch.tensor(changed, dtype=torch.int32, device=self.codes.device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=pairs[0][0].shard.group)
+            for (weight, _), flag in zip(pairs, flags.tolist(), strict=True):
+                if flag:
+                    self._modified.add(id(weight.parameter))
+                    self._stale = True
+
+
+def _peer_memory(
+    numel: int, device: torch.device, groups: list[object], transport: str
+) -> tuple[PeerMemory | None, str]:
+    """Return memory that all ranks share, or None, and in words how shards travel. Collective.
+
+    Raises UserError where `transport` is "copy_engine" and the ranks cannot share memory.
+    """
+    if transport == "nccl":
+        return None, "by collectives"
+    shared = share(numel, device, groups[0]) if len(groups) == 1 else "the weights are sharded over several groups"
+    if isinstance(shared, PeerMemory):
+        return shared, "by copy engines"
+    if transport == "copy_engine":
+        raise UserError(
+            f"FP8 shards cannot be copied from rank to rank: {shared}",
+            key="fp8.param_gather.transport",
+            remedy='"transport": "nccl"',
+        )
+    return None, f"by collectives: {shared}"
+
+
+def in_runs(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+    """Return the items in lists of one key each, in the order they come."""
+    runs: dict[Any, list[Any]] = {}
+    for item in items:
+        runs.setdefault(key(item), []).append(item)
+    return list(runs.values())

@@ -1,0 +1,87 @@
+"""The gradients of one optimizer step as ZeRO-3 keeps them: one flat shard, and its norm without reading it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from ds_fp8.zero.gradient_sum import add_rows
+from ds_fp8.zero.message import Message, Slices, Target, span_count
+
+
+class GradientShards:
+    """Accumulates reduced gradients in DeepSpeed's own buffer, and knows the sum of their squares.
+
+    A gradient that arrives as a message has its sums of squares from the pass that adds it. The others, few and small,
+    are read once at the step. What users write into the buffer themselves must be announced (`written`): the sum is
+    then taken over all of it.
+    """
+
+    def __init__(self, flat: torch.Tensor, places: Mapping[str, tuple[int, int]]):
+        """Take the accumulator over.
+
+        Args:
+            flat: This rank's shards of all gradients, FP32 or BF16 [n]; zeros where nothing has been added.
+            places: By parameter name, the first element of its gradient in `flat`, and how many are here, unpadded.
+        """
+        self._flat, self._places = flat, places
+        self._spans: dict[str, int] = {}
+        spans = 0
+        for name, (_, numel) in places.items():
+            self._spans[name] = spans
+            spans += span_count(numel)
+        self._squares = torch.zeros(spans, dtype=torch.float64, device=flat.device)
+        self._unsummed: dict[str, torch.Tensor] = {}
+        self._written = False
+
+    def add_message(
+        self,
+        message: torch.Tensor,
+        shape: Message,
+        format: str,
+        divisor: int,
+        slices: Sequence[Slices],
+        names: Sequence[str],
+        accumulate: bool,
+    ) -> None:
+        """Add the rows of a message, divided, to the gradients of `names`, which lie in it at `slices`."""
+        targets = []
+        for place, name in zip(slices, names, strict=True):
+            start, numel = self._places[name]
+            if numel:  # a rank may have no part of a gradient
+                targets.append(Target(place.column, start, numel, self._spans[name]))
+        add_rows(message, shape, format, divisor, targets, self._flat, self._squares, accumulate)
+
+    def add_slices(self, slices: Sequence[torch.Tensor], names: Sequence[str], accumulate: bool) -> None:
+        """Add slices without padding, in any floating point dtype, to the gradients of `names`."""
+        for part, name in zip(slices, names, strict=True):
+            start, numel = self._places[name]
+            if numel:
+                place = self._flat[start : start + numel]
+                place.add_(part.view(-1)) if accumulate else place.copy_(part.view(-1))
+                if name not in self._unsummed:
+                    self._unsummed[name] = place
+                    self._squares[self._spans[name] : self._spans[name] + span_count(numel)] = 0
+
+    def clear(self, names: Iterable[str]) -> None:
+        """Set the gradients of `names` to zero."""
+        for name in names:
+            start, numel = self._places[name]
+            self._flat[start : start + numel] = 0
+            self._squares[self._spans[name] : self._spans[name] + span_count(numel)] = 0
+
+    def written(self) -> None:
+        """Note that somebody else changed gradients since they were added."""
+        self._written = True
+
+    def sum_of_squares(self) -> torch.Tensor:
+        """Return the sum of the squares of all gradients of this rank, FP64 []. The host waits for nothing."""
+        if self._written:
+            self._written = False
+            return torch.linalg.vector_norm(self._flat, dtype=torch.float64).square()
+        total = self._squares.sum()
+        if self._unsummed:
+            norms = torch._foreach_norm(list(self._unsummed.values()), 2, torch.float64)
+            total = total + torch.stack(norms).square().sum()
+        return total

@@ -1,0 +1,104 @@
+"""ZeRO-3 leaf modules: modules whose parameters are gathered together, as those of all fused layers are.
+
+Two properties of DeepSpeed's leaf modules that FP8 layers need help with:
+
+    gradients   A leaf module's gradients are reduced by a torch full backward hook, which runs once the gradient of the
+                module's input is complete. If no input requires a gradient, torch runs the hook before the module's
+                backward: DeepSpeed then reduces zeros and, if this was the last module, releases all parameters.
+    weights     ZeRO-3 detects a module that reads another module's weight (an external parameter) because that weight
+                is not gathered at the time. Inside a leaf module every weight is, and one gathered in FP8 reads as NaN.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from types import CodeType
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from ds_fp8.layers.decoder import Fused
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.zero import seams
+
+
+def give_inputs_gradients(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Make the input of every trainable leaf module require a gradient, until the engine is destroyed.
+
+    Without this the input of the first such module does not, if everything before it is frozen.
+
+    Args:
+        engine: a ZeRO-3 engine.
+    """
+    for module in _leaf_modules(parameter for parameter in engine.module.parameters() if parameter.requires_grad):
+        # Before DeepSpeed's hooks, which test whether the input requires a gradient.
+        handle = module.register_forward_pre_hook(_with_gradient, prepend=True)
+        seams.on_destroy(engine, handle.remove)
+
+
+def weights_read_in_leaf_modules(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of FP8 linears inside leaf modules that a module around the linear may read itself.
+
+    A module may read the weights below it if its forward, or a method that this calls, accesses an attribute `weight`.
+
+    Args:
+        model: the module of a ZeRO-3 engine.
+
+    Returns:
+        The weights, each once; none of fused layers, whose forwards are known.
+    """
+    found: dict[int, nn.Parameter] = {}
+    for leaf in _leaf_modules(model.parameters()):
+        for module in leaf.modules():
+            if not isinstance(module, (Fused, FP8Linear)) and _reads_a_weight(module):
+                linears = (part for part in module.modules() if isinstance(part, FP8Linear))
+                found.update((id(linear.weight), linear.weight) for linear in linears)
+    return list(found.values())
+
+
+def _leaf_modules(parameters: Iterable[nn.Parameter]) -> list[nn.Module]:
+    """Return the leaf modules that some of these parameters belong to; of nested ones the outermost, each once."""
+    leaves = (seams.leaf_module_of(parameter) for parameter in parameters)
+    return list(dict.fromkeys(leaf for leaf in leaves if leaf is not None))
+
+
+def _with_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return `inputs` with a first tensor that requires a gradient, or None to leave them unchanged."""
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
+        return None
+    if not tensors or tensors[0] is not inputs[0] or not tensors[0].is_floating_point():
+        return None
+    return inputs[0].detach().requires_grad_(), *inputs[1:]
+
+
+def _reads_a_weight(module: nn.Module) -> bool:
+    seen: set[str] = set()
+    names = {"forward"}
+    while names:
+        seen |= names
+        names = {used for name in names for function in _definitions(module, name) for used in _names_in(function)}
+        names -= seen
+    return "weight" in seen
+
+
+def _definitions(module: nn.Module, name: str) -> Iterator[CodeType]:
+    """Yield the code of a module's own method of this name, and of those that it calls by `super`."""
+    owners = [module, *(kind for kind in type(module).__mro__ if kind not in nn.Module.__mro__)]
+    for owner in owners:
+        code = getattr(inspect.unwrap(vars(owner).get(name)), "__code__", None)
+        if code is not None:
+            yield code
+            if "super" not in _names_in(code):
+                return
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes in a function's code and in that of its nested functions."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

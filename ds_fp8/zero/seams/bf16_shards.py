@@ -1,0 +1,91 @@
+"""BF16 shards of a ZeRO-3 optimizer, kept only where something is gathered in BF16.
+
+DeepSpeed holds a BF16 shard of every parameter beside its FP32 master. Weights that are gathered in FP8 need none: what
+reads their BF16 shards (GatheredParameters, saving, loading) gets them rounded from the masters at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import deepspeed
+import torch
+
+from ds_fp8.zero.deepspeed_versions import BF16_READERS
+from ds_fp8.zero.seams.installation import on_destroy
+from ds_fp8.zero.seams.parameters import master_shard
+from ds_fp8.zero.seams.updates import call_around
+
+
+class Bf16Shards:
+    """Which BF16 shards exist. A shard that does not is NaN with stride 0: writing to it is an error."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, unneeded: Iterable[torch.nn.Parameter]):
+        """Free the shards of `unneeded`, until the engine is destroyed."""
+        self._zero = engine.optimizer
+        self._parameters = [parameter for group in self._zero.fp16_groups for parameter in group]
+        trained = set(map(id, self._parameters))
+        self._unneeded = {id(parameter): parameter for parameter in unneeded if id(parameter) in trained}
+        for before, after in BF16_READERS.items():
+            call_around(engine, before, self._make_all, None)
+            call_around(engine, after, None, self._free_unneeded)
+        on_destroy(engine, self._make_all)
+        self._free_unneeded()
+
+    def need(self, parameter: torch.nn.Parameter) -> None:
+        """Keep this parameter's shard from now on."""
+        if self._unneeded.pop(id(parameter), None) is not None:
+            self._make(parameter)
+
+    def make(self, parameter: torch.nn.Parameter) -> None:
+        """Give a parameter its shard, rounded from the masters, where it has none."""
+        if id(parameter) in self._unneeded and not parameter.ds_tensor.is_contiguous():
+            self._make(parameter)
+
+    def free(self, parameter: torch.nn.Parameter) -> None:
+        """Free a parameter's shard where it is not needed."""
+        if id(parameter) in self._unneeded:
+            parameter.ds_tensor.data = _absent(parameter)
+
+    def write(self) -> None:
+        """Round the new FP32 masters into the shards that exist for good."""
+        needed = [parameter for parameter in self._parameters if id(parameter) not in self._unneeded]
+        if needed:
+            shards = [parameter.ds_tensor for parameter in needed]
+            torch._foreach_copy_(shards, [master_shard(parameter) for parameter in needed])
+        for parameter in self._unneeded.values():
+            if parameter.ds_tensor.is_contiguous():  # what a user wrote there held until now
+                self.free(parameter)
+
+    def _make(self, parameter: torch.nn.Parameter) -> None:
+        parameter.ds_tensor.data = master_shard(parameter).to(parameter.dtype)
+
+    def _make_all(self) -> None:
+        """Restore DeepSpeed's flat buffer of all shards."""
+        total = sum(parameter.partition_numel() for parameter in self._parameters)
+        flat = torch.empty(total, dtype=self._zero.dtype, device=self._zero.device)
+        start = 0
+        for parameter in self._parameters:
+            shard = flat.narrow(0, start, parameter.partition_numel())
+            self.make(parameter)
+            shard.copy_(parameter.ds_tensor)
+            parameter.ds_tensor.data = shard
+            start += len(shard)
+        self._zero.lp_param_buffer = flat
+        self._zero.fp16_partitioned_groups_flat.clear()
+        self._zero._set_fp16_partitioned_groups_flat()
+
+    def _free_unneeded(self) -> None:
+        """Leave only what is needed of the flat buffer."""
+        for parameter in self._parameters:
+            if id(parameter) in self._unneeded:
+                self.free(parameter)
+            else:
+                parameter.ds_tensor.data = parameter.ds_tensor.clone()
+        flat = self._zero.fp16_partitioned_groups_flat
+        flat[:] = [torch.full((1,), torch.nan, dtype=part.dtype, device=part.device).expand(len(part)) for part in flat]
+        self._zero.lp_param_buffer = None
+
+
+def _absent(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return parameter.ds_tensor.new_full((1,), torch.nan).expand(parameter.partition_numel())

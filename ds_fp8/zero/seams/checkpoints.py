@@ -1,0 +1,115 @@
+"""What the engine saves and loads: whole state dicts, files of checkpoints, state beside the user's."""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from ds_fp8.zero.seams.installation import replace
+
+CHECKPOINT_CLASSES = [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
+"""Classes that DeepSpeed puts into checkpoints beside tensors and plain values: holders of numbers."""
+
+# Python 3.11.0 to 3.11.3 pickle members of an enumeration through getattr, which no reader of plain values may call.
+copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
+
+
+class _Collector(CheckpointEngine):
+    """Takes what DeepSpeed would write into files, by file name."""
+
+    def __init__(self, stock: CheckpointEngine) -> None:
+        super().__init__()
+        self.name = type(self).__name__
+        self.files: dict[str, Any] = {}
+        self._stock = stock
+
+    def create(self, info: object) -> None:
+        pass
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        pass
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.files[Path(path).name] = state_dict
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return self._stock.load(path, map_location)
+
+    def commit(self, info: object) -> bool:
+        return True
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        return self._stock.is_data_parallel_writer(dp_rank)
+
+
+def checkpoint_files(engine: deepspeed.DeepSpeedEngine, tag: str, client_state: dict[str, Any]) -> dict[str, Any]:
+    """Return what engine.save_checkpoint would write on this rank, by file name. Nothing is written. Collective.
+
+    Tensors are those in use: copy or write them before the next step.
+    """
+    stock = engine.checkpoint_engine
+    engine.checkpoint_engine = _Collector(stock)
+    engine._copy_recovery_script = lambda folder: None
+    try:
+        engine.save_checkpoint("checkpoint", tag=tag, client_state=client_state, save_latest=False)
+        return engine.checkpoint_engine.files
+    finally:
+        engine.checkpoint_engine = stock
+        del engine._copy_recovery_script
+
+
+def copy_recovery_scripts(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
+    """Put the scripts beside the checkpoints with which DeepSpeed turns one into a state dict without an engine."""
+    engine._copy_recovery_script(str(folder))
+
+
+def in_checkpoints(
+    engine: deepspeed.DeepSpeedEngine,
+    key: str,
+    save: Callable[[], dict[str, Any]],
+    load: Callable[[dict[str, Any] | None], None],
+) -> None:
+    """Keep a state under `key` in every checkpoint that the engine writes, beside the user's client_state.
+
+    Args:
+        engine: any engine, of any ZeRO stage.
+        key: of the client state; whoever loads a checkpoint does not get to see it.
+        save: called on all ranks while a checkpoint is saved.
+        load: called on all ranks with what `save` returned, None where the checkpoint has no such state, after
+            everything else has been loaded; not when only the model is loaded.
+    """
+    save_checkpoint, load_checkpoint = engine.save_checkpoint, engine.load_checkpoint
+
+    def save_with_state(save_dir, tag=None, client_state=None, *args, **kwargs):
+        return save_checkpoint(save_dir, tag, {**(client_state or {}), key: save()}, *args, **kwargs)
+
+    def load_with_state(*args, **kwargs):
+        path, client_state = load_checkpoint(*args, **kwargs)
+        state = client_state.pop(key, None) if client_state else None
+        module_only = signature(load_checkpoint).bind(*args, **kwargs).arguments.get("load_module_only", False)
+        if path is not None and not module_only:
+            load(state)
+        return path, client_state
+
+    replace(engine, engine, "save_checkpoint", save_with_state)
+    replace(engine, engine, "load_checkpoint", load_with_state)
+
+
+def consolidated_state_dict(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor] | None:
+    """Return the whole BF16 state dict on rank 0's CPU, None on the other ranks. Collective in ZeRO stage 3."""
+    if engine.zero_optimization_partition_weights():
+        return engine._zero3_consolidated_16bit_state_dict()
+    if dist.get_rank() != 0:
+        return None
+    return {name: tensor.cpu() for name, tensor in engine.module.state_dict().items()}

@@ -1,0 +1,52 @@
+"""What is installed on an engine, its optimizer, modules and parameters, and taken off by engine.destroy()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+
+_SHARED_MEMORY_OP = "deepspeed_shm_comm"
+_INSTALLED = "_ds_fp8_installed"
+_MISSING = object()
+
+
+def on_destroy(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
+    """Call `callback` when the engine is destroyed, the last one first."""
+    if _INSTALLED not in vars(engine):
+        setattr(engine, _INSTALLED, ExitStack())
+        destroy = engine.destroy
+
+        def destroy_and_uninstall() -> None:
+            try:
+                destroy()
+            finally:
+                vars(engine)[_INSTALLED].close()
+
+        replace(engine, engine, "destroy", destroy_and_uninstall)
+    vars(engine)[_INSTALLED].callback(callback)
+
+
+def replace(engine: deepspeed.DeepSpeedEngine, owner: object, name: str, value: object) -> None:
+    """Set an attribute of an instance until its engine is destroyed."""
+    before = vars(owner).get(name, _MISSING)
+
+    def restore() -> None:
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    on_destroy(engine, restore)
+    setattr(owner, name, value)
+
+
+def disable_shm_build() -> None:
+    """Keep DeepSpeed, on a CPU, from compiling its shared-memory all-reduce when ranks meet.
+
+    That takes a C++ compiler and a minute, and only inference calls it. Call before deepspeed.init_distributed.
+    """
+    if get_accelerator().device_name() == "cpu":
+        getattr(deepspeed.ops, "__compatible_ops__", {})[_SHARED_MEMORY_OP] = False

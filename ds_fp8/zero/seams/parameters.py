@@ -1,0 +1,215 @@
+"""Partitioned parameters: their shards and masters, and the closures that gather them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero import partition_parameters
+
+from ds_fp8.zero.seams.installation import replace
+
+
+def data_parallel_group(engine: deepspeed.DeepSpeedEngine) -> object:
+    """Return the group of the ranks that train one model, those that share a sequence among them."""
+    return engine.seq_data_parallel_group
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where this rank's shard lies in a partitioned parameter."""
+
+    shape: torch.Size
+    """Shape of the whole parameter."""
+    start: int
+    """Flat index of the shard's first element."""
+    numel: int
+    """Elements of the shard with its padding; equal on all ranks."""
+    valid: int
+    """Elements of the shard that belong to the parameter; the rest is uninitialised memory."""
+    world: int
+    group: object
+
+
+def is_partitioned(parameter: torch.nn.Parameter) -> bool:
+    """Return whether ZeRO-3 owns this parameter and gathers it for use (persistent ones stay whole)."""
+    return hasattr(parameter, "ds_id") and not parameter.ds_persist
+
+
+def is_zero_parameter(parameter: torch.nn.Parameter) -> bool:
+    """Return whether ZeRO-3 manages this parameter, partitioned or not."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: torch.nn.Parameter) -> torch.Size:
+    """Return the shape of the whole parameter, partitioned or not."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def shard_of(parameter: torch.nn.Parameter) -> Shard:
+    """Return where this rank's shard lies in a partitioned parameter."""
+    group = parameter.ds_process_group
+    numel = parameter.ds_tensor.ds_numel
+    start = numel * dist.get_rank(group)
+    valid = max(0, min(numel, parameter.ds_numel - start))
+    return Shard(parameter.ds_shape, start, numel, valid, dist.get_world_size(group), group)
+
+
+def master_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return this rank's flat FP32 master shard with its padding, where it lies; where there is none the BF16 shard.
+
+    As safe_get_local_fp32_param gives it, which makes the host wait for the stream of the gradients at every call.
+    """
+    optimizer = getattr(parameter, "_z3_optimizer", None)
+    position = optimizer and getattr(optimizer, "grad_position", {}).get(optimizer.get_param_id(parameter))
+    if position is None:  # frozen when the optimizer was made
+        return bf16_shard(parameter)
+    group, start, numel = position
+    return optimizer.fp32_partitioned_groups_flat[group].detach().narrow(0, start, numel)
+
+
+def bf16_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return this rank's flat shard of the BF16 parameter, where it lies."""
+    return parameter.ds_tensor.detach()
+
+
+def order(parameter: torch.nn.Parameter) -> int:
+    """Return a number that sorts parameters alike on all ranks."""
+    return parameter.ds_id
+
+
+def leaf_module_of(parameter: torch.nn.Parameter) -> torch.nn.Module | None:
+    """Return the outermost leaf module that gathers this parameter with all its others, or None."""
+    return getattr(parameter, "ds_z3_leaf_module", None)
+
+
+def begin_gather(parameter: torch.nn.Parameter) -> None:
+    """Mark a gather as started. Raises RuntimeError when the parameter is not in its partitioned state."""
+    status = partition_parameters.ZeroParamStatus
+    if parameter.ds_status != status.NOT_AVAILABLE:
+        raise RuntimeError(f"cannot gather a parameter that is not partitioned: {parameter.ds_summary()}")
+    parameter.ds_status = status.INFLIGHT
+
+
+def end_gather(parameter: torch.nn.Parameter) -> None:
+    """Mark a gather as done: modules may use the parameter."""
+    parameter.ds_status = partition_parameters.ZeroParamStatus.AVAILABLE
+
+
+def in_use(parameter: torch.nn.Parameter) -> bool:
+    """Return whether a module is between its pre- and post-hook with this parameter."""
+    return bool(parameter.ds_active_sub_modules)
+
+
+def wrap_closure(
+    engine: deepspeed.DeepSpeedEngine,
+    parameter: torch.nn.Parameter,
+    name: str,
+    wrapper: Callable[[Callable], Callable],
+) -> None:
+    """Replace the closure `name` of a partitioned parameter by `wrapper(closure)` until its engine is destroyed."""
+    replace(engine, parameter, name, wrapper(getattr(parameter, name)))
+
+
+def on_gather(engine: deepspeed.DeepSpeedEngine, callback: Callable[[int, object], None]) -> None:
+    """Call `callback(nbytes, group)` before DeepSpeed gathers parameters: the bytes of this rank's shards, by group."""
+
+    def count(parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        nbytes: defaultdict[object, int] = defaultdict(int)
+        for parameter in parameters:
+            if parameter.ds_status == partition_parameters.ZeroParamStatus.NOT_AVAILABLE:
+                shard = parameter.ds_tensor
+                nbytes[parameter.ds_process_group] += shard.ds_numel * shard.element_size()
+        for group, total in nbytes.items():
+            callback(total, group)
+        return parameters
+
+    def observed_gather(closure: Callable, parameter: torch.nn.Parameter) -> Callable:
+        def all_gather(param_list: list[torch.nn.Parameter] | None = None, *args, **kwargs):
+            return closure(count([parameter] if param_list is None else list(param_list)), *args, **kwargs)
+
+        return all_gather
+
+    def observed_coalesced_gather(closure: Callable) -> Callable:
+        return lambda params, *args, **kwargs: closure(count(list(params)), *args, **kwargs)
+
+    for parameter in filter(is_zero_parameter, engine.module.parameters()):
+        wrap_closure(engine, parameter, "all_gather", lambda closure, p=parameter: observed_gather(closure, p))
+        wrap_closure(engine, parameter, "all_gather_coalesced", observed_coalesced_gather)
+
+
+class _Watched(dict):
+    """The external parameters of a module, by id, that calls `callback` with every one that is registered."""
+
+    def __init__(self, registered: Mapping[int, torch.nn.Parameter], callback: Callable[[torch.nn.Parameter], None]):
+        super().__init__(registered)
+        self._callback = callback
+
+    def __setitem__(self, key: int, parameter: torch.nn.Parameter) -> None:
+        super().__setitem__(key, parameter)
+        self._callback(parameter)
+
+
+def on_external_parameter(engine: deepspeed.DeepSpeedEngine, callback: Callable[[torch.nn.Parameter], None]) -> None:
+    """Call `callback` with every parameter that a module reads which does not own it.
+
+    Those registered already, and those that the user registers or ZeRO-3 finds from now on.
+    """
+    for module in engine.module.modules():
+        registered = getattr(module, "_external_params", {})
+        for parameter in registered.values():
+            callback(parameter)
+        replace(engine, module, "_external_params", _Watched(registered, callback))
+
+
+class Segment(NamedTuple):
+    """A run of elements of a flat shard: this rank's part of a tensor, or padding."""
+
+    numel: int
+    is_vector: bool
+    """Whether the tensor is a norm's weight, a bias, or the like."""
+
+
+def flat_parameters(engine: deepspeed.DeepSpeedEngine) -> list[tuple[torch.Tensor, list[Segment]]]:
+    """Return the flat master shards that DeepSpeed gives its basic optimizer as parameters, and what each is made of.
+
+    Segments are in their order in the shard; padding is uninitialised memory. Empty where no ZeRO stage flattens
+    parameters.
+    """
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        spans: list[dict[int, Segment]] = [{} for _ in optimizer.fp32_partitioned_groups_flat]
+        for parameter in engine.module.parameters():
+            if parameter.requires_grad:
+                group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                # Of tensors that have nothing here the place is another's.
+                if shard_of(parameter).valid:
+                    spans[group][start] = Segment(shard_of(parameter).valid, len(full_shape(parameter)) <= 1)
+        flat = optimizer.fp32_partitioned_groups_flat
+    elif engine.zero_optimization_stage() in (1, 2):
+        vectors = {name for name, parameter in engine.module.named_parameters() if parameter.dim() <= 1}
+        spans = [
+            {part.start: Segment(part.numel, name in vectors) for name, part in parts.items() if part.numel}
+            for parts in optimizer._param_slice_mappings
+        ]
+        flat = [group["params"][0] for group in optimizer.param_groups]
+    else:
+        return []
+    return [
+        (shard, _with_gaps(spans_of_shard, shard.numel())) for shard, spans_of_shard in zip(flat, spans, strict=True)
+    ]
+
+
+def _with_gaps(spans: dict[int, Segment], total: int) -> list[Segment]:
+    """Return the segments, by where they start in a range of `total`, in order, and the gaps around them."""
+    segments: list[Segment] = []
+    end = 0
+    for start, segment in sorted(spans.items()):
+        segments += [Segment(start - end, False)] * (start > end) + [segment]
+        end = start + segment.numel
+    return segments + [Segment(total - end, False)] * (total > end)

@@ -1,0 +1,185 @@
+"""What an own optimizer step uses of DeepSpeed's ZeRO-3 optimizer, private names and all.
+
+    gradients   `reduce_and_partition` takes buckets of full gradients and is to add them to the flat gradient shards
+    epilogue    after backward DeepSpeed makes the host wait for the reductions; here the step's stream waits
+    step        `step()` itself, between what DeepSpeed does before and after it
+
+Gradient shards, FP32 masters and the loss scale stay DeepSpeed's, where safe_get_*, checkpoints and schedulers look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.utils import get_norm_dtype
+
+from ds_fp8.zero import streams
+from ds_fp8.zero.deepspeed_versions import AVERAGE_GRADIENTS, FLUSH_BUCKET, GRADIENT_PARTITIONS, GRADIENT_WRITES
+from ds_fp8.zero.seams.installation import replace
+from ds_fp8.zero.seams.parameters import shard_of
+from ds_fp8.zero.seams.updates import call_around, has_optimizer
+
+Reduce = Callable[[list[torch.nn.Parameter], Callable[[list[torch.nn.Parameter]], list[torch.Tensor]], bool], None]
+"""(parameters with full gradients, DeepSpeed's reduction of some of them to slices, whether to accumulate)."""
+
+
+def why_no_own_step(engine: deepspeed.DeepSpeedEngine) -> str | None:
+    """Return which setting needs DeepSpeed's own optimizer step, or None."""
+    if engine.zero_optimization_stage() != 3 or not has_optimizer(engine):
+        return "ZeRO-3 with an optimizer is needed"
+    zero = engine.optimizer
+    reasons = {
+        "offload_optimizer steps on the CPU": zero.offload_optimizer,
+        "offload_param keeps the BF16 shards on the CPU": zero.offload_param,
+        "ZenFlow steps by itself": zero.zenflow,
+        "Muon needs whole gradients": zero.use_muon,
+        "the model is not BF16": zero.dtype is not torch.bfloat16,
+        "torch_autocast scales the loss": zero.torch_autocast_gradscaler is not None,
+        "tensor parallelism adds to the gradient norm": zero.model_parallel_group is not None,
+        "sub-groups are sharded over different ranks": len(set(map(id, zero.sub_group_process_groups))) > 1,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+class ZeroStep:
+    """One ZeRO-3 optimizer, taken apart for a step of one's own. `why_no_own_step` must have said None."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine):
+        self._engine, self._zero = engine, engine.optimizer
+        self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        self.group: object = self._zero.dp_process_group
+        self.flat_gradient: torch.Tensor = self._zero.grad_partitions_flat_buffer
+        """This rank's shards of all gradients, in the order of the flat masters; padding is zero."""
+
+    def name(self, parameter: torch.nn.Parameter) -> str:
+        """Return the parameter's name in the model."""
+        return self._names[id(parameter)]
+
+    def gradient_places(self) -> dict[str, tuple[int, int]]:
+        """Return by parameter name where its shard begins in `flat_gradient`, and the shard's valid elements."""
+        partitions = getattr(self._zero, GRADIENT_PARTITIONS)
+        return {
+            self.name(parameter): (partitions[parameter.ds_id].storage_offset(), shard_of(parameter).valid)
+            for parameters in self._zero.fp16_groups
+            for parameter in parameters
+        }
+
+    def frozen(self) -> list[str]:
+        """Return the names of the parameters that have been frozen since the optimizer was made."""
+        parameters = (parameter for group in self._zero.fp16_groups for parameter in group)
+        return [self.name(parameter) for parameter in parameters if not parameter.requires_grad]
+
+    def sub_groups(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
+        """Yield (param group, flat FP32 masters, their gradients in `flat_gradient`) of every sub-group."""
+        start = 0
+        for index, masters in enumerate(self._zero.fp32_partitioned_groups_flat):
+            group = self._zero.optimizer.param_groups[self._zero.sub_group_to_group_id[index]]
+            yield group, masters, self.flat_gradient.narrow(0, start, masters.numel())
+            start += masters.numel()
+
+    def _replace(self, name: str, value: object) -> None:
+        replace(self._engine, self._zero, name, value)
+
+    # ---------------------------------------------------------------- gradients
+
+    def replace_reduction(self, reduce: Reduce) -> None:
+        """Let `reduce` add every bucket of gradients to `flat_gradient`, straight from where autograd left them.
+
+        It is called on the stream of the reductions, on all ranks with the same parameters in the same order.
+        """
+        zero = self._zero
+        average = getattr(zero, AVERAGE_GRADIENTS)
+
+        def reduce_bucket(parameters: list[torch.nn.Parameter], communication_dtype: torch.dtype) -> list:
+            def stock(some: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+                return average(some, communication_dtype)
+
+            reduce(parameters, stock, zero.micro_step_id > 0)
+            for parameter in parameters:
+                streams.used_by_current_stream(parameter.grad)
+                parameter.grad = None
+            return []
+
+        self._replace(AVERAGE_GRADIENTS, reduce_bucket)
+        self._replace("partition_grads", lambda parameters, slices: None)
+        # Gradients are cast from where they are: DeepSpeed need not copy them into its bucket first.
+        self._replace("contiguous_gradients", False)
+        for bucket in zero.ipg_buckets.values():
+            bucket.buffer = None
+
+    def replace_epilogue(self) -> None:
+        """Let the stream of the next step, not the host, wait for the reductions that backward began."""
+        zero = self._zero
+
+        def epilogue() -> None:
+            for dtype in sorted(zero.ipg_buckets, key=str):
+                getattr(zero, FLUSH_BUCKET)(dtype)
+            zero.params_already_reduced = dict.fromkeys(zero.params_already_reduced, False)
+            partitions = getattr(zero, GRADIENT_PARTITIONS)
+            zero.averaged_gradients = {
+                index: [partitions[parameter.ds_id] for parameter in parameters]
+                for index, parameters in enumerate(zero.fp16_groups)
+            }
+            zero._epilogue_ran_this_backward = True
+
+        self._replace("independent_gradient_partition_epilogue", epilogue)
+
+    def on_gradient_write(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever the user overwrites a gradient (safe_set_full_grad and its kin)."""
+        for name in GRADIENT_WRITES:
+            call_around(self._engine, name, after=callback)
+
+    # ---------------------------------------------------------------- the step
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """Return the dtype that gradient norms are summed in."""
+        return get_norm_dtype()
+
+    @property
+    def loss_scale(self) -> float:
+        """Return what the loss was multiplied by, and gradients are to be divided by."""
+        return self._zero.loss_scale
+
+    @property
+    def clip(self) -> float:
+        """Return the largest gradient norm; 0 for no clipping."""
+        return self._zero.clip_grad
+
+    def replace_step(self, step: Callable[[], None]) -> None:
+        """Let `engine.step()` call `step` in place of DeepSpeed's."""
+        self._replace("step", lambda closure=None: step())
+
+    def begin(self) -> None:
+        """Do what DeepSpeed does before a step; gradients are complete on the current stream then."""
+        self._zero._pre_step()
+        self._zero._partition_all_parameters()
+        streams.wait_stream(self._zero.reduce_and_partition_stream)
+
+    def skip(self) -> None:
+        """Close a step that was left out because the gradient norm was not finite."""
+        self._zero.overflow = True
+        self._zero._loss_scale_update_and_overflow_cleanup()
+
+    def write_bf16(self) -> None:
+        """Round the new FP32 masters into the BF16 shards."""
+        for bf16, masters in zip(
+            self._zero.fp16_partitioned_groups_flat, self._zero.fp32_partitioned_groups_flat, strict=True
+        ):
+            bf16.copy_(masters.detach())
+
+    def finish(self, norm: torch.Tensor) -> None:
+        """Close a step that was taken. norm: of the gradients without loss scale, for get_global_grad_norm()."""
+        zero = self._zero
+        zero.overflow = False
+        zero._loss_scale_update_and_overflow_cleanup()
+        zero._global_grad_norm = norm
+        zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
+        zero._post_step(set())
+
+    def clear_model_gradients(self) -> None:
+        """Free whatever gradients still hang on the model's parameters."""
+        self._zero.zero_grad(set_to_none=True)

@@ -1,0 +1,109 @@
+"""The "optimizer" section is tried out: what DeepSpeed's optimizer would not take or survive is an error beforehand."""
+
+import shutil
+
+import pytest
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.engine.optimizer_section import check_optimizer
+
+UNTESTED = {"zero_allow_untested_optimizer": True}
+
+
+def configuration(kind, params, **more):
+    return {"zero_optimization": {"stage": 3}, "optimizer": {"type": kind, "params": params}, **more}
+
+
+def adamw(**params):
+    return configuration("AdamW", {"lr": 1e-3, "torch_adam": True, **params})
+
+
+@pytest.mark.parametrize(
+    ("raw", "key"),
+    [
+        ({}, "optimizer"),
+        ({"optimizer": None}, "optimizer"),
+        ({"optimizer": {"type": 3}}, "optimizer"),
+        (configuration("AdamX", {}), "optimizer.type"),
+        (configuration("AdamW", None), "optimizer.params"),
+        (configuration("AdamW", [1]), "optimizer.params"),
+        (adamw(betas=[0.9]), "optimizer.params.betas"),
+        (adamw(betas=[0.9, 0.95, 0.99]), "optimizer.params.betas"),
+        (adamw(betas=0.9), "optimizer.params.betas"),
+        (adamw(betas=["a", "b"]), "optimizer.params.betas"),
+        (adamw(betas=[0.9, 1.5]), "optimizer.params.betas"),
+        (adamw(lr="1e-3"), "optimizer.params.lr"),
+        (adamw(lr=True), "optimizer.params.lr"),
+        (adamw(lr=None), "optimizer.params.lr"),
+        (adamw(lr=-1), "optimizer.params.lr"),
+        (adamw(lr=1e30), "optimizer.params"),
+        (adamw(eps=0), "optimizer.params"),
+        (adamw(eps=-1e-8), "optimizer.params.eps"),
+        (adamw(weight_decay=1e30), "optimizer.params"),
+        (adamw(weight_decay="no"), "optimizer.params.weight_decay"),
+        (adamw(beta=0.9), "optimizer.params.beta"),
+        (adamw(max_grad_norm=1.0), "optimizer.params.max_grad_norm"),
+        (configuration("SGD", {"lr": 1e-3}), "optimizer.type"),
+        (configuration("SGD", {"lr": 1e-3, "torch_adam": True}, **UNTESTED), "optimizer.params.torch_adam"),
+        (configuration("SGD", {"betas": [0.9, 0.95]}, **UNTESTED), "optimizer.params.betas"),
+        (configuration("SGD", {"nesterov": True}, **UNTESTED), "optimizer.params.nesterov"),
+        (configuration("Adafactor", {"lr": 1e-3, "eps": 1e-8}, **UNTESTED), "optimizer.params.eps"),
+        (configuration("Lion", {"lr": 1e-3, "eps": 1e-8}), "optimizer.params.eps"),
+        (configuration("Lamb", {"lr": 1e-3}, **UNTESTED), "optimizer.type"),
+        (configuration("LBFGS", {"lr": 1e-3}, **UNTESTED), "optimizer.type"),
+        (configuration("SparseAdam", {"lr": 1e-3}, **UNTESTED), "optimizer.type"),
+        (configuration("Muon", {"lr": 1e-3}), "optimizer.type"),
+        (configuration("MuAdam", {"lr": 1e-3}), "optimizer.type"),
+    ],
+    ids=lambda value: str(value)[25:90] if isinstance(value, dict) else "",
+)
+def test_a_wrong_section_names_file_key_and_remedy(raw, key):
+    with pytest.raises(UserError) as caught:
+        check_optimizer(raw, "ds.json")
+    assert (caught.value.key, caught.value.file) == (key, "ds.json")
+    assert caught.value.remedy
+    assert len(str(caught.value)) < 800
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        adamw(),
+        adamw(betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, adam_w_mode=True, amsgrad=False, foreach=True),
+        adamw(lr=0),
+        configuration("Adam", {"torch_adam": True, "adam_w_mode": False}),
+        configuration("Adagrad", {"lr": 1e-2}),
+        configuration("SGD", {"lr": 1e-2, "momentum": 0.9, "nesterov": True}, **UNTESTED),
+        configuration("Adafactor", {"lr": 1e-3}, **UNTESTED),
+        configuration("RMSprop", {"lr": 1e-3}, **UNTESTED),
+        {"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}},  # without ZeRO DeepSpeed asks for no test
+    ],
+    ids=lambda raw: str(raw["optimizer"])[:70],
+)
+def test_what_the_optimizer_takes_is_accepted(raw):
+    check_optimizer(raw)
+
+
+def test_what_this_packages_adamw_takes_is_accepted():
+    """make_adamw checks its keys; no kernel of DeepSpeed's has to be compiled for it."""
+    check_optimizer(configuration("AdamW", {"lr": 1e-3, "set_grad_none": True}), own=True)
+    with pytest.raises(UserError, match="no pair"):
+        check_optimizer(configuration("AdamW", {"lr": 1e-3, "betas": [0.9]}), own=True)
+
+
+def test_an_optimizer_that_must_be_compiled_needs_a_compiler(monkeypatch):
+    raw = configuration("AdamW", {"lr": 1e-3})
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    check_optimizer(raw)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match="ninja") as caught:
+        check_optimizer(raw)
+    assert '"torch_adam": true' in caught.value.remedy
+
+
+def test_an_optimizer_that_a_cpu_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    with pytest.raises(UserError, match="no FusedLion for cpu"):
+        check_optimizer(configuration("Lion", {"lr": 1e-3}))
+    offloaded = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    check_optimizer({**configuration("Lion", {"lr": 1e-3}), "zero_optimization": offloaded})

@@ -1,0 +1,41 @@
+"""The start report: what is in FP8 and what is not, as it is printed."""
+
+import contextlib
+import io
+
+from tests.layers.hugging_face import causal_lm
+from tests.zero import models
+
+
+def printed(architecture, changes, section):
+    """(the start report, what rank 0 printed of it, in one line) of one rank."""
+    import ds_fp8
+
+    model = causal_lm(architecture, **changes)
+    fp8 = {**section, "linear": {"backend": "reference"}}
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=models.config(fp8))[0]
+    report = engine.fp8.report
+    engine.destroy()
+    return report, " ".join(output.getvalue().replace("│", " ").split())
+
+
+def test_experts_that_stay_bf16_are_said_first_and_little_fp8_is_a_warning(ranks):
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "vocab_size": 320}
+    (report, text), (_, silent) = ranks(2, printed, "qwen3_moe", experts, {})
+    share = sum(part["parameters"] for part in report["kept_in_bf16"][:1]) / report["parameters"]
+    assert text.index(f"{share:.0%} of the parameters stay BF16: experts") < text.index("linears in FP8")
+    in_fp8 = report["fp8_parameters"] / report["parameters"]
+    assert in_fp8 < 1 / 3
+    assert f"only {in_fp8:.0%} of the parameters are in FP8" in text
+    assert "a router or gate: 2 tensors, 4,096 parameters" in text
+    assert silent == ""
+
+
+def test_every_parameter_of_a_partitioned_model_is_accounted_for(ranks):
+    report, text = ranks(2, printed, "llama", {}, {})[0]
+    kept = sum(part["parameters"] for part in report["kept_in_bf16"])
+    assert report["fp8_parameters"] + kept == report["parameters"]
+    assert "stay BF16" not in text
+    assert "only" not in text

@@ -1,0 +1,141 @@
+"""Engines of one process do not notice each other: nothing reaches further than its engine, or outlives it."""
+
+import deepspeed
+import deepspeed.comm.comm
+import deepspeed.runtime.zero.parameter_offload
+import deepspeed.runtime.zero.partition_parameters
+import deepspeed.runtime.zero.stage3
+import pytest
+import torch
+from deepspeed import comm as dist
+
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.weights import GATHERED
+from tests.zero import models
+from tests.zero.test_training import QUIET
+
+FP8, BF16 = QUIET, {"enabled": False}
+STEPS = 3
+
+
+def step(engine, number, teacher=None):
+    """The loss of one step; with a teacher its distance to the teacher's is added."""
+    tokens = models.batch(number, dist.get_rank()).to(engine.device)
+    loss = engine(tokens)
+    if teacher is not None:
+        with torch.no_grad():
+            wanted = teacher(tokens)
+        loss = loss + (loss - wanted) ** 2
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def together(sections):
+    """By engine, trained in turns: losses, and bytes sent in every step."""
+    engines = [models.build(models.config(section)) for section in sections]
+    losses, sent = [[] for _ in engines], [[] for _ in engines]
+    for engine in engines:
+        engine.fp8.wire.take()
+    for number in range(STEPS):
+        for engine, of_engine, bytes_of_engine in zip(engines, losses, sent, strict=True):
+            of_engine.append(step(engine, number))
+            bytes_of_engine.append(engine.fp8.wire.take())
+    return list(zip(losses, sent, strict=True))
+
+
+@pytest.mark.parametrize(
+    "sections", [(FP8, FP8), (FP8, BF16), (BF16, {**QUIET, "preset": "fp8lm_o1"})], ids=["two", "first", "second"]
+)
+def test_engines_train_in_turns_as_alone_each_with_its_own_meter(ranks, baseline, sections):
+    for rank, side_by_side in enumerate(ranks(2, together, sections)):
+        for section, found in zip(sections, side_by_side, strict=True):
+            assert found == baseline(2, together, (section,))[rank][0]
+
+
+def student_and_teacher(section, alone):
+    """Losses of a student, its bytes, and the teacher's bytes; `alone`: the teacher's losses come from before."""
+    config = models.config(section)
+    del config["optimizer"]
+    torch.manual_seed(1)
+    import ds_fp8
+
+    model = models.Net().bfloat16().requires_grad_(False)
+    teacher = ds_fp8.initialize(model=model, config=config)[0]
+    teacher.eval()
+    with torch.no_grad():
+        wanted = [teacher(models.batch(number, dist.get_rank())) for number in range(STEPS)]
+    student = models.build(models.config(section))
+    teacher.fp8.wire.take()
+    student.fp8.wire.take()
+    losses = [
+        step(student, number, (lambda _, loss=wanted[number]: loss) if alone else teacher) for number in range(STEPS)
+    ]
+    return losses, student.fp8.wire.take(), teacher.fp8.wire.take()
+
+
+def test_a_frozen_teacher_beside_its_student(ranks):
+    beside, alone = ranks(2, student_and_teacher, FP8, False), ranks(2, student_and_teacher, FP8, True)
+    for (losses, sent, sent_by_teacher), (expected, sent_alone, nothing) in zip(beside, alone, strict=True):
+        assert losses == expected
+        assert sent == sent_alone
+        assert nothing == {"all_gather_bytes": 0, "grad_bytes": 0}
+        assert sent_by_teacher["all_gather_bytes"] > 0
+        assert sent_by_teacher["grad_bytes"] == 0
+
+
+def reach():
+    """What FP8 could have changed outside of its engine: DeepSpeed's modules and classes, its backend."""
+    owners = [
+        deepspeed,
+        deepspeed.zero,
+        deepspeed.DeepSpeedEngine,
+        deepspeed.comm.comm,
+        deepspeed.comm.comm.cdb,
+        deepspeed.runtime.zero.parameter_offload,
+        deepspeed.runtime.zero.partition_parameters,
+        deepspeed.runtime.zero.stage3,
+        deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
+    ]
+    return [(owner, name, value) for owner in owners for name, value in vars(owner).items() if callable(value)]
+
+
+GIVEN = "client_optimizer"
+"""Where an engine keeps the optimizer, or the function that makes one, that deepspeed.initialize was given."""
+
+
+def of_instances(engine):
+    """Methods that an engine, its optimizer and its parameters have for themselves."""
+    owners = [engine, engine.optimizer, *engine.module.parameters(), *engine.module.modules()]
+    return {
+        (index, name): getattr(value, "__module__", "")
+        for index, owner in enumerate(owners)
+        for name, value in vars(owner).items()
+        if callable(value) and not isinstance(value, torch.nn.Module | type) and name != GIVEN
+    }
+
+
+def made_trained_and_destroyed():
+    before = reach()
+    plain = models.build(models.config(None))
+    instances = of_instances(plain)
+    engine = models.build(models.config(FP8))
+    models.train(engine, 2)
+    changed = [name for owner, name, value in before if vars(owner).get(name) is not value]
+    weights = [m.weight for m in engine.module.modules() if isinstance(m, FP8Linear)]
+    weights[0].all_gather_coalesced(weights).wait()
+    own = {key for key, module in of_instances(engine).items() if module.startswith("ds_fp8")}
+    engine.destroy()
+    left = {key for key, module in of_instances(engine).items() if module.startswith("ds_fp8")}
+    gathered = [weight for weight in weights if getattr(weight, GATHERED) is not None]
+    stock = {key for key, module in instances.items() if module.startswith("ds_fp8")}
+    return changed, stock, len(own), left, len(gathered)
+
+
+def test_nothing_of_deepspeed_is_changed_and_destroy_undoes_what_was_installed(ranks):
+    for changed, stock, own, left, gathered in ranks(2, made_trained_and_destroyed):
+        assert changed == []
+        assert stock == set()
+        assert own > 30
+        assert left == set()
+        assert gathered == 0

@@ -1,0 +1,160 @@
+"""What checkpoints hold of FP8: a run that stops and resumes is the run that does not, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed import comm as dist
+
+from ds_fp8.config.presets import PRESETS
+from ds_fp8.train.reshard import load_on_other_ranks
+from tests.zero import models
+
+STOCHASTIC = {"preset": "fp8lm_o1", "grad_reduce": {"rounding": "stochastic"}}
+DEGRADING = {"monitor": {"every": 2, "min_snr_db": 90.0, "patience": 4, "fallback": True}}
+"""Every layer is past the threshold at every measurement; the fourth moves it to BF16."""
+SECTIONS = {**{name: {"preset": name} for name in PRESETS}, "stochastic rounding": STOCHASTIC}
+
+
+def build(section):
+    return models.build({**models.config({"monitor": {"every": 0}, **section}), "gradient_accumulation_steps": 2})
+
+
+def stopped_and_resumed(section, folder):
+    """Losses and weights of 4 steps, and of the last 2 of them by an engine that begins with a checkpoint after 2."""
+    engine = build(section)
+    models.train(engine, 2)
+    engine.save_checkpoint(folder, client_state={"mine": 7})
+    losses = models.train(engine, 2, start=2)
+    engine.destroy()
+
+    resumed = build(section)
+    _, client_state = resumed.load_checkpoint(folder)
+    again = models.train(resumed, 2, start=2)
+    same = {
+        name: torch.equal(weight, after)
+        for (name, weight), after in zip(
+            models.bf16_weights(engine).items(), models.bf16_weights(resumed).values(), strict=True
+        )
+    }
+    return losses, again, same, client_state
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_resumed_run_is_the_run_that_did_not_stop(ranks, name, tmp_path):
+    for losses, again, same, client_state in ranks(2, stopped_and_resumed, SECTIONS[name], str(tmp_path)):
+        assert losses == again
+        assert all(same.values()), same
+        assert client_state["mine"] == 7
+        assert "ds_fp8" not in client_state
+
+
+def read_with_plain_torch(folder):
+    """The FP8 state in the checkpoint of every rank, read by torch without running anything."""
+    engine = build(STOCHASTIC)
+    models.train(engine, 2)
+    engine.save_checkpoint(folder, tag="last")
+    dist.barrier()
+    state = engine.fp8.state_dict()
+    torch.save(state, f"{folder}/alone{dist.get_rank()}.pt")
+    alone = torch.load(f"{folder}/alone{dist.get_rank()}.pt", weights_only=True)
+    whole = torch.load(f"{folder}/last/zero_pp_rank_{dist.get_rank()}_mp_rank_00_model_states.pt", weights_only=False)
+    in_checkpoint = whole["ds_fp8"]
+    scales = [s["gradients"]["scale"] for s in (state, alone, in_checkpoint)]
+    same = all(torch.equal(scales[0][key], other[key]) for other in scales for key in ("mu", "saturated"))
+    return same, state["micro_batches"], scales[0]["names"], scales[0]["mu"].tolist()
+
+
+def test_the_state_is_plain_and_the_same_on_all_ranks(ranks, tmp_path):
+    results = ranks(2, read_with_plain_torch, str(tmp_path))
+    for same, micro_batches, names, mu in results:
+        assert same
+        assert micro_batches == 4
+        assert "layers.0.up.weight" in names
+        assert all(value != 1 for value in mu)
+    assert results[0] == results[1]
+
+
+def saved(folder):
+    engine = build(STOCHASTIC)
+    models.train(engine, 2)
+    engine.save_checkpoint(folder, tag="step_2")
+    return engine.fp8.state_dict()
+
+
+def loaded(folder):
+    engine = build(STOCHASTIC)
+    load_on_other_ranks(engine, Path(folder) / "step_2", Path(folder), with_schedule=False)
+    models.train(engine, 1, start=2)
+    engine = build(STOCHASTIC)
+    load_on_other_ranks(engine, Path(folder) / "step_2", Path(folder), with_schedule=False)
+    return engine.fp8.state_dict()
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_scales(ranks, tmp_path):
+    before = ranks(3, saved, str(tmp_path))[0]
+    for after in ranks(2, loaded, str(tmp_path)):
+        assert after["micro_batches"] == before["micro_batches"] == 4
+        scales, expected = after["gradients"]["scale"], before["gradients"]["scale"]
+        assert scales["names"] == expected["names"]
+        assert torch.equal(scales["mu"], expected["mu"])
+        assert torch.equal(scales["saturated"], expected["saturated"])
+
+
+def counters(folder):
+    """Two engines' health after 5 steps, the second one's from a checkpoint, their next losses, and what moves then."""
+    engine = build(DEGRADING)
+    engine.fp8.health.move_to_bf16(["layers.1.up"])
+    models.train(engine, 5)
+    engine.save_checkpoint(folder)
+
+    resumed, said = build(DEGRADING), []
+    resumed.fp8.health.say = said.append
+    resumed.load_checkpoint(folder)
+    states = [one.fp8.health.state_dict() for one in (engine, resumed)]
+    heard = list(said)
+    losses = [models.train(one, 3, start=5) for one in (engine, resumed)]
+    return states, heard, losses, [one.fp8.health.layers_in_bf16 for one in (engine, resumed)]
+
+
+def test_counters_and_layers_in_bf16_are_resumed(ranks, tmp_path):
+    for (before, after), said, losses, moved in ranks(2, counters, str(tmp_path)):
+        assert before == after
+        assert before["monitor"]["steps"] == 5
+        assert {count for *_, count in before["monitor"]["in_a_row"]} == {3}
+        assert before["layers_in_bf16"] == ["layers.1.up"]
+        assert said == ["layers.1.up goes on in BF16"]
+        assert losses[0] == losses[1]
+        assert len(moved[0]) == 6  # with the fourth measurement in a row
+        assert moved[0] == moved[1]
+
+
+def other_ways_to_load(folder):
+    """What is said, and the clock, of an engine that loads only a model, a checkpoint without FP8, or its own."""
+    feedback = {"preset": "fp8lm_o1", "grad_reduce": {"error_feedback": "bf16"}}
+    engine, plain = build(feedback), build({"enabled": False})
+    for name, one in (("own", engine), ("plain", plain)):
+        models.train(one, 1)
+        one.save_checkpoint(folder, tag=name)
+    results = {}
+    for name, tag, options in (
+        ("model only", "own", {"load_module_only": True}),
+        ("without FP8", "plain", {}),
+        ("own", "own", {}),
+    ):
+        said = []
+        fresh = build(feedback)
+        fresh.fp8.health.say = said.append
+        path, _ = fresh.load_checkpoint(folder, tag=tag, **options)
+        results[name] = path is not None, said, fresh.fp8.clock()
+    return results
+
+
+def test_what_starts_anew_is_said(ranks, tmp_path):
+    for results in ranks(2, other_ways_to_load, str(tmp_path)):
+        assert all(found for found, _, _ in results.values())
+        assert results["model only"][1:] == ([], 0)
+        assert "no FP8 state" in results["without FP8"][1][0]
+        assert results["without FP8"][2] == 0
+        assert "error feedback" in results["own"][1][0]
+        assert results["own"][2] == 2

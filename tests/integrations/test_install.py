@@ -1,0 +1,102 @@
+"""`install` and `python -m ds_fp8`: what other programs' calls of deepspeed.initialize become."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import deepspeed
+import pytest
+from accelerate.utils import DeepSpeedPlugin
+
+import ds_fp8
+from ds_fp8.__main__ import main
+from ds_fp8.config.errors import UserError
+from tests.zero.models import Net, config
+
+
+@pytest.fixture
+def clean():
+    """deepspeed.initialize as it was, afterwards too."""
+    yield deepspeed.initialize
+    ds_fp8.uninstall()
+
+
+def engines(section, default, twice):
+    """What reports of engines say that DeepSpeed's initialize makes: with a section, without one, and after
+    uninstall."""
+    if twice:
+        ds_fp8.install()
+    ds_fp8.install(default)
+    try:
+        results = []
+        for raw in (config(section), config()):
+            by_position = (None, Net().bfloat16(), None, None, None, None, 29500, None, None, None, raw)
+            results.append(deepspeed.initialize(*by_position)[0].fp8.report)
+    finally:
+        ds_fp8.uninstall()
+    plain = deepspeed.initialize(model=Net().bfloat16(), config=config(section))[0]
+    return [report.get("preset") for report in results], hasattr(plain, "fp8")
+
+
+@pytest.mark.parametrize(
+    ("default", "twice", "presets"), [(None, True, ["rowwise", None]), ("coat", False, ["rowwise", "coat"])]
+)
+def test_every_call_honours_its_section_until_uninstalled(ranks, default, twice, presets):
+    for made, still_installed in ranks(2, engines, {"preset": "rowwise"}, default, twice):
+        assert made == presets
+        assert not still_installed
+
+
+def test_a_second_install_changes_nothing_and_one_uninstall_undoes_both(clean):
+    process = DeepSpeedPlugin.deepspeed_config_process
+    ds_fp8.install()
+    first = deepspeed.initialize, DeepSpeedPlugin.deepspeed_config_process
+    ds_fp8.install()
+    assert (deepspeed.initialize, DeepSpeedPlugin.deepspeed_config_process) == first != (clean, process)
+    ds_fp8.uninstall()
+    ds_fp8.uninstall()
+    assert (deepspeed.initialize, DeepSpeedPlugin.deepspeed_config_process) == (clean, process)
+
+
+def test_accelerate_fills_in_its_values_and_leaves_the_section_alone(clean, monkeypatch):
+    section = {"fuse": "auto", "linear": {"backend": "auto"}}
+    raw = {**config(section), "gradient_clipping": "auto"}
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
+    ds_fp8.install()
+    plugin = DeepSpeedPlugin(hf_ds_config=raw)
+    plugin.deepspeed_config_process(must_match=False, gradient_clipping=0.5)
+    assert plugin.deepspeed_config["gradient_clipping"] == 0.5
+    assert plugin.deepspeed_config["fp8"] == section
+
+
+@pytest.mark.parametrize("value", ['{"preset": ', "coats", '{"fuze": "off"}'])
+def test_a_default_that_is_no_section_is_refused(clean, monkeypatch, value):
+    monkeypatch.setenv("DS_FP8", value)
+    with pytest.raises(UserError) as caught:
+        ds_fp8.install()
+    assert caught.value.file == "environment variable DS_FP8"
+    assert caught.value.remedy
+    assert deepspeed.initialize is clean
+
+
+def test_a_program_is_run_as_python_runs_it_with_fp8_installed(clean, monkeypatch, tmp_path):
+    (tmp_path / "beside.py").write_text("")
+    program = tmp_path / "program.py"
+    out = tmp_path / "out.json"
+    program.write_text(
+        "import json, sys, beside, deepspeed\n"
+        f"json.dump([__name__, sys.argv, deepspeed.initialize.__wrapped__ is not None], open({str(out)!r}, 'w'))\n"
+    )
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(sys, "argv", ["ds_fp8", "--local_rank=1", str(program), "--lr", "1"])
+    main()
+    assert json.loads(out.read_text()) == ["__main__", [str(program), "--local_rank=1", "--lr", "1"], True]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["absent.py"]])
+def test_without_a_program_the_remedy_is_the_command_line(clean, monkeypatch, arguments):
+    monkeypatch.setattr(sys, "argv", ["ds_fp8", *arguments])
+    with pytest.raises(UserError) as caught:
+        main()
+    assert "-m" in caught.value.remedy

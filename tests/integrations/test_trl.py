@@ -1,0 +1,109 @@
+"""TRL's trainers with an "fp8" section beside the same run in BF16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.integrations.programs import arguments, history, installed, small_model, small_tokenizer
+
+WORDS = ("one", "two", "three", "four", "five", "six")
+COAT = {"preset": "coat"}
+
+
+def conversations(count: int = 24) -> Dataset:
+    return Dataset.from_list(
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": f"after {WORDS[i % 5]}"},
+                    {"role": "assistant", "content": WORDS[i % 5 + 1]},
+                ]
+            }
+            for i in range(count)
+        ]
+    )
+
+
+def preferences(count: int = 24) -> Dataset:
+    return Dataset.from_list(
+        [{"prompt": f"after {WORDS[i % 5]} ", "chosen": WORDS[i % 5 + 1], "rejected": "seven"} for i in range(count)]
+    )
+
+
+def supervised(folder, fp8):
+    """SFTTrainer with packing and a loss on the assistant's turns alone."""
+    from trl import SFTConfig, SFTTrainer
+
+    with installed():
+        more = {"packing": True, "assistant_only_loss": True, "max_length": 64, "dataset_num_proc": 1}
+        args = SFTConfig(**arguments(folder, fp8, **more))
+        trainer = SFTTrainer(
+            model=small_model(), args=args, train_dataset=conversations(), processing_class=small_tokenizer()
+        )
+        trainer.train()
+        return history(trainer, "loss"), trainer.model_wrapped.fp8.report
+
+
+def preferring(folder, fp8):
+    """DPOTrainer with a reference model, which is an engine without an optimizer."""
+    from trl import DPOConfig, DPOTrainer
+
+    with installed():
+        trainer = DPOTrainer(
+            model=small_model(),
+            ref_model=small_model(),
+            args=DPOConfig(**arguments(folder, fp8)),
+            train_dataset=preferences(),
+            processing_class=small_tokenizer(),
+        )
+        trainer.train()
+        return history(trainer, "loss"), trainer.model_wrapped.fp8.report, trainer.ref_model.fp8.report
+
+
+def reinforcing(folder, fp8):
+    """GRPOTrainer: generation with DeepSpeed's hooks taken off and put back, a reference model, answers rewarded for
+    being long."""
+    from deepspeed import comm as dist
+    from trl import GRPOConfig, GRPOTrainer
+
+    stored = f"{folder}/stored"  # the reference model is loaded from where the model came from
+    if dist.get_rank() == 0:
+        small_model().save_pretrained(stored)
+    dist.barrier()
+    with installed():
+        more = {"num_generations": 2, "max_completion_length": 8, "beta": 0.04, "max_steps": 2}
+        trainer = GRPOTrainer(
+            model=stored,
+            reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+            args=GRPOConfig(**arguments(folder, fp8, **more)),
+            train_dataset=preferences().remove_columns(["chosen", "rejected"]),
+            processing_class=small_tokenizer(),
+        )
+        trainer.train()
+        return history(trainer, "loss"), history(trainer, "kl"), trainer.model_wrapped.fp8.report
+
+
+def test_supervised_fine_tuning_with_packing_and_masks(ranks, tmp_path):
+    losses, report = ranks(2, supervised, tmp_path, {})[0]
+    plain, _ = ranks(2, supervised, tmp_path, None)[0]
+    assert report["fp8_linears"] == 14
+    assert losses == pytest.approx(plain, rel=0.02)
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_preferences_against_a_reference_model(ranks, tmp_path):
+    losses, policy, reference = ranks(2, preferring, tmp_path, COAT)[0]
+    assert losses[0] == pytest.approx(torch.log(torch.tensor(2.0)).item(), abs=1e-6)  # both models compute alike
+    assert losses[-1] < 0.6
+    assert policy["fp8_linears"] == reference["fp8_linears"] == 14
+    assert policy["optimizer"] == "ds_fp8.optim.AdamW"
+    assert reference["optimizer"] == "none"
+
+
+def test_generation_between_steps(ranks, tmp_path):
+    losses, divergence, report = ranks(2, reinforcing, tmp_path, {})[0]
+    assert report["fp8_linears"] == 14
+    assert divergence[0] == pytest.approx(0, abs=1e-6)
+    assert all(torch.tensor([*losses, *divergence]).isfinite())

@@ -1,0 +1,217 @@
+"""The own optimizer step against DeepSpeed's: the same numbers, and the same behaviour around them."""
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_local_grad
+
+import ds_fp8.engine.initialize
+from tests.zero import models
+from tests.zero.test_options import freeze_a_layer
+
+COAT = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
+SECTION = {"monitor": {"every": 0}, "optimizer": {"implementation": "ds_fp8"}}
+CASES = {
+    "plain": {},
+    "many buckets": {
+        "config": {"gradient_accumulation_steps": 2},
+        "zero": {"sub_group_size": 50000, "overlap_comm": True, "reduce_bucket_size": 50000},
+    },
+    "compressed moments": {"fp8": {"optimizer": COAT}},
+    "scales by tensor, a frozen layer": {
+        "fp8": {"optimizer": {"exp_avg": "e4m3", "exp_avg_sq": "e5m2", "granularity": "tensor"}},
+        "prepare": freeze_a_layer,
+    },
+    "gradients in BF16": {"fp8": {"grad_reduce": {"format": "bf16"}}},
+}
+
+
+def engine_of(case, own=True, clip=0.0):
+    """An engine with the own step, or with DeepSpeed's around the same optimizer."""
+    options = CASES[case]
+    config = models.config({**SECTION, **options.get("fp8", {})}, **options.get("zero", {}))
+    config |= {"gradient_clipping": clip, **options.get("config", {})}
+    why_not = ds_fp8.engine.initialize.why_not
+    if not own:
+        ds_fp8.engine.initialize.why_not = lambda *_: "for comparison"
+    try:
+        engine = models.build(config, prepare=options.get("prepare"))
+    finally:
+        ds_fp8.engine.initialize.why_not = why_not
+    assert (engine.fp8.step is not None) == own
+    return engine
+
+
+def trained(case, own, clip=0.0, steps=2):
+    """Losses, gradient norms, and the masters, moments and gradients that a user sees after some steps."""
+    engine = engine_of(case, own, clip)
+    losses, norms = [], []
+    for step in range(steps):
+        losses += models.train(engine, 1, start=step)
+        norms.append(float(engine.get_global_grad_norm()))
+    state = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            state[f"{name} master"] = models.full_master(parameter)
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[f"{name} {key}"] = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+            state[f"{name} gradient"] = safe_get_full_grad(parameter)
+        with deepspeed.zero.GatheredParameters([parameter]):
+            state[name] = parameter.detach().clone()
+    return losses, norms, state
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_clipping_every_bit_is_that_of_deepspeeds_step(ranks, case):
+    ours, theirs = (ranks(2, trained, case, own) for own in (True, False))
+    for (losses, norms, state), (their_losses, their_norms, their_state) in zip(ours, theirs, strict=True):
+        assert losses == their_losses
+        assert norms == pytest.approx(their_norms, rel=1e-12)
+        assert state.keys() == their_state.keys()
+        assert [name for name in state if not torch.equal(state[name], their_state[name])] == []
+
+
+def test_clipping_follows_deepspeeds(ranks):
+    """The norm is summed in another order, in double precision."""
+    ours, theirs = (ranks(2, trained, "plain", own, 0.05, 10)[0] for own in (True, False))
+    assert min(ours[1]) > 0.05
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
+    assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
+
+
+def test_three_ranks(ranks):
+    ours, theirs = (ranks(3, trained, "plain", own, 0.05)[0] for own in (True, False))
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
+    assert ours[1] == pytest.approx(theirs[1], rel=1e-6)
+
+
+def backward(engine, step, factor=1.0):
+    engine.backward(engine(models.batch(step, dist.get_rank()).to(engine.device)) * factor)
+
+
+def after_an_overflow(own):
+    """Counts, loss scale and norm after each of three steps, the second of which one rank spoils, and the masters."""
+    engine = engine_of("compressed moments", own, 1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        torch.optim.SGD([torch.zeros(1)], lr=1.0), lambda step: 1 / (1 + step)
+    )
+    engine.lr_scheduler = scheduler
+    seen = []
+    for step, factor in enumerate((1.0, float("inf"), 1.0)):
+        backward(engine, step, factor if dist.get_rank() == 1 else 1.0)
+        engine.step()
+        numbers = [float(state["step"]) for state in engine.basic_optimizer.state.values()]
+        norm = float(engine.get_global_grad_norm())
+        counts = engine.global_steps, engine.skipped_steps, scheduler.last_epoch, engine.optimizer.loss_scale
+        seen.append((counts, numbers, norm, engine.was_step_applied()))
+    return seen, {name: models.full_master(p) for name, p in engine.module.named_parameters()}
+
+
+def test_an_overflow_is_counted_as_deepspeed_counts_it(ranks):
+    ours, theirs = (ranks(2, after_an_overflow, own) for own in (True, False))
+    for (seen, masters), (their_seen, their_masters) in zip(ours, theirs, strict=True):
+        assert [entry[0][1:3] for entry in seen] == [(0, 1), (1, 1), (1, 2)]
+        for (counts, numbers, norm, applied), (their_counts, their_numbers, their_norm, their_applied) in zip(
+            seen, their_seen, strict=True
+        ):
+            assert (counts, numbers, applied) == (their_counts, their_numbers, their_applied)
+            assert norm == pytest.approx(their_norm, rel=1e-6)
+        for name, master in masters.items():
+            torch.testing.assert_close(master, their_masters[name], rtol=1e-6, atol=1e-8)
+
+
+def overwritten_gradients():
+    """The norm of a step before which the user doubled one gradient, and what it is from all gradients."""
+    engine = engine_of("plain", clip=1.0)
+    backward(engine, 0)
+    weight = engine.module.layers[1].up.weight
+    safe_set_local_grad(weight, 2 * safe_get_local_grad(weight))
+    gradients = [safe_get_full_grad(parameter) for parameter in engine.module.parameters()]
+    engine.step()
+    return float(engine.get_global_grad_norm()), float(torch.cat([g.flatten() for g in gradients]).double().norm())
+
+
+def test_gradients_that_the_user_overwrites_count(ranks):
+    for norm, expected in ranks(2, overwritten_gradients):
+        assert norm == pytest.approx(expected, rel=1e-9)
+
+
+def frozen_on_the_way():
+    """Masters of a layer that is frozen after two steps, before and after two more without weight decay."""
+    engine = engine_of("plain")
+    models.train(engine, 2)
+    freeze_a_layer(engine.module)
+    norms = []
+    for step in (2, 3):
+        models.train(engine, 1, start=step)
+        gradients = [safe_get_full_grad(p) for p in engine.module.parameters() if p.requires_grad]
+        norms.append(
+            (float(engine.get_global_grad_norm()), float(torch.cat([g.flatten() for g in gradients]).double().norm()))
+        )
+    return norms
+
+
+def test_what_is_frozen_on_the_way_has_no_part_in_the_norm(ranks):
+    for norms in ranks(2, frozen_on_the_way):
+        for norm, expected in norms:
+            assert norm == pytest.approx(expected, rel=1e-6)
+
+
+def accumulated_in(dtype, coat):
+    """Losses, norms and the gradient accumulator's dtype of a run whose accumulator has this dtype."""
+    section = SECTION | ({"optimizer": COAT} if coat else {})
+    engine = models.build(models.config(section) | {"data_types": {"grad_accum_dtype": dtype}})
+    losses, norms = [], []
+    for step in range(6):
+        losses += models.train(engine, 1, start=step)
+        norms.append(float(engine.get_global_grad_norm()))
+    return losses, norms, engine.fp8.step is not None, str(engine.optimizer.grad_partitions_flat_buffer.dtype)
+
+
+@pytest.mark.parametrize("coat", [False, True])
+def test_one_micro_batch_may_be_accumulated_in_bf16(ranks, coat):
+    (losses, norms, own, dtype), _ = ranks(2, accumulated_in, "bf16", coat)
+    (expected, expected_norms, _, _), _ = ranks(2, accumulated_in, "fp32", coat)
+    assert own
+    assert dtype == "torch.bfloat16"
+    assert losses != expected
+    assert losses == pytest.approx(expected, rel=2e-3)
+    assert norms == pytest.approx(expected_norms, rel=2e-2)
+
+
+def offloaded():
+    config = models.config(SECTION, offload_optimizer={"device": "cpu"})
+    engine = models.build({**config, "zero_force_ds_cpu_optimizer": False})
+    return engine.fp8.step is None, engine.fp8.report["optimizer_step"]
+
+
+def test_the_report_says_why_deepspeeds_step_stays(ranks):
+    assert ranks(2, offloaded) == [(True, "DeepSpeed's: offload_optimizer steps on the CPU")] * 2
+
+
+def bf16_shards():
+    """Of a weight gathered in FP8: whether its BF16 shard exists, and what GatheredParameters shows, over its life."""
+    engine = engine_of("plain")
+    models.train(engine, 1)
+    weight, embedding = engine.module.layers[1].up.weight, engine.module.embedding.weight
+    exists, right = [], []
+
+    def look():
+        exists.append(weight.ds_tensor.is_contiguous())
+        with deepspeed.zero.GatheredParameters([weight]):
+            right.append(torch.equal(weight.detach(), models.full_master(weight).bfloat16()))
+
+    look()
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+        if dist.get_rank() == 0:
+            weight.data.add_(1)
+    look()
+    models.train(engine, 1, start=1)
+    look()
+    return exists, right, embedding.ds_tensor.is_contiguous()
+
+
+def test_bf16_shards_exist_where_something_is_gathered_in_bf16(ranks):
+    """What a user writes into a weight holds until the next step."""
+    assert ranks(2, bf16_shards) == [([False, True, False], [True, False, True], True)] * 2

@@ -1,6 +1,6 @@
 """Data of a stage: sources, tokens on disk, packing into rows, order of the rows, and the built-in corpus."""
 
-from ds_fp8.data.chat import IGNORED, tokenize_chat, tokenize_chats
+from ds_fp8.data.chat import IGNORED, stop_tokens, tokenize_chat, tokenize_chats
 from ds_fp8.data.config import DataConfig, SourceConfig
 from ds_fp8.data.order import budgeted_micro_batches, local_micro_batches, rows_of_step
 from ds_fp8.data.packing import PackedDataset, Plan, plan_rows
@@ -39,6 +39,7 @@ __all__ = [
     "read_examples",
     "rows_of_step",
     "save_tokenizer",
+    "stop_tokens",
     "tokenise_source",
     "tokenize_chat",
     "tokenize_chats",

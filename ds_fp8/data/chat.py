@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
 
 IGNORED = -100
 """Label of a token that carries no loss, as in Hugging Face and torch's cross entropy."""
@@ -28,6 +28,21 @@ CHATML_TEMPLATE = (
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
+    """Return the ids of the tokens that end an answer: for chats the one that closes a turn, and the end of text.
+
+    Args:
+        tokenizer: for chats one with a chat template.
+        chat: whether the model answers in turns of a chat.
+    """
+    stops = [tokenizer.eos_token_id]
+    if chat:
+        turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+        # The last token that carries loss.
+        stops.insert(0, next(label for label in reversed(tokenize_chat(tokenizer, turns)[1]) if label != IGNORED))
+    return list(dict.fromkeys(stops))
+
+
 def tokenize_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[int], list[int]]:
     """Token ids of a conversation and its labels, both of the same length.
 
@@ -41,7 +56,7 @@ def tokenize_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -
 def tokenize_chats(
     tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]]
 ) -> list[tuple[list[int], list[int]]]:
-    """`tokenize_chat` of many conversations at once, which is several times faster."""
+    """Return `tokenize_chat` of many conversations at once, which is several times faster."""
     if not tokenizer.is_fast:
         raise UserError(
             "this tokenizer does not tell where in the text its tokens are, which the loss on assistant turns needs",
@@ -60,7 +75,7 @@ def tokenize_chats(
 
 
 def _tokenize_by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[int], list[int]]:
-    """An assistant turn is the text that the conversation up to it has more than the prompt for it."""
+    """Find assistant turns: one is the text that the conversation up to it has more than the prompt for it."""
 
     def render(count: int, prompt: bool) -> str:
         return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)

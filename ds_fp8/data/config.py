@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from ds_fp8.data.tokenizer import SMALLEST_VOCABULARY
-from ds_fp8.errors import UserError
-from ds_fp8.schema import Section
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.schema import Section, Seed
+
+MAX_TOKENS = 1 << 24
+"""Of a micro-batch on one GPU."""
+SMALLEST_VOCABULARY = 384
+"""Of the built-in tokenizer: 256 bytes, the special tokens, every character of the built-in corpus, some merges."""
 
 
 class SourceConfig(Section):
     """One of several sources of a mixture."""
 
-    path: str
+    path: str = Field(min_length=1)
     """As `data.path`."""
     weight: float = Field(1.0, gt=0)
     """This source's share of the rows of training, relative to the weights of the others."""
@@ -28,9 +32,7 @@ class SourceConfig(Section):
 class DataConfig(Section):
     """What a stage trains on, how it is tokenised and how it is cut into rows."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    path: str = "synthetic"
+    path: str = Field(default="synthetic", min_length=1)
     """"synthetic" for the built-in corpus; a .txt, .jsonl, .json or .parquet file, compressed (.gz, .bz2, .xz, .zst) or
     not, or a folder of one such kind; or a Hugging Face datasets name ("owner/name", or "owner/name:subset"). A .txt
     file holds documents parted by blank lines."""
@@ -47,9 +49,12 @@ class DataConfig(Section):
     messages_key: str = "messages"
     """Column that holds a conversation: a list of {"role": ..., "content": ...}."""
 
-    tokenizer: str = "synthetic"
+    tokenizer: str = Field(default="synthetic", min_length=1)
     """"synthetic" for a sentencepiece model trained on the built-in corpus on first use; a sentencepiece .model file;
     or a Hugging Face tokenizer folder or name."""
+
+    tokenizer_revision: str | None = None
+    """Branch, tag or commit of a tokenizer name; null: its main branch."""
 
     chat_template: str | None = None
     """How chats become text: "chatml", or a file with a Jinja template; null: as the tokenizer has it."""
@@ -63,10 +68,10 @@ class DataConfig(Section):
     add_eos: bool = True
     """End a document with the tokenizer's end-of-text token."""
 
-    sequence_length: int = Field(default=512, ge=8)
+    sequence_length: int = Field(default=512, ge=8, le=MAX_TOKENS)
     """Tokens in a row of a batch, into which several examples are packed; no example is longer."""
 
-    tokens_per_gpu: int | None = Field(default=None, ge=8)
+    tokens_per_gpu: int | None = Field(default=None, ge=8, le=MAX_TOKENS)
     """Null: batch sizes count rows of `sequence_length` tokens. A number: batch sizes count examples, and each GPU
     packs its examples of a step into as few micro-batches of at most this many tokens as they need."""
 
@@ -78,7 +83,7 @@ class DataConfig(Section):
     """Regular expression whose first group is the answer in an assistant's last turn, as in "#### (.*)". With it, the
     exact match of generated and given answers is measured on held-out chats."""
 
-    examples: int = Field(default=20_000, ge=2)
+    examples: int = Field(default=20_000, ge=2, le=10_000_000)
     """Number of documents or conversations of the "synthetic" corpus."""
 
     difficulty: Literal["basic", "mixed"] = "basic"
@@ -90,10 +95,10 @@ class DataConfig(Section):
     test_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Part of the examples that is held back to measure the test loss, after the last step."""
 
-    seed: int = Field(default=1236, ge=0)
+    seed: Seed = 1236
     """Seed of the synthetic corpus and of the choice of held-out examples."""
 
-    workers: int | None = Field(default=None, ge=1)
+    workers: int | None = Field(default=None, ge=1, le=1024)
     """Processes that tokenise; null: one per CPU core. A small corpus is tokenised without."""
 
     cache_dir: str | None = None
@@ -136,7 +141,7 @@ class DataConfig(Section):
         return self
 
     def each_source(self) -> list[DataConfig]:
-        """This section once per source, each with `path` and keys of that source and no `sources`."""
+        """Return this section once per source, each with `path` and keys of that source and no `sources`."""
         if self.sources is None:
             return [self]
         return [
@@ -152,10 +157,10 @@ class DataConfig(Section):
         ]
 
     def weights(self) -> list[float]:
-        """The weight of each source."""
+        """Return the weight of each source."""
         return [1.0] if self.sources is None else [source.weight for source in self.sources]
 
     @property
-    def what_if_overlong(self) -> Literal["split", "cut", "drop"]:
-        """`overlong`, or what its null stands for."""
+    def overlong_policy(self) -> Literal["split", "cut", "drop"]:
+        """Return `overlong`, or what its null stands for."""
         return self.overlong or ("split" if self.format == "documents" else "drop")

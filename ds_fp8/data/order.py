@@ -14,7 +14,7 @@ BLOCK = 4096
 def rows_of_step(
     step: int, num_rows: int | Sequence[int], global_batch: int, seed: int, weights: Sequence[float] = (1.0,)
 ) -> list[int]:
-    """The `global_batch` row indices of optimizer step `step` (from 0), a function of its arguments alone.
+    """Return the `global_batch` row indices of optimizer step `step` (from 0), a function of its arguments alone.
 
     num_rows: of each source; row indices count through all sources. weights: their shares of the rows of training.
     Every epoch of a source visits each of its rows once in an order of its own; a step may end one and begin the next.
@@ -36,7 +36,7 @@ def rows_of_step(
 def local_micro_batches(
     rows: Sequence[int], rank: int, world: int, micro_batch: int, accumulation: int
 ) -> list[list[int]]:
-    """The `accumulation` micro-batches of `micro_batch` rows that `rank` of `world` takes of a step's `rows`.
+    """Return the `accumulation` micro-batches of `micro_batch` rows that `rank` of `world` takes of a step's `rows`.
 
     Raises ValueError unless len(rows) == world * micro_batch * accumulation.
     """
@@ -47,9 +47,9 @@ def local_micro_batches(
 
 
 def budgeted_micro_batches(
-    rows: Sequence[int], tokens: Sequence[int], rank: int, world: int, budget: int
-) -> list[list[int]]:
-    """The micro-batches that `rank` of `world` takes of `rows`, each of at most `budget` tokens in all.
+    rows: Sequence[int], tokens: Sequence[int], world: int, budget: int
+) -> list[list[list[int]]]:
+    """Return for each of `world` ranks the micro-batches that it takes of `rows`, each of at most `budget` tokens.
 
     tokens: of each row, none above `budget`. All ranks get equally many micro-batches, those they run at the same time
     alike in tokens; one may be empty when there are fewer rows than ranks.
@@ -63,11 +63,12 @@ def budgeted_micro_batches(
         if max(filled for filled, _ in bins) <= budget:
             break
     bins.sort(key=lambda entry: (-entry[0], entry[1]))
-    return [[rows[place] for place in bins[index][1]] for index in range(rank, len(bins), world)]
+    batches = [[rows[place] for place in places] for _, places in bins]
+    return [batches[rank::world] for rank in range(world)]
 
 
 def _spread(places: Sequence[int], tokens: Sequence[int], number: int) -> list[tuple[int, list[int]]]:
-    """`number` bins of (tokens, places), filled evenly: each place goes to the emptiest."""
+    """Return `number` bins of (tokens, places), filled evenly: each place goes to the emptiest."""
     filled, members = [0] * number, [[] for _ in range(number)]
     for place in places:
         emptiest = min(range(number), key=filled.__getitem__)
@@ -77,7 +78,7 @@ def _spread(places: Sequence[int], tokens: Sequence[int], number: int) -> list[t
 
 
 def _visits(places: np.ndarray, weights: tuple[float, ...], seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each source which of `places` are its own (bool), and the how manieth of its rows each of those is."""
+    """Return for each source which of `places` are its own (bool), and each place's ordinal within its source."""
     if len(weights) == 1:
         return [(np.ones(len(places), dtype=bool), places)]
     share = _shares(weights)
@@ -106,7 +107,7 @@ def _shares(weights: tuple[float, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4)
 def _block(block: int, share: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each place of a block, and the how manieth of that source in the block it is."""
+    """Return the source of each place of a block, and each place's ordinal within its source."""
     sources = np.random.default_rng([seed, block, BLOCK]).permutation(np.repeat(np.arange(len(share)), share))
     ordinals = np.empty(BLOCK, dtype=np.int64)
     for source, count in enumerate(share):

@@ -25,13 +25,16 @@ WINDOW = 1 << 16
 class Store(Protocol):
     """What packing reads: `TokenStore`, or anything like it."""
 
-    def lengths(self) -> np.ndarray: ...
-    def read(self, example: int, start: int, length: int) -> np.ndarray: ...
+    def lengths(self) -> np.ndarray:
+        """Return int64 [examples]: how many tokens each example has."""
+
+    def read(self, example: int, start: int, length: int) -> np.ndarray:
+        """Return `length` tokens of an example from its token `start` on."""
 
 
 @dataclass
-class Losses:
-    """What packing left out or cut."""
+class PackingStats:
+    """What packing made of the examples: what fits, what was cut, what was dropped."""
 
     tokens: int = 0
     """Tokens in all rows, padding left out."""
@@ -55,19 +58,19 @@ class Plan:
     """int64 [pieces, 3]: example, its first token, number of tokens; row by row."""
     row_ends: np.ndarray
     """int64 [rows]: where each row ends in `pieces`."""
-    losses: Losses = field(default_factory=Losses)
+    stats: PackingStats = field(default_factory=PackingStats)
 
     def __len__(self) -> int:
         return len(self.row_ends)
 
     def row(self, index: int) -> np.ndarray:
-        """The pieces of a row, int64 [pieces of it, 3]."""
+        """Return the pieces of a row, int64 [pieces of it, 3]."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         return self.pieces[self.row_ends[index - 1] if index else 0 : self.row_ends[index]]
 
     def row_tokens(self) -> np.ndarray:
-        """int64 [rows]: how many tokens each row has, padding left out."""
+        """Return int64 [rows]: how many tokens each row has, padding left out."""
         before = np.concatenate([[0], np.cumsum(self.pieces[:, 2])])
         return np.diff(before[self.row_ends], prepend=0)
 
@@ -81,7 +84,7 @@ def plan_rows(
     together: bool = True,
     all_carry_loss: bool = True,
 ) -> Plan:
-    """Rows of at most `sequence_length` tokens from the examples `chosen` (int64, in this order).
+    """Return the plan of rows of at most `sequence_length` tokens from the examples `chosen` (int64, in this order).
 
     together: each example goes into the fullest row that still has room for it; otherwise into a row of its own.
     all_carry_loss: whether every token of the store carries loss. Every row has at least one that does.
@@ -89,14 +92,14 @@ def plan_rows(
     lengths = store.lengths()
     pieces: list[tuple[int, int, int]] = []
     row_ends: list[int] = []
-    losses = Losses(examples=len(chosen))
+    stats = PackingStats(examples=len(chosen))
     for first in range(0, len(chosen), WINDOW):
         rows: list[list[tuple[int, int, int]]] = []
         room: list[tuple[int, int]] = []  # (free tokens, row), sorted
         for example in chosen[first : first + WINDOW].tolist():
             length = int(lengths[example])
-            losses.longest = max(losses.longest, length)
-            losses.overlong += length > sequence_length
+            stats.longest = max(stats.longest, length)
+            stats.overlong += length > sequence_length
             kept = 0
             for piece in _pieces(example, length, sequence_length, overlong):
                 if not _carries_loss(store, piece, all_carry_loss):
@@ -110,13 +113,13 @@ def plan_rows(
                 rows[row].append(piece)
                 if free > size and together:
                     insort(room, (free - size, row))
-            losses.tokens += kept
-            losses.tokens_left_out += length - kept
-            losses.dropped += not kept
+            stats.tokens += kept
+            stats.tokens_left_out += length - kept
+            stats.dropped += not kept
         for row in rows:
             pieces.extend(row)
             row_ends.append(len(pieces))
-    return Plan(np.array(pieces, dtype=np.int64).reshape(-1, 3), np.array(row_ends, dtype=np.int64), losses)
+    return Plan(np.array(pieces, dtype=np.int64).reshape(-1, 3), np.array(row_ends, dtype=np.int64), stats)
 
 
 def _pieces(example: int, length: int, sequence_length: int, overlong: str) -> Iterator[tuple[int, int, int]]:
@@ -158,16 +161,23 @@ class PackedDataset(Dataset):
 
     @property
     def tokens(self) -> int:
-        """Tokens in all rows, padding left out."""
-        return sum(plan.losses.tokens for _, plan in self._parts)
+        """Return the tokens in all rows, padding left out."""
+        return sum(plan.stats.tokens for _, plan in self._parts)
 
     def row_tokens(self, index: int) -> int:
-        """Tokens of a row, padding left out."""
+        """Return the tokens of a row, padding left out."""
         source, local = self._place(index)
         return int(self._row_tokens[source][local])
 
+    def label_tokens(self, index: int) -> int:
+        """Return how many tokens of a row carry loss."""
+        source, local = self._place(index)
+        store, plan = self._parts[source]
+        # The first token of a piece is never predicted.
+        return sum(int((store.read(*piece)[1:] < NO_LOSS).sum()) for piece in plan.row(local).tolist())
+
     def joined(self, rows: Sequence[int], length: int) -> dict[str, torch.Tensor]:
-        """The examples of several rows in one row, padded to `length` tokens. No rows: padding without loss."""
+        """Return the examples of several rows in one row, padded to `length` tokens. No rows: padding without loss."""
         input_ids = np.full(length, self._pad_id, dtype=np.int64)
         labels = np.full(length, IGNORED, dtype=np.int64)
         position_ids = np.empty(length, dtype=np.int64)
@@ -188,10 +198,10 @@ class PackedDataset(Dataset):
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def report(self) -> dict[str, int | float]:
-        """The number of rows, and the sums of `Losses` over the sources."""
-        total = Losses()
+        """Return the number of rows, and the sums of `PackingStats` over the sources."""
+        total = PackingStats()
         for _, plan in self._parts:
-            for name, value in asdict(plan.losses).items():
+            for name, value in asdict(plan.stats).items():
                 setattr(total, name, max(total.longest, value) if name == "longest" else getattr(total, name) + value)
         return {"rows": len(self), **asdict(total)}
 

@@ -27,18 +27,18 @@ class Question:
 
 
 def extract_answer(pattern: str, text: str) -> str | None:
-    """What the first group of the first match of `pattern` in `text` is, None without a match."""
+    """Return what the first group of the first match of `pattern` in `text` is, None without a match."""
     found = re.search(pattern, text)
     return found.group(1).strip() if found else None
 
 
 def answer_pattern(config: DataConfig) -> str | None:
-    """How an answer is found in a text: `data.answer_pattern`, or that of the built-in corpus."""
+    """Return how an answer is found in a text: `data.answer_pattern`, or that of the built-in corpus."""
     return config.answer_pattern or (ANSWER_PATTERN if config.path == "synthetic" else None)
 
 
 def synthetic_questions(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Question]:
-    """Questions of the built-in corpus whose like is nowhere in its training examples."""
+    """Return questions of the built-in corpus whose like is nowhere in its training examples."""
     asked = problems("test", config.seed, MOST, config.difficulty)
     if config.format == "chat":
         prompts = tokenizer.apply_chat_template(
@@ -52,7 +52,9 @@ def synthetic_questions(config: DataConfig, tokenizer: PreTrainedTokenizerBase) 
 def held_out_questions(
     store: TokenStore, held_out: np.ndarray, pattern: str, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> list[Question]:
-    """The last assistant turns of held-out chats in which `pattern` finds an answer, each with all before it as prompt.
+    """Return the last assistant turns of held-out chats in which `pattern` finds an answer.
+
+    All before the answer is its prompt.
 
     Prompts of `longest` tokens or more are left out.
     """

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerFast
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
 
 SPACE = "▁"
 UNIGRAM_MODEL, BPE_MODEL = 1, 2
@@ -18,7 +18,7 @@ CONTROL_PIECE, USER_DEFINED_PIECE = 3, 4
 
 
 def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer stored at `path`; its special tokens are the model's control pieces.
+    """Return the tokenizer stored at `path`; its special tokens are the model's control pieces.
 
     Raises UserError (key data.tokenizer) when the file is no sentencepiece model, or one of words or characters.
     """
@@ -81,7 +81,10 @@ def _subword_model(model: sentencepiece_model_pb2.ModelProto) -> BPE | Unigram:
 
 
 def _merges(model: sentencepiece_model_pb2.ModelProto, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to put a piece together from two, the best-scored piece first: sentencepiece keeps scores only."""
+    """Return every way to put a piece together from two, the best-scored piece first.
+
+    Sentencepiece keeps scores only.
+    """
     pieces = sorted(model.pieces, key=lambda piece: -piece.score)
     return [
         (piece.piece[:cut], piece.piece[cut:])

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow
 
+from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.data.config import DataConfig
 from ds_fp8.data.synthetic import conversations, documents
-from ds_fp8.errors import UserError
 
 Text = str
 Chat = list[dict[str, Any]]
@@ -52,25 +51,24 @@ class ExampleStream:
         chat = config.format == "chat"
         name, key = (config.messages_key, "data.messages_key") if chat else (config.text_key, "data.text_key")
         check = _checked_messages if chat else _checked_text
-        with _explained(config.path):
-            for row in self._table:
-                if name not in row:
-                    columns = ", ".join(row)
-                    raise UserError(
-                        f'{config.path} has no column "{name}"', key=key, remedy=f"set {key} to one of: {columns}"
-                    )
-                example = check(row[name], self._row, config)
-                self._row += 1
-                if example:
-                    yield example
+        for row in _rows(self._table, config.path):
+            if name not in row:
+                columns = ", ".join(row)
+                raise UserError(
+                    f'{config.path} has no column "{name}"', key=key, remedy=f"set {key} to one of: {columns}"
+                )
+            example = check(row[name], self._row, config)
+            self._row += 1
+            if example:
+                yield example
 
     def state(self) -> dict[str, Any]:
-        """What the stream needs to go on after the example it gave last."""
+        """Return what the stream needs to go on after the example it gave last."""
         return {"row": self._row, "table": copy.deepcopy(self._table.state_dict()) if self._table is not None else None}
 
 
 def read_examples(config: DataConfig) -> list[Text] | list[Chat]:
-    """All examples of one source at once. Raises UserError as `ExampleStream` does, and when there are none."""
+    """Return all examples of one source at once. Raises UserError as `ExampleStream` does, and when there are none."""
     examples = list(ExampleStream(config))
     if not examples:
         raise empty(config.path)
@@ -78,12 +76,12 @@ def read_examples(config: DataConfig) -> list[Text] | list[Chat]:
 
 
 def empty(path: str) -> UserError:
-    """The error for a source that holds no examples."""
+    """Return the error for a source that holds no examples."""
     return UserError(f"{path} holds no examples", key="data.path", remedy="give data that is not empty")
 
 
 def source_identity(path: str) -> list[Any]:
-    """What tells the content of a source from another's: its name, and size and time of change of local files.
+    """Return what tells the content of a source from another's: its name, and size and time of change of local files.
 
     A dataset of the Hugging Face hub is known by its name alone.
     """
@@ -114,17 +112,29 @@ def _load(path: str) -> datasets.IterableDataset:
         return datasets.load_dataset(name, subset or None, split="train", streaming=True, **options)
 
 
+def _rows(table: datasets.IterableDataset, path: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `table`, which is read from `path`. Raises UserError where it cannot be read."""
+    with _explained(path):
+        rows = iter(table)
+    while True:
+        with _explained(path):
+            row = next(rows, None)
+        if row is None:
+            return
+        yield row
+
+
 @contextmanager
 def _explained(path: str) -> Iterator[None]:
-    """Turn what goes wrong while reading `path` into a UserError."""
+    """Turn what goes wrong while the data at `path` is opened or read into a UserError."""
     try:
         yield
     except UserError:
         raise
     except StopIteration:  # how datasets greets a .json file without a row
         raise empty(path) from None
-    except (datasets.exceptions.DatasetsError, pyarrow.ArrowException, OSError, EOFError, ValueError) as error:
-        reason = (str(error.__cause__ or error).strip() or type(error).__name__).split("\n")[0]
+    except Exception as error:  # every decompressor and parser fails in its own way at damaged data
+        reason = clipped((str(error.__cause__ or error).strip() or type(error).__name__).split("\n")[0])
         if Path(path).expanduser().exists():
             kind = LOADERS[_ending(_files(Path(path).expanduser())[0])]
             raise UserError(
@@ -138,12 +148,12 @@ def _explained(path: str) -> Iterator[None]:
 
 
 def _ending(file: Path) -> str:
-    """The ending that tells the kind of a file: of data.jsonl.gz it is .jsonl."""
+    """Return the ending that tells the kind of a file: of data.jsonl.gz it is .jsonl."""
     return file.with_suffix("").suffix if file.suffix in COMPRESSIONS else file.suffix
 
 
 def _files(local: Path) -> list[Path]:
-    """The data files at `local`, all of one kind."""
+    """Return the data files at `local`, all of one kind."""
     files = [local] if local.is_file() else sorted(file for file in local.rglob("*") if _ending(file) in LOADERS)
     endings = sorted({_ending(file) for file in files})
     known = ", ".join(LOADERS)
@@ -159,7 +169,7 @@ def _files(local: Path) -> list[Path]:
 
 
 def _checked_text(text: Any, row: int, config: DataConfig) -> str:
-    """The text, "" for a row that has none."""
+    """Return the text, "" for a row that has none."""
     if text is None or (isinstance(text, str) and not text.strip()):
         return ""
     if not isinstance(text, str):

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.data.config import DataConfig
 from ds_fp8.data.order import rows_of_step
-from ds_fp8.data.packing import Losses, PackedDataset, Plan, plan_rows
+from ds_fp8.data.packing import PackedDataset, PackingStats, Plan, plan_rows
 from ds_fp8.data.questions import Question, answer_pattern, held_out_questions, synthetic_questions
 from ds_fp8.data.sources import empty
 from ds_fp8.data.token_store import TokenStore
 from ds_fp8.data.tokenise import Report, digest, exclusive, store_folder, tokenise_source
-from ds_fp8.errors import UserError
 
 SPLITS = ("train", "validation", "test")
 
@@ -39,10 +39,10 @@ class StageData:
     answer_pattern: str | None
     """Finds an answer in a text."""
     report: dict[str, Any]
-    """For each split with rows: the number of rows, examples and tokens, and what was left out (packing.Losses)."""
+    """For each split with rows: the number of rows, and the figures of packing.PackingStats."""
 
     def rows_of_step(self, step: int, global_batch: int, seed: int) -> list[int]:
-        """The training rows of optimizer step `step`, from 0."""
+        """Return the training rows of optimizer step `step`, from 0."""
         return rows_of_step(step, self.train.rows_by_source, global_batch, seed, self.weights)
 
 
@@ -79,7 +79,7 @@ def build_data(
 
 
 def _split(source: DataConfig, examples: int) -> dict[str, np.ndarray]:
-    """Which examples belong to which split, int64, in the order in which they are packed."""
+    """Return which examples belong to which split, int64, in the order in which they are packed."""
     if examples == 0:
         raise empty(source.path)
     if examples == 1:
@@ -96,20 +96,20 @@ def _split(source: DataConfig, examples: int) -> dict[str, np.ndarray]:
 
 
 def _plans(folder: Path, source: DataConfig, store: TokenStore, chosen: dict[str, np.ndarray]) -> dict[str, Plan]:
-    """The plan of each split, memory-mapped; made and kept beside the tokens the first time it is asked for."""
+    """Return the plan of each split, memory-mapped; made and kept beside the tokens the first time it is asked for."""
     together = source.tokens_per_gpu is None
-    facts = [source.sequence_length, source.what_if_overlong, together, source.seed]
+    facts = [source.sequence_length, source.overlong_policy, together, source.seed]
     facts += [source.validation_fraction, source.test_fraction]
     plans = folder / f"rows-{digest(facts)}"
     with exclusive(plans):
-        if not (plans / "losses.json").exists():
+        if not (plans / "packing_stats.json").exists():
             plans.mkdir(exist_ok=True)
             made = {
                 split: plan_rows(
                     store,
                     examples,
                     source.sequence_length,
-                    source.what_if_overlong,
+                    source.overlong_policy,
                     together=together,
                     all_carry_loss=source.format == "documents",
                 )
@@ -118,22 +118,22 @@ def _plans(folder: Path, source: DataConfig, store: TokenStore, chosen: dict[str
             for split, plan in made.items():
                 np.save(plans / f"{split}.pieces.npy", plan.pieces)
                 np.save(plans / f"{split}.rows.npy", plan.row_ends)
-            part = plans / "losses.json.part"
-            part.write_text(json.dumps({split: asdict(plan.losses) for split, plan in made.items()}))
-            os.replace(part, plans / "losses.json")
-    losses = json.loads((plans / "losses.json").read_text())
+            part = plans / "packing_stats.json.part"
+            part.write_text(json.dumps({split: asdict(plan.stats) for split, plan in made.items()}))
+            os.replace(part, plans / "packing_stats.json")
+    stats = json.loads((plans / "packing_stats.json").read_text())
     return {
         split: Plan(
             np.load(plans / f"{split}.pieces.npy", mmap_mode="r"),
             np.load(plans / f"{split}.rows.npy", mmap_mode="r"),
-            Losses(**losses[split]),
+            PackingStats(**stats[split]),
         )
         for split in SPLITS
     }
 
 
 def _check_rows(config: DataConfig, rows: dict[str, PackedDataset]) -> None:
-    """Every source has something to train on, and some source to validate on."""
+    """Check that every source has something to train on, and some source to validate on."""
     for source, count in zip(config.each_source(), rows["train"].rows_by_source, strict=True):
         if not count:
             raise _nothing_left(config, f"none of the training examples of {source.path}")

@@ -135,18 +135,21 @@ class Problem:
 
     @property
     def solution(self) -> str:
-        """The reply to `question`: the worked steps, then a last sentence with the answer."""
+        """Return the reply to `question`: the worked steps, then a last sentence with the answer."""
         return f"{self.steps} {self.conclusion}"
 
 
 def is_held_out(kind: str, numbers: tuple[int, ...]) -> bool:
-    """Whether the identity (kind, numbers) belongs to the split "test": one in ten, the same on every machine."""
+    """Return whether the identity (kind, numbers) belongs to the split "test".
+
+    One in ten does, the same on every machine.
+    """
     digest = hashlib.sha256(f"{kind} {numbers}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % 10 == 0
 
 
 def problems(split: Split, seed: int, count: int, difficulty: Difficulty = "basic") -> list[Problem]:
-    """`count` problems of `split` with distinct questions (there are more than 100,000 in either split)."""
+    """Return `count` problems of `split` with distinct questions (there are more than 100,000 in either split)."""
     rng = Random(f"problems {split} {seed} {difficulty}")
     chosen: dict[str, Problem] = {}
     while len(chosen) < count:
@@ -156,7 +159,7 @@ def problems(split: Split, seed: int, count: int, difficulty: Difficulty = "basi
 
 
 def documents(split: Split, seed: int, count: int, difficulty: Difficulty = "basic") -> Iterator[str]:
-    """`count` texts: a question with its answer, or (one in ten) a line of plain sums."""
+    """Return `count` texts: a question with its answer, or (one in ten) a line of plain sums."""
     rng = Random(f"documents {split} {seed} {difficulty}")
     for _ in range(count):
         if rng.random() < 0.1:
@@ -167,7 +170,7 @@ def documents(split: Split, seed: int, count: int, difficulty: Difficulty = "bas
 
 
 def conversations(split: Split, seed: int, count: int, difficulty: Difficulty = "basic") -> Iterator[list[Message]]:
-    """`count` conversations of one to three exchanges, half of them opened by a system turn."""
+    """Return `count` conversations of one to three exchanges, half of them opened by a system turn."""
     rng = Random(f"conversations {split} {seed} {difficulty}")
     for _ in range(count):
         messages: list[Message] = []
@@ -183,12 +186,12 @@ def conversations(split: Split, seed: int, count: int, difficulty: Difficulty = 
 
 
 def document_prompt(problem: Problem) -> str:
-    """The beginning of the document about `problem`, to be completed by a space and the solution."""
+    """Return the beginning of the document about `problem`, to be completed by a space and the solution."""
     return f"Question: {problem.question}\nAnswer:"
 
 
 def chat_prompt(problem: Problem) -> list[Message]:
-    """The conversation about `problem` up to the user's turn, to be completed by the assistant."""
+    """Return the conversation about `problem` up to the user's turn, to be completed by the assistant."""
     return [{"role": "user", "content": problem.question}]
 
 
@@ -197,7 +200,7 @@ def _apply(operation: str, left: int, right: int) -> int:
 
 
 def _results(operations: str, numbers: tuple[int, ...]) -> list[int]:
-    """The result after each operation, from left to right."""
+    """Return the result after each operation, from left to right."""
     results, value = [], numbers[0]
     for operation, number in zip(operations, numbers[1:], strict=True):
         value = _apply(operation, value, number)
@@ -207,7 +210,7 @@ def _results(operations: str, numbers: tuple[int, ...]) -> list[int]:
 
 @cache
 def _number_choices(operations: str, largest: int) -> tuple[tuple[int, ...], ...]:
-    """Numbers from 2 to `largest` (1 would need the singular) whose results lie between 1 and 3 * `largest`."""
+    """Return numbers from 2 to `largest` (1 would need the singular) whose results lie between 1 and 3 * `largest`."""
     choices = product(range(2, largest + 1), repeat=len(operations) + 1)
     return tuple(
         numbers for numbers in choices if all(1 <= result <= 3 * largest for result in _results(operations, numbers))
@@ -216,7 +219,7 @@ def _number_choices(operations: str, largest: int) -> tuple[tuple[int, ...], ...
 
 @cache
 def _identities(kind: Kind, split: Split, largest: int) -> tuple[tuple[int, ...], ...]:
-    """The numbers that problems of `kind` have in `split`."""
+    """Return the numbers that problems of `kind` have in `split`."""
     choices = _number_choices(kind.operations, largest)
     return tuple(numbers for numbers in choices if is_held_out(kind.name, numbers) == (split == "test"))
 
@@ -230,7 +233,7 @@ def _draw_problem(rng: Random, split: Split, difficulty: Difficulty) -> Problem:
 
 
 def _draw_follow_up(rng: Random, split: Split, answer: int) -> Problem | None:
-    """A problem that goes on from `answer`, None when no identity of `split` does."""
+    """Return a problem that goes on from `answer`, None when no identity of `split` does."""
     kind = rng.choice(FOLLOW_UP_KINDS)
     identities = [
         (answer, number)

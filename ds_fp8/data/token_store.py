@@ -50,12 +50,12 @@ class TokenWriter:
 
     @property
     def tokens(self) -> int:
-        """Tokens appended so far."""
+        """Return the tokens appended so far."""
         return sum(tokens for tokens, _ in self._shards)
 
     @property
     def examples(self) -> int:
-        """Examples appended so far."""
+        """Return the examples appended so far."""
         return sum(examples for _, examples in self._shards)
 
     def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
@@ -108,13 +108,13 @@ class TokenStore:
         return self._tokens[shard][ends[local - 1] if local else 0 : ends[local]]
 
     def read(self, example: int, start: int, length: int) -> np.ndarray:
-        """`length` tokens of an example from its token `start` on."""
+        """Return `length` tokens of an example from its token `start` on."""
         shard, local = self._place(example)
         begin = start + (int(self._ends[shard][local - 1]) if local else 0)
         return self._tokens[shard][begin : begin + length]
 
     def lengths(self) -> np.ndarray:
-        """int64 [examples]: how many tokens each example has."""
+        """Return int64 [examples]: how many tokens each example has."""
         parts = [np.diff(ends, prepend=0) for ends in self._ends]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
@@ -126,7 +126,10 @@ class TokenStore:
 
 
 def pack_batch(examples: Sequence[tuple[Sequence[int], Sequence[bool] | None]]) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, lengths) for `TokenWriter.append` of examples given as ids and, per token, whether it carries loss."""
+    """Return (tokens, lengths) as `TokenWriter.append` takes them.
+
+    Examples are given as ids and, for each token, whether it carries loss.
+    """
     lengths = np.array([len(ids) for ids, _ in examples], dtype=np.int64)
     tokens = np.empty(int(lengths.sum()), dtype=np.uint32)
     stop = 0
@@ -139,13 +142,13 @@ def pack_batch(examples: Sequence[tuple[Sequence[int], Sequence[bool] | None]]) 
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """What the last commit wrote, None before the first."""
+    """Return what the last commit wrote, None before the first."""
     file = folder / _STATE
     return json.loads(file.read_text()) if file.exists() else None
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether all of the source is in the store."""
+    """Return whether all of the source is in the store."""
     state = read_state(folder)
     return state is not None and state["complete"]
 

@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, islice
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ VERSION = 1
 def tokenise_source(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, report: Report | None = None
 ) -> TokenStore:
-    """The token store of one source, made now unless it is there. Any number of processes may call at once.
+    """Return the token store of one source, made now unless it is there. Any number of processes may call at once.
 
     One of them does the work, the others wait for it. Killed, it goes on where it was when it is called again. Raises
     UserError for a source that cannot be read.
@@ -60,7 +61,7 @@ def tokenise_source(
 
 
 def store_folder(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> Path:
-    """Where the token store of this source lies: the name follows from all that its content depends on."""
+    """Return where the token store of this source lies: the name follows from all that its content depends on."""
     facts: list[Any] = [VERSION, source_identity(config.path), tokenizer_identity(tokenizer), config.format]
     if config.format == "chat":
         facts += [config.messages_key]
@@ -81,7 +82,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def digest(facts: Any) -> str:
-    """A short name for anything that JSON can hold."""
+    """Return a short name for anything that JSON can hold."""
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
 
 
@@ -95,7 +96,7 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def tokenise_batch(tokenizer: PreTrainedTokenizerBase, config: DataConfig, examples: list) -> Batch:
-    """Tokens and lengths of examples; those without any token are left out."""
+    """Return tokens and lengths of examples; those without any token are left out."""
     if config.format == "chat":
         pairs = tokenize_chats(tokenizer, examples)
         marked = [(ids, np.array(labels) != IGNORED) for ids, labels in pairs if ids]
@@ -122,7 +123,7 @@ def _fill(folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _batches(stream: ExampleStream) -> Iterator[tuple[list, dict]]:
-    """Examples in batches, each with the state of the stream behind it."""
+    """Yield examples in batches, each with the state of the stream behind it."""
     batch, characters = [], 0
     for example in stream:
         batch.append(example)
@@ -137,19 +138,17 @@ def _batches(stream: ExampleStream) -> Iterator[tuple[list, dict]]:
 def _tokenised(
     batches: Iterator[tuple[list, dict]], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> Iterator[tuple[Batch, dict]]:
-    """Each batch tokenised, in order, with its state."""
+    """Yield each batch tokenised, in order, with its state."""
     workers = config.workers or _cores()
     first = list(islice(batches, BATCHES_WITHOUT_WORKERS + 1))
     if workers == 1 or len(first) <= BATCHES_WITHOUT_WORKERS:
         for batch, state in chain(first, batches):
             yield tokenise_batch(tokenizer, config, batch), state
         return
-    # Not forked from this process, whose threads may hold locks, nor each started afresh, for dozens of workers would
-    # import torch at once: forked from a new process that has imported this module and done nothing else.
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([__name__])
-    pool = ProcessPoolExecutor(workers, processes, _start_worker, (tokenizer, config))
-    with pool:
+    with (
+        _fork_server() as processes,
+        ProcessPoolExecutor(workers, processes, _start_worker, (tokenizer, config)) as pool,
+    ):
         running: deque = deque()
         for batch, state in chain(first, batches):
             running.append((pool.submit(_work, batch), state))
@@ -158,8 +157,27 @@ def _tokenised(
                 yield future.result(), done
         for future, done in running:
             yield future.result(), done
-    # Or it would stay, with its half gigabyte, as long as this process does. There is no public way.
-    multiprocessing.forkserver._forkserver._stop()
+
+
+@contextmanager
+def _fork_server() -> Iterator[BaseContext]:
+    """Yield where worker processes come from.
+
+    Not forked from this process, whose threads may hold locks, nor each started afresh, for dozens of workers would
+    import torch at once: forked from a new process that has imported this module and done nothing else. A process has
+    one such server. One that runs already is somebody else's: it serves, more slowly, and stays.
+    """
+    processes = multiprocessing.get_context("forkserver")
+    server = multiprocessing.forkserver._forkserver  # there is no public way to ask it, nor to end it
+    is_ours, preload = server._forkserver_pid is None, server._preload_modules
+    if is_ours:
+        processes.set_forkserver_preload([__name__])
+    try:
+        yield processes
+    finally:
+        if is_ours:
+            processes.set_forkserver_preload(preload)
+            server._stop()  # or it would stay, with its half gigabyte, as long as this process does
 
 
 def _cores() -> int:
@@ -178,7 +196,7 @@ def _start_worker(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Non
 
 
 def _end_with_parent() -> None:
-    """A killed parent cannot stop its workers, which would wait for work for ever."""
+    """Stop with the parent: a killed one cannot stop its workers, which would wait for work for ever."""
     wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
 

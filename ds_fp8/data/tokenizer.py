@@ -16,18 +16,16 @@ import sentencepiece
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.data.chat import CHATML_TEMPLATE, CHATML_TOKENS
 from ds_fp8.data.sentencepiece_model import from_sentencepiece
 from ds_fp8.data.synthetic import conversations, documents
-from ds_fp8.errors import UserError
 
 if TYPE_CHECKING:
     from ds_fp8.data.config import DataConfig
 
 PIECE_END = "||||"
 """Marks, in the training text alone, where a token has to end."""
-SMALLEST_VOCABULARY = 384
-"""Of the built-in tokenizer: 256 bytes, the special tokens, every character of the built-in corpus, some merges."""
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of a tokenizer that is all that its tokenizer.json says."""
 
@@ -45,7 +43,7 @@ def build_tokenizer(config: DataConfig, cache_dir: Path) -> PreTrainedTokenizerB
     elif config.tokenizer.endswith(".model"):
         tokenizer = from_sentencepiece(_existing_file(config.tokenizer))
     else:
-        tokenizer = load_tokenizer(config.tokenizer)
+        tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
     if tokenizer.eos_token is None:
         raise UserError(
             f"the tokenizer {config.tokenizer} has no end-of-text token",
@@ -189,16 +187,26 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str | No
     return f"{found}; load it with {GENERIC[0]}.from_pretrained, as data.tokenizer does"
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face name or folder. Raises UserError (key data.tokenizer) where there is none."""
+def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Load a Hugging Face tokenizer.
+
+    Args:
+        name: a folder, or a name on the hub, which offline is looked up in the hub's cache.
+        revision: branch, tag or commit of a name; None for its main branch.
+
+    Raises:
+        UserError: there is none (key data.tokenizer).
+    """
     folder = Path(name).expanduser()
     source = folder if folder.is_dir() else name
+    where = {} if folder.is_dir() else {"revision": revision}
     try:
-        about = get_tokenizer_config(source)
+        about = get_tokenizer_config(source, **where)
         # Not by AutoTokenizer where the file is everything: see save_tokenizer.
         generic = about.get("tokenizer_class") in GENERIC and "auto_map" not in about
         whole = not folder.is_dir() or (folder / "tokenizer.json").is_file()
-        return (PreTrainedTokenizerFast if generic and whole else AutoTokenizer).from_pretrained(source)
+        kind = PreTrainedTokenizerFast if generic and whole else AutoTokenizer
+        return kind.from_pretrained(source, trust_remote_code=False, **where)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(

@@ -1,13 +1,15 @@
-"""The rows of a step as this rank's micro-batches, and the number their losses are divided by."""
+"""The rows of a step as this rank's micro-batches, built ahead of time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.data import IGNORED, PackedDataset, budgeted_micro_batches, local_micro_batches
+from ds_fp8.data import IGNORED, PackedDataset, StageData, budgeted_micro_batches, local_micro_batches
 from ds_fp8.train.stage import Stage
 
 Batch = dict[str, torch.Tensor]
@@ -17,44 +19,107 @@ LENGTH_MULTIPLE = 128
 """Micro-batches made by tokens are padded to a multiple of this many: the edge of a block of scales."""
 
 
+@dataclass(frozen=True)
+class StepBatches:
+    """The micro-batches of one optimizer step on this rank, and the size of the step over all ranks."""
+
+    batches: list[Batch]
+    items: torch.Tensor
+    """FP32 []: what the summed loss of each micro-batch is divided by (`BatchesAhead`)."""
+    tokens: int
+    """Tokens over all ranks, padding included."""
+
+    def to(self, device: torch.device) -> StepBatches:
+        """Return the same on a device; the host waits only where memory is not pinned."""
+        batches = [{key: x.to(device, non_blocking=True) for key, x in batch.items()} for batch in self.batches]
+        return StepBatches(batches, self.items.to(device, non_blocking=True), self.tokens)
+
+
+class BatchesAhead:
+    """Builds the batches of the next step in a thread while this one trains.
+
+    Every rank counts the label tokens of the whole step itself, from the rows that all ranks have: no collective.
+    """
+
+    def __init__(self, stage: Stage, data: StageData, device: torch.device, loss_share: int):
+        """Begin with nothing built.
+
+        Args:
+            stage: Sizes of batches, and the seed of their order.
+            data: Where rows come from; the same on all ranks.
+            device: Where batches are wanted.
+            loss_share: Ranks times accumulation steps. A micro-batch's summed loss, divided by label tokens of the step
+                over this, and averaged over ranks and accumulation steps as DeepSpeed does, is the mean loss per token
+                of the whole step, however unevenly the label tokens are spread.
+        """
+        self._stage, self._data, self._device, self._loss_share = stage, data, device, loss_share
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._next: tuple[int, Future[StepBatches]] | None = None
+
+    def take(self, data_step: int) -> StepBatches:
+        """Return the batches of a step of the data, on the device, and begin to build those of the next one."""
+        begun = self._next if self._next is not None and self._next[0] == data_step else self._begin(data_step)
+        batches = begun[1].result().to(self._device)
+        self._next = self._begin(data_step + 1)
+        return batches
+
+    def _begin(self, data_step: int) -> tuple[int, Future[StepBatches]]:
+        return data_step, self._thread.submit(self._build, data_step)
+
+    def _build(self, data_step: int) -> StepBatches:
+        stage, dataset = self._stage, self._data.train
+        rows = self._data.rows_of_step(data_step, stage.global_batch, stage.train.seed)
+        plans = _plans(stage, dataset, rows)
+        labels = torch.tensor(sum(map(dataset.label_tokens, rows)), dtype=torch.float32)
+        items = labels.clamp_min(torch.finfo(torch.float32).tiny) / self._loss_share
+        built = StepBatches(
+            [_stacked(dataset, lines, length) for lines, length in plans[dist.get_rank()]],
+            items,
+            sum(len(lines) * length for plan in plans for lines, length in plan),
+        )
+        if self._device.type == "cpu":
+            return built
+        pinned = [{key: x.pin_memory() for key, x in batch.items()} for batch in built.batches]
+        return StepBatches(pinned, items.pin_memory(), built.tokens)
+
+
 def micro_batches(stage: Stage, dataset: PackedDataset, rows: Sequence[int], device: torch.device) -> list[Batch]:
-    """This rank's share of `rows` of a dataset; as many micro-batches on every rank. Any number of rows will do.
+    """Return this rank's share of `rows` of a dataset; as many micro-batches on every rank. Any number of rows will do.
 
     Without `data.tokens_per_gpu` a micro-batch is [micro-batch size, sequence_length]; rows that are missing in the
     last ones are padding without loss. With it, a micro-batch is one row of at most so many tokens, which holds several
     rows of the dataset one after the other.
     """
-    rank, world, budget = dist.get_rank(), dist.get_world_size(), stage.data.tokens_per_gpu
+    plan = _plans(stage, dataset, rows)[dist.get_rank()]
+    return [{name: x.to(device) for name, x in _stacked(dataset, *micro).items()} for micro in plan]
+
+
+def label_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """Return how many tokens of int64 labels [rows, tokens] carry loss: the first of a row is never predicted."""
+    return (labels[:, 1:] != IGNORED).sum()
+
+
+def _plans(stage: Stage, dataset: PackedDataset, rows: Sequence[int]) -> list[list[tuple[list[list[int]], int]]]:
+    """Return by rank, for every micro-batch, the rows of the dataset in each of its rows, and its tokens a row."""
+    world, budget = dist.get_world_size(), stage.data.tokens_per_gpu
     if budget is None:
         missing = -len(rows) % (stage.micro_batch * world)
         padded: list[int | None] = [*rows, *[None] * missing]
         rounds = len(padded) // (stage.micro_batch * world)
-        chosen = local_micro_batches(padded, rank, world, stage.micro_batch, rounds)
         length = stage.data.sequence_length
-        return [_stacked(dataset, [[] if row is None else [row] for row in micro], length, device) for micro in chosen]
-    tokens = [dataset.row_tokens(row) for row in rows]
-    batches = []
-    for together in budgeted_micro_batches(rows, tokens, rank, world, budget):
-        count = sum(map(dataset.row_tokens, together))
-        length = max(count, min(-(-max(count, 1) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, budget))
-        batches.append(_stacked(dataset, [together], length, device))
-    return batches
+        chosen = [local_micro_batches(padded, rank, world, stage.micro_batch, rounds) for rank in range(world)]
+        return [[([[] if row is None else [row] for row in micro], length) for micro in micros] for micros in chosen]
+    counts = {row: dataset.row_tokens(row) for row in rows}
+    shares = budgeted_micro_batches(rows, [counts[row] for row in rows], world, budget)
+    return [[([joined], _padded(sum(counts[row] for row in joined), budget)) for joined in share] for share in shares]
 
 
-def _stacked(dataset: PackedDataset, rows: list[list[int]], length: int, device: torch.device) -> Batch:
-    """One batch of a row for each list of rows of the dataset."""
-    items = [dataset.joined(together, length) for together in rows]
-    return {name: torch.stack([item[name] for item in items]).to(device) for name in items[0]}
+def _padded(count: int, budget: int) -> int:
+    """Return the length of a row that holds so many tokens."""
+    return max(count, min(-(-max(count, 1) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, budget))
 
 
-def label_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """How many tokens of int64 labels [rows, tokens] carry loss: the first of a row is never predicted."""
-    return (labels[:, 1:] != IGNORED).sum()
-
-
-def step_totals(batches: list[Batch]) -> tuple[torch.Tensor, int]:
-    """Label tokens (FP32 scalar) and tokens, padding included, of a step over all ranks. Collective."""
-    counts = torch.stack([label_tokens(batch["labels"]) for batch in batches]).sum().double()
-    totals = torch.stack([counts, counts.new_tensor(sum(batch["labels"].numel() for batch in batches))])
-    dist.all_reduce(totals)
-    return totals[0].float().clamp_min(torch.finfo(torch.float32).tiny), int(totals[1].item())
+def _stacked(dataset: PackedDataset, lines: list[list[int]], length: int) -> Batch:
+    """Return one batch with a row for each list of rows of the dataset."""
+    items = [dataset.joined(rows, length) for rows in lines]
+    return {name: torch.stack([item[name] for item in items]) for name in items[0]}

@@ -3,36 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
 from transformers import PreTrainedTokenizerBase
 
-from ds_fp8.data import IGNORED, PackedDataset, Question, extract_answer, tokenize_chat
+from ds_fp8.data import PackedDataset, Question, extract_answer, stop_tokens
+from ds_fp8.layers.loss import withholds_logits
 from ds_fp8.train.batches import label_tokens, micro_batches
 from ds_fp8.train.stage import Stage
 
 QUESTIONS_AT_ONCE = 64
+MAX_SAMPLES = 12
+"""Answers that are kept as text."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A generated answer, as text."""
+
+    prompt: str
+    generated: str
+    expected: str
+    right: bool
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model generated for questions with known answers."""
+
+    exact_match: float
+    """Share of all questions that were answered rightly, from 0 to 1."""
+    samples: list[Sample]
+    """The first of this rank's questions."""
 
 
 @torch.no_grad()
 def validation_loss(
     engine: DeepSpeedEngine, stage: Stage, rows: PackedDataset, batches: int, check: Callable[[], None]
 ) -> float:
-    """Mean loss per label token, in nats, over the first `batches` batches of `rows`. Collective.
+    """Return the mean loss per label token, in nats, over the first `batches` batches of `rows`. Collective.
 
     `check` is called before each batch and may raise.
     """
     last = min(batches * stage.global_batch, len(rows))
     totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    options = {"use_cache": False} | ({"skip_logits": True} if withholds_logits(engine.module) else {})
     engine.eval()
     for start in range(0, last, stage.global_batch):
         check()
         chosen = range(start, min(start + stage.global_batch, last))
         for batch in micro_batches(stage, rows, chosen, engine.device):
             # With one item in the batch the mean is the sum.
-            loss = engine(**batch, use_cache=False, num_items_in_batch=torch.ones((), device=engine.device)).loss
+            loss = engine(**batch, **options, num_items_in_batch=torch.ones((), device=engine.device)).loss
             totals += torch.stack([loss.double(), label_tokens(batch["labels"]).double()])
     engine.train()
     dist.all_reduce(totals)
@@ -48,18 +73,23 @@ def exact_match(
     questions: list[Question],
     pattern: str,
     check: Callable[[], None],
-) -> float:
-    """The share of `questions` that greedy generation answers rightly. Collective; ranks share the questions.
+) -> Answers:
+    """Return how greedy generation answers `questions`. Collective; ranks share the questions.
 
-    `pattern` finds the answer in what is generated. `check` is called before each batch and may raise.
+    Args:
+        engine: of the model.
+        stage: for the length limit of an answer.
+        tokenizer: of the model.
+        questions: the same on all ranks.
+        pattern: finds the answer in what is generated.
+        check: called before each batch, may raise.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     # All ranks generate for equally many questions; the repeated ones at the end do not count.
     share = -(-len(questions) // world)
     mine = [questions[index % len(questions)] for index in range(rank, share * world, world)]
     counted = len(range(rank, len(questions), world))
-    stops = [tokenizer.eos_token_id, *([_end_of_turn(tokenizer)] if stage.data.format == "chat" else [])]
-    right = 0
+    right, samples = 0, []
     engine.eval()
     for start in range(0, share, QUESTIONS_AT_ONCE):
         check()
@@ -72,26 +102,25 @@ def exact_match(
             max_new_tokens=stage.train.max_new_tokens,
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=stops,
+            eos_token_id=stop_tokens(tokenizer, stage.data.format == "chat"),
             synced_gpus=world > 1,
         )
         texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
         pairs = list(zip(batch, texts, strict=True))[: max(counted - start, 0)]
-        right += sum(extract_answer(pattern, text) == question.answer for question, text in pairs)
+        for question, text in pairs:
+            correct = extract_answer(pattern, text) == question.answer
+            right += correct
+            if len(samples) < MAX_SAMPLES:
+                prompt = tokenizer.decode(question.prompt, skip_special_tokens=True)
+                samples.append(Sample(prompt, text, question.answer, correct))
     engine.train()
     total = torch.tensor([right], dtype=torch.int64, device=engine.device)
     dist.all_reduce(total)
-    return total.item() / len(questions)
-
-
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that closes an assistant's turn: the last one that carries loss."""
-    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-    return next(label for label in reversed(tokenize_chat(tokenizer, turns)[1]) if label != IGNORED)
+    return Answers(total.item() / len(questions), samples)
 
 
 def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 ids and mask [prompts, longest], the words of each prompt at the right end."""
+    """Return int64 ids and mask [prompts, longest], the words of each prompt at the right end."""
     longest = max(map(len, prompts))
     ids = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]

@@ -1,27 +1,22 @@
-"""The health of FP8 in what a run leaves: metrics.jsonl, the curves of DeepSpeed's monitors, and a picture."""
+"""Write the health of FP8 into what a run leaves: metrics.jsonl, the curves of DeepSpeed's monitors, a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, fields
+import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from deepspeed import comm as dist
 
-from ds_fp8.health import Health
-from ds_fp8.modules.monitor import CastFigures, Measurement
-from ds_fp8.train.heat_maps import write_heat_maps
+from ds_fp8.engine.health import Health
+from ds_fp8.monitor.heat_maps import write_heat_maps
+from ds_fp8.monitor.records import FALLBACK, health_curves, health_record
 from ds_fp8.train.metrics import MetricsLog, Record
 
 PICTURE = "health.png"
-
-FIGURES = tuple(field.name for field in fields(CastFigures))
-CURVES = ("snr_db", "flushed", "saturated")
-"""What DeepSpeed's monitors get by layer; metrics.jsonl has all."""
-DIGITS = 4
-
-FALLBACK = "fallback"
-"""The event after which `layers`, all those moved so far, are in BF16."""
+PICTURE_SECONDS = 600.0
+"""At least between two pictures of a run that goes on: all ranks wait a second or more while one is drawn."""
 
 
 class RunHealth:
@@ -37,6 +32,7 @@ class RunHealth:
     ):
         self._health, self._log, self._send = health, log, send
         self._picture = run_dir / PICTURE
+        self._drawn = time.monotonic()
         if health is not None:
             health.say = say
 
@@ -57,45 +53,11 @@ class RunHealth:
         if self._health is not None and self._health.layers_in_bf16:
             self._log_layers(step)
 
-    def draw(self) -> None:
-        """Draw all measurements of the run, on rank 0."""
-        if dist.get_rank() == 0:
+    def draw(self, now: bool = True) -> None:
+        """Draw all measurements of the run, on rank 0; unless `now`, only where PICTURE_SECONDS have passed."""
+        if dist.get_rank() == 0 and (now or time.monotonic() - self._drawn >= PICTURE_SECONDS):
             write_heat_maps(self._picture, self._log.records)
+            self._drawn = time.monotonic()
 
     def _log_layers(self, step: int) -> None:
         self._log.append({"step": step, "event": FALLBACK, "layers": list(self._health.layers_in_bf16)})
-
-
-def health_record(step: int, measurement: Measurement) -> Record:
-    """One line of metrics.jsonl: names of sites and, by tensor class, a list of each figure in their order.
-
-    null stands for what is not known; classes that were not cast at all are left out.
-    """
-    names = list(dict.fromkeys(site for sites in measurement.values() for site in sites))
-    health: Record = {"sites": names}
-    for tensor_class, sites in measurement.items():
-        if sites:
-            health[tensor_class] = {
-                figure: [_rounded(getattr(sites.get(name), figure, None)) for name in names] for figure in FIGURES
-            }
-    return {"step": step, "health": health}
-
-
-def health_curves(measurement: Measurement) -> dict[str, float]:
-    """Named figures for DeepSpeed's monitors, by tensor class and site."""
-    return {
-        f"FP8/{tensor_class}/{figure}/{site}": value
-        for tensor_class, sites in measurement.items()
-        for site, figures in sites.items()
-        for figure in CURVES
-        if (value := getattr(figures, figure)) is not None
-    }
-
-
-def layers_in_bf16(records: Iterable[Record]) -> list[str]:
-    """The layers that the run of these records has moved to BF16 by their end."""
-    return next((r["layers"] for r in reversed(list(records)) if r.get("event") == FALLBACK), [])
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.{DIGITS}g}")

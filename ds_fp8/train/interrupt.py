@@ -11,6 +11,7 @@ import signal
 import torch
 from deepspeed import comm as dist
 
+from ds_fp8.cluster import watchdog
 from ds_fp8.train.processes import deepspeed_command, has_ended
 
 EXIT_INTERRUPTED = 143  # 128 + SIGTERM, as a shell reports it
@@ -35,6 +36,7 @@ class Interrupt:
 
     def check(self) -> None:
         """Raise Interrupted on all ranks if any was asked to stop. Collective."""
+        watchdog.beat("training or evaluation")
         asked = self._asked or (self._command is not None and has_ended(self._command))
         flag = torch.tensor([int(asked)], dtype=torch.int32, device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from math import exp
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import deepspeed
 import torch
@@ -16,30 +17,26 @@ from deepspeed import comm as dist
 from transformers import PreTrainedTokenizerBase
 
 import ds_fp8
+from ds_fp8.cluster import watchdog
+from ds_fp8.config.errors import UserError
 from ds_fp8.data import StageData, build_data, build_tokenizer, describe
-from ds_fp8.errors import UserError
-from ds_fp8.train import checkpoints, processes
-from ds_fp8.train.batches import micro_batches, step_totals
+from ds_fp8.monitor.records import layers_in_bf16
+from ds_fp8.train import checkpoints, processes, resume
 from ds_fp8.train.checkpoints import RunState
+from ds_fp8.train.durable import write_atomically
 from ds_fp8.train.evaluation import exact_match, validation_loss
-from ds_fp8.train.health import RunHealth, layers_in_bf16
+from ds_fp8.train.health import RunHealth
 from ds_fp8.train.interrupt import Interrupt, Interrupted
-from ds_fp8.train.metrics import (
-    BYTES,
-    MetricsLog,
-    Record,
-    begin_peak_memory,
-    peak_memory_bytes,
-    read_metrics,
-    reserved_memory_bytes,
-    write_atomically,
-)
-from ds_fp8.train.model import build_model, load_model_config
+from ds_fp8.train.metrics import ANSWERS, MetricsLog, Record, read_metrics
+from ds_fp8.train.model import build_sharded_model, load_model_config
 from ds_fp8.train.progress import RunProgress, TokeniserProgress
 from ds_fp8.train.result import write_result
+from ds_fp8.train.run_lock import only_run_in
+from ds_fp8.train.saving import CheckpointWriter
 from ds_fp8.train.schedules import learning_rate_scheduler
 from ds_fp8.train.spikes import SpikeDetector
 from ds_fp8.train.stage import Stage
+from ds_fp8.train.step import Steps
 
 MOST_ROLLBACKS = 3
 """Rollbacks to one checkpoint, after which a run goes on in spite of a spike."""
@@ -51,10 +48,11 @@ def train(stage: Stage) -> dict[str, Any]:
     Nothing is written before every check has passed. Raises UserError, on all ranks alike, for a mistake in the stage,
     and Interrupted after a signal, once the checkpoint is saved.
     """
-    processes.stand_alone()
+    processes.set_single_process_env()
+    watchdog.beat("preparing data and model", slow=True)
     rank = int(os.environ["RANK"])
     try:
-        state = checkpoints.inspect_run(stage)
+        state = resume.inspect_run(stage)
         if state.result is not None:
             if rank == 0:
                 print(f"{stage.run_dir} has finished its {state.step} steps: nothing to do", flush=True)
@@ -63,25 +61,37 @@ def train(stage: Stage) -> dict[str, Any]:
         with TokeniserProgress() as report:
             data = build_data(stage.data, tokenizer, cache_dir(), report)
         stage = stage.with_length(len(data.train))
-        checkpoints.check_length(stage, state)
+        resume.check_length(stage, state)
         _check_problems(stage, data)
-        model = build_model(stage, load_model_config(stage, tokenizer))
+        config = load_model_config(stage, tokenizer)
+        processes.init_distributed()
+        model = build_sharded_model(stage, config)
+        say = RunProgress.say_on(rank == 0)
+        with only_run_in(stage.run_dir, say):
+            return _train(stage, data, tokenizer, model, resume.settle(stage, say))
     except UserError as error:
         raise error.located(stage.file) from None
-    records = read_metrics(stage.run_dir / checkpoints.METRICS, state.step if state.step else -1)
 
-    processes.join()
+
+def _train(
+    stage: Stage,
+    data: StageData,
+    tokenizer: PreTrainedTokenizerBase,
+    model: torch.nn.Module,
+    state: RunState,
+) -> dict[str, Any]:
+    """Train from `state`, whose run folder is this run's alone, and return the result. Collective."""
+    rank = dist.get_rank()
+    records = read_metrics(stage.run_dir / checkpoints.METRICS, state.step if state.step else -1)
     if rank == 0:
         _prepare_wandb(stage)
-    try:
-        engine, _, _, _ = ds_fp8.initialize(
-            model=model,
-            model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
-            lr_scheduler=learning_rate_scheduler(stage.train.steps, stage.train.schedule),
-            config=stage.raw,
-        )
-    except UserError as error:
-        raise error.located(stage.file) from None
+    engine, _, _, _ = ds_fp8.initialize(
+        model=model,
+        model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr_scheduler=learning_rate_scheduler(stage.train.steps, stage.train.schedule),
+        # Bytes on the wire are measured where there is a section, FP8 or not.
+        config={"fp8": {"enabled": False}, **stage.raw},
+    )
     if engine.fp8.optimizer is not None:
         engine.fp8.optimizer.compact = stage.train.compact_checkpoints
     if rank == 0:
@@ -101,8 +111,14 @@ def train(stage: Stage) -> dict[str, Any]:
             run.all_steps()
         except Interrupted:
             run.save()
-            progress.say(f"interrupted: {run.step} steps are done and saved; the same command resumes")
+            run.finish_save()
+            run.draw()
+            progress.say(
+                f"interrupted: {run.step} steps are done and {'saved' if run.saved.step == run.step else 'not saved'}; "
+                "the same command resumes"
+            )
             raise
+    watchdog.beat("writing the result", slow=True)
     result = write_result(stage, engine, tokenizer, log, data.report, progress.say)
     dist.barrier()
     return result
@@ -111,6 +127,14 @@ def train(stage: Stage) -> dict[str, Any]:
 def cache_dir() -> Path:
     """Where the tokenizer and prepared data sets are kept between runs: DS_FP8_CACHE, or ~/.cache/ds_fp8."""
     return Path(os.environ.get("DS_FP8_CACHE", "~/.cache/ds_fp8")).expanduser()
+
+
+class Spike(NamedTuple):
+    """A loss that stands out."""
+
+    step: int
+    score: float
+    """Standard deviations above the losses before it."""
 
 
 class _Run:
@@ -129,14 +153,14 @@ class _Run:
     ):
         self.stage, self.data, self.tokenizer, self.engine = stage, data, tokenizer, engine
         self.log, self.progress, self.interrupt = log, progress, interrupt
-        self.process_bytes = begin_peak_memory()
-        """What the process holds beside its tensors, on a CPU."""
+        self.steps = Steps(stage, data, engine)
         self.saved = state
         """What the last checkpoint of this run holds; its `checkpoint` is None before the first."""
         if not state.step:
             self.saved = RunState(0, state.data_step)
         self.rollbacks = 0
         """Rollbacks to the last checkpoint."""
+        self.writer = CheckpointWriter(engine, stage, progress.say)
         self.health = RunHealth(engine.fp8.health, stage.run_dir, log, progress.say, self._send)
         self._go_to(state)
 
@@ -152,30 +176,40 @@ class _Run:
         while True:
             self.evaluate()
             if self.step == config.steps:
-                self.health.draw()
+                self.finish_save()
+                self.draw()
                 return
-            spike = self.train_step()
-            if spike is not None and self.roll_back(spike):
+            if any(self.roll_back(spike) for spike in self.train_step()):
                 continue
             if self.step == config.steps or (config.save_every and self.step % config.save_every == 0):
                 self.save()
-            self.interrupt.check()
+            if not self.steps.unread:
+                self.interrupt.check()
 
     def save(self) -> None:
-        """Save a checkpoint unless this step has one."""
+        """Save a checkpoint unless this step has one; an asynchronous one is begun."""
+        self.finish_save()
         if self.step > self.saved.step:
             state = RunState(self.step, self.data_step, tuple(self.spikes.losses()))
-            losses = self.log.by_step("validation_loss")
-            best = checkpoints.best_step(self.stage.run_dir, losses) if self.stage.train.keep_best else None
-            self.saved, self.rollbacks = checkpoints.save(self.engine, self.stage, state, best), 0
-            self.health.draw()
+            self.writer.save(state, self.log.by_step("validation_loss"))
+            if not self.stage.train.async_save:
+                self.finish_save()
+            self.draw(now=False)
 
-    def roll_back(self, spike: float) -> bool:
+    def finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if any."""
+        watchdog.beat("saving a checkpoint", slow=True)
+        saved = self.writer.finish()
+        if saved is not None:
+            self.saved, self.rollbacks = saved, 0
+
+    def roll_back(self, spike: Spike) -> bool:
         """Say that the last loss stands out; where the stage wants it, go back to the last checkpoint. Collective.
 
         The data of the steps since then is left out. Returns whether it went back.
         """
-        line = f"step {self.step}: the loss is {spike:.1f} standard deviations above the last ones"
+        self.finish_save()
+        line = f"step {spike.step}: the loss is {spike.score:.1f} standard deviations above the last ones"
         wanted = self.stage.train.spike == "rollback"
         if not wanted or self.saved.checkpoint is None or self.rollbacks == MOST_ROLLBACKS:
             why = (
@@ -184,15 +218,16 @@ class _Run:
                 else f"as after {self.rollbacks} rollbacks"
             )
             self.progress.say(f"{line}; {why}, going on" if wanted else line)
-            self.log.append({"step": self.step, "event": "spike", "score": spike})
+            self.log.append({"step": spike.step, "event": "spike", "score": spike.score})
             return False
         state = replace(self.saved, data_step=self.data_step)
         checkpoints.load(self.engine, self.stage, state)
         if dist.get_rank() == 0:
-            checkpoints.mark(state.checkpoint, self.stage, state)  # resumed from here, the run leaves out the same data
+            with self._written("the checkpoint's place in the data"):
+                checkpoints.move_in_data(state)  # resumed from here, the run leaves out the same data
         self.progress.say(f"{line}; back to step {state.step}, its data of {self.step - state.step} steps left out")
         self.log.go_back(state.step)
-        self.log.append({"step": state.step, "event": "rollback", "score": spike, "from_step": self.step})
+        self.log.append({"step": state.step, "event": "rollback", "score": spike.score, "from_step": self.step})
         self.health.rolled_back(state.step)
         self.saved, self.rollbacks = state, self.rollbacks + 1
         self._go_to(state)
@@ -228,70 +263,43 @@ class _Run:
                     'no exact match: the data has no known answers ("data.answer_pattern" finds them in chats)'
                 )
             return
-        share = exact_match(
+        answers = exact_match(
             self.engine, self.stage, self.tokenizer, questions, self.data.answer_pattern, self.interrupt.check
         )
+        share, samples = answers.exact_match, [asdict(sample) for sample in answers.samples]
+        self.log.append({"step": self.step, "event": ANSWERS, "answers": samples})
         line = f"exact match {share:.1%} of {len(questions)} problems"
         self._report(self.step, "exact_match", share, line, problems=len(questions))
 
-    def train_step(self) -> float | None:
-        """One optimizer step over the global batch. Returns by how much its loss stands out, where it does."""
-        stage, engine = self.stage, self.engine
-        rank, world = dist.get_rank(), dist.get_world_size()
-        engine.fp8.wire.take()  # what evaluation sent is not the step's
-        started = time.perf_counter()
-        rows = self.data.rows_of_step(self.data_step, stage.global_batch, stage.train.seed)
-        batches = micro_batches(stage, self.data.train, rows, engine.device)
-        label_count, token_count = step_totals(batches)
-        # A micro-batch's summed loss divided by this number, averaged over ranks and accumulation steps as DeepSpeed
-        # does, is the mean loss per token of the whole step, however unevenly the label tokens are spread.
-        divisor = world * engine.gradient_accumulation_steps()
-        items = label_count / divisor
-        # A seed per step, so that a resumed run draws what an uninterrupted one does.
-        torch.manual_seed((stage.train.seed * 1_000_003 + self.data_step) * world + rank)
-        learning_rate = engine.get_lr()[0]
-        loss = torch.zeros((), dtype=torch.float64, device=engine.device)
-        for index, batch in enumerate(batches, start=1):
-            # Steps made by tokens have as many micro-batches as they need.
-            engine.set_gradient_accumulation_boundary(index == len(batches))
-            micro_loss = engine(**batch, use_cache=False, num_items_in_batch=items).loss
-            engine.backward(micro_loss)
-            engine.step()
-            loss += micro_loss.detach().double()
-        dist.all_reduce(loss)
-        memory = torch.tensor(
-            [peak_memory_bytes(engine.device), reserved_memory_bytes(engine.device)],
-            dtype=torch.int64,
-            device=engine.device,
-        )
-        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
-        record = {
-            "step": self.step + 1,
-            "loss": loss.item() / divisor,
-            "learning_rate": learning_rate,
-            "gradient_norm": float(engine.get_global_grad_norm()),
-            "memory_bytes": memory[0].item(),
-            "reserved_bytes": memory[1].item(),
-            "process_bytes": self.process_bytes,
-            "skipped_steps": engine.skipped_steps,
-            "tokens": token_count,
-        }
-        seconds = time.perf_counter() - started
-        record |= {
-            "step_seconds": seconds,
-            "tokens_per_second": token_count / seconds,
-            **(engine.fp8.saturation() or {}),
-            **{key: count for key, count in engine.fp8.wire.take().items() if key in BYTES},
-        }
+    def train_step(self) -> list[Spike]:
+        """Do one optimizer step. Returns which of the losses that were read stand out."""
+        watchdog.beat(f"step {self.step + 1}", slow=self.step == self.saved.step)
+        self.steps.do(self.data_step)
         self.step += 1
         self.data_step += 1
+        spikes = self._read() if self._reads() else []
+        self.health.log_step(self.step)
+        return [] if self.stage.train.spike == "off" else spikes
+
+    def _reads(self) -> bool:
+        """Whether the figures of the steps so far are read now: nothing else needs them, and reading makes all wait."""
+        config = self.stage.train
+        every = [config.log_every, config.save_every, config.eval_every]
+        due = self.step in (1, config.steps) or any(number and self.step % number == 0 for number in every)
+        # A run that goes back leaves out as little data as it can.
+        return due or config.spike == "rollback" or self.steps.overdue
+
+    def _read(self) -> list[Spike]:
+        """Read the steps since the last reading, log what is due and look for spikes. Collective."""
+        reading = self.steps.read()
+        record = {"step": self.step, **reading.record}
         self.progress.step(record)
-        if self.step % stage.train.log_every == 0 or self.step in (1, stage.train.steps):
+        if self.step % self.stage.train.log_every == 0 or self.step in (1, self.stage.train.steps):
             self.log.append(record)
             self._monitor({key: value for key, value in record.items() if key != "step" and value is not None})
-        self.health.log_step(self.step)
-        spike = self.spikes.observe(record["loss"])
-        return None if stage.train.spike == "off" else spike
+        first = self.step - len(reading.losses) + 1
+        scores = [(step, self.spikes.observe(loss)) for step, loss in enumerate(reading.losses, start=first)]
+        return [Spike(step, score) for step, score in scores if score is not None]
 
     def _report(self, step: int, key: str, value: float, line: str, **more: Any) -> None:
         self.log.append({"step": step, key: value, **more})
@@ -305,7 +313,21 @@ class _Run:
         """Send figures to DeepSpeed's monitors (wandb, TensorBoard, CSV), which count in samples."""
         if self.engine.monitor.enabled:
             samples = self.engine.global_samples
-            self.engine.monitor.write_events([(key, value, samples) for key, value in values.items()])
+            with self._written("the monitors' figures"):
+                self.engine.monitor.write_events([(key, value, samples) for key, value in values.items()])
+
+    def draw(self, now: bool = True) -> None:
+        """Draw all measurements so far; unless `now`, not more often than every few minutes."""
+        with self._written("the picture of all measurements"):
+            self.health.draw(now)
+
+    @contextmanager
+    def _written(self, what: str) -> Iterator[None]:
+        """Go on, with a warning, where the disk has no room for what training does not need."""
+        try:
+            yield
+        except OSError as error:
+            self.progress.say(f"WARNING: {what} could not be written: {error.strerror or error}")
 
 
 def _check_problems(stage: Stage, data: StageData) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import math
-import os
 import resource
 import sys
 from pathlib import Path
@@ -17,20 +16,29 @@ import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 
-Record = dict[str, Any]
+from ds_fp8.monitor.records import Record
+from ds_fp8.train.durable import write_atomically
+from ds_fp8.zero.peer_memory import allocated_bytes
 
-BYTES = ("all_gather_bytes", "grad_bytes", "other_bytes")
+ANSWERS = "answers"
+"""The event with the first answers of an evaluation, as text."""
+BYTES = ("all_gather_bytes", "grad_bytes")
 LAST_LOSSES = 10
 
 
 def read_metrics(file: Path, last_step: int) -> list[Record]:
-    """The records of `file` up to `last_step`; a line cut off by a kill is left out. No file, no records."""
+    """Return the records of `file` up to `last_step`; none if there is no file.
+
+    Lines that a kill cut off, or that are damaged, are left out.
+    """
     records = []
-    for line in file.read_text().splitlines() if file.exists() else []:
+    for line in file.read_text(errors="replace").splitlines() if file.is_file() else []:
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
     return [record for record in records if record["step"] <= last_step]
 
 
@@ -52,7 +60,10 @@ class MetricsLog:
         }
         self.records.append(record)
         if self._file:
-            self._file.write(json.dumps(record) + "\n")
+            try:
+                self._file.write(json.dumps(record) + "\n")
+            except OSError as error:  # what could not be written stays in the file's buffer
+                print(f"WARNING: {self._file.name} could not be written: {error.strerror}", flush=True)
 
     def go_back(self, step: int) -> None:
         """Forget all records after `step`, in the file as well."""
@@ -64,19 +75,19 @@ class MetricsLog:
             self._file = name.open("a", buffering=1)
 
     def by_step(self, key: str) -> dict[int, Any]:
-        """The last value of `key` at each step that has one."""
+        """Return the last value of `key` at each step that has one."""
         return {record["step"]: record[key] for record in self.records if record.get(key) is not None}
 
     def value(self, step: int, key: str) -> Any:
-        """What the last record of `step` that has `key` says, None if there is none."""
+        """Return what the last record of `step` that has `key` says, None if there is none."""
         found = [record[key] for record in self.records if record["step"] == step and key in record]
         return found[-1] if found else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process had so far: allocated on the accelerator, or resident on a CPU."""
+    """Return the most memory this process had so far: allocated on the accelerator, or resident on a CPU."""
     if device.type != "cpu":
-        return get_accelerator().max_memory_allocated()
+        return get_accelerator().max_memory_allocated() + allocated_bytes()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -100,12 +111,19 @@ def begin_peak_memory() -> int:
 
 
 def reserved_memory_bytes(device: torch.device) -> int:
-    """The most memory that the accelerator's allocator held so far, in use or not; on a CPU as peak_memory_bytes."""
-    return peak_memory_bytes(device) if device.type == "cpu" else get_accelerator().max_memory_reserved()
+    """Return the most memory that the accelerator's allocator held so far, in use or not.
+
+    On a CPU as peak_memory_bytes.
+    """
+    if device.type == "cpu":
+        return peak_memory_bytes(device)
+    return get_accelerator().max_memory_reserved() + allocated_bytes()
 
 
 def summarise(log: MetricsLog, steps: int) -> Record:
-    """The figures of a run of `steps` steps: losses in nats per token, bytes per step and rank, seconds, tokens/s.
+    """Return the figures of a run of `steps` steps.
+
+    Losses are in nats per token, bytes per step and rank, durations in seconds, speed in tokens/s.
 
     `final_loss` is the validation loss after the last step; `last_train_loss` the mean of the last ten logged ones.
     """
@@ -123,7 +141,7 @@ def summarise(log: MetricsLog, steps: int) -> Record:
             "after": log.value(steps, "exact_match"),
             "problems": log.value(steps, "problems") or 0,
         },
-        "bytes_per_step": {key: round(fmean(record[key] for record in logged)) for key in BYTES},
+        "bytes_per_step": {key: _mean(logged, key) for key in BYTES},
         "tokens_per_second": median(record["tokens_per_second"] for record in logged),
         "step_seconds": median(record["step_seconds"] for record in logged),
         "peak_memory_bytes": max(record["memory_bytes"] for record in logged),
@@ -132,8 +150,6 @@ def summarise(log: MetricsLog, steps: int) -> Record:
     }
 
 
-def write_atomically(file: Path, text: str) -> None:
-    """Write `file` so that a reader sees the old content or the new, never a part."""
-    part = file.with_name(file.name + ".part")
-    part.write_text(text)
-    os.replace(part, file)
+def _mean(records: list[Record], key: str) -> int | None:
+    """Return the mean of what was counted, None where it was not counted in all records."""
+    return round(fmean(record[key] for record in records)) if all(key in record for record in records) else None

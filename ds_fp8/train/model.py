@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import deepspeed
+import psutil
 import torch
+from accelerate import init_empty_weights
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import section_of
+from ds_fp8.config.schema import nearest
 from ds_fp8.data import load_tokenizer
-from ds_fp8.errors import UserError
-from ds_fp8.schema import nearest
 from ds_fp8.train import packed_attention
+from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.stage import Stage
+from ds_fp8.train.stored_model import (
+    ModelSource,
+    check_trainable,
+    first_line,
+    load_stored_model,
+    stored_config,
+    stored_model,
+)
 
 # Keys that Hugging Face configurations take without having them as attributes.
+MAX_LAYERS = 10_000
 _UNLISTED_KEYS = {"model_type", "architectures", "rope_theta", "rope_scaling", "dtype", "torch_dtype"}
 
 
@@ -30,8 +49,10 @@ def load_model_config(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Pretr
     if stage.model.config is not None:
         config = _inline_config(stage.model.config, tokenizer)
     else:
-        config = stored_config(*_source(stage))
-        _check_tokenizer(stage, tokenizer)
+        source = _source(stage)
+        config = stored_config(source)
+        check_trainable(source, config)
+        _check_tokenizer(source, tokenizer)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and stage.data.sequence_length > longest:
         raise UserError(
@@ -49,23 +70,116 @@ def load_model_config(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Pretr
     return config
 
 
+def build_sharded_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
+    """Build the model, under ZeRO stage 3 with its weights sharded over the ranks. Collective.
+
+    The first rank alone reads or draws the weights, and sends one parameter after the other. Together the ranks hold
+    the weights once, beside the parameter on its way.
+
+    Args:
+        stage: what to build; its DeepSpeed sections say where shards are kept.
+        config: as `load_model_config` returned it.
+
+    Returns:
+        The model in BF16, with the weights of `build_model`.
+
+    Raises:
+        UserError: on all ranks, where the model cannot be built.
+    """
+    if section_of(stage.raw, "zero_optimization").get("stage") != 3:
+        return build_model(stage, config)
+    model = None
+
+    def build() -> tuple[GenerationConfig, dict[str, torch.dtype], bool]:
+        nonlocal model
+        model = build_model(stage, config)
+        tied = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
+        return model.generation_config, _dtypes(model), tied
+
+    # Stored weights may be untied, or kept in FP32 in part, where the configuration alone does not say so.
+    generation_config, dtypes, tied = on_first_rank(build)
+    received = model is None
+    if received:
+        with init_empty_weights():
+            model = _prepare(stage, AutoModelForCausalLM.from_config(config, **_options(stage)))
+        if tied:
+            model.tie_weights()  # each has become a parameter of its own
+        model.generation_config = generation_config
+    device = get_accelerator().current_device_name()
+    for prefix, module in model.named_modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device, dtypes[f"{prefix}.{name}".lstrip(".")]))
+            dist.broadcast(getattr(module, name), 0)
+    parameters = _with_memory(model, device, dtypes) if received else iter(_in_order(model))
+    deepspeed.zero.Init(module=_OneByOne(parameters), config_dict_or_path=copy.deepcopy(stage.raw))
+    return model
+
+
+class _OneByOne(torch.nn.Module):
+    """A module for zero.Init, which broadcasts and shards the parameters of a module one after the other."""
+
+    def __init__(self, parameters: Iterator[torch.nn.Parameter]):
+        super().__init__()
+        self._one_by_one = parameters
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        return self._one_by_one
+
+
+def _in_order(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters in the order in which they are sent: the largest while shards are still few."""
+    embeddings = [
+        module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None
+    ]
+    return list(dict.fromkeys([*embeddings, *model.parameters()]))
+
+
+def _dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype of every parameter and buffer, by each of its names."""
+    everything = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name: tensor.dtype for named in everything for name, tensor in named}
+
+
+def _with_memory(model: torch.nn.Module, device: str, dtypes: dict[str, torch.dtype]) -> Iterator[torch.nn.Parameter]:
+    """Give each parameter of an empty model memory when its turn comes, wherever the model uses it."""
+    places = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places[parameter].append((module, name))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for empty in _in_order(model):
+        data = torch.empty_like(empty, device=device, dtype=dtypes[names[empty]])
+        parameter = torch.nn.Parameter(data, empty.requires_grad)
+        for module, name in places[empty]:
+            module.register_parameter(name, parameter)
+        yield parameter
+
+
 def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
-    """The model in BF16; the same weights on every rank, untrained ones determined by train.seed.
+    """Build the whole model on this rank, in BF16: the same weights on every rank, untrained ones from train.seed.
 
     Stored weights are read to the CPU; untrained ones are drawn on the GPU where there is room for all of them.
+
+    Args:
+        stage: what to build.
+        config: as `load_model_config` returned it.
+
+    Returns:
+        The model, for training.
+
+    Raises:
+        UserError: its files are incomplete or damaged, or the stage cannot train a model of this class.
     """
     torch.manual_seed(stage.train.seed)
-    packed_attention.register()
-    options = {"dtype": torch.bfloat16, "attn_implementation": stage.model.attn_implementation}
     try:
         if stage.model.config is not None:
             with torch.device(_where_to_draw(config)):
-                model = AutoModelForCausalLM.from_config(config, **options)
+                model = AutoModelForCausalLM.from_config(config, **_options(stage))
         else:
-            model = AutoModelForCausalLM.from_pretrained(_source(stage)[1], config=config, **options)
+            model = load_stored_model(_source(stage), config, _options(stage))
     except (OSError, ValueError, ImportError) as error:
         raise UserError(
-            f"the model cannot be built: {_first_line(error)}", key="model", remedy="change what the message names"
+            f"the model cannot be built: {first_line(error)}", key="model", remedy="change what the message names"
         ) from None
     forward = inspect.signature(model.forward).parameters
     if not {"num_items_in_batch", "kwargs"} & set(forward):
@@ -75,9 +189,20 @@ def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
             key="model",
             remedy="use a causal language model of transformers that passes keyword arguments to its loss",
         )
+    return _prepare(stage, model)
+
+
+def _options(stage: Stage) -> dict[str, Any]:
+    """Return how transformers shall make the model."""
+    packed_attention.register()
+    return {"dtype": torch.bfloat16, "attn_implementation": stage.model.attn_implementation}
+
+
+def _prepare(stage: Stage, model: torch.nn.Module) -> torch.nn.Module:
+    """Make the model ready to be trained, and return it."""
     if stage.model.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
+    return model.train()
 
 
 def _where_to_draw(config: PretrainedConfig) -> torch.device:
@@ -111,6 +236,11 @@ def _inline_config(values: dict, tokenizer: PreTrainedTokenizerBase) -> Pretrain
                 key=f"model.config.{key}",
                 remedy=nearest(key, choices),
             )
+    layers = values.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MAX_LAYERS:  # configurations list their layers one by one
+        raise UserError(
+            f"{layers:,} layers are too many", key="model.config.num_hidden_layers", remedy=f"at most {MAX_LAYERS:,}"
+        )
     from_tokenizer = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
@@ -122,8 +252,14 @@ def _inline_config(values: dict, tokenizer: PreTrainedTokenizerBase) -> Pretrain
         config = AutoConfig.for_model(kind, **settings)
     except Exception as error:  # each configuration class validates in its own way
         raise UserError(
-            f"model.config is refused: {_first_line(error)}", key="model.config", remedy="change what the message names"
+            f"model.config is refused: {first_line(error)}", key="model.config", remedy="change what the message names"
         ) from None
+    _check_sizes(config)
+    return config
+
+
+def _check_sizes(config: PretrainedConfig) -> None:
+    """Refuse an untrained model whose sizes do not go together, by making it without its weights."""
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_key_value_heads", None) or heads
     if hidden and heads and hidden % heads and not getattr(config, "head_dim", None):
@@ -138,67 +274,52 @@ def _inline_config(values: dict, tokenizer: PreTrainedTokenizerBase) -> Pretrain
             key="model.config.num_key_value_heads",
             remedy="choose a divisor of num_attention_heads",
         )
-    return config
-
-
-def stored_model(path: str | None, init_from: str | None) -> tuple[str, str]:
-    """(key, folder or hub name) of the model of `model.path` or `train.init_from`, one of which is given.
-
-    A finished run_dir stands for the model it wrote. Raises UserError for a folder without one.
-    """
-    if init_from is None:
-        return "model.path", str(Path(path).expanduser())
-    folder = Path(init_from).expanduser()
-    if not folder.is_dir():
-        raise UserError(
-            f"{folder} does not exist",
-            key="train.init_from",
-            remedy="run the stage that writes it first, or give the folder of a finished run or a Hugging Face model",
-        )
-    if (folder / "model" / "config.json").is_file():
-        return "train.init_from", str(folder / "model")
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise UserError(
-            f"{folder} holds no finished model",
-            key="train.init_from",
-            remedy="finish the run that writes it (the same command resumes it), or give a Hugging Face folder",
-        )
-    return "train.init_from", str(folder)
-
-
-def stored_config(key: str, source: str) -> PretrainedConfig:
-    """The configuration of what `stored_model` found. Raises UserError where there is none, or no way to it."""
-    local = Path(source)
-    if not local.is_dir() and (local.is_absolute() or source.startswith(".") or source.count("/") != 1):
-        raise UserError(f"the model folder {source} does not exist", key=key, remedy="check the path")
     try:
-        return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
+    except Exception as error:  # each model class fails at a wrong size in its own way
         raise UserError(
-            f"{source} is neither a folder with a Hugging Face model nor a model name that can be reached: "
-            f"{_first_line(error)}",
-            key=key,
-            remedy="check the path or name, and the network for a name",
+            f"no model can be made of model.config: {type(error).__name__}: {first_line(error)}",
+            key="model.config",
+            remedy="change the sizes in model.config",
         ) from None
+    if empty:
+        raise UserError(
+            f"{empty[0]} would have no elements", key="model.config", remedy="give model.config sizes above 0"
+        )
+    needed, there = sum(tensor.nbytes for tensor in model.parameters()), psutil.virtual_memory().total
+    if needed > there:
+        raise UserError(
+            f"the model takes {needed / 2**30:,.0f} GiB, and this machine has {there / 2**30:,.0f}",
+            key="model.config",
+            remedy="give model.config smaller sizes",
+        )
+    for key, value in config.to_dict().items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if ("dropout" in key or key.endswith("pdrop")) and is_number and not 0 <= value < 1:
+            raise UserError(
+                f"{key} {value} is no probability", key=f"model.config.{key}", remedy="at least 0 and less than 1"
+            )
 
 
-def _source(stage: Stage) -> tuple[str, str]:
-    return stored_model(stage.model.path, stage.train.init_from)
+def _source(stage: Stage) -> ModelSource:
+    return stored_model(stage.model.path, stage.train.init_from, stage.model.revision)
 
 
-def _check_tokenizer(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The stored model's tokenizer, where it is stored beside it, must give every token the same id."""
-    key, source = _source(stage)
-    if not (Path(source) / "tokenizer.json").is_file():
+def _check_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the stored model's tokenizer, where it is stored beside it, gives every token the same id."""
+    if Path(source.path).is_dir() and not Path(source.path, "tokenizer.json").is_file():
         return
-    stored, ours = load_tokenizer(source).get_vocab(), tokenizer.get_vocab()
+    try:
+        stored, ours = load_tokenizer(source.path, source.revision).get_vocab(), tokenizer.get_vocab()
+    except UserError:
+        if Path(source.path).is_dir():
+            raise
+        return  # the hub has models without one
     if not stored.items() <= ours.items():
         raise UserError(
-            f"data.tokenizer numbers tokens otherwise than the tokenizer of {source}",
+            f"data.tokenizer numbers tokens otherwise than the tokenizer of {source.path}",
             key="data.tokenizer",
-            remedy=f'set "tokenizer" (and "vocab_size") as the model of {key} has it, or to "{source}"',
+            remedy=f'set "tokenizer" (and "vocab_size") as the model of {source.key} has it, or to "{source.path}"',
         )
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split("\n\n")[0].split())[:300] or type(error).__name__

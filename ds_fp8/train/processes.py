@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
 
 import deepspeed
 import psutil
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_fp8.zero.seams import spare_shared_memory_op
+from ds_fp8.cluster import watchdog
+from ds_fp8.config.errors import UserError
+from ds_fp8.zero.seams import disable_shm_build
+
+T = TypeVar("T")
 
 
-def stand_alone() -> None:
-    """Started without a launcher, describe a world of one in the environment."""
+def set_single_process_env() -> None:
+    """Describe a world of one in the environment, if no launcher has described another."""
     if "RANK" in os.environ:
         return
     with socket.socket() as free:
@@ -29,16 +36,40 @@ def stand_alone() -> None:
     }
 
 
-def join() -> None:
+def init_distributed() -> None:
     """Meet the other ranks. Collective."""
-    spare_shared_memory_op()
+    timeout = watchdog.slowest()
+    disable_shm_build()
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed()
+    deepspeed.init_distributed(**({"timeout": timedelta(seconds=timeout)} if timeout else {}))
     dist.barrier()
 
 
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Do `work` on the first rank and return its result on all of them. Collective.
+
+    Raises:
+        UserError: on all ranks, where the first rank's `work` raised one.
+    """
+    outcome: list = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = work()
+        except UserError as error:
+            outcome[1] = (error.problem, error.remedy, error.key)
+        except Exception as error:  # the others would wait for it
+            problem = f"the first rank failed: {type(error).__name__}: {error}"
+            dist.broadcast_object_list([None, (problem, "see the first rank's traceback", None)], src=0)
+            raise
+    dist.broadcast_object_list(outcome, src=0)
+    result, mistake = outcome
+    if mistake:
+        raise UserError(mistake[0], remedy=mistake[1], key=mistake[2])
+    return result
+
+
 def deepspeed_command() -> psutil.Process | None:
-    """The `deepspeed` command that this rank comes from, None when another launcher, or another node, started it."""
+    """Return the `deepspeed` command that started this rank, or None if another launcher or node did."""
     launcher = psutil.Process().parent()
     command = launcher.parent() if launcher and _runs(launcher, "deepspeed.launcher.launch") else None
     return command if command and _runs(command, "deepspeed", "deepspeed.launcher.runner") else None
@@ -52,6 +83,7 @@ def _runs(process: psutil.Process, *names: str) -> bool:
 
 
 def has_ended(process: psutil.Process) -> bool:
+    """Return whether a process is gone, or a zombie."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

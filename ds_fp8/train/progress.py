@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from rich.console import Console
 from rich.progress import (
@@ -16,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ds_fp8.cluster import watchdog
 from ds_fp8.train.metrics import Record
 
 LINES = 20
@@ -30,6 +32,7 @@ class RunProgress:
         self._shown = shown
         self._total = total
         self._every = max(1, total // LINES)
+        self._line_due = 1
         self._console = Console(highlight=False, soft_wrap=True)
         self._bar = None
         if shown and self._console.is_terminal:
@@ -57,8 +60,14 @@ class RunProgress:
         step = record["step"]
         if self._bar:
             self._bar.update(self._task, completed=step, figures=_figures(record))
-        elif step == 1 or step % self._every == 0 or step == self._total:
+        elif step >= self._line_due or step == self._total:
             self.say(f"step {step}/{self._total}  {_figures(record)}")
+            self._line_due = (step // self._every + 1) * self._every
+
+    @staticmethod
+    def say_on(shown: bool) -> Callable[[str], None]:
+        """Return what prints a line on the rank that shows it, before there is a bar."""
+        return partial(print, flush=True) if shown else lambda line: None
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
@@ -86,6 +95,7 @@ class TokeniserProgress:
             self._bar.stop()
 
     def _report(self, path: str, examples: int, tokens: int, complete: bool) -> None:
+        watchdog.beat(f"tokenising {path}", slow=True)
         now = time.monotonic()
         if path not in self._first_tokens:
             self._first_tokens[path] = 0 if complete else tokens

@@ -13,12 +13,16 @@ from typing import Any
 
 from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 import ds_fp8
-from ds_fp8.data import save_tokenizer
+from ds_fp8.config.errors import UserError
+from ds_fp8.data import save_tokenizer, stop_tokens
+from ds_fp8.export.folder import make_readable
 from ds_fp8.train.checkpoints import MODEL, RESULT
-from ds_fp8.train.metrics import MetricsLog, summarise, write_atomically
+from ds_fp8.train.durable import flush, flush_tree, write_atomically
+from ds_fp8.train.metrics import MetricsLog, summarise
 from ds_fp8.train.stage import Stage
 from ds_fp8.zero.seams import consolidated_state_dict, full_shape
 
@@ -41,11 +45,24 @@ def write_result(
     state = consolidated_state_dict(engine)
     if dist.get_rank() == 0:
         part, final = stage.run_dir / f"{MODEL}.part", stage.run_dir / MODEL
-        shutil.rmtree(part, ignore_errors=True)
-        engine.module.save_pretrained(part, state_dict=state)
-        misread = save_tokenizer(tokenizer, part)
-        shutil.rmtree(final, ignore_errors=True)
-        part.rename(final)
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            # Otherwise a model of chats goes on behind its answer.
+            engine.module.generation_config.eos_token_id = stop_tokens(tokenizer, stage.data.format == "chat")
+            engine.module.save_pretrained(part, state_dict=state)
+            misread = save_tokenizer(tokenizer, part)
+            make_readable(part)
+            flush_tree(part)
+            shutil.rmtree(final, ignore_errors=True)
+            part.rename(final)
+            flush(final.parent)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise UserError(
+                f"the model cannot be written to {final}: {error}",
+                key="train.run_dir",
+                remedy="make room or mend the file system; the same command then writes it",
+            ) from None
         if misread:
             say(f"note: to transformers' AutoTokenizer the tokenizer in {final} {misread}")
     result = {

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ds_fp8.schema import Section
+from ds_fp8.config.schema import Section
 
 SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
@@ -48,7 +48,7 @@ def _length(steps_or_fraction: float, total: int) -> int:
 
 
 def learning_rate_factor(step: int, total: int, schedule: Schedule) -> float:
-    """The factor in [0, 1] on the peak learning rate of 0-based `step` in a run of `total` steps.
+    """Return the factor in [0, 1] on the peak learning rate of 0-based `step` in a run of `total` steps.
 
     The last warmup step has factor 1, the last step of a decaying run has `min_ratio`; steps after the end keep it. A
     wsd run without warmup whose decay is all of it goes on as if the step before it had been at the peak: it is the end
@@ -69,7 +69,7 @@ def learning_rate_factor(step: int, total: int, schedule: Schedule) -> float:
 
 
 def learning_rate_scheduler(total: int, schedule: Schedule) -> Callable[[Optimizer], LambdaLR]:
-    """What `initialize(lr_scheduler=...)` takes: makes the LambdaLR of `schedule` for an optimizer."""
+    """Return what `initialize(lr_scheduler=...)` takes: makes the LambdaLR of `schedule` for an optimizer."""
 
     def make(optimizer: Optimizer) -> LambdaLR:
         return LambdaLR(optimizer, lambda step: learning_rate_factor(step, total, schedule))

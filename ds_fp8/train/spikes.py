@@ -23,7 +23,7 @@ class SpikeDetector:
         self._losses: deque[float] = deque(losses, maxlen=window)
 
     def observe(self, loss: float) -> float | None:
-        """How many standard deviations `loss` is above the losses before, where that is more than the threshold.
+        """Return how many standard deviations `loss` is above the losses before, where that is more than the threshold.
 
         A loss that is not finite is no spike, and is not remembered: its step is skipped anyway.
         """
@@ -34,7 +34,7 @@ class SpikeDetector:
         return score if score > self._threshold else None
 
     def losses(self) -> list[float]:
-        """The losses it remembers, oldest first."""
+        """Return the losses it remembers, oldest first."""
         return list(self._losses)
 
     def _score(self, loss: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass, replace
@@ -11,15 +10,19 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from ds_fp8.compatibility import check_deepspeed
-from ds_fp8.config import FP8Config, parse_fp8
+from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.files import apply_override, read_json
+from ds_fp8.config.fp8 import FP8Config, parse_fp8
+from ds_fp8.config.schema import Section, Seed, nearest, parse_section, shown
 from ds_fp8.data import DataConfig
-from ds_fp8.errors import UserError
-from ds_fp8.optim.from_config import make_adamw, uses_own_optimizer
-from ds_fp8.schema import Section, nearest, parse_section, read_json
-from ds_fp8.train.deepspeed_config import check_sections, known_keys, resolve_batch
+from ds_fp8.engine.compatibility import check_deepspeed
+from ds_fp8.engine.deepspeed_values import known_keys
+from ds_fp8.engine.optimizer_section import check_optimizer
+from ds_fp8.optim.from_config import make_adamw, needs_own_optimizer, uses_own_optimizer
+from ds_fp8.train.deepspeed_config import check_sections, check_writable, resolve_batch
 from ds_fp8.train.schedules import Schedule
 
+MAX_RANKS = 1 << 20
 OWN_SECTIONS = ("fp8", "model", "data", "train")
 
 
@@ -28,6 +31,8 @@ class ModelConfig(Section):
 
     path: str | None = None
     """A Hugging Face folder or model name."""
+    revision: str | None = None
+    """Branch, tag or commit of a model name; null: its main branch."""
     config: dict[str, Any] | None = None
     """A Hugging Face configuration to start untrained, `model_type` included. Without a `vocab_size` it takes the
     tokenizer's."""
@@ -53,10 +58,12 @@ class TrainConfig(Section):
     """Optimizer steps of this stage."""
     epochs: float | None = Field(None, gt=0)
     """In place of `steps`: how often to go through the training data."""
-    seed: int = 1236
+    seed: Seed = 1236
     """Of untrained weights, of dropout and of the order of the data."""
     schedule: Schedule = Schedule()
     log_every: int = Field(1, gt=0)
+    """Steps between lines of metrics.jsonl. In between losses are read, and spikes and signals noticed, at the latest
+    after about 2 s; with `spike` "rollback" at every step."""
     eval_every: int | None = Field(None, gt=0)
     """Steps between validations; there is always one before the first step and one after the last."""
     eval_batches: int = Field(8, gt=0)
@@ -65,6 +72,10 @@ class TrainConfig(Section):
     """Steps between checkpoints; there is always one after the last step."""
     keep_last: int = Field(2, gt=0)
     """Checkpoints to keep."""
+    async_save: bool = False
+    """Copy the state to host memory, as much as it takes, and write it while training goes on."""
+    max_failed_saves: int = Field(3, gt=0)
+    """Checkpoints in a row that may fail, as on a full disk, before the run ends."""
     compact_checkpoints: bool = False
     """Store compressed moments as they are, in a quarter of the bytes, rather than decoded to FP32. Such a checkpoint
     resumes the run, and cannot be converted to DeepSpeed's universal format."""
@@ -74,6 +85,9 @@ class TrainConfig(Section):
     """Held-out problems to answer before the first step and after the last, where the data has any."""
     max_new_tokens: int = Field(48, gt=0)
     """Length limit of an answer."""
+    timeout: float = Field(300.0, ge=1)
+    """Seconds after the last progress within which the job is gone from all hosts; six times as many for preparing
+    data and model, for the first step and for saving."""
     spike: Literal["off", "warn", "rollback"] = "warn"
     """At a loss that stands out by `spike_threshold`: say so, or go back to the last checkpoint and leave out the data
     of the steps since then."""
@@ -121,10 +135,27 @@ class Stage:
 
     @property
     def run_dir(self) -> Path:
+        """Return the folder of the run."""
         return Path(self.train.run_dir)
 
+    def paths(self) -> dict[str, str]:
+        """Return what may name local files or folders that the stage reads, by configuration key."""
+        sources = {f"data.sources[{n}].path": source.path for n, source in enumerate(self.data.sources or ())}
+        others = {
+            "data.path": None if sources else self.data.path,
+            "data.tokenizer": self.data.tokenizer,
+            "data.chat_template": self.data.chat_template,
+            "model.path": self.model.path,
+            "train.init_from": self.train.init_from,
+            "train.resume": self.train.resume,
+        }
+        return sources | {key: path for key, path in others.items() if path}
+
     def with_length(self, training_rows: int) -> Stage:
-        """This stage with `train.steps`, from `train.epochs` where it is not given. Raises UserError if it is short."""
+        """Return this stage with `train.steps`, from `train.epochs` where it is not given.
+
+        Raises UserError if it is short.
+        """
         if self.train.steps is not None:
             return self
         steps = max(1, math.ceil(self.train.epochs * training_rows / self.global_batch))
@@ -152,33 +183,11 @@ def load_stage(path: str | os.PathLike, overrides: list[str] | tuple[str, ...] =
         raise error.located(file) from None
 
 
-def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Set `a.b.c=value` in `raw`; the value is JSON where it parses as JSON, otherwise a string."""
-    dotted, equals, text = override.partition("=")
-    path = dotted.strip().split(".")
-    if not equals or not all(path):
-        raise UserError(f"--set {override!r} is not KEY=VALUE", remedy="--set train.steps=50")
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = text
-    inner = raw
-    for depth, name in enumerate(path[:-1]):
-        inner = inner.setdefault(name, {})
-        if not isinstance(inner, dict):
-            raise UserError(
-                f'--set {dotted}: "{".".join(path[: depth + 1])}" is {inner!r}, which has no keys',
-                key=dotted,
-                remedy="set the value itself, or give the section as JSON",
-            )
-    inner[path[-1]] = value
-
-
 def _check(raw: dict[str, Any], file: Path) -> Stage:
     known = known_keys() | set(OWN_SECTIONS)
     for key in raw:
         if key not in known:
-            raise UserError(f'unknown key "{key}"', key=key, remedy=nearest(key, known))
+            raise UserError(f"unknown key {shown(key)}", key=clipped(key), remedy=nearest(key, known))
     for section in ("data", "train"):
         if section not in raw:
             raise UserError(f'the section "{section}" is missing', key=section, remedy=f'add "{section}": {{...}}')
@@ -186,21 +195,24 @@ def _check(raw: dict[str, Any], file: Path) -> Stage:
     model = parse_section(ModelConfig, raw.get("model", {}), key="model", file=file)
     data = parse_section(DataConfig, raw["data"], key="data", file=file)
     train = parse_section(TrainConfig, raw["train"], key="train", file=file)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    check_sections(raw, world)
+    world = _world_size()
+    global_batch, micro_batch, accumulation = resolve_batch(raw, world)
+    check_sections(raw)
     check_deepspeed(raw, fp8, file)
-    if uses_own_optimizer(fp8):
+    own = uses_own_optimizer(raw, fp8)
+    check_optimizer(raw, own=own)
+    if own:
         make_adamw(raw, fp8, file, rank=lambda: 0)
-    elif train.compact_checkpoints:
+    if train.compact_checkpoints and not needs_own_optimizer(fp8):
         raise UserError(
             "compact checkpoints store compressed moments, and the optimizer's are FP32",
             key="train.compact_checkpoints",
             remedy='remove the key, or compress: "fp8": {"optimizer": {"exp_avg": "e4m3_expanded", ...}}',
         )
     _check_model_source(model, train)
-    global_batch, micro_batch, accumulation = resolve_batch(raw, world)
     if not train.run_dir.strip():
         raise UserError("train.run_dir is empty", key="train.run_dir", remedy='"run_dir": "runs/first"')
+    check_writable(Path(train.run_dir), "train.run_dir")
     if data.tokens_per_gpu is not None and micro_batch != 1:
         raise UserError(
             "data.tokens_per_gpu makes micro-batches by tokens, and a number of rows is given as well",
@@ -208,6 +220,17 @@ def _check(raw: dict[str, Any], file: Path) -> Stage:
             remedy='"train_micro_batch_size_per_gpu": 1, with "train_batch_size" as the examples of a step',
         )
     return Stage(raw, file, fp8, model, data, train, world, global_batch, micro_batch, accumulation)
+
+
+def _world_size() -> int:
+    """Return the number of ranks, which launchers leave in the environment."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if not size.isdecimal() or not 1 <= int(size[:10]) <= MAX_RANKS:
+        raise UserError(
+            f"the environment variable WORLD_SIZE is {shown(size)}, no number of ranks",
+            remedy="leave it to the launcher: unset WORLD_SIZE",
+        )
+    return int(size)
 
 
 def _check_model_source(model: ModelConfig, train: TrainConfig) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ds_fp8.data import IGNORED, tokenize_chat, tokenize_chats
+from ds_fp8.config.errors import UserError
+from ds_fp8.data import IGNORED, stop_tokens, tokenize_chat, tokenize_chats
 from ds_fp8.data.synthetic import conversations
-from ds_fp8.errors import UserError
 
 CHAT = [
     {"role": "system", "content": "Show your steps."},
@@ -110,3 +110,9 @@ def test_prompt_for_generation_is_a_prefix_of_the_conversation(tokenizer):
     assert ids[: len(prompt)] == prompt
     assert labels[: len(prompt)] == [IGNORED] * len(prompt)
     assert labels[len(prompt)] != IGNORED
+
+
+def test_a_chat_ends_where_a_turn_does_and_a_document_where_text_does(tokenizer):
+    end_of_turn, end_of_text = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id
+    assert stop_tokens(tokenizer, chat=True) == [end_of_turn, end_of_text]
+    assert stop_tokens(tokenizer, chat=False) == [end_of_text]

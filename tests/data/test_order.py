@@ -80,7 +80,7 @@ def test_a_mixture_is_a_function_of_the_step():
 )
 def test_micro_batches_within_a_budget(tokens, world, budget):
     rows = [1000 + index for index in range(len(tokens))]
-    shares = [budgeted_micro_batches(rows, tokens, rank, world, budget) for rank in range(world)]
+    shares = budgeted_micro_batches(rows, tokens, world, budget)
     assert len({len(share) for share in shares}) == 1
     assert sorted(row for share in shares for micro in share for row in micro) == rows
     sums = [[sum(tokens[row - 1000] for row in micro) for micro in share] for share in shares]
@@ -94,4 +94,4 @@ def test_micro_batches_within_a_budget(tokens, world, budget):
 
 def test_a_row_beyond_the_budget_is_refused():
     with pytest.raises(ValueError, match="101 tokens"):
-        budgeted_micro_batches([0, 1], [5, 101], 0, 1, 100)
+        budgeted_micro_batches([0, 1], [5, 101], 1, 100)

@@ -9,8 +9,8 @@ from itertools import islice
 import datasets
 import pytest
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.data import DataConfig, ExampleStream, read_examples
-from ds_fp8.errors import UserError
 
 TEXTS = ["The first text.", "The second text,\nof two lines.", "The third."]
 CHATS = [

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.schema import parse_section
 from ds_fp8.data import IGNORED, DataConfig, build_data, describe, read_examples
-from ds_fp8.errors import UserError
-from ds_fp8.schema import parse_section
 
 
 @pytest.mark.parametrize("format", ["documents", "chat"])

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoConfig, AutoTokenizer, ByT5Tokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.data import DataConfig, build_tokenizer, encode_documents, encode_prompts
+from ds_fp8.data.config import SMALLEST_VOCABULARY
 from ds_fp8.data.sentencepiece_model import from_sentencepiece
 from ds_fp8.data.synthetic import conversations, documents
-from ds_fp8.data.tokenizer import SMALLEST_VOCABULARY, save_tokenizer, train_synthetic_model
-from ds_fp8.errors import UserError
+from ds_fp8.data.tokenizer import save_tokenizer, train_synthetic_model
 
 ODD_TEXTS = (
     "",

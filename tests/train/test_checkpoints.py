@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
 from ds_fp8.train import checkpoints, load_stage
+from ds_fp8.train.manifest import Manifest
+from ds_fp8.train.resume import inspect_run
 
 
 @pytest.fixture
@@ -22,21 +24,26 @@ def stage(tiny, write, run_dir):
     return lambda *overrides: load_stage(file, overrides)
 
 
-def store(stage, steps: list[int], ranks: int = 1) -> None:
+def manifest(stage, step: int, ranks: int = 1, **values) -> Manifest:
+    fields = {"global_batch": stage.global_batch, "data_step": step, "losses": (), "versions": {}, "files": {}}
+    return Manifest(step, ranks, config=stage.raw, **(fields | values))
+
+
+def store(stage, steps: list[int], ranks: int = 1, **values) -> None:
     """What a run leaves behind that was stopped after the last of `steps`."""
     stage.run_dir.mkdir(exist_ok=True)
     (stage.run_dir / "config.json").write_text(json.dumps(stage.raw))
     for step in steps:
         folder = stage.run_dir / "checkpoints" / f"step_{step}"
         folder.mkdir(parents=True)
-        (folder / "complete.json").write_text(json.dumps({"step": step, "ranks": ranks}))
+        manifest(stage, step, ranks, **values).write(folder)
 
 
 def test_an_absent_or_empty_folder_starts_from_nothing(stage, run_dir):
-    assert checkpoints.inspect_run(stage()).step == 0
+    assert inspect_run(stage()).step == 0
     run_dir.mkdir()
     (run_dir / "notes.txt").write_text("mine")
-    assert checkpoints.inspect_run(stage()).step == 0
+    assert inspect_run(stage()).step == 0
 
 
 def test_the_newest_complete_checkpoint_counts_and_a_half_written_one_does_not(stage, run_dir):
@@ -46,13 +53,14 @@ def test_the_newest_complete_checkpoint_counts_and_a_half_written_one_does_not(s
     (half / "zero_pp_rank_0_mp_rank_00_model_states.pt").write_bytes(b"cut off")
     # DeepSpeed writes this name while other ranks may still be writing.
     (run_dir / "checkpoints" / "latest").write_text("step_11")
-    assert checkpoints.inspect_run(stage()).step == 10
+    assert inspect_run(stage()).step == 10
 
 
 @pytest.mark.parametrize("keep", [1, 2, 9])
 def test_pruning_keeps_the_newest_complete_checkpoints_only(keep, stage, run_dir):
     store(stage(), [2, 10, 9])
-    (run_dir / "checkpoints" / "step_11").mkdir()
+    for leftover in ("step_11.part", "step_8.deleted"):
+        (run_dir / "checkpoints" / leftover).mkdir()
     checkpoints.prune(run_dir, keep)
     left = sorted(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*"))
     assert left == [2, 9, 10][-keep:]
@@ -70,7 +78,7 @@ def test_pruning_keeps_the_newest_complete_checkpoints_only(keep, stage, run_dir
 )
 def test_length_and_reporting_may_change(override, stage):
     store(stage(), [4])
-    assert checkpoints.inspect_run(stage(override)).step == 4
+    assert inspect_run(stage(override)).step == 4
 
 
 @pytest.mark.parametrize(
@@ -88,9 +96,57 @@ def test_length_and_reporting_may_change(override, stage):
 def test_anything_else_that_changes_is_refused_and_named(override, stage):
     store(stage(), [4])
     with pytest.raises(UserError, match="holds a run with") as caught:
-        checkpoints.inspect_run(stage(override))
+        inspect_run(stage(override))
     assert caught.value.key == override.partition("=")[0]
     assert "run_dir" in caught.value.remedy
+
+
+@pytest.fixture
+def moved(stage, tmp_path):
+    """`moved(*overrides)`: a run of a stage in the folder `home`, which is then `moved`; "{}" stands for the folder."""
+
+    def move(*overrides: str):
+        def in_folder(name, *changes):
+            changes = [change.replace("{}", str(tmp_path / name)) for change in changes or overrides]
+            return stage("train.run_dir=" + str(tmp_path / name / "run"), *changes)
+
+        for name in ("first", "second"):
+            (tmp_path / "home" / name).mkdir(parents=True)
+        store(in_folder("home"), [4])
+        (tmp_path / "home").rename(tmp_path / "moved")
+        return lambda *changes: in_folder("moved", *changes)
+
+    return move
+
+
+@pytest.mark.parametrize(
+    ("given", "other"),
+    [
+        (["train.resume={}/first"], ["train.resume={}/second"]),
+        (["model.config=null", "train.init_from={}/first"], ["model.config=null", "train.init_from={}/second"]),
+        (["model.config=null", "model.path={}/first"], ["model.config=null", "model.path={}/second"]),
+        (["data.path={}/first"], ["data.path={}/second"]),
+        (
+            ['data={"sources": [{"path": "{}/first"}], "sequence_length": 64}'],
+            ['data={"sources": [{"path": "{}/second"}], "sequence_length": 64}'],
+        ),
+    ],
+)
+def test_a_run_that_was_moved_with_what_it_reads_goes_on(given, other, moved, tmp_path):
+    stage = moved(*given)
+    assert inspect_run(stage()).step == 4
+    with pytest.raises(UserError, match="holds a run with"):
+        inspect_run(stage(*other))
+    (tmp_path / "home" / "first").mkdir(parents=True)  # not moved, then, but copied, and perhaps changed
+    with pytest.raises(UserError, match="holds a run with"):
+        inspect_run(stage())
+
+
+def test_a_path_may_be_spelt_otherwise(stage, tmp_path):
+    (tmp_path / "parent").mkdir()
+    (tmp_path / "link").symlink_to("parent")
+    store(stage(f"train.resume={tmp_path / 'parent'}"), [4])
+    assert inspect_run(stage(f"train.resume={tmp_path / 'link'}")).step == 4
 
 
 def test_the_best_checkpoint_outlives_newer_ones(stage, run_dir):
@@ -106,9 +162,8 @@ def test_the_best_checkpoint_outlives_newer_ones(stage, run_dir):
 def test_another_runs_checkpoint_is_where_a_branch_begins(named, step, stage, run_dir, tmp_path):
     parent = stage(f"train.run_dir={tmp_path / 'parent'}")
     store(parent, [4, 6])
-    marker = tmp_path / "parent" / "checkpoints" / "step_4" / "complete.json"
-    marker.write_text(json.dumps({"step": 4, "ranks": 1, "data_step": 9, "losses": [3.0, 2.0]}))
-    state = checkpoints.inspect_run(stage(f"train.resume={tmp_path / named}"))
+    manifest(parent, 4, data_step=9, losses=(3.0, 2.0)).write(tmp_path / "parent" / "checkpoints" / "step_4")
+    state = inspect_run(stage(f"train.resume={tmp_path / named}"))
     assert state.step == 0
     assert state.checkpoint == tmp_path / "parent" / "checkpoints" / f"step_{step}"
     # A run that left out batches is further in its data than in its steps.
@@ -119,7 +174,7 @@ def test_a_branch_that_has_begun_goes_on_from_its_own_checkpoint(stage, run_dir,
     store(stage(f"train.run_dir={tmp_path / 'parent'}"), [4])
     branch = stage(f"train.resume={tmp_path / 'parent'}")
     store(branch, [2])
-    state = checkpoints.inspect_run(branch)
+    state = inspect_run(branch)
     assert (state.step, state.checkpoint) == (2, run_dir / "checkpoints" / "step_2")
 
 
@@ -127,42 +182,40 @@ def test_a_branch_that_has_begun_goes_on_from_its_own_checkpoint(stage, run_dir,
 def test_nothing_to_resume_is_named(named, stage, tmp_path):
     (tmp_path / "parent" / "checkpoints" / "step_5").mkdir(parents=True)
     with pytest.raises(UserError, match="no complete checkpoint") as caught:
-        checkpoints.inspect_run(stage(f"train.resume={tmp_path / named}"))
+        inspect_run(stage(f"train.resume={tmp_path / named}"))
     assert caught.value.key == "train.resume"
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_batches(stage, run_dir):
-    store(stage(), [4], ranks=3)
-    marker = run_dir / "checkpoints" / "step_4" / "complete.json"
-    marker.write_text(json.dumps({"step": 4, "ranks": 3, "data_step": 4, "global_batch": 6}))
+    store(stage(), [4], ranks=3, global_batch=6)
     with pytest.raises(UserError, match="batches of 6") as caught:
-        checkpoints.inspect_run(stage())
+        inspect_run(stage())
     assert caught.value.key == "train_batch_size"
-    state = checkpoints.inspect_run(stage("train_micro_batch_size_per_gpu=6"))
+    state = inspect_run(stage("train_micro_batch_size_per_gpu=6"))
     assert (state.step, state.ranks) == (4, 3)
 
 
 def test_fewer_steps_than_done_are_refused(stage):
     store(stage(), [4])
     with pytest.raises(UserError, match="already done 4"):
-        checkpoints.inspect_run(stage("train.steps=3"))
+        inspect_run(stage("train.steps=3"))
 
 
 def test_a_finished_run_is_known_by_its_result_and_goes_on_with_more_steps(stage, run_dir):
     store(stage(), [12])
     (run_dir / "result.json").write_text(json.dumps({"steps": 12}))
-    assert checkpoints.inspect_run(stage()).result == {"steps": 12}
-    longer = checkpoints.inspect_run(stage("train.steps=20"))
+    assert inspect_run(stage()).result == {"steps": 12}
+    longer = inspect_run(stage("train.steps=20"))
     assert (longer.step, longer.result) == (12, None)
 
 
 def test_a_folder_that_is_not_a_runs_is_left_alone(stage, run_dir):
     (run_dir / "model").mkdir(parents=True)
     with pytest.raises(UserError, match="not the folder of a run"):
-        checkpoints.inspect_run(stage())
+        inspect_run(stage())
 
 
 def test_a_file_in_place_of_the_folder_is_refused(stage, run_dir):
     run_dir.write_text("")
-    with pytest.raises(UserError, match="not a folder"):
-        checkpoints.inspect_run(stage())
+    with pytest.raises(UserError, match="cannot be written to"):
+        inspect_run(stage())

@@ -2,11 +2,16 @@
 
 import json
 import os
+import sys
+from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
+from deepspeed import comm as dist
 
-from ds_fp8.train import load_stage, loop, train
+from ds_fp8.train import load_stage, loop, step, train
+from ds_fp8.train.batches import BatchesAhead
 from ds_fp8.train.metrics import read_metrics
 from ds_fp8.train.spikes import SpikeDetector
 
@@ -22,21 +27,31 @@ SETTINGS = {
 }
 
 
-def run(file, cache, overrides, spikes=(), not_finite=()):
-    """Train on this rank, with spikes at the losses of these ordinals and loss that is not finite at these steps."""
-    os.environ["DS_FP8_CACHE"] = cache
-    seen = []
+def detector(spikes, seen):
+    """Return a detector class for which the losses of these ordinals are spikes; `seen` receives all it observes."""
 
     class Injected(SpikeDetector):
         def observe(self, loss):
             seen.append(loss)
             return 99.0 if len(seen) in spikes else super().observe(loss)
 
-    def totals(batches, count=loop.step_totals):
-        labels, tokens = count(batches)
-        return (labels * float("nan") if len(seen) + 1 in not_finite else labels), tokens
+    return Injected
 
-    with mock.patch.object(loop, "SpikeDetector", Injected), mock.patch.object(loop, "step_totals", totals):
+
+def run(file, cache, overrides, spikes=(), not_finite=()):
+    """Train on this rank, with spikes at the losses of these ordinals and loss that is not finite at these steps."""
+    os.environ["DS_FP8_CACHE"] = cache
+    seen = []
+
+    class Broken(BatchesAhead):
+        def take(self, data_step):
+            batches = super().take(data_step)
+            return replace(batches, items=batches.items * float("nan")) if len(seen) + 1 in not_finite else batches
+
+    with (
+        mock.patch.object(loop, "SpikeDetector", detector(spikes, seen)),
+        mock.patch.object(step, "BatchesAhead", Broken),
+    ):
         return train(load_stage(file, overrides))
 
 
@@ -60,7 +75,7 @@ def test_a_spike_is_undone_and_its_data_left_out(stage, ranks, tmp_path, cache_h
     assert result["rollbacks"] == 1
     assert [(e["event"], e["step"], e["from_step"]) for e in events_of(folder)] == [("rollback", 4, 5)]
     assert [r["step"] for r in read_metrics(folder / "metrics.jsonl", 100) if "loss" in r] == list(range(1, 9))
-    marker = json.loads((folder / "checkpoints" / "step_8" / "complete.json").read_text())
+    marker = json.loads((folder / "checkpoints" / "step_8" / "manifest.json").read_text())
     assert (marker["step"], marker["data_step"]) == (8, 9)
     # A run that begins at that checkpoint finds the same state and the same data behind the gap.
     overrides = [f"train.resume={folder}/checkpoints/step_4", f"train.run_dir={tmp_path}/branch", "train.steps=4"]
@@ -100,3 +115,44 @@ def test_another_number_of_ranks_goes_on_with_the_next_batch(stage, ranks, tmp_p
     assert losses_of(tmp_path / "parts") == pytest.approx(losses_of(tmp_path / "whole"), rel=TOLERANCE)
     left = {path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()}
     assert left == {"latest", "zero_to_fp32.py", "zero_to_torch.py", "step_2", "step_4", "step_6"}
+
+
+def counted_run(file, cache, overrides):
+    """Train on this rank, with a spike at step 6; returns how many all-reduces training steps needed for themselves."""
+    os.environ["DS_FP8_CACHE"] = cache
+    stage = load_stage(file, overrides)
+    counts, all_reduce = [], dist.all_reduce
+
+    def counted(*args, **kwargs):
+        counts.append(sys._getframe(1).f_code.co_filename)
+        return all_reduce(*args, **kwargs)
+
+    # However slow the machine is, it is log_every alone that says when losses are read.
+    unhurried = mock.patch.object(step, "SECONDS_UNREAD", 1e9)
+    spiked = mock.patch.object(loop, "SpikeDetector", detector((6,), []))
+    with unhurried, spiked, mock.patch.object(dist, "all_reduce", counted):
+        train(stage)
+    return sum(Path(caller).name in ("step.py", "interrupt.py", "batches.py") for caller in counts)
+
+
+def test_steps_that_log_nothing_read_nothing_and_train_the_same(stage, ranks, tmp_path, cache_home):
+    """Losses are read, and looked at for spikes, when they are logged; none is missed."""
+
+    def go(name, log_every):
+        overrides = ["train.spike=warn", "train.save_every=null", "train.steps=12"]
+        overrides += [f"train.run_dir={tmp_path}/{name}", f"train.log_every={log_every}"]
+        reductions = ranks(2, counted_run, stage, str(cache_home), overrides)[0]
+        records = read_metrics(tmp_path / name / "metrics.jsonl", 100)
+        weights = (tmp_path / name / "model" / "model.safetensors").read_bytes()
+        return reductions, {r["step"]: r for r in records if "loss" in r}, weights
+
+    every_reductions, every, weights = go("every", 1)
+    seldom_reductions, seldom, same = go("seldom", 4)
+    assert list(seldom) == [1, 4, 8, 12]
+    for number, record in seldom.items():
+        for key in ("loss", "learning_rate", "gradient_norm", "tokens", "grad_bytes"):
+            assert record[key] == every[number][key], key
+    for name in ("every", "seldom"):
+        assert [(e["event"], e["step"]) for e in events_of(tmp_path / name)] == [("spike", 6)]
+    assert weights == same
+    assert every_reductions - seldom_reductions >= 8 * 3  # losses, figures and signals of eight steps

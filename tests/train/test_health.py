@@ -2,17 +2,19 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from matplotlib.image import imread
 
-from ds_fp8.modules.linear import FP8Linear
-from ds_fp8.modules.monitor import TENSOR_CLASSES, CastFigures
-from ds_fp8.train.health import FIGURES, health_curves, health_record, layers_in_bf16
-from ds_fp8.train.heat_maps import write_heat_maps
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.monitor.cast_monitor import TENSOR_CLASSES, CastFigures
+from ds_fp8.monitor.heat_maps import write_heat_maps
+from ds_fp8.monitor.records import FIGURES, health_curves, health_record, layers_in_bf16
+from ds_fp8.train import health
 from ds_fp8.train.metrics import MetricsLog, read_metrics
-from tests.modules.hugging_face import causal_lm, tokens
+from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 
 LOSSES = 0.03
@@ -21,15 +23,19 @@ SITES = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down
 ALL_SITES = [f"model.layers.{layer}.{site}" for layer in range(2) for site in SITES]
 
 
-def build(section, fuse="auto", zero=None):
+def build(section, fuse="auto", zero=None, **changes):
     """An engine around a tiny Qwen2, and a function that trains it one step and returns the loss."""
     from deepspeed import comm as dist
 
     import ds_fp8
 
     model = causal_lm("qwen2")
-    config = models.config(section and {"fuse": fuse, **section}, **(zero or {}))
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    config = models.config(section and {"fuse": fuse, **section}, **(zero or {})) | changes
+    config = {key: value for key, value in config.items() if value is not None}
+    parameters = list(model.parameters())
+    # Without an "optimizer" section both twins get this package's.
+    optimizer = None if "optimizer" in config else ds_fp8.AdamW(parameters, lr=3e-4)
+    engine = ds_fp8.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)[0]
     world = dist.get_world_size()
 
     def step(number):
@@ -98,9 +104,9 @@ def test_figures_of_weights_are_those_of_the_master_weights_however_they_are_gat
         assert (figures.scale_min, figures.scale_max) == (min(scales), max(scales))
 
 
-def degrade(section, fuse="auto", zero=None, move=(), steps=5):
+def degrade(section, fuse="auto", zero=None, move=(), steps=5, changes=None):
     """(losses, lines said, layers moved, names of FP8 linears left, weights, bytes by step) of this rank."""
-    engine, step = build(section, fuse, zero)
+    engine, step = build(section, fuse, zero, **(changes or {}))
     health, said = engine.fp8.health, []
     if health is not None:
         health.say = said.append
@@ -128,7 +134,7 @@ REUSE = {"stage3_prefetch_bucket_size": 50000, "stage3_max_reuse_distance": 10**
 @pytest.fixture(scope="module")
 def twins(ranks):
     """(in BF16, in FP8 throughout) on two ranks."""
-    return ranks(2, degrade, None), ranks(2, degrade, QUIET)
+    return ranks(2, degrade, {"enabled": False}), ranks(2, degrade, QUIET)
 
 
 @pytest.mark.parametrize(("fuse", "zero", "count"), [("auto", {}, 2), ("auto", REUSE, 2), ("off", {}, 14)])
@@ -165,11 +171,14 @@ def test_one_layer_alone_is_moved(ranks, twins, fuse, layer, linears):
     assert same_weights(results)
 
 
-def test_a_model_that_has_moved_as_a_whole_trains_as_bf16_does_bit_for_bit(ranks, twins):
+def test_a_model_that_has_moved_as_a_whole_trains_as_bf16_does_bit_for_bit(ranks):
+    """With one optimizer for both, and without clipping: the own step sums the norm in another order."""
     section = {**QUIET, "loss": "off", "grad_reduce": {"format": "bf16"}}
-    moved = ranks(2, degrade, section, "auto", None, ["model.layers.0", "model.layers.1"])
-    assert [result[0] for result in moved] == [result[0] for result in twins[0]]
-    assert all(torch.equal(weight, twins[0][0][4][name]) for name, weight in moved[0][4].items())
+    alike = {"gradient_clipping": 0.0, "optimizer": None, "zero_allow_untested_optimizer": True}
+    moved = ranks(2, degrade, section, "auto", None, ["model.layers.0", "model.layers.1"], 5, alike)
+    twins = ranks(2, degrade, {"enabled": False}, "auto", None, (), 5, alike)
+    assert [result[0] for result in moved] == [result[0] for result in twins]
+    assert all(torch.equal(weight, twins[0][4][name]) for name, weight in moved[0][4].items())
 
 
 # ---------------------------------------------------------------- what a run leaves
@@ -207,6 +216,30 @@ def test_the_picture_shows_layers_that_left(tmp_path):
 def test_no_measurement_is_no_picture(tmp_path):
     assert not write_heat_maps(tmp_path / "health.png", [{"step": 1, "loss": 2.0}])
     assert not (tmp_path / "health.png").exists()
+
+
+def pictures_of_saves(folder, moments):
+    """Whether a picture is drawn at saves at these moments, in seconds from the start, and at the end of the run."""
+    log = MetricsLog(folder / "metrics.jsonl", [health_record(1, {"input": {"a": figures()}})], writes=False)
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    picture = folder / health.PICTURE
+
+    def drawn(moment, **options):
+        clock.now = moment
+        run.draw(**options)
+        found = picture.exists()
+        picture.unlink(missing_ok=True)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(health, "time", clock)
+        run = health.RunHealth(None, folder, log, print, print)
+        return [*(drawn(moment, now=False) for moment in moments), drawn(moments[-1])]
+
+
+def test_frequent_saves_do_not_wait_for_a_picture_each(ranks, tmp_path):
+    drawn = ranks(2, pictures_of_saves, tmp_path, [1.0, 599.0, 601.0, 602.0, 1200.0, 1201.0])[0]
+    assert drawn == [False, False, True, False, False, True, True]
 
 
 def run_stage(file, overrides):

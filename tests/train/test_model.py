@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_tokenizer
-from ds_fp8.errors import UserError
 from ds_fp8.train import load_stage
 from ds_fp8.train.model import build_model, load_model_config
 
@@ -59,6 +59,12 @@ WRONG = [
     ("model.config.hidden_size=wide", "model.config", "hidden_size"),
     ("model.config.num_attention_heads=7", "model.config.num_attention_heads", "does not divide"),
     ("model.config.num_key_value_heads=2", "model.config.num_key_value_heads", "do not divide"),
+    ("model.config.num_attention_heads=0", "model.config", "ZeroDivisionError"),
+    ("model.config.hidden_act=nope", "model.config", "nope"),
+    ("model.config.intermediate_size=0", "model.config", "no elements"),
+    ("model.config.num_hidden_layers=100000000", "model.config.num_hidden_layers", "at most"),
+    ("model.config.intermediate_size=100000000000", "model.config", "GiB"),
+    ("model.config.attention_dropout=2.0", "model.config.attention_dropout", "probability"),
     ("data.sequence_length=129", "data.sequence_length", "max_position_embeddings 128"),
     ("model.config.vocab_size=100", "model.config.vocab_size", "vocabulary 100"),
 ]

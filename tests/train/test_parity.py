@@ -8,34 +8,33 @@ from statistics import stdev
 
 import pytest
 
+from ds_fp8.report import charts
+from ds_fp8.report.parity import compare, comparisons_in, run_folder, twin_overrides
+from ds_fp8.report.verdict import judge, judge_all, judge_seeds, seed_noise
 from ds_fp8.train import load_stage
-from ds_fp8.train.parity import compare, judge, twin_overrides, write
-from ds_fp8.train.twin_report import RunRecord
+from tests.report.runs import finished_run
 from tests.train.conftest import ROOT
-from tests.train.test_twin_report import finished_run
 
 
-def runs_of(tmp_path, fp8: list[float], bf16: list[float]):
-    losses = {"fp8": fp8, "bf16": bf16}
-    for kind, values in losses.items():
-        for seed, loss in enumerate(values):
-            finished_run(tmp_path / kind / str(seed), loss, 10, 0.5)
-    return {
-        kind: [RunRecord(tmp_path / kind / str(seed)) for seed in range(len(values))] for kind, values in losses.items()
-    }
+def runs_of(tmp_path, fp8: list[float], bf16: list[float], first=7):
+    for kind, values in {"fp8": fp8, "bf16": bf16}.items():
+        for seed, loss in enumerate(values, start=first):
+            finished_run(run_folder(tmp_path, kind, seed), loss, 10, 0.5, enabled=kind == "fp8")
+    return comparisons_in(tmp_path, range(first, first + len(fp8)))
 
 
 def test_the_gap_is_a_mean_over_seeds_and_the_noise_is_bf16s(tmp_path):
-    comparison = compare(runs_of(tmp_path, [2.02, 2.00, 2.05], [2.0, 2.02, 2.04]), [7, 8, 9])
+    comparison = compare(runs_of(tmp_path, [2.02, 2.00, 2.05], [2.0, 2.02, 2.04]))
     gaps = [2.02 / 2.0 - 1, 2.00 / 2.02 - 1, 2.05 / 2.04 - 1]
     assert comparison["gaps"] == pytest.approx(gaps)
     assert comparison["gap"] == pytest.approx(sum(gaps) / 3)
     assert comparison["gap_standard_error"] == pytest.approx(stdev(gaps) / 3**0.5)
     assert comparison["seed_noise"] == pytest.approx(0.02 / 2.02)
+    assert comparison["seeds"] == [7, 8, 9]
 
 
 def test_one_seed_has_no_noise(tmp_path):
-    comparison = compare(runs_of(tmp_path, [2.002], [2.0]), [7])
+    comparison = compare(runs_of(tmp_path, [2.002], [2.0]))
     assert comparison["seed_noise"] is comparison["gap_standard_error"] is None
     assert comparison["passed"]
 
@@ -58,12 +57,20 @@ def test_verdicts(gap, error, word, passed):
     assert verdict.passed == passed
 
 
-@pytest.mark.parametrize("seeds", [1, 2])
-def test_figures_and_picture_are_written(seeds, tmp_path):
-    comparison = compare(runs_of(tmp_path, [2.0] * seeds, [2.0] * seeds), list(range(seeds)))
-    numbers, picture = write(comparison, tmp_path / "out")
-    assert json.loads(numbers.read_text())["final_loss"] == {"fp8": [2.0] * seeds, "bf16": [2.0] * seeds}
-    assert picture.read_bytes().startswith(b"\x89PNG")
+def test_a_report_over_seeds_shows_their_mean_and_noise(tmp_path):
+    twins = runs_of(tmp_path, [2.02, 2.00], [2.0, 2.02])
+    verdict = judge_all(twins)
+    assert verdict == judge_seeds(twins)
+    assert "standard error" in verdict.words
+    picture = charts.gaps_of_seeds(twins, seed_noise(twins), 0.0025)
+    for words in ("BF16's own seeds", "seed 7", "seed 8"):
+        assert words in picture
+
+
+def test_a_loss_that_is_not_finite_is_no_comparison(tmp_path):
+    comparison = compare(runs_of(tmp_path, [2.0, None], [2.0, 2.0]))
+    assert not comparison["passed"]
+    assert "not finite" in comparison["verdict"]
 
 
 @pytest.mark.parametrize("name", ["cpt", "cpt_decay", "sft_stage1"])
@@ -88,9 +95,10 @@ def test_the_script_trains_twins_and_gives_its_verdict(tiny, write, cache_home, 
     file = write(tiny)
     command = [sys.executable, str(ROOT / "scripts" / "parity.py"), "--deepspeed_config", str(file)]
     command += ["--steps", "2", "--set", "data.examples=100", "--out", "out", "--tolerance", "0.5"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "equal: " in result.stdout
+    assert "<svg" in (tmp_path / "out" / "report.html").read_text()
     figures = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert figures["steps"] == 2
     assert list(figures["curves"]["fp8"][0]["loss"]) == ["1", "2"]

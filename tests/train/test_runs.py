@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ds_fp8.commands.train import main
 from ds_fp8.data import build_data, build_tokenizer, rows_of_step
-from ds_fp8.train import load_stage
-from ds_fp8.train.checkpoints import newest_step
+from ds_fp8.train import load_stage, train
 from ds_fp8.train.metrics import read_metrics
 from ds_fp8.train.model import build_model, load_model_config
 
@@ -48,56 +50,48 @@ def measured(run_dir: Path) -> list[dict]:
     return [{key: value for key, value in record.items() if key in TRAINING} for record in records]
 
 
-def test_a_run_stopped_by_signals_and_resumed_equals_an_uninterrupted_one(tiny, write, launch, tmp_path):
-    tiny["train"] |= {"steps": 24, "eval_every": 8, "exact_match_problems": 5, "max_new_tokens": 3}
-    file = write(tiny)
-    output = finish(launch(file, "train.run_dir=whole"))
-    assert "loss" in output
-    assert "tokens/s" in output
+def train_on_these_ranks(file: Path, run_dir: Path, cache: str) -> None:
+    os.environ["DS_FP8_CACHE"] = cache
+    train(load_stage(file, [f"train.run_dir={run_dir}"]))
 
-    one_rank = launch(file, "train.run_dir=parts")
-    wait_for_step(tmp_path / "parts", 3, one_rank)
-    process_of_rank(one_rank, 1).send_signal(signal.SIGUSR1)
-    assert "the same command resumes" in finish(one_rank, 143)
-    assert not (tmp_path / "parts" / "result.json").exists()
-    stopped = [record["step"] for record in measured(tmp_path / "parts")][-1]
+
+def test_a_run_stopped_by_signals_and_resumed_equals_an_uninterrupted_one(
+    tiny, write, launch, ranks, tmp_path, cache_home, monkeypatch, capsys
+):
+    """Stopped by a rank and by the launcher; undisturbed, and resumed for the last time, on ranks without one."""
+    tiny["train"] |= {"steps": 24, "eval_every": 8, "exact_match_problems": 5, "max_new_tokens": 3}
+    file, run_dir = write(tiny), tmp_path / "parts"
+    by_rank = launch(file, f"train.run_dir={run_dir}")
+    wait_for_step(run_dir, 3, by_rank)
+    process_of_rank(by_rank, 1).send_signal(signal.SIGUSR1)
+    output = finish(by_rank, 143)
+    assert all(words in output for words in ("the same command resumes", "loss", "tokens/s"))
+    assert not (run_dir / "result.json").exists()
+    stopped = [record["step"] for record in measured(run_dir)][-1]
     assert 3 <= stopped < 20
 
-    the_command = launch(file, "train.run_dir=parts")
-    wait_for_step(tmp_path / "parts", stopped + 2, the_command)
+    the_command = launch(file, f"train.run_dir={run_dir}")
+    wait_for_step(run_dir, stopped + 2, the_command)
     started = psutil.Process(the_command.pid).children(recursive=True)
     the_command.terminate()
     the_command.communicate(timeout=60)
     assert psutil.wait_procs(started, timeout=60)[1] == []
-    assert not (tmp_path / "parts" / "result.json").exists()
-    finish(launch(file, "train.run_dir=parts"))
+    assert not (run_dir / "result.json").exists()
 
-    assert measured(tmp_path / "parts") == measured(tmp_path / "whole")
-    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts")]
+    for folder in (run_dir, tmp_path / "whole"):
+        ranks(2, train_on_these_ranks, file, folder, str(cache_home))
+    assert measured(run_dir) == measured(tmp_path / "whole")
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in (tmp_path / "whole", run_dir)]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
-    before = (tmp_path / "parts" / "result.json").read_bytes()
-    assert "nothing to do" in finish(launch(file, "train.run_dir=parts", ranks=0))
-    assert (tmp_path / "parts" / "result.json").read_bytes() == before
-
-
-def test_a_killed_run_goes_on_from_its_last_checkpoint(tiny, write, launch, tmp_path):
-    tiny["train"] |= {"steps": 30, "save_every": 4, "keep_last": 1}
-    file = write(tiny)
-    killed = launch(file, ranks=0)
-    wait_for_step(tmp_path / "run", 6, killed)
-    killed.kill()
-    killed.communicate()
-    before = measured(tmp_path / "run")
-    step = newest_step(tmp_path / "run")
-    assert 4 <= step < 30
-
-    finish(launch(file, ranks=0))
-    after = measured(tmp_path / "run")
-    assert [record["step"] for record in after if "loss" in record] == list(range(1, 31))
-    assert before == after[: len(before)]  # the steps after the checkpoint came out the same again
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_30"]
+    before = (run_dir / "result.json").read_bytes()
+    monkeypatch.setattr(sys, "argv", ["train", str(file), "--set", f"train.run_dir={run_dir}"])
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main() == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert (run_dir / "result.json").read_bytes() == before
 
 
 def test_the_same_stage_trains_on_a_file_of_ones_own(tiny, write, launch, tmp_path):
@@ -154,9 +148,17 @@ def test_losses_are_means_over_all_label_tokens_and_the_result_is_usable(tiny, w
     assert result["final_loss"] == pytest.approx(token_mean_loss(trained, validation), rel=2e-4)
     assert result["final_loss"] < result["first_validation_loss"]
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").get_vocab() == tokenizer.get_vocab()
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", tokenizer.eos_token])
+    assert trained.generation_config.eos_token_id == ends
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "run" / "model").iterdir()} == {0o644}
 
     assert result["exact_match"]["problems"] == 3
     assert result["exact_match"]["before"] == 0
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl", 10**9)
+    [*_, last] = (record["answers"] for record in records if record.get("event") == "answers")
+    asked = [tokenizer.decode(question.prompt, skip_special_tokens=True) for question in data.questions[:3:2]]
+    assert [answer["prompt"] for answer in last] == asked  # rank 0's
+    assert all(answer["expected"] and not answer["right"] for answer in last)
     assert min(result["bytes_per_step"]["all_gather_bytes"], result["bytes_per_step"]["grad_bytes"]) > 0
     assert (result["steps"], result["skipped_steps"], result["ranks"]) == (2, 0, 2)
     logged = {path.name for path in (tmp_path / "csv" / "tiny").iterdir()}

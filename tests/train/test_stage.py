@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
+from ds_fp8.engine.deepspeed_values import known_keys
 from ds_fp8.train import load_stage
-from ds_fp8.train.deepspeed_config import known_keys, resolve_batch
+from ds_fp8.train.deepspeed_config import resolve_batch
 
 QUICKSTART = sorted((Path(__file__).parents[2] / "ds_configs" / "quickstart").glob("*.json"))
 
@@ -92,6 +93,25 @@ WRONG = [
     ("optimizer.type=AdamX", "optimizer.type", "AdamX"),
     ("optimizer.params.beta=0.9", "optimizer.params", "beta"),
     ('scheduler={"type": "WarmupLR"}', "scheduler", "train.schedule"),
+    ("gradient_clipping=auto", "gradient_clipping", '"auto"'),
+    ("prescale_gradients=true", "prescale_gradients", "reduce-scatter"),
+    ("optimizer.params.betas=[0.9]", "optimizer.params.betas", "pair"),
+    ("optimizer.params.eps=0", "optimizer.params", "nan"),
+    ("optimizer.type=SGD", "optimizer.type", "zero_allow_untested_optimizer"),
+    ("train.seed=-1", "train.seed", "greater than or equal to 0"),
+    ("train.seed=99999999999", "train.seed", "less than"),
+    ("zero_optimization.reduce_bucket_size=1000000000000000", "zero_optimization.reduce_bucket_size", "buffer"),
+    ("zero_optimization.zero_quantized_weights=true", "zero_optimization.zero_quantized_weights", "quantise"),
+    ('csv_monitor={"enabled": true, "output_path": "/dev/null"}', "csv_monitor.output_path", "written"),
+    ('tensorboard={"enabled": true, "job_name": "/proc/x"}', "tensorboard.output_path", "written"),
+    ('comet={"enabled": true}', "comet.enabled", "not installed"),
+    ("train.run_dir=/dev/null/run", "train.run_dir", "written"),
+    ('autotuning={"enabled": true}', "autotuning", "sweep"),
+    ('fp16={"enabled": true}', "fp16", "BF16"),
+    ("train_micro_batch_size_per_gpu=100000000", "train_micro_batch_size_per_gpu", "more than"),
+    ("gradient_accumulation_steps=10000000", "gradient_accumulation_steps", "more than"),
+    ("data.path=", "data.path", "at least 1 character"),
+    ("data.examples=100000000000", "data.examples", "less than"),
     ("train_batch_size=7", "train_batch_size", "2 (train_micro_batch_size_per_gpu) x 1"),
     ("train_micro_batch_size_per_gpu=0", "train_micro_batch_size_per_gpu", "at least 1"),
     ("train_micro_batch_size_per_gpu=auto", "train_micro_batch_size_per_gpu", "auto"),
@@ -114,6 +134,14 @@ def test_a_mistake_names_file_key_and_remedy(override, key, words, tiny, write):
     assert str(file) in screen
     assert words in screen
     assert len(screen.splitlines()) < 20
+
+
+@pytest.mark.parametrize("size", ["", "two", "0", "-1", "9" * 30])
+def test_a_number_of_ranks_that_is_none_is_refused(size, tiny, write, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(UserError, match="WORLD_SIZE") as caught:
+        load_stage(write(tiny))
+    assert caught.value.remedy
 
 
 @pytest.mark.parametrize("section", ["data", "train", "optimizer"])
@@ -139,7 +167,7 @@ def test_a_schedule_longer_than_the_epochs_is_refused(tiny, write):
 
 
 def test_bad_json_is_located(write):
-    file = write('{\n  "train": {"steps": 3,}\n}')
+    file = write('{\n  "train": {"steps": 3;}\n}')
     with pytest.raises(UserError, match="not valid JSON") as caught:
         load_stage(file)
     assert "line 2, column 2" in str(caught.value)

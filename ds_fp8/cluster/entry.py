@@ -1,0 +1,48 @@
+"""The frame of a rank's script: however `main` ends, all ranks end, with one exit code."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch.distributed
+
+from ds_fp8.cluster import watchdog
+from ds_fp8.cluster.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_USER_ERROR
+from ds_fp8.cluster.guardian.messages import ERROR, LOST, USER
+from ds_fp8.config.errors import UserError, main_entry
+
+# Gloo raises plain RuntimeErrors.
+_LINK = re.compile(r"gloo|NCCL|connection (reset|closed)|socket|timed out", re.IGNORECASE)
+
+
+def rank_entry(main: Callable[[], int | None]) -> None:
+    """Run `main` and exit with its result, as `main_entry`; a rank that fails ends the others, too.
+
+    `main` starts the watchdog; without one this is `main_entry`. Exit codes are those of cluster.exit_codes.
+    """
+
+    def guarded() -> int | None:
+        try:
+            code = main()
+        except UserError as error:
+            watchdog.fail(USER, str(error), EXIT_USER_ERROR)
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            watchdog.fail(LOST if lost_others(error) else ERROR, reason, EXIT_LOST)
+            sys.exit(EXIT_FAILED)
+        watchdog.leave()
+        return code
+
+    main_entry(guarded)
+
+
+def lost_others(error: Exception) -> bool:
+    """Return whether an exception says that another rank, or the output's reader, is gone."""
+    if isinstance(error, torch.distributed.DistError | BrokenPipeError):
+        return True
+    return type(error) is RuntimeError and _LINK.search(str(error)) is not None

@@ -1,0 +1,142 @@
+"""Launching a job on the hosts of a hostfile, and again after it lost one of them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ds_fp8.cluster.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_USER_ERROR
+from ds_fp8.cluster.hostfile import Host, read_hostfile
+from ds_fp8.config.errors import UserError
+
+_CONNECT = 10
+"""Seconds in which a host must answer ssh."""
+_DEAD_LINK = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
+"""ssh ends by itself 20 s after a host falls silent; by default it waits for ever, and pdsh and deepspeed with it."""
+_SSH = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}")
+_SETTLE = 15.0
+"""Seconds before a restart: guardians on a host that was cut off end their ranks after 30 s, ssh after 20."""
+_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start a job.
+
+    command: the script and its arguments, the same on all hosts.
+    options: further options of the deepspeed command, such as `--master_port 29501`.
+    max_restarts: how often to start it again after a loss.
+    min_hosts: how many hosts must be left for that; None for all of them.
+    """
+
+    command: Sequence[str]
+    options: Sequence[str] = ()
+    max_restarts: int = 0
+    min_hosts: int | None = None
+
+
+def launch(hostfile: str | os.PathLike, job: Launch) -> int:
+    """Run a job on the hosts of a hostfile until it is done, has failed, or was lost too often.
+
+    Returns:
+        One of cluster.exit_codes.
+
+    Raises:
+        UserError: for a mistake in the hostfile, a missing program, or hosts that do not answer.
+    """
+    hosts = read_hostfile(hostfile)
+    for program in ("pdsh", "ssh"):
+        if shutil.which(program) is None:
+            raise UserError(
+                f"there is no {program} on this host", remedy=f"install {program} (Debian: apt install pdsh)"
+            )
+    fewest = len(hosts) if job.min_hosts is None else job.min_hosts
+    for attempt in range(job.max_restarts + 1):
+        silent = unreachable(hosts)
+        there = [host for host in hosts if host.name not in silent]
+        # The first start is on all hosts: one that is missing then is a mistake, not a loss.
+        if silent and (attempt == 0 or len(there) < fewest):
+            raise UserError(
+                "no ssh to " + ", ".join(f"{name} ({reason})" for name, reason in silent.items()),
+                file=hostfile,
+                remedy="make `ssh HOST true` work without a password, or take the host out"
+                + (f"; {fewest} hosts are needed (--min-hosts)" if attempt else ""),
+            )
+        if silent:
+            _say(f"going on with {len(there)} of {len(hosts)} hosts, without {', '.join(silent)}")
+        code = _meaning(_run(there, job, attempt, first_is_there=there[0] == hosts[0]))
+        if code != EXIT_LOST or attempt == job.max_restarts:
+            return code
+        time.sleep(_SETTLE)
+        _say(f"restart {attempt + 1} of {job.max_restarts}, from the last checkpoint")
+    return EXIT_LOST
+
+
+def unreachable(hosts: Sequence[Host]) -> dict[str, str]:
+    """Return the reason, in ssh's words, for every host on which ssh cannot run a command."""
+
+    def ask(host: Host) -> str | None:
+        command = ["ssh", *_SSH, host.name, "true"]
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * _CONNECT)
+        except subprocess.TimeoutExpired:
+            return "no answer"
+        words = done.stderr.decode(errors="replace").strip().splitlines()
+        return None if done.returncode == 0 else (words[-1] if words else f"exit code {done.returncode}")
+
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        answers = dict(zip([host.name for host in hosts], pool.map(ask, hosts), strict=True))
+    return {name: reason for name, reason in answers.items() if reason is not None}
+
+
+def _run(hosts: Sequence[Host], job: Launch, attempt: int, first_is_there: bool) -> int:
+    """Run one attempt and return deepspeed's exit code, or EXIT_INTERRUPTED after a signal, which is passed on."""
+    options = list(job.options)
+    if "--master_addr" in options and not first_is_there:
+        place = options.index("--master_addr")
+        del options[place : place + 2]
+    if "--master_port" not in options:
+        options += ["--master_port", str(_PORT + attempt)]  # the last attempt's port may still be taken
+    append = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    environment = {**os.environ, "PDSH_SSH_ARGS_APPEND": f"{append} {shlex.join([*_SSH, *_DEAD_LINK])}".strip()}
+    with tempfile.NamedTemporaryFile("w", prefix="hostfile-") as hostfile:
+        hostfile.writelines(f"{host.name} slots={host.slots}\n" for host in hosts)
+        hostfile.flush()
+        # --force_multi: a single host that is left is not necessarily this one.
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile.name, "--force_multi"]
+        process = subprocess.Popen([*command, *options, *job.command], env=environment)
+        stopped = False
+
+        def stop(number: int, frame: object) -> None:
+            nonlocal stopped
+            stopped = True
+            process.send_signal(signal.SIGTERM)
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            code = process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return EXIT_INTERRUPTED if stopped else code
+
+
+def _meaning(code: int) -> int:
+    """Return the exit code of a run for deepspeed's, which is the largest of all hosts' or ssh's own."""
+    if code in (EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED):
+        return code
+    # 126 and 127: no such program on a host. Above: a signal, or ssh without a host.
+    return EXIT_LOST if code == EXIT_LOST or code < 0 or code > 127 else EXIT_FAILED
+
+
+def _say(line: str) -> None:
+    print(f"launcher: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,202 @@
+"""The manifest of a checkpoint: what was saved, and by which sizes and hashes it is recognised as whole.
+
+A checkpoint is a folder `step_N` with files and `manifest.json`, which ends in a checksum of itself. It is written in
+`step_N.part` and renamed when the manifest and every file are on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from ds_fp8.train.durable import write_atomically
+from ds_fp8.zero.safe_load import load_tensors
+
+NAME = "manifest.json"
+FORMAT = 1
+_CHUNK_BYTES = 16 * 2**20
+_MAX_THREADS = 8
+
+
+class Damaged(Exception):
+    """Raised for a checkpoint that is not whole; the message says in what way."""
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """One file of a checkpoint."""
+
+    bytes: int
+    hash: str
+    """XXH3, 128 bits, in hexadecimal digits."""
+    rank: int
+    """The rank that wrote it."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is of."""
+
+    step: int
+    """Optimizer steps of the stage that are done."""
+    ranks: int
+    """Number of ranks that wrote it."""
+    global_batch: int
+    data_step: int
+    """Batches of training data that are used up or left out."""
+    losses: tuple[float, ...]
+    """The last losses, for the detection of spikes."""
+    config: dict[str, Any]
+    """The stage's JSON."""
+    versions: dict[str, str]
+    files: dict[str, SavedFile]
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest of the checkpoint in `folder`, flushed to the disk."""
+        content = {"format": FORMAT, **asdict(self)}
+        write_atomically(folder / NAME, json.dumps({**content, "checksum": _checksum(content)}, indent=1))
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Return the manifest of the checkpoint in `folder`.
+
+        Raises:
+            Damaged: it is missing, unreadable, altered, or of another step than the folder's name says.
+        """
+        try:
+            content = json.loads(_read_small(folder / NAME))
+            checksum, version = content.pop("checksum"), content.pop("format")
+            if version != FORMAT:
+                raise Damaged(f"{NAME} has format {version!r}, and this version reads {FORMAT}")
+            if checksum != _checksum({"format": version, **content}):
+                raise Damaged(f"{NAME} was altered: its checksum differs")
+            content["losses"] = tuple(content["losses"])
+            content["files"] = {name: SavedFile(**saved) for name, saved in content["files"].items()}
+            manifest = cls(**content)
+        except FileNotFoundError:
+            raise Damaged(f"{NAME} is missing") from None
+        except OSError as error:
+            raise Damaged(f"{NAME} cannot be read: {error.strerror or error}") from None
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise Damaged(f"{NAME} is not the manifest of a checkpoint") from None
+        if folder.name not in (f"step_{manifest.step}", f"step_{manifest.step}.part"):
+            raise Damaged(f"{NAME} belongs to step {manifest.step}")
+        unlisted = {path.name for path in folder.glob("*.pt")} - manifest.files.keys()
+        if unlisted:
+            raise Damaged(f"{min(unlisted)} is not in {NAME}")
+        return manifest
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files together."""
+        return sum(saved.bytes for saved in self.files.values())
+
+    def names_for(self, rank: int, world: int) -> list[str]:
+        """Return the files that this rank of `world` checks: those that it will load, where it wrote them."""
+        return [name for name, saved in self.files.items() if saved.rank % world == rank]
+
+    def problems(self, folder: Path, names: Iterable[str]) -> list[str]:
+        """Read these files of the checkpoint in `folder`, several at a time, and return what is wrong with them."""
+        names = list(names)
+        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+            found = threads.map(lambda name: _problem(folder / name, self.files[name]), names)
+            return [f"{name} {problem}" for name, problem in zip(names, found, strict=True) if problem]
+
+
+def save_file(state: Any, file: Path, rank: int) -> SavedFile:
+    """Write `state` with torch.save, flushed to the disk. Returns size and hash of what was meant to be written.
+
+    Raises OSError where that fails.
+    """
+    with file.open("wb") as raw:
+        stream = _HashingStream(raw)
+        try:
+            torch.save(state, stream)
+        except RuntimeError:
+            # torch's writer reports a failed write as an error of its own.
+            if stream.error is not None:
+                raise stream.error from None
+            raise
+        raw.flush()
+        os.fsync(raw.fileno())
+    return SavedFile(stream.bytes, stream.hash.hexdigest(), rank)
+
+
+def forget_cached(file: Path) -> None:
+    """Let the next reading of `file` come from the disk, where the system allows that."""
+    if hasattr(os, "posix_fadvise"):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+class _HashingStream:
+    """A file that hashes what is written to it."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self.hash = xxhash.xxh3_128()
+        self.bytes = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._raw.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.hash.update(data)
+        self.bytes += written
+        return written
+
+    def flush(self) -> None:
+        self._raw.flush()
+
+
+def _problem(file: Path, saved: SavedFile) -> str | None:
+    """Return what is wrong with a file of a checkpoint, None when it is as it was saved."""
+    try:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return "is not a file"
+        if status.st_size != saved.bytes:
+            return f"has {status.st_size:,} bytes instead of {saved.bytes:,}"
+        if _hash(file) != saved.hash:
+            return "has other content than was saved: its hash differs"
+        load_tensors(file)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _hash(file: Path) -> str:
+    digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(chunk):
+            digest.update(chunk[:count])
+    return digest.hexdigest()
+
+
+def _read_small(file: Path) -> str:
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise IsADirectoryError(None, "not a file")
+    return file.read_text()
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())

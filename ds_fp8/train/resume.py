@@ -1,0 +1,285 @@
+"""Where a run goes on: the state to begin with, from the newest checkpoint that is whole."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed import comm as dist
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.train.checkpoints import CHECKPOINTS, CONFIG, METRICS, MODEL, RESULT, SAVED, RunState, survey
+from ds_fp8.train.deepspeed_config import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
+from ds_fp8.train.durable import flush
+from ds_fp8.train.manifest import Damaged, Manifest
+from ds_fp8.train.processes import on_first_rank
+from ds_fp8.train.stage import Stage
+
+# What a rerun may change: how long, where, and what is measured and written. All else would make it another run.
+_FREE_TRAIN_KEYS = (
+    "run_dir",
+    "steps",
+    "log_every",
+    "eval_every",
+    "eval_batches",
+    "save_every",
+    "keep_last",
+    "keep_best",
+    "async_save",
+    "max_failed_saves",
+    "epochs",
+    "spike",
+    "spike_threshold",
+    "exact_match_problems",
+    "timeout",
+    "max_new_tokens",
+)
+BATCH_KEYS = (TRAIN_BATCH, MICRO_BATCH, ACCUMULATION)
+_FREE_DATA_KEYS = ("workers", "cache_dir")
+_FREE_SECTIONS = ("wandb", "tensorboard", "csv_monitor", "comet", "steps_per_print", "log_level")
+
+
+def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
+    """Return what is already in the stage's run folder, or where `train.resume` lets it begin. Writes nothing.
+
+    Args:
+        stage: the stage to start.
+        rejected: checkpoints to pass over.
+
+    Raises:
+        UserError: the folder belongs to another run, this run cannot go on from it, or all its checkpoints are damaged.
+    """
+    run_dir = stage.run_dir
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UserError(f"{run_dir} is not a folder", key="train.run_dir", remedy="choose another run_dir")
+    whole, damaged = survey(run_dir)
+    found = next(((folder, manifest) for folder, manifest in whole if folder not in rejected), None)
+    stored = _read_object(run_dir / CONFIG) or (found[1].config if found else None)
+    if stored is None:
+        foreign = [name for name in (CHECKPOINTS, METRICS, MODEL, RESULT, SAVED) if (run_dir / name).exists()]
+        if (run_dir / CONFIG).exists():
+            raise UserError(
+                f"{run_dir / CONFIG} is damaged, and no checkpoint tells what it said",
+                key="train.run_dir",
+                remedy="restore it from a copy, or choose another run_dir",
+            )
+        if foreign:
+            raise UserError(
+                f"{run_dir} holds {foreign[0]} but no {CONFIG}: it is not the folder of a run",
+                key="train.run_dir",
+                remedy="choose another run_dir",
+            )
+        return _branch(stage, rejected)
+    # Other ranks need other numbers for the same batch, which is checked as a whole.
+    free = BATCH_KEYS if found and found[1].ranks != stage.world else ()
+    _check_same_run(stage, stored, free)
+    result = _read_object(run_dir / RESULT)
+    length = ("steps", stage.train.steps) if stage.train.steps else ("epochs", stage.train.epochs)
+    if result and result.get(length[0]) == length[1]:
+        return RunState(result["steps"], result=result)
+    if found is None:
+        _refuse_to_start_anew(run_dir, damaged)
+        return _branch(stage, rejected)
+    folder, manifest = found
+    state = _state(folder, manifest, stage, manifest.step)
+    check_length(stage, state)
+    return state
+
+
+def check_length(stage: Stage, state: RunState) -> None:
+    """Raise UserError when more steps are done than the stage has."""
+    if stage.train.steps is not None and state.step > stage.train.steps:
+        raise UserError(
+            f"the run in {stage.run_dir} has already done {state.step} steps, and the stage has {stage.train.steps}",
+            key="train.steps",
+            remedy=f"at least {state.step}, or another run_dir",
+        )
+
+
+def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
+    """Return what `inspect_run` does, once every file of the checkpoint is found whole. Collective.
+
+    Each rank reads a part of it. A damaged checkpoint of the run is named and renamed to step_N.damaged.
+
+    Raises:
+        UserError: there are checkpoints, and none is whole.
+    """
+    rejected: set[Path] = set()
+    if dist.get_rank() == 0:
+        rejected |= {_set_aside(folder, reason, say) for folder, reason in survey(stage.run_dir)[1].items()}
+    while True:
+        state = on_first_rank(lambda: inspect_run(stage, rejected))
+        if state.checkpoint is None:
+            return state
+        problems = _problems_anywhere(state.checkpoint, say)
+        if not problems:
+            _tell_of_lost_steps(stage.run_dir, state.step, say)
+            return state
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        if dist.get_rank() == 0:
+            if state.step:
+                rejected.add(_set_aside(state.checkpoint, problems[0] + more, say))
+            else:  # another run's: not ours to rename
+                say(f"checkpoint {state.checkpoint} is damaged: {problems[0]}{more}")
+                rejected.add(state.checkpoint)
+
+
+def _branch(stage: Stage, rejected: Container[Path]) -> RunState:
+    """Return the state to begin with: nothing, or that of the checkpoint which `train.resume` names."""
+    if stage.train.resume is None:
+        return RunState()
+    named = Path(stage.train.resume).expanduser()
+    if (named / CHECKPOINTS).is_dir():
+        whole, damaged = survey(named)
+        found = [(folder, manifest) for folder, manifest in whole if folder not in rejected]
+    else:
+        found, damaged = [], {}
+        if named.is_dir():
+            try:
+                found = [(named, Manifest.read(named))] if named not in rejected else []
+            except Damaged as error:
+                damaged[named] = str(error)
+    if not found:
+        reasons = "".join(f"; {folder.name}: {reason}" for folder, reason in damaged.items())
+        raise UserError(
+            f"{named} holds no complete checkpoint{reasons}",
+            key="train.resume",
+            remedy=f"give a run_dir with checkpoints, or one of them: run_dir/{CHECKPOINTS}/step_N",
+        )
+    return _state(*found[0], stage, 0)
+
+
+def _state(folder: Path, manifest: Manifest, stage: Stage, step: int) -> RunState:
+    """Return the state of a checkpoint of this run, or at step 0 of another. Raises UserError for other batches."""
+    batch = manifest.global_batch
+    if batch != stage.global_batch:
+        raise UserError(
+            f"the checkpoint {folder} was made with batches of {batch}, and this stage has {stage.global_batch}: its "
+            "place in the data would be lost",
+            key="train_batch_size",
+            remedy=f'"train_batch_size": {batch}, with a micro-batch that divides it over {stage.world} ranks',
+        )
+    return RunState(step, manifest.data_step, manifest.losses, folder, manifest.ranks)
+
+
+def _refuse_to_start_anew(run_dir: Path, damaged: Mapping[Path, str]) -> None:
+    """Raise UserError where a run without a good checkpoint has had one."""
+    aside = [path.name for path in (run_dir / CHECKPOINTS).glob("step_*.damaged")]
+    reasons = [f"{folder.name}: {reason}" for folder, reason in damaged.items()] + aside
+    if not reasons and (run_dir / SAVED).exists():
+        reasons = ["what it saved is gone"]
+    if reasons:
+        raise UserError(
+            f"no checkpoint of the run in {run_dir} is good ({'; '.join(reasons)})",
+            key="train.run_dir",
+            remedy=f"restore a checkpoint into {run_dir / CHECKPOINTS}, or begin anew in another run_dir",
+        )
+
+
+def _set_aside(folder: Path, reason: str, say: Callable[[str], None]) -> Path:
+    """Rename a damaged checkpoint, where that is allowed, and say why; returns its folder as it was named."""
+    aside = folder.with_name(f"{folder.name}.damaged")
+    number = 2
+    while aside.exists():
+        aside, number = folder.with_name(f"{folder.name}.damaged-{number}"), number + 1
+    done = f"set aside as {aside.name}"
+    try:
+        folder.rename(aside)
+        flush(folder.parent)
+    except OSError as error:
+        done = f"it cannot be renamed ({error.strerror})"
+    say(f"WARNING: checkpoint {folder.name} is damaged: {reason}; {done}")
+    return folder
+
+
+def _tell_of_lost_steps(run_dir: Path, step: int, say: Callable[[str], None]) -> None:
+    newest = (_read_object(run_dir / SAVED) or {}).get("step")
+    if step and isinstance(newest, int) and newest > step:
+        say(f"WARNING: the run goes back to step {step}, although step {newest} was saved")
+
+
+def _problems_anywhere(folder: Path, say: Callable[[str], None]) -> list[str]:
+    """Read the whole checkpoint, each rank a part, and return on all ranks what is wrong with it. Collective."""
+    started = time.monotonic()
+    try:
+        manifest = Manifest.read(folder)
+        mine = manifest.problems(folder, manifest.names_for(dist.get_rank(), dist.get_world_size()))
+    except Damaged as error:
+        mine = [str(error)]
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    problems = [problem for part in found for problem in part]
+    if not problems:
+        seconds, size = time.monotonic() - started, manifest.bytes / 2**30
+        say(
+            f"checkpoint {folder.name}: {len(manifest.files)} files, {size:.2f} GiB, "
+            f"all as they were saved ({seconds:.1f} s)"
+        )
+    return problems
+
+
+def _read_object(file: Path) -> dict[str, Any] | None:
+    """Return the JSON object in `file`, None where there is none."""
+    try:
+        content = json.loads(file.read_text()) if file.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _check_same_run(stage: Stage, stored: dict[str, Any], free: Sequence[str]) -> None:
+    before, now = _fixed_keys(stored, free), _fixed_keys(stage.raw, free)
+    paths = stage.paths()
+    changed = sorted(
+        key
+        for key in before.keys() | now.keys()
+        if before.get(key) != now.get(key) and not (key in paths and _same_place(before.get(key), now[key]))
+    )
+    if changed:
+        key = changed[0]
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        raise UserError(
+            f"{stage.run_dir} holds a run with {key} = {json.dumps(before.get(key))}, "
+            f"not {json.dumps(now.get(key))}{more}",
+            key=key,
+            remedy="set it back to resume that run, or choose another train.run_dir",
+        )
+
+
+def _same_place(before: Any, now: str) -> bool:
+    """Return whether two paths name one file or folder: spelt otherwise, or moved since with a folder around it."""
+    if not isinstance(before, str):
+        return False
+    old, new = Path(before).expanduser(), Path(now).expanduser()
+    if not new.exists():
+        return False
+    return old.samefile(new) if old.exists() else old.name == new.name
+
+
+def _fixed_keys(raw: dict[str, Any], free_keys: Sequence[str]) -> dict[str, Any]:
+    """Dotted keys and values of all that may not change within a run."""
+    free = {
+        *free_keys,
+        *_FREE_SECTIONS,
+        *(f"train.{key}" for key in _FREE_TRAIN_KEYS),
+        *(f"data.{key}" for key in _FREE_DATA_KEYS),
+    }
+    flat: dict[str, Any] = {}
+
+    def flatten(prefix: str, value: Any) -> None:
+        if prefix in free:
+            return
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                flatten(f"{prefix}.{key}" if prefix else key, inner)
+        elif prefix == "data.sources" and isinstance(value, list):
+            for number, inner in enumerate(value):
+                flatten(f"{prefix}[{number}]", inner)
+        else:
+            flat[prefix] = value
+
+    flatten("", raw)
+    return flat

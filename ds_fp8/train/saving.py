@@ -1,0 +1,204 @@
+"""Saving: a checkpoint is written beside, read back, renamed, and only then are older ones deleted.
+
+    step_N.part/...     every rank writes its files and flushes them
+                        every rank reads its files back from the disk
+    step_N.part/manifest.json, then renamed to step_N
+    latest, saved.json  name it
+
+A save that fails on one rank fails on all, removes what it wrote and leaves the checkpoints before it.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import deepspeed
+import torch
+import torch.distributed
+
+import ds_fp8
+from ds_fp8.config.errors import UserError
+from ds_fp8.train import checkpoints
+from ds_fp8.train.checkpoints import RunState
+from ds_fp8.train.durable import flush
+from ds_fp8.train.host_copies import HostCopies
+from ds_fp8.train.manifest import Manifest, SavedFile, forget_cached, save_file
+from ds_fp8.train.random_states import random_states
+from ds_fp8.train.stage import Stage
+from ds_fp8.zero.seams import checkpoint_files, copy_recovery_scripts
+
+T = TypeVar("T")
+
+GIB = 2**30
+MAX_WRITE = timedelta(hours=4)
+"""How long ranks wait for the slowest of them to write its part of an asynchronous checkpoint."""
+
+
+class SaveFailed(Exception):
+    """Raised on all ranks when one could not do its part of a save."""
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, one at a time. Making one is collective."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, stage: Stage, say: Callable[[str], None]) -> None:
+        self._engine, self._stage, self._say = engine, stage, say
+        self._rank = torch.distributed.get_rank()
+        self._thread: threading.Thread | None = None
+        self._copies = HostCopies() if stage.train.async_save else None
+        # A thread must not share the group that training sends through: its messages would mix with the step's.
+        self._group = torch.distributed.new_group(backend="gloo", timeout=MAX_WRITE) if self._copies else None
+        self._saved: RunState | None = None
+        self._error: Exception | None = None
+        self._failed_saves = 0
+
+    def save(self, state: RunState, losses: Mapping[int, float]) -> None:
+        """Save a checkpoint of `state`, or begin to where saving is asynchronous; `finish` says how that went.
+
+        Args:
+            state: what has been trained so far.
+            losses: validation losses by step; the checkpoint with the lowest is kept where the stage wants that.
+        """
+        self.finish()
+        files = checkpoint_files(self._engine, f"step_{state.step}", {"step": state.step})
+        files[checkpoints.random_file(self._rank)] = random_states()
+        if self._copies is None:
+            self._write(files, state, losses)
+        else:
+            arguments = (self._copies.copy(files), state, dict(losses))
+            self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
+            self._thread.start()
+
+    def finish(self) -> RunState | None:
+        """Wait for the save that was begun last, and return what it saved; None where it failed or there was none.
+
+        Raises:
+            UserError: so many saves in a row have failed as the stage allows.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        saved, error = self._saved, self._error
+        self._saved = self._error = None
+        if saved is not None:
+            self._failed_saves = 0
+        elif isinstance(error, SaveFailed):
+            self._failed_saves += 1
+            if self._failed_saves >= self._stage.train.max_failed_saves:
+                raise UserError(
+                    f"{self._failed_saves} checkpoints in a row could not be saved, the last one because {error}",
+                    key="train.max_failed_saves",
+                    remedy="make room or mend the file system; the same command resumes from the last good checkpoint",
+                )
+        elif error is not None:
+            raise error
+        return saved
+
+    def _write(self, files: dict[str, Any], state: RunState, losses: Mapping[int, float]) -> None:
+        """Make the checkpoint; on all ranks alike it is in `_saved` afterwards, or the reason why not in `_error`."""
+        folder = checkpoints.folder_of(self._stage.run_dir, state.step)
+        part = folder.with_name(f"{folder.name}.part")
+        try:
+            needed = sum(self._on_every_rank(lambda: _tensor_bytes(files)))
+            self._on_every_rank(lambda: self._make_room(part, needed))
+            written = self._on_every_rank(lambda: self._write_files(part, files))
+            manifest = self._manifest(state, {name: saved for mine in written for name, saved in mine.items()})
+            self._on_every_rank(lambda: self._read_back(part, manifest))
+            self._on_every_rank(lambda: self._commit(part, folder, manifest, losses))
+            self._saved = replace(state, checkpoint=folder, ranks=self._stage.world)
+        except SaveFailed as error:
+            self._error = error
+            if self._rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+                self._say(f"WARNING: step {state.step} was not saved: {error}. The run goes on.")
+        except Exception as error:
+            self._error = error
+
+    def _on_every_rank(self, work: Callable[[], T]) -> list[T]:
+        """Do `work` and return every rank's result. Raises SaveFailed on all ranks where one of them fails."""
+        try:
+            mine = (work(), None)
+        except OSError as error:
+            mine = (None, f"rank {self._rank} on {socket.gethostname()}: {_words(error)}")
+        results: list = [None] * self._stage.world
+        torch.distributed.all_gather_object(results, mine, group=self._group)
+        problems = [problem for _, problem in results if problem]
+        if problems:
+            more = f" (and {len(problems) - 1} other ranks)" if len(problems) > 1 else ""
+            raise SaveFailed(f"{problems[0]}{more}")
+        return [result for result, _ in results]
+
+    def _make_room(self, part: Path, needed: int) -> None:
+        if self._rank:
+            return
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        free = shutil.disk_usage(part).free
+        if free < needed:
+            raise OSError(f"{needed / GIB:.2f} GiB are needed, and {free / GIB:.2f} GiB are free in {part.parent}")
+
+    def _write_files(self, part: Path, files: dict[str, Any]) -> dict[str, SavedFile]:
+        part.mkdir(exist_ok=True)  # where another host's view of the folder is late
+        saved = {name: save_file(state, part / name, self._rank) for name, state in files.items()}
+        flush(part)
+        return saved
+
+    def _manifest(self, state: RunState, files: dict[str, SavedFile]) -> Manifest:
+        return Manifest(
+            state.step,
+            self._stage.world,
+            self._stage.global_batch,
+            state.data_step,
+            state.losses,
+            self._stage.raw,
+            {
+                "python": platform.python_version(),
+                "ds_fp8": ds_fp8.__version__,
+                **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
+            },
+            files,
+        )
+
+    def _read_back(self, part: Path, manifest: Manifest) -> None:
+        names = manifest.names_for(self._rank, self._stage.world)
+        for name in names:
+            forget_cached(part / name)
+        problems = manifest.problems(part, names)
+        if problems:
+            raise OSError(f"what was written is not what is read back: {problems[0]}")
+
+    def _commit(self, part: Path, folder: Path, manifest: Manifest, losses: Mapping[int, float]) -> None:
+        if self._rank:
+            return
+        manifest.write(part)
+        if folder.exists():  # what a resume found damaged and could not set aside
+            shutil.rmtree(folder)
+        part.rename(folder)
+        flush(folder.parent)
+        copy_recovery_scripts(self._engine, folder.parent)
+        checkpoints.name_latest(self._stage.run_dir, manifest.step)
+        train = self._stage.train
+        best = checkpoints.best_step(self._stage.run_dir, losses) if train.keep_best else None
+        checkpoints.prune(self._stage.run_dir, train.keep_last, best)
+
+
+def _tensor_bytes(state: Any) -> int:
+    """Return the size of all tensors in nested dicts, lists and tuples."""
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    inner = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return sum(map(_tensor_bytes, inner))
+
+
+def _words(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{where}"

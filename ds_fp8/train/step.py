@@ -1,0 +1,113 @@
+"""Optimizer steps over the global batch, and what is read of them.
+
+A step enqueues work and reads nothing back. Its loss stays on the device until `read`, which costs a few small
+reductions over all ranks and one wait for the device, however many steps were done since the last.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+
+from ds_fp8.data import StageData
+from ds_fp8.monitor.records import Record
+from ds_fp8.train.batches import BatchesAhead
+from ds_fp8.train.metrics import begin_peak_memory, peak_memory_bytes, reserved_memory_bytes
+from ds_fp8.train.stage import Stage
+
+SECONDS_UNREAD = 2.0
+"""After about so long losses are read, and signals looked for, even where nothing is logged: from a signal on, a
+launcher gives ranks 30 s, checkpoint included."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read of the steps since the last reading."""
+
+    losses: list[float]
+    """Mean loss per label token of every step, in nats, oldest first."""
+    record: Record
+    """Figures of the last of them; seconds and bytes on the wire are means over all of them."""
+
+
+class Steps:
+    """Does optimizer steps, and reads their figures when asked to."""
+
+    def __init__(self, stage: Stage, data: StageData, engine: deepspeed.DeepSpeedEngine):
+        self._stage, self._engine = stage, engine
+        self._loss_share = dist.get_world_size() * engine.gradient_accumulation_steps()
+        self._batches = BatchesAhead(stage, data, engine.device, self._loss_share)
+        self._process_bytes = begin_peak_memory()
+        self._losses: list[torch.Tensor] = []
+        self._tokens, self._learning_rate, self._started = 0, 0.0, 0.0
+        self._longest_unread = 1
+
+    @property
+    def unread(self) -> int:
+        """How many steps have been done since the last reading."""
+        return len(self._losses)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether steps have been unread for SECONDS_UNREAD, as the last reading makes believe; on all ranks alike."""
+        return self.unread >= self._longest_unread
+
+    def do(self, data_step: int) -> None:
+        """Do the optimizer step over the batch of a step of the data. Collective; nothing of it is read."""
+        engine = self._engine
+        if not self._losses:
+            self._tokens, self._started = 0, time.perf_counter()
+            if engine.fp8.wire is not None:
+                engine.fp8.wire.take()  # what evaluation sent is no step's
+        step = self._batches.take(data_step)
+        # A seed per step, so that a resumed run draws what an uninterrupted one does.
+        torch.manual_seed((self._stage.train.seed * 1_000_003 + data_step) * dist.get_world_size() + dist.get_rank())
+        self._learning_rate = engine.get_lr()[0]
+        loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+        for index, batch in enumerate(step.batches, start=1):
+            # Steps made by tokens have as many micro-batches as they need.
+            engine.set_gradient_accumulation_boundary(index == len(step.batches))
+            micro_loss = engine(**batch, use_cache=False, num_items_in_batch=step.items).loss
+            engine.backward(micro_loss)
+            engine.step()
+            loss += micro_loss.detach().double()
+        self._losses.append(loss)
+        self._tokens += step.tokens
+
+    def read(self) -> Reading:
+        """Return what the steps since the last reading showed; there must be one. Collective."""
+        engine, count = self._engine, self.unread
+        losses = torch.stack(self._losses)
+        dist.all_reduce(losses)
+        # The losses are read first: the clock stops when all of the steps is done.
+        means = [loss / self._loss_share for loss in losses.tolist()]
+        seconds = (time.perf_counter() - self._started) / count
+        most = torch.tensor(
+            [peak_memory_bytes(engine.device), reserved_memory_bytes(engine.device), seconds],
+            dtype=torch.float64,
+            device=engine.device,
+        )
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        memory, reserved, slowest = most.tolist()
+        self._longest_unread = max(1, int(SECONDS_UNREAD / slowest))
+        sent = {} if engine.fp8.wire is None else engine.fp8.wire.take()
+        record = {
+            "loss": means[-1],
+            "learning_rate": self._learning_rate,
+            "gradient_norm": float(engine.get_global_grad_norm()),
+            "memory_bytes": int(memory),
+            "reserved_bytes": int(reserved),
+            "process_bytes": self._process_bytes,
+            "skipped_steps": engine.skipped_steps,
+            "tokens": self._tokens // count,
+            "step_seconds": seconds,
+            "tokens_per_second": self._tokens / count / seconds,
+            **(engine.fp8.saturation() or {}),
+            **{key: value // count for key, value in sent.items()},
+        }
+        self._losses.clear()
+        return Reading(means, record)

@@ -1,0 +1,74 @@
+"""Check the hosts of a job without training: reachable, alike, and how fast they exchange data.
+
+    python scripts/check_cluster.py --hostfile FILE [--deepspeed_config FILE [--set KEY=VALUE ...]]
+
+With a stage's JSON its configuration, data and model files and its run folder are compared, too. Without --hostfile
+any launcher can start it, as it starts train.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+
+from ds_fp8.cluster import watchdog
+from ds_fp8.cluster.entry import rank_entry
+from ds_fp8.cluster.launch_options import add_launch_options, launch_as
+from ds_fp8.cluster.start_checks import Job, check_ranks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed_config", metavar="FILE", help="the stage to be trained")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for train.py")
+    parser.add_argument(
+        "--elements", type=int, default=64 << 20, metavar="N", help="numbers that a rank exchanges (default 64 Mi)"
+    )
+    parser.add_argument("--timeout", type=float, default=120, metavar="S", help="seconds without progress that end it")
+    parser.add_argument("--local_rank", type=int, help="given by the launcher")
+    add_launch_options(parser)
+    arguments = parser.parse_args()
+    if arguments.hostfile:
+        command = [__file__, "--elements", str(arguments.elements), "--timeout", str(arguments.timeout)]
+        if arguments.deepspeed_config:
+            command += ["--deepspeed_config", arguments.deepspeed_config]
+        return launch_as(arguments, command + [part for change in arguments.set for part in ("--set", change)])
+
+    from deepspeed.utils.logging import set_log_level_from_string
+
+    from ds_fp8.cluster import bandwidth, facts
+    from ds_fp8.train import load_stage, processes
+
+    set_log_level_from_string("warning")
+    # DeepSpeed calls collectives under names that newer versions of torch announce to rename.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    processes.set_single_process_env()
+    store = watchdog.start(arguments.timeout)
+    watchdog.beat("comparing the hosts")
+    job = None
+    if arguments.deepspeed_config:
+        stage = load_stage(arguments.deepspeed_config, arguments.set)
+        job = Job(stage.raw, stage.file, stage.paths(), stage.run_dir)
+    first = os.environ["RANK"] == "0"
+    if store is not None:
+        same = check_ranks(store, job)
+        if first:
+            print(f"{same}: {', '.join(f'{name} {version}' for name, version in facts.versions().items())}")
+    watchdog.beat("joining the ranks")
+    processes.init_distributed()
+    watchdog.beat("measuring", slow=True)
+    exchanges = bandwidth.measure(arguments.elements)
+    if first:
+        print(f"{'exchange':<48}{'MB sent':>10}{'ms':>10}{'GB/s':>8}   (of one rank; the slowest)")
+        for exchange in exchanges:
+            print(
+                f"{exchange.name:<48}{exchange.bytes_sent / 1e6:>10.1f}{exchange.seconds * 1e3:>10.2f}"
+                f"{exchange.gigabytes_per_second:>8.2f}",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    rank_entry(main)

@@ -1,0 +1,340 @@
+"""Ways to damage a run folder with checkpoints of steps 4 and 6, and what a resume must make of each.
+
+DAMAGES[name] = (outcome, change), where `change(run_dir)` does the damage and the outcome is
+back       step 6 is named and set aside, and the run goes on from step 4
+refused    there is nothing good left, and an error says so
+unharmed   the run goes on from step 6: nothing that counts was damaged
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from ds_fp8.train.checkpoints import name_latest
+from ds_fp8.train.durable import write_atomically
+from ds_fp8.train.manifest import Manifest, save_file
+from ds_fp8.train.random_states import random_states
+from ds_fp8.train.stage import Stage
+
+Change = Callable[[Path], None]
+BACK, REFUSED, UNHARMED = "back", "refused", "unharmed"
+DAMAGES: dict[str, tuple[str, Change]] = {}
+
+FILES = {
+    "model": "zero_pp_rank_0_mp_rank_00_model_states.pt",
+    "optimizer": "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    "random": "random_rank_00000.pt",
+    "manifest": "manifest.json",
+}
+
+
+def step(run_dir: Path, number: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{number}"
+
+
+def save_two(stage: Stage, ranks: int) -> Path:
+    """Make the stage's run folder, with checkpoints of steps 4 and 6 that hold what DeepSpeed's do; returns it."""
+    for number in (4, 6):
+        folder = step(stage.run_dir, number)
+        folder.mkdir(parents=True)
+        files = {}
+        for rank in range(ranks):
+            shard = torch.randn(500, generator=torch.Generator().manual_seed(number + rank))
+            for name, state in {
+                f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt": {"module": OrderedDict(w=shard.bfloat16())},
+                f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": {
+                    "zero_stage": ZeroStageEnum.weights,
+                    "loss_scaler": LossScaler(1),
+                    "fp32_flat_groups": [shard],
+                },
+                f"random_rank_{rank:05d}.pt": random_states(),
+            }.items():
+                files[name] = save_file(state, folder / name, rank)
+        Manifest(number, ranks, stage.global_batch, number, (3.0, 2.5), stage.raw, {}, files).write(folder)
+        name_latest(stage.run_dir, number)
+    write_atomically(stage.run_dir / "config.json", json.dumps(stage.raw))
+    return stage.run_dir
+
+
+def _edit(change: Callable[[bytearray], bytes]) -> Change:
+    def edit(file: Path) -> None:
+        file.write_bytes(change(bytearray(file.read_bytes())))
+
+    return edit
+
+
+def _flip(content: bytearray, place: float) -> bytes:
+    content[int(place * (len(content) - 1))] ^= 0x10
+    return content
+
+
+def _zero_block(content: bytearray) -> bytes:
+    half = len(content) // 2
+    content[half : half + 64] = bytes(64)
+    return content
+
+
+def _replace_by_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def _replace_by_link(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("nowhere")
+
+
+def _replace_by_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+OF_A_FILE: dict[str, Change] = {
+    "missing": Path.unlink,
+    "empty": _edit(lambda content: b""),
+    "half": _edit(lambda content: content[: len(content) // 2]),
+    "one byte short": _edit(lambda content: content[:-1]),
+    "one byte more": _edit(lambda content: content + b"\0"),
+    "a bit flipped at the start": _edit(lambda content: _flip(content, 0.0)),
+    "a bit flipped in the middle": _edit(lambda content: _flip(content, 0.5)),
+    "a bit flipped near the end": _edit(lambda content: _flip(content, 0.97)),
+    "a block of zeros": _edit(_zero_block),
+    "all zeros": _edit(lambda content: bytes(len(content))),
+    "garbage": _edit(lambda content: bytes(i * 37 % 251 for i in range(len(content)))),
+    "a folder": _replace_by_folder,
+    "a link to nowhere": _replace_by_link,
+    "a named pipe": _replace_by_fifo,
+}
+for _file, _name in FILES.items():
+    for _how, _change in OF_A_FILE.items():
+        DAMAGES[f"{_file}: {_how}"] = (
+            BACK,
+            lambda run_dir, change=_change, name=_name: change(step(run_dir, 6) / name),
+        )
+
+
+def _damage(name: str, outcome: str) -> Callable[[Change], Change]:
+    def register(change: Change) -> Change:
+        DAMAGES[name] = (outcome, change)
+        return change
+
+    return register
+
+
+# ---------------------------------------------------------------- shards in the wrong place
+
+
+def _swap(a: Path, b: Path) -> None:
+    content = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    b.write_bytes(content)
+
+
+@_damage("optimizer shards of two ranks swapped", BACK)
+def _(run_dir: Path) -> None:
+    _swap(*sorted(step(run_dir, 6).glob("*optim_states.pt")))
+
+
+@_damage("model shards of two ranks swapped", BACK)
+def _(run_dir: Path) -> None:
+    _swap(*sorted(step(run_dir, 6).glob("*model_states.pt")))
+
+
+@_damage("optimizer shard of an older step", BACK)
+def _(run_dir: Path) -> None:
+    shutil.copy(step(run_dir, 4) / FILES["optimizer"], step(run_dir, 6))
+
+
+@_damage("all shards of an older step", BACK)
+def _(run_dir: Path) -> None:
+    for file in step(run_dir, 4).glob("*.pt"):
+        shutil.copy(file, step(run_dir, 6))
+
+
+@_damage("a shard of a rank that does not exist", BACK)
+def _(run_dir: Path) -> None:
+    file = step(run_dir, 6) / FILES["optimizer"]
+    shutil.copy(file, file.with_name(file.name.replace("rank_1", "rank_2")))
+
+
+# ---------------------------------------------------------------- manifests that do not fit
+
+
+def _rewrite(run_dir: Path, **changes: object) -> None:
+    file = step(run_dir, 6) / FILES["manifest"]
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@_damage("manifest: of an older step", BACK)
+def _(run_dir: Path) -> None:
+    shutil.copy(step(run_dir, 4) / FILES["manifest"], step(run_dir, 6))
+
+
+@_damage("manifest: another place in the data", BACK)
+def _(run_dir: Path) -> None:
+    _rewrite(run_dir, data_step=5)
+
+
+@_damage("manifest: another number of ranks", BACK)
+def _(run_dir: Path) -> None:
+    _rewrite(run_dir, ranks=4)
+
+
+@_damage("manifest: no files", BACK)
+def _(run_dir: Path) -> None:
+    _rewrite(run_dir, files={})
+
+
+@_damage("manifest: files as a list", BACK)
+def _(run_dir: Path) -> None:
+    _rewrite(run_dir, files=[])
+
+
+@_damage("manifest: an unknown key", BACK)
+def _(run_dir: Path) -> None:
+    _rewrite(run_dir, surprise=1)
+
+
+@_damage("manifest: of a later format", BACK)
+def _(run_dir: Path) -> None:
+    _rewrite(run_dir, format=2)
+
+
+@_damage("manifest: a list", BACK)
+def _(run_dir: Path) -> None:
+    (step(run_dir, 6) / FILES["manifest"]).write_text("[]")
+
+
+@_damage("manifest: nested without end", BACK)
+def _(run_dir: Path) -> None:
+    (step(run_dir, 6) / FILES["manifest"]).write_text("[" * 100_000)
+
+
+@_damage("manifest: a file outside of the checkpoint", BACK)
+def _(run_dir: Path) -> None:
+    manifest = Manifest.read(step(run_dir, 4))
+    outside = {"../step_4/" + name: saved for name, saved in manifest.files.items()}
+    Manifest(**{**vars(manifest), "step": 6, "files": outside}).write(step(run_dir, 6))
+
+
+# ---------------------------------------------------------------- whole checkpoints
+
+
+@_damage("checkpoint: deleted", BACK)
+def _(run_dir: Path) -> None:
+    shutil.rmtree(step(run_dir, 6))
+
+
+@_damage("checkpoint: an empty folder", BACK)
+def _(run_dir: Path) -> None:
+    shutil.rmtree(step(run_dir, 6))
+    step(run_dir, 6).mkdir()
+
+
+@_damage("checkpoint: a file", BACK)
+def _(run_dir: Path) -> None:
+    shutil.rmtree(step(run_dir, 6))
+    step(run_dir, 6).write_text("")
+
+
+@_damage("checkpoint: an older one under its name", BACK)
+def _(run_dir: Path) -> None:
+    shutil.rmtree(step(run_dir, 6))
+    shutil.copytree(step(run_dir, 4), step(run_dir, 6))
+
+
+@_damage("checkpoint: named as a later step", BACK)
+def _(run_dir: Path) -> None:
+    step(run_dir, 6).rename(step(run_dir, 8))
+
+
+@_damage("checkpoint: half written", BACK)
+def _(run_dir: Path) -> None:
+    step(run_dir, 6).rename(step(run_dir, 6).with_suffix(".part"))
+
+
+@_damage("checkpoint: half deleted", BACK)
+def _(run_dir: Path) -> None:
+    step(run_dir, 6).rename(step(run_dir, 6).with_suffix(".deleted"))
+
+
+@_damage("both checkpoints", REFUSED)
+def _(run_dir: Path) -> None:
+    for number in (4, 6):
+        (step(run_dir, number) / FILES["model"]).unlink()
+
+
+@_damage("both manifests", REFUSED)
+def _(run_dir: Path) -> None:
+    for number in (4, 6):
+        (step(run_dir, number) / FILES["manifest"]).write_text("{}")
+
+
+@_damage("checkpoints: the folder is empty", REFUSED)
+def _(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "checkpoints").mkdir()
+
+
+@_damage("checkpoints: the folder is gone", REFUSED)
+def _(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "checkpoints")
+
+
+@_damage("checkpoints: a file", REFUSED)
+def _(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "checkpoints").write_text("")
+
+
+@_damage("config: garbage, and no checkpoint", REFUSED)
+def _(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "config.json").write_bytes(b"\xff\x00")
+
+
+# ---------------------------------------------------------------- what the run can do without
+
+
+@_damage("latest: garbage", UNHARMED)
+def _(run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "latest").write_bytes(b"\xff\xfe\x00")
+
+
+@_damage("latest: of an older step", UNHARMED)
+def _(run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "latest").write_text("step_4")
+
+
+@_damage("latest: missing", UNHARMED)
+def _(run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "latest").unlink()
+
+
+@_damage("saved.json: garbage", UNHARMED)
+def _(run_dir: Path) -> None:
+    (run_dir / "saved.json").write_bytes(b"\xff")
+
+
+@_damage("config: garbage", UNHARMED)
+def _(run_dir: Path) -> None:
+    (run_dir / "config.json").write_text("{")
+
+
+@_damage("config: missing", UNHARMED)
+def _(run_dir: Path) -> None:
+    (run_dir / "config.json").unlink()
+
+
+@_damage("result: garbage", UNHARMED)
+def _(run_dir: Path) -> None:
+    (run_dir / "result.json").write_text("null")

@@ -1,0 +1,123 @@
+"""Nothing in a checkpoint or a model folder is executed, whoever wrote it and whatever its hashes say."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.data import build_tokenizer
+from ds_fp8.export.checkpoints import export_checkpoint
+from ds_fp8.train import load_stage, resume, train
+from ds_fp8.train.manifest import Manifest, save_file
+from ds_fp8.train.model import build_model, load_model_config
+from ds_fp8.zero.safe_load import load_tensors
+from tests.train.damage import save_two, step
+from tests.train.test_checkpoints_damage import settle
+
+STEPS = ["train.steps=2", "train.save_every=2", "train.eval_batches=1", "data.examples=100"]
+ON_ONE_RANK = "gradient_accumulation_steps=2"
+"""The batch of two ranks on one."""
+
+
+class Crafted:
+    """Makes the folder `trace` when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._trace),)
+
+
+def craft(file: Path, trace: Path) -> None:
+    """Add code to a file of a checkpoint, and let the manifest say that it belongs there."""
+    state = load_tensors(file)
+    saved = save_file({**state, "extra": Crafted(trace)}, file.with_suffix(".new"), 0)
+    file.with_suffix(".new").rename(file)
+    manifest = Manifest.read(file.parent)
+    manifest.files[file.name] = saved
+    manifest.write(file.parent)
+
+
+def test_the_crafted_file_would_run_code(tmp_path):
+    torch.save({"extra": Crafted(tmp_path / "trace")}, tmp_path / "file.pt")
+    torch.load(tmp_path / "file.pt", weights_only=False)
+    assert (tmp_path / "trace").is_dir()
+
+
+@pytest.mark.parametrize("kind", ["*rank_1*model_states.pt", "*rank_0*optim_states.pt", "random_rank_00001.pt"])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_checkpoint_with_code_is_passed_over(kind, own, tiny, write, ranks, tmp_path, monkeypatch):
+    """In the run's own folder, and in that of another run which `train.resume` names."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    tiny["train"]["run_dir"] = str(tmp_path / "run")
+    file = write(tiny)
+    run_dir = save_two(load_stage(file), 2)
+    craft(next(step(run_dir, 6).glob(kind)), tmp_path / "trace")
+    overrides = [] if own else [f"train.run_dir={tmp_path}/branch", f"train.resume={run_dir}"]
+    went_on_from, lines = ranks(2, settle, str(file), overrides)[0]
+    assert went_on_from == (4 if own else 0)
+    assert "more than tensors and plain values: it names posix.mkdir" in lines[0]
+    assert not (tmp_path / "trace").exists()
+
+
+def run(file: str, cache: str, overrides: list[str], checked: bool = True) -> str:
+    """Train on this rank; returns the error it ended in. Where not `checked` the checkpoint is loaded as it is."""
+    os.environ["DS_FP8_CACHE"] = cache
+    stage = load_stage(file, overrides)
+    unchecked = mock.patch.object(resume, "settle", lambda stage, say: resume.inspect_run(stage))
+    try:
+        if checked:
+            train(stage)
+        else:
+            with unchecked:
+                train(stage)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_deepspeeds_own_loading_reads_tensors_alone(tiny, write, ranks, tmp_path, cache_home):
+    """On as many ranks, in resharding and in an export, for whatever slips through the check before."""
+    tiny["fp8"] = {"enabled": False}
+    tiny["train"] |= {"run_dir": str(tmp_path / "run")}
+    file = str(write(tiny))
+    assert ranks(2, run, file, str(cache_home), STEPS) == ["", ""]
+    for crafted in step(tmp_path / "run", 2).glob("*optim_states.pt"):
+        craft(crafted, tmp_path / "trace")
+    longer = [*STEPS, "train.steps=4"]
+    for world, more in ((2, []), (1, [ON_ONE_RANK])):
+        errors = ranks(world, run, file, str(cache_home), [*longer, *more], False)
+        assert all("more than tensors and plain values: it names posix.mkdir" in error for error in errors), errors
+    checkpoint, config = step(tmp_path / "run", 2), AutoConfig.from_pretrained(tmp_path / "run" / "model")
+    with pytest.raises(UserError, match=r"it names posix\.mkdir"):
+        export_checkpoint(checkpoint, tmp_path / "exported", config, load_stage(file).fp8, layout="bf16")
+    craft(min(checkpoint.glob("*model_states.pt")), tmp_path / "trace")
+    with pytest.raises(UserError, match=r"it names posix\.mkdir"):
+        export_checkpoint(checkpoint, tmp_path / "exported", config, load_stage(file).fp8, layout="bf16")
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_a_model_folder_with_code_is_refused(name, tiny, write, tmp_path, cache_home):
+    stage = load_stage(write(tiny))
+    tokenizer = build_tokenizer(stage.data, cache_home)
+    model = build_model(stage, load_model_config(stage, tokenizer))
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Crafted(tmp_path / "trace")}, tmp_path / "model" / name)
+    for never_read in ("optimizer.pt", "training_args.bin", "tokenizer.pkl", "rng_state.pth"):
+        (tmp_path / "model" / never_read).write_bytes(pickle.dumps(Crafted(tmp_path / "trace")))
+    del tiny["model"]
+    tiny["train"]["init_from"] = str(tmp_path / "model")
+    stage = load_stage(write(tiny))
+    with pytest.raises(UserError, match="cannot be read"):
+        build_model(stage, load_model_config(stage, tokenizer))
+    assert not (tmp_path / "trace").exists()

@@ -1,0 +1,142 @@
+"""Saves that fail, saves in the background, and two runs in one folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.train import load_stage, train
+from ds_fp8.train.checkpoints import newest_step, survey
+from ds_fp8.train.run_lock import RunLock
+
+MAX_FILE_BYTES = 400_000
+"""Less than an optimizer's shard of the tiny model takes, more than any other file."""
+
+
+def run(file: str, cache: str, overrides: list[str], failing: bool = False) -> tuple[str, str]:
+    """Train on this rank; returns the error it ended in, and what it printed.
+
+    Where it is `failing` the disk is full at the first save, and refuses large files from then on.
+    """
+    os.environ["DS_FP8_CACHE"] = cache
+    stage = load_stage(file, overrides)
+    usage, times = shutil.disk_usage, []
+
+    def full_once(path):
+        times.append(path)
+        return usage(path)._replace(free=1000) if len(times) == 1 else usage(path)
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.ExitStack() as failures:
+            if failing:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, before[1]))
+                failures.enter_context(mock.patch.object(shutil, "disk_usage", full_once))
+            train(stage)
+    except UserError as error:
+        return str(error), said.getvalue()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return "", said.getvalue()
+
+
+def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write, ranks, tmp_path, cache_home):
+    """And the weights are those of a run that nothing happened to, saved in the background or not."""
+    tiny["fp8"] = {"enabled": False}
+    tiny["train"]["schedule"] = {"type": "constant", "warmup": 0}
+    tiny["train"] |= {"steps": 4, "save_every": 1, "keep_last": 1, "eval_batches": 1, "max_failed_saves": 2}
+    file, cache = str(write(tiny)), str(cache_home)
+
+    def go(name: str, *overrides: str, failing: bool = False) -> tuple[list[str], str]:
+        """Return the errors by rank, and what rank 0 printed."""
+        ends = ranks(2, run, file, cache, [f"train.run_dir={tmp_path / name}", *overrides], failing)
+        return [error for error, _ in ends], ends[0][1]
+
+    assert go("whole")[0] == ["", ""]
+    folder = tmp_path / "cut"
+    assert go("cut", "train.steps=1")[0] == ["", ""]
+    errors, said = go("cut", failing=True)
+    assert all("2 checkpoints in a row could not be saved" in error for error in errors), errors
+    assert all("train.max_failed_saves" in error for error in errors)
+    assert [step.name for step, _ in survey(folder)[0]] == ["step_1"]
+    assert not list((folder / "checkpoints").glob("*.part"))
+    assert "step 2 was not saved: rank 0" in said
+    assert "GiB are needed, and 0.00 GiB are free" in said
+    assert "step 3 was not saved: rank" in said
+    assert os.strerror(errno.EFBIG) in said
+
+    assert go("cut", "train.async_save=true")[0] == ["", ""]
+    assert newest_step(folder) == 4
+    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert json.loads((folder / "saved.json").read_text()) == {"step": 4}
+    assert not (folder / "run.lock").exists()
+
+
+def hold(run_dir) -> tuple[int, int]:
+    """Start a process that holds the lock on a run folder; returns its id once it does, and what to close to end it."""
+    (told, tell), (ended, end) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        RunLock(run_dir).acquire()
+        os.write(tell, b"1")
+        os.read(ended, 1)
+        os._exit(0)
+    os.close(ended)
+    os.read(told, 1)
+    return child, end
+
+
+def test_a_second_run_in_the_folder_is_refused_and_the_first_named(tmp_path):
+    child, end = hold(tmp_path / "run")
+    with pytest.raises(UserError, match=f"in use by another run: process {child} on {os.uname().nodename}") as caught:
+        RunLock(tmp_path / "run").acquire()
+    assert caught.value.key == "train.run_dir"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(end)
+    lock = RunLock(tmp_path / "run")
+    assert lock.acquire() is None  # what a killed run leaves behind does not count
+    lock.release()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_released_lock_leaves_what_the_run_wrote(tmp_path):
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    (tmp_path / "metrics.jsonl").write_text("")
+    lock.release()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_file_system_without_locks_says_so_and_goes_by_the_record(tmp_path, monkeypatch):
+    def unsupported(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    first = RunLock(tmp_path)
+    assert "has no locks: do not start this run on another host" in first.acquire()
+    with pytest.raises(UserError, match="may be in use by another run"):
+        RunLock(tmp_path).acquire()  # by this very process, which runs
+    record = json.loads((tmp_path / "run.lock").read_text())
+    (tmp_path / "run.lock").write_text(json.dumps({**record, "created": 0.0}))
+    assert RunLock(tmp_path).acquire()  # another process had that number
+    (tmp_path / "run.lock").write_text(json.dumps({**record, "host": "elsewhere"}))
+    with pytest.raises(UserError, match="on elsewhere") as caught:
+        RunLock(tmp_path).acquire()
+    assert "delete" in caught.value.remedy

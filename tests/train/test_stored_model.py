@@ -1,0 +1,280 @@
+"""Stored models as a stage's start: FP8, many files, names on the hub; and those that cannot be one, on real files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_fp8.casts import quantize
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.linear import LinearConfig
+from ds_fp8.data import DataConfig, build_tokenizer, load_tokenizer
+from ds_fp8.export.folder import write_folder
+from ds_fp8.export.plan import make_plan
+from ds_fp8.train.stored_model import (
+    ModelSource,
+    check_trainable,
+    load_stored_model,
+    stored_config,
+    stored_model,
+)
+
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 300,
+}
+
+
+def small_model(model_type: str = "qwen3", **changes):
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(model_type, **SHAPE, **changes)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def load(folder: Path | str, revision: str | None = None):
+    """As a stage does: checks first, then weights."""
+    source = stored_model(str(folder), None, revision)
+    config = stored_config(source)
+    check_trainable(source, config)
+    return load_stored_model(source, config, {"dtype": torch.bfloat16})
+
+
+def refusal(folder: Path | str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load(folder)
+    assert caught.value.key == "model.path"
+    assert caught.value.remedy
+    return caught.value
+
+
+def same(model, tensors: dict[str, torch.Tensor]) -> bool:
+    state = model.state_dict()
+    return state.keys() >= tensors.keys() and all(torch.equal(state[name], value) for name, value in tensors.items())
+
+
+def write_fp8(folder: Path, model, scale: str) -> dict[str, torch.Tensor]:
+    """Write DeepSeek's layout as others do, with the head and embeddings in BF16. Returns what it stands for."""
+    stored, expected = {}, {}
+    for name, tensor in model.state_dict().items():
+        expected[name] = stored[name] = tensor
+        if name.endswith("proj.weight"):
+            codes = quantize(tensor, "e4m3", "128x128", scale)
+            stored[name], stored[f"{name}_scale_inv"] = codes.data, codes.scale
+            expected[name] = codes.dequantize(torch.bfloat16)
+    folder.mkdir()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    section = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict() | {"quantization_config": section}))
+    return expected
+
+
+@pytest.mark.parametrize(("model_type", "scale"), [("qwen3", "fp32"), ("llama", "pow2")])
+def test_fp8_checkpoints_start_in_bf16(model_type, scale, tmp_path):
+    expected = write_fp8(tmp_path / "fp8", small_model(model_type), scale)
+    model = load(tmp_path / "fp8")
+    assert same(model, expected)
+    assert all(parameter.dtype == torch.bfloat16 and parameter.requires_grad for parameter in model.parameters())
+    # What training writes is a BF16 model again.
+    model.save_pretrained(tmp_path / "bf16")
+    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
+    assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "bf16"), expected)
+
+
+def export(folder: Path, model, layout: str) -> dict[str, torch.Tensor]:
+    """Write an export of this package. Returns what it stands for."""
+    plan = make_plan(model, {"lm_head": "left out"}, LinearConfig(), layout)
+    state, weights, expected = model.state_dict(), [], {}
+    for entry in plan.entries:
+        weight = quantize(state[entry.name], "e4m3", "128x128") if entry.quantized else state[entry.name]
+        expected[entry.name] = weight.dequantize(torch.bfloat16) if entry.quantized else weight
+        weights.append((entry.name, weight))
+    assert plan.quantized
+    write_folder(folder, plan, weights, model.config, shard_bytes=300_000)
+    return expected
+
+
+def test_this_packages_own_export_is_a_start(tmp_path):
+    expected = export(tmp_path / "fp8", small_model(), "fp8")
+    assert len(list((tmp_path / "fp8").glob("*.safetensors"))) > 1
+    assert same(load(tmp_path / "fp8"), expected)
+
+
+def test_other_quantised_weights_are_refused(tmp_path):
+    export(tmp_path / "ct", small_model(), "compressed-tensors")
+    assert 'quantised with "compressed-tensors"' in str(refusal(tmp_path / "ct"))
+
+
+def store(folder: Path, max_shard_size: str = "300KB") -> Path:
+    small_model().save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def a_file_is_missing(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[0].unlink()
+
+
+def the_index_is_missing(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def a_file_is_cut_short(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def a_weight_is_missing(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    tensors = load_file(file)
+    save_file({name: tensors[name] for name in list(tensors)[1:]} | {"spare": torch.ones(1)}, file, {"format": "pt"})
+
+
+def another_shape(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 512}))
+
+
+def more_layers(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["layer_types"]
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+
+
+def no_configuration(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def unknown_class(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "never_heard_of", "vocab_size": 300}))
+
+
+def code_of_its_own(folder: Path) -> None:
+    values = {"model_type": "its_own", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+
+
+def no_language_model(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "vit"}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (a_file_is_missing, "incomplete"),
+        (the_index_is_missing, "incomplete"),
+        (a_file_is_cut_short, "cannot be read"),
+        (a_weight_is_missing, "incomplete"),
+        (another_shape, "cannot be read"),
+        (more_layers, "and 8 more of Qwen3ForCausalLM are in none of its files"),
+        (no_configuration, "has no config.json"),
+        (unknown_class, "never_heard_of"),
+        (code_of_its_own, "code from a model folder is not run"),
+        (no_language_model, "no causal language model"),
+    ],
+)
+def test_what_cannot_be_a_start_is_refused(damage, words, tmp_path):
+    folder = store(tmp_path / "model")
+    damage(folder)
+    before = sorted(tmp_path.rglob("*"))
+    assert words in str(refusal(folder))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+COMMITS = {"main": "1" * 40, "v2": "2" * 40}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Path:
+    """The hub's cache of a machine without a network."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return cache
+
+
+def cached(cache: Path, name: str, revision: str, folder: Path) -> None:
+    """Put a folder into the cache as a revision of a model, as a download leaves it."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, repository / "snapshots" / COMMITS[revision])
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / revision).write_text(COMMITS[revision])
+
+
+@pytest.mark.parametrize("name", ["somebody/small", "small"])
+def test_names_are_found_in_the_cache_of_the_hub(name, hub, tmp_path):
+    models = {"main": small_model(), "v2": small_model(tie_word_embeddings=True)}
+    for n, (revision, model) in enumerate(models.items()):
+        model.save_pretrained(tmp_path / revision, max_shard_size="300KB")
+        build_tokenizer(DataConfig(vocab_size=400 + n), tmp_path).save_pretrained(tmp_path / revision)
+        cached(hub, name, revision, tmp_path / revision)
+    for revision, tied, tokens in ((None, False, 400), ("v2", True, 401), (COMMITS["v2"], True, 401)):
+        model = load(name, revision)
+        assert model.config.tie_word_embeddings is tied
+        assert same(model, models["v2" if tied else "main"].state_dict())
+        assert len(load_tokenizer(name, revision)) == tokens
+        config = DataConfig(tokenizer=name, tokenizer_revision=revision)
+        assert len(build_tokenizer(config, tmp_path)) == tokens
+    assert "can be reached" in str(refusal("somebody/else"))
+    with pytest.raises(UserError, match="can be reached"):
+        load(name, "v3")
+
+
+def test_a_folder_has_no_revisions(tmp_path):
+    with pytest.raises(UserError) as caught:
+        stored_model(str(tmp_path), None, "v2")
+    assert caught.value.key == "model.revision"
+
+
+class Gated(BaseHTTPRequestHandler):
+    """A hub that asks everybody to accept the terms first."""
+
+    def do_GET(self) -> None:
+        self.send_response(403)
+        self.send_header("X-Error-Code", "GatedRepo")
+        self.send_header("X-Error-Message", "Access to model somebody/gated is restricted.")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args) -> None:
+        """Write nothing."""
+
+
+def test_of_a_gated_model_the_terms_are_to_be_accepted(hub, monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Gated)
+    thread = threading.Thread(target=partial(server.serve_forever, 0.01))
+    thread.start()
+    try:
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            address + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        error = refusal("somebody/gated")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert "gated" in str(error)
+    assert "accept its terms" in error.remedy
+    assert not hub.exists() or not any(file.is_file() for file in hub.rglob("*") if "snapshots" in file.parts)
+
+
+def test_a_source_is_a_key_and_a_place():
+    assert stored_model("somebody/small", None, "v2") == ModelSource("model.path", "somebody/small", "v2")

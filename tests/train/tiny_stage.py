@@ -1,0 +1,31 @@
+"""A stage that trains within seconds on CPUs, for tests and for scripts that do harm to runs."""
+
+TINY = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 100,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_reuse_distance": 0,
+    },
+    "fp8": {"enabled": True, "monitor": {"every": 5}},
+    "model": {
+        "config": {
+            "model_type": "qwen2",
+            "hidden_size": 60,
+            "intermediate_size": 136,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 128,
+            "tie_word_embeddings": True,
+        }
+    },
+    "data": {"path": "synthetic", "examples": 300, "sequence_length": 64},
+    "train": {"run_dir": "run", "steps": 12, "schedule": {"type": "cosine", "warmup": 2}, "eval_batches": 2},
+}

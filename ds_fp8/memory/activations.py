@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
-from ds_fp8.formats import scale_shape
+from ds_fp8.config.formats import scale_shape
 from ds_fp8.memory.model_shape import LayerShape
 from ds_fp8.memory.workload import BF16, FP32, Workload
 from ds_fp8.train.packed_attention import varlen_attn
@@ -35,17 +35,26 @@ def kept(layer: LayerShape, w: Workload) -> Bytes:
 
 
 def everything(layer: LayerShape, w: Workload) -> Bytes:
-    """What backward of the layer reads."""
-    return _fused(layer, w) if layer.fused else _own_forward(layer, w)
+    """Return what backward of the layer reads; with Smooth-SwiGLU the factors of the product's channels too, 4F."""
+    result = _fused(layer, w) if layer.fused else _own_forward(layer, w)
+    if "down_proj" in layer.fp8 and layer.fp8["down_proj"].smooth:
+        result[MLP] += FP32 * layer.intermediate
+    return result
 
 
 def cast(rows: int, columns: int, granularity: str) -> int:
-    """An FP8 matrix with its scales: rows · columns, and 4 bytes a scale (4/128 an element for groups of 1x128)."""
+    """Return an FP8 matrix with its scales.
+
+    Rows · columns, and 4 bytes a scale (4/128 an element for groups of 1x128).
+    """
     return rows * columns + FP32 * math.prod(scale_shape((rows, columns), granularity))
 
 
 def gate_up(layer: LayerShape, w: Workload) -> int:
-    """gate and up of a fused MLP: 2TF(1 + 1/32) in FP8, 4TF in BF16, nothing with recompute "mlp"."""
+    """Return the bytes of gate and up of a fused MLP.
+
+    2TF(1 + 1/32) in FP8, 4TF in BF16, nothing with recompute "mlp".
+    """
     if w.fp8.activations.recompute == "mlp":
         return 0
     if w.fp8.activations.save == "fp8":
@@ -54,7 +63,7 @@ def gate_up(layer: LayerShape, w: Workload) -> int:
 
 
 def attention_core(layer: LayerShape, w: Workload) -> int:
-    """q, k, v, the output and the normaliser of each head: 2T(A + K) + 2TA + 4T heads.
+    """Return the bytes of q, k, v, the output and the normaliser of each head: 2T(A + K) + 2TA + 4T heads.
 
     Without grouped attention in the kernel, k and v are repeated for every query head.
     """
@@ -64,14 +73,17 @@ def attention_core(layer: LayerShape, w: Workload) -> int:
 
 
 def groups_heads(attention: str) -> bool:
-    """Whether an attention implementation reads one k and v for several query heads, for rows of packed documents."""
+    """Return whether an attention implementation reads one k and v for several query heads.
+
+    Asked for rows of packed documents.
+    """
     if attention == "packed":
         return varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
     return attention == "flex_attention"
 
 
 def _fused(layer: LayerShape, w: Workload) -> Bytes:
-    """x 2TH, x + attention 2TH, two norms 4T each; attention_core; gate_up.
+    """Return the bytes of x 2TH, x + attention 2TH, two norms 4T each; attention_core; gate_up.
 
     Normed heads (Qwen3) keep the product of q, k and v before the norm as well, 2T(A + K).
     """
@@ -87,7 +99,7 @@ def _fused(layer: LayerShape, w: Workload) -> Bytes:
 
 
 def _own_forward(layer: LayerShape, w: Workload) -> Bytes:
-    """A layer as transformers computes it.
+    """Return a layer as transformers computes it.
 
     norms      4TH (the input in FP32) + 4T + 2TH (normalised, before the weight), twice
     linears    their inputs, each once, in BF16 (2T · features), or an FP8 cast along the tokens for every FP8 linear
@@ -109,20 +121,20 @@ def _own_forward(layer: LayerShape, w: Workload) -> Bytes:
 
 def _inputs_of_linears(layer: LayerShape, w: Workload) -> Bytes:
     T, H, F = w.tokens, layer.hidden, layer.intermediate
-    granularity = w.fp8.linear.wgrad.input or w.fp8.linear.input.granularity
     in_fp8 = w.fp8.activations.save == "fp8"
     result, inputs = Counter(), {}
     linears = {"q_proj": ("n1", H), "k_proj": ("n1", H), "v_proj": ("n1", H), "o_proj": ("attention", layer.query)}
     if layer.fused_mlp:
         if in_fp8 and w.fp8.activations.recompute == "none":
-            result[MLP] += cast(H, T, granularity)
+            result[MLP] += cast(H, T, layer.fp8["gate_proj"].wgrad_input)
         else:
             inputs["n2"] = (NORMS, BF16 * T * H)
     else:
         linears |= {"gate_proj": ("n2", H), "up_proj": ("n2", H), "down_proj": ("product", F)}
     for name, (source, features) in linears.items():
         if name in layer.fp8 and in_fp8:
-            result[ATTENTION if source in ("n1", "attention") else MLP] += cast(features, T, granularity)
+            kept_cast = cast(features, T, layer.fp8[name].wgrad_input)
+            result[ATTENTION if source in ("n1", "attention") else MLP] += kept_cast
         elif source != "attention":  # which attention keeps anyway
             inputs[source] = (NORMS if source in ("n1", "n2") else MLP, BF16 * T * features)
     for part, size in inputs.values():
@@ -134,7 +146,7 @@ def _inputs_of_linears(layer: LayerShape, w: Workload) -> Bytes:
 
 
 def workspace(layer: LayerShape, w: Workload) -> int:
-    """The most that backward of a layer allocates beyond what is kept, while everything kept is still there.
+    """Return the most that backward of a layer allocates beyond what is kept, while everything kept is still there.
 
     That is in the MLP, at the start of its backward: dy 2TH, and what the functions below say. With
     activation_checkpointing everything that backward reads is made again first.
@@ -147,25 +159,26 @@ def workspace(layer: LayerShape, w: Workload) -> int:
 
 
 def _own_mlp_workspace(layer: LayerShape, w: Workload) -> int:
-    """Gradients of the product, of act(gate) and of up: 6TF, and down_proj's own gradient, 2HF."""
+    """Return gradients of the product, of act(gate) and of up: 6TF, and down_proj's own gradient, 2HF."""
     return BF16 * (3 * w.tokens * layer.intermediate + layer.hidden * layer.intermediate)
 
 
 def _fused_mlp_workspace(layer: LayerShape, w: Workload) -> int:
-    """dy cast twice 2TH, weights transposed 3HF, the product's gradient 2TF and three casts TF(2 + 2 + 1), scales 1/32.
+    """Return the bytes that backward of a fused MLP allocates.
+
+    dy cast twice 2TH, weights transposed 3HF, the product's gradient 2TF and three casts TF(2 + 2 + 1), scales 1/32.
 
     Casts other than 1x128 and 128x128 go through dgate_up 4TF and product 2TF in BF16 first. With recompute "mlp"
     gate and up are there again: 2TF(1 + 1/32) in FP8, made from 4TF in BF16, or those 4TF. On a CPU the casts are
     emulated: 40TF in their place.
     """
     T, H, F = w.tokens, layer.hidden, layer.intermediate
-    linear = w.fp8.linear
-    wgrad_input = linear.wgrad.input or linear.input.granularity
-    wgrad_dy = linear.wgrad.grad_output or linear.grad_output.granularity
-    dy = cast(T, H, linear.grad_output.granularity) + cast(H, T, wgrad_dy)
-    casts = cast(T, 2 * F, linear.grad_output.granularity) + cast(2 * F, T, wgrad_dy) + cast(F, T, wgrad_input)
-    by_tile = {wgrad_input, wgrad_dy} <= {"1x128", "128x128"} and linear.grad_output.granularity == "1x128"
-    through_bf16 = 0 if by_tile and linear.weight.granularity != "row" else BF16 * T * 3 * F
+    gate_up, down = layer.fp8["gate_proj"], layer.fp8["down_proj"]
+    dy = cast(T, H, down.grad_output.granularity) + cast(H, T, down.wgrad_grad_output)
+    casts = cast(T, 2 * F, gate_up.grad_output.granularity) + cast(2 * F, T, gate_up.wgrad_grad_output)
+    casts += cast(F, T, down.wgrad_input)
+    by_tile = gate_up.casts_by_tile and down.wgrad_input in ("1x128", "128x128")
+    through_bf16 = 0 if by_tile and gate_up.weight.granularity != "row" else BF16 * T * 3 * F
     again = 0
     if w.fp8.activations.recompute == "mlp":
         again = cast(T, 2 * F, "1x128") if w.fp8.activations.save == "fp8" else BF16 * T * 2 * F
@@ -175,16 +188,19 @@ def _fused_mlp_workspace(layer: LayerShape, w: Workload) -> int:
 
 
 def final_norm(w: Workload) -> int:
-    """Of the last hidden state: 4TH in FP32 + 2TH normalised + 4T, and 2TH for the head."""
+    """Return the last hidden state: 4TH in FP32 + 2TH normalised + 4T, and 2TH for the head."""
     return w.tokens * (w.model.hidden * (FP32 + BF16 + BF16) + FP32)
 
 
 def rotary(w: Workload, layer: LayerShape) -> int:
-    """cos and sin of every position, shared by all layers: 4 T head_dim."""
+    """Return the bytes of cos and sin of every position, shared by all layers: 4 T head_dim."""
     return 2 * BF16 * w.tokens * layer.head_dim
 
 
 def batch(w: Workload) -> int:
-    """input_ids, labels and position_ids, int64: 24T. Attention other than packed has a mask, T length."""
+    """Return the bytes of input_ids, labels and position_ids, int64: 24T.
+
+    Attention other than packed has a mask, T length.
+    """
     mask = 0 if w.attention == "packed" else w.tokens * w.sequence_length
     return 3 * 8 * w.tokens + mask

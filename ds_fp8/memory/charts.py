@@ -19,7 +19,7 @@ _MEASURED = "#111111"
 
 
 def all_charts(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
-    """(caption, <svg>) of every picture that the records have the figures for."""
+    """Return (caption, <svg>) of every picture that the records have the figures for."""
     points = [record for record in records if "search" not in record]
     charts: list[tuple[str, Callable[[Sequence[Record]], Figure | None], Sequence[Record]]] = [
         ("Peak memory per GPU: the estimate by kind, and what was measured (black line).", _memory, points or records),
@@ -99,7 +99,7 @@ def _frontier(records: Sequence[Record]) -> Figure | None:
 
 
 def frontier(records: Sequence[Record]) -> list[Record]:
-    """The records than which none is both smaller and faster, from the smallest on."""
+    """Return the records than which none is both smaller and faster, from the smallest on."""
     front: list[Record] = []
     for record in sorted(records, key=lambda record: (record["peak_bytes"], -_speed_of(record))):
         if not front or _speed_of(record) > _speed_of(front[-1]):

@@ -19,11 +19,12 @@ GIB = 2**30
 
 
 def gib(size: float | None) -> str:
+    """Return a size in GiB as text, "" for None."""
     return "" if size is None else f"{size / GIB:,.2f}"
 
 
 def print_estimates(estimates: Mapping[str, Estimate], memory_bytes: int | None, console: Console) -> None:
-    """One column for each estimate: bytes by kind at its peak, the total, and the largest sizes that fit."""
+    """Return one column for each estimate: bytes by kind at its peak, the total, and the largest sizes that fit."""
     table = Table("per GPU, GiB", *estimates, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -48,7 +49,7 @@ def print_estimates(estimates: Mapping[str, Estimate], memory_bytes: int | None,
 def print_plan(
     points: Sequence[Point], raw: Mapping[str, Any], memory_bytes: int | None = None, console: Console | None = None
 ) -> None:
-    """The points of a sweep and what they are expected to take on GPUs, wherever this runs."""
+    """Return the points of a sweep and what they are expected to take on GPUs, wherever this runs."""
     table = Table("point", "GPUs", "micro-batch", "length", "estimate GiB", "peak at")
     for point in points:
         expected = estimate_of(point, raw, "cuda")

@@ -69,6 +69,7 @@ class Phase:
 
     @property
     def total(self) -> int:
+        """Return the bytes of all parts."""
         return sum(self.parts.values())
 
 
@@ -81,30 +82,31 @@ class Estimate:
 
     @property
     def peak(self) -> Phase:
-        """The phase in which the most is there."""
+        """Return the phase in which the most is there."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
     def peak_bytes(self) -> int:
-        """What torch.cuda.max_memory_allocated will say."""
+        """Return what torch.cuda.max_memory_allocated will say."""
         return self.peak.total
 
     @property
     def lasting_bytes(self) -> int:
-        """What is there between steps."""
+        """Return what is there between steps."""
         return sum(self.peak.parts.get(kind, 0) for kind in LASTING)
 
     @property
     def slack_bytes(self) -> int:
+        """Return what the allocator holds beyond tensors: a share of what comes and goes."""
         return round(SLACK * (self.peak_bytes - self.lasting_bytes))
 
     @property
     def device_bytes(self) -> int:
-        """What the GPU must have: the peak, the allocator's slack, and CUDA's context."""
+        """Return what the GPU must have: the peak, the allocator's slack, and CUDA's context."""
         return self.peak_bytes + self.slack_bytes + CONTEXT
 
     def as_json(self) -> dict[str, Any]:
-        """Figures ready for JSON; every value in bytes but for names and counts."""
+        """Return figures ready for JSON; every value in bytes but for names and counts."""
         w = self.workload
         return {
             "gpus": w.gpus,
@@ -130,11 +132,22 @@ def estimate(
     sequence_length: int | None = None,
     device: Device = "cuda",
 ) -> Estimate:
-    """The memory that the stage in `config` takes on each of `gpus` GPUs, from the JSON and the model's config alone.
+    """Return the memory that the stage in `config` takes on each of `gpus` GPUs.
 
-    `config` may be any DeepSpeed configuration when `model` (a Hugging Face configuration) and `sequence_length` are
-    given. gpus: WORLD_SIZE or 1 by default. device: what the ranks compute on.
-    Raises UserError for a mistake in the configuration, and for a model or setting that there is no estimate for.
+    It comes from the JSON and the model's configuration alone.
+
+    Args:
+        config: A stage, as a file or a mapping; any DeepSpeed configuration if `model` and `sequence_length` are given.
+        gpus: Number of ranks; WORLD_SIZE or 1 by default.
+        model: A Hugging Face configuration, in place of the stage's.
+        sequence_length: Tokens of a row, in place of the stage's.
+        device: What the ranks compute on, "cuda" or "cpu".
+
+    Returns:
+        Bytes by kind in every phase of a step.
+
+    Raises:
+        UserError: For a mistake in the configuration, and for a model or setting that there is no estimate for.
     """
     return estimate_workload(
         read_workload(config, gpus=gpus, model=model, sequence_length=sequence_length, device=device)
@@ -142,7 +155,7 @@ def estimate(
 
 
 def estimate_workload(w: Workload) -> Estimate:
-    """The same of a workload that has been read."""
+    """Return the same of a workload that has been read."""
     lasting = Counter({kind: size for kind, term in LASTING.items() if (size := term(w))})
     phases = [*_passes(w, lasting), Phase("the optimizer step", _step(w, lasting))]
     return Estimate(w, tuple(phases))
@@ -153,7 +166,7 @@ def _step(w: Workload, lasting: Counter[str]) -> dict[str, int]:
 
 
 def _passes(w: Workload, lasting: Counter[str]) -> Iterator[Phase]:
-    """The loss, and backward of every layer from the last to the first."""
+    """Return the loss, and backward of every layer from the last to the first."""
     layers = w.model.layers
     present = lasting + Counter({INPUTS: activations.batch(w) + activations.rotary(w, layers[0])})
     # The first layer's input is counted with that layer, the last one's output with the final norm.

@@ -15,7 +15,7 @@ MULTIPLE = {"micro_batch": 1, "sequence_length": 128}
 
 
 def largest_that_fits(w: Workload, what: Size, memory_bytes: int) -> int:
-    """The largest micro-batch, in rows, or sequence length, in tokens, with which `w` needs at most `memory_bytes`.
+    """Return the largest micro-batch (rows) or sequence (tokens) with which `w` needs at most `memory_bytes`.
 
     0 where nothing fits. A sequence is no longer than the model's max_position_embeddings.
     """
@@ -31,7 +31,7 @@ def largest_that_fits(w: Workload, what: Size, memory_bytes: int) -> int:
 
 
 def search(fits: Callable[[int], bool], limit: int, start: int = 1) -> int:
-    """The largest number up to `limit` that fits, 0 for none: double from `start`, then halve the interval.
+    """Return the largest number up to `limit` that fits, 0 for none: double from `start`, then halve the interval.
 
     What is smaller than a number that fits must fit as well. Every number is asked about once.
     """

@@ -13,7 +13,7 @@ from ds_fp8.memory.workload import BF16, Workload
 
 
 def gathered(parameters: Iterable[ParameterShape], w: Workload) -> int:
-    """Bytes of these parameters, gathered."""
+    """Return the bytes of these parameters, gathered."""
     total = 0
     for parameter in parameters:
         if is_partitioned(parameter, w):
@@ -25,7 +25,7 @@ def gathered(parameters: Iterable[ParameterShape], w: Workload) -> int:
 
 
 def kept_for_backward(w: Workload) -> int:
-    """How many of the last layers stay gathered from forward until backward.
+    """Return how many of the last layers stay gathered from forward until backward.
 
     ZeRO-3 does not release a weight that recurs within stage3_max_reuse_distance parameters: layer i of L recurs after
     2 (L - 1 - i) layers and twice the head.
@@ -40,7 +40,7 @@ def kept_for_backward(w: Workload) -> int:
 
 
 def at_the_loss(w: Workload) -> int:
-    """The head, and the last layers as far as they are kept."""
+    """Return the head, and the last layers as far as they are kept."""
     count = kept_for_backward(w)
     last = [p for layer in w.model.layers[len(w.model.layers) - count :] for p in layer.parameters]
     return gathered(_head(w), w) + gathered(last, w)
@@ -70,7 +70,7 @@ def in_backward(w: Workload, layer: int) -> int:
 def _head(w: Workload) -> list[ParameterShape]:
     if w.model.head is not None:
         return [w.model.head]
-    return [ParameterShape(w.model.head_numel, False, True)]
+    return [ParameterShape(w.model.head_numel, None, True)]
 
 
 def _numel(parameters: Iterable[ParameterShape]) -> int:

@@ -27,9 +27,10 @@ from typing import Any
 
 from pydantic import Field
 
-from ds_fp8.errors import UserError
-from ds_fp8.schema import Section, parse_section, read_json
-from ds_fp8.train.stage import apply_override, load_stage
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import apply_override, read_json
+from ds_fp8.config.schema import Section, parse_section
+from ds_fp8.train.stage import load_stage
 
 MOST_POINTS = 200
 GPUS = "gpus"
@@ -64,19 +65,19 @@ class Point:
     gpus: int
 
     def overrides(self, *, measuring: bool = True) -> list[str]:
-        """The settings as KEY=VALUE for train.py's --set; with `measuring` those of the measurement too."""
+        """Return the settings as KEY=VALUE for train.py's --set; with `measuring` those of the measurement too."""
         values = {**self.settings, **(MEASURING if measuring else {})}
         return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
     def applied(self, raw: Mapping[str, Any], *, measuring: bool = False) -> dict[str, Any]:
-        """A copy of a stage's JSON with the settings in place."""
+        """Return a copy of a stage's JSON with the settings in place."""
         result = copy.deepcopy(dict(raw))
         for override in self.overrides(measuring=measuring):
             apply_override(result, override)
         return result
 
     def key(self, raw: Mapping[str, Any], steps: int) -> str:
-        """A name for what a run of this point measures: the same settings, stage and steps have the same."""
+        """Return a name for what a run of this point measures: the same settings, stage and steps have the same."""
         content = self.applied(raw)
         content.get("train", {}).pop("run_dir", None)
         text = json.dumps([content, self.gpus, steps], sort_keys=True)
@@ -84,7 +85,7 @@ class Point:
 
 
 def read_sweep(file: str | os.PathLike, gpus: int) -> tuple[SweepConfig, list[Point]]:
-    """The sweep in `file` and its points; `gpus` where they do not say how many.
+    """Return the sweep in `file` and its points; `gpus` where they do not say how many.
 
     Raises UserError for a file that is malformed, has no point or too many, or two points of one name.
     """
@@ -112,7 +113,7 @@ def check_points(points: Sequence[Point], stage_file: str | os.PathLike) -> None
 
 @contextmanager
 def _world(gpus: int) -> Iterator[None]:
-    """What load_stage takes for the number of ranks."""
+    """Return what load_stage takes for the number of ranks."""
     before = os.environ.get("WORLD_SIZE")
     os.environ["WORLD_SIZE"] = str(gpus)
     try:

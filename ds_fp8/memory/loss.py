@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
+from ds_fp8.layers.cross_entropy import LOGITS_BYTES, chunk_tokens
+from ds_fp8.layers.head_products import group_tokens
 from ds_fp8.memory.workload import BF16, FP32, Workload
-from ds_fp8.modules.cross_entropy import LOGITS_BYTES
 
 
 def loss(w: Workload) -> int:
-    """The most that the head and the loss allocate at once, at the end of forward (HF: at the start of backward).
+    """Return the most that the head and the loss allocate at once, at the end of forward.
 
-    On a GPU it is computed by Liger's kernels, on a CPU in plain torch.
+    The loss of transformers allocates it at the start of backward.
     """
     if not w.model.loss_without_logits:
         return over_all_logits(w)
-    return by_liger(w) if w.device == "cuda" else in_chunks(w)
+    return on_gpu(w) if w.device == "cuda" else in_chunks(w)
 
 
 def over_all_logits(w: Workload) -> int:
@@ -26,27 +25,44 @@ def over_all_logits(w: Workload) -> int:
     return 3 * FP32 * w.tokens * w.model.vocabulary
 
 
-def by_liger(w: Workload) -> int:
-    """dhidden 2TH, dweight summed in FP32 4VH; then either a chunk of logits in BF16, or dweight once more in BF16 2VH.
+def on_gpu(w: Workload) -> int:
+    """Return the bytes of the fused loss with a head in BF16.
 
-    A chunk has T / (V / H) tokens, rounded up to a power of two: about as many bytes as the hidden states.
+    dhidden 2TH, dweight 4VH (2VH of one chunk); then a chunk of logits in BF16 or dweight once more in BF16, 2VH.
+    """
+    if w.fp8.multiplies_head_in_fp8:
+        return in_fp8(w)
+    model = w.model
+    chunk = chunk_tokens(w.tokens, model.vocabulary, model.hidden, on_gpu=True)
+    logits = BF16 * min(w.tokens, chunk) * model.vocabulary
+    dweight = (FP32 if w.tokens > chunk else BF16) * model.head_numel
+    return BF16 * w.tokens * model.hidden + dweight + max(logits, BF16 * model.head_numel)
+
+
+def in_fp8(w: Workload) -> int:
+    """Return the bytes of the fused loss with a head in FP8.
+
+    dhidden 2TH; two casts of the weight 2VH, dlogits of a group cast along its tokens, and of a chunk the logits and
+    another cast 3CV, or dweight in BF16 2VH; of several groups dweight in FP32 4VH, too.
     """
     model = w.model
-    chunk = min(w.tokens, _power_of_two(math.ceil(w.tokens / math.ceil(model.vocabulary / model.hidden))))
-    logits = BF16 * chunk * model.vocabulary
-    return BF16 * w.tokens * model.hidden + FP32 * model.head_numel + max(logits, BF16 * model.head_numel)
+    chunk = chunk_tokens(w.tokens, model.vocabulary, model.hidden, on_gpu=True, in_fp8=True)
+    group = group_tokens(model.hidden, chunk)
+    total = 4 * model.head_numel if w.tokens > group else 0
+    columns = min(w.tokens, group) * model.vocabulary
+    of_chunk = max(3 * min(w.tokens, chunk) * model.vocabulary, BF16 * model.head_numel)
+    return BF16 * w.tokens * model.hidden + total + 2 * model.head_numel + columns + of_chunk
 
 
 def in_chunks(w: Workload) -> int:
-    """dhidden 2TH, dweight 4VH, and a chunk of logits: LOGITS_BYTES in FP32 and half as much in BF16, twice."""
+    """Return the bytes of the fused loss in plain torch, chunk by chunk.
+
+    dhidden 2TH, dweight 4VH, and a chunk of logits: LOGITS_BYTES in FP32 and half as much in BF16, twice.
+    """
     chunk = min(LOGITS_BYTES, FP32 * w.tokens * w.model.vocabulary)
     return BF16 * w.tokens * w.model.hidden + FP32 * w.model.head_numel + 2 * chunk
 
 
 def head_gradient(w: Workload) -> int:
-    """2VH: a gradient of tied embeddings waits through all of backward for its other half."""
+    """Return 2VH: a gradient of tied embeddings waits through all of backward for its other half."""
     return BF16 * w.model.head_numel if w.model.head is None else 0
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()

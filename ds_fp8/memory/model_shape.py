@@ -6,18 +6,21 @@ linears stay in BF16 and whether the loss does without logits.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ds_fp8.config import FP8Config
-from ds_fp8.errors import UserError
-from ds_fp8.modules.convert import convert
-from ds_fp8.modules.decoder import FusedDecoderLayer, FusedMLP
-from ds_fp8.modules.linear import FP8Linear
-from ds_fp8.modules.loss import fuse_loss
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import CastSpec
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.layers.convert import convert
+from ds_fp8.layers.decoder import FusedDecoderLayer, FusedMLP
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.loss import fuse_loss
+from ds_fp8.layers.recipe import LinearRecipe
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -27,9 +30,14 @@ class ParameterShape:
     """One parameter of the model."""
 
     numel: int
-    in_fp8: bool
-    """Whether it is the weight of an FP8 linear."""
+    cast: CastSpec | None
+    """Of the weight of an FP8 linear."""
     trainable: bool
+
+    @property
+    def in_fp8(self) -> bool:
+        """Return whether this is the weight of an FP8 linear."""
+        return self.cast is not None
 
 
 @dataclass(frozen=True)
@@ -44,8 +52,8 @@ class LayerShape:
     head_dim: int
     head_norms: bool
     """Whether q and k are normed by heads."""
-    fp8: frozenset[str]
-    """Which of PROJECTIONS are FP8 linears."""
+    fp8: Mapping[str, LinearRecipe]
+    """Those of PROJECTIONS that are FP8 linears, with their casts."""
     fused: bool
     """Whether it runs as a FusedDecoderLayer."""
     fused_mlp: bool
@@ -82,22 +90,23 @@ class ModelShape:
 
     @property
     def parameters(self) -> tuple[ParameterShape, ...]:
-        """All of them, in the order of the model: embeddings and norms, layers, head."""
+        """Return all of them, in the order of the model: embeddings and norms, layers, head."""
         inside = tuple(parameter for layer in self.layers for parameter in layer.parameters)
         return (*self.outside, *inside, *([self.head] if self.head else []))
 
     @property
     def numel(self) -> int:
+        """Return the elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
     def head_numel(self) -> int:
-        """Elements that the head multiplies with, its own or the embedding's."""
+        """Return the elements that the head multiplies with, its own or the embedding's."""
         return self.vocabulary * self.hidden
 
 
 def model_shape(config: PretrainedConfig, fp8: FP8Config) -> ModelShape:
-    """The shape of the model that `config` describes, trained with `fp8`. No weight is allocated.
+    """Return the shape of the model that `config` describes, trained with `fp8`. No weight is allocated.
 
     Raises UserError for a model whose layers are not attention (q, k, v, o) and a gated MLP (gate, up, down), and for
     what `ds_fp8.convert` refuses.
@@ -114,12 +123,12 @@ def model_shape(config: PretrainedConfig, fp8: FP8Config) -> ModelShape:
             f"there is no estimate for {type(model).__name__}: its layers are not attention with q, k, v and o_proj "
             "and an MLP with gate, up and down_proj",
             key="model",
-            remedy="measure it: scripts/memory_sweep.py",
+            remedy="measure it: ds-fp8 sweep",
         )
     inside = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
     own_head = head.weight is not embedding.weight
     head_ids = {id(parameter) for parameter in head.parameters()} if own_head else set()
-    in_fp8 = {id(module.weight) for module in model.modules() if isinstance(module, FP8Linear)}
+    in_fp8 = {id(module.weight): module.recipe for module in model.modules() if isinstance(module, FP8Linear)}
     outside = [p for p in model.parameters() if id(p) not in inside | head_ids]
     return ModelShape(
         tuple(_layer_shape(layer, in_fp8) for layer in layers.values()),
@@ -134,7 +143,7 @@ def model_shape(config: PretrainedConfig, fp8: FP8Config) -> ModelShape:
 
 
 def _anywhere(fp8: FP8Config) -> FP8Config:
-    """The same for any machine: which backend multiplies does not change what is kept.
+    """Return the same for any machine: which backend multiplies does not change what is kept.
 
     But for one case: Transformer Engine has no scales per row, which stacked weights with a scale each need.
     """
@@ -150,7 +159,7 @@ def _is_layer(module: nn.Module) -> bool:
     return all(isinstance(getattr(part, name, None), nn.Linear) for part, name in parts)
 
 
-def _layer_shape(layer: nn.Module, in_fp8: set[int]) -> LayerShape:
+def _layer_shape(layer: nn.Module, in_fp8: Mapping[int, LinearRecipe]) -> LayerShape:
     attention, mlp = layer.self_attn, layer.mlp
     linears = {name: getattr(attention if name in PROJECTIONS[:4] else mlp, name) for name in PROJECTIONS}
     head_dim = attention.head_dim
@@ -161,12 +170,13 @@ def _layer_shape(layer: nn.Module, in_fp8: set[int]) -> LayerShape:
         kv_heads=linears["k_proj"].out_features // head_dim,
         head_dim=head_dim,
         head_norms=hasattr(attention, "q_norm"),
-        fp8=frozenset(name for name, linear in linears.items() if id(linear.weight) in in_fp8),
+        fp8={name: linear.recipe for name, linear in linears.items() if id(linear.weight) in in_fp8},
         fused=isinstance(layer, FusedDecoderLayer),
         fused_mlp=isinstance(mlp, FusedMLP),
         parameters=tuple(_shape(parameter, in_fp8) for parameter in layer.parameters()),
     )
 
 
-def _shape(parameter: nn.Parameter, in_fp8: set[int]) -> ParameterShape:
-    return ParameterShape(parameter.numel(), id(parameter) in in_fp8, parameter.requires_grad)
+def _shape(parameter: nn.Parameter, in_fp8: Mapping[int, LinearRecipe]) -> ParameterShape:
+    recipe = in_fp8.get(id(parameter))
+    return ParameterShape(parameter.numel(), recipe and recipe.weight, parameter.requires_grad)

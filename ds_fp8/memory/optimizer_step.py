@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from ds_fp8.config.optimizer_state import StatePrecision
 from ds_fp8.memory.states import shard_numel, trained
 from ds_fp8.memory.workload import FP32, Workload
-from ds_fp8.optim.from_config import uses_own_optimizer
 from ds_fp8.optim.moment import CHUNK
-from ds_fp8.state_precision import StatePrecision
 
 EMULATED = {"1x128": (30, 69), "tensor": (23, 58)}
 """Bytes an element that ds_fp8's own AdamW takes on a CPU, where it decodes and encodes moments in plain torch: rounded
@@ -14,7 +13,9 @@ to nearest, or stochastically. What takes most: e4m3_expanded in groups of 128; 
 
 
 def optimizer_step(w: Workload) -> int:
-    """4 s: the gradients of a sub-group as one flat tensor.
+    """Return 4 s: the gradients of a sub-group as one flat tensor.
+
+    This package's step under ZeRO-3 does not need it.
 
     torch's AdamW takes the root of exp_avg_sq besides, 4 s, and on a CPU the denominator that is made of it, 4 s. This
     package's own needs neither. Nothing with the optimizer offloaded.
@@ -22,26 +23,28 @@ def optimizer_step(w: Workload) -> int:
     if w.offloads_optimizer:
         return 0
     stepped = largest_sub_group(w)
-    own = uses_own_optimizer(w.fp8)
-    if own and w.device == "cpu":
+    copies = 0 if w.own_step else 1
+    if w.own_optimizer and w.device == "cpu":
         precision = w.fp8.optimizer.precision()
         emulated = EMULATED[precision.granularity][bool(precision.stochastic_parts)]
-        return FP32 * stepped + emulated * min(stepped, _decoded_at_once(w, precision))
-    copies = 1
-    if w.torch_adam and not own:
+        return copies * FP32 * stepped + emulated * min(stepped, _decoded_at_once(w, precision))
+    if w.torch_adam and not w.own_optimizer:
         copies += 1 if w.device == "cuda" else 2
     return FP32 * stepped * copies
 
 
 def _decoded_at_once(w: Workload, precision: StatePrecision) -> int:
-    """Elements: CHUNK, or a rank's part of the largest tensor where tensors have one scale."""
+    """Return the elements: CHUNK, or a rank's part of the largest tensor where tensors have one scale."""
     if precision.granularity != "tensor" and precision.master == "fp32":
         return CHUNK
     return max(shard_numel([parameter], w.gpus if w.stage == 3 else 1) for parameter in trained(w))
 
 
 def largest_sub_group(w: Workload) -> int:
-    """s: ZeRO-3 fills sub-groups with whole parameters until they reach sub_group_size; other stages have one."""
+    """Return s: ZeRO-3 fills sub-groups with whole parameters until they reach sub_group_size.
+
+    Other stages have one.
+    """
     limit = w.zero.sub_group_size
     total = shard_numel(trained(w), w.gpus)
     if w.stage != 3 or total <= limit:

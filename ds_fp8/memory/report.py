@@ -14,7 +14,7 @@ from ds_fp8.memory import charts
 from ds_fp8.memory.grid import Point
 from ds_fp8.memory.results import OK, Record
 from ds_fp8.memory.sweep import expected_bytes
-from ds_fp8.train.metrics import write_atomically
+from ds_fp8.train.durable import write_atomically
 
 CSV, HTML, BEST = "sweep.csv", "report.html", "best.json"
 
@@ -59,17 +59,17 @@ document.querySelectorAll("th").forEach((head, column) => head.addEventListener(
 
 
 def deviation(record: Record) -> float | None:
-    """How far the estimate is from the measurement: (estimate / measured) - 1."""
+    """Return how far the estimate is from the measurement: (estimate / measured) - 1."""
     return expected_bytes(record) / record["peak_bytes"] - 1 if record.get("peak_bytes") else None
 
 
 def speed(record: Record) -> float | None:
-    """Tokens per second per GPU."""
+    """Return the tokens per second per GPU."""
     return record["tokens_per_second"] / record["gpus"] if record.get("tokens_per_second") else None
 
 
 def best_of(records: Sequence[Record]) -> Record | None:
-    """The fastest point that ran, per GPU; of equally fast ones that with the least memory."""
+    """Return the fastest point that ran, per GPU; of equally fast ones that with the least memory."""
     ran = [record for record in records if record["status"] == OK]
     return max(ran, key=lambda record: (speed(record), -record["peak_bytes"]), default=None)
 
@@ -92,7 +92,7 @@ def write_report(
 
 
 def table_csv(records: Sequence[Record]) -> str:
-    """One row a point: figures in bytes, seconds and tokens per second, then the estimate by kind."""
+    """Return one row a point: figures in bytes, seconds and tokens per second, then the estimate by kind."""
     kinds = list(dict.fromkeys(kind for record in records for kind in record["estimate"]["parts"]))
     stream = io.StringIO()
     figures = ("peak_bytes", "reserved_bytes", "tokens_per_second", "step_seconds", "loss", "steps", "seconds")
@@ -109,7 +109,7 @@ def table_csv(records: Sequence[Record]) -> str:
 
 
 def page(records: Sequence[Record], title: str, description: str = "") -> str:
-    """The report as HTML, its pictures inside."""
+    """Return the report as HTML, its pictures inside."""
     devices = ", ".join(dict.fromkeys(f"{r['gpus']} x {r['device']}" for r in records)) or "nothing measured"
     what = "the process's memory, as there is no GPU" if _on_cpu(records) else "torch's allocator"
     about = f"{description} Measured on {devices}; peaks are of {what}, per GPU.".strip()
@@ -152,7 +152,7 @@ def _on_cpu(records: Sequence[Record]) -> bool:
 
 
 def _without_null(values: Any) -> Any:
-    """A sweep takes a key away by setting it to null."""
+    """Accept null: a sweep takes a key away by setting it to null."""
     if isinstance(values, dict):
         return {key: _without_null(value) for key, value in values.items() if value is not None}
     return values

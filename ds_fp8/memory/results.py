@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
 
 FILE = "sweep.jsonl"
 

@@ -1,7 +1,8 @@
 """One point of a sweep: a training run in processes of its own, ended once it has been measured.
 
-The run is `deepspeed scripts/train.py`, as a user would start it. It is killed after the steps that are measured:
-the end of a run would write a checkpoint of the whole model. Out of memory, a failure and a time limit are results.
+The run is `deepspeed --module ds_fp8.commands.train`, as a user would start it. It is killed after the steps that are
+measured: the end of a run would write a checkpoint of the whole model. Out of memory, a failure and a time limit are
+results.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from typing import Any
 
 import psutil
 
-from ds_fp8.errors import EXIT_USER_ERROR
-from ds_fp8.launch import deepspeed_command
+from ds_fp8.cluster.local_launch import deepspeed_command
+from ds_fp8.config.errors import EXIT_USER_ERROR
 from ds_fp8.memory.results import FAILED, OK, OUT_OF_MEMORY, REFUSED, TIMEOUT
 from ds_fp8.train.checkpoints import METRICS
-from ds_fp8.train.metrics import read_metrics, write_atomically
+from ds_fp8.train.durable import write_atomically
+from ds_fp8.train.metrics import read_metrics
 
 KILLED = "killed"
 """From outside: neither a result nor the point's fault."""
@@ -51,7 +53,7 @@ class Outcome:
 
 
 def run_point(
-    script: Path,
+    program: Sequence[str],
     stage_file: Path,
     overrides: Sequence[str],
     *,
@@ -73,7 +75,7 @@ def run_point(
     started = time.monotonic()
     with (folder / OUTPUT).open("wb") as output:
         process = subprocess.Popen(
-            [*deepspeed_command(gpus), str(script), "--deepspeed_config", str(stage_file)]
+            [*deepspeed_command(gpus), *program, "--deepspeed_config", str(stage_file)]
             + [part for override in overrides for part in ("--set", override)],
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -162,17 +164,17 @@ def _how_it_ended(code: int, output: str) -> str:
 
 
 def _reason(output: str) -> str:
-    """The line of a run's output that says why it ended."""
+    """Return the line of a run's output that says why it ended."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     for pattern in (_OUT_OF_MEMORY, re.compile(r"^error: "), re.compile(r"(Error|Exception)\b.*:")):
         found = [line for line in lines if pattern.search(line)]
         if found:
             return found[0][:300]
-    return lines[-1][:300] if lines else "it said nothing"
+    return lines[-1][:300] if lines else "(no output)"
 
 
 def _figures(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Memory in bytes, the most over ranks and steps; speed as the median of the steps but the first."""
+    """Return the memory in bytes, the most over ranks and steps; speed as the median of the steps but the first."""
     timed = records[1:] or records
     return {
         "peak_bytes": max(record["memory_bytes"] for record in records),

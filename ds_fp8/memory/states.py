@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ds_fp8.formats import scale_shape
+from ds_fp8.config.formats import scale_shape
 from ds_fp8.memory.model_shape import ParameterShape
 from ds_fp8.memory.workload import BF16, FP32, Workload
 from ds_fp8.optim.codecs import moment_bytes
@@ -18,27 +18,33 @@ from ds_fp8.zero.gradient_reduce import residual_bytes
 
 
 def shard_numel(parameters: Iterable[ParameterShape], gpus: int) -> int:
-    """Elements of the shards of one GPU: sum of ceil(numel / W)."""
+    """Return the elements of the shards of one GPU: sum of ceil(numel / W)."""
     return sum(math.ceil(parameter.numel / gpus) for parameter in parameters)
 
 
 def is_partitioned(parameter: ParameterShape, w: Workload) -> bool:
-    """Whether ZeRO-3 gathers the parameter for use: it keeps small ones whole (stage3_param_persistence_threshold)."""
+    """Return whether ZeRO-3 gathers the parameter for use.
+
+    It keeps small ones whole (stage3_param_persistence_threshold).
+    """
     return w.stage == 3 and parameter.numel > w.zero.param_persistence_threshold
 
 
 def trained(w: Workload) -> list[ParameterShape]:
-    """The parameters that the optimizer steps."""
+    """Return the parameters that the optimizer steps."""
     return [parameter for parameter in w.model.parameters if parameter.trainable]
 
 
 def master_weights(w: Workload) -> int:
-    """4 n: an FP32 copy of this GPU's part of the trained parameters. Nothing with the optimizer offloaded."""
+    """Return 4 n: an FP32 copy of this GPU's part of the trained parameters. Nothing with the optimizer offloaded."""
     return 0 if w.offloads_optimizer else FP32 * shard_numel(trained(w), w.gpus)
 
 
 def moments(w: Workload) -> int:
-    """8 n in FP32; with compressed moments the bytes of `fp8.optimizer` (codecs.moment_bytes), scales included."""
+    """Return 8 n in FP32; with compressed moments the bytes of `fp8.optimizer` (codecs.moment_bytes).
+
+    Scales included.
+    """
     if w.offloads_optimizer:
         return 0
     per_element = moment_bytes(w.fp8.optimizer.precision()) if w.fp8.enabled else 2 * FP32
@@ -46,7 +52,7 @@ def moments(w: Workload) -> int:
 
 
 def gradient_shards(w: Workload) -> int:
-    """The sums of gradients over micro-batches: 4 n with grad_accum_dtype fp32, else 2 n.
+    """Return the sums of gradients over micro-batches: 4 n with grad_accum_dtype fp32, else 2 n.
 
     Stage 1 sums whole gradients: 4 N or 2 N.
     """
@@ -55,44 +61,53 @@ def gradient_shards(w: Workload) -> int:
 
 
 def gradient_bucket(w: Workload) -> int:
-    """2 reduce_bucket_size: gradients in BF16 on their way to the reduction. Stage 2 has two with overlap_comm."""
-    if not w.zero.contiguous_gradients or w.stage == 1:
+    """Return 2 reduce_bucket_size: gradients in BF16 on their way to the reduction. Stage 2 has two with overlap_comm.
+
+    None with this package's step, which reads gradients where they are.
+    """
+    if not w.zero.contiguous_gradients or w.stage == 1 or w.own_step:
         return 0
     buckets = 2 if w.stage == 2 and w.zero.overlap_comm else 1
     return buckets * BF16 * w.zero.reduce_bucket_size
 
 
 def bf16_weights(w: Workload) -> int:
-    """2 n of shards in stage 3, with the small parameters whole beside them; 2 N in stages 1 and 2."""
+    """Return 2 n of shards in stage 3, with the small parameters whole beside them; 2 N in stages 1 and 2.
+
+    With this package's step, none of the trained weights that are gathered in FP8.
+    """
     if w.stage < 3:
         return BF16 * w.model.numel
-    shards = 0 if w.offloads_parameters else BF16 * shard_numel(w.model.parameters, w.gpus)
+    kept = [p for p in w.model.parameters if not (w.own_step and p.trainable and in_fp8_only(p, w))]
+    shards = 0 if w.offloads_parameters else BF16 * shard_numel(kept, w.gpus)
     # On one GPU a whole parameter is its own shard.
     whole = [p.numel for p in w.model.parameters if not is_partitioned(p, w)] if w.gpus > 1 else []
     return shards + BF16 * sum(whole)
 
 
+def in_fp8_only(parameter: ParameterShape, w: Workload) -> bool:
+    """Return whether ZeRO-3 gathers the parameter in FP8."""
+    return w.gathers_in_fp8 and parameter.in_fp8 and is_partitioned(parameter, w)
+
+
 def fp8_weights(w: Workload) -> int:
-    """n of shards and the scales of whole weights, FP32: what FP8 parameter gather sends. None in BF16 gathers.
+    """Return n of shards and the scales of whole weights, FP32: what FP8 parameter gather sends. None in BF16 gathers.
 
     Scales of a weight [R, C]: 4 R C / 128^2 for blocks of 128x128, 4 R for rows, 4 for tensors.
     """
-    if not w.gathers_in_fp8:
-        return 0
-    gathered = [p for p in w.model.parameters if p.in_fp8 and is_partitioned(p, w)]
-    scales = sum(weight_scales(p.numel, w) for p in gathered)
+    gathered = [p for p in w.model.parameters if in_fp8_only(p, w)]
+    scales = sum(weight_scales(p, w) for p in gathered)
     return shard_numel(gathered, w.gpus) + scales
 
 
-def weight_scales(numel: int, w: Workload) -> int:
-    """Bytes of the scales of a weight with so many elements, as if its rows were as long as the hidden size."""
-    granularity = w.fp8.linear.weight.granularity
-    rows = math.ceil(numel / w.model.hidden)
-    return FP32 * math.prod(scale_shape((rows, w.model.hidden), granularity))
+def weight_scales(weight: ParameterShape, w: Workload) -> int:
+    """Return the bytes of the scales of an FP8 weight, as if its rows were as long as the hidden size."""
+    rows = math.ceil(weight.numel / w.model.hidden)
+    return FP32 * math.prod(scale_shape((rows, w.model.hidden), weight.cast.granularity))
 
 
 def error_feedback(w: Workload) -> int:
-    """2 N or 4 N with grad_reduce.error_feedback: what casts of whole gradients lost is kept on every GPU."""
+    """Return 2 N or 4 N with grad_reduce.error_feedback: what casts of whole gradients lost is kept on every GPU."""
     if not w.reduces_in_fp8:
         return 0
     # As if all were matrices: vectors that are long enough to count are few.

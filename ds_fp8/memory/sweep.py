@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
 from ds_fp8.memory.estimate import Estimate, estimate
 from ds_fp8.memory.fit import MULTIPLE, Size, largest_that_fits, search
 from ds_fp8.memory.grid import Point
@@ -30,8 +30,8 @@ MOST_TRIED = {"micro_batch": 1024, "sequence_length": 1 << 20}
 class Setting:
     """What all points of a sweep share."""
 
-    script: Path
-    """scripts/train.py"""
+    program: Sequence[str]
+    """What the launcher starts: launch.TRAIN."""
     stage_file: Path
     raw: Mapping[str, Any]
     folder: Path
@@ -42,12 +42,12 @@ class Setting:
 
 
 def device_name() -> str:
-    """The GPU that points are measured on, or "cpu"."""
+    """Return the GPU that points are measured on, or "cpu"."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def estimate_of(point: Point, raw: Mapping[str, Any], device: Device | None = None) -> Estimate:
-    """What the point is expected to take, on `device`, or else on that of this machine."""
+    """Return what the point is expected to take, on `device`, or else on that of this machine."""
     here = "cuda" if torch.cuda.is_available() else "cpu"
     return estimate(point.applied(raw), gpus=point.gpus, device=device or here)
 
@@ -60,7 +60,7 @@ class Sweep:
         self.results = Results(setting.folder)
 
     def run(self, points: list[Point], rerun: frozenset[str] = frozenset()) -> list[Record]:
-        """The records of all points, measured or found; points with a status in `rerun` are measured again."""
+        """Return the records of all points, measured or found; points with a status in `rerun` are measured again."""
         waiting = [point for point in points if not self._has(point, rerun)]
         if len(waiting) < len(points):
             self.console.print(f"{len(points) - len(waiting)} of {len(points)} points are measured already")
@@ -73,13 +73,15 @@ class Sweep:
         return self.known(points)
 
     def known(self, points: list[Point]) -> list[Record]:
-        """The records there are of `points`, and of the searches that started from them."""
+        """Return the records there are of `points`, and of the searches that started from them."""
         names, keys = {point.name for point in points}, [self._key(point) for point in points]
         records = [self.results.by_key[key] for key in keys if key in self.results.by_key]
         return records + [record for record in self.results.by_key.values() if record.get("of") in names]
 
     def find_max(self, point: Point, what: Size, memory_bytes: int) -> Record | None:
-        """The record of `point` with the largest micro-batch, or sequence, that runs. Every try is a result, too.
+        """Return the record of `point` with the largest micro-batch, or sequence, that runs.
+
+        Every try is a result, too.
 
         The search begins at what the estimate says fits. Raises UserError where a try fails for another reason.
         """
@@ -114,7 +116,7 @@ class Sweep:
         setting = self.setting
         expected = estimate_of(point, setting.raw)
         outcome = run_point(
-            setting.script,
+            setting.program,
             setting.stage_file,
             [*point.overrides(), *self._long_enough(point)],
             gpus=point.gpus,
@@ -150,7 +152,10 @@ class Sweep:
 
     @property
     def gpu_memory(self) -> int:
-        """Bytes of the GPU that the largest micro-batch is estimated for: the limit's, this machine's or A_GPU's."""
+        """Return the bytes of the GPU that the largest micro-batch is estimated for.
+
+        The limit's, this machine's or A_GPU's.
+        """
         return self.setting.limit or (gpu_bytes(None) if torch.cuda.is_available() else A_GPU)
 
     def _largest(self, point: Point) -> int:
@@ -164,7 +169,7 @@ class Sweep:
         return Point(f"{point.name} @ {what} {value}", settings, point.gpus)
 
     def _long_enough(self, point: Point) -> list[str]:
-        """The run must not end, and save itself, before it is measured."""
+        """Check that the run will not end, and save itself, before it is measured."""
         steps = point.applied(self.setting.raw).get("train", {}).get("steps")
         return [f"train.steps={self.setting.steps + 1}"] if steps is not None and steps <= self.setting.steps else []
 
@@ -184,12 +189,15 @@ class Sweep:
 
 
 def expected_bytes(record: Record) -> int:
-    """What the estimate says a measurement will show: tensors, and on a CPU what the process held before them."""
+    """Return what the estimate says a measurement will show.
+
+    That is tensors, and on a CPU also what the process held before them.
+    """
     return record["estimate"]["peak_bytes"] + record.get("process_bytes", 0)
 
 
 def describe(record: Record) -> str:
-    """A line about a finished point."""
+    """Return a line about a finished point."""
     expected = expected_bytes(record)
     if record["status"] not in (OK, OUT_OF_MEMORY, FAILED) or "peak_bytes" not in record:
         return f"{record['name']}: {record['status']} ({record['reason']}); estimate {expected / 2**30:.2f} GiB"
@@ -201,7 +209,10 @@ def describe(record: Record) -> str:
 
 
 def gpu_bytes(gigabytes: float | None) -> int:
-    """Memory of a GPU in bytes: what is given, in GiB, or else this machine's. Raises UserError without either."""
+    """Return the memory of a GPU in bytes: what is given, in GiB, or else this machine's.
+
+    Raises UserError without either.
+    """
     if gigabytes is not None:
         return round(gigabytes * 2**30)
     if not torch.cuda.is_available():

@@ -13,16 +13,17 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 from transformers import AutoConfig, PretrainedConfig
 
-from ds_fp8.compatibility import check_deepspeed
-from ds_fp8.config import FP8Config, parse_fp8, section_of
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import read_config
+from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
+from ds_fp8.config.schema import parse_section
 from ds_fp8.data import DataConfig
-from ds_fp8.engine import read_config
-from ds_fp8.errors import UserError
+from ds_fp8.engine.compatibility import check_deepspeed
 from ds_fp8.memory.model_shape import ModelShape, model_shape
-from ds_fp8.schema import parse_section
+from ds_fp8.optim.from_config import uses_own_optimizer
 from ds_fp8.train.deepspeed_config import resolve_batch
-from ds_fp8.train.model import stored_config, stored_model
 from ds_fp8.train.stage import ModelConfig
+from ds_fp8.train.stored_model import stored_config, stored_model
 
 BF16, FP32 = 2, 4
 """Bytes of an element."""
@@ -48,7 +49,14 @@ class Workload:
     activation_checkpointing: bool
     attention: str
     """attn_implementation"""
+    own_optimizer: bool
+    """True where the optimizer is this package's AdamW."""
     device: Device = "cuda"
+
+    @property
+    def own_step(self) -> bool:
+        """Return whether ZeRO's step is this package's, which reduces gradients from where autograd left them."""
+        return self.stage == 3 and self.own_optimizer and not self.offloads_optimizer and not self.offloads_parameters
 
     @property
     def tokens(self) -> int:
@@ -57,26 +65,31 @@ class Workload:
 
     @property
     def stage(self) -> int:
+        """Return the ZeRO stage."""
         return int(self.zero.stage)
 
     @property
     def gathers_in_fp8(self) -> bool:
+        """Return whether weights are gathered in FP8."""
         return self.fp8.enabled and self.fp8.param_gather.format != "bf16"
 
     @property
     def reduces_in_fp8(self) -> bool:
+        """Return whether gradients travel in FP8."""
         return self.fp8.enabled and self.fp8.grad_reduce.format != "bf16"
 
     @property
     def offloads_optimizer(self) -> bool:
+        """Return whether masters and moments lie outside the GPU."""
         return self.zero.offload_optimizer is not None and self.zero.offload_optimizer.device.value != "none"
 
     @property
     def offloads_parameters(self) -> bool:
+        """Return whether shards of weights lie outside the GPU."""
         return self.zero.offload_param is not None and self.zero.offload_param.device.value != "none"
 
     def resized(self, what: Literal["micro_batch", "sequence_length"], value: int) -> Workload:
-        """The same with another number of rows in a micro-batch, or of tokens in a row."""
+        """Return the same with another number of rows in a micro-batch, or of tokens in a row."""
         return replace(self, rows=value) if what == "micro_batch" else replace(self, sequence_length=value)
 
 
@@ -88,7 +101,9 @@ def read_workload(
     sequence_length: int | None = None,
     device: Device = "cuda",
 ) -> Workload:
-    """The workload of a stage's JSON, or of any DeepSpeed configuration when `model` and `sequence_length` are given.
+    """Return the workload of a stage's JSON.
+
+    Any DeepSpeed configuration will do when `model` and `sequence_length` are given.
 
     gpus: the data-parallel ranks; without it WORLD_SIZE, or 1. device: what the ranks compute on.
     Raises UserError with file, key and remedy.
@@ -101,7 +116,7 @@ def read_workload(
 
 
 def bf16_twin(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The same stage with FP8 off."""
+    """Return the same stage with FP8 off."""
     return {**raw, "fp8": {"enabled": False}}
 
 
@@ -132,7 +147,8 @@ def _read(
         )
     _, micro_batch, _ = resolve_batch(raw, gpus)
     accumulation = section_of(raw, "data_types").get("grad_accum_dtype")
-    sums_in_fp32 = accumulation in ("fp32", "float32") or (fp8.enabled and fp8.grad_reduce.format != "bf16")
+    if accumulation is None:  # as initialize fills it in
+        accumulation = "fp32" if fp8.enabled and fp8.grad_reduce.format != "bf16" else "bf16"
     # Untrained and stored models alike are rows of so many tokens, unless micro-batches are made by tokens.
     rows, tokens = micro_batch, length or data.sequence_length
     if data.tokens_per_gpu is not None and length is None:
@@ -144,8 +160,9 @@ def _read(
         rows=rows,
         sequence_length=tokens,
         zero=zero,
-        accumulation_bytes=FP32 if sums_in_fp32 else BF16,
+        accumulation_bytes=FP32 if accumulation in ("fp32", "float32") else BF16,
         torch_adam=bool(section_of(section_of(raw, "optimizer"), "params").get("torch_adam", False)),
+        own_optimizer=uses_own_optimizer(raw, fp8),
         activation_checkpointing=model_section.activation_checkpointing,
         attention=model_section.attn_implementation,
         device=device,
@@ -158,7 +175,7 @@ def _cached_shape(model_json: str, kind: type[PretrainedConfig], fp8_json: str) 
 
 
 def _model_config(section: ModelConfig, data: DataConfig, train: Mapping[str, Any]) -> PretrainedConfig:
-    """The Hugging Face configuration, without its weights or the tokenizer."""
+    """Return the Hugging Face configuration, without its weights or the tokenizer."""
     if section.config is not None:
         values = dict(section.config)
         kind = values.pop("model_type", None)
@@ -182,4 +199,5 @@ def _model_config(section: ModelConfig, data: DataConfig, train: Mapping[str, An
         raise UserError(
             "no model is given", key="model", remedy="give model.config or model.path, or pass model=... to estimate"
         )
-    return stored_config(*stored_model(path, init_from if path is None else None))
+    revision = section.revision if path is not None else None
+    return stored_config(stored_model(path, init_from if path is None else None, revision))

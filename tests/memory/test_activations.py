@@ -2,9 +2,9 @@
 
 import pytest
 
-from ds_fp8.config import parse_fp8
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.layers.convert import convert
 from ds_fp8.memory import activations, read_workload
-from ds_fp8.modules.convert import convert
 from tests.memory import workloads
 
 CASES = {
@@ -19,6 +19,12 @@ CASES = {
     "rowwise": {"preset": "rowwise"},
     "attention in BF16": {"linear": {"skip": ["lm_head", "self_attn"]}},
     "MLP in BF16": {"linear": {"skip": ["lm_head", "mlp"]}},
+    "Smooth-SwiGLU": {"preset": "fishman"},
+    "Smooth-SwiGLU, linear by linear": {"fuse": "off", "linear": {"smooth_swiglu": True}},
+    "layers cast in several ways": {
+        "fuse": "off",
+        "linear": {"overrides": {"*.down_proj": {"input": {"granularity": "row"}}, "layers.0.self_attn": "bf16"}},
+    },
     "one linear in FP8": {"linear": {"skip": ["lm_head", "mlp", "v_proj", "o_proj", "q_proj"]}},
 }
 

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from ds_fp8.config import merge
+from ds_fp8.config.presets import merge
 from ds_fp8.memory import estimate
 from tests.memory import workloads
 
@@ -17,11 +17,12 @@ LEAF = {"leaf_module": {"classes": ["transformers.models.qwen2.modeling_qwen2.Qw
 EVERY_GATHER = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, **LEAF}
 MOMENTS = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
 CASES = {
-    "bf16": {"enabled": False},
+    "bf16": {"fp8": {"enabled": False}},
     "infir2": {},
-    "FP8 moments": {"optimizer": MOMENTS},
-    "scales by tensor": {"preset": "fp8lm_o2"},
-    "and FP16 masters": {"preset": "fp8lm_o3"},
+    "FP8 moments": {"fp8": {"optimizer": MOMENTS}},
+    "scales by tensor": {"fp8": {"preset": "fp8lm_o2"}},
+    "and FP16 masters": {"fp8": {"preset": "fp8lm_o3"}},
+    "gradients kept in BF16": {"data_types": {"grad_accum_dtype": "bf16"}, "gradient_accumulation_steps": 1},
 }
 
 
@@ -63,9 +64,9 @@ def small(**changes):
     return merge(raw, {"train_micro_batch_size_per_gpu": ROWS, **changes})
 
 
-@pytest.mark.parametrize("section", CASES.values(), ids=CASES)
-def test_a_step_takes_what_is_estimated(ranks, section):
-    raw = small(fp8=section)
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+def test_a_step_takes_what_is_estimated(ranks, changes):
+    raw = small(**changes)
     expected = estimate(raw, gpus=2, device="cpu")
     for lasting, peak in ranks(2, measured, raw):
         assert lasting == pytest.approx(expected.lasting_bytes, rel=1e-3)

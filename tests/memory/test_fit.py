@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
 from ds_fp8.memory import estimate, estimate_workload, largest_that_fits, read_workload
 from ds_fp8.memory.fit import search
 from tests.memory import workloads

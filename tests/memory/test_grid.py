@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
 from ds_fp8.memory.grid import Point, check_points, read_sweep
 from tests.memory import workloads
 

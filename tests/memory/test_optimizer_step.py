@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_fp8.config import PRESETS
+from ds_fp8.config.presets import PRESETS
 from ds_fp8.memory.optimizer_step import EMULATED
 from ds_fp8.optim import AdamW
 from tests.memory.workloads import most_allocated

@@ -7,8 +7,8 @@ import pytest
 
 from ds_fp8.memory import charts
 from ds_fp8.memory.report import best_of, write_report
+from tests.browser import visit
 from tests.memory import workloads
-from tests.memory.browser import visit
 
 RAW = workloads.stage()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
 from ds_fp8.memory import runner
 from ds_fp8.memory.results import Results, only_driver
 
@@ -48,7 +48,8 @@ def run(tmp_path, monkeypatch):
         script = tmp_path / "script.py"
         script.write_text(SCRIPT.replace("DEED", deed))
         folder = tmp_path / "point"
-        return runner.run_point(script, Path("stage.json"), [], gpus=1, steps=steps, folder=folder, timeout=timeout)
+        options = {"gpus": 1, "steps": steps, "folder": folder, "timeout": timeout}
+        return runner.run_point([str(script)], Path("stage.json"), [], **options)
 
     return start
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_fp8.errors import UserError
+from ds_fp8.cluster.local_launch import TRAIN
+from ds_fp8.config.errors import UserError
 from ds_fp8.memory import runner
 from ds_fp8.memory import sweep as sweep_module
 from ds_fp8.memory.grid import Point
@@ -149,7 +150,7 @@ def test_the_estimate_as_a_table(call, capsys):
 def test_searching_the_largest(folder, monkeypatch):
     """Runs are stood in for: what fits is decided by the number of rows."""
 
-    def run_point(script, stage_file, overrides, **more):
+    def run_point(program, stage_file, overrides, **more):
         rows = json.loads(dict(part.split("=", 1) for part in overrides)["train_micro_batch_size_per_gpu"])
         if rows > 11:
             return runner.Outcome(OUT_OF_MEMORY, "too many", 1.0)
@@ -160,7 +161,7 @@ def test_searching_the_largest(folder, monkeypatch):
     raw = json.loads((folder / "stage.json").read_text())
     output = folder / "search"
     output.mkdir()
-    setting = sweep_module.Setting(SCRIPTS / "train.py", folder / "stage.json", raw, output, 2, 60.0)
+    setting = sweep_module.Setting(TRAIN, folder / "stage.json", raw, output, 2, 60.0)
     sweep = sweep_module.Sweep(setting)
     point = Point("base", {}, 1)
     assert sweep.find_max(point, "micro_batch", 80 << 30)["tried"] == 11

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_fp8.config import merge
+from ds_fp8.config.presets import merge
 
 MODEL = {
     "model_type": "qwen2",

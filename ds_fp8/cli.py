@@ -1,0 +1,49 @@
+"""The `ds-fp8` command: ds-fp8 COMMAND ..., each of ds_fp8/commands/."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import ds_fp8
+from ds_fp8.config.errors import UserError, main_entry
+from ds_fp8.config.schema import nearest
+
+COMMANDS = {
+    "train": "train one stage",
+    "estimate": "say how much memory a stage takes, FP8 beside BF16",
+    "sweep": "measure memory and speed over a grid of settings",
+    "parity": "compare FP8 with BF16 on your own stage",
+    "export": "write a Hugging Face folder in BF16 or FP8",
+    "evaluate": "perplexity and exact match of a Hugging Face folder",
+    "report": "compare finished FP8 runs with their BF16 twins",
+    "check": "check a DeepSpeed JSON without running it",
+    "configs": "list the configurations that come with ds_fp8",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that the first argument names with the rest; returns its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print("usage: ds-fp8 COMMAND ...    (ds-fp8 COMMAND --help says more; --version)\n")
+        print("\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items()))
+        return 0
+    if given[0] == "--version":
+        print(f"ds-fp8 {ds_fp8.__version__}")
+        return 0
+    command, *rest = given
+    if command not in COMMANDS:
+        raise UserError(f'there is no command "{command}"', remedy=nearest(command, COMMANDS, "there are"))
+    sys.argv = [f"ds-fp8 {command}", *rest]
+    return import_module(f"ds_fp8.commands.{command}").main() or 0
+
+
+def entry() -> None:
+    """Run `main` as a console command: a UserError is one printed screen."""
+    main_entry(main)
+
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,92 @@
+"""Command-line arguments that commands share."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+from pathlib import Path
+
+import ds_fp8
+from ds_fp8.config.errors import UserError
+
+CONFIGS = Path(ds_fp8.__file__).parent / "configs"
+"""The configurations that come with the package."""
+MAX_COUNT = 2**31 - 1
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """Return a parser that keeps the line breaks of its description."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_stage(parser: argparse.ArgumentParser, changes: bool = True) -> None:
+    """Add the stage's JSON, as first argument or as --deepspeed_config, and where it may be changed --set."""
+    parser.add_argument("stage", nargs="?", metavar="FILE", help="the stage's JSON, or one of `ds-fp8 configs`")
+    parser.add_argument("--deepspeed_config", metavar="FILE", help="the same")
+    if changes:
+        parser.add_argument(
+            "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of it, such as train.steps=50"
+        )
+
+
+def stage_file(arguments: argparse.Namespace) -> Path:
+    """Return the stage's JSON that `add_stage` was given. Raises UserError where there is none."""
+    given = [name for name in (arguments.stage, arguments.deepspeed_config) if name is not None]
+    if len(given) != 1:
+        raise UserError(
+            "no stage is given" if not given else f"two stages are given, {given[0]} and {given[1]}",
+            remedy="name one JSON file; `ds-fp8 configs` lists those that come with ds_fp8",
+        )
+    return config_file(given[0])
+
+
+def config_file(name: str) -> Path:
+    """Return the file of this name: a path, or one that comes with the package (`infir2_7b/cpt.json`).
+
+    Raises:
+        UserError: there is neither.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = CONFIGS / Path(*path.parts[path.parts[:1] == ("ds_configs",) :])
+    for candidate in (shipped, shipped.with_name(f"{shipped.name}.json")):
+        if not path.is_absolute() and candidate.is_file():
+            return candidate
+    if path.is_dir():
+        raise UserError("this is a folder, not a configuration file", file=name, remedy="name a JSON file in it")
+    close = difflib.get_close_matches(name, shipped_configs(), n=1, cutoff=0.7)
+    hint = f'did you mean "{close[0]}"? ' if close else ""
+    raise UserError(
+        "the configuration file does not exist",
+        file=name,
+        remedy=f"{hint}give the path of a JSON file, or a name that `ds-fp8 configs` lists",
+    )
+
+
+def shipped_configs() -> list[str]:
+    """Return the names of the configurations that come with the package."""
+    return sorted(file.relative_to(CONFIGS).as_posix() for file in CONFIGS.glob("*/**/*.json"))
+
+
+def count(text: str) -> int:
+    """Return the whole number of at least 1 that `text` is. Raises ArgumentTypeError, which argparse shows."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if not 1 <= number <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no whole number from 1 to {MAX_COUNT}")
+    return number
+
+
+def amount(text: str) -> float:
+    """Return the finite number above 0 that `text` is. Raises ArgumentTypeError, which argparse shows."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no finite number above 0")
+    return number

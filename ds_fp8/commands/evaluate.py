@@ -1,0 +1,183 @@
+"""Perplexity and exact match of a Hugging Face folder on a stage's held-out data, and tasks of lm_eval.
+
+ds-fp8 evaluate runs/cpt/model quickstart/cpt.json
+ds-fp8 evaluate served quickstart/cpt.json --set data.path=my.jsonl       an export in FP8 as well
+ds-fp8 evaluate served --tasks gsm8k,hellaswag --out served.json          needs pip install "lm_eval[hf]"
+
+FOLDER is any model that transformers loads: BF16, block-scaled FP8 or compressed-tensors. Exact match is measured where
+the data has known answers. What is printed goes to --out as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_fp8.commands.arguments import add_stage, count, parser_of, stage_file
+from ds_fp8.config.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ds_fp8.data import StageData
+    from ds_fp8.train.stage import Stage
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+"""Files of which a folder with a tokenizer has one."""
+
+
+def main() -> int:
+    """Measure, print and write the figures."""
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a Hugging Face folder, in BF16 or FP8")
+    add_stage(parser)
+    parser.add_argument("--batches", type=count, default=8, help="validation batches (default 8)")
+    parser.add_argument("--problems", type=int, default=100, help="problems to answer, where known (default 100)")
+    parser.add_argument("--tasks", metavar="NAMES", help="tasks of lm_eval, separated by commas")
+    parser.add_argument("--include", metavar="FOLDER", help="with tasks of your own, as YAML")
+    parser.add_argument("--limit", type=count, help="documents of each task (default all)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+    if not (arguments.folder / "config.json").is_file():
+        raise UserError(f"{arguments.folder} is no Hugging Face folder", remedy="give a folder with a config.json")
+    if not any((arguments.folder / name).is_file() for name in TOKENIZERS):
+        raise UserError(
+            f"{arguments.folder} has no tokenizer", remedy="copy tokenizer.json and tokenizer_config.json there"
+        )
+    has_stage = arguments.stage is not None or arguments.deepspeed_config is not None
+    if not has_stage and arguments.tasks is None:
+        raise UserError(
+            "nothing to measure is given",
+            remedy="name a stage, such as quickstart/cpt.json, whose held-out data is read; or --tasks",
+        )
+    if arguments.tasks is not None:
+        _require_lm_eval()
+
+    from ds_fp8.data import build_data, load_tokenizer
+    from ds_fp8.train import load_stage, processes
+    from ds_fp8.train.loop import cache_dir
+
+    processes.set_single_process_env()
+    tokenizer = load_tokenizer(str(arguments.folder))
+    result: dict[str, Any] = {"folder": str(arguments.folder)}
+    attention = "sdpa"
+    if has_stage:
+        stage = load_stage(stage_file(arguments), [*arguments.set, f"data.tokenizer={arguments.folder}"])
+        attention = stage.model.attn_implementation
+        data = build_data(stage.data, tokenizer, cache_dir())
+    processes.init_distributed()
+    model = _load(arguments.folder, attention)
+    if has_stage:
+        result |= _on_stage(model, tokenizer, stage, data, arguments.batches, arguments.problems)
+    if arguments.tasks is not None:
+        result["tasks"] = _on_tasks(model, tokenizer, arguments.tasks.split(","), arguments.include, arguments.limit)
+    text = json.dumps(result, indent=2)
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text + "\n")
+    print(text if arguments.json else "\n".join(_lines(result)))
+    return 0
+
+
+def _load(folder: Path, attention: str) -> PreTrainedModel:
+    """Return the model of `folder` in BF16 on this rank's device; FP8 weights stay so where the device has FP8."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    from ds_fp8.train import packed_attention
+
+    packed_attention.register()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=attention)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise UserError(
+            f"transformers cannot load the model: {error}", file=folder, remedy="repair or complete the folder"
+        ) from None
+    return model.to(get_accelerator().current_device_name())
+
+
+def _on_stage(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stage: Stage,
+    data: StageData,
+    batches: int,
+    problems: int,
+) -> dict[str, Any]:
+    """Return loss (nats per token), perplexity and, where answers are known, exact match on held-out data."""
+    from ds_fp8.train.evaluation import exact_match, validation_loss
+
+    engine = _alone(model)
+    loss = validation_loss(engine, stage, data.validation, batches, lambda: None)
+    result = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+    questions = data.questions[:problems]
+    if questions:
+        answers = exact_match(engine, stage, tokenizer, questions, data.answer_pattern, lambda: None)
+        result |= {"exact_match": answers.exact_match, "problems": len(questions)}
+    return result
+
+
+def _require_lm_eval() -> None:
+    """Raise UserError where lm_eval is not installed: before a model is loaded."""
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"--tasks needs lm_eval, which cannot be imported: {error}", remedy='pip install "lm_eval[hf]"'
+        ) from None
+
+
+def _on_tasks(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    names: Sequence[str],
+    include: str | None,
+    limit: int | None,
+) -> dict[str, dict[str, float]]:
+    """Return the metrics of each task of lm_eval. Raises UserError for a task that is not known."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=include)
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
+        raise UserError(
+            f"lm_eval has no task {', '.join(unknown)}",
+            remedy="`lm_eval ls tasks` lists them; --include FOLDER adds your own",
+        )
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer)
+    found = lm_eval.simple_evaluate(wrapped, tasks=list(names), task_manager=manager, limit=limit)
+    return {
+        task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        for task, metrics in found["results"].items()
+    }
+
+
+def _lines(result: dict[str, Any]) -> list[str]:
+    lines = [f"{name:<12} {value:.5g}" for name, value in result.items() if isinstance(value, int | float)]
+    for task, metrics in result.get("tasks", {}).items():
+        lines += [f"{task}  {name:<28} {value:.5g}" for name, value in metrics.items()]
+    return lines
+
+
+def _alone(model: PreTrainedModel) -> torch.nn.Module:
+    """Return the model as what the evaluation of an engine takes."""
+    import torch
+
+    class Alone(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.device = model, model.device
+
+        def forward(self, **batch: torch.Tensor) -> Any:
+            return self.module(**batch)
+
+    return Alone()

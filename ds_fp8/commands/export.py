@@ -1,0 +1,163 @@
+"""Write a Hugging Face folder from a trained run or a ZeRO checkpoint, without GPUs.
+
+    ds-fp8 export runs/cpt served                     FP8 in DeepSeek's layout (128x128 blocks), read by vLLM and SGLang
+    ds-fp8 export runs/cpt served --format bf16
+    ds-fp8 export runs/cpt/checkpoints/step_500 served --format compressed-tensors
+    ds-fp8 export output/checkpoint-500 served --deepspeed_config ds.json       of transformers' Trainer
+
+FP8 codes are cast from the FP32 master weights as training cast them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_fp8.commands.arguments import config_file, parser_of
+from ds_fp8.config.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig
+
+
+@dataclass
+class _Source:
+    """What is exported, and what belongs to it."""
+
+    checkpoint: Path
+    config: PretrainedConfig
+    tokenizer: Callable[[Path], object] | None
+    generation: GenerationConfig | None
+    raw: dict[str, Any] | None = field(default=None)
+    """The DeepSpeed configuration of the training, where it is known."""
+
+
+def main() -> int:
+    """Write the folder and say what is in it."""
+    parser = parser_of(__doc__)
+    parser.add_argument("source", type=Path, help="a run_dir, a DeepSpeed checkpoint in it, or a checkpoint of Trainer")
+    parser.add_argument("folder", type=Path, help="where to write")
+    parser.add_argument("--format", default="fp8", help="fp8 (default), compressed-tensors or bf16")
+    parser.add_argument("--model", metavar="FOLDER", help="where the model's configuration and tokenizer are")
+    parser.add_argument("--deepspeed_config", metavar="FILE", help='the training\'s, for its "fp8" section')
+    parser.add_argument("--force", action="store_true", help="replace an existing folder")
+    arguments = parser.parse_args()
+
+    from ds_fp8.config.files import read_json
+    from ds_fp8.config.fp8 import parse_fp8
+    from ds_fp8.export import export_checkpoint
+
+    source = _find(arguments.source, arguments.model)
+    raw = source.raw
+    if arguments.deepspeed_config is not None:
+        raw = read_json(config_file(arguments.deepspeed_config))
+    if raw is None and arguments.format != "bf16":
+        raise UserError(
+            "how the weights were cast in training is not known",
+            remedy='give the JSON with the "fp8" section: --deepspeed_config FILE, or export --format bf16',
+        )
+    plan = export_checkpoint(
+        source.checkpoint,
+        arguments.folder,
+        source.config,
+        parse_fp8(raw or {}, arguments.deepspeed_config),
+        layout=arguments.format,
+        deepspeed_config=raw,
+        generation=source.generation,
+        tokenizer=source.tokenizer,
+        force=arguments.force,
+        source=f"{source.checkpoint.parent.parent.name}/{source.checkpoint.name}",
+    )
+    for reason in dict.fromkeys(plan.left.values()):
+        layers = [name for name, why in plan.left.items() if why == reason]
+        print(f"in BF16: {', '.join(layers[:3])}{f' and {len(layers) - 3} more' if len(layers) > 3 else ''}: {reason}")
+    print(f"{arguments.folder}: {len(plan.quantized)} layers in FP8, {len(plan.entries)} tensors")
+    return 0
+
+
+def _find(source: Path, model: str | None) -> _Source:
+    """Return what `source` means. Raises UserError where it holds no checkpoint or its model is not known."""
+    from ds_fp8.config.files import read_json
+    from ds_fp8.train.checkpoints import CHECKPOINTS, CONFIG, folder_of, newest_step
+
+    if not source.is_dir():
+        raise UserError(f"there is no folder {source}", remedy="give a run_dir or a checkpoint")
+    checkpoint = source
+    if (source / CHECKPOINTS).is_dir():
+        step = newest_step(source)
+        if step is None:
+            raise UserError(f"{source} holds no complete checkpoint", remedy="finish or resume the run first")
+        checkpoint = folder_of(source, step)
+    elif (source / "latest").is_file():
+        checkpoint = source / (source / "latest").read_text().strip()
+    run_dir = checkpoint.parent.parent
+    raw = None
+    if checkpoint.parent.name == CHECKPOINTS and (run_dir / CONFIG).is_file():
+        raw = read_json(run_dir / CONFIG)
+    near = [Path(model)] if model else [run_dir / "model", source, source.parent]
+    stored = next((folder for folder in near if _holds_model(folder)), None)
+    if stored is not None:
+        return _Source(checkpoint, *_read_model(stored), raw)
+    if raw is None or model is not None:
+        raise UserError(
+            f"the configuration of the model in {source} is not known",
+            remedy="--model FOLDER, with its config.json and tokenizer",
+        )
+    return _Source(checkpoint, *_model_of_stage(run_dir / CONFIG, checkpoint), raw)
+
+
+def _holds_model(folder: Path) -> bool:
+    from ds_fp8.config.files import read_json
+
+    return (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json")
+
+
+def _read_model(folder: Path) -> tuple[PretrainedConfig, Callable | None, GenerationConfig | None]:
+    """Return configuration, tokenizer and generation settings of a Hugging Face folder."""
+    from transformers import AutoConfig, GenerationConfig
+
+    from ds_fp8.data import load_tokenizer, save_tokenizer
+
+    tokenizer = None
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = partial(save_tokenizer, load_tokenizer(str(folder)))
+    generation = None
+    if (folder / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except ValueError as error:
+        raise UserError(
+            f"transformers does not know this model: {str(error).splitlines()[0]}",
+            file=folder / "config.json",
+            remedy="install a transformers that does, or give another folder: --model FOLDER",
+        ) from None
+    return config, tokenizer, generation
+
+
+def _model_of_stage(stage_file: Path, checkpoint: Path) -> tuple[PretrainedConfig, Callable, GenerationConfig]:
+    """Return the same for a run that has not finished, from its stage."""
+    from transformers import GenerationConfig
+
+    from ds_fp8.data import build_tokenizer, save_tokenizer, stop_tokens
+    from ds_fp8.train import load_stage
+    from ds_fp8.train.loop import cache_dir
+    from ds_fp8.train.model import load_model_config
+
+    # The stage's batch is checked against the ranks that trained it.
+    ranks = len(list(checkpoint.glob("*_optim_states.pt")))
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = str(ranks)
+    try:
+        stage = load_stage(stage_file)
+    finally:
+        os.environ.pop("WORLD_SIZE") if before is None else os.environ.update(WORLD_SIZE=before)
+    tokenizer = build_tokenizer(stage.data, cache_dir())
+    config = load_model_config(stage, tokenizer)
+    generation = GenerationConfig.from_model_config(config)
+    generation.eos_token_id = stop_tokens(tokenizer, stage.data.format == "chat")
+    return config, partial(save_tokenizer, tokenizer), generation

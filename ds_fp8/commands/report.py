@@ -1,0 +1,34 @@
+"""Write a report on finished runs: report.html, one file that needs no network, and summary.json.
+
+ds-fp8 report runs/cpt                     one run: losses, answers, health of its casts
+ds-fp8 report runs/cpt runs/cpt_bf16       beside its BF16 twin, or any other run
+ds-fp8 report runs/quickstart              all stages NAME with fp8/NAME and bf16/NAME in that folder
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ds_fp8.commands.arguments import parser_of
+
+
+def main() -> int:
+    """Write both files and print the verdict."""
+    parser = parser_of(__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or one that holds fp8/ and bf16/")
+    parser.add_argument("twin", type=Path, nargs="?", metavar="RUN2", help="folder of the run to compare with")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write (default RUN)")
+    parser.add_argument("--title", help="what the page says it is about (default the folders)")
+    arguments = parser.parse_args()
+
+    from ds_fp8.report.page import write_report
+    from ds_fp8.report.runs import find
+    from ds_fp8.report.verdict import judge_all
+
+    folders = [folder for folder in (arguments.run, arguments.twin) if folder is not None]
+    comparisons = find(folders)
+    verdict = judge_all(comparisons)
+    title = arguments.title or " and ".join(map(str, folders))
+    summary, page = write_report(comparisons, verdict, arguments.out or arguments.run, title)
+    print(f"{verdict.words}\nfigures: {summary}\nreport:  {page}")
+    return 0

@@ -1,0 +1,107 @@
+"""Measure memory and speed over a grid of settings of a stage.
+
+    ds-fp8 sweep my_stage.json --sweep sweeps/fp8_levels.json [--gpus 4]
+
+Every point is a run of `ds-fp8 train` in processes of its own. The same command goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from ds_fp8.commands.arguments import add_stage, amount, config_file, count, parser_of, stage_file
+from ds_fp8.config.errors import UserError
+
+
+def main() -> int:
+    """Measure, and write the comparison; the exit code is 0 where every point was measured."""
+    parser = parser_of(__doc__)
+    add_stage(parser, changes=False)
+    parser.add_argument("--sweep", required=True, metavar="FILE", help="what to vary")
+    parser.add_argument("--gpus", type=count, default=1, help="where the sweep does not say how many (default 1)")
+    parser.add_argument("--steps", type=count, default=4, help="optimizer steps to measure (default 4)")
+    parser.add_argument("--timeout", type=amount, default=900, metavar="SECONDS", help="for a point (default 900)")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="default: runs/sweeps/NAME OF SWEEP/NAME OF STAGE"
+    )
+    parser.add_argument(
+        "--plan", action="store_true", help="print the points and their estimates for GPUs, and run nothing"
+    )
+    parser.add_argument("--only", action="append", metavar="POINT", help="measure this point alone (repeatable)")
+    parser.add_argument(
+        "--rerun", action="append", default=[], metavar="STATUS", help="measure these again: failed, ..."
+    )
+    parser.add_argument(
+        "--find-max", choices=["micro_batch", "sequence_length"], help="search the largest of every point"
+    )
+    parser.add_argument(
+        "--memory", type=amount, metavar="GIB", help="of a GPU, for --plan and --find-max on other machines"
+    )
+    arguments = parser.parse_args()
+
+    # Terminated, it ends the point that is running as it does after Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+    from deepspeed.utils.logging import set_log_level_from_string
+    from rich.console import Console
+
+    from ds_fp8.cluster.local_launch import TRAIN
+    from ds_fp8.config.files import read_json
+    from ds_fp8.config.schema import nearest
+    from ds_fp8.memory.comparison import print_comparison, print_plan
+    from ds_fp8.memory.grid import check_points, read_sweep
+    from ds_fp8.memory.report import write_report
+    from ds_fp8.memory.results import DONE, only_driver
+    from ds_fp8.memory.sweep import Setting, Sweep, gpu_bytes
+
+    set_log_level_from_string("warning")
+    console = Console(highlight=False, soft_wrap=True)
+    for status in arguments.rerun:
+        if status not in DONE:
+            raise UserError(f'no point ends as "{status}"', remedy=nearest(status, DONE))
+    stage, sweep_file = stage_file(arguments), config_file(arguments.sweep)
+    raw = read_json(stage)
+    config, points = read_sweep(sweep_file, arguments.gpus)
+    names = [point.name for point in points]
+    for name in arguments.only or []:
+        if name not in names:
+            raise UserError(f'the sweep has no point "{name}"', file=sweep_file, remedy=nearest(name, names))
+    points = [point for point in points if not arguments.only or point.name in arguments.only]
+    check_points(points, stage)
+    if arguments.plan:
+        print_plan(points, raw, None if arguments.memory is None else gpu_bytes(arguments.memory))
+        return 0
+
+    memory = gpu_bytes(arguments.memory) if arguments.find_max else 0
+    stage_name = f"{stage.parent.name}_{stage.stem}"
+    folder = arguments.output or Path("runs/sweeps") / sweep_file.stem / stage_name
+    limit = None if arguments.memory is None else gpu_bytes(arguments.memory)
+    setting = Setting(
+        program=TRAIN,
+        stage_file=stage,
+        raw=raw,
+        folder=folder,
+        steps=arguments.steps,
+        timeout=arguments.timeout,
+        limit=limit,
+    )
+    with only_driver(folder):
+        sweep = Sweep(setting, console)
+        title = f"{sweep_file.stem}: {stage}"
+        try:
+            if arguments.find_max:
+                for point in points:
+                    best = sweep.find_max(point, arguments.find_max, memory)
+                    console.print(f"{point.name}: {best['tried'] if best else 'nothing'} fits", markup=False)
+            else:
+                sweep.run(points, frozenset(arguments.rerun))
+        finally:
+            records = sweep.known(points)
+            if records:
+                files = write_report(folder, records, raw, title, config.description)
+        if records:
+            print_comparison(records, console)
+            console.print("\n".join(f"  {file}" for file in [folder / "sweep.jsonl", *files]), markup=False)
+    return 0 if len(records) >= len(points) else 1

@@ -1,0 +1,76 @@
+"""Train one stage.
+
+ds-fp8 train quickstart/cpt.json --gpus 2 [--set train.steps=50 ...]
+ds-fp8 train my_stage.json --hostfile hosts              starts itself on all hosts, and ends with them
+deepspeed --module ds_fp8.commands.train my_stage.json   with the launcher's own options
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import warnings
+from pathlib import Path
+
+from ds_fp8.cluster import watchdog
+from ds_fp8.cluster.entry import rank_entry
+from ds_fp8.cluster.launch_options import add_launch_options, launch_as
+from ds_fp8.cluster.local_launch import TRAIN, deepspeed_command
+from ds_fp8.cluster.start_checks import Job, check_ranks
+from ds_fp8.commands.arguments import add_stage, count, parser_of, stage_file
+
+
+def main() -> int:
+    """Train on this rank, or start the ranks where there are to be several; returns the exit code."""
+    parser = parser_of(__doc__)
+    add_stage(parser)
+    parser.add_argument("--gpus", type=count, help="ranks to start here (default: the GPUs; without GPUs 1)")
+    parser.add_argument("--local_rank", type=int, help="given by the launcher")
+    add_launch_options(parser)
+    arguments = parser.parse_args()
+    file = stage_file(arguments)
+    own = ["--deepspeed_config", str(file), *(part for change in arguments.set for part in ("--set", change))]
+    if arguments.hostfile:
+        return launch_as(arguments, [*TRAIN, *own])
+
+    import torch
+
+    ranks = arguments.gpus or torch.cuda.device_count() or 1
+    if "RANK" not in os.environ and ranks > 1:
+        return subprocess.run([*deepspeed_command(ranks), *TRAIN, *own], check=False).returncode
+    return _train(file, arguments.set)
+
+
+def _train(file: Path, changes: list[str]) -> int:
+    import torch
+    import transformers
+    from deepspeed.utils.logging import set_log_level_from_string
+
+    from ds_fp8.train import load_stage, train
+    from ds_fp8.train.interrupt import EXIT_INTERRUPTED, Interrupted
+
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        ranks_here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
+    set_log_level_from_string("warning")
+    transformers.utils.logging.disable_progress_bar()
+    # DeepSpeed calls collectives under names that newer versions of torch announce to rename.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    store = watchdog.start()
+    try:
+        stage = load_stage(file, changes)
+        watchdog.set_timeout(stage.train.timeout)
+        if store is not None:
+            same = check_ranks(store, Job(stage.raw, stage.file, stage.paths(), stage.run_dir))
+            if int(os.environ["RANK"]) == 0:
+                print(same, flush=True)
+        result = train(stage)
+    except Interrupted:
+        return EXIT_INTERRUPTED
+    if int(os.environ["RANK"]) == 0:
+        print(f"final validation loss {result['final_loss']:.4f} after {result['steps']} steps", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    rank_entry(main)

@@ -1,0 +1,212 @@
+"""Reading configurations: JSON files, what DeepSpeed reads besides (comments, trailing commas, base64), and --set."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hjson
+
+from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.schema import shown
+
+MAX_BYTES = 4 << 20
+MAX_DEPTH = 32
+"""Levels of objects and lists in one another: Python copies and prints nested values recursively."""
+MAX_INTEGER = 2**63 - 1
+
+
+class _NotJson(ValueError):
+    """A number that JSON does not have."""
+
+
+def read_config(config: str | os.PathLike | Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """Return a private copy of a DeepSpeed configuration, and the name of its file.
+
+    Args:
+        config: a mapping, a JSON file, or the URL-safe base64 encoding of JSON, as deepspeed.initialize takes them.
+
+    Raises:
+        UserError: the file is missing or holds no JSON object.
+    """
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config)), None
+    if isinstance(config, str) and not os.path.exists(config):
+        try:
+            return parse_json(base64.urlsafe_b64decode(config).decode()), None
+        except (ValueError, UserError):
+            pass  # not an encoded configuration but the name of a file, which is missing
+    return read_json(config), os.fspath(config)
+
+
+def read_json(file: str | os.PathLike) -> dict[str, Any]:
+    """Return the object in a JSON file; comments and trailing commas are read as DeepSpeed reads them.
+
+    Raises:
+        UserError: the file is missing, no JSON object (with line and column), or has a key twice in one object.
+    """
+    try:
+        path = Path(file)
+        if path.exists() and not path.is_file():
+            raise UserError("the configuration is no file", file=file, remedy="give a JSON file")
+        if path.stat().st_size > MAX_BYTES:
+            raise UserError(
+                f"the configuration has more than {MAX_BYTES:,} bytes", file=file, remedy="give a DeepSpeed JSON"
+            )
+        return parse_json(path.read_text(encoding="utf-8-sig"), file)
+    except FileNotFoundError:
+        raise UserError(
+            "the configuration file does not exist", file=clipped(os.fspath(file)), remedy="check the path"
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a name that no file can have
+        raise UserError(
+            f"the configuration file cannot be read: {clipped(str(error))}",
+            file=clipped(os.fspath(file)),
+            remedy="give a JSON file in UTF-8",
+        ) from None
+
+
+def parse_json(text: str, file: str | os.PathLike | None = None) -> dict[str, Any]:
+    """Return the object that `text` holds, as `read_json` does."""
+    try:
+        raw = _parse(text)
+    except UserError as error:
+        raise error.located(file) from None
+    except (ValueError, RecursionError) as error:
+        raw = _parse_hjson(text, error, file)
+    if not isinstance(raw, dict):
+        raise UserError("the configuration must be a JSON object", file=file, remedy='{"model": {...}, ...}')
+    try:
+        check_plain(raw)
+    except UserError as error:
+        raise error.located(file) from None
+    return raw
+
+
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set `a.b.c=value` in `raw`; the value is JSON where it parses as JSON, otherwise a string.
+
+    Raises:
+        UserError: no key, a key inside a value that is no object, or a value that no configuration can have.
+    """
+    dotted, equals, text = override.partition("=")
+    path = dotted.strip().split(".")
+    if not equals or not all(path) or len(path) > MAX_DEPTH:
+        raise UserError(f"--set {shown(override)} is not KEY=VALUE", remedy="--set train.steps=50")
+    try:
+        value = _parse(text)
+    except _NotJson:
+        value = text
+    except RecursionError:
+        raise UserError("the value of --set is nested too deeply", key=dotted, remedy="give a plain value") from None
+    except json.JSONDecodeError:
+        value = text
+    except ValueError:  # Python reads no integer of thousands of digits
+        raise UserError("the value of --set is too large a number", key=dotted, remedy="give a smaller one") from None
+    check_plain(value, dotted)
+    check_plain(path)
+    inner = raw
+    for depth, name in enumerate(path[:-1]):
+        inner = inner.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise UserError(
+                f'--set {dotted}: "{".".join(path[: depth + 1])}" is {shown(inner)}, which has no keys',
+                key=dotted,
+                remedy="set the value itself, or give the section as JSON",
+            )
+    inner[path[-1]] = value
+
+
+def check_plain(value: Any, key: str = "") -> None:
+    """Refuse what JSON can hold and no setting can be.
+
+    Args:
+        value: what has been parsed.
+        key: its dotted key, "" for a whole configuration.
+
+    Raises:
+        UserError: a number that is not finite or takes more than 64 bits, text that is no Unicode or has a NUL, or
+            more than MAX_DEPTH levels. It names the key.
+    """
+    waiting: list[tuple[str, Any, int]] = [(key, value, 0)]
+    while waiting:
+        key, value, depth = waiting.pop()
+        if isinstance(value, dict | list):
+            if depth == MAX_DEPTH:
+                raise UserError(
+                    f"the configuration has more than {MAX_DEPTH} levels", key=clipped(key), remedy="nest less deeply"
+                )
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for name, inner in items:
+                inside = f"{key}.{name}" if key else str(name)
+                waiting.append((inside, inner, depth + 1))
+                if isinstance(name, str):
+                    waiting.append((inside, name, depth + 1))
+            continue
+        if isinstance(value, str):
+            wrong = "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value)
+            remedy = "give text in Unicode"
+        else:
+            wrong = isinstance(value, float) and not math.isfinite(value)
+            wrong = wrong or (isinstance(value, int) and abs(value) > MAX_INTEGER)
+            remedy = "give a finite number of at most 64 bits"
+        if wrong:
+            raise UserError(f"no setting can be {shown(value)}", key=ascii(clipped(key)).strip("'"), remedy=remedy)
+
+
+def _parse(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+
+
+def _parse_hjson(text: str, json_error: Exception, file: str | os.PathLike | None) -> dict[str, Any]:
+    """Return the object that DeepSpeed's parser finds in text that is no strict JSON.
+
+    Raises:
+        UserError: it finds none. It tells where JSON ends, or where Hjson does if that is as far as JSON goes.
+    """
+    try:
+        raw = hjson.loads(text, object_pairs_hook=_without_duplicates)
+        if isinstance(raw, dict) and raw:
+            return raw
+    except UserError as error:
+        raise error.located(file) from None
+    except hjson.HjsonDecodeError as error:
+        if isinstance(json_error, json.JSONDecodeError) and text[json_error.pos : json_error.pos + 1] in ("/", "#"):
+            json_error = error
+    except (ValueError, ArithmeticError, LookupError, TypeError, RecursionError):
+        pass  # hjson fails in its own ways at numbers and at nesting; what JSON says of them is clearer
+    raise _explained(json_error, file) from None
+
+
+def _explained(error: Exception, file: str | os.PathLike | None) -> UserError:
+    """Return what to tell about text that is no JSON."""
+    if isinstance(error, json.JSONDecodeError | hjson.HjsonDecodeError):
+        place = f"line {error.lineno}, column {error.colno}"
+        where = f"{os.fspath(file)}, {place}" if file else place
+        return UserError(f"not valid JSON: {error.msg}", file=where, remedy="fix the JSON at this position")
+    if isinstance(error, RecursionError):
+        return UserError(f"the configuration has more than {MAX_DEPTH} levels", file=file, remedy="nest less deeply")
+    return UserError(
+        f"not valid JSON: {clipped(str(error))}", file=file, remedy="give finite numbers of at most 64 bits"
+    )
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise UserError(
+                f'the key "{clipped(key)}" is given twice in one object', key=clipped(key), remedy="remove one of them"
+            )
+        values[key] = value
+    return values
+
+
+def _refuse_constant(name: str) -> Any:
+    raise _NotJson(f"{name} is no number")

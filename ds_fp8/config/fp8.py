@@ -1,0 +1,272 @@
+"""The "fp8" section of a DeepSpeed JSON and its presets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Literal, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.linear import LinearConfig
+from ds_fp8.config.optimizer_state import (
+    AUTO,
+    CodecName,
+    MasterName,
+    StateGranularity,
+    StatePart,
+    StatePrecision,
+    StateScale,
+)
+from ds_fp8.config.presets import AXES, DEFAULT, Axis, merge, preset_values
+from ds_fp8.config.schema import Section, Seed, parse_section
+
+
+class ActivationsConfig(Section):
+    """What is kept for backward of the FP8 linears and of the gated MLPs between them."""
+
+    save: Literal["fp8", "bf16"] = "fp8"
+    """fp8: a linear keeps the cast along tokens that wgrad reads, and a gated MLP its gate and up in FP8. bf16: the
+    input itself, cast in backward, and gate and up as they are."""
+    recompute: Literal["none", "mlp"] = "none"
+    """mlp: gated MLPs keep nothing of gate and up and compute their product again in backward. (Recomputing whole
+    layers is the model's own gradient_checkpointing.)"""
+
+
+class ParameterGatherConfig(Section):
+    """What ZeRO-3's parameter all-gather carries for the weights of FP8 linears."""
+
+    format: Literal["e4m3", "e5m2", "bf16"] = "e4m3"
+    """That of linear.weight, or bf16. Weights that an override casts are gathered in the override's cast, or in BF16
+    where that is emulated."""
+    transport: Literal["auto", "nccl", "copy_engine"] = "auto"
+    """copy_engine: within one host every rank copies the others' FP8 shards out of their memory, which takes none of
+    the multiprocessors that products run on; an error where the GPUs cannot read each other's memory. auto: copy
+    engines where they can be, else NCCL; the start report says which."""
+
+
+class GradientReduceConfig(Section):
+    """What ZeRO-3's gradient reduce-scatter carries for every gradient of two or more dimensions."""
+
+    format: Literal["e4m3", "e5m2", "bf16"] = "e4m3"
+    """bf16: DeepSpeed's own reduce-scatter."""
+    scale: Literal["group", "tensor"] = "group"
+    """group: every 128 elements have their own. tensor: one for each gradient, agreed by all ranks and adapted over
+    time, as in FP8-LM (arXiv 2310.18313)."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """stochastic: up or down at random, right on average."""
+    seed: Seed = 0
+    """Of stochastic rounding: with the same seed and ranks a run repeats bit for bit."""
+    error_feedback: Literal["off", "bf16", "fp32"] = "off"
+    """Add what the cast of a gradient lost to the next gradient. Every rank keeps that for the whole model in this
+    precision, 2 or 4 bytes a parameter that are not sharded; it is not in checkpoints and starts afresh."""
+    hierarchy: Literal["auto", "flat"] = "auto"
+    """auto: inside the node first, then between nodes, when there is more than one node. flat: one all-to-all."""
+
+    @model_validator(mode="after")
+    def _options_need_a_cast(self) -> GradientReduceConfig:
+        if self.format == "bf16":
+            for key in ("scale", "rounding", "error_feedback"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise UserError(
+                        f'grad_reduce.{key} "{getattr(self, key)}" says how gradients are cast, and with format "bf16" '
+                        "they are not",
+                        key=f"fp8.grad_reduce.{key}",
+                        remedy=f'remove "{key}", or "format": "e4m3"',
+                    )
+        return self
+
+
+class OptimizerStateConfig(Section):
+    """Storage formats of optimizer state.
+
+    Anything below FP32 makes it ds_fp8.optim.AdamW, with the parameters of DeepSpeed's own "optimizer" section.
+    """
+
+    master: MasterName = "fp32"
+    """fp16_scaled: master weights of matrices are FP16 numbers in units of one power of two a tensor. ZeRO holds its
+    shards of master weights in FP32, so there the values change and the memory does not. Compressed moments beside them
+    have "granularity": "tensor"."""
+    exp_avg: CodecName = "fp32"
+    """Of the first moment. e4m3_expanded (COAT): the range of each group is stretched over E4M3's."""
+    exp_avg_sq: CodecName = "fp32"
+    """Of the second moment."""
+    granularity: StateGranularity = "1x128"
+    """Which elements of a moment share a scale: 128 in a row of the flat shard, or a rank's part of a tensor."""
+    scale: StateScale = "fp32"
+    """fp32: a group's largest magnitude is kept all but exactly, and decays while gradients are zero. pow2: it may get
+    stuck. e4m3_expanded has FP32 scales whatever is said here."""
+    stochastic_rounding: bool | Literal["auto"] | tuple[str, ...] = AUTO
+    """What is rounded up or down at random, right on average: some of exp_avg, exp_avg_sq and master; true: all. auto:
+    moments in FP8 (but not exp_avg in e4m3_expanded) and FP16 masters, for nearest rounding loses small changes."""
+    seed: Seed = 0
+    """Of stochastic rounding."""
+    implementation: Literal["auto", "ds_fp8"] = "auto"
+    """auto: this package's AdamW where state is compressed, and under ZeRO-3 without optimizer offload, where it
+    moves fewer bytes; elsewhere DeepSpeed's. ds_fp8: always this package's."""
+
+    @field_validator("stochastic_rounding", mode="before")
+    @classmethod
+    def _names_parts(cls, value: Any) -> Any:
+        if not isinstance(value, bool | list | tuple) and value != AUTO:
+            raise ValueError(f"is auto, true, false, or a list of some of {', '.join(get_args(StatePart))}")
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> OptimizerStateConfig:
+        self.precision().check_flattened()
+        return self
+
+    def precision(self) -> StatePrecision:
+        """Return the same as ds_fp8.optim.AdamW takes it. Raises UserError for options that do not go together."""
+        return StatePrecision(**{field.name: getattr(self, field.name) for field in fields(StatePrecision)})
+
+
+class LossConfig(Section):
+    """The language-model head and its cross entropy. A word alone, "loss": "off", stands for its mode."""
+
+    mode: Literal["auto", "fused", "off"] = "auto"
+    """auto: the cross entropy is computed from the last hidden state without materialising logits, where the model's
+    own loss allows it. fused: the same, with FP8 disabled too. off: the model's own loss."""
+    head: Literal["bf16", "fp8"] = "bf16"
+    """fp8: the three products of the head are computed in FP8 with the casts of `linear`, while FP8 is enabled. Its
+    effect on the loss is known from one short run only."""
+
+    @model_validator(mode="after")
+    def _fp8_needs_the_fused_loss(self) -> LossConfig:
+        if self.head == "fp8" and self.mode == "off":
+            raise UserError(
+                'loss.head "fp8" is part of the fused loss, which loss.mode "off" leaves out',
+                key="fp8.loss.head",
+                remedy='remove "mode": "off", or "head": "bf16"',
+            )
+        return self
+
+
+class MonitorConfig(Section):
+    """The health of the casts, measured by layer and tensor class, and what is done about a layer that degrades."""
+
+    every: int = Field(100, ge=0)
+    """Optimizer steps between two measured ones; 0 never measures."""
+    min_snr_db: float = 20.0
+    """A layer degrades when the signal-to-noise ratio of one of its casts is lower. Rounding alone leaves about 31 dB
+    in E4M3 and 25 dB in E5M2, whatever the tensor; 20 dB is an error of a tenth of the signal."""
+    max_flushed: float = Field(0.5, ge=0, le=1)
+    """A layer also degrades when more than this share of the elements of one of its casts is flushed to zero."""
+    patience: int = Field(3, ge=1)
+    """Measurements in a row that must say so."""
+    fallback: bool = False
+    """Whether a layer that degrades goes on in BF16. False: a warning names it."""
+
+
+class FP8Config(Section):
+    """The whole "fp8" section. Every key is optional; `preset` supplies what the user leaves out."""
+
+    enabled: bool = True
+    """false: plain BF16, for a twin run from the same file."""
+    preset: str | dict[Axis, str] = DEFAULT
+    """Where keys that are not given come from: a name of the table above, or one for each of some sections:
+    {"linear": "infir2", "optimizer": "coat"}."""
+    linear: LinearConfig = LinearConfig()
+    activations: ActivationsConfig = ActivationsConfig()
+    fuse: Literal["auto", "off"] = "auto"
+    """auto: decoder layers of the usual structure run as a few fused operations instead of linear by linear. off: every
+    layer keeps its own forward."""
+    loss: LossConfig = LossConfig()
+    param_gather: ParameterGatherConfig = ParameterGatherConfig()
+    grad_reduce: GradientReduceConfig = GradientReduceConfig()
+    optimizer: OptimizerStateConfig = OptimizerStateConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+    @classmethod
+    def from_preset(cls, preset: str | Mapping[str, str] = DEFAULT, **changes: Any) -> FP8Config:
+        """Return the configuration of a preset with some sections or keys changed.
+
+        FP8Config.from_preset("infir2", optimizer="coat", monitor={"every": 0})
+
+        Args:
+            preset: its name, or a mapping from sections to names.
+            changes: by key of the "fp8" section. A mapping changes some keys of a section; a section object replaces
+                it; the name of another preset (for linear, param_gather, grad_reduce, optimizer) takes it from there.
+
+        Raises:
+            UserError: for an unknown preset, key or value.
+        """
+        names = {axis: changes.pop(axis) for axis in AXES if isinstance(changes.get(axis), str)}
+        if names:
+            preset = {**(dict.fromkeys(AXES, preset) if isinstance(preset, str) else preset), **names}
+        return parse_section(cls, {**changes, "preset": preset}, key="fp8")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_its_preset(cls, values: Any) -> Any:
+        return merge(preset_values(values.get("preset", DEFAULT)), values) if isinstance(values, Mapping) else values
+
+    @property
+    def preset_name(self) -> str:
+        """Return the preset in a few words, for people."""
+        if isinstance(self.preset, str):
+            return self.preset
+        return ", ".join(f"{axis} of {name}" for axis, name in self.preset.items())
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _word_is_its_mode(cls, value: Any) -> Any:
+        return {"mode": value} if isinstance(value, str) else value
+
+    @property
+    def fuses_loss(self) -> bool:
+        """Return whether the cross entropy is to be computed without logits."""
+        return self.loss.mode == "fused" or (self.enabled and self.loss.mode == "auto")
+
+    @property
+    def multiplies_head_in_fp8(self) -> bool:
+        """Return whether the head's products run in FP8."""
+        return self.enabled and self.loss.head == "fp8"
+
+    @model_validator(mode="after")
+    def _gathers_what_is_multiplied(self) -> FP8Config:
+        gathered, multiplied = self.param_gather.format, self.linear.weight.format
+        if gathered != "bf16" and self.linear.weight.spec.by_torch:
+            raise UserError(
+                f'param_gather.format "{gathered}" cannot carry weights cast as {self.linear.weight}: emulated',
+                key="fp8.param_gather.format",
+                remedy='"param_gather": {"format": "bf16"}',
+            )
+        if gathered not in ("bf16", multiplied):
+            raise UserError(
+                f'param_gather.format "{gathered}" differs from linear.weight.format "{multiplied}": '
+                "the gathered bytes are what the GEMMs read, so both must be the same",
+                key="fp8.param_gather.format",
+                remedy=f'"param_gather": {{"format": "{multiplied}"}}, or "bf16" to gather without FP8',
+            )
+        return self
+
+
+def parse_fp8(raw: Mapping[str, Any], file: str | os.PathLike | None = None) -> FP8Config:
+    """Return the FP8Config of a whole DeepSpeed configuration.
+
+    Args:
+        raw: The configuration, as parsed from JSON.
+        file: The file it came from, for error messages.
+
+    Returns:
+        The parsed "fp8" section; without one, a configuration with `enabled` false.
+
+    Raises:
+        UserError: For anything the section may not contain, with file, key and remedy.
+    """
+    if "fp8" not in raw:
+        for key in raw:
+            if key.lower().replace("_", "").replace("-", "") == "fp8":
+                raise UserError(f'unknown key "{key}"', key=key, file=file, remedy='Did you mean "fp8"?')
+        return FP8Config(enabled=False)
+    return parse_section(FP8Config, raw["fp8"], key="fp8", file=file)
+
+
+def section_of(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the sub-section `name`, empty where it is absent or null."""
+    value = parent.get(name)
+    return value if isinstance(value, Mapping) else {}

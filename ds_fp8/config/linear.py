@@ -1,0 +1,119 @@
+"""The "fp8.linear" section: how the operands of linear layers are cast, and which layers are left or cast otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import CastSpec, FormatName, Granularity, ScaleType
+from ds_fp8.config.presets import merge
+from ds_fp8.config.schema import Section, parse_section
+
+
+class Cast(Section):
+    """How one kind of tensor is cast."""
+
+    format: FormatName = "e4m3"
+    """How one element is stored."""
+    granularity: Granularity = "1x128"
+    """Which elements share a scale: all of a tensor, a row (of a token or an output channel), 128 along the contraction
+    of the product the cast feeds, or a 128x128 block."""
+    scale: ScaleType = "pow2"
+    """pow2: scales are powers of two, and casting again what was cast loses nothing. fp32: any scale. e4m3: those of
+    groups are numbers of E4M3, in units of one FP32 scale of the tensor, as in NVFP4."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """stochastic: up or down at random, right on average, with torch's own random numbers."""
+
+    @property
+    def spec(self) -> CastSpec:
+        """Return the same without what only a section of the JSON needs."""
+        return CastSpec(self.format, self.granularity, self.scale, self.rounding)
+
+    def __str__(self) -> str:
+        return str(self.spec)
+
+
+class WeightCast(Cast):
+    """How weights are cast: one cast serves fprop and, transposed, dgrad.
+
+    row: one scale per output channel; dgrad contracts over that dimension, so there the scales are folded into dy.
+    1x32, 1x16: cast once for fprop and once, along the output channels, for dgrad, as MX formats are; both from high
+    precision, so that such weights are gathered in BF16.
+    """
+
+    granularity: Literal["128x128", "row", "tensor", "32x32", "16x16", "1x32", "1x16"] = "128x128"
+    """Which elements share a scale: a square block, an output channel, all of the weight, or a group along the
+    contraction of the product."""
+
+
+class WgradConfig(Section):
+    """Granularities of wgrad's operands, both cast along the tokens; null: as `input` and `grad_output` have it."""
+
+    input: Granularity | None = None
+    """Of the input, cast along the tokens; null: as linear.input."""
+    grad_output: Granularity | None = None
+    """Of the output gradient, cast along the tokens; null: as linear.grad_output."""
+
+
+class LinearCasts(Section):
+    """How the operands of a linear layer's three products are cast."""
+
+    input: Cast = Cast()
+    weight: WeightCast = WeightCast()
+    grad_output: Cast = Cast()
+    wgrad: WgradConfig = WgradConfig()
+
+    def __str__(self) -> str:
+        casts = [f"{name} {getattr(self, name)}" for name in ("input", "weight", "grad_output")]
+        wgrad = [f"wgrad {name} {word}" for name, word in self.wgrad.model_dump().items() if word]
+        return ", ".join(casts + wgrad)
+
+
+class LinearConfig(LinearCasts):
+    """The linear layers: their casts, who multiplies and how it sums, and which layers stay in high precision."""
+
+    backend: Literal["auto", "deep_gemm", "cublas", "transformer_engine", "reference"] = "auto"
+    """Who multiplies; auto: the first of the others that can on this machine. reference emulates FP8 anywhere."""
+    accumulation: Literal["fp32", "fast"] = "fp32"
+    """fast: Hopper's tensor cores sum tensor- and row-wise products in fewer bits and finish earlier: relative
+    error about 1e-3 at K = 4096, 3e-3 at 16384. Block-scaled products are summed in FP32 either way."""
+    smooth_swiglu: bool = False
+    """Divide every channel of the product act(gate) · up of gated MLPs by a power of two before its cast, and multiply
+    down_proj's input channels by it before theirs: the function is unchanged and outlier channels are gone."""
+    skip: tuple[str, ...] = ("lm_head",)
+    """Names, parts of dotted names, or glob patterns of linears that stay BF16."""
+    overrides: dict[str, LinearCasts | Literal["bf16"]] = Field(default_factory=dict)
+    """Pattern, as in `skip` -> "bf16", or the casts that differ in the linears it means: {"*.down_proj": {"input":
+    {"granularity": "tensor"}}}. What an override leaves out is as above. The first pattern that matches a layer
+    applies; one that matches no layer is an error. Exports store weights that are cast otherwise in BF16."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _overrides_change_the_casts_above(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or not isinstance(values.get("overrides"), Mapping):
+            return values
+        above = {name: _as_mapping(values[name]) for name in LinearCasts.model_fields if name in values}
+        overrides = {}
+        for pattern, override in values["overrides"].items():
+            key = f'fp8.linear.overrides["{pattern}"]'
+            if isinstance(override, str) and override != "bf16":
+                raise UserError(
+                    f'fp8.linear.overrides has "{override}" for "{pattern}"',
+                    key=key,
+                    remedy='"bf16", or casts: {"input": {"format": "e5m2"}}',
+                )
+            if override != "bf16":
+                changes = _as_mapping(override)
+                if isinstance(changes, Mapping):
+                    changes = merge(above, changes)
+                override = parse_section(LinearCasts, changes, key=key)
+            overrides[pattern] = override
+        return {**values, "overrides": overrides}
+
+
+def _as_mapping(value: Any) -> Any:
+    """Return a section as the mapping it was made of, anything else as it is."""
+    return value.model_dump() if isinstance(value, Section) else value

@@ -1,0 +1,117 @@
+"""Named presets of the "fp8" section: partial sections, merged under what the user writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.schema import nearest, shown
+
+Axis = Literal["linear", "param_gather", "grad_reduce", "optimizer"]
+"""A section that presets differ in; each may take its values from another preset."""
+AXES: tuple[str, ...] = get_args(Axis)
+DEFAULT = "infir2"
+
+
+def _granularity(word: str) -> dict[str, str]:
+    return {"granularity": word}
+
+
+_TENSORWISE: dict[str, Any] = {
+    "linear": {
+        "input": _granularity("tensor"),
+        "weight": _granularity("tensor"),
+        "grad_output": {**_granularity("tensor"), "format": "e5m2"},
+    }
+}
+_FP8LM: dict[str, Any] = {**_TENSORWISE, "grad_reduce": {"scale": "tensor"}}
+_FP8LM_MOMENTS = {"exp_avg": "e4m3", "exp_avg_sq": "fp16", "granularity": "tensor", "scale": "pow2"}
+
+# None says stochastic_rounding: "auto" rounds moments in FP8 and masters in FP16 stochastically. The sources do not;
+# rounded to nearest the final loss moves by more than chance does (docs/benchmarks.md).
+PRESETS: dict[str, dict[str, Any]] = {
+    # InfiR2 (arXiv 2509.22536): E4M3 everywhere, 128x128 weights, 1x128 activations and gradients, power-of-two scales.
+    "infir2": {},
+    # As infir2, with wgrad's input in 128x128 blocks: on Hopper 1x128 times 128x128 is the faster block-scaled product.
+    "hybrid_fast": {"linear": {"wgrad": {"input": "128x128"}}},
+    # One scale per token and per output channel, E4M3.
+    "rowwise": {"linear": {name: _granularity("row") for name in ("input", "weight", "grad_output")}},
+    # One scale per tensor, E5M2 output gradients: the hybrid of Micikevicius et al. (arXiv 2209.05433), and the GEMMs
+    # of FP8-LM (arXiv 2310.18313).
+    "tensorwise": _TENSORWISE,
+    # FP8-LM (arXiv 2310.18313): levels O1, O2 and O3. Weights are sharded in 16 bits before O3.
+    "fp8lm_o1": {**_FP8LM, "param_gather": {"format": "bf16"}},
+    "fp8lm_o2": {**_FP8LM, "param_gather": {"format": "bf16"}, "optimizer": _FP8LM_MOMENTS},
+    "fp8lm_o3": {**_FP8LM, "optimizer": {**_FP8LM_MOMENTS, "master": "fp16_scaled"}},
+    # COAT (arXiv 2410.19313): its linears and its optimizer, whose moments have their dynamic range expanded. It sends
+    # gradients in BF16.
+    "coat": {
+        **_TENSORWISE,
+        "grad_reduce": {"format": "bf16"},
+        "optimizer": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"},
+    },
+    # Fishman et al. (arXiv 2409.12517): its linears, with Smooth-SwiGLU, and its optimizer.
+    "fishman": {
+        "linear": {**_TENSORWISE["linear"], "smooth_swiglu": True},
+        "grad_reduce": {"format": "bf16"},
+        "optimizer": {"exp_avg": "e4m3", "exp_avg_sq": "e5m2", "granularity": "tensor"},
+    },
+}
+
+
+_IN_BF16: dict[str, Any] = {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
+_MXFP8 = {"format": "e4m3", "granularity": "1x32"}
+_NVFP4 = {"format": "e2m1", "granularity": "1x16", "scale": "e4m3"}
+EMULATED_PRESETS: dict[str, dict[str, Any]] = {
+    # OCP microscaling E4M3: 1x32 with power-of-two scales, every operand cast along its contraction. Emulated here.
+    "mxfp8": {**_IN_BF16, "linear": dict.fromkeys(("input", "weight", "grad_output"), _MXFP8)},
+    # NVFP4 pre-training (arXiv 2509.25149): E2M1, 1x16 with E4M3 scales, weights 16x16, gradients rounded
+    # stochastically. The layers that it keeps in BF16 are of each model: overrides name them. Emulated here.
+    "nvfp4": {
+        **_IN_BF16,
+        "linear": {
+            "input": _NVFP4,
+            "weight": {**_NVFP4, "granularity": "16x16"},
+            "grad_output": {**_NVFP4, "rounding": "stochastic"},
+        },
+    },
+}
+"""Presets that only the reference multiplies."""
+_ALL = {**PRESETS, **EMULATED_PRESETS}
+
+
+def preset_values(preset: Any) -> dict[str, Any]:
+    """Return the partial section that `preset` stands for.
+
+    Args:
+        preset: a name, or a mapping from `AXES` to names; an axis that it does not hold takes the default's values.
+
+    Raises:
+        UserError: for anything else, naming the nearest preset or axis.
+    """
+    if isinstance(preset, str):
+        return _ALL[_known(preset, _ALL, "preset", "fp8.preset")]
+    if isinstance(preset, Mapping):
+        values = dict(PRESETS[DEFAULT])
+        for axis, name in preset.items():
+            _known(axis, AXES, "section of a preset", "fp8.preset")
+            values[axis] = _ALL[_known(name, _ALL, "preset", f"fp8.preset.{axis}")].get(axis, {})
+        return values
+    raise UserError(f"preset {shown(preset)} is no name", key="fp8.preset", remedy=f'"preset": "{DEFAULT}"')
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the values of `over`, section by section."""
+    result = dict(base)
+    for key, value in over.items():
+        nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merge(result[key], value) if nested else value
+    return result
+
+
+def _known(name: Any, choices: Mapping[str, Any] | tuple[str, ...], what: str, key: str) -> str:
+    """Return `name` if it is one of `choices`; raise UserError otherwise."""
+    if isinstance(name, str) and name in choices:
+        return name
+    raise UserError(f"unknown {what} {shown(name)}", key=key, remedy=nearest(str(name), choices, "Known names"))

@@ -1,0 +1,97 @@
+"""Strict configuration sections: unknown keys are errors that name the nearest right key."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ds_fp8.config.errors import UserError, clipped
+
+
+class Section(BaseModel):
+    """Base of every section of the JSON that belongs to this package: immutable, typed, unknown keys rejected."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=False, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+"""A seed of random numbers: what numpy, torch and the kernels all take, a rank or a step added to it included."""
+
+SectionType = TypeVar("SectionType", bound=Section)
+
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 120, 120, 40
+
+
+def shown(value: Any) -> str:
+    """Return `value` as an error message shows it: its repr, cut short at the places where it is long or deep."""
+    return _REPR.repr(value)
+
+
+def nearest(key: str, choices: Iterable[str], otherwise: str = "Known keys") -> str:
+    """Return ` Did you mean "x"?` for the closest of `choices`, or the list of them when none is close."""
+    choices = sorted(choices)
+    close = difflib.get_close_matches(key[:120], choices, n=1, cutoff=0.5)
+    if close:
+        return f'Did you mean "{close[0]}"?'
+    return f"{otherwise}: {', '.join(choices)}." if choices else ""
+
+
+def parse_section(
+    section: type[SectionType], values: Any, *, key: str, file: str | os.PathLike | None = None
+) -> SectionType:
+    """Validate the mapping `values` found under `key` into `section`.
+
+    Raises UserError for the first mistake, with its dotted key and what would be right.
+    """
+    if not isinstance(values, Mapping):
+        raise UserError(
+            f'"{key}" must be a JSON object, got {shown(values)}', key=key, file=file, remedy=f'"{key}": {{...}}'
+        )
+    try:
+        return section.model_validate(dict(values))
+    except UserError as error:  # a section's own check, which names its keys itself
+        raise error.located(file) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = [clipped(part) if isinstance(part, str) else part for part in first["loc"]]
+        dotted = ".".join(filter(None, [key, *map(str, path)]))
+        if first["type"] == "extra_forbidden":
+            known = _fields_at(section, path[:-1])
+            raise UserError(
+                f'unknown key "{path[-1]}" in "{".".join([key, *map(str, path[:-1])])}"',
+                key=dotted,
+                file=file,
+                remedy=nearest(str(path[-1]), known),
+            ) from None
+        given = first.get("input")
+        got = "" if first["type"] == "missing" else f" (got {shown(given)})"
+        message = first["msg"].removeprefix("Value error, ")
+        remedy = f'change the value of "{dotted}"'
+        if given == "auto":
+            remedy = 'give a value: "auto" is for programs that fill it in'
+        raise UserError(f"{dotted}: {message}{got}", key=dotted, file=file, remedy=remedy) from None
+
+
+def _fields_at(section: type[BaseModel], path: list) -> Iterable[str]:
+    """Field names of the section reached by following `path` from `section`."""
+    for name in path:
+        if isinstance(name, int):  # the place in a list of sections
+            continue
+        field = section.model_fields.get(str(name))
+        if field is None:
+            return []
+        options = [field.annotation, *get_args(field.annotation)]
+        inner = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
+        if not inner:
+            return []
+        section = inner[0]
+    return section.model_fields.keys()

@@ -1,0 +1,180 @@
+"""Folders from ZeRO checkpoints, on a machine without GPUs: one tensor at a time is read from all ranks' files."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+
+from ds_fp8.casts import quantize
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import FP8Config, section_of
+from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, check_target, write_folder
+from ds_fp8.export.layouts import check_layout
+from ds_fp8.export.plan import Plan, make_plan
+from ds_fp8.layers.selection import unconverted
+from ds_fp8.zero.safe_load import tensors_only
+
+_DEFAULT_THRESHOLD = 100_000
+"""Of stage3_param_persistence_threshold, in DeepSpeed."""
+
+MAPPED_BYTES = 256 << 20
+"""Master weights that are read before the checkpoint's files are unmapped."""
+
+
+def export_checkpoint(
+    checkpoint: Path | str,
+    folder: Path | str,
+    config: PretrainedConfig,
+    fp8: FP8Config,
+    *,
+    layout: str = "fp8",
+    deepspeed_config: Mapping[str, Any] | None = None,
+    generation: GenerationConfig | None = None,
+    tokenizer: Callable[[Path], object] | None = None,
+    force: bool = False,
+    source: str = "",
+    shard_bytes: int = SHARD_BYTES,
+) -> Plan:
+    """Write a Hugging Face folder from a DeepSpeed checkpoint of ZeRO stage 1, 2 or 3.
+
+    FP8 codes are cast from the FP32 master weights, in the way training cast them: the same bytes. Memory holds one
+    file of weights, one tensor in FP32 and MAPPED_BYTES of the checkpoint; from stages 1 and 2 the whole model in FP32.
+
+    Args:
+        checkpoint: The folder with the ranks' files, such as checkpoints/step_100 or global_step100.
+        folder: Where to write.
+        config: The model's configuration.
+        fp8: The "fp8" section of the training.
+        layout: "bf16", "fp8" or "compressed-tensors".
+        deepspeed_config: Of the training, for the weights that ZeRO-3 kept whole in BF16; DeepSpeed's defaults without.
+        generation: Defaults for generate().
+        tokenizer: Saves the tokenizer into a folder.
+        force: Replace an existing folder.
+        source: What was trained, for the model card.
+        shard_bytes: Size limit of a file of weights.
+
+    Returns:
+        What was written: the tensors in FP8, and the layers in BF16 with reasons.
+
+    Raises:
+        UserError: an incomplete checkpoint, another model's configuration, a layout that cannot hold the weights, or a
+            folder that exists.
+    """
+    checkpoint, folder = Path(checkpoint), Path(folder)
+    check_target(folder, force, checkpoint)
+    check_layout(layout, fp8.linear.weight)
+    model = _model_without_data(config)
+    left = unconverted(model, fp8.linear) if fp8.enabled else dict.fromkeys(dict(model.named_modules()), "BF16 run")
+    for layer in _moved_to_bf16(checkpoint):
+        left |= {
+            name: "moved to BF16 in training" for name, _ in model.get_submodule(layer).named_modules(prefix=layer)
+        }
+    plan = make_plan(model, left, fp8.linear, layout)
+    _check_same_model(_masters(checkpoint), plan, checkpoint)
+    weights = _cast(_read(checkpoint, plan), plan, _rounds_first(fp8, deepspeed_config or {}))
+    config.architectures = [type(model).__name__]
+    write_folder(
+        folder,
+        plan,
+        weights,
+        config,
+        generation=generation or model.generation_config,
+        tokenizer=tokenizer,
+        source=source,
+        shard_bytes=shard_bytes,
+    )
+    return plan
+
+
+def _model_without_data(config: PretrainedConfig) -> torch.nn.Module:
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except (ValueError, ImportError) as error:
+        raise UserError(
+            f"transformers has no causal language model for this configuration: {str(error).splitlines()[0]}",
+            remedy="give the folder of the model's configuration",
+        ) from None
+    model.tie_weights()
+    return model
+
+
+def _masters(checkpoint: Path) -> dict[str, Any]:
+    """Return the FP32 master weights by name; those of ZeRO-3 are read when `.contiguous()` is called."""
+    try:
+        silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+        with tensors_only(checkpoint), silent[0], silent[1]:
+            return get_fp32_state_dict_from_zero_checkpoint(checkpoint.parent, tag=checkpoint.name, lazy_mode=True)
+    except (OSError, ValueError, RuntimeError, KeyError, EOFError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(
+            f"{checkpoint} is not a complete ZeRO checkpoint: {reason}",
+            file=checkpoint,
+            remedy="give a folder with the *_model_states.pt and *_optim_states.pt of every rank",
+        ) from None
+
+
+def _moved_to_bf16(checkpoint: Path) -> list[str]:
+    """Return the layers that the health monitor had moved to BF16 when the checkpoint was saved."""
+    file = next(iter(sorted(checkpoint.glob("*_model_states.pt"))), None)
+    if file is None:
+        return []
+    with tensors_only(file):
+        client = torch.load(file, map_location="cpu", mmap=True)
+    return list(section_of(client, "ds_fp8").get("layers_in_bf16", ()))
+
+
+def _check_same_model(masters: Mapping[str, Any], plan: Plan, checkpoint: Path) -> None:
+    shapes = {entry.name: entry.shape for entry in plan.entries}
+    wrong = [n for n, shape in shapes.items() if n not in masters or tuple(masters[n].shape) != tuple(shape)]
+    if wrong:
+        found = tuple(masters[wrong[0]].shape) if wrong[0] in masters else "absent"
+        raise UserError(
+            f"the checkpoint is of another model: {wrong[0]} is {found}, and the configuration says {shapes[wrong[0]]}",
+            file=checkpoint,
+            remedy="give the configuration of the model that was trained (adapters are to be merged first)",
+        )
+
+
+def _rounds_first(fp8: FP8Config, deepspeed_config: Mapping[str, Any]) -> Callable[[int], bool]:
+    """Return whether training cast a weight of so many elements from BF16 and not from its FP32 master."""
+    zero = section_of(deepspeed_config, "zero_optimization")
+    threshold = zero.get("stage3_param_persistence_threshold", _DEFAULT_THRESHOLD)
+    threshold = threshold if isinstance(threshold, (int, float)) else _DEFAULT_THRESHOLD
+    if fp8.param_gather.format == "bf16" or zero.get("stage", 3) != 3:
+        return lambda numel: True
+    return lambda numel: numel <= threshold
+
+
+def _read(checkpoint: Path, plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the FP32 numbers of every entry of the plan.
+
+    Files are mapped, and what has been read of them stays in the process's memory while they are: they are opened again
+    after every MAPPED_BYTES.
+    """
+    masters, mapped = _masters(checkpoint), 0
+    for entry in plan.entries:
+        if mapped > MAPPED_BYTES:
+            masters, mapped = _masters(checkpoint), 0
+        master = masters.pop(entry.name)
+        numbers = master.contiguous()
+        mapped += 0 if numbers is master else numbers.nbytes
+        yield entry.name, numbers
+
+
+def _cast(
+    masters: Iterator[tuple[str, torch.Tensor]], plan: Plan, rounds_first: Callable[[int], bool]
+) -> Iterator[NamedWeight]:
+    for (name, numbers), entry in zip(masters, plan.entries, strict=True):
+        if not entry.quantized or rounds_first(numbers.numel()):
+            numbers = numbers.bfloat16()
+        if entry.quantized:
+            numbers = quantize(numbers, plan.cast.format, plan.cast.granularity, plan.cast.scale)
+        yield name, numbers

@@ -1,0 +1,121 @@
+"""Folders, and weights one by one, from a live engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from transformers import PreTrainedModel
+
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.errors import UserError
+from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, check_target, write_folder
+from ds_fp8.export.plan import Plan, make_plan
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.selection import linear_layers
+from ds_fp8.zero.seams import full_shape
+
+
+def export_engine(
+    engine: deepspeed.DeepSpeedEngine,
+    folder: Path | str,
+    *,
+    layout: str = "fp8",
+    tokenizer: Callable[[Path], object] | None = None,
+    force: bool = False,
+    source: str = "",
+    shard_bytes: int = SHARD_BYTES,
+) -> Plan:
+    """Write a Hugging Face folder of the model an engine trains, as it is between two steps. Collective.
+
+    Rank 0 writes; one weight at a time is gathered, those in FP8 as the codes that training computes with.
+
+    Args:
+        engine: An engine of ds_fp8.initialize around a model of transformers.
+        folder: Where to write.
+        layout: "bf16", "fp8" or "compressed-tensors".
+        tokenizer: Saves the tokenizer into a folder.
+        force: Replace an existing folder.
+        source: What was trained, for the model card.
+        shard_bytes: Size limit of a file of weights.
+
+    Returns:
+        What was written: the tensors in FP8, and the layers in BF16 with reasons.
+
+    Raises:
+        UserError: the model is no PreTrainedModel, the layout cannot hold its weights, or the folder exists.
+    """
+    folder, model = Path(folder), engine.module
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"a {type(model).__name__} has no configuration to write",
+            remedy="export a model of transformers; merge adapters first",
+        )
+    check_target(folder, force)
+    plan = _plan(engine, layout)
+    weights = _gathered(engine, plan)
+    if dist.get_rank() == 0:
+        model.config.architectures = [type(model).__name__]
+        generation = model.generation_config
+        write_folder(
+            folder,
+            plan,
+            weights,
+            model.config,
+            generation=generation,
+            tokenizer=tokenizer,
+            source=source,
+            shard_bytes=shard_bytes,
+        )
+    else:
+        deque(weights, maxlen=0)
+    dist.barrier()
+    return plan
+
+
+def served_weights(
+    engine: deepspeed.DeepSpeedEngine,
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    """Iterate over the weights of a live engine as servers load them, for rollouts in reinforcement learning.
+
+    Collective: all ranks iterate to the end, between two steps. Weights of FP8 layers are gathered as the codes that
+    training computes with, half the bytes of BF16.
+
+    Yields:
+        (name, codes, scales): float8_e4m3fn codes [R, C] and FP32 scales to multiply by, of 128x128 blocks, rows or the
+        tensor as training cast; or (name, BF16 tensor, None).
+    """
+    by_blocks = engine.fp8.config.linear.weight.granularity == "128x128"
+    layout = "bf16" if engine.fp8.conversion is None else "fp8" if by_blocks else "compressed-tensors"
+    for name, numbers in _gathered(engine, _plan(engine, layout)):
+        quantized = isinstance(numbers, QuantizedTensor)
+        yield (name, numbers.data, numbers.scale) if quantized else (name, numbers, None)
+
+
+def _plan(engine: deepspeed.DeepSpeedEngine, layout: str) -> Plan:
+    state = engine.fp8
+    left = {} if state.conversion is None else dict(state.conversion.left)
+    for name, linear in linear_layers(engine.module).items():
+        if not isinstance(linear, FP8Linear):
+            left.setdefault(name, "in BF16 in training")
+    return make_plan(engine.module, left, state.config.linear, layout, full_shape)
+
+
+def _gathered(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[NamedWeight]:
+    parameters = dict(engine.module.named_parameters())
+    owners = {name: linear for name, linear in linear_layers(engine.module).items() if isinstance(linear, FP8Linear)}
+    gather = engine.fp8.parameter_gather
+    for entry in plan.entries:
+        parameter = parameters[entry.name]
+        if entry.quantized and gather is not None and gather.gathers(parameter):
+            yield entry.name, gather.whole(parameter)
+            continue
+        with deepspeed.zero.GatheredParameters([parameter]), torch.no_grad():
+            numbers = parameter.detach().to(torch.bfloat16, copy=True)
+        if entry.quantized:
+            numbers = owners[entry.name.removesuffix(".weight")].recipe.cast_weight(numbers)
+        yield entry.name, numbers

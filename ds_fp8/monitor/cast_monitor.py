@@ -1,0 +1,180 @@
+"""Statistics of all casts, by the place they belong to, on every N-th optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.monitor.statistics import PEAKS, SUMS, Rows, add_cast_statistics
+
+TENSOR_CLASSES = ("input", "weight", "grad_output", "grad_weight")
+
+
+@dataclass(frozen=True)
+class CastFigures:
+    """What the casts of one tensor class at one site did in a measured step."""
+
+    amax: float | None
+    """Largest magnitude; None where something was not finite."""
+    saturated: float
+    """Share of the elements beyond the largest number of their group's scale."""
+    flushed: float
+    """Share of the elements that were not zero and became it."""
+    snr_db: float | None
+    """Signal-to-noise ratio, 10 log10(sum x² / sum (x - cast(x))²); None where nothing was lost, or not finite."""
+    scale_min: float | None
+    """Smallest scale of a group; None where all are zero, or not finite."""
+    scale_max: float | None
+
+
+Measurement = dict[str, dict[str, CastFigures]]
+"""Tensor class -> site -> figures; only what was cast."""
+
+
+class CastMonitor:
+    """Collects statistics over one optimizer step out of `every`; costs nothing on the others.
+
+    Counters lie in one buffer on the device of the tensors; the host reads it once per measured step. A site is the
+    name of what multiplies the tensors: a linear, or several stacked as one.
+    """
+
+    def __init__(self, every: int):
+        self.every = every
+        self.steps = 0
+        self.last: dict[str, float] | None = None
+        """Shares {"saturated", "underflow"} of the last measured step, over all sites and classes together."""
+        self._columns: dict[tuple[str, str], int] = {}
+        self._buffer: torch.Tensor | None = None
+        self._reduce: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        self._model: torch.nn.Module | None = None
+
+    def attach(
+        self,
+        model: torch.nn.Module,
+        sites: Iterable[str],
+        device: torch.device,
+        reduce: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """Measure `model` while it is in training mode, over all ranks.
+
+        Args:
+            model: The model whose casts are observed.
+            sites: Names of what multiplies, the same in the same order on all ranks.
+            device: Where the counters lie.
+            reduce: `reduce(sums, peaks)` adds up and maximises over all ranks, in place.
+        """
+        self._model, self._reduce = model, reduce
+        self._columns = {}
+        for site in sites:
+            for tensor_class in TENSOR_CLASSES:
+                self._columns.setdefault((site, tensor_class), len(self._columns))
+        self._buffer = _empty(len(self._columns), device)
+
+    def __getstate__(self) -> dict:
+        # A copy of a model under training has no engine that would read its figures, and takes no other model along.
+        return vars(self) if self._model is None else vars(CastMonitor(0))
+
+    @property
+    def due(self) -> bool:
+        """Return whether this step is one to measure."""
+        return self.every > 0 and self.steps % self.every == 0
+
+    @property
+    def active(self) -> bool:
+        """Return whether casts are to be observed now."""
+        return self.due and (self._model is None or self._model.training)
+
+    def observe(
+        self,
+        tensor_class: str,
+        x: torch.Tensor | Rows,
+        quantized: QuantizedTensor,
+        site: str = "",
+        elements: int | None = None,
+    ) -> None:
+        """Add one cast of a matrix x, or of what x gives by rows, to the statistics of a class at a site.
+
+        elements: of x, where it has zeros that are no part of the tensor.
+        """
+        if not self.active:
+            return
+        column = self._column(site, tensor_class, quantized.data.device)
+        if not quantized.data.numel():
+            return
+        sums, peaks = (part[:, column] for part in _parts(self._buffer))
+        add_cast_statistics(x, quantized, sums, peaks, elements)
+
+    def end_step(self) -> Measurement | None:
+        """Close an optimizer step; its figures when it was a measured one. Collective once attached."""
+        measurement = None
+        if self.due and self._buffer is not None:
+            if self._reduce is not None:
+                self._reduce(*_parts(self._buffer))
+            figures = self._buffer.t().tolist()
+            measurement = {tensor_class: {} for tensor_class in TENSOR_CLASSES}
+            for (site, tensor_class), column in self._columns.items():
+                if figures[column][0]:
+                    measurement[tensor_class][site] = _figures(*figures[column])
+            count, saturated, flushed = (math.fsum(column[i] for column in figures) for i in range(3))
+            self.last = {"saturated": saturated / max(count, 1), "underflow": flushed / max(count, 1)}
+            self._buffer = _empty(len(self._columns), self._buffer.device)
+        self.steps += 1
+        return measurement
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps so far and the figures of `last`, in plain values. Between steps."""
+        return {"steps": self.steps, "last": self.last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, what state_dict() returned; what it lacks starts anew."""
+        self.steps, self.last = state.get("steps", 0), state.get("last")
+
+    def _column(self, site: str, tensor_class: str, device: torch.device) -> int:
+        key = (site, tensor_class)
+        if key not in self._columns:
+            self._columns[key] = len(self._columns)
+            new = _empty(1, device)
+            self._buffer = new if self._buffer is None else torch.cat([self._buffer, new], 1)
+        return self._columns[key]
+
+
+def _empty(columns: int, device: torch.device) -> torch.Tensor:
+    buffer = torch.zeros(len(SUMS) + len(PEAKS), columns, dtype=torch.float64, device=device)
+    _parts(buffer)[1].fill_(-torch.inf)
+    return buffer
+
+
+def _parts(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the views of the sums [5, columns] and the peaks [3, columns], each contiguous."""
+    return buffer[: len(SUMS)], buffer[len(SUMS) :]
+
+
+def _figures(
+    elements: float,
+    saturated: float,
+    flushed: float,
+    signal: float,
+    noise: float,
+    amax: float,
+    scale_max: float,
+    negative_scale_min: float,
+) -> CastFigures:
+    ratio = signal / noise if noise else math.inf
+    known = math.isfinite(ratio) and ratio > 0
+    return CastFigures(
+        _finite(amax),
+        saturated / elements,
+        flushed / elements,
+        10 * math.log10(ratio) if known else None,
+        _finite(-negative_scale_min),
+        _finite(scale_max),
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

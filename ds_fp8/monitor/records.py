@@ -1,0 +1,55 @@
+"""Measurements as what a run writes: one line of metrics.jsonl, and the curves of DeepSpeed's monitors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from ds_fp8.monitor.cast_monitor import CastFigures, Measurement
+
+Record = dict[str, Any]
+"""One line of metrics.jsonl."""
+
+FIGURES = tuple(field.name for field in fields(CastFigures))
+CURVES = ("snr_db", "flushed", "saturated")
+"""What DeepSpeed's monitors get by layer; metrics.jsonl has all."""
+DIGITS = 4
+
+FALLBACK = "fallback"
+"""The event after which `layers`, all those moved so far, are in BF16."""
+
+
+def health_record(step: int, measurement: Measurement) -> Record:
+    """Return one line of metrics.jsonl: names of sites and, by tensor class, a list of each figure in their order.
+
+    null stands for what is not known; classes that were not cast at all are left out.
+    """
+    names = list(dict.fromkeys(site for sites in measurement.values() for site in sites))
+    health: Record = {"sites": names}
+    for tensor_class, sites in measurement.items():
+        if sites:
+            health[tensor_class] = {
+                figure: [_rounded(getattr(sites.get(name), figure, None)) for name in names] for figure in FIGURES
+            }
+    return {"step": step, "health": health}
+
+
+def health_curves(measurement: Measurement) -> dict[str, float]:
+    """Named figures for DeepSpeed's monitors, by tensor class and site."""
+    return {
+        f"FP8/{tensor_class}/{figure}/{site}": value
+        for tensor_class, sites in measurement.items()
+        for site, figures in sites.items()
+        for figure in CURVES
+        if (value := getattr(figures, figure)) is not None
+    }
+
+
+def layers_in_bf16(records: Iterable[Record]) -> list[str]:
+    """Return the layers that the run of these records has moved to BF16 by their end."""
+    return next((r["layers"] for r in reversed(list(records)) if r.get("event") == FALLBACK), [])
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.{DIGITS}g}")

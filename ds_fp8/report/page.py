@@ -1,0 +1,202 @@
+"""Writes a report: summary.json, and report.html as one file with its charts inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from ds_fp8.report import charts
+from ds_fp8.report.runs import Comparison, RunRecord, seeds
+from ds_fp8.report.summary import health_tables, run_figures, stage_figures, summarise
+from ds_fp8.report.verdict import TOLERANCE, Verdict, concerns, gap_of, seed_noise
+from ds_fp8.train.durable import write_atomically
+from ds_fp8.train.metrics import ANSWERS
+
+HTML, JSON = "report.html", "summary.json"
+NOT_MEASURED = "–"
+ALL_CLEAR = {"flushed": "Nothing flushed to zero in any layer.", "saturated": "Nothing saturated in any layer."}
+OPEN_ANSWERS = 3
+"""Answers that are shown before the fold."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of a stage: its values by run, and the first over the second."""
+
+    name: str
+    values: list[str]
+    ratio: str
+
+
+def write_report(
+    comparisons: Sequence[Comparison], verdict: Verdict, folder: Path, title: str, tolerance: float = TOLERANCE
+) -> tuple[Path, Path]:
+    """Write folder/summary.json and folder/report.html; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    summary = summarise(comparisons, verdict)
+    write_atomically(folder / JSON, json.dumps(summary, indent=2) + "\n")
+    write_atomically(folder / HTML, render(comparisons, verdict, title, tolerance))
+    return folder / JSON, folder / HTML
+
+
+def render(comparisons: Sequence[Comparison], verdict: Verdict, title: str, tolerance: float = TOLERANCE) -> str:
+    """Return the page."""
+    environment = Environment(
+        loader=PackageLoader("ds_fp8.report", "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    first, several = comparisons[0], seeds(comparisons) is not None
+    judgement, _, reason = verdict.words.partition(": ")
+    fp8 = [run for run in first.columns.values() if run.kind == "fp8"]
+    return environment.get_template("report.html").render(
+        title=title,
+        judgement=judgement[0].upper() + judgement[1:],
+        reason=reason,
+        level=verdict.level,
+        result=first.run.result,
+        on_cpu=first.run.result["device"] == "cpu",
+        one_seed=first.twin is not None and not several,
+        overview=Markup(charts.gaps_of_seeds(comparisons, seed_noise(comparisons), tolerance)) if several else None,
+        tiles=_tiles(comparisons),
+        stages=[_stage(comparison, tolerance) for comparison in comparisons],
+        open_answers=OPEN_ANSWERS,
+        start_report=_start_report(fp8[0]) if fp8 else [],
+        notes=fp8[0].result["fp8"].get("notes", []) if fp8 else [],
+    )
+
+
+def _stage(comparison: Comparison, tolerance: float) -> dict[str, Any]:
+    """Return what the template shows of one comparison."""
+    pictures = [charts.losses(comparison), charts.gap(comparison, tolerance), charts.speed(comparison)]
+    return {
+        "name": comparison.name.replace("_", " "),
+        "labels": list(comparison.columns),
+        "steps": comparison.run.result["steps"],
+        "rows": _rows(comparison),
+        "charts": [Markup(picture) for picture in pictures if picture],
+        "answers": _answers(comparison),
+        "concerns": [(label, line) for label, run in comparison.columns.items() for line in concerns(run)],
+        "health": [
+            _health(comparison.name, label, run) for label, run in comparison.columns.items() if run.measurements
+        ],
+        "differences": [(key, *map(_shown, values)) for key, *values in comparison.differences()],
+    }
+
+
+def _health(name: str, label: str, run: RunRecord) -> dict[str, Any]:
+    tables = health_tables(run)
+    alarming = [figure for figure, table in tables.items() if not table.all_clear]
+    return {
+        "label": label,
+        "tables": [tables[figure] for figure in alarming],
+        "all_clear": [words for figure, words in ALL_CLEAR.items() if figure not in alarming],
+        "maps": [Markup(picture) for picture in charts.health_maps(f"{name}, {label}", run, alarming)],
+    }
+
+
+def _answers(comparison: Comparison) -> list[dict[str, Any]]:
+    """Return the problems that every run of the comparison has an answer kept for, with the last answers to them."""
+    by_run: dict[str, dict[str, Any]] = {}
+    for label, run in comparison.columns.items():
+        events = run.events(ANSWERS)
+        by_run[label] = {answer["prompt"]: answer for answer in events[-1]["answers"]} if events else {}
+    first, *rest = by_run.values()
+    return [
+        {"prompt": prompt, "expected": sample["expected"], "by_run": {label: a[prompt] for label, a in by_run.items()}}
+        for prompt, sample in first.items()
+        if all(prompt in answers for answers in rest)
+    ]
+
+
+def _tiles(comparisons: Sequence[Comparison]) -> list[tuple[str, str, str]]:
+    """Return (figure, what it is, remark) for the head of the page; of several stages the least favourable."""
+    if comparisons[0].twin is None:
+        return []
+    stages = [stage_figures(comparison) for comparison in comparisons]
+    of = "" if len(stages) == 1 else f"largest of {len(stages)}"
+    gaps = [gap for comparison in comparisons if (gap := gap_of(comparison)) is not None]
+    tiles = [(f"{max(gaps):+.2%}", "final loss", of)] if gaps else []
+    words = {"all_gather_bytes": "bytes of parameter gathers", "grad_bytes": "bytes of gradients"}
+    if comparisons[0].run.result["device"] != "cpu":
+        words |= {"peak_memory_bytes": "peak memory", "tokens_per_second": "tokens per second"}
+    for key, what in words.items():
+        ratios = [stage[f"{key}_ratio"] for stage in stages if stage[f"{key}_ratio"] is not None]
+        if ratios:
+            worst = min(ratios) if key == "tokens_per_second" else max(ratios)
+            tiles.append((f"{worst:.2f}×", what, of.replace("largest", "least") if key == "tokens_per_second" else of))
+    return tiles
+
+
+def _rows(comparison: Comparison) -> list[Row]:
+    figures = [run_figures(run) for run in comparison.columns.values()]
+
+    def row(name: str, key: str, shape: str, unit: float = 1.0, ratio: str = "") -> Row:
+        values = [entry[key] for entry in figures]
+        shown = [_number(value, shape, unit) for value in values]
+        known = len(values) == 2 and values[0] is not None and values[1]
+        compared = ""
+        if ratio and known:
+            compared = ratio.format(values[0] / values[1] - 1 if "%" in ratio else values[0] / values[1])
+        return Row(name, shown, compared)
+
+    rows = [
+        row("validation loss before", "first_validation_loss", "{:.4f}"),
+        row("validation loss after", "final_validation_loss", "{:.4f}", ratio="{:+.2%}"),
+        row("training loss, end", "last_loss", "{:.4f}", ratio="{:+.2%}"),
+        row("exact match before", "exact_match_before", "{:.0%}"),
+        _exact_match(figures),
+        row("gathers, MB a step", "all_gather_bytes", "{:,.2f}", 1e6, "{:.2f}×"),
+        row("gradients, MB a step", "grad_bytes", "{:,.2f}", 1e6, "{:.2f}×"),
+    ]
+    if comparison.run.result["device"] == "cpu":  # no ratios of what says nothing about FP8 there
+        rows += [
+            row("process, peak GiB", "peak_memory_bytes", "{:,.2f}", 2**30),
+            row("tokens per second", "tokens_per_second", "{:,.0f}"),
+        ]
+    else:
+        rows += [
+            row("peak memory, GiB", "peak_memory_bytes", "{:,.2f}", 2**30, "{:.2f}×"),
+            row("tokens per second", "tokens_per_second", "{:,.0f}", ratio="{:.2f}×"),
+        ]
+    rows.append(row("skipped steps", "skipped_steps", "{:,.0f}"))
+    return [each for each in rows if set(each.values) != {NOT_MEASURED}]
+
+
+def _number(value: float | None, shape: str, unit: float) -> str:
+    if value is None:
+        return NOT_MEASURED
+    return f"{value / unit:,.0f}" if abs(value / unit) >= 1000 else shape.format(value / unit)
+
+
+def _exact_match(figures: Sequence[Mapping[str, Any]]) -> Row:
+    shares = [(entry["exact_match"], entry["exact_match_standard_error"] or 0) for entry in figures]
+    shown = [NOT_MEASURED if share is None else f"{share:.0%} ± {error:.0%}" for share, error in shares]
+    return Row("exact match after", shown, "")
+
+
+def _start_report(run: RunRecord) -> list[tuple[str, str]]:
+    """Return what the start report said, as names and values; what is empty or said elsewhere is left out."""
+    hidden = ("enabled", "notes", "torch", "deepspeed", "ranks", "parameters", "left_in_bf16", "kept_in_bf16")
+    report = {key: value for key, value in run.result["fp8"].items() if key not in hidden}
+    return [(key.replace("_", " "), _shown(value)) for key, value in report.items() if value not in (None, [], {}, "")]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_shown(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return NOT_MEASURED if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,90 @@
+"""FP8 against BF16 on one stage: the gap of their final losses beside what another seed changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ds_fp8.report.runs import KINDS, Comparison, RunRecord, seeds
+from ds_fp8.report.verdict import TOLERANCE, gap_of, judge_seeds, seed_noise, standard_error
+from ds_fp8.train.durable import write_atomically
+from ds_fp8.train.stage import Stage
+
+JSON = "parity.json"
+
+
+def twin_overrides(stage: Stage, kind: str, seed: int, steps: int, folder: Path) -> list[str]:
+    """Return what to `--set` for one run of `steps` steps: the stage's schedule is shortened in proportion."""
+    schedule = stage.train.schedule
+    overrides = [
+        f"fp8.enabled={'true' if kind == 'fp8' else 'false'}",
+        f"train.seed={seed}",
+        f"train.steps={steps}",
+        "train.epochs=null",
+        f"train.run_dir={run_folder(folder, kind, seed)}",
+        f"train.eval_every={max(1, steps // 10)}",
+        "train.save_every=null",
+        "train.keep_best=false",
+        f"train.spike={'warn' if stage.train.spike == 'rollback' else stage.train.spike}",
+    ]
+    for name in ("warmup", "decay"):
+        length = getattr(schedule, name)
+        if length >= 1 and stage.train.steps:
+            length = length / stage.train.steps
+            overrides.append(f"train.schedule.{name}={length if length < 1 else steps}")
+    return overrides
+
+
+def run_folder(folder: Path, kind: str, seed: int) -> Path:
+    """Return where the run of one kind and seed lies."""
+    return folder / kind / f"seed_{seed}"
+
+
+def comparisons_in(folder: Path, seeds: Sequence[int]) -> list[Comparison]:
+    """Return the finished twins of every seed. Raises UserError where one is missing."""
+    return [
+        Comparison(f"seed_{seed}", *(RunRecord(run_folder(folder, kind, seed)) for kind in KINDS)) for seed in seeds
+    ]
+
+
+def compare(twins: Sequence[Comparison], tolerance: float = TOLERANCE) -> dict[str, Any]:
+    """Return final validation losses (nats per token), their relative gaps, the noise of the seed and the verdict.
+
+    The noise is the standard deviation of BF16's final losses over seeds, relative to their mean; None for one seed.
+    """
+    runs = {"fp8": [twin.run for twin in twins], "bf16": [twin.twin for twin in twins]}
+    final = {kind: [run.result["final_loss"] for run in runs[kind]] for kind in KINDS}
+    gaps = [gap_of(twin) for twin in twins]
+    verdict = judge_seeds(twins, tolerance)
+    return {
+        "seeds": seeds(twins),
+        "steps": twins[0].run.result["steps"],
+        "final_loss": final,
+        "gaps": gaps,
+        "gap": None if None in gaps else fmean(gaps),
+        "gap_standard_error": None if None in gaps else standard_error(gaps),
+        "seed_noise": seed_noise(twins),
+        "tolerance": tolerance,
+        "exact_match": {kind: [run.result["exact_match"]["after"] for run in runs[kind]] for kind in KINDS},
+        "tokens_per_second": {kind: fmean(run.result["tokens_per_second"] for run in runs[kind]) for kind in KINDS},
+        "skipped_steps": {kind: [run.result["skipped_steps"] for run in runs[kind]] for kind in KINDS},
+        "curves": {kind: [_curves(run) for run in runs[kind]] for kind in KINDS},
+        "passed": verdict.passed,
+        "verdict": verdict.words,
+        "device": twins[0].run.result["device"],
+        "versions": twins[0].run.result["versions"],
+    }
+
+
+def write(comparison: dict[str, Any], folder: Path) -> Path:
+    """Write folder/parity.json; return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / JSON, json.dumps(comparison, indent=2) + "\n")
+    return folder / JSON
+
+
+def _curves(run: RunRecord) -> dict[str, dict[int, float]]:
+    return {key: run.by_step(key) for key in ("loss", "validation_loss")}

@@ -1,0 +1,153 @@
+"""Finished run folders, and pairs of them that belong together."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.train.checkpoints import CONFIG, METRICS, RESULT
+
+KINDS = ("fp8", "bf16")
+"""Folders of a comparison: FP8 runs in fp8/NAME, their BF16 twins in bf16/NAME."""
+
+
+class RunRecord:
+    """What a finished run left in its folder."""
+
+    def __init__(self, folder: Path):
+        """Read `folder`. Raises UserError where the run has not finished or a file is damaged."""
+        self.folder = folder
+        if not folder.is_dir():
+            raise UserError(f"there is no folder {folder}", remedy="give the train.run_dir of a finished run")
+        self.result: dict[str, Any] = json.loads(self._read(RESULT, "{}"))
+        self.metrics: list[dict[str, Any]] = [json.loads(line) for line in self._read(METRICS, "").splitlines()]
+        self.config: dict[str, Any] = json.loads(self._read(CONFIG, "{}")) if (folder / CONFIG).is_file() else {}
+
+    @property
+    def kind(self) -> str:
+        """Return "fp8" or "bf16"."""
+        return "fp8" if self.result["fp8"]["enabled"] else "bf16"
+
+    @property
+    def label(self) -> str:
+        """Return the name of the kind, as people write it."""
+        return self.kind.upper()
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Return steps and values of every record that has `key`."""
+        pairs = [(record["step"], record[key]) for record in self.metrics if record.get(key) is not None]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+    def by_step(self, key: str) -> dict[int, float]:
+        """Return the same as a mapping, the last value of each step."""
+        return dict(zip(*self.series(key), strict=True))
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Return the records of the event `name`, in their order."""
+        return [record for record in self.metrics if record.get("event") == name]
+
+    @cached_property
+    def measurements(self) -> list[dict[str, Any]]:
+        """Return records with the health of the casts."""
+        return [record for record in self.metrics if record.get("health")]
+
+    def _read(self, name: str, empty: str) -> str:
+        try:
+            text = (self.folder / name).read_text()
+            for line in text.splitlines() if name == METRICS else [text]:
+                json.loads(line)
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.folder} is not a finished run: {name} is missing",
+                file=self.folder,
+                remedy="run the stage to its end first: the same command resumes it",
+            ) from None
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{name} cannot be read: {error}",
+                file=self.folder / name,
+                remedy="restore the file, or train into another folder",
+            ) from None
+        return text or empty
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A run, beside its twin where there is one."""
+
+    name: str
+    """Of the stage or the seed."""
+    run: RunRecord
+    twin: RunRecord | None = None
+
+    @property
+    def columns(self) -> dict[str, RunRecord]:
+        """Return the runs by the label that tells them apart."""
+        if self.twin is None:
+            return {self.run.label: self.run}
+        labels = [self.run.label, self.twin.label]
+        if labels[0] == labels[1]:
+            labels = [str(self.run.folder), str(self.twin.folder)]
+        return dict(zip(labels, (self.run, self.twin), strict=True))
+
+    def differences(self) -> list[tuple[str, Any, Any]]:
+        """Return (dotted key, value of the run, value of the twin) of what their configurations do not share.
+
+        None stands for a key that is not there. Paths that always differ are left out.
+        """
+        if self.twin is None:
+            return []
+        ours, theirs = dict(_flat(self.run.config)), dict(_flat(self.twin.config))
+        keys = [key for key in dict.fromkeys([*ours, *theirs]) if key not in ("train.run_dir", "train.init_from")]
+        return [(key, ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)]
+
+
+def find(folders: Iterable[Path]) -> list[Comparison]:
+    """Return the comparisons that one or two folders hold.
+
+    Args:
+        folders: a run; a run and its twin; or one folder with fp8/NAME and bf16/NAME.
+
+    Raises:
+        UserError: a folder is missing, is not a finished run, or has no twin.
+    """
+    first, *rest = folders
+    if rest:
+        return [Comparison(first.name, RunRecord(first), RunRecord(rest[0]))]
+    if all((first / kind).is_dir() for kind in KINDS):
+        names = [_finished(first / kind) for kind in KINDS]
+        alone = set(names[0]) ^ set(names[1])
+        if alone or not names[0]:
+            raise UserError(
+                f"{', '.join(sorted(alone)) or 'nothing'} has finished in only one of {first / 'fp8'} and bf16",
+                file=first,
+                remedy="run both twins to their end, or name the folders of two runs",
+            )
+        return [Comparison(name, *(RunRecord(first / kind / name) for kind in KINDS)) for name in names[0]]
+    return [Comparison(first.name, RunRecord(first))]
+
+
+def seeds(comparisons: Iterable[Comparison]) -> list[int] | None:
+    """Return the seeds of runs that differ in nothing else, as `ds-fp8 parity` names them, or None."""
+    found = [re.fullmatch(r"seed_(\d+)", comparison.name) for comparison in comparisons]
+    return [int(match.group(1)) for match in found] if all(found) else None
+
+
+def _finished(folder: Path) -> list[str]:
+    """Return the names of the finished runs in `folder`, those that ended first before the others."""
+    results = sorted(folder.glob(f"*/{RESULT}"), key=lambda file: (file.stat().st_mtime, file))
+    return [file.parent.name for file in results]
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,137 @@
+"""The figures of a report: what summary.json holds and what the page's tables show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ds_fp8.monitor.heat_maps import health_matrix, health_sites
+from ds_fp8.monitor.thresholds import LABELS
+from ds_fp8.report.runs import Comparison, RunRecord
+from ds_fp8.report.verdict import Verdict, concerns, gap_of
+
+RATIOS = ("all_gather_bytes", "grad_bytes", "peak_memory_bytes", "tokens_per_second")
+
+
+def summarise(comparisons: Sequence[Comparison], verdict: Verdict) -> dict[str, Any]:
+    """Return the figures of all comparisons, ready for JSON: nats per token, bytes per step and rank, tokens/s."""
+    first = comparisons[0].run.result
+    return {
+        "verdict": verdict.words,
+        "passed": verdict.passed,
+        **{key: first[key] for key in ("device", "ranks", "parameters", "versions")},
+        "stages": {comparison.name: stage_figures(comparison) for comparison in comparisons},
+    }
+
+
+def run_figures(run: RunRecord) -> dict[str, Any]:
+    """Return the figures of one run; a figure that was not measured is None."""
+    result = run.result
+    answers = result["exact_match"]
+    return {
+        "steps": result["steps"],
+        "first_loss": result["first_loss"],
+        "last_loss": result["last_train_loss"],
+        "first_validation_loss": result["first_validation_loss"],
+        "final_validation_loss": result["final_loss"],
+        "exact_match_before": answers["before"],
+        "exact_match": answers["after"],
+        "exact_match_problems": answers["problems"],
+        "exact_match_standard_error": _standard_error(answers["after"], answers["problems"]),
+        # One rank alone sends nothing.
+        "all_gather_bytes": result["bytes_per_step"]["all_gather_bytes"] or None,
+        "grad_bytes": result["bytes_per_step"]["grad_bytes"] or None,
+        "tokens_per_second": result["tokens_per_second"],
+        "peak_memory_bytes": result["peak_memory_bytes"],
+        "skipped_steps": result["skipped_steps"],
+        "concerns": concerns(run),
+    }
+
+
+def stage_figures(comparison: Comparison) -> dict[str, Any]:
+    """Return the figures of each run of a comparison by its label, with gap and ratios where there are two."""
+    entry: dict[str, Any] = {label.lower(): run_figures(run) for label, run in comparison.columns.items()}
+    if comparison.twin is not None:
+        ours, theirs = entry.values()
+        entry["final_loss_gap"] = gap_of(comparison)
+        for key in RATIOS:
+            entry[f"{key}_ratio"] = ours[key] / theirs[key] if ours[key] is not None and theirs[key] else None
+    return entry
+
+
+def _standard_error(share: float | None, problems: int) -> float | None:
+    """Return the standard error of a share of right answers among `problems`."""
+    return None if share is None or not problems else (share * (1 - share) / problems) ** 0.5
+
+
+# ---------------------------------------------------------------- health by layer
+
+
+@dataclass(frozen=True)
+class HealthTable:
+    """The worst value of one figure by decoder layer and tensor class, over all measured steps."""
+
+    title: str
+    unit: str
+    digits: int
+    """Digits after the point that are shown."""
+    columns: list[str]
+    rows: list[tuple[str, list[Cell]]]
+
+    @property
+    def all_clear(self) -> bool:
+        """True where it is a share, and 0 everywhere."""
+        return self.unit == "%" and not any(cell.value for _, cells in self.rows for cell in cells)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value, None where there is none, and how alarming it is, from 0 to 1."""
+
+    value: float | None
+    heat: float
+
+
+def health_tables(run: RunRecord) -> dict[str, HealthTable]:
+    """Return the table of each figure: "flushed", "saturated" and "snr_db"."""
+    return {
+        figure: HealthTable(title, unit, digits, *_cells(run, figure, worst, heat))
+        for figure, (title, unit, digits, worst, heat) in _FIGURES.items()
+    }
+
+
+def _cells(
+    run: RunRecord, figure: str, worst: Callable[[np.ndarray], float], heat: Callable[[float], float]
+) -> tuple[list[str], list[tuple[str, list[Cell]]]]:
+    """Return the names of the columns, and the rows with the worst value over all measured steps."""
+    measured = run.measurements
+    sites = health_sites(measured)
+    layers = [_layer_of(site) for site in sites]
+    classes = [name for name in LABELS if any(name in record["health"] for record in measured)]
+    values: dict[str, list[Cell]] = {layer: [] for layer in layers}
+    for tensor_class in classes:
+        matrix = health_matrix(measured, tensor_class, figure, sites)
+        for layer, cells in values.items():
+            known = matrix[[index for index, name in enumerate(layers) if name == layer]]
+            known = known[np.isfinite(known)]
+            value = float(worst(known)) if known.size else None
+            cells.append(Cell(value, 0.0 if value is None else float(np.clip(heat(value), 0, 1))))
+    return [LABELS[name] for name in classes], list(values.items())
+
+
+_FIGURES = {
+    "flushed": ("Underflow: flushed to zero, most", "%", 2, np.max, lambda percent: (percent / 10) ** 0.5),
+    "saturated": ("Saturated, most", "%", 3, np.max, lambda percent: percent**0.5),
+    "snr_db": ("Signal-to-noise ratio, least", "dB", 1, np.min, lambda decibels: (30 - decibels) / 10),
+}
+"""Figure -> its title, unit, digits, the worst of several values, and how alarming a value is."""
+
+
+def _layer_of(site: str) -> str:
+    """Return the decoder layer that a linear belongs to, or its own name."""
+    found = re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", site)
+    return f"layer {found.group(1)}" if found else site

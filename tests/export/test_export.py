@@ -1,0 +1,265 @@
+"""Folders for serving: the codes of training, as transformers loads them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.cli import main
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.export import export_checkpoint
+from tests.export.servers import assert_served
+from tests.export.trained import train_and_export
+from tests.integrations.programs import counting
+from tests.zero.models import config
+
+ROWS = torch.stack([row["input_ids"] for row in counting(2)])
+LAYOUTS = ["fp8", "compressed-tensors", "bf16"]
+
+
+@pytest.fixture(scope="module")
+def trained(ranks, tmp_path_factory):
+    """(folder with one export of each layout and a checkpoint, logits of the trained model, served weights)."""
+    folder = tmp_path_factory.mktemp("trained")
+    results = ranks(2, train_and_export, folder, {}, LAYOUTS, 300_000, {})
+    assert results[0][1] == results[1][1]
+    return folder, *results[0]
+
+
+def loaded(folder) -> AutoModelForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ROWS).logits.float()
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def tensors(folder) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def test_transformers_computes_with_the_dequantised_codes(trained):
+    folder, trained_logits, _ = trained
+    by_hand = loaded(folder / "bf16")
+    stored = tensors(folder / "fp8")
+    state = by_hand.state_dict()
+    for name, codes in stored.items():
+        if codes.dtype == torch.float8_e4m3fn:
+            state[name] = QuantizedTensor(codes, stored[f"{name}_scale_inv"], "128x128").dequantize(torch.bfloat16)
+    by_hand.load_state_dict(state)
+    assert torch.equal(logits(loaded(folder / "fp8")), logits(by_hand))
+    # Training casts activations besides, which costs about 5% of the logits.
+    assert difference(logits(loaded(folder / "fp8")), trained_logits) < 0.08
+    assert difference(logits(loaded(folder / "bf16")), trained_logits) < 0.08
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "qwen2", "tie_word_embeddings": True, "num_attention_heads": 2},
+        {"kind": "llama", "tie_word_embeddings": False},
+        {"kind": "mistral", "sliding_window": None, "intermediate_size": 320},
+        {"kind": "mistral", "head_dim": 64, "num_key_value_heads": 2},
+        {"kind": "qwen3", "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 560},
+    ],
+    ids=["qwen2", "llama", "mistral of ragged sides", "mistral", "quickstart"],
+)
+def test_other_models(ranks, tmp_path, changes):
+    """Tied heads, biases, and sides that servers cannot take."""
+    trained_logits, _ = ranks(2, train_and_export, tmp_path, {}, ["fp8"], 1 << 30, changes)[0]
+    assert_served(tmp_path / "fp8")
+    stored = tensors(tmp_path / "fp8")
+    section = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
+    left = set(section["modules_to_not_convert"])
+    assert ("lm_head.weight" in stored) != changes.get("tie_word_embeddings", False)
+    ragged = {"gate_proj", "up_proj", "down_proj"} if changes.get("intermediate_size") == 320 else set()
+    mlp = {f"model.layers.{layer}.mlp.{name}" for layer in range(2) for name in ragged}
+    assert left == {"lm_head"} | mlp
+    in_fp8 = {name for name, codes in stored.items() if codes.dtype == torch.float8_e4m3fn}
+    assert len(in_fp8) == 14 - len(mlp)
+    assert difference(logits(loaded(tmp_path / "fp8")), trained_logits) < 0.08
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_names_types_and_shapes_are_those_that_servers_read(trained, layout):
+    assert_served(trained[0] / layout)
+
+
+@pytest.mark.parametrize("preset", ["rowwise", "tensorwise"])
+def test_scales_by_row_or_tensor_are_those_that_servers_read(trained, tmp_path, preset):
+    fp8 = parse_fp8({"fp8": {"preset": preset}})
+    assert export_again(trained, tmp_path / "out", fp8=fp8, layout="compressed-tensors").quantized
+    assert_served(tmp_path / "out")
+
+
+def test_codes_are_those_of_training_and_served_alike(trained):
+    folder, _, served = trained
+    stored = tensors(folder / "fp8")
+    assert {name: quantized for name, (_, quantized) in served.items()} == {
+        name: f"{name}_scale_inv" in stored for name in stored if not name.endswith("_scale_inv")
+    }
+    for name, (total, _) in served.items():
+        assert stored[name].float().sum().item() == pytest.approx(total, rel=1e-6, abs=1e-6)
+    assert sum(quantized for _, quantized in served.values()) == 14
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_gives_the_same_bytes_without_ranks(trained, tmp_path, layout):
+    folder = trained[0]
+    out = tmp_path / "out"
+    plan = export_checkpoint(
+        folder / "checkpoints/step_3",
+        out,
+        AutoConfig.from_pretrained(folder / "bf16"),
+        parse_fp8({"fp8": {}}),
+        layout=layout,
+        deepspeed_config=config({}),
+        shard_bytes=300_000,
+    )
+    names = {path.name for path in out.iterdir()}
+    assert names == {path.name for path in (folder / layout).iterdir()}
+    assert len(list(out.glob("*.safetensors"))) > 1
+    for path in out.glob("*.safetensors*"):
+        assert path.read_bytes() == (folder / layout / path.name).read_bytes()
+    assert json.loads((out / "config.json").read_text()) == json.loads((folder / layout / "config.json").read_text())
+    assert len(plan.quantized) == (0 if layout == "bf16" else 14)
+
+
+def test_the_configuration_names_layers_in_full_and_the_scales_type(trained):
+    section = json.loads((trained[0] / "fp8/config.json").read_text())["quantization_config"]
+    assert section == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+        "ignored_layers": ["lm_head"],
+    }
+    stored = tensors(trained[0] / "compressed-tensors")
+    assert stored["model.layers.0.mlp.up_proj.weight_scale"].shape == (2, 2)
+
+
+def test_files_are_checksummed_and_readable_by_all(trained):
+    folder = trained[0] / "fp8"
+    sums = dict(reversed(line.split("  ")) for line in (folder / "checksums.sha256").read_text().splitlines())
+    files = {path.name for path in folder.iterdir()} - {"checksums.sha256"}
+    assert sums.keys() == files
+    for path in folder.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o644
+        assert path.name not in sums or hashlib.sha256(path.read_bytes()).hexdigest() == sums[path.name]
+
+
+def export_again(trained, out, **changes):
+    folder = trained[0]
+    arguments = {
+        "checkpoint": folder / "checkpoints/step_3",
+        "folder": out,
+        "config": AutoConfig.from_pretrained(folder / "bf16"),
+        "fp8": parse_fp8({"fp8": {}}),
+        **changes,
+    }
+    return export_checkpoint(**arguments)
+
+
+def test_an_existing_folder_is_replaced_only_by_force(trained, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("mine")
+    with pytest.raises(UserError, match="exists"):
+        export_again(trained, out)
+    assert (out / "mine").exists()
+    export_again(trained, out, force=True)
+    assert not (out / "mine").exists()
+    assert (out / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": "gguf"}, "no layout"),
+        ({"fp8": parse_fp8({"fp8": {"preset": "rowwise"}})}, "128x128"),
+        ({"checkpoint": "absent"}, "complete"),
+    ],
+)
+def test_what_cannot_be_exported_leaves_nothing(trained, tmp_path, changes, message):
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match=message):
+        export_again(trained, out, **changes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_with_stored_buffers_is_refused(trained, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 64}
+    few = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+    with pytest.raises(UserError, match="e_score_correction_bias beside its weights") as caught:
+        export_again(trained, tmp_path / "out", config=AutoConfig.for_model("deepseek_v3", **sizes, **few))
+    assert "save_16bit_model" in caught.value.remedy
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_a_head_for_text_is_refused(trained, tmp_path):
+    with pytest.raises(UserError, match="no causal language model"):
+        export_again(trained, tmp_path / "out", config=AutoConfig.for_model("vit"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_names_a_model_that_transformers_does_not_know(trained, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
+    source, out = trained[0] / "checkpoints/step_3", tmp_path / "out"
+    with pytest.raises(UserError, match="nonesuch") as caught:
+        main(["export", str(source), str(out), "--model", str(tmp_path), "--format", "bf16"])
+    assert "--model" in caught.value.remedy
+    assert caught.value.file == tmp_path / "config.json"
+    assert not out.exists()
+
+
+def test_a_folder_that_holds_the_checkpoint_is_not_replaced(trained):
+    with pytest.raises(UserError, match="holds the checkpoint"):
+        export_again(trained, trained[0], force=True)
+    assert (trained[0] / "checkpoints/step_3").exists()
+
+
+def test_an_export_that_fails_leaves_nothing_and_the_folder_before_it(trained, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("mine")
+
+    def failing(folder):
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space left"):
+        export_again(trained, out, force=True, tokenizer=failing)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "mine").exists()
+
+
+def test_a_checkpoint_without_a_ranks_file_is_incomplete(trained, tmp_path):
+    checkpoint = tmp_path / "step_3"
+    checkpoint.mkdir()
+    for path in (trained[0] / "checkpoints/step_3").iterdir():
+        if "rank_1_" not in path.name or "optim" not in path.name:
+            (checkpoint / path.name).symlink_to(path)
+    with pytest.raises(UserError, match="not a complete ZeRO checkpoint"):
+        export_again(trained, tmp_path / "out", checkpoint=checkpoint)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_models_configuration_is_refused(trained, tmp_path):
+    other = AutoConfig.from_pretrained(trained[0] / "bf16", vocab_size=65)
+    with pytest.raises(UserError, match="another model"):
+        export_again(trained, tmp_path / "out", config=other)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,34 @@
+"""A small model trained for three steps on each rank, and what is exported of it there."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.integrations.programs import counting, small_model
+from tests.zero.models import config
+
+
+def shape(**changes) -> dict:
+    """Sides that are multiples of 128, the rows of k and v too."""
+    return {"hidden_size": 256, "head_dim": 128, "num_hidden_layers": 2, **changes}
+
+
+def train_and_export(folder, fp8: dict, layouts: list[str], shard_bytes: int, changes: dict):
+    """Train, save a checkpoint, export each layout; return the trained logits and the weights as served."""
+    import ds_fp8
+    from ds_fp8.export import export_engine, served_weights
+
+    model = small_model(**shape(**changes))
+    engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=config(fp8))[0]
+    rows = torch.stack([row["input_ids"] for row in counting(2)])
+    for _ in range(3):
+        loss = engine(input_ids=rows, labels=rows).loss
+        engine.backward(loss)
+        engine.step()
+    engine.save_checkpoint(str(folder / "checkpoints"), tag="step_3")
+    for layout in layouts:
+        export_engine(engine, folder / layout, layout=layout, shard_bytes=shard_bytes)
+    served = {name: (codes.float().sum().item(), scales is not None) for name, codes, scales in served_weights(engine)}
+    engine.eval()
+    with torch.no_grad():
+        return engine(input_ids=rows).logits.float(), served

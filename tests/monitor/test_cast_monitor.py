@@ -1,0 +1,278 @@
+"""Statistics of casts: what is counted, and on which steps."""
+
+import math
+
+import pytest
+import torch
+
+from ds_fp8.casts import QuantizedTensor, cast, quantize
+from ds_fp8.config.fp8 import MonitorConfig, parse_fp8
+from ds_fp8.layers.convert import convert, layer_of, restore
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.monitor import statistics
+from ds_fp8.monitor.cast_monitor import CastFigures, CastMonitor
+from ds_fp8.monitor.thresholds import Thresholds
+from tests.layers.hugging_face import causal_lm, tokens
+from tests.layers.linears import fp8_linear
+
+DECIBELS = 1e-3
+"""Of ratios whose squares are summed in FP64 here and there."""
+
+
+def observed(monitor: CastMonitor, x: torch.Tensor, **words: str) -> None:
+    monitor.observe("input", x, quantize(x, **words))
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "1x128", "128x128"])
+def test_small_numbers_beside_a_large_one_count_as_underflow(granularity):
+    x = torch.zeros(1, 130)
+    x[0, :128] = torch.tensor([448.0, 2.0**-11, -(2.0**-12), 2.0**-9]).repeat_interleave(32)
+    monitor = CastMonitor(every=1)
+    observed(monitor, x, granularity=granularity)
+    monitor.end_step()
+    assert monitor.last == pytest.approx({"saturated": 0, "underflow": 64 / 130})
+
+
+def test_numbers_beyond_the_scale_count_as_saturated():
+    x, scale = torch.tensor([[447.0, 448.0, 500.0, -1e9, 0.0]]), torch.tensor(1.0)
+    monitor = CastMonitor(every=1)
+    monitor.observe("weight", x, QuantizedTensor(cast(x, scale, "e4m3", "tensor"), scale, "tensor"))
+    monitor.end_step()
+    assert monitor.last == pytest.approx({"saturated": 2 / 5, "underflow": 0})
+
+
+def test_shares_are_over_all_elements_of_all_classes():
+    monitor = CastMonitor(every=1)
+    monitor.observe("input", x := torch.tensor([[1.0, 1e-30]]), quantize(x))
+    monitor.observe("input", x := torch.tensor([[1.0, 1.0]]), quantize(x))
+    monitor.observe("grad_output", x := torch.tensor([[1.0, 1.0, 1e-30, 1e-30]]), quantize(x))
+    monitor.end_step()
+    assert monitor.last["underflow"] == pytest.approx(3 / 8)
+
+
+@pytest.mark.parametrize(
+    ("every", "measured"), [(1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4]), (4, [0, 4]), (100, [0]), (0, [])]
+)
+def test_one_step_of_every_is_measured(every, measured):
+    """Step n flushes n + 1 of 10 elements, so that `last` tells which step it is of."""
+    monitor, seen = CastMonitor(every), []
+    for step in range(6):
+        assert monitor.active == (step in measured)
+        x = torch.ones(1, 10)
+        x[0, 1 : step + 2] = 1e-30
+        observed(monitor, x)
+        monitor.end_step()
+        if monitor.last is not None and (share := round(monitor.last["underflow"] * 10) - 1) not in seen:
+            seen.append(share)
+    assert seen == measured
+
+
+def test_a_step_is_counted_on_its_own():
+    monitor = CastMonitor(every=1)
+    observed(monitor, torch.tensor([[1.0, 1e-30]]))
+    monitor.end_step()
+    observed(monitor, torch.tensor([[1.0, 1.0]]))
+    monitor.end_step()
+    assert monitor.last["underflow"] == 0
+
+
+def test_nothing_to_report_before_the_first_step_and_without_casts():
+    monitor = CastMonitor(every=1)
+    assert monitor.last is None
+    monitor.end_step()
+    assert monitor.last is None
+
+
+def test_empty_tensors_count_nothing():
+    monitor = CastMonitor(every=1)
+    observed(monitor, torch.empty(0, 40))
+    monitor.end_step()
+    assert monitor.last == {"saturated": 0, "underflow": 0}
+
+
+def test_a_linear_reports_its_casts():
+    linear = fp8_linear(4, 4, monitor={"every": 1})
+    x = torch.tensor([[1.0, 1e-30, 1e-30, 1e-30]], dtype=torch.bfloat16)
+    with torch.no_grad():
+        linear.weight.fill_(1)
+    y = linear(x)
+    y.sum().backward()
+    linear.recipe.monitor.end_step()
+    assert linear.recipe.monitor.last["saturated"] == 0
+    # 3 of the 4 numbers of the input; none of the 16 of the weight.
+    assert linear.recipe.monitor.last["underflow"] == pytest.approx(3 / (4 + 16))
+
+
+# ---------------------------------------------------------------- figures of a site
+
+
+def figures_of(x: torch.Tensor, quantized: QuantizedTensor | None = None, elements: int | None = None, **words: str):
+    monitor = CastMonitor(every=1)
+    monitor.observe("input", x, quantized or quantize(x, **words), "a", elements)
+    return monitor.end_step()["input"]["a"]
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "1x128", "128x128"])
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 130), (257, 129), (128, 128)])
+def test_figures_are_those_of_the_definition(granularity, scale, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 0.01
+    cast = quantize(x, granularity=granularity, scale=scale)
+    figures = figures_of(x, cast)
+    error = (x - cast.dequantize()).double()
+    noise = error.square().sum().item()
+    snr = 10 * math.log10(x.double().square().sum().item() / noise) if noise else None
+    assert figures.amax == x.abs().max().item()
+    assert figures.snr_db == (None if snr is None else pytest.approx(snr, abs=DECIBELS))
+    assert (figures.scale_min, figures.scale_max) == (cast.scale.min().item(), cast.scale.max().item())
+    assert figures.flushed == pytest.approx(((x != 0) & (cast.dequantize() == 0)).double().mean().item())
+    assert figures.saturated == 0
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "1x128", "128x128"])
+def test_a_sample_stands_for_a_tensor_that_is_larger(granularity, monkeypatch):
+    x = torch.randn(999, 200, generator=torch.Generator().manual_seed(0))
+    x[::3, ::2] = 1e-12
+    x[700, 7] = 300.0
+    cast = quantize(x, granularity=granularity)
+    whole = figures_of(x, cast)
+    monkeypatch.setattr(statistics, "SAMPLE", 50_000)
+    monkeypatch.setattr(statistics, "CHUNK", 30_000)
+    sample = figures_of(x, cast)
+    assert sample.amax == whole.amax == 300.0, "the amax is of the whole tensor"
+    assert (sample.scale_min, sample.scale_max) == (whole.scale_min, whole.scale_max)
+    assert sample.flushed == pytest.approx(whole.flushed, abs=0.02)
+
+
+def test_rows_are_asked_for_where_the_matrix_is_nowhere():
+    x = torch.randn(300, 40, generator=torch.Generator().manual_seed(0))
+    assert figures_of(lambda rows: x[rows], quantize(x)) == figures_of(x)
+
+
+def test_groups_of_zeros_say_nothing_about_scales():
+    """Their scale is 1 by definition."""
+    x = torch.zeros(3, 256)
+    x[1, 130] = 2.0**-20
+    figures = figures_of(x)
+    assert figures.scale_min == figures.scale_max == 2.0**-28
+
+
+def test_a_tensor_of_zeros_has_no_ratio_and_no_scale():
+    figures = figures_of(torch.zeros(4, 8))
+    assert (figures.amax, figures.snr_db, figures.scale_min, figures.scale_max) == (0, None, None, None)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_known(bad):
+    x = torch.ones(2, 300)
+    x[1, 5] = bad
+    figures = figures_of(x)
+    assert (figures.amax, figures.snr_db) == (None, None)
+    assert figures.scale_min == figures.scale_max == 2.0**-8, "of the groups that are finite"
+
+
+def test_zeros_that_are_no_part_of_the_tensor_do_not_count():
+    x = torch.zeros(2, 4)
+    x[0] = torch.tensor([1.0, 1e-30, 0.0, 0.0])
+    assert figures_of(x).flushed == 1 / 8
+    assert figures_of(x, elements=2).flushed == 1 / 2
+
+
+def test_casts_of_a_step_add_up_by_site_and_class():
+    monitor = CastMonitor(every=1)
+    for site, tensor_class, value in (
+        ("a", "input", 1.0),
+        ("a", "input", 4.0),
+        ("b", "input", 2.0),
+        ("a", "weight", 8),
+    ):
+        monitor.observe(tensor_class, x := torch.tensor([[value, 1e-30]]), quantize(x), site)
+    measurement = monitor.end_step()
+    assert {site: figures.amax for site, figures in measurement["input"].items()} == {"a": 4.0, "b": 2.0}
+    assert {site: figures.amax for site, figures in measurement["weight"].items()} == {"a": 8.0}
+    assert measurement["input"]["a"].flushed == 0.5
+    assert measurement["grad_output"] == {}
+
+
+def test_a_model_that_is_evaluated_is_not_measured():
+    model, monitor = torch.nn.Linear(2, 2), CastMonitor(every=1)
+    monitor.attach(model, ["a"], torch.device("cpu"), lambda sums, peaks: None)
+    x = torch.tensor([[1.0, 1e-30]])
+    model.eval()
+    monitor.observe("input", x, quantize(x), "a")
+    model.train()
+    assert monitor.end_step()["input"] == {}
+    monitor.observe("input", x, quantize(x), "a")
+    assert list(monitor.end_step()["input"]) == ["a"]
+
+
+@pytest.mark.parametrize("fuse", ["auto", "off"])
+def test_every_product_of_a_decoder_has_a_site_of_its_own(fuse):
+    model = causal_lm("qwen2")
+    monitor = convert(model, parse_fp8({"fp8": {"fuse": fuse, "monitor": {"every": 1}}})).recipe.monitor
+    ids = tokens()
+    model(input_ids=ids, labels=ids).loss.backward()
+    measurement = monitor.end_step()
+    fused = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
+    parts = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+    sites = {f"model.layers.{layer}.{part}" for layer in range(2) for part in (fused if fuse == "auto" else parts)}
+    for tensor_class in ("input", "weight", "grad_output"):
+        assert set(measurement[tensor_class]) == sites
+
+
+@pytest.mark.parametrize("fuse", ["auto", "off"])
+def test_a_restored_layer_is_what_it_was(fuse):
+    model, stock = causal_lm("qwen2"), causal_lm("qwen2")
+    convert(model, parse_fp8({"fp8": {"fuse": fuse, "monitor": {"every": 0}}}))
+    sites = [module.recipe.site for module in model.modules() if isinstance(module, FP8Linear)]
+    for name in dict.fromkeys(layer_of(model, site) for site in sites):
+        assert restore(model.get_submodule(name))
+    for (name, module), (_, original) in zip(model.named_modules(), stock.named_modules(), strict=True):
+        assert type(module) is type(original), name
+        assert module.__dict__.keys() <= original.__dict__.keys() | {"input_is_saved"}, name
+    ids = tokens()
+    assert torch.equal(model(input_ids=ids, labels=ids).loss, stock(input_ids=ids, labels=ids).loss)
+
+
+# ---------------------------------------------------------------- thresholds
+
+
+def watched(config: dict, *measurements: dict) -> list[list[tuple[str, str]]]:
+    watch = Thresholds(MonitorConfig(**config))
+    return [[(found.site, found.tensor_class) for found in watch.check(m)] for m in measurements]
+
+
+def figures(snr_db: float | None = 31.0, flushed: float = 0.0) -> CastFigures:
+    return CastFigures(1.0, 0.0, flushed, snr_db, 1.0, 1.0)
+
+
+GOOD, NOISY, FLUSHED = figures(), figures(snr_db=19.9), figures(flushed=0.6)
+
+
+def test_a_layer_degrades_after_measurements_in_a_row_and_is_named_once():
+    steps = [NOISY, NOISY, GOOD, NOISY, FLUSHED, NOISY, NOISY]
+    found = watched({"patience": 3}, *({"input": {"a": figures, "b": GOOD}} for figures in steps))
+    assert found == [[], [], [], [], [], [("a", "input")], []]
+
+
+@pytest.mark.parametrize(
+    ("figures", "config", "degraded"),
+    [
+        (GOOD, {}, False),
+        (NOISY, {}, True),
+        (NOISY, {"min_snr_db": 19}, False),
+        (FLUSHED, {}, True),
+        (FLUSHED, {"max_flushed": 1.0}, False),
+        (figures(snr_db=None), {}, False),
+    ],
+)
+def test_either_threshold_counts(figures, config, degraded):
+    found = watched({"patience": 1, **config}, {"grad_weight": {"a": figures}})
+    assert found == [[("a", "grad_weight")] * degraded]
+
+
+def test_a_degradation_names_layer_class_and_figure():
+    (found,) = Thresholds(MonitorConfig(patience=1)).check({"grad_output": {"model.layers.3.mlp.down_proj": NOISY}})
+    assert str(found).startswith("model.layers.3.mlp.down_proj, output gradient: ")
+    assert "19.9 dB" in str(found)
+    assert "20" in str(found)

@@ -1,0 +1,174 @@
+"""Reports on finished runs: what they say, and the page in a real browser."""
+
+import json
+import re
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from ds_fp8.cli import main
+from ds_fp8.config.errors import UserError
+from ds_fp8.report.runs import RunRecord, find
+from ds_fp8.report.verdict import judge_all
+from tests.browser import visit
+from tests.report.runs import finished_run, twins
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two stages with their twins, reported on by the command."""
+    folder = twins(tmp_path_factory.mktemp("runs"), "cpt", "sft")
+    assert main(["report", str(folder), "--title", "FP8 & BF16"]) == 0
+    return folder
+
+
+def test_figures_are_those_of_the_runs(folder):
+    summary = json.loads((folder / "summary.json").read_text())
+    assert list(summary["stages"]) == ["cpt", "sft"]
+    cpt = summary["stages"]["cpt"]
+    assert cpt["final_loss_gap"] == pytest.approx(0.01)
+    assert cpt["all_gather_bytes_ratio"] == 0.53
+    assert (cpt["fp8"]["first_loss"], cpt["fp8"]["last_loss"]) == (6.0, pytest.approx(0.515))
+    assert (cpt["fp8"]["exact_match"], cpt["bf16"]["exact_match"]) == (0.8, 0.7)
+    assert cpt["fp8"]["exact_match_standard_error"] == pytest.approx((0.8 * 0.2 / 50) ** 0.5)
+    assert not summary["passed"]
+
+
+class _Page(HTMLParser):
+    """Collects what is open, texts of the body, and addresses."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.sources, self.texts, self.ids = [], [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+        self.sources += [value for name, value in attributes.items() if name in ("src", "href", "xlink:href")]
+        self.ids += [attributes["id"]] if "id" in attributes else []
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in ("meta", "link"):
+            self.open.pop()
+
+    def handle_data(self, data):
+        if "body" in self.open and data.strip():
+            self.texts.append(" ".join(data.split()))
+
+
+def test_the_page_is_whole_and_begins_with_the_verdict(folder):
+    page = _Page()
+    text = (folder / "report.html").read_text()
+    page.feed(text)
+    assert page.open == []
+    assert all(source.startswith(("data:", "#")) for source in page.sources)
+    assert page.texts[0] == "Worse"
+    assert page.texts[1].startswith("in 2 of 2 stages; in cpt the final loss of FP8 is +1.000% from BF16's")
+    assert len(page.ids) == len(set(page.ids))
+    assert "FP8 &amp; BF16" in text
+    assert "A &lt;note&gt; &amp; more." in text
+    shown = " ".join(page.texts)
+    for words in (
+        "3 < 4 & 5?",
+        "expected: yes",
+        "✗ wrong no.",
+        "80% ± 6%",
+        "0.53×",
+        "Nothing saturated in any layer.",
+        "fp8.enabled yes no",
+    ):
+        assert words in shown, words
+    assert re.search(r"layer 2 2\.00 2\.00", shown)  # the worst of ten measurements, in percent
+    assert re.search(r"layer 0 21\.0 21\.0", shown)  # dB
+    assert "train.run_dir" not in shown
+
+
+@pytest.mark.parametrize(("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(18, 23, 29)")])
+def test_a_phone_and_a_desk_show_the_report_without_scrolling_sideways(folder, tmp_path, scheme, paper):
+    page = (folder / "report.html").read_text().replace("<details>", "<details open>")
+    wrapper = tmp_path / "look.html"
+    look = Path(__file__).with_name("look.html").read_text()
+    wrapper.write_text(look.replace("const page = PAGE;", f"const page = {json.dumps(page)};".replace("</", "<\\/")))
+    options = ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
+    seen = visit(wrapper, tmp_path, *options)
+    assert seen.console == []
+    assert seen.requests == []
+    looks = json.loads(unescape(re.search("<title>(.*?)</title>", seen.document, re.DOTALL).group(1)))
+    phone, desk = sorted(looks, key=lambda look: look["asked"])
+    for look in (phone, desk):
+        assert look["width"] == look["asked"]
+        assert look["needed"] <= look["width"]
+        assert look["paper"] == paper
+        assert look["faint"] == []
+    assert phone["height"] > 1.2 * desk["height"]  # in one column
+
+
+@pytest.mark.parametrize(
+    ("losses", "more", "level", "words"),
+    [
+        (
+            [0.5],
+            {},
+            "good",
+            "healthy: FP8, 10 steps, validation loss 6.1000 to 0.5000; no step skipped, no layer degraded",
+        ),
+        ([0.5], {"skipped_steps": 3}, "undecided", "needs a look: .* 3 of 10 steps were skipped"),
+        ([None], {}, "bad", "failed: after 10 steps the validation loss is not finite"),
+        ([0.501, 0.5], {}, "good", r"equal: the final loss of FP8 is \+0.200% from BF16's"),
+        ([0.51, 0.5], {}, "bad", r"worse: the final loss of FP8 is \+2.000%"),
+        ([None, 0.5], {}, "bad", "no comparison: a final loss is missing"),
+    ],
+)
+def test_verdicts_of_runs(losses, more, level, words, tmp_path):
+    folders = []
+    for enabled, loss in zip((True, False), losses, strict=False):
+        # None: a loss that is not finite is null in result.json.
+        folders.append(finished_run(tmp_path / f"{enabled}", loss, 10, 0.5, enabled, **more))
+    verdict = judge_all(find(folders))
+    assert verdict.level == level
+    assert re.match(words, verdict.words), verdict.words
+
+
+def test_two_runs_of_one_kind_are_told_apart_by_their_folders(tmp_path, capsys):
+    first, second = (
+        finished_run(tmp_path / name, loss, 10, 0.5, measured=False) for name, loss in (("a", 0.49), ("b", 0.5))
+    )
+    assert main(["report", str(first), str(second), "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"compared: the final loss of {first} is -2.000% from that of {second}")
+    assert list(json.loads((tmp_path / "out" / "summary.json").read_text())["stages"]["a"])[:2] == [
+        str(first),
+        str(second),
+    ]
+
+
+def test_a_run_alone_has_a_report(tmp_path, capsys):
+    folder = finished_run(tmp_path / "run", 0.5, 10, 0.5, measured=False)
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("healthy: ")
+    assert "<svg" in (folder / "report.html").read_text()
+
+
+def test_folders_that_hold_no_finished_run_are_named(tmp_path):
+    finished_run(tmp_path / "run", 0.5, 1, 0.1)
+    (tmp_path / "run" / "result.json").unlink()
+    with pytest.raises(UserError, match=r"not a finished run: result\.json is missing") as error:
+        RunRecord(tmp_path / "run")
+    assert error.value.remedy
+    with pytest.raises(UserError, match="no folder"):
+        find([tmp_path / "none"])
+    folder = twins(tmp_path / "twins", "cpt", "sft")
+    (folder / "bf16" / "sft" / "result.json").unlink()
+    with pytest.raises(UserError, match="sft has finished in only one"):
+        find([folder])
+    metrics = folder / "fp8" / "cpt" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:-5])
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read"):
+        RunRecord(folder / "fp8" / "cpt")

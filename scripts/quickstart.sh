@@ -3,7 +3,7 @@
 # runs/quickstart/report.html. Two CPU ranks, or the machine's GPUs. Run it again and it continues where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. scripts/environment.sh
+. scripts/environment.sh recipe
 
 ranks=2
 if have_gpu; then ranks=$(nvidia-smi -L | grep -c GPU); fi
@@ -24,4 +24,4 @@ run bf16 sft_stage1 --set fp8.enabled=false --set train.run_dir=$bf16/sft_stage1
 run bf16 sft_stage2 --set fp8.enabled=false --set train.run_dir=$bf16/sft_stage2 --set train.init_from=$bf16/sft_stage1
 
 echo
-python scripts/quickstart_report.py
+ds-fp8 report runs/quickstart --title "ds_fp8 quickstart: CPT, then two stages of SFT"

@@ -5,13 +5,21 @@ cd "$(dirname "$0")/.."
 . scripts/environment.sh test
 ruff check .
 ruff format --check .
-# Reports are opened in a real browser; without one those tests are skipped.
-if ! command -v chromium-headless-shell >/dev/null && ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] &&
-  command -v apt-get >/dev/null; then
-  { apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium-headless-shell; } >/dev/null 2>&1 ||
-    echo "no headless browser could be installed: the tests of reports are skipped"
+# Reports are opened in a real browser, and jobs on many hosts run in network namespaces; without the programs for these
+# their tests are skipped.
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  missing=
+  command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null || missing=chromium-headless-shell
+  { command -v pdsh && command -v sshd && command -v ip; } >/dev/null || missing+=" openssh-server pdsh iproute2"
+  if [ -n "$missing" ]; then
+    apt-get -qq update >/dev/null 2>&1 || true
+    for package in $missing; do  # one by one: those that are to be had
+      apt-get -qq install -y --no-install-recommends "$package" >/dev/null 2>&1 ||
+        echo "$package could not be installed: the tests that need it are skipped"
+    done
+  fi
 fi
-# One thread a process: the tests start several ranks on few cores. Two files of tests at a time: many wait for processes
-# that they started.
+# One thread a process: the tests start several ranks on few cores. Three files of tests at a time, for many wait for
+# processes that they started; in their own order, or the longest files, which have the fewest tests, would come last.
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
-exec python -m pytest -n 2 --dist loadfile --durations=10 "$@"
+exec python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 "$@"

@@ -46,15 +46,16 @@ from common import (
     write_json,
 )
 
-from ds_fp8.config import PRESETS
-from ds_fp8.errors import main_entry
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.errors import main_entry
+from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import unavailable
-from ds_fp8.modules.gated_activation import gated_activation_backward, gated_activation_cast
-from ds_fp8.modules.recipe import LinearRecipe
-from ds_fp8.modules.rms_norm import rms_norm_backward, rms_norm_cast, rms_norm_columnwise
-from ds_fp8.modules.rotary import HeadLayout, rotate, rotate_backward
-from ds_fp8.modules.weights import dgrad_operand
-from ds_fp8.quantize import QuantizedTensor
+from ds_fp8.layers.gated_activation import gated_activation_backward, gated_activation_cast
+from ds_fp8.layers.heads import HeadLayout
+from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.rms_norm import rms_norm_backward, rms_norm_cast, rms_norm_columnwise
+from ds_fp8.layers.rotary import rotate, rotate_backward
+from ds_fp8.layers.weights import dgrad_operand
 
 EPS = 1e-6
 """Of RMSNorm."""
@@ -137,7 +138,7 @@ def swiglu_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Ite
     def forward(keep: bool) -> Any:
         return gated_activation_cast(gate_up, "silu", recipe, keep)
 
-    product, saved = forward(True)
+    product, saved, _ = forward(True)
     casts = in_words(product)
     del product
     peer = cast_peers.swiglu(gate_up, of_x.format, of_x.granularity, None)
@@ -150,7 +151,7 @@ def swiglu_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Ite
     factor = dgrad_operand(recipe.cast_weight(w))[1]
 
     def backward() -> Any:
-        return gated_activation_backward(dproduct, saved, "silu", recipe, factor)
+        return gated_activation_backward(dproduct, saved, "silu", recipe, recipe, factor)
 
     row, column, product = backward()
     casts = f"{in_words(row, column)}, product {in_words(None, product)}"

@@ -25,12 +25,12 @@ from torch import nn
 from zero_ranks import is_first, join_ranks, leave_ranks, link, timed, zero3_config
 
 import ds_fp8
-from ds_fp8.config import GradientReduceConfig
-from ds_fp8.errors import main_entry
+from ds_fp8.config.errors import main_entry
+from ds_fp8.config.fp8 import GradientReduceConfig
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import GradientReduce
 from ds_fp8.zero.nodes import find_nodes
-from ds_fp8.zero.wire import WireMeter
+from ds_fp8.zero.wire import WireMeter, counted
 
 
 class Measured(NamedTuple):
@@ -104,7 +104,7 @@ def measure_reductions(size: str, options: dict[str, Any] | None, repeats: int) 
     """By group of gradients; options of "grad_reduce", None for DeepSpeed's own."""
     shapes = list(SIZES[size].linears().items())
     wire = WireMeter()
-    stock = seams.stock_reduce_scatter()
+    stock = counted(seams.stock_reduce_scatter(), wire)
     if options is None:
 
         def reduce(gradients: list[torch.Tensor]) -> None:
@@ -114,7 +114,7 @@ def measure_reductions(size: str, options: dict[str, Any] | None, repeats: int) 
         ours = GradientReduce(stock, config, wire, find_nodes(config.hierarchy))
 
         def reduce(gradients: list[torch.Tensor]) -> None:
-            ours(gradients, None, list(range(len(gradients))))
+            ours(gradients, None, [str(index) for index in range(len(gradients))])
 
     found = {}
     for name in [*dict(shapes), "layer"]:

@@ -16,12 +16,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ds_fp8.config import PRESETS, parse_fp8
-from ds_fp8.errors import UserError
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.config.presets import PRESETS
+from ds_fp8.config.schema import nearest
 from ds_fp8.gemm import BACKENDS, unavailable
-from ds_fp8.modules.recipe import LinearRecipe
-from ds_fp8.quantize import QuantizedTensor
-from ds_fp8.schema import nearest
+from ds_fp8.layers.recipe import LinearRecipe
 
 PACKAGES = ("ds-fp8", "torch", "triton", "transformer-engine", "transformers", "liger-kernel", "torchao", "deepspeed")
 TABLE_WIDTH = 240

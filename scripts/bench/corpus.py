@@ -19,7 +19,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ds_fp8.errors import UserError, main_entry
+from ds_fp8.config.errors import UserError, main_entry
 
 SUFFIXES = {".py", ".pyi", ".rst", ".md"}
 SMALLEST, LARGEST = 500, 300_000

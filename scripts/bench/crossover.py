@@ -30,8 +30,8 @@ from common import (
 from decoder_stacks import Shape, our_layers, transformers_layers
 from layers import free_memory, operands, time_and_peak
 
-from ds_fp8.config import PRESETS
-from ds_fp8.errors import main_entry
+from ds_fp8.config.errors import main_entry
+from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import unavailable
 
 HEAD_DIM = 64

@@ -21,8 +21,8 @@ import numpy as np
 from common import banner, print_banner, print_table, write_json
 from transformers import PreTrainedTokenizerBase
 
+from ds_fp8.config.errors import main_entry
 from ds_fp8.data import DataConfig, build_data, build_tokenizer, rows_of_step, tokenise_source
-from ds_fp8.errors import main_entry
 
 DOCUMENT_CHARACTERS = 4000
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,12 +21,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
-from ds_fp8.config import PRESETS, parse_fp8
-from ds_fp8.errors import UserError
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import BLOCK
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import unavailable
-from ds_fp8.modules.convert import convert
-from ds_fp8.modules.linear import FP8Linear
-from ds_fp8.modules.weights import hold_in_fp8
+from ds_fp8.layers.convert import convert
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.weights import GATHERED, group_of, placeholder, stacked_operand
 
 
 @dataclass(frozen=True)
@@ -177,13 +181,16 @@ def transformer_engine_layers(shape: Shape, recipe: str, weights: str) -> Stack:
     )
 
 
-def our_layers(shape: Shape, preset: str, weights: str, activations: dict[str, Any] | None = None) -> Stack:
+def our_layers(
+    shape: Shape, preset: str, weights: str, activations: dict[str, Any] | None = None, backend: str = "auto"
+) -> Stack:
     """Qwen2 layers after `convert`; weights "fp8" as ZeRO-3's FP8 gather leaves them.
 
     Raises UserError where a layer could not be fused.
     """
     stack = transformers_layers(shape)
     section = {"preset": preset, "monitor": {"every": 0}, "activations": activations or {}}
+    section["linear"] = {"backend": backend}
     conversion = convert(stack.layers, parse_fp8({"fp8": section}))
     if len(conversion.fusion.layers) < shape.layers:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in conversion.fusion.left.items())
@@ -192,6 +199,26 @@ def our_layers(shape: Shape, preset: str, weights: str, activations: dict[str, A
         linears = [module for module in stack.layers.modules() if isinstance(module, FP8Linear)]
         hold_in_fp8([linear.weight for linear in linears], conversion.recipe)
     return replace(stack, backend=conversion.recipe.backend)
+
+
+def hold_in_fp8(weights: Iterable[nn.Parameter], recipe: LinearRecipe) -> None:
+    """Replace high-precision weights by their FP8 casts, as ZeRO-3's FP8 gather leaves them between its hooks.
+
+    A weight keeps shape and dtype, but reading its data gives NaN. Those of one fused product lie adjacent.
+    """
+    held: set[int] = set()
+    for weight in weights:
+        group = group_of(weight)
+        if id(weight) in held:
+            continue
+        held.update(map(id, group))
+        whole = stacked_operand([w.detach() for w in group], recipe)
+        rows = [len(w) for w in group]
+        unit = BLOCK if whole.granularity == "128x128" else 1
+        scales = [whole.scale] if len(group) == 1 else whole.scale.split([-(-count // unit) for count in rows])
+        for w, data, scale in zip(group, whole.data.split(rows), scales, strict=True):
+            setattr(w, GATHERED, QuantizedTensor(data, scale, whole.granularity, whole.scale_type))
+            w.data = placeholder(w.shape, w.dtype, w.device)
 
 
 def _torchao_missing() -> str | None:
@@ -223,4 +250,8 @@ def contestants() -> list[Contestant]:
         for weights in ("fp8", "bf16"):
             build = functools.partial(our_layers, preset=preset, weights=weights)
             found.append(Contestant(preset, weights, build, never, is_peer=False))
+        # What "auto" chooses where DeepGEMM is not installed.
+        if unavailable("deep_gemm") is None:
+            build = functools.partial(our_layers, preset=preset, weights="fp8", backend="cublas")
+            found.append(Contestant(f"{preset}/cublas", "fp8", build, never, is_peer=False))
     return found

@@ -37,12 +37,13 @@ from common import (
     write_json,
 )
 
-from ds_fp8.config import PRESETS
-from ds_fp8.errors import main_entry
-from ds_fp8.gemm import BACKENDS, Operand, scaled_matmul, unavailable
-from ds_fp8.modules.recipe import LinearRecipe
-from ds_fp8.modules.weights import dgrad_operand
-from ds_fp8.quantize import QuantizedTensor
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.errors import main_entry
+from ds_fp8.config.formats import CastSpec
+from ds_fp8.config.presets import PRESETS
+from ds_fp8.gemm import BACKENDS, scaled_matmul, unavailable
+from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.weights import dgrad_operand
 
 PASSES = "fprop", "dgrad", "wgrad"
 
@@ -60,8 +61,8 @@ class Product(NamedTuple):
     b_bf16: torch.Tensor
 
     @property
-    def operands(self) -> tuple[Operand, Operand]:
-        return Operand(self.a.format, self.a.granularity), Operand(self.b.format, self.b.granularity)
+    def operands(self) -> tuple[CastSpec, CastSpec]:
+        return self.a.spec, self.b.spec
 
     @property
     def casts(self) -> str:

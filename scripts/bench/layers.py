@@ -47,10 +47,10 @@ from common import (
 )
 from decoder_stacks import Contestant, Shape, Stack, contestants, our_layers
 
-from ds_fp8.config import PRESETS
-from ds_fp8.errors import UserError, main_entry
+from ds_fp8.config.errors import UserError, main_entry
+from ds_fp8.config.presets import PRESETS
+from ds_fp8.config.schema import nearest
 from ds_fp8.gemm import unavailable
-from ds_fp8.schema import nearest
 
 SAMPLE = 256
 """Tokens whose results are compared."""
@@ -72,8 +72,8 @@ class Row:
 
     def build(self, shape: Shape) -> Stack:
         if self.recompute == "mlp":
-            name, weights = self.contestant.name, self.contestant.weights
-            return our_layers(shape, name, weights, {"recompute": "mlp"})
+            preset, _, backend = self.contestant.name.partition("/")
+            return our_layers(shape, preset, self.contestant.weights, {"recompute": "mlp"}, backend or "auto")
         return self.contestant.build(shape)
 
 

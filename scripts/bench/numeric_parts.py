@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_fp8.modules.attention import NormedHeads, normed_heads
-from ds_fp8.modules.gated_mlp import GatedMLP, MLPWeights, normed_mlp
-from ds_fp8.modules.linear import FP8Linear
-from ds_fp8.modules.recipe import LinearRecipe
-from ds_fp8.modules.rotary import HeadLayout, rotate_reference
+from ds_fp8.layers.attention import NormedHeads, normed_heads
+from ds_fp8.layers.gated_mlp import GatedMLP, MLPWeights, normed_mlp
+from ds_fp8.layers.heads import HeadLayout
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.rotary import rotate_reference
 
 Tensors = dict[str, torch.Tensor]
 
@@ -69,7 +70,7 @@ LINEAR = Part(
 
 def _mlp_fp8(recipe: LinearRecipe, t: Tensors) -> Tensors:
     weights = MLPWeights(t["gate_proj"], t["up_proj"], t["down_proj"])
-    return {"y": normed_mlp(t["x"], t["residual"], t["norm"], EPS, weights, GatedMLP("silu", recipe))}
+    return {"y": normed_mlp(t["x"], t["residual"], t["norm"], EPS, weights, GatedMLP("silu", recipe, recipe))}
 
 
 def _mlp_plain(t: Tensors) -> Tensors:

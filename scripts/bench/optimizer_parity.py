@@ -35,8 +35,8 @@ import torch
 from common import argument_parser, banner, device, print_banner, print_table, words, write_json
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ds_fp8.config import PRESETS
-from ds_fp8.errors import UserError, main_entry
+from ds_fp8.config.errors import UserError, main_entry
+from ds_fp8.config.presets import PRESETS
 from ds_fp8.optim import AdamW
 
 EXPANDED = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}

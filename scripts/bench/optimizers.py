@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from common import argument_parser, banner, device, measure, print_banner, print_table, write_json
 
-from ds_fp8.config import PRESETS
-from ds_fp8.errors import UserError, main_entry
+from ds_fp8.config.errors import UserError, main_entry
+from ds_fp8.config.optimizer_state import StatePrecision
+from ds_fp8.config.presets import PRESETS
 from ds_fp8.optim import AdamW
 from ds_fp8.optim.codecs import CODECS, decode, encode, moment_bytes
-from ds_fp8.state_precision import StatePrecision
 
 HYPERPARAMETERS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 KEPT: dict[str, dict[str, Any]] = {
@@ -177,7 +177,7 @@ def print_steps(rows: list[dict[str, Any]], numel: int) -> None:
 
 def sweep(numel: int, milliseconds: float) -> list[dict[str, Any]]:
     """Times of e4m3_expanded by the shape of the kernel's programs, torch's fused AdamW first."""
-    from ds_fp8.optim import kernels
+    from ds_fp8.optim import adamw_step_triton as kernels
 
     chosen = kernels.ROWS, kernels.WARPS
     rows = measure_all(peers() | {}, numel, milliseconds)[:1]

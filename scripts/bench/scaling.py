@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from common import SIZES, ModelSize, integers, print_table, words, write_json
 
-from ds_fp8.errors import UserError, main_entry
+from ds_fp8.config.errors import UserError, main_entry
 
 NODE = 8
 

@@ -1,19 +1,22 @@
-"""Whole training steps under ZeRO-3: FP8 presets against BF16, and against FP8 compute with BF16 collectives.
+"""Whole training steps under ZeRO-3: FP8 presets against BF16, against each other, and against their peers.
 
     python scripts/bench/step.py --gpus 2 --size 7b --layers 8 --json step.json
+    python scripts/bench/step.py --gpus 2 --size 7b --layers 28 --sequences 1 --length 8192 --steps 8 --profile
+        --peers FOLDER --variants deepspeed,torchao,te-fsdp2,te-megatron,infir2,hybrid_fast+coat
     python scripts/bench/step.py --gpus 2 --size 1.5b --steps 200 --json curves.json    loss curves, same seed
-    python scripts/bench/step.py --gpus 2 --size 7b --layers 8 --profile                waits, kernels
     NCCL_P2P_DISABLE=1 python scripts/bench/step.py --gpus 2 ...                        a slower link
     python scripts/bench/step.py --quick                                                seconds on a CPU
 
 Each variant runs in processes of its own, for DeepSpeed keeps an engine's memory until its process ends. On several
 hosts start them yourself, one variant at a time: deepspeed --hostfile HOSTS scripts/bench/step.py --variants infir2.
 
-A variant is "bf16" (plain DeepSpeed), a preset, or "PRESET/bf16-wire": the preset's compute, gathering and reducing in
-BF16. Weak scaling is the default (--tokens per GPU); --global-tokens fixes the tokens of a step for strong scaling.
+A variant is "bf16" (plain DeepSpeed), PRESET[+OPTIMIZER][/bf16-wire][/fp8-head][/BACKEND], such as hybrid_fast+coat
+(the optimizer section of coat) or infir2/bf16-wire (gathering and reducing in BF16), or a peer (step_variants.py) whose
+script lies in the folder --peers. Weak scaling is the default (--tokens per GPU); --global-tokens fixes the tokens of a
+step for strong scaling. --profile prints where the time of one more step goes, for this library's variants.
 
-The model is Qwen2-like with random weights of seed 0. Tokens are synthetic (a noisy counter, quickly learnt) or the
-bytes of --text FILE. Every variant sees the same tokens in the same order.
+The model is Qwen2-like with random weights of seed 0, made on the GPU. Tokens are synthetic (a noisy counter, quickly
+learnt) or the bytes of --text FILE. Every variant of this library sees the same tokens in the same order.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
@@ -31,7 +34,8 @@ from typing import Any
 import torch
 from common import banner, device, print_banner, print_table, words, write_json
 from deepspeed import comm as dist
-from step_profile import print_profiles, profiled
+from step_profile import marked, print_profiles, profiled
+from step_variants import PEERS, failure, fp8_section, peer_command, peer_row, run_ranks
 from zero_ranks import (
     causal_lm_config,
     is_first,
@@ -44,24 +48,8 @@ from zero_ranks import (
 )
 
 import ds_fp8
-from ds_fp8.config import PRESETS
-from ds_fp8.errors import UserError, main_entry
-from ds_fp8.schema import nearest
-
-BF16_WIRE = "bf16-wire"
-WARMUP = 3
-
-
-def fp8_section(variant: str, monitor: int = 0) -> dict[str, Any]:
-    """The "fp8" section of a variant, measured every `monitor` steps. Raises UserError for a name that is none."""
-    if variant == "bf16":
-        return {"enabled": False}
-    preset, _, wire = variant.partition("/")
-    if preset not in PRESETS or wire not in ("", BF16_WIRE):
-        known = ["bf16", *PRESETS, *(f"{name}/{BF16_WIRE}" for name in PRESETS)]
-        raise UserError(f'unknown variant "{variant}"', key="--variants", remedy=nearest(variant, known))
-    section: dict[str, Any] = {"preset": preset, "monitor": {"every": monitor}}
-    return section | {part: {"format": "bf16"} for part in ("param_gather", "grad_reduce") if wire}
+from ds_fp8.config.errors import UserError, main_entry
+from ds_fp8.zero.peer_memory import allocated_bytes
 
 
 def engine_of(variant: str, options: argparse.Namespace) -> Any:
@@ -121,7 +109,7 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
     on_gpu = device().type == "cuda"
     losses, durations = [], []
     for step in range(options.steps):
-        if step == WARMUP and on_gpu:
+        if step == options.warmup and on_gpu:
             torch.cuda.reset_peak_memory_stats()
         engine.fp8.wire.take()
         dist.barrier()
@@ -131,7 +119,7 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
         synchronize()
         durations.append(time.perf_counter() - begin)
     sent = engine.fp8.wire.take()
-    seconds = slowest(sorted(durations[WARMUP:])[len(durations[WARMUP:]) // 2])
+    seconds = slowest(statistics.median(durations[options.warmup :]))
     curve = torch.stack(losses)
     dist.all_reduce(curve)
     row = {
@@ -139,7 +127,7 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
         "gpus": dist.get_world_size(),
         "step_seconds": seconds,
         "tokens_per_second_per_gpu": options.sequences * options.length * options.accumulation / seconds,
-        "peak_bytes": slowest(float(torch.cuda.max_memory_allocated())) if on_gpu else None,
+        "peak_bytes": slowest(float(torch.cuda.max_memory_allocated() + allocated_bytes())) if on_gpu else None,
         "sent_bytes": sent,
         "losses": (curve / dist.get_world_size()).tolist(),
         "profile": None,
@@ -150,7 +138,8 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
             train_step(engine, batches, options.steps, options.accumulation)
             synchronize()
 
-        row["profile"] = profiled(one_more, options.trace if is_first() else None)
+        with marked(engine):
+            row["profile"] = profiled(one_more, options.trace if is_first() else None)
     return row
 
 
@@ -164,7 +153,8 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
             "ms",
             "tokens/s a GPU",
             f"/ {rows[0]['variant']}",
-            "peak GB",
+            "peak GiB",
+            f"/ {rows[0]['variant']}",
             "gather MB",
             "grad MB",
             "first loss",
@@ -176,9 +166,10 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
                 row["step_seconds"] * 1e3,
                 row["tokens_per_second_per_gpu"],
                 row["tokens_per_second_per_gpu"] / base,
-                row["peak_bytes"] and row["peak_bytes"] / 1e9,
-                row["sent_bytes"]["all_gather_bytes"] / 1e6,
-                row["sent_bytes"]["grad_bytes"] / 1e6,
+                row["peak_bytes"] and row["peak_bytes"] / 2**30,
+                row["peak_bytes"] and row["peak_bytes"] / rows[0]["peak_bytes"],
+                row["sent_bytes"] and row["sent_bytes"]["all_gather_bytes"] / 1e6,
+                row["sent_bytes"] and row["sent_bytes"]["grad_bytes"] / 1e6,
                 f"{row['losses'][0]:.4f}",
                 f"{row['losses'][-1]:.4f}",
             )
@@ -186,7 +177,7 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
         ],
     )
     if options.profile:
-        print_profiles({row["variant"]: row["profile"] for row in rows}, options.layers)
+        print_profiles({row["variant"]: row["profile"] for row in rows if row["profile"]}, options.layers)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -196,12 +187,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", help="7b or 1.5b (default 7b, --quick: tiny)")
     parser.add_argument("--layers", type=int, help="decoder layers (default 8, --quick: 2)")
     parser.add_argument("--vocabulary", type=int, help="default 152064, --quick: 512")
-    parser.add_argument("--variants", type=words, metavar="NAME,...", help=f"default bf16,infir2,infir2/{BF16_WIRE}")
+    parser.add_argument("--variants", type=words, metavar="NAME,...", help="default bf16,infir2,infir2/bf16-wire")
+    parser.add_argument("--peers", metavar="FOLDER", help="of the peers' scripts")
+    parser.add_argument("--limit", type=float, metavar="S", help="seconds after which a variant is given up")
     parser.add_argument("--sequences", type=int, help="of a micro-batch and GPU (default 2, --quick: 2)")
     parser.add_argument("--length", type=int, help="tokens of a sequence (default 4096, --quick: 64)")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--global-tokens", type=int, help="tokens of a step over all GPUs, in place of --accumulation")
-    parser.add_argument("--steps", type=int, help=f"of which {WARMUP} warm up (default 20, --quick: 6)")
+    parser.add_argument("--steps", type=int, help="with those that warm up (default 20, --quick: 6)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed (default 3)")
     parser.add_argument("--measure-every", type=int, default=0, help="fp8.monitor.every (default 0: never)")
     parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size, where not as it is by default")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing of whole layers")
@@ -216,11 +210,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for name, value in (quick if options.quick else full).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    options.variants = options.variants or ["bf16", "infir2", f"infir2/{BF16_WIRE}"]
+    options.variants = options.variants or ["bf16", "infir2", "infir2/bf16-wire"]
+    if options.steps <= options.warmup:
+        raise UserError(f"{options.steps} steps are not enough", key="--steps", remedy=f"more than {options.warmup}")
     for variant in options.variants:
-        fp8_section(variant)
-    if options.steps <= WARMUP:
-        raise UserError(f"{options.steps} steps are not enough", key="--steps", remedy=f"more than {WARMUP}")
+        if variant not in PEERS:
+            fp8_section(variant)
+        elif not options.peers:
+            raise UserError(f"{variant} is a peer", key="--peers", remedy="name the folder of the peers' scripts")
+        else:
+            peer_command(variant, options, Path())
     if options.text and not Path(options.text).is_file():
         raise UserError(f"there is no file {options.text}", key="--text", remedy="name a file to train on")
     return options
@@ -253,11 +252,14 @@ def measure_here(options: argparse.Namespace) -> None:
     rows = [measure_variant(options.variants[0], options, Batches(options))]
     facts = banner()
     if is_first():
-        settings = {key: getattr(options, key) for key in ("size", "layers", "vocabulary", "sequences", "length")}
-        settings |= {"accumulation": options.accumulation, "recompute": options.recompute, "prefetch": options.prefetch}
-        settings |= {"monitor": options.measure_every}
-        report({"banner": facts, "link": link(), "settings": settings, "rows": rows}, options)
+        report({"banner": facts, "link": link(), "settings": settings_of(options), "rows": rows}, options)
     leave_ranks()
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the figures depend on, of the command line."""
+    names = ("size", "layers", "vocabulary", "sequences", "length", "accumulation", "recompute", "prefetch")
+    return {**{name: getattr(options, name) for name in names}, "monitor": options.measure_every}
 
 
 def report(found: dict[str, Any], options: argparse.Namespace) -> None:
@@ -268,24 +270,41 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> None:
         write_json(options.json, **found)
 
 
+def _as_written(variant: str, output: str, file: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a rank of this script would have written, of a peer too. Raises ValueError, KeyError or OSError."""
+    if variant not in PEERS:
+        return json.loads(file.read_text())
+    return {
+        "banner": banner(),
+        "link": link(),
+        "settings": settings_of(options),
+        "rows": [peer_row(variant, output, file)],
+    }
+
+
 def measure_apart(arguments: list[str], options: argparse.Namespace) -> int:
     """Every variant in a run of its own. The exit status of the first that fails; the others are reported."""
     ranks = options.gpus or max(torch.cuda.device_count(), 1)
     micro_batches(options, ranks)  # or every variant would find the mistake by itself
     failed, found = 0, {}
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "variant.json"
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
-        for variant in options.variants:
-            file.unlink(missing_ok=True)
-            chosen = ["--variants", variant, "--json", str(file)]
-            done = subprocess.run([*launch, *arguments, *chosen], stdout=subprocess.PIPE, text=True)
-            if done.returncode or not file.exists():
-                print(done.stdout, f"{variant}: exit status {done.returncode}", file=sys.stderr)
-                failed = failed or done.returncode or 1
+        for number, variant in enumerate(options.variants):
+            file = Path(folder) / f"{number}.json"
+            print(f"{variant} ...", flush=True)
+            if variant in PEERS:
+                command = peer_command(variant, options, file)
+            else:
+                command = [__file__, *arguments, "--variants", variant, "--json", str(file)]
+            status, output = run_ranks(command, ranks, options.limit)
+            try:
+                one = _as_written(variant, output, file, options) if status == 0 else None
+            except (OSError, ValueError, KeyError) as error:
+                one, output = None, f"{output}\n{error}"
+            if one is None:
+                print(failure(variant, status, output), file=sys.stderr, flush=True)
+                failed = failed or status or 1
                 continue
-            one = json.loads(file.read_text())
-            found = {**one, "rows": [*found.get("rows", []), *one["rows"]]}
+            found = {**one, **found, "rows": [*found.get("rows", []), *one["rows"]]}
             if options.json:  # after each, so that a run that is cut off leaves what it has
                 write_json(options.json, **found)
     if found:

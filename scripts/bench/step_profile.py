@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from common import device, print_table
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
 """Events of a profile in which the host waits for the GPU; the last is .item() and what reads a tensor like it."""
@@ -19,6 +20,20 @@ KERNELS = 15
 """Kinds of kernels to list, by their time."""
 
 Interval = tuple[float, float]
+
+MARKS = {"head and loss": "ds_fp8: head and loss", "optimizer": "ds_fp8: optimizer"}
+"""Part of a step -> the range of the profile that its kernels lie in."""
+
+NAMED = {
+    "attention": r"fmha|flash|sdpa|attention",
+    "products": r"nvjet|gemm|cutlass|cublas|splitk",
+    "copies": r"memcpy|memset|copy|catarray|fill|elementwise",
+    "casts, norms, rotary": r"^_|triton|quantize|cast|rms_norm|rotary|transpose",
+}
+"""Part of a step -> what the names of its other kernels hold; the first that fits. This library's kernels in Triton
+have names that begin with an underscore."""
+
+PARTS = (*NAMED, *MARKS, "other")
 
 
 def profiled(run: Callable[[], None], trace: str | None = None) -> dict[str, Any]:
@@ -30,16 +45,76 @@ def profiled(run: Callable[[], None], trace: str | None = None) -> dict[str, Any
     if trace:
         profiler.export_chrome_trace(trace)
     counts = Counter(event.name for event in events)
-    kernels = [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in events
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-    ]
+    on_gpu = [event for event in events if event.device_type == DeviceType.CUDA]
+    kernels, marks = [], {part: [] for part in MARKS}
+    for event in on_gpu:
+        interval = event.time_range.start, event.time_range.end
+        part = next((part for part, mark in MARKS.items() if event.name == mark), None)
+        if part:
+            marks[part].append(interval)
+        elif not getattr(event, "is_user_annotation", False):
+            kernels.append((event.name, *interval))
     return {
         "waits": {name: counts[name] for name in WAITS},
         "callers": dict(callers),
         "gpu": gpu_time(kernels) if kernels else None,
+        "split": split_of_step(kernels, marks) if kernels else None,
     }
+
+
+@contextlib.contextmanager
+def marked(engine: Any) -> Iterator[None]:
+    """Mark the head with its loss, and the optimizer step, of a DeepSpeed engine in profiles taken meanwhile."""
+    head, stepping = engine.module.get_output_embeddings(), engine.step
+    ranges = []
+
+    def begin(*_: Any) -> None:
+        ranges.append(record_function(MARKS["head and loss"]))
+        ranges[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        ranges.pop().__exit__(None, None, None)
+
+    def step(*arguments: Any, **words: Any) -> Any:
+        with record_function(MARKS["optimizer"]):
+            return stepping(*arguments, **words)
+
+    hooks = head.register_forward_pre_hook(begin), head.register_forward_hook(end)
+    engine.step = step
+    try:
+        yield
+    finally:
+        engine.step = stepping
+        for hook in hooks:
+            hook.remove()
+
+
+def split_of_step(kernels: list[tuple[str, float, float]], marks: Mapping[str, list[Interval]]) -> dict[str, float]:
+    """Return the milliseconds of each part of a step.
+
+    Args:
+        kernels: (name, start, end in microseconds).
+        marks: part of the step -> ranges in microseconds that its kernels lie in, whatever their names.
+
+    Returns:
+        Kernel time by PARTS; "exposed gather" and "exposed reduce", when only NCCL runs (an all-gather, else anything
+        else); "idle", when nothing runs; and "span", the whole. Parts that run at the same time are counted twice.
+    """
+    parts = dict.fromkeys(PARTS, 0.0)
+    gathers, reductions, others = [], [], []
+    for name, start, end in kernels:
+        if "nccl" in name.lower():
+            (gathers if "allgather" in name.lower() else reductions).append((start, end))
+            continue
+        others.append((start, end))
+        within = (part for part, ranges in marks.items() if any(low <= start < high for low, high in ranges))
+        named = (part for part, pattern in NAMED.items() if re.search(pattern, name.lower()))
+        parts[next(within, None) or next(named, "other")] += end - start
+    computing, reducing = covered(others), covered([*others, *reductions])
+    busy = covered([*others, *reductions, *gathers])
+    span = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
+    parts |= {"exposed gather": busy - reducing, "exposed reduce": reducing - computing, "idle": span - busy}
+    return {part: microseconds / 1e3 for part, microseconds in {"span": span, **parts}.items()}
 
 
 def gpu_time(kernels: list[tuple[str, float, float]]) -> dict[str, Any]:
@@ -116,6 +191,11 @@ def print_profiles(profiles: Mapping[str, dict[str, Any]], layers: int) -> None:
     measured = {variant: found["gpu"] for variant, found in profiles.items() if found["gpu"]}
     if not measured:
         return
+    print_table(
+        "where the time of rank 0's GPU goes in one step, ms",
+        ("variant", *next(found["split"] for found in profiles.values() if found["split"])),
+        [(variant, *found["split"].values()) for variant, found in profiles.items() if found["split"]],
+    )
     kinds = ("span", "compute", "communication", "communication alone", "idle")
     print_table(
         "rank 0's GPU in one step, ms",

@@ -12,7 +12,7 @@ import torch
 from common import SIZES, device
 from deepspeed import comm as dist
 
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
 from ds_fp8.zero import seams
 
 LINK_SWITCHES = "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME"
@@ -29,7 +29,7 @@ def join_ranks() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     import deepspeed
 
-    seams.spare_shared_memory_op()
+    seams.disable_shm_build()
     deepspeed.init_distributed(dist_backend="nccl" if device().type == "cuda" else "gloo", verbose=False)
 
 

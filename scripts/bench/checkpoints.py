@@ -1,0 +1,144 @@
+"""Seconds of a save, of the pause that it makes in training, and of the verified resume.
+
+    python scripts/bench/checkpoints.py --config ds_configs/infir2_1.5b/cpt.json --ranks 2 --out /fast/disk/bench
+        [--steps 20] [--set data.path=synthetic ...]
+
+Trains the stage three times for a few steps through its own loop, each in processes of its own: with saves that it
+waits for, with `train.async_save`, and resumed from the last checkpoint. The folder that --out names is made, and
+deleted afterwards; the time of a save is that of its disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+EVERY = 100
+"""Steps between saves for which the pause is given as a share of the time."""
+SAVES = 3
+"""The first of which is left out: it takes the host memory that later ones reuse."""
+
+
+def measure(config: str, overrides: list[str], out: Path) -> None:
+    """Train on this rank; rank 0 writes to `out` what the saves and a resume took, in seconds."""
+    from ds_fp8.train import checkpoints, load_stage, loop, resume, train
+    from ds_fp8.train.metrics import read_metrics
+
+    found: dict[str, Any] = {"pauses": [], "written": [], "resume": {}}
+
+    class Timed(loop.CheckpointWriter):
+        def save(self, *args: Any) -> None:
+            self.began = time.perf_counter()
+            super().save(*args)
+            found["pauses"].append(time.perf_counter() - self.began)
+
+        def finish(self) -> Any:
+            began = time.perf_counter()
+            saved = super().finish()
+            if saved is not None:  # the loop asks before the next save and after the last step
+                found["pauses"][-1] += time.perf_counter() - began
+            return saved
+
+        def _write(self, *args: Any) -> None:
+            super()._write(*args)
+            found["written"].append(time.perf_counter() - self.began)
+
+    def timed(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*args, **kwargs)
+            found["resume"][name] = time.perf_counter() - began
+            return result
+
+        setattr(owner, name, wrapped)
+
+    loop.CheckpointWriter = Timed
+    timed(resume, "settle")
+    timed(checkpoints, "load")
+    stage = load_stage(config, overrides)
+    train(stage)
+    if int(os.environ["RANK"]) == 0:
+        records = [r for r in read_metrics(stage.run_dir / checkpoints.METRICS, 10**9) if "step_seconds" in r]
+        found["step_seconds"] = {record["step"]: record["step_seconds"] for record in records}
+        found["bytes"] = checkpoints.survey(stage.run_dir)[0][0][1].bytes
+        out.write_text(json.dumps(found))
+
+
+def run(part: str, options: argparse.Namespace, folder: Path, *overrides: str) -> dict[str, Any]:
+    """Return what `measure` found in processes of its own."""
+    from ds_fp8.cluster.local_launch import deepspeed_command
+
+    out = folder / f"{part}.json"
+    run_dir = folder / ("asynchronous" if part == "resumed" else part)
+    changes = [*options.set, f"train.run_dir={run_dir}", "train.keep_last=1", "train.log_every=1", *overrides]
+    command = [*deepspeed_command(options.ranks), str(Path(__file__).resolve()), "--config", options.config]
+    command += ["--measure", str(out), *(part for change in changes for part in ("--set", change))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(done.stdout[-5000:])
+    return json.loads(out.read_text())
+
+
+def report(options: argparse.Namespace, folder: Path) -> None:
+    """Measure the three runs and print a line each."""
+    every = options.steps
+    saves = [f"train.save_every={every}", "train.eval_batches=1"]
+    whole = f"train.steps={every * SAVES + every // 2}"
+    waiting = run("waiting", options, folder, *saves, whole)
+    step = median(waiting["step_seconds"].values())
+    print(f"checkpoint of {waiting['bytes'] / 2**30:.2f} GiB on {options.ranks} ranks; a step takes {step:.3f} s")
+    # The last save is that of the end, for which training waits in any case.
+    print(f"save, waited for: {median(waiting['pauses'][1:SAVES]):.2f} s")
+    shutil.rmtree(folder / "waiting")
+
+    background = run("asynchronous", options, folder, *saves, whole, "train.async_save=true")
+    pause, written = (median(background[key][1:SAVES]) for key in ("pauses", "written"))
+    seconds = {int(number): value for number, value in background["step_seconds"].items()}
+    slowed = sum(
+        seconds[number] - step
+        for save in range(2, SAVES + 1)
+        for number in range(save * every + 1, min((save + 1) * every, max(seconds)) + 1)
+    ) / (SAVES - 1)
+    share = (pause + max(0.0, slowed)) / (EVERY * step)
+    print(
+        f"save, asynchronous: pause {pause:.2f} s, written after {written:.2f} s, steps meanwhile longer by "
+        f"{slowed:.2f} s in all: {share:.2%} of the time at a save every {EVERY} steps"
+    )
+    resumed = run("resumed", options, folder, *saves, f"train.steps={every * SAVES + every // 2 + 1}")["resume"]
+    print(f"resume: every byte checked in {resumed['settle']:.2f} s, loaded in {resumed['load']:.2f} s")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE", help="a stage")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20, help="between two saves (default 20)")
+    parser.add_argument("--out", metavar="FOLDER", default="bench-checkpoints")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the stage")
+    parser.add_argument("--measure", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        measure(options.config, options.set, Path(options.measure))
+        return 0
+    folder = Path(options.out).resolve()
+    folder.mkdir(parents=True)
+    try:
+        report(options, folder)
+    finally:
+        shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,7 +7,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed looks for one
 
 import deepspeed.runtime.zero.muon.original_muon  # noqa: F401  deepspeed.initialize imports it, and it compiles
 
-import ds_fp8.engine  # noqa: F401
+import ds_fp8.engine.initialize  # noqa: F401
 
 gc.collect()
 gc.freeze()  # DeepSpeed collects garbage several times an engine

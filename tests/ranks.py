@@ -6,10 +6,14 @@ test function is any module-level function; it is called on every rank after dee
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
+import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as multiprocessing
@@ -24,7 +28,9 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _worker(rank: int, world: int, port: int, accelerator: str, connection: Any) -> None:
+def _worker(rank: int, world: int, port: int, accelerator: str, connection: Any, crash_file: str) -> None:
+    # Open until the process ends: what every thread was doing when native code aborts.
+    faulthandler.enable(open(crash_file, "w"), all_threads=True)  # noqa: SIM115
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -46,9 +52,9 @@ def _worker(rank: int, world: int, port: int, accelerator: str, connection: Any)
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    from ds_fp8.zero.seams import spare_shared_memory_op
+    from ds_fp8.zero.seams import disable_shm_build
 
-    spare_shared_memory_op()
+    disable_shm_build()
     if accelerator == "cuda":
         torch.cuda.set_device(rank)
     deepspeed.init_distributed(dist_backend="nccl" if accelerator == "cuda" else "gloo", verbose=False)
@@ -63,6 +69,10 @@ def _worker(rank: int, world: int, port: int, accelerator: str, connection: Any)
             connection.send((False, traceback.format_exc()))
 
 
+class RankDied(Exception):
+    """A rank's process ended without an answer."""
+
+
 class RankPool:
     """`world` processes joined by gloo (accelerator "cpu") or NCCL ("cuda")."""
 
@@ -74,9 +84,11 @@ class RankPool:
             context.set_forkserver_preload(["tests.preload"])
         port = _free_port()
         self._connections, self._processes = [], []
+        self._crashes = tempfile.TemporaryDirectory(prefix="ranks-")
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(rank, world, port, accelerator, theirs), daemon=True)
+            args = (rank, world, port, accelerator, theirs, self._crash_file(rank))
+            process = context.Process(target=_worker, args=args, daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -84,7 +96,27 @@ class RankPool:
         self.broken = False
 
     def run(self, function: Callable, *args: Any) -> list[Any]:
-        """`function(*args)` on every rank at once; results by rank. Raises AssertionError with a rank's traceback."""
+        """Return the results of `function(*args)`, run on every rank at once, by rank.
+
+        Raises:
+            AssertionError: with the traceback of a rank.
+            RankDied: a rank's process was killed, or crashed in native code.
+        """
+        try:
+            return self._run(function, args)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            for process in self._processes:
+                process.join(1)
+            codes = [process.exitcode for process in self._processes]
+            stacks = [Path(self._crash_file(rank)).read_text() for rank in range(self.world)]
+            self.close()
+            where = f"{function.__module__}.{function.__name__}"
+            raise RankDied("\n".join([f"exit codes by rank {codes} in {where}", *stacks])) from None
+
+    def _crash_file(self, rank: int) -> str:
+        return f"{self._crashes.name}/{rank}.txt"
+
+    def _run(self, function: Callable, args: tuple) -> list[Any]:
         for connection in self._connections:
             connection.send((function, args))
         results, failures = [], []
@@ -108,6 +140,7 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.join()
+        self._crashes.cleanup()
 
 
 class RankPools:
@@ -118,10 +151,18 @@ class RankPools:
         self._pools: dict[int, RankPool] = {}
 
     def __call__(self, world: int, function: Callable, *args: Any) -> list[Any]:
+        try:
+            return self._pool(world).run(function, *args)
+        except RankDied as death:
+            # A pool lives through hundreds of tests, and what crashes a rank may lie in any before: once more, alone.
+            warnings.warn(f"a rank died, its test runs again in new processes: {death}", stacklevel=2)
+            return self._pool(world).run(function, *args)
+
+    def _pool(self, world: int) -> RankPool:
         pool = self._pools.get(world)
         if pool is None or pool.broken:
             pool = self._pools[world] = RankPool(world, self._accelerator)
-        return pool.run(function, *args)
+        return pool
 
     def close(self) -> None:
         for pool in self._pools.values():

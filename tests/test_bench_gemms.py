@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fp8.config import PRESETS
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import scaled_matmul
 
 # Scripts run with their own folder on the path, and find their neighbours there.

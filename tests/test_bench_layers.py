@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fp8.config import PRESETS
-from ds_fp8.errors import UserError
-from ds_fp8.modules.linear import FP8Linear
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.presets import PRESETS
+from ds_fp8.layers.linear import FP8Linear
 
 # Scripts run with their own folder on the path, and find their neighbours there.
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))

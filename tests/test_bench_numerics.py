@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_fp8.config import PRESETS
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import BACKENDS, unavailable
-from ds_fp8.modules.recipe import LinearRecipe
+from ds_fp8.layers.recipe import LinearRecipe
 
 # Scripts run with their own folder on the path, and find their neighbours there.
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))

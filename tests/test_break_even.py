@@ -1,7 +1,7 @@
 import pytest
 from torch import nn
 
-from ds_fp8.break_even import BREAK_EVEN, tokens_needed, typical_hidden, warning
+from ds_fp8.engine.break_even import BREAK_EVEN, tokens_needed, typical_hidden, warning
 
 
 def test_larger_layers_need_fewer_tokens():

@@ -5,9 +5,11 @@ import json
 
 import pytest
 
-from ds_fp8.compatibility import check_deepspeed
-from ds_fp8.config import PRESETS, Cast, FP8Config, merge, parse_fp8
-from ds_fp8.errors import UserError
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import FP8Config, parse_fp8
+from ds_fp8.config.linear import Cast, LinearConfig
+from ds_fp8.config.presets import AXES, PRESETS, merge
+from ds_fp8.engine.compatibility import check_deepspeed
 
 GOOD = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 
@@ -97,9 +99,59 @@ def test_python_and_json_agree():
     assert FP8Config(linear={"weight": {"scale": "fp32"}}) == parse({"linear": {"weight": {"scale": "fp32"}}})
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_constructor_from_preset_and_json_are_one(preset):
+    assert FP8Config(preset=preset) == FP8Config.from_preset(preset) == parse({"preset": preset})
+    assert FP8Config(preset=preset) == FP8Config.model_validate_json(json.dumps({"preset": preset}))
+    assert set(PRESETS[preset]) <= set(AXES)
+    for axis, values in PRESETS[preset].items():
+        section = getattr(FP8Config(preset=preset), axis).model_dump()
+        assert merge(section, values) == section
+
+
+@pytest.mark.parametrize("preset", ["nonsense", None, 3, {"linear": "nonsense"}, {"monitor": "coat"}])
+def test_no_constructor_takes_a_preset_that_is_none(preset):
+    for make in (FP8Config, FP8Config.from_preset, lambda preset: parse({"preset": preset})):
+        with pytest.raises(UserError) as error:
+            make(preset=preset)
+        assert error.value.key.startswith("fp8.preset")
+        assert error.value.remedy
+
+
+def test_sections_may_come_from_different_presets():
+    mixed = FP8Config.from_preset("infir2", optimizer="coat", monitor={"every": 0})
+    assert mixed.optimizer == FP8Config(preset="coat").optimizer
+    assert mixed.grad_reduce == FP8Config().grad_reduce != FP8Config(preset="coat").grad_reduce
+    assert mixed.monitor.every == 0
+    assert parse({"preset": {"linear": "infir2", "optimizer": "coat"}}).optimizer == mixed.optimizer
+    other = FP8Config.from_preset("fp8lm_o3", optimizer="coat", linear={"skip": []})
+    assert other.linear == FP8Config(preset="tensorwise", linear={"skip": []}).linear
+    assert other.grad_reduce == FP8Config(preset="fp8lm_o3").grad_reduce
+    assert "optimizer of coat" in other.preset_name
+    changed = parse({"preset": {"optimizer": "coat"}, "optimizer": {"exp_avg": "fp32"}})
+    assert (changed.optimizer.exp_avg, changed.optimizer.exp_avg_sq) == ("fp32", "e4m3_expanded")
+
+
+def test_a_section_object_is_taken_whole_and_a_mapping_changes_keys():
+    assert FP8Config.from_preset("tensorwise", linear=LinearConfig()).linear == LinearConfig()
+    assert FP8Config.from_preset("tensorwise", linear={"skip": []}).linear.input.granularity == "tensor"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"), [({"liner": {}}, "fp8.liner"), ({"optimizer": "cot"}, "fp8.preset.optimizer")]
+)
+def test_a_wrong_change_of_a_preset_names_its_key(changes, key):
+    with pytest.raises(UserError) as error:
+        FP8Config.from_preset("coat", **changes)
+    assert error.value.key == key
+    assert "Did you mean" in error.value.remedy
+
+
 def test_a_whole_configuration_reads_back():
-    config = parse({"preset": "tensorwise", "linear": {"skip": ["a", "b*"]}, "monitor": {"every": 0}})
-    assert parse(json.loads(config.model_dump_json())) == config
+    whole = parse({"preset": "tensorwise", "linear": {"skip": ["a", "b*"]}, "monitor": {"every": 0}})
+    for config in (whole, FP8Config.from_preset("rowwise", optimizer="fishman")):
+        assert parse(json.loads(config.model_dump_json())) == config
+        assert FP8Config.model_validate_json(config.model_dump_json()) == config
 
 
 def test_what_is_parsed_is_left_alone():
@@ -119,7 +171,7 @@ def test_what_is_parsed_is_left_alone():
         ({"linear": {"grad_outputs": {}}}, "fp8.linear.grad_outputs", "grad_output"),
         ({"linear": {"input": {"formt": "e4m3"}}}, "fp8.linear.input.formt", "format"),
         ({"linear": {"weight": {"granularty": "tensor"}}}, "fp8.linear.weight.granularty", "granularity"),
-        ({"grad_reduce": {"groupsize": 128}}, "fp8.grad_reduce.groupsize", "group_size"),
+        ({"grad_reduce": {"roundings": 128}}, "fp8.grad_reduce.roundings", "rounding"),
         ({"monitor": {"evry": 1}}, "fp8.monitor.evry", "every"),
     ],
 )
@@ -144,7 +196,6 @@ def test_an_unknown_key_names_the_nearest(preset, section, key, meant):
         ({"linear": {"skip": "lm_head"}}, "fp8.linear.skip"),
         ({"activations": {"save": "fp16"}}, "fp8.activations.save"),
         ({"param_gather": {"format": "int8"}}, "fp8.param_gather.format"),
-        ({"grad_reduce": {"group_size": 64}}, "fp8.grad_reduce.group_size"),
         ({"grad_reduce": {"hierarchy": "deep"}}, "fp8.grad_reduce.hierarchy"),
         ({"optimizer": {"exp_avg": "int4"}}, "fp8.optimizer.exp_avg"),
         ({"monitor": {"every": -1}}, "fp8.monitor.every"),
@@ -164,7 +215,11 @@ def test_a_section_that_is_no_object(section):
 
 @pytest.mark.parametrize(
     ("preset", "remedy"),
-    [("infir", "infir2"), ("tensor_wise", "tensorwise"), ("zzz", "hybrid_fast, infir2, rowwise, tensorwise")],
+    [
+        ("infir", "infir2"),
+        ("tensor_wise", "tensorwise"),
+        ("zzz", "infir2, mxfp8, nvfp4, rowwise, tensorwise"),
+    ],
 )
 def test_an_unknown_preset_names_the_nearest(preset, remedy):
     error = mistake({"preset": preset})
@@ -205,6 +260,8 @@ CONTRADICTIONS = [
     ({"bf16": None}, "bf16.enabled", '"enabled": true'),
     ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "remove"),
     ({"compile": {"deepcompile": True}}, "compile.deepcompile", '"deepcompile": false'),
+    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size", "remove"),
+    ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled", "remove"),
     ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage", '"stage": 3'),
     ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage", '"stage": 3'),
     ({"zero_optimization": None}, "zero_optimization.stage", '"stage": 3'),
@@ -225,6 +282,12 @@ CONTRADICTIONS = [
         ]
     ),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype", "fp32"),
+    (
+        {"data_types": {"grad_accum_dtype": "bf16"}, "gradient_accumulation_steps": 2},
+        "data_types.grad_accum_dtype",
+        '"gradient_accumulation_steps": 1',
+    ),
+    ({"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype", "fp32"),
 ]
 
 
@@ -248,9 +311,12 @@ def test_nothing_is_refused_when_fp8_is_disabled(change):
         {},
         {"bf16": {"enabled": "auto"}},
         {"compile": {"deepcompile": False}},
+        {"tensor_parallel": {"autotp_size": 1}},
+        {"expert_parallel": {"enabled": False}},
         {"torch_autocast": {"enabled": False}},
         {"data_types": {"grad_accum_dtype": "fp32"}},
         {"data_types": {"grad_accum_dtype": None}},
+        {"data_types": {"grad_accum_dtype": "bf16"}, "gradient_accumulation_steps": 1},
         *(
             {"zero_optimization": {"stage": 3, **harmless}}
             for harmless in [

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from ds_fp8.errors import EXIT_USER_ERROR, UserError
+from ds_fp8.config.errors import EXIT_USER_ERROR, UserError
 
 SCRIPT = """
 import time
 time.sleep = lambda seconds: print("waited", seconds > 0)  # real ranks wait so that rank 0 speaks first
-from ds_fp8.errors import UserError, main_entry
+from ds_fp8.config.errors import UserError, main_entry
 def main():
     print("started")
     {body}

@@ -6,9 +6,9 @@ import sys
 import psutil
 import pytest
 
-from ds_fp8 import launch
-from ds_fp8.errors import UserError
-from ds_fp8.launch import deepspeed_command
+from ds_fp8.cluster import local_launch as launch
+from ds_fp8.cluster.local_launch import deepspeed_command
+from ds_fp8.config.errors import UserError
 from ds_fp8.train import processes
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ds_fp8.errors import UserError
-from ds_fp8.schema import Section, nearest, parse_section
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.schema import Section, nearest, parse_section
 
 
 class Inner(Section):

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from ds_fp8.formats import FORMATS, GRANULARITIES, SCALE_TYPES
+from ds_fp8.casts import quantize
+from ds_fp8.config.formats import NATIVE_FORMATS, NATIVE_GRANULARITIES
 from ds_fp8.gemm import scaled_matmul
-from ds_fp8.quantize import quantize
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("scale", SCALE_TYPES)
+@pytest.mark.parametrize("format", NATIVE_FORMATS)
+@pytest.mark.parametrize("granularity", NATIVE_GRANULARITIES)
+@pytest.mark.parametrize("scale", ["fp32", "pow2"])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 130), (200, 560), (129, 257)])
 def test_cast_is_bit_equal_to_the_cpu(format, granularity, scale, shape):
     x = torch.randn(shape) * torch.logspace(-40, 30, shape[1])
@@ -32,7 +32,7 @@ def test_overflow_survives(value):
     assert bad.sum() == 128
 
 
-@pytest.mark.parametrize("scale", SCALE_TYPES)
+@pytest.mark.parametrize("scale", ["fp32", "pow2"])
 def test_product_against_fp64(scale):
     a = quantize(torch.randn(200, 560, device="cuda"), scale=scale)
     b = quantize(torch.randn(130, 560, device="cuda"), granularity="128x128", scale=scale)

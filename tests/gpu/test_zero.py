@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from ds_fp8.config import WeightCast
-from ds_fp8.modules.weights import GATHERED
-from ds_fp8.quantize import quantize
-from ds_fp8.zero.gradient_wire import CastOptions, pack, pack_reference, sum_rows, sum_rows_reference
+from ds_fp8.casts import quantize
+from ds_fp8.config.formats import CastSpec
+from ds_fp8.layers.weights import GATHERED
+from ds_fp8.zero.gradient_wire import pack, pack_reference, sum_rows, sum_rows_reference
+from ds_fp8.zero.message import CastOptions
 from ds_fp8.zero.shard_cast import ReferenceShardCast, make_shard_cast
 from tests.zero import models
 from tests.zero.shard_casts import SHAPES, cast_on_all_ranks
@@ -21,6 +22,7 @@ from tests.zero.test_training import QUIET, assert_same, losses_and_weights, ste
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
+PREFETCH = {"stage3_prefetch_bucket_size": 10**8, "stage3_max_reuse_distance": 10**8, "overlap_comm": True}
 ALIGNED = [(256, 256), (384, 512)]
 """Whole blocks, whose shards begin at multiples of 16 elements: the kernels then move 16 bytes at a time."""
 
@@ -39,7 +41,7 @@ def random_masters(shapes):
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_shards_of_all_ranks_are_the_cast_of_the_whole(shapes, world, granularity, format, scale, where):
     """Masters on the host are those of an offloaded optimizer."""
-    spec = WeightCast(format=format, granularity=granularity, scale=scale)
+    spec = CastSpec(format=format, granularity=granularity, scale=scale)
     masters = random_masters(shapes)
     to = (lambda shard: shard.cpu()) if where == "host" else (lambda shard: shard)
     _, scales, codes = cast_on_all_ranks(make_shard_cast, masters, world, spec, "cuda", to)
@@ -51,7 +53,7 @@ def test_shards_of_all_ranks_are_the_cast_of_the_whole(shapes, world, granularit
 
 @pytest.mark.parametrize("granularity", ["128x128", "row", "tensor"])
 def test_frozen_bf16_shards_and_overflow(granularity):
-    spec = WeightCast(granularity=granularity)
+    spec = CastSpec(granularity=granularity)
     masters = random_masters(SHAPES)
     masters[0][130, 299], masters[1][5, 5] = torch.nan, torch.inf
 
@@ -207,3 +209,13 @@ def wait_on_another_stream():
 @two_gpus
 def test_a_gather_may_be_waited_for_on_another_stream(gpu_ranks):
     assert gpu_ranks(2, wait_on_another_stream) == [0, 0]
+
+
+@two_gpus
+def test_copy_engines_gather_the_same_bits(gpu_ranks):
+    nccl, copied = (
+        gpu_ranks(2, losses_and_weights, models.config({**QUIET, "param_gather": {"transport": transport}}, **PREFETCH))
+        for transport in ("nccl", "copy_engine")
+    )
+    for left, right in zip(nccl, copied, strict=True):
+        assert_same(left, right)

@@ -1,0 +1,196 @@
+"""The `ds-fp8` command: from the repository, and from a wheel in an empty folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import ds_fp8
+from ds_fp8.cli import COMMANDS, main
+from ds_fp8.commands.arguments import config_file, shipped_configs
+from ds_fp8.config.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_command_says_how_it_is_used(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ds-fp8 {ds_fp8.__version__}\n"
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    for command in COMMANDS:
+        assert command in listed
+        with pytest.raises(SystemExit) as stopped:
+            main([command, "--help"])
+        assert stopped.value.code == 0
+        assert f"ds-fp8 {command}" in capsys.readouterr().out
+
+
+def test_an_unknown_command_names_the_nearest():
+    with pytest.raises(UserError) as caught:
+        main(["trian"])
+    assert '"train"' in caught.value.remedy
+
+
+def test_shipped_configurations_are_found_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert {"infir2_7b/cpt.json", "sweeps/fp8_levels.json"} <= set(shipped_configs())
+    for name in ("infir2_7b/cpt.json", "infir2_7b/cpt", "ds_configs/infir2_7b/cpt.json"):
+        assert json.loads(config_file(name).read_text())["model"]["path"] == "Qwen/Qwen2.5-7B"
+    with pytest.raises(UserError) as caught:
+        config_file("infir2_7b/ctp.json")
+    assert "infir2_7b/cpt.json" in caught.value.remedy
+
+
+def test_names_that_are_no_configuration(tmp_path):
+    for name, problem in (("nonsense", "does not exist"), (str(tmp_path), "a folder")):
+        with pytest.raises(UserError, match=problem) as caught:
+            main(["estimate", name])
+        assert "JSON file" in caught.value.remedy
+        assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["evaluate", "nowhere"], "no Hugging Face folder"),
+        (["evaluate", "run", "quickstart/cpt.json"], "no tokenizer"),
+        (["evaluate", "model"], "nothing to measure"),
+        (["evaluate", "model", "--tasks", "gsm8k"], "lm_eval"),
+        (["report", "nowhere"], "no folder"),
+        (["report", "model"], "not a finished run"),
+        (["export", "nowhere", "out"], "no folder"),
+        (["train", "broken.json"], "not valid JSON"),
+        (["check", "list.json"], "a JSON object"),
+    ],
+)
+def test_mistakes_are_one_line_with_a_remedy(arguments, problem, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as where it is not installed
+    for folder in ("model", "run"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    (tmp_path / "broken.json").write_text('{"a": 1,')
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(UserError, match=problem) as caught:
+        main(arguments)
+    assert caught.value.remedy
+    assert "\n" not in caught.value.problem
+
+
+def test_a_file_of_ones_own_comes_before_a_shipped_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    (tmp_path / "quickstart/cpt.json").write_text("{}")
+    assert config_file("quickstart/cpt.json").read_text() == "{}"
+
+
+STAGES = [name for name in shipped_configs() if not name.startswith(("sweeps/", "quickstart/"))]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_stage_is_estimated_offline(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["estimate", name, "--gpus", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("change", "key"), [([], None), (["--set", "fp8.fuze=off"], "fp8.fuze")])
+def test_check_names_the_first_mistake(change, key, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    arguments = ["check", "quickstart/cpt.json", "--gpus", "2", *change]
+    if key is None:
+        assert main(arguments) == 0
+        assert "8 rows a step on 2 ranks" in capsys.readouterr().out
+    else:
+        with pytest.raises(UserError) as caught:
+            main(arguments)
+        assert caught.value.key == key
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Run `ds-fp8` from the built wheel alone, in an empty folder."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(folder),
+        str(ROOT),
+    ]
+    subprocess.run(build, check=True)
+    (wheel,) = folder.glob("*.whl")
+    site, empty = folder / "site", folder / "empty"
+    zipfile.ZipFile(wheel).extractall(site)
+    empty.mkdir()
+
+    def run(*commands: list[str]) -> str:
+        """What the commands print, one after the other in one process, which imports everything once."""
+        ours = {"PYTHONPATH": str(site), "DS_ACCELERATOR": "cpu", "DS_FP8_CACHE": str(folder / "cache")}
+        program = f"from ds_fp8.cli import main\nassert not any(main(command) for command in {commands!r})"
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=empty, env={**os.environ, **ours}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run.site, run.empty = site, empty
+    return run
+
+
+def test_the_wheel_brings_its_configurations_and_the_command(installed):
+    names = {path.relative_to(installed.site / "ds_fp8/configs").as_posix() for path in installed.site.rglob("*.json")}
+    assert names == set(shipped_configs())
+    (entry,) = installed.site.glob("*.dist-info/entry_points.txt")
+    assert "ds-fp8 = ds_fp8.cli:entry" in entry.read_text()
+
+
+def test_a_wheel_in_an_empty_folder_estimates_trains_exports_reports_and_evaluates(installed):
+    small = [
+        "model.config.num_hidden_layers=1",
+        "train.steps=1",
+        "train.exact_match_problems=0",
+        "train.eval_batches=1",
+    ]
+    small += ["data.examples=200", "data.sequence_length=128", "train.run_dir=run"]
+    changes = [part for change in small for part in ("--set", change)]
+    stage = ["quickstart/cpt.json", *changes]
+    printed = installed(
+        ["estimate", "infir2_7b/cpt.json", "--gpus", "8"],
+        ["train", *stage, "--gpus", "1"],
+        ["export", "run", "served"],
+        ["report", "run"],
+        ["evaluate", "served", *stage, "--batches", "1", "--problems", "2", "--out", "figures/served.json"],
+    )
+    assert "healthy: FP8, 1 steps" in printed
+    assert "</html>" in (installed.empty / "run/report.html").read_text()
+    assert "7 layers in FP8" in printed
+    assert (installed.empty / "served/tokenizer.json").is_file()
+    loss = json.loads((installed.empty / "run/result.json").read_text())["final_loss"]
+    figures = json.loads((installed.empty / "figures/served.json").read_text())
+    assert figures["loss"] == pytest.approx(loss, rel=0.02)
+    assert figures["problems"] == 2
+
+
+def test_initialize_needs_nothing_of_the_recipe():
+    """As after `pip install ds-fp8` without extras."""
+    extras = ["datasets", "sentencepiece", "wandb", "tensorboard", "xxhash", "matplotlib", "trl", "peft"]
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({extras!r}))\n"
+        "import ds_fp8; ds_fp8.initialize, ds_fp8.convert, ds_fp8.install()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

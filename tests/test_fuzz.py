@@ -1,0 +1,51 @@
+"""What users write is accepted or refused, whatever it is: a few hundred drawn cases of scripts/fuzz.py."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+# Scripts run with their own folder on the path.
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+import fuzz
+
+CASES = {"configurations": 80, "overrides": 80, "texts": 60, "sweeps": 40, "data": 40}
+
+
+@pytest.mark.parametrize("kind", fuzz.KINDS)
+def test_no_case_fails_hangs_or_writes(kind, tmp_path, monkeypatch):
+    folder, work = tmp_path / "cases", tmp_path / "work"
+    folder.mkdir()
+    work.mkdir()
+    monkeypatch.chdir(work)
+    counts, wrong = fuzz.fuzz(kind, CASES[kind], seed=0, folder=folder)
+    assert not wrong, "\n".join(f"{what}\n  {case}" for what, case in wrong.items())
+    assert counts["accepted"] + counts["refused"] >= CASES[kind] // 2
+    assert counts["accepted"]
+    assert counts["refused"]
+
+
+def test_the_fuzzer_notices_what_it_looks_for(tmp_path, monkeypatch):
+    """A traceback, a file that is written and a refusal without a remedy are told apart from refusals."""
+    from ds_fp8.config.errors import UserError
+
+    def judge(self, raw):
+        choice = len(str(raw)) % 4
+        if choice == 0:
+            raise KeyError("a fault of ours")
+        if choice == 1:
+            Path(f"written{os.getpid()}").touch()
+        if choice == 2:
+            raise UserError("no remedy")
+
+    monkeypatch.setattr(fuzz.Judges, "configurations", judge)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    counts, wrong = fuzz.fuzz("configurations", 20, seed=0, folder=tmp_path)
+    kinds = " ".join(wrong)
+    assert "KeyError" in kinds
+    assert "written" in kinds
+    assert "without remedy" in kinds
+    assert counts["failed"]

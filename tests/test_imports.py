@@ -1,0 +1,134 @@
+"""Imports point one way, and only the listed files name what DeepSpeed does not document.
+
+The rooms and their order stand in pyproject.toml (tool.importlinter); `lint-imports` shows the same by hand.
+"""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SEAMS = {
+    f"ds_fp8/zero/seams/{name}.py"
+    for name in ("bf16_shards", "checkpoints", "gradients", "installation", "parameters", "step", "updates")
+}
+"""The files that may import any module of DeepSpeed (deepspeed_versions.py checks their names as text)."""
+PUBLIC = {
+    "deepspeed",
+    "deepspeed.accelerator",
+    "deepspeed.checkpoint.ds_to_universal",
+    "deepspeed.comm",
+    "deepspeed.constants",
+    "deepspeed.git_version_info",
+    "deepspeed.moe.layer",
+    "deepspeed.pipe",
+    "deepspeed.runtime.config",
+    "deepspeed.runtime.config_utils",
+    "deepspeed.runtime.zero.config",
+    "deepspeed.utils",
+    "deepspeed.utils.logging",
+    "deepspeed.utils.zero_to_fp32",
+    "deepspeed.zero",
+}
+"""What every other file may import: the documented API, the models of the configuration, and command-line tools."""
+CONFIGURATION = {"ds_fp8/engine/optimizer_section.py": {"deepspeed.runtime.zero.utils"}}
+"""Beyond that: DeepSpeed's list of the optimizers that ZeRO takes stands there."""
+PLANTED = {
+    "an upward arrow": (
+        "casts/planted.py",
+        "import ds_fp8.zero.wire\n",
+        "ds_fp8.casts is not allowed to import ds_fp8.zero",
+    ),
+    "one in a function": (
+        "gemm/planted.py",
+        "def f():\n    import ds_fp8.optim\n",
+        "ds_fp8.gemm is not allowed to import ds_fp8.optim",
+    ),
+    "a circle": (
+        "casts/stochastic.py",
+        "from ds_fp8.casts import primitives_triton\n",
+        "No cycles are allowed in ds_fp8.casts",
+    ),
+    "a room without a place": ("attic/__init__.py", "", "attic"),
+}
+"""What is planted -> the file, its text, and what is said of it."""
+
+
+def lint_imports(folder: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from importlinter.cli import lint_imports_command; lint_imports_command()",
+            "--no-cache",
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_rooms_import_downwards_and_files_in_no_circle():
+    result = lint_imports(ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_a_planted_import_is_found(tmp_path, case):
+    file, text, message = PLANTED[case]
+    shutil.copytree(ROOT / "ds_fp8", tmp_path / "ds_fp8", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    planted = tmp_path / "ds_fp8" / file
+    planted.parent.mkdir(exist_ok=True)
+    with planted.open("a") as out:
+        out.write(text)
+    result = lint_imports(tmp_path)
+    assert result.returncode == 1
+    assert message in result.stdout
+
+
+def undocumented(source: str, allowed: set[str]) -> list[str]:
+    """Return what a file imports from DeepSpeed, or reaches through its name, beyond the `allowed` modules."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            private = [f"{node.module}.{alias.name}" for alias in node.names if alias.name.startswith("_")]
+            found += private if node.module in allowed else [node.module]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name not in allowed]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            found += [module] if (module := ast.unparse(node.value)) not in allowed else []
+    return [name for name in found if name and name.split(".")[0] == "deepspeed"]
+
+
+def test_only_the_seams_import_what_deepspeed_does_not_document():
+    found = {}
+    for file in sorted((ROOT / "ds_fp8").rglob("*.py")):
+        name = file.relative_to(ROOT).as_posix()
+        if name not in SEAMS and (names := undocumented(file.read_text(), PUBLIC | CONFIGURATION.get(name, set()))):
+            found[name] = names
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from deepspeed.runtime.zero import stage3",
+        "import deepspeed.runtime.zero.stage3",
+        "from deepspeed.comm import _private",
+        "import deepspeed\ndeepspeed.runtime.zero.stage3.f()",
+    ],
+)
+def test_an_undocumented_name_is_found(line):
+    assert undocumented(line, PUBLIC)
+
+
+def test_every_listed_seam_exists():
+    assert all((ROOT / name).exists() for name in SEAMS | set(CONFIGURATION))

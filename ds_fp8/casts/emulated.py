@@ -42,17 +42,64 @@ def numbers(format: Format, device: torch.device, dtype: torch.dtype) -> torch.T
     return table.to(device, dtype)
 
 
+def _cells(limits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how many of `limits` lie below all magnitudes with the same upper 16 bits, and the next limit.
+
+    No two limits may lie between the same two neighbours in BF16, which is what those bits are.
+
+    Returns:
+        By those bits, int64 [32768] and FP32 [32768].
+    """
+    smallest = (torch.arange(2**15, dtype=torch.int32) << 16).view(torch.float32)
+    index = torch.bucketize(smallest, limits)
+    return index, torch.cat([limits, limits.new_full((1,), torch.inf)])[index]
+
+
+def _just_below(numbers: torch.Tensor) -> torch.Tensor:
+    return torch.nextafter(numbers, torch.tensor(-torch.inf))
+
+
+@functools.lru_cache
+def _nearest_cells(format: Format, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the code of the smallest magnitude with the same upper 16 bits, and where the next code begins.
+
+    Returns:
+        By those bits, the sign among them, uint8 [65536] and the magnitude beyond which the code is one more, FP32.
+    """
+    limits = midpoints(format, torch.device("cpu"))
+    # On a midpoint with an odd index below it the even one above it is nearest.
+    limits = torch.where(torch.arange(len(limits)) % 2 == 1, _just_below(limits), limits)
+    index, beyond = _cells(limits)
+    codes = torch.cat([index, index | 2 ** (format.bits - 1)]).to(torch.uint8)
+    return codes.to(device), beyond.repeat(2).to(device)
+
+
+@functools.lru_cache
+def _cells_below(format: Format, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cells of magnitudes: their number up to x is the index of the next above x."""
+    index, beyond = _cells(_just_below(torch.tensor(format.magnitudes)))
+    return index.to(device, torch.int32), beyond.to(device)
+
+
 def encode(x: torch.Tensor, format: Format) -> torch.Tensor:
     """Return the uint8 codes of FP32 numbers x, of any shape. NaN, whose scale is NaN too, gets some code."""
     if x.device.type == "cuda":
         from ds_fp8.casts.emulated_triton import encode_elements
 
         return encode_elements(x, midpoints(format, x.device), format.bits)
-    return encode_reference(x, format)
+    return encode_by_table(x, format)
+
+
+def encode_by_table(x: torch.Tensor, format: Format) -> torch.Tensor:
+    """Compute `encode` with two look-ups an element: on a CPU ten times faster than looking for the place."""
+    codes, beyond = _nearest_cells(format, x.device)
+    cell = (x.contiguous().view(torch.int32).flatten() >> 16) & 0xFFFF
+    code = codes.index_select(0, cell) + (x.abs().flatten() > beyond.index_select(0, cell))
+    return code.view(x.shape)
 
 
 def encode_reference(x: torch.Tensor, format: Format) -> torch.Tensor:
-    """Compute `encode` in plain torch: the oracle of the kernel."""
+    """Compute `encode` in plain torch, as the formula has it: the oracle of the table and of the kernel."""
     limits, magnitude = midpoints(format, x.device), x.abs()
     index = torch.bucketize(magnitude, limits)
     on_limit = limits[index.clamp_max(len(limits) - 1)] == magnitude
@@ -67,10 +114,13 @@ def encode_stochastically(x: torch.Tensor, draw: torch.Tensor, format: Format) -
     """
     magnitudes = numbers(format, x.device, torch.float32)[: len(format.magnitudes)]
     magnitude = x.abs().clamp_max(format.max)
-    below = (torch.bucketize(magnitude, magnitudes, right=True) - 1).clamp_max(len(magnitudes) - 2)
-    lower, upper = magnitudes[below], magnitudes[below + 1]
-    index = below + (draw < (magnitude - lower) / (upper - lower))
-    return (index | x.signbit().long() << format.bits - 1).to(torch.uint8)
+    count, beyond = _cells_below(format, x.device)
+    cell = magnitude.view(torch.int32).flatten() >> 16
+    above = count.index_select(0, cell) + (magnitude.flatten() > beyond.index_select(0, cell))
+    below = (above - 1).clamp_max(len(magnitudes) - 2)
+    lower, upper = (magnitudes.index_select(0, index).view(x.shape) for index in (below, below + 1))
+    index = below.view(x.shape) + (draw < (magnitude - lower) / (upper - lower))
+    return (index | x.signbit().int() << format.bits - 1).to(torch.uint8)
 
 
 def decode(codes: torch.Tensor, format: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_fp8.casts import quantize, quantize_both
-from ds_fp8.casts.emulated import decode, encode_reference, encode_stochastically, midpoints
+from ds_fp8.casts.emulated import decode, encode_by_table, encode_reference, encode_stochastically, midpoints
 from ds_fp8.casts.emulated_triton import encode_elements
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import FORMATS, NATIVE_FORMATS
@@ -68,6 +68,7 @@ def test_casts_are_the_nearest_of_all_codes(name):
     numbers = np.concatenate([*parts, np.array([0.0, -0.0, 9 * format.max, -9 * format.max, 1e-40], dtype=np.float32)])
     expected = torch.from_numpy(nearest(name, numbers)).to(torch.uint8)
     assert torch.equal(encode_reference(torch.from_numpy(numbers), format), expected)
+    assert torch.equal(encode_by_table(torch.from_numpy(numbers), format), expected)
     on_device = torch.from_numpy(numbers).to("cuda" if torch.cuda.is_available() else "cpu")
     limits = midpoints(format, on_device.device)
     assert torch.equal(encode_elements(on_device, limits, format.bits).cpu(), expected)

@@ -14,7 +14,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,10 @@ def newest_step(run_dir: Path) -> int | None:
     return max(_complete_steps(run_dir), default=None)
 
 
-def prune(run_dir: Path, keep_last: int, best: int | None = None) -> None:
-    """Delete all checkpoints but the `keep_last` newest ones and that of step `best`, and what a kill left behind."""
+def prune(run_dir: Path, keep_last: int, keep: Collection[int | None] = ()) -> None:
+    """Delete all checkpoints but the `keep_last` newest ones and those of steps `keep`, and what a kill left behind."""
     steps = sorted(_complete_steps(run_dir))
-    kept = {*steps[-keep_last:], best}
+    kept = {*steps[-keep_last:], *keep}
     for step in set(steps) - kept:
         # Renamed first: a checkpoint that is half deleted must not look like a damaged one.
         folder = folder_of(run_dir, step)

@@ -163,6 +163,9 @@ class _Run:
         self.writer = CheckpointWriter(engine, stage, progress.say)
         self.health = RunHealth(engine.fp8.health, stage.run_dir, log, progress.say, self._send)
         self._go_to(state)
+        if state.step and dist.get_rank() == 0:
+            with self._written("which checkpoint is the latest"):
+                self.writer.complete(state.step, log.by_step("validation_loss"))
 
     def _go_to(self, state: RunState) -> None:
         config = self.stage.train

@@ -184,11 +184,26 @@ class CheckpointWriter:
             shutil.rmtree(folder)
         part.rename(folder)
         flush(folder.parent)
-        copy_recovery_scripts(self._engine, folder.parent)
-        checkpoints.name_latest(self._stage.run_dir, manifest.step)
+        self.complete(manifest.step, losses)
+
+    def complete(self, step: int, losses: Mapping[int, float]) -> None:
+        """Name the checkpoint of `step` the latest and delete what older ones are not kept. For rank 0 alone.
+
+        A resumed run does so first, for a kill may have come between a checkpoint and this.
+
+        Args:
+            step: steps done at the newest checkpoint that is whole.
+            losses: as in `save`.
+
+        Raises:
+            OSError: as the file system has it.
+        """
         train = self._stage.train
+        copy_recovery_scripts(self._engine, self._stage.run_dir / checkpoints.CHECKPOINTS)
+        checkpoints.name_latest(self._stage.run_dir, step)
         best = checkpoints.best_step(self._stage.run_dir, losses) if train.keep_best else None
-        checkpoints.prune(self._stage.run_dir, train.keep_last, best)
+        # A newer one may lie there that is damaged and could not be set aside: `step` is kept in any case.
+        checkpoints.prune(self._stage.run_dir, train.keep_last, (step, best))
 
 
 def _tensor_bytes(state: Any) -> int:

@@ -141,6 +141,8 @@ def differences(run: Victim, other: Victim) -> list[str]:
     if logged(run.run_dir) != logged(other.run_dir):
         different.append("steps in metrics.jsonl")
     kept = [{path.name for path in (each.run_dir / "checkpoints").iterdir()} for each in (run, other)]
+    latest = {(each.run_dir / "checkpoints" / "latest").read_text() for each in (run, other)}
+    different += ["what checkpoints/latest says"] if len(latest) > 1 else []
     return different + sorted(f"checkpoints/{name}" for name in kept[0] ^ kept[1])
 
 

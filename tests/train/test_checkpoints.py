@@ -153,7 +153,7 @@ def test_the_best_checkpoint_outlives_newer_ones(stage, run_dir):
     store(stage(), [2, 4, 6, 8])
     best = checkpoints.best_step(run_dir, {2: 3.0, 4: 2.0, 5: 1.0, 6: 2.5})
     assert best == 4  # there is no checkpoint of step 5
-    checkpoints.prune(run_dir, 1, best)
+    checkpoints.prune(run_dir, 1, [best])
     assert sorted(path.name for path in (run_dir / "checkpoints").glob("step_*")) == ["step_4", "step_8"]
     assert checkpoints.best_step(run_dir, {}) is None
 

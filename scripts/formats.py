@@ -1,239 +1,242 @@
-"""What each number format costs a trained model, layer by layer, and the cheapest mix within a budget of loss.
+"""What each number format costs a trained model, layer by layer, and the best mix of formats for its bits.
 
     python scripts/formats.py --model FOLDER --data FILE --json table.json
-    python scripts/formats.py --model FOLDER --data FILE --formats int4,e4m3 --budget 0.01 --output fp8.json
+    python scripts/formats.py --model FOLDER --data FILE --match e4m3,int4 --page formats.html
+    python scripts/formats.py --model FOLDER --data FILE --formats int4,e2m3,e4m3 --budget 0.01 --output mix.json
 
-1. Perplexity of the text with the weights of all linears in a format, one scale an output channel, and with their
-   inputs cast too, one scale a token; products are emulated, so that any format of config.formats can be asked for.
-2. With --budget: the loss each layer alone adds in each format, its sensitivity. All layers begin in the format of the
-   fewest bits; upgrades that win most loss for their bits come first, as many as keep the whole model's loss within
-   (1 + budget) times BF16's, found by bisection. --output is a DeepSpeed JSON with that mix as fp8.linear.overrides.
+1. Perplexity of the text with the weights of all linears in a format, one FP32 scale an output channel, and with their
+   inputs cast too, one a token; and in block formats. Products are emulated: any format of config.formats can be asked
+   for, with any granularity (format_search.py says how).
+2. The sensitivity of every layer: how far the predictions move where this layer alone is cast. --page draws it.
+3. --match: for each of these choices the mix of all --formats with at most as many bits, beside it.
+4. --budget: the mix of the fewest bits whose loss is at most (1 + budget) times BF16's. --output is a DeepSpeed JSON
+   with that mix as fp8.linear.overrides, for `ds-fp8 train`.
+
+Half of the text's rows select, and every figure of the tables is of the other half.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from format_search import (
+    BF16,
+    NAMED,
+    Batch,
+    Judge,
+    Layer,
+    Measured,
+    bits_of,
+    cast_as,
+    choice_of,
+    difference,
+    layers_of,
+    mean_bits,
+    mix_of_bits,
+    mix_of_budget,
+    overrides_of,
+    section,
+    sensitivities,
+    uniform,
+    weights_as,
+)
+from formats_page import render
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError, main_entry
-from ds_fp8.config.formats import FORMATS
-from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.config.schema import nearest
-from ds_fp8.layers.convert import convert, restore
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.data import DataConfig, PackedDataset, build_data, build_tokenizer
+from ds_fp8.train import packed_attention
+from ds_fp8.train.loop import cache_dir
 
-DEFAULT = ("e4m3", "e5m2", "e3m4", "int8", "e3m2", "e2m3", "e2m1", "int4")
+DEFAULT = ("e4m3", "e5m2", "e3m4", "e2m5", "int8", "log8", "e2m3", "e3m2", "int6", "e2m1", "int4", *NAMED)
 
 
-class Layer(NamedTuple):
-    """A linear layer that formats are tried on."""
-
-    name: str
-    numel: int
-
-
-def section(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the "fp8" section in which layers have these casts."""
-    linear = {"backend": "reference", "overrides": overrides}
-    return {"fuse": "off", "monitor": {"every": 0}, "param_gather": {"format": "bf16"}, "linear": linear}
-
-
-def casts_of(format: str) -> dict[str, Any]:
-    """Return the override of a layer in a format."""
-    cast = {"format": format, "granularity": "row"}
-    return {"input": cast, "weight": cast}
+def read_rows(options: argparse.Namespace, device: str) -> tuple[list[Batch], list[Batch]]:
+    """Return rows of the text to select by, and as many others. Raises UserError for a text that is too short."""
+    config = DataConfig(
+        path=options.data,
+        format="documents",
+        tokenizer=options.model,
+        sequence_length=options.length,
+        validation_fraction=0.5,
+    )
+    data = build_data(config, build_tokenizer(config, cache_dir()), cache_dir())
+    halves = []
+    for dataset in (data.train, data.validation):
+        count = min(options.rows, len(dataset))
+        halves.append([_row(dataset, index, device) for index in range(count)])
+    return halves[0], halves[1]
 
 
-@torch.no_grad()
-def loss_of(model: PreTrainedModel, rows: torch.Tensor) -> float:
-    """Return the mean loss of the rows of tokens [R, L]."""
-    return sum(model(input_ids=row[None], labels=row[None]).loss.item() for row in rows) / len(rows)
+def _row(dataset: PackedDataset, index: int, device: str) -> Batch:
+    return {name: numbers[None].to(device) for name, numbers in dataset[index].items()}
 
 
-@contextmanager
-def cast_as(model: PreTrainedModel, overrides: dict[str, Any]) -> Iterator[None]:
-    """Let layers compute with the casts of `overrides` for a while, all others in BF16."""
-    convert(model, parse_fp8({"fp8": section({**overrides, "*": "bf16"})}))
-    try:
-        yield
-    finally:
-        restore(model)
-
-
-@contextmanager
-def weights_as(model: PreTrainedModel, layers: list[Layer], format: str) -> Iterator[None]:
-    """Let layers have weights of a format for a while, and compute in BF16."""
-    before = {layer.name: model.get_submodule(layer.name).weight.data for layer in layers}
-    for name, weight in before.items():
-        model.get_submodule(name).weight.data = quantize(weight, format, "row").dequantize(weight.dtype)
-    try:
-        yield
-    finally:
-        for name, weight in before.items():
-            model.get_submodule(name).weight.data = weight
-
-
-def layers_of(model: PreTrainedModel) -> list[Layer]:
-    """Return the linears that ds_fp8 would convert."""
-    convert(model, parse_fp8({"fp8": section({})}))
-    layers = [Layer(n, m.weight.numel()) for n, m in model.named_modules() if isinstance(m, FP8Linear)]
-    restore(model)
-    return layers
-
-
-def table_of(model: PreTrainedModel, rows: torch.Tensor, layers: list[Layer], formats: list[str]) -> dict[str, Any]:
-    """Return by format the losses with weights alone and with inputs too, BF16's first."""
-    loss = loss_of(model, rows)
-    table = {"bf16": {"bits": 16, "weights": loss, "weights and inputs": loss}}
-    for format in formats:
-        with weights_as(model, layers, format):
-            weights = loss_of(model, rows)
-        with cast_as(model, {layer.name: casts_of(format) for layer in layers}):
-            both = loss_of(model, rows)
-        table[format] = {"bits": FORMATS[format].bits, "weights": weights, "weights and inputs": both}
-    return table
-
-
-def sensitivities(
-    model: PreTrainedModel, rows: torch.Tensor, layers: list[Layer], formats: list[str], loss: float
-) -> dict[str, dict[str, float]]:
-    """Return by layer and format the loss that this layer alone adds to BF16's."""
-    found: dict[str, dict[str, float]] = {}
-    for layer in layers:
-        found[layer.name] = {"bf16": 0.0}
-        for format in formats:
-            with cast_as(model, {layer.name: casts_of(format)}):
-                found[layer.name][format] = loss_of(model, rows) - loss
-    return found
-
-
-def upgrades(layers: list[Layer], added: dict[str, dict[str, float]], bits: dict[str, int]) -> list[tuple[str, str]]:
-    """Return (layer, format) in the order in which to give layers more bits: those that win most loss a bit first."""
-    formats = sorted(bits, key=lambda format: bits[format])
-    steps = []
-    for layer in layers:
-        for before, after in itertools.pairwise(formats):
-            won = added[layer.name][before] - added[layer.name][after]
-            steps.append((won / (layer.numel * (bits[after] - bits[before])), layer.name, before, after))
-    # A layer takes its steps in order, also where the second wins more.
-    steps.sort(key=lambda step: -step[0])
-    current, ordered = {layer.name: formats[0] for layer in layers}, []
-    while steps:
-        position = next(i for i, (_, name, before, _) in enumerate(steps) if current[name] == before)
-        _, name, _, after = steps.pop(position)
-        current[name] = after
-        ordered.append((name, after))
-    return ordered
-
-
-def search(
-    model: PreTrainedModel, rows: torch.Tensor, layers: list[Layer], formats: list[str], loss: float, budget: float
-) -> dict[str, Any]:
-    """Return the mix of the fewest upgrades whose loss is at most (1 + budget) times `loss`, and how it was found."""
-    bits = {**{format: FORMATS[format].bits for format in formats}, "bf16": 16}
-    added = sensitivities(model, rows, layers, formats, loss)
-    steps = upgrades(layers, added, bits)
-    cheapest = min(formats, key=lambda format: bits[format])
-
-    def mix(count: int) -> dict[str, str]:
-        return {**{layer.name: cheapest for layer in layers}, **dict(steps[:count])}
-
-    def measured(count: int) -> float:
-        casts = {name: casts_of(format) for name, format in mix(count).items() if format != "bf16"}
-        if not casts:
-            return loss
-        with cast_as(model, casts):
-            return loss_of(model, rows)
-
-    low, high = 0, len(steps)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if measured(middle) <= (1 + budget) * loss else (middle + 1, high)
-    chosen = mix(low)
-    numel = sum(layer.numel for layer in layers)
-    mean = sum(layer.numel * bits[chosen[layer.name]] for layer in layers) / numel
-    return {"mix": chosen, "loss": measured(low), "bits": mean, "sensitivities": added}
-
-
-def stage_of(mix: dict[str, str]) -> dict[str, Any]:
-    """Return a DeepSpeed configuration whose overrides are a mix."""
-    fp8 = section({name: "bf16" if format == "bf16" else casts_of(format) for name, format in mix.items()})
+def figures_of(mix: dict[str, str], layers: Sequence[Layer], measured: Measured) -> dict[str, Any]:
+    """Return a mix in figures."""
     return {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
-        "zero_optimization": {"stage": 3},
-        "fp8": {**fp8, "grad_reduce": {"format": "bf16"}},
+        "bits": mean_bits(layers, mix),
+        "loss": measured.loss,
+        "perplexity": math.exp(measured.loss),
+        "divergence": measured.divergence,
     }
 
 
-def read_rows(folder: str, file: str, count: int, length: int) -> torch.Tensor:
-    """Return the first `count` rows of tokens [R, L] of a text. Raises UserError for a text that is too short."""
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}", key="--data", remedy="name a text file") from error
-    tokens = AutoTokenizer.from_pretrained(folder)(text)["input_ids"][: count * length]
-    rows = len(tokens) // length
-    if not rows:
-        raise UserError(f"{file} has only {len(tokens)} tokens", key="--data", remedy="a longer text, or --length")
-    return torch.tensor(tokens[: rows * length]).view(rows, length)
+def table_of(
+    model: PreTrainedModel, judge: Judge, layers: Sequence[Layer], words: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Return by choice the bits of a weight and, with weights alone and with inputs too, the figures; BF16's first."""
+    table = {}
+    for word in (BF16, *words):
+        mix = uniform(layers, word)
+        with weights_as(model, mix):
+            weights = figures_of(mix, layers, judge.measure(model))
+        with cast_as(model, mix):
+            both = figures_of(mix, layers, judge.measure(model))
+        table[word] = {"bits": weights["bits"], "weights": weights, "weights and inputs": both}
+    return table
+
+
+def compare(
+    model: PreTrainedModel, judges: tuple[Judge, Judge], layers: Sequence[Layer], found: dict[str, Any], word: str
+) -> dict[str, Any]:
+    """Return a choice for all layers beside the best mix of its bits, and beside the best one choice of those bits.
+
+    judges: of the rows that select, and of those that the figures are of.
+    """
+    limit = mean_bits(layers, uniform(layers, word))
+    added = found["sensitivities"]
+    words = [each for each in found["table"] if mean_bits(layers, uniform(layers, each)) <= limit]
+
+    def divergence(mix: dict[str, str]) -> float:
+        with cast_as(model, mix):
+            return judges[0].measure(model).divergence
+
+    best = min(words, key=lambda each: divergence(uniform(layers, each)))
+    # Divergences do not quite add up: one choice for all may still be the best mix.
+    mix = min(mix_of_bits(layers, added, limit), uniform(layers, best), key=divergence)
+    mixes = {word: uniform(layers, word), best: uniform(layers, best), "mix": mix}
+    measured = {}
+    for name, mix in mixes.items():
+        with cast_as(model, mix):
+            measured[name] = judges[1].measure(model)
+    result: dict[str, Any] = {"of": word, "best": best, "mix": mixes["mix"]}
+    result["figures"] = {name: figures_of(mixes[name], layers, each) for name, each in measured.items()}
+    for name in dict.fromkeys((word, best)):
+        result[f"mix - {name}"] = {
+            "loss": difference(measured["mix"].losses, measured[name].losses),
+            "divergence": difference(measured["mix"].divergences, measured[name].divergences),
+        }
+    return result
+
+
+def stage_of(mix: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
+    """Return a stage of `ds-fp8 train` whose overrides are a mix."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
+        "zero_optimization": {"stage": 3},
+        "fp8": {**section(overrides_of(mix)), "grad_reduce": {"format": "bf16"}},
+        "model": {"path": options.model},
+        "data": {
+            "path": options.data,
+            "format": "documents",
+            "tokenizer": options.model,
+            "sequence_length": options.length,
+        },
+        "train": {"run_dir": "runs/mix", "steps": 100},
+    }
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises UserError for a format that does not exist."""
+
+    def words(text: str) -> list[str]:
+        return [part.strip() for part in text.split(",") if part.strip()]
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder with weights")
-    parser.add_argument("--data", required=True, metavar="FILE", help="a text, UTF-8")
-    parser.add_argument("--formats", default=",".join(DEFAULT), metavar="NAME,...")
-    parser.add_argument("--rows", type=int, default=8, help="rows of text (default 8)")
+    parser.add_argument("--data", required=True, metavar="FILE", help="documents, as data.path of a stage takes them")
+    parser.add_argument("--formats", type=words, default=list(DEFAULT), metavar="NAME,...", help=",".join(DEFAULT))
+    parser.add_argument("--rows", type=int, default=16, help="rows to select by, and as many to measure (default 16)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a row (default 512)")
+    parser.add_argument("--match", type=words, default=[], metavar="NAME,...", help="compare a mix of the same bits")
     parser.add_argument("--budget", type=float, help="search a mix that adds at most this share to the loss, as 0.01")
-    parser.add_argument("--output", metavar="FILE", help="write the mix there as a DeepSpeed JSON")
+    parser.add_argument("--output", metavar="FILE", help="write the mix of --budget there as a DeepSpeed JSON")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--page", metavar="FILE", help="write tables and the picture of the layers there, as HTML")
     options = parser.parse_args(arguments)
-    options.formats = options.formats.split(",")
-    for name in options.formats:
-        if name not in FORMATS:
-            raise UserError(f'unknown format "{name}"', key="--formats", remedy=nearest(name, FORMATS))
+    for word in options.formats:
+        choice_of(word)
+    for word in options.match:
+        if word not in options.formats:
+            raise UserError(f'"{word}" is not measured', key="--match", remedy="name it in --formats too")
     if options.output and options.budget is None:
         raise UserError("there is no mix to write", key="--output", remedy="--budget 0.01")
     return options
 
 
+def print_figures(figures: dict[str, Any], console: Console) -> None:
+    """Print the tables."""
+    table = Table("format", "bits", "perplexity, weights", "weights and inputs", "divergence")
+    for name, row in figures["table"].items():
+        both = row["weights and inputs"]
+        numbers = (row["weights"]["perplexity"], both["perplexity"])
+        table.add_row(name, f"{row['bits']:.2f}", *(f"{x:.4f}" for x in numbers), f"{both['divergence']:.2e}")
+    console.print(table)
+    for match in figures.get("matches", ()):
+        for name, row in match["figures"].items():
+            console.print(
+                f"{name:>8}: {row['bits']:.2f} bits, loss {row['loss']:.5f}, divergence {row['divergence']:.2e}"
+            )
+        for key, gaps in match.items():
+            if key.startswith("mix - "):
+                shown = [f"{name} {gap:+.2e} ± {error:.0e}" for name, (gap, error) in gaps.items()]
+                console.print(f"{key:>16}: {', '.join(shown)}")
+    if "budget" in figures:
+        row = figures["budget"]["figures"]
+        console.print(f"mix: {row['bits']:.2f} bits a weight, perplexity {row['perplexity']:.4f}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, search, and write what was asked for."""
     options = parse_arguments(arguments)
-    rows = read_rows(options.model, options.data, options.rows, options.length)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).to(device).eval()
-    rows, layers, console = rows.to(device), layers_of(model), Console(highlight=False)
-    figures: dict[str, Any] = {"table": table_of(model, rows, layers, options.formats)}
-    table = Table("format", "bits", "perplexity, weights", "weights and inputs")
-    for name, row in figures["table"].items():
-        perplexities = [f"{math.exp(row[key]):.4f}" for key in ("weights", "weights and inputs")]
-        table.add_row(name, str(row["bits"]), *perplexities)
-    console.print(table)
+    packed_attention.register()
+    selecting, reporting = read_rows(options, device)
+    model = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=torch.bfloat16, attn_implementation=packed_attention.NAME
+    )
+    model = model.to(device).eval()
+    layers, judges = layers_of(model), (Judge(model, selecting), Judge(model, reporting))
+    figures: dict[str, Any] = {"model": options.model, "data": options.data, "rows": len(reporting)}
+    figures["table"] = table_of(model, judges[1], layers, options.formats)
+    if options.match or options.page or options.budget is not None:
+        figures["sensitivities"] = sensitivities(model, judges[0], layers, options.formats)
+    figures["matches"] = [compare(model, judges, layers, figures, word) for word in options.match]
     if options.budget is not None:
-        loss = figures["table"]["bf16"]["weights"]
-        found = figures["search"] = search(model, rows, layers, options.formats, loss, options.budget)
-        console.print(f"mix: {found['bits']:.2f} bits a weight, perplexity {math.exp(found['loss']):.4f}")
+        limit = (1 + options.budget) * judges[0].measure(model).loss
+        mix = mix_of_budget(model, judges[0], layers, figures["sensitivities"], limit)
+        with cast_as(model, mix):
+            figures["budget"] = {"mix": mix, "figures": figures_of(mix, layers, judges[1].measure(model))}
         if options.output:
-            Path(options.output).write_text(json.dumps(stage_of(found["mix"]), indent=2) + "\n", encoding="utf-8")
+            Path(options.output).write_text(json.dumps(stage_of(mix, options), indent=2) + "\n", encoding="utf-8")
+    print_figures(figures, Console(highlight=False))
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if options.page:
+        sizes = {layer.name: {word: bits_of(layer, word) for word in (*options.formats, BF16)} for layer in layers}
+        Path(options.page).write_text(render(figures, sizes), encoding="utf-8")
     return 0
 
 

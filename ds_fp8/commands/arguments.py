@@ -10,8 +10,9 @@ from pathlib import Path
 import ds_fp8
 from ds_fp8.config.errors import UserError
 
-CONFIGS = Path(ds_fp8.__file__).parent / "configs"
-"""The configurations that come with the package."""
+_PACKAGE = Path(ds_fp8.__file__).parent
+CONFIGS = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "ds_configs"
+"""The configurations that come with the package: inside it once it is built, beside it in a clone."""
 MAX_COUNT = 2**31 - 1
 
 

@@ -1,4 +1,4 @@
-"""Put the configurations of ds_configs/ into wheels, as ds_fp8/configs. All else is in pyproject.toml."""
+"""Puts the configurations of ds_configs/ into wheels, as ds_fp8/configs. All else is in pyproject.toml."""
 
 import shutil
 from pathlib import Path

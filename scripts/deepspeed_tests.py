@@ -4,8 +4,10 @@
     python scripts/deepspeed_tests.py DeepSpeed                               tests of ZeRO and of checkpoints
     python scripts/deepspeed_tests.py DeepSpeed --tests unit/runtime/zero/test_zeropp.py
     python scripts/deepspeed_tests.py DeepSpeed --fp8 '{"preset": "coat"}'
+    python scripts/deepspeed_tests.py DeepSpeed --bf16                        in BF16 whatever a test asks for
 
-On CPU ranks, over gloo. Every test falls under one of:
+Most of the tests train in FP16 or FP32, which FP8 refuses; with --bf16 they go on, in both runs. All is on CPU ranks,
+over gloo. Every test falls under one of:
 
     same       the outcome is that of plain DeepSpeed: passed, skipped, or failed where plain DeepSpeed fails as well
     refused    a UserError names the setting that FP8 does not go with
@@ -63,40 +65,65 @@ def build_optimizers(results: Path) -> None:
     subprocess.run([sys.executable, "-c", BUILD], env=os.environ | {"DS_ACCELERATOR": "cpu"}, check=True)
 
 
-def outcomes_of(tests: Path, path: str, fp8: str | None, seconds: int, results: Path) -> dict[str, Outcome]:
-    """Return the outcome of every test of a file or folder by its name, from `results` where it is complete.
+@dataclass(frozen=True)
+class Runs:
+    """Where tests are run and how: DeepSpeed's folder tests/, that of the outcomes, seconds a test has, all in BF16?"""
 
-    A test that exceeds its time takes pytest with it; the rest is run by another one.
+    tests: Path
+    results: Path
+    seconds: int
+    bf16: bool
+
+    def kept(self, path: str, fp8: str | None) -> Path:
+        """Return the file of the outcomes of a file or folder of tests with this "fp8" section, or without any."""
+        kind = sha256(fp8.encode()).hexdigest()[:8] if fp8 else "plain"
+        return self.results / f"{path.replace('/', '.')}.{kind}{'.bf16' if self.bf16 else ''}.jsonl"
+
+
+def outcomes_of(runs: Runs, path: str, fp8: str | None, skipped: dict[str, Outcome]) -> dict[str, Outcome]:
+    """Return the outcome of every test of a file or folder by its name, from the file that keeps them if complete.
+
+    A test without ranks that exceeds its time takes pytest with it; the rest is run by another one.
+
+    Args:
+        runs: where and how.
+        path: file or folder of tests, below tests/.
+        fp8: the "fp8" section, or None for plain DeepSpeed.
+        skipped: tests that need not run, for DeepSpeed skips them here; their outcomes are returned as well.
     """
-    kept = results / f"{path.replace('/', '.')}.{sha256(fp8.encode()).hexdigest()[:8] if fp8 else 'plain'}.jsonl"
+    kept = runs.kept(path, fp8)
     while True:
         lines = kept.read_text().splitlines() if kept.exists() else []
         records = {record.pop("test"): Outcome(**record) for record in map(json.loads, lines)}
         finished = records.pop("", None)
         if finished is not None:
-            return records
-        _run(tests, path, fp8, seconds, kept, list(records))
+            return skipped | records
+        _run(runs, path, fp8, [*records, *skipped])
 
 
-def _run(tests: Path, path: str, fp8: str | None, seconds: int, kept: Path, without: list[str]) -> None:
+def _run(runs: Runs, path: str, fp8: str | None, without: list[str]) -> None:
     scripts = Path(__file__).resolve().parent
+    kept = runs.kept(path, fp8)
+    leave_out = kept.with_suffix(".without")
+    leave_out.write_text(json.dumps(without))
     before = kept.stat().st_size if kept.exists() else 0
     environment = {name: value for name, value in os.environ.items() if name != "DS_FP8"} | {
-        "PYTHONPATH": os.pathsep.join([str(tests), str(scripts), str(scripts.parent)]),
+        "PYTHONPATH": os.pathsep.join([str(runs.tests), str(scripts), str(scripts.parent)]),
         "DS_ACCELERATOR": "cpu",
         "LOCAL_SIZE": str(RANKS),
         "OMP_NUM_THREADS": "1",
         "LOG_LEVEL": "ERROR",
         "DEEPSPEED_TESTS_OUTCOMES": str(kept),
-        "DEEPSPEED_TESTS_SECONDS": str(seconds),
+        "DEEPSPEED_TESTS_SECONDS": str(runs.seconds),
+        "DEEPSPEED_TESTS_WITHOUT": str(leave_out),
+        "DEEPSPEED_TESTS_BF16": "1" if runs.bf16 else "",
         **({} if fp8 is None else {"DS_FP8": fp8}),
     }
-    deselected = [argument for name in without for argument in ("--deselect", name)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "deepspeed_tests_plugin"]
     with kept.with_suffix(".log").open("a") as log:
         process = subprocess.Popen(
-            [*command, *deselected, path],
-            cwd=tests,
+            [*command, path],
+            cwd=runs.tests,
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -143,18 +170,22 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="folder of DeepSpeed's repository")
     parser.add_argument("--tests", nargs="+", default=TESTS, help=f"below its tests/; default: {' '.join(TESTS)}")
     parser.add_argument("--fp8", default="{}", help='the "fp8" section, as JSON; default: {}')
+    parser.add_argument("--bf16", action="store_true", help="BF16 for FP16 and FP32 in every configuration")
     parser.add_argument("--seconds", type=int, default=180, help="time limit of a test; default: 180")
     parser.add_argument("--results", type=Path, default=Path("deepspeed_tests"), help="default: deepspeed_tests")
     arguments = parser.parse_args()
-    tests = (arguments.checkout / "tests").resolve()
-    results = arguments.results.resolve()
-    results.mkdir(parents=True, exist_ok=True)
-    build_optimizers(results)
+    runs = Runs(
+        (arguments.checkout / "tests").resolve(), arguments.results.resolve(), arguments.seconds, arguments.bf16
+    )
+    runs.results.mkdir(parents=True, exist_ok=True)
+    build_optimizers(runs.results)
     plain: dict[str, Outcome] = {}
     with_fp8: dict[str, Outcome] = {}
     for path in arguments.tests:
-        plain |= outcomes_of(tests, path, None, arguments.seconds, results)
-        with_fp8 |= outcomes_of(tests, path, arguments.fp8, arguments.seconds, results)
+        outcomes = outcomes_of(runs, path, None, {})
+        plain |= outcomes
+        skipped = {name: outcome for name, outcome in outcomes.items() if outcome.outcome == "skipped"}
+        with_fp8 |= outcomes_of(runs, path, arguments.fp8, skipped)
     return 1 if print_table(plain, with_fp8) else 0
 
 

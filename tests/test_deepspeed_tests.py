@@ -1,9 +1,12 @@
-"""The table of scripts/deepspeed_tests.py: which outcomes count as the same, as refused, and as different."""
+"""scripts/deepspeed_tests.py: what is the same, refused or different, and what becomes of a test's ranks."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import deepspeed_tests
+import deepspeed_tests_plugin
 
 REFUSED = "ds_fp8.config.errors.UserError: error: hpZ is not for FP8\n  key: zero_hpz_partition_size"
 
@@ -40,3 +44,82 @@ def test_refusals_are_counted_and_other_differences_listed(tmp_path, monkeypatch
     assert f"| a.py | 4 | {2 - code} | 0 | 1 | 1 | {code} |" in table
     assert "| hpZ is not for FP8 | 1 |" in table
     assert ("a.py::other: passed, with FP8 failed: AssertionError: 1 != 2" in table) == bool(code)
+
+
+def test_a_test_that_deepspeed_skips_is_not_run_with_fp8(tmp_path, monkeypatch):
+    runs = deepspeed_tests.Runs(tmp_path, tmp_path, 60, bf16=False)
+    kept(tmp_path, "plain", here=("passed", ""), gpus=("skipped", "not enough GPUs"), nvme=("skipped", "no libaio"))
+    left_out = []
+
+    def run(runs, path, fp8, without):
+        left_out.append(without)
+        kept(tmp_path, runs.kept(path, fp8).name.split(".")[-2], here=("passed", ""))
+
+    monkeypatch.setattr(deepspeed_tests, "_run", run)
+    plain = deepspeed_tests.outcomes_of(runs, "a.py", None, {})
+    skipped = {name: outcome for name, outcome in plain.items() if outcome.outcome == "skipped"}
+    assert deepspeed_tests.outcomes_of(runs, "a.py", "{}", skipped) == plain
+    assert left_out == [["a.py::gpus", "a.py::nvme"]]
+
+
+@pytest.mark.parametrize(
+    ("config", "bf16"),
+    [
+        ({"fp16": {"enabled": True}, "steps_per_print": 3}, {"enabled": True}),
+        ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": False}, "amp": {}}, {"enabled": True}),
+        ({"bf16": {"enabled": True, "check_grad_overflow": True}}, {"enabled": True, "check_grad_overflow": True}),
+    ],
+)
+def test_bf16_takes_the_place_of_other_precisions(tmp_path, config, bf16):
+    expected = {key: value for key, value in config.items() if key == "steps_per_print"} | {"bf16": bf16}
+    before = json.dumps(config)
+    assert deepspeed_tests_plugin.in_bf16(config) == expected
+    assert json.dumps(config) == before
+    (tmp_path / "config.json").write_text(before)
+    assert deepspeed_tests_plugin.in_bf16(str(tmp_path / "config.json")) == expected
+
+
+@pytest.fixture
+def warm() -> None:
+    """Let the fork server have imported what tests/ranks.py lets it import."""
+    multiprocessing.set_forkserver_preload(["tests.preload"])
+
+
+class Ranks:
+    """Stand-in for one of DeepSpeed's tests, by what its ranks do."""
+
+    def __init__(self, *does: str):
+        self.does = does
+
+    def _dist_run(self, local_rank: int, num_procs: int, master_port: str, init_method: str) -> str:
+        assert (num_procs, init_method) == (len(self.does), "file://store")
+        what = self.does[local_rank]
+        if what == "raise":
+            raise ValueError(f"rank {local_rank}")
+        if what == "die":
+            os._exit(3)
+        if what == "wait":
+            time.sleep(600)
+        return what
+
+
+@pytest.mark.parametrize(
+    ("does", "error", "message"),
+    [
+        (["raise", ""], ValueError, "rank 0"),
+        (["wait", "raise"], ValueError, "rank 1"),
+        (["wait", "die"], RuntimeError, "rank 1 ended with exit code 3"),
+        (["no GPU", "no GPU"], pytest.skip.Exception, "no GPU"),
+        (["", "wait"], deepspeed_tests_plugin.Hung, "of 2 had not ended"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_test(warm, monkeypatch, does, error, message):
+    monkeypatch.setattr(deepspeed_tests_plugin, "GRACE", 0.2)
+    if error is deepspeed_tests_plugin.Hung:
+        monkeypatch.setattr(deepspeed_tests_plugin, "_limit", time.monotonic() + 2)
+    with pytest.raises(error, match=message):
+        deepspeed_tests_plugin.run_ranks(Ranks(*does), len(does), "file://store")
+
+
+def test_ranks_that_pass_pass(warm):
+    deepspeed_tests_plugin.run_ranks(Ranks("", "", ""), 3, "file://store")

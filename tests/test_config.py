@@ -49,13 +49,20 @@ TENSORWISE = {
 
 def test_presets():
     sources = {"fp8lm_o1", "fp8lm_o2", "fp8lm_o3", "coat", "fishman"}
-    assert set(PRESETS) == {"infir2", "hybrid_fast", "rowwise", "tensorwise"} | sources
+    assert set(PRESETS) == {"infir2", "hybrid_fast", "rowwise", "tensorwise", "munit"} | sources
     assert casts(parse({"preset": "hybrid_fast"})) == INFIR2
     assert parse({"preset": "hybrid_fast"}).linear.wgrad.input == "128x128"
     assert {granularity for _, granularity, _ in casts(parse({"preset": "rowwise"})).values()} == {"row"}
     assert casts(parse({"preset": "infir2"})) == INFIR2
     for preset in ("tensorwise", *sources):
         assert casts(parse({"preset": preset})) == TENSORWISE
+
+
+def test_munit_has_static_scales_alone():
+    static = ("e4m3", "tensor", "static")
+    found = casts(parse({"preset": "munit"}))
+    assert found == {"input": static, "weight": static, "grad_output": ("e5m2", "tensor", "static")}
+    assert str(parse({"preset": "munit"}).linear.grad_output) == "e5m2 tensor static 2^-24"
 
 
 def test_infir2_is_the_default_everywhere():
@@ -218,7 +225,7 @@ def test_a_section_that_is_no_object(section):
     [
         ("infir", "infir2"),
         ("tensor_wise", "tensorwise"),
-        ("zzz", "infir2, mxfp8, nvfp4, rowwise, tensorwise"),
+        ("zzz", "infir2, munit, mxfp8, nvfp4, rowwise, tensorwise"),
     ],
 )
 def test_an_unknown_preset_names_the_nearest(preset, remedy):

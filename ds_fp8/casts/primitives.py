@@ -7,7 +7,8 @@ A cast is three steps, which the ZeRO-3 parameter gather also takes one by one (
     data[i]  = cast(clamp(x[i] / scale[g], -format.max, format.max))   round to nearest even
 
 so that x[i] is approximately data[i] * scale[g]. Inf or NaN anywhere in a group turns its scale, and with it the whole
-group, into NaN: overflow is seen downstream, never hidden.
+group, into NaN: overflow is seen downstream, never hidden. A static scale is one number for all: it takes no amax, what
+is too large saturates, and of Inf and NaN the element alone becomes NaN (which only E4M3 and E5M2 have).
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ import torch
 from ds_fp8.casts import emulated
 from ds_fp8.casts.emulated import encode, encode_stochastically
 from ds_fp8.casts.stochastic import round_stochastically
-from ds_fp8.config.formats import FORMATS, SCALE_TYPES, SMALLEST_SCALE, format_of, group_shape, scale_shape
+from ds_fp8.config.formats import (
+    FORMATS,
+    SMALLEST_SCALE,
+    check_scale_type,
+    fixed_scale,
+    format_of,
+    group_shape,
+    has_power_of_two_scales,
+    scale_shape,
+)
 
 
 def apply_factors(x: torch.Tensor, row_factor: torch.Tensor | None, column_factor: torch.Tensor | None) -> torch.Tensor:
@@ -77,10 +87,11 @@ def scale_from_amax(amax: torch.Tensor, format: str, scale: str) -> torch.Tensor
         FP32 of amax's shape: 1 where amax is 0, NaN where it is not finite, never below SMALLEST_SCALE.
 
     Raises:
-        ValueError: For an unknown scale type.
+        ValueError: For an unknown scale type, or a static one, which no amax makes.
     """
-    if scale not in SCALE_TYPES:
-        raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALE_TYPES)}")
+    check_scale_type(scale)
+    if fixed_scale(scale) is not None:
+        raise ValueError(f"scale {scale!r} does not follow from an amax")
     amax = amax.float()
     # A tensor as divisor: dividing by a number, CUDA multiplies by its rounded reciprocal.
     exact = (amax / torch.full_like(amax, FORMATS[format].max)).clamp_min(SMALLEST_SCALE)
@@ -92,6 +103,19 @@ def scale_from_amax(amax: torch.Tensor, format: str, scale: str) -> torch.Tensor
         exact = _in_units_of_the_tensor(exact)
     exact = torch.where(amax == 0, 1.0, exact)
     return torch.where(amax.isfinite(), exact, torch.nan)
+
+
+def scales_for(x: torch.Tensor, format: str, granularity: str, scale: str) -> torch.Tensor:
+    """Return the scales of a cast of `x`: FP32 of shape `scale_shape(x.shape, granularity)`, as for `quantize`."""
+    fixed = fixed_scale(scale)
+    if fixed is None:
+        return scale_from_amax(group_amax(x, granularity), format, scale)
+    return torch.full(scale_shape(x.shape, granularity), fixed, device=x.device)
+
+
+def infinite_to_nan(x: torch.Tensor, scale: str) -> torch.Tensor:
+    """Return what `cast` takes in place of `x`: Inf, which under a static scale would saturate, as NaN."""
+    return x if fixed_scale(scale) is None else x.detach().masked_fill(x.isinf(), torch.nan)
 
 
 def _in_units_of_the_tensor(scale: torch.Tensor) -> torch.Tensor:
@@ -171,7 +195,7 @@ def dequantize(
     data: torch.Tensor, scale: torch.Tensor, granularity: str, scale_type: str, dtype: torch.dtype, format: str
 ) -> torch.Tensor:
     """Return data * scale, rounded once to `dtype`."""
-    if dtype is torch.bfloat16 and scale_type == "pow2" and FORMATS[format].exact_in_bf16:
+    if dtype is torch.bfloat16 and has_power_of_two_scales(scale_type) and FORMATS[format].exact_in_bf16:
         # Both factors are exact in BF16, so the BF16 product is the FP32 product rounded once, in half the memory.
         return per_element(torch.mul, decode(data, dtype, format), scale.to(dtype), granularity)
     return per_element(torch.mul, decode(data, format=format), scale, granularity).to(dtype)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts.stochastic import MULTIPLIERS
-from ds_fp8.config.formats import FORMATS, SMALLEST_SCALE
+from ds_fp8.config.formats import FORMATS, SMALLEST_SCALE, has_power_of_two_scales
 
 NONE, GROUP, TILE, ROW, TENSOR = (tl.constexpr(i) for i in range(5))
 """How a result is scaled: not wanted, one scale per 1x128 group, per tile, per row of the result, for all of it."""
@@ -73,6 +73,17 @@ def to_fp8(x, divisor, dtype: tl.constexpr, POW2: tl.constexpr):
 
 
 @triton.jit
+def to_fp8_saturating(x, reciprocal, dtype: tl.constexpr, LARGEST: tl.constexpr):
+    """Return the codes, as uint8, of x in units of a static scale, rounded to nearest even and saturated.
+
+    Inf and NaN become NaN, whose code is 0x7f in both formats. `reciprocal` of the scale, a power of two.
+    """
+    units = tl.minimum(tl.maximum(x * reciprocal, -LARGEST), LARGEST)
+    codes = units.to(dtype).to(tl.uint8, bitcast=True)
+    return tl.where(tl.abs(x) < float("inf"), codes, 0x7F)
+
+
+@triton.jit
 def spacing_of(x, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
     """Return the spacing around x of the numbers of a format with this machine epsilon and smallest subnormal number."""
     binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -100,5 +111,5 @@ def format_arguments(format: str, scale: str) -> dict[str, object]:
         "DTYPE": TRITON_DTYPES.get(format, tl.float8e4nv),
         "LARGEST": FORMATS[format].max,
         "SMALLEST": SMALLEST_SCALE,
-        "POW2": scale == "pow2",
+        "POW2": has_power_of_two_scales(scale),
     }

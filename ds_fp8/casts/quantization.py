@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from ds_fp8.casts.primitives import apply_factors, cast, group_amax, scale_from_amax
+from ds_fp8.casts.primitives import apply_factors, cast, infinite_to_nan, scales_for
 from ds_fp8.casts.tensor import QuantizedTensor
-from ds_fp8.config.formats import FORMATS, GRANULARITIES, SCALE_TYPES, is_emulated
+from ds_fp8.config.formats import FORMATS, GRANULARITIES, NATIVE_FORMATS, check_scale_type, fixed_scale, is_emulated
 
 
 def quantize(
@@ -28,13 +28,14 @@ def quantize(
         format: "e4m3", "e5m2" or another name of config.formats.FORMATS.
         granularity: Elements that share a scale: "tensor", "row" (the last dimension), "1x128" (128 elements along the
             last dimension), "128x128", or smaller groups and blocks of 32 and 16. Ragged edges are groups of their own.
-        scale: "pow2" (powers of two), "fp32", or "e4m3" (E4M3 in units of one FP32 scale of the tensor).
+        scale: "pow2" (powers of two), "fp32", "e4m3" (E4M3 in units of one FP32 scale of the tensor), "static" (1), or
+            another fixed power of two, "static 2^-24"; static ones have granularity "tensor".
         row_factor: [M], multiplied in FP32 into the rows of a matrix [M, K] before the cast.
         column_factor: [K], multiplied into its columns after that.
         rounding: "nearest", to even, or "stochastic", with torch's random numbers.
 
     Returns:
-        The cast, of x's shape; a group that holds Inf or NaN is NaN as a whole.
+        The cast, of x's shape; a group that holds Inf or NaN is NaN as a whole, under a static scale the element alone.
 
     Raises:
         ValueError: For an unknown option, or a shape that the granularity does not fit.
@@ -101,8 +102,11 @@ def quantize_both(
         raise ValueError(f"a cast along both dimensions needs a matrix, got shape {tuple(x.shape)}")
     emulated = any(g is not None and is_emulated(format, g, scale) for g in (rowwise, columnwise))
     if x.device.type == "cuda" and rounding == "nearest" and not emulated:
-        from ds_fp8.casts.quantization_triton import quantize_tiles
+        from ds_fp8.casts.quantization_triton import quantize_statically, quantize_tiles
 
+        if fixed_scale(scale) is not None:
+            wanted = rowwise is not None, columnwise is not None
+            return quantize_statically(x.detach(), format, scale, *wanted, row_factor, column_factor)
         return quantize_tiles(x.detach(), format, scale, rowwise, columnwise, row_factor, column_factor)
     x = apply_factors(x.detach(), row_factor, column_factor)
     row = None if rowwise is None else _reference(x, format, rowwise, scale, rounding)
@@ -130,16 +134,20 @@ def transpose(q: QuantizedTensor) -> QuantizedTensor:
 
 
 def _reference(x: torch.Tensor, format: str, granularity: str, scale: str, rounding: str) -> QuantizedTensor:
-    factors = scale_from_amax(group_amax(x, granularity), format, scale)
+    factors = scales_for(x, format, granularity, scale)
     emulated = format if FORMATS[format].magnitudes else None
-    return QuantizedTensor(cast(x, factors, format, granularity, rounding), factors, granularity, scale, emulated)
+    codes = cast(infinite_to_nan(x, scale), factors, format, granularity, rounding)
+    return QuantizedTensor(codes, factors, granularity, scale, emulated)
 
 
 def _check_words(format: str, scale: str, *granularities: str | None) -> None:
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
-    if scale not in SCALE_TYPES:
-        raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALE_TYPES)}")
+    check_scale_type(scale)
+    if fixed_scale(scale) is not None and format not in NATIVE_FORMATS:
+        raise ValueError(f"a static scale would hide overflow: format {format!r} has no NaN")
     for granularity in granularities:
         if granularity is not None and granularity not in GRANULARITIES:
             raise ValueError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")
+        if granularity not in (None, "tensor") and fixed_scale(scale) is not None:
+            raise ValueError(f"a static scale is one for all of a tensor, not one for each {granularity}")

@@ -31,7 +31,7 @@ class QuantizedTensor:
     scale: torch.Tensor
     granularity: str
     scale_type: str = "fp32"
-    """"pow2" promises that every scale is a power of two."""
+    """"pow2" and the static ones promise that every scale is a power of two."""
     emulated: str | None = None
     """Name of the format of uint8 codes; FP8 dtypes say theirs."""
 

@@ -4,11 +4,12 @@ A cast is described by three words, which are also what a user writes in the JSO
 
     format        how one element is stored        e4m3 | e5m2 | one of EMULATED
     granularity   which elements share a scale     tensor | row | 1x128 | 128x128 | 1x32 | 32x32 | 1x16 | 16x16
-    scale         what values a scale may take     fp32 | pow2 | e4m3
+    scale         what values a scale may take     fp32 | pow2 | e4m3 | static
 
 E4M3 and E5M2 with the first four granularities and two scale types are what Hopper multiplies. All else is emulated: a
 byte an element, decoded for its products. MXFP8 and MXFP4 are e4m3 and e2m1 in groups of 32 with a power-of-two scale,
 NVFP4 is e2m1 in groups of 16 with scale type "e4m3": a scale of E4M3 each, in units of one FP32 scale of the tensor.
+"static" is one fixed power of two for all of a tensor, whatever is in it: nothing looks for an amax.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ EmulatedFormat = Literal[
 ]  # fmt: skip
 FormatName = Literal[NativeFormat, EmulatedFormat]
 Granularity = Literal["tensor", "row", "1x128", "128x128", "1x32", "32x32", "1x16", "16x16"]
-ScaleType = Literal["fp32", "pow2", "e4m3"]
+ScaleType = Literal["fp32", "pow2", "e4m3", "static"]
 
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 SCALE_TYPES: tuple[str, ...] = get_args(ScaleType)
@@ -105,6 +106,30 @@ FORMATS: dict[str, Format] = {
     **{name: _KINDS[name[0]](name) for name in get_args(EmulatedFormat)},
 }
 """E4M3 and E5M2 as of Micikevicius et al. (arXiv 2209.05433)."""
+
+
+def static_scale_type(exponent: int = 0) -> str:
+    """Return the scale type, as casts know it, of the fixed scale 2^exponent: "static", "static 2^-24"."""
+    return f"static 2^{exponent}" if exponent else "static"
+
+
+def fixed_scale(scale: str) -> float | None:
+    """Return the scale that a type fixes: 1 of "static", 2^-24 of "static 2^-24", None of those that need an amax."""
+    if scale == "static":
+        return 1.0
+    word, _, exponent = scale.partition(" 2^")
+    return 2.0 ** int(exponent) if word == "static" and exponent else None
+
+
+def has_power_of_two_scales(scale: str) -> bool:
+    """Return whether all scales of a type are powers of two."""
+    return scale == "pow2" or fixed_scale(scale) is not None
+
+
+def check_scale_type(scale: str) -> None:
+    """Raise ValueError for what is no scale type."""
+    if scale not in SCALE_TYPES and fixed_scale(scale) is None:
+        raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALE_TYPES)}")
 
 
 def is_emulated(format: str, granularity: str, scale: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import CastSpec, FormatName, Granularity, ScaleType
+from ds_fp8.config.formats import NATIVE_FORMATS, CastSpec, FormatName, Granularity, ScaleType, static_scale_type
 from ds_fp8.config.presets import merge
 from ds_fp8.config.schema import Section, parse_section
 
@@ -23,14 +23,41 @@ class Cast(Section):
     of the product the cast feeds, or a 128x128 block."""
     scale: ScaleType = "pow2"
     """pow2: scales are powers of two, and casting again what was cast loses nothing. fp32: any scale. e4m3: those of
-    groups are numbers of E4M3, in units of one FP32 scale of the tensor, as in NVFP4."""
+    groups are numbers of E4M3, in units of one FP32 scale of the tensor, as in NVFP4. static: 2^static_exponent, for
+    all of a tensor ("granularity": "tensor"), so that nothing looks for an amax; what is too large saturates. For
+    models whose tensors stay near variance 1."""
+    static_exponent: int = Field(0, ge=-100, le=100)
+    """Of a static scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """stochastic: up or down at random, right on average, with torch's own random numbers."""
 
     @property
     def spec(self) -> CastSpec:
         """Return the same without what only a section of the JSON needs."""
-        return CastSpec(self.format, self.granularity, self.scale, self.rounding)
+        scale = static_scale_type(self.static_exponent) if self.scale == "static" else self.scale
+        return CastSpec(self.format, self.granularity, scale, self.rounding)
+
+    @model_validator(mode="after")
+    def _static_is_of_a_tensor(self) -> Cast:
+        if self.scale == "static" and self.granularity != "tensor":
+            raise UserError(
+                f'scale "static" is one for all of a tensor, and granularity is "{self.granularity}"',
+                key="fp8.linear",
+                remedy='"scale": "static", "granularity": "tensor"',
+            )
+        if self.scale == "static" and self.format not in NATIVE_FORMATS:
+            raise UserError(
+                f'scale "static" of format "{self.format}", whose codes hold no NaN: overflow would be hidden',
+                key="fp8.linear",
+                remedy=f'"format": {" or ".join(NATIVE_FORMATS)}, or another scale',
+            )
+        if self.scale != "static" and self.static_exponent:
+            raise UserError(
+                f'static_exponent {self.static_exponent} is of scale "static", and scale is "{self.scale}"',
+                key="fp8.linear",
+                remedy='"scale": "static", or remove "static_exponent"',
+            )
+        return self
 
     def __str__(self) -> str:
         return str(self.spec)
@@ -65,6 +92,18 @@ class LinearCasts(Section):
     weight: WeightCast = WeightCast()
     grad_output: Cast = Cast()
     wgrad: WgradConfig = WgradConfig()
+
+    @model_validator(mode="after")
+    def _static_along_the_tokens_too(self) -> LinearCasts:
+        for name in ("input", "grad_output"):
+            word = getattr(self.wgrad, name)
+            if getattr(self, name).scale == "static" and word not in (None, "tensor"):
+                raise UserError(
+                    f'wgrad.{name} "{word}" wants groups, and {name} has the static scale of a whole tensor',
+                    key=f"fp8.linear.wgrad.{name}",
+                    remedy=f'remove "{name}" from "wgrad"',
+                )
+        return self
 
     def __str__(self) -> str:
         casts = [f"{name} {getattr(self, name)}" for name in ("input", "weight", "grad_output")]

@@ -25,6 +25,7 @@ _TENSORWISE: dict[str, Any] = {
         "grad_output": {**_granularity("tensor"), "format": "e5m2"},
     }
 }
+_STATIC: dict[str, Any] = {**_granularity("tensor"), "scale": "static"}
 _FP8LM: dict[str, Any] = {**_TENSORWISE, "grad_reduce": {"scale": "tensor"}}
 _FP8LM_MOMENTS = {"exp_avg": "e4m3", "exp_avg_sq": "fp16", "granularity": "tensor", "scale": "pow2"}
 
@@ -50,6 +51,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_TENSORWISE,
         "grad_reduce": {"format": "bf16"},
         "optimizer": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"},
+    },
+    # Munit scaling (arXiv 2502.05967): no scale follows an amax. E4M3 as it is; E5M2 output gradients times 2^24.
+    # That is our choice: gradients of a mean loss are about 1 / (tokens * hidden size), 2^-18 to 2^-36, and E5M2 goes
+    # from 2^-16 to 2^15. Gradients are reduced in BF16, for their FP8 reduction has a scale for every group.
+    "munit": {
+        "linear": {
+            "input": _STATIC,
+            "weight": _STATIC,
+            "grad_output": {**_STATIC, "format": "e5m2", "static_exponent": -24},
+        },
+        "grad_reduce": {"format": "bf16"},
     },
     # Fishman et al. (arXiv 2409.12517): its linears, with Smooth-SwiGLU, and its optimizer.
     "fishman": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.config.formats import FORMATS
+from ds_fp8.config.formats import FORMATS, has_power_of_two_scales
 
 
 def unavailable() -> str | None:
@@ -27,7 +27,7 @@ def scaled_matmul(
     BF16 (whose products every library sums in FP32), several times faster than FP32; others need FP32 operands.
     """
     exact_in_bf16 = out_dtype is torch.bfloat16 and all(
-        q.scale_type == "pow2" and FORMATS[q.format].exact_in_bf16 for q in (a, b)
+        has_power_of_two_scales(q.scale_type) and FORMATS[q.format].exact_in_bf16 for q in (a, b)
     )
     operand = torch.bfloat16 if exact_in_bf16 else torch.float32
     return (a.dequantize(operand) @ b.dequantize(operand).t()).to(out_dtype)

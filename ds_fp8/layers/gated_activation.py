@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ds_fp8.casts import QuantizedTensor, quantize
-from ds_fp8.config.formats import BLOCK
+from ds_fp8.config.formats import BLOCK, fixed_scale
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.smoothing import channel_factors
 
@@ -79,16 +79,27 @@ def gated_activation_cast(gate_up: torch.Tensor, activation: str, recipe: Linear
         from ds_fp8.layers.gated_activation_triton import gated_forward
 
         fuses = not (recipe.smooth or recipe.input.by_torch)
-        product, cast, saved = gated_forward(gate_up, activation, recipe.input, in_fp8, fuse_cast=fuses)
+        statically = fixed_scale(recipe.input.scale) is not None
+        keeps = in_fp8 and not statically
+        product, cast, saved = gated_forward(gate_up, activation, recipe.input, keeps, fuse_cast=fuses)
+        if in_fp8 and statically:
+            saved = kept_gate_up(gate_up, recipe)
     else:
         product, cast = gated_product_reference(gate_up, activation), None
-        saved = quantize(gate_up, "e4m3", "1x128", "pow2") if in_fp8 else None
+        saved = kept_gate_up(gate_up, recipe) if in_fp8 else None
     smoothing = channel_factors(product) if recipe.smooth else None
     if cast is None:
         cast = recipe.cast_input(product, column_factor=None if smoothing is None else smoothing.reciprocal())
     elif recipe.monitor.active:
         recipe.observe("input", lambda rows: gated_product_reference(gate_up[rows], activation), cast)
     return GatedCast(cast, gate_up if keep and not in_fp8 else saved, smoothing)
+
+
+def kept_gate_up(gate_up: torch.Tensor, recipe: LinearRecipe) -> QuantizedTensor:
+    """Return what backward reads of gate_up [T, 2F]: E4M3 per 1x128, with the scale of down_proj's input if static."""
+    if fixed_scale(recipe.input.scale) is not None:
+        return quantize(gate_up, "e4m3", "tensor", recipe.input.scale)
+    return quantize(gate_up, "e4m3", "1x128", "pow2")
 
 
 def gated_activation_backward(

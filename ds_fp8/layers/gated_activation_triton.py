@@ -234,7 +234,10 @@ def _backward_tiles(
 
 def _saved_arguments(saved: QuantizedTensor | torch.Tensor) -> tuple:
     if isinstance(saved, QuantizedTensor):
-        scale = saved.scale if saved.scale.stride(0) == 1 else saved.scale.t().contiguous().t()
+        scale = saved.scale
+        if not scale.dim():  # a static one
+            scale = scale.expand(saved.shape[0], tiles(saved.shape[1]))
+        scale = scale if scale.stride(0) == 1 else scale.t().contiguous().t()
         return saved.data, scale, saved.data.stride(0), scale.stride(1)
     return saved, None, saved.stride(0), 0
 

@@ -197,5 +197,6 @@ def _unpack(tensors: list[torch.Tensor]) -> Kept:
     """Return what `_pack_kept` took apart."""
     smoothing, *saved = tensors
     if len(saved) == 2:
-        return Kept(QuantizedTensor(*saved, "1x128", "pow2"), smoothing)
+        words = ("1x128", "pow2") if saved[1].dim() else ("tensor", "static")
+        return Kept(QuantizedTensor(*saved, *words), smoothing)
     return Kept(saved[0] if saved else None, smoothing)

@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, quantize, transpose
 from ds_fp8.casts.tensor import block_scales
-from ds_fp8.config.formats import ALONG_CONTRACTION, SQUARE, group_shape
+from ds_fp8.config.formats import ALONG_CONTRACTION, SQUARE, fixed_scale, group_shape
 from ds_fp8.layers.recipe import LinearRecipe
 
 GATHERED = "fp8_gathered"
@@ -68,7 +68,9 @@ def can_stack(rows: Sequence[int], granularity: str) -> bool:
 
 
 def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> QuantizedTensor:
-    """Return the rows of all weights [N_i, K] as one FP8 operand [sum N_i, K]; scales per tensor become scales per row.
+    """Return the rows of all weights [N_i, K] as one FP8 operand [sum N_i, K].
+
+    Scales per tensor become scales per row, unless they are static: those are the same for all.
 
     Raises ValueError for weights whose blocks would straddle two of them (`can_stack`).
     """
@@ -87,6 +89,8 @@ def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> Qu
             scale = block_scales(sum(len(s) for s in scales), columns, data.device)
             torch.cat(scales, out=scale) if scale.is_contiguous() else scale.copy_(torch.cat(scales))
         return replace(first, data=data, scale=scale)
+    if fixed_scale(first.scale_type) is not None:
+        return replace(first, data=data)
     if first.granularity not in ("row", "tensor"):
         return replace(first, data=data, scale=torch.cat([operand.scale for operand in operands]))
     scale = _stacked([operand.scale.expand(operand.shape[0], 1) for operand in operands])

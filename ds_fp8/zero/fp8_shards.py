@@ -3,6 +3,7 @@
     amax[b]  = max over all ranks of |master[i]|, i in block b     one all-reduce MAX, all parameters together
     shard    = cast(master shard, scale(amax))                     local, one byte a parameter
 
+Weights with a static scale need no amax and no all-reduce.
 The result is bit-equal to casting the whole master tensor (Micikevicius et al. cast whole tensors; a block on the edge
 of two shards is why its amax must be agreed). It happens on a stream of its own, right after an optimizer step, beside
 whatever comes before the first gather.
@@ -19,7 +20,7 @@ from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, scale_from_amax
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import FORMATS, CastSpec
+from ds_fp8.config.formats import FORMATS, CastSpec, fixed_scale
 from ds_fp8.zero import seams, streams
 from ds_fp8.zero.peer_memory import PeerMemory, share
 from ds_fp8.zero.shard_cast import make_shard_cast
@@ -62,7 +63,7 @@ class FP8Shards:
         for weight, data in zip(self.weights.values(), self.codes.split(numels), strict=True):
             weight.data = data
         self._shard_casts = [
-            make_shard_cast(same, self.codes, same[0].spec)
+            (make_shard_cast(same, self.codes, same[0].spec), same[0].spec)
             for same in in_runs(self.weights.values(), lambda weight: str(weight.spec))
         ]
         self._modified: set[int] = set()
@@ -120,15 +121,21 @@ class FP8Shards:
             if self.peers:
                 self.peers.wait_for_reads()
             amax = torch.zeros(self._num_scales, device=self.codes.device)
-            for shard_cast in self._shard_casts:
-                shard_cast.write_amax(amax, self._source)
+            for shard_cast, spec in self._shard_casts:
+                if fixed_scale(spec.scale) is None:
+                    shard_cast.write_amax(amax, self._source)
             scales, start = torch.empty_like(amax), 0
             for group, spec, end in self._runs:
+                fixed = fixed_scale(spec.scale)
+                if fixed is not None:
+                    scales[start:end] = fixed
+                    start = end
+                    continue
                 dist.all_reduce(amax[start:end], op=dist.ReduceOp.MAX, group=group)
                 self._wire.count(GATHER, "all_reduce", amax[start:end].nbytes, group)
                 scales[start:end] = scale_from_amax(amax[start:end], spec.format, spec.scale)
                 start = end
-            for shard_cast in self._shard_casts:
+            for shard_cast, _ in self._shard_casts:
                 shard_cast.cast(scales, self._source)
             for weight in self.weights.values():
                 weight.scale = weight.scales_in(scales)

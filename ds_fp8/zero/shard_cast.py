@@ -3,6 +3,8 @@
     write_amax   amax[g] = max |master[i]| over this rank's elements i of group g, into one flat buffer
     cast         code[i] = cast(master[i] / scale[g]), into one flat buffer of codes
 
+With static scales there is nothing to agree on, and only the second half is run.
+
 On a GPU each half is one kernel over all weights at once, elsewhere torch, weight by weight: the same bits either way.
 """
 
@@ -14,6 +16,7 @@ from typing import Protocol
 import torch
 
 from ds_fp8.casts import cast, group_amax
+from ds_fp8.casts.primitives import infinite_to_nan
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.zero.shards import ShardedWeight, Source, on_device
 
@@ -44,7 +47,8 @@ class ReferenceShardCast:
         """Refill every weight's `data`, as ShardCast says."""
         for weight in self._weights:
             numbers, own = on_device(source(weight), scales.device), weight.covered(weight.scales_in(scales))
-            cover = cast(weight.cover(numbers), own, self._spec.format, weight.granularity)
+            cover = infinite_to_nan(weight.cover(numbers), self._spec.scale)
+            cover = cast(cover, own, self._spec.format, weight.granularity)
             codes = cover.view(torch.uint8).flatten()[weight.offset : weight.offset + weight.shard.valid]
             weight.data[: weight.shard.valid].copy_(codes)
 

@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_fp8.casts.primitives_triton import MODES, ROW, TENSOR, amax_bits, format_arguments, to_fp8
-from ds_fp8.config.formats import BLOCK, CastSpec
+from ds_fp8.casts.primitives_triton import MODES, ROW, TENSOR, amax_bits, format_arguments, to_fp8, to_fp8_saturating
+from ds_fp8.config.formats import BLOCK, CastSpec, fixed_scale
 from ds_fp8.zero.shards import ShardedWeight, Source, on_device
 
 FIELDS = ("first_program", "columns", "start", "stop", "first_tile_row", "data_start", "scale_start", "scales_per_row")
@@ -85,6 +85,7 @@ def _amax(owner, table, sources, first_program, first_weight, amax, MODE: tl.con
 def _cast(
     owner, table, sources, first_program, first_weight, scales, data,
     MODE: tl.constexpr, ALIGNED: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+    SATURATE: tl.constexpr,
 ):
     weight, columns, start, stop, row, column, data_start, scale_start, scales_per_row = _geometry(
         owner, table, first_program, ALIGNED
@@ -104,7 +105,10 @@ def _cast(
         divisor = tl.where(scale == scale, divisor, float("nan"))
     else:
         divisor = scale
-    codes = to_fp8(x, divisor[:, None], DTYPE, POW2).to(tl.uint8, bitcast=True)
+    if SATURATE:
+        codes = to_fp8_saturating(x, divisor[:, None], DTYPE, LARGEST)
+    else:
+        codes = to_fp8(x, divisor[:, None], DTYPE, POW2).to(tl.uint8, bitcast=True)
     tl.store(data + data_start + (index - start), codes, mask=inside)
 
 
@@ -135,7 +139,9 @@ class TritonShardCast:
 
     def cast(self, scales: torch.Tensor, source: Source) -> None:
         """Refill every weight's `data`, as ShardCast says."""
-        self._launch(_cast, (scales, self._shards), source, **format_arguments(self._spec.format, self._spec.scale))
+        words = format_arguments(self._spec.format, self._spec.scale)
+        saturate = fixed_scale(self._spec.scale) is not None
+        self._launch(_cast, (scales, self._shards), source, SATURATE=saturate, **words)
 
     def _launch(self, kernel: triton.JITFunction, buffers: tuple[torch.Tensor, ...], source: Source, **words) -> None:
         numbers = [source(weight) for weight in self._weights]

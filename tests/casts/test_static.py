@@ -1,0 +1,164 @@
+"""Static scales: one power of two whatever the numbers are, saturation, and no amax in any cast of a layer."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import ds_fp8
+from ds_fp8.casts import QuantizedTensor, quantize, quantize_both, scale_from_amax
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import FORMATS, CastSpec, fixed_scale, static_scale_type
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.monitor.statistics import add_cast_statistics
+from ds_fp8.zero.shard_cast import ReferenceShardCast
+from tests.casts import oracle
+from tests.layers.hugging_face import causal_lm, tokens
+from tests.zero.shard_casts import buffer_of, shards_of, weights_of
+
+kernels = pytest.importorskip("ds_fp8.casts.quantization_triton", reason="Triton is not installed")
+SMALL = [(131, 301), (1, 5), (70, 131)]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STATIC = {"scale": "static", "granularity": "tensor"}
+LINEAR = {"input": STATIC, "weight": STATIC, "grad_output": {**STATIC, "format": "e5m2", "static_exponent": -12}}
+
+
+def numbers(shape, spread: float = 200.0) -> torch.Tensor:
+    """Return random numbers of all sizes, some too large for E4M3, with an Inf and a NaN where there is room."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator).pow(8) * spread * 10
+    if x.numel() > 3:
+        x.view(-1)[1], x.view(-1)[2] = torch.inf, torch.nan
+    return x
+
+
+@pytest.mark.parametrize("exponent", [0, -24, 5])
+def test_the_word_says_the_scale(exponent):
+    assert fixed_scale(static_scale_type(exponent)) == 2.0**exponent
+
+
+@pytest.mark.parametrize("scale", ["static 3", "statics", "static 2^"])
+def test_other_words_are_errors(scale):
+    with pytest.raises(ValueError, match="is not one of"):
+        quantize(torch.ones(3), "e4m3", "tensor", scale)
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("exponent", [0, -3, 4])
+@pytest.mark.parametrize("shape", [(1, 1), (3,), (7, 130), (2, 3, 5)])
+def test_every_code_is_the_nearest_and_saturates(format, exponent, shape):
+    """Beside an enumeration of all numbers of the format."""
+    x, layout = numbers(shape), FORMATS[format]
+    result = quantize(x, format, "tensor", static_scale_type(exponent))
+    assert torch.equal(result.scale, torch.tensor(2.0**exponent))
+    magnitudes = torch.arange(128, dtype=torch.uint8).view(layout.dtype).float()
+    magnitudes = magnitudes[magnitudes.isfinite()]
+    units = (x / 2.0**exponent).abs().clamp(max=layout.max)
+    distance = (units[..., None] - magnitudes).abs().amin(-1)
+    got = result.dequantize()
+    finite = x.isfinite()
+    assert torch.equal(got.isfinite(), finite)
+    assert torch.equal(((x - got).abs() / 2.0**exponent)[finite & (units < layout.max)],
+                       distance[finite & (units < layout.max)])  # fmt: skip
+    assert torch.equal(got[finite].abs().amax() <= layout.max * 2.0**exponent, torch.tensor(True))
+
+
+def test_as_the_oracle_where_the_oracles_amax_gives_the_same_scale():
+    x = torch.randn(40, 130).clamp(-400, 400)
+    x[0, 0] = 448.0
+    codes, _ = oracle.quantize(x.numpy(), "e4m3", "tensor", "pow2")
+    assert (quantize(x, "e4m3", "tensor", "static").data.view(torch.uint8).numpy() == codes).all()
+
+
+@pytest.mark.parametrize("granularity", ["row", "1x128", "128x128"])
+def test_groups_are_errors(granularity):
+    with pytest.raises(ValueError, match="one for all of a tensor"):
+        quantize(torch.ones(2, 2), "e4m3", granularity, "static")
+
+
+def test_formats_without_nan_are_errors():
+    with pytest.raises(ValueError, match="hide overflow"):
+        quantize(torch.ones(2), "int8", "tensor", "static")
+
+
+def test_no_amax_makes_it():
+    with pytest.raises(ValueError, match="does not follow from an amax"):
+        scale_from_amax(torch.ones(1), "e4m3", "static")
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 130), (130, 257), (128, 128)])
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("factors", [False, True])
+def test_the_kernel_is_the_reference(shape, format, factors):
+    """Powers of two: Triton's interpreter rounds other numbers in its own way."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-5, 22, shape, generator=generator).float().exp2()
+    if x.numel() > 3:
+        x.view(-1)[0], x.view(-1)[1], x.view(-1)[2] = -torch.inf, torch.nan, 0
+    row = torch.full((shape[0],), 2.0) if factors else None
+    column = torch.full((shape[1],), 0.5) if factors else None
+    expected = quantize_both(x, format, "tensor", "tensor", "static 2^2", row, column)
+    on_device = [None if t is None else t.to(DEVICE) for t in (x, row, column)]
+    results = kernels.quantize_statically(on_device[0], format, "static 2^2", True, True, *on_device[1:])
+    for result, wanted in zip(results, expected, strict=True):
+        assert torch.equal(result.scale.cpu(), wanted.scale)
+        assert torch.equal(result.dequantize().cpu().nan_to_num(-1), wanted.dequantize().nan_to_num(-1))
+    assert kernels.quantize_statically(on_device[0], format, "static", False, True)[0] is None
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_shards_are_cast_like_the_whole(world):
+    spec = CastSpec("e4m3", "tensor", "static 2^-1")
+    masters = [torch.randint(-5, 12, shape).float().exp2() for shape in SMALL]
+    masters[0][0, 0], masters[1][0, 0] = torch.inf, torch.nan
+    shard_casts = pytest.importorskip("ds_fp8.zero.shard_cast_triton")
+    for make in (ReferenceShardCast, lambda w, s: shard_casts.TritonShardCast(w, w[0].data._base, s)):
+        parts = []
+        for rank in range(world):
+            weights = weights_of(rank, world, "tensor", DEVICE, SMALL)
+            shards = shards_of([master.to(DEVICE) for master in masters], weights)
+            scales = torch.full_like(buffer_of(weights), 0.5)
+            make(weights, spec).cast(scales, shards.__getitem__)
+            parts.append([weight.data[: weight.shard.valid] for weight in weights])
+        for master, codes in zip(masters, zip(*parts, strict=True), strict=True):
+            got = QuantizedTensor(torch.cat(codes).cpu().view(torch.float8_e4m3fn).view(master.shape),
+                                  torch.tensor(0.5), "tensor", spec.scale)  # fmt: skip
+            expected = quantize(master, "e4m3", "tensor", spec.scale).dequantize()
+            assert torch.equal(got.dequantize().nan_to_num(-1), expected.nan_to_num(-1))
+
+
+def test_the_monitor_counts_what_saturates():
+    x = torch.full((4, 8), 3.0)
+    x[0, :3] = 1000.0
+    sums, peaks = torch.zeros(5, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    add_cast_statistics(x, quantize(x, "e4m3", "tensor", "static"), sums, peaks)
+    assert sums[1] == 3
+    assert sums[2] == 0
+
+
+@pytest.mark.parametrize(
+    "linear",
+    [
+        {"input": {"scale": "static"}},
+        {"input": {"static_exponent": 3}},
+        {"input": {**STATIC, "format": "int8"}},
+        {"input": STATIC, "wgrad": {"input": "1x128"}},
+    ],
+)
+def test_what_does_not_go_together_is_an_error(linear):
+    with pytest.raises(UserError, match="static"):
+        FP8Config(linear=linear)
+
+
+def test_no_cast_of_a_fused_layer_looks_for_an_amax():
+    """The same count finds amax where scales follow it."""
+    counts = {}
+    for name, linear in (("static", LINEAR), ("pow2", {})):
+        model = causal_lm("qwen2")
+        ds_fp8.convert(model, FP8Config(linear=linear, monitor={"every": 0}))
+        ids = tokens(2, 64)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            model(ids, labels=ids).loss.backward()
+        counts[name] = sum(event.count for event in profiler.key_averages() if "amax" in event.key)
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert counts["static"] == 0
+    assert counts["pow2"] > 0

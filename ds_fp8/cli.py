@@ -41,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> None:
-    """Run `main` as a console command: a UserError is one printed screen."""
+    """Run `main` as a console command: a UserError is one printed screen, and a rank's end is known to the others."""
+    if sys.argv[1:2] == ["train"]:
+        from ds_fp8.cluster.entry import rank_entry
+
+        rank_entry(main)
     main_entry(main)
 
 

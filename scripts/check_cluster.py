@@ -14,7 +14,7 @@ import warnings
 
 from ds_fp8.cluster import watchdog
 from ds_fp8.cluster.entry import rank_entry
-from ds_fp8.cluster.launch_options import add_launch_options, launch_as
+from ds_fp8.cluster.launch_options import add_launch_options, check_launch_options, launch_as
 from ds_fp8.cluster.start_checks import Job, check_ranks
 
 
@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     add_launch_options(parser)
     arguments = parser.parse_args()
+    check_launch_options(arguments)
     if arguments.hostfile:
         command = [__file__, "--elements", str(arguments.elements), "--timeout", str(arguments.timeout)]
         if arguments.deepspeed_config:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from ds_fp8.cluster.launcher import Launch, launch
+from ds_fp8.config.errors import UserError
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +28,29 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help='more for the deepspeed command, such as "--master_addr 10.0.0.1 --ssh_port 2222"',
     )
+
+
+def check_launch_options(arguments: argparse.Namespace, local_restarts: bool = False) -> None:
+    """Refuse options that go with --hostfile alone, where there is none, and all of them on a rank.
+
+    Args:
+        arguments: parsed with `add_launch_options`.
+        local_restarts: whether --max-restarts also goes without --hostfile.
+    """
+    needs_hosts = {"--min-hosts": arguments.min_hosts is not None, "--launcher-options": arguments.launcher_options}
+    restarts = {"--max-restarts": arguments.max_restarts != 0}
+    hostfile = {"--hostfile": arguments.hostfile}
+    if "RANK" in os.environ:
+        refused, why = hostfile | restarts | needs_hosts, "another launcher has started this rank (RANK is set)"
+        remedy = "leave it out, and give it to that launcher; or unset RANK"
+    elif arguments.hostfile is None:
+        refused, why = needs_hosts | ({} if local_restarts else restarts), "there is no --hostfile"
+        remedy = "give --hostfile FILE, or leave it out"
+    else:
+        return
+    for option, given in refused.items():
+        if given:
+            raise UserError(f"{option} does nothing here: {why}", key=option, remedy=remedy)
 
 
 def launch_as(arguments: argparse.Namespace, command: Sequence[str]) -> int:

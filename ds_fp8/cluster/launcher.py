@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ds_fp8.cluster.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_USER_ERROR
 from ds_fp8.cluster.hostfile import Host, read_hostfile
+from ds_fp8.cluster.job_process import run_job, say, with_restarts
 from ds_fp8.config.errors import UserError
 
 _CONNECT = 10
@@ -51,7 +49,8 @@ def launch(hostfile: str | os.PathLike, job: Launch) -> int:
         One of cluster.exit_codes.
 
     Raises:
-        UserError: for a mistake in the hostfile, a missing program, or hosts that do not answer.
+        UserError: for a mistake in the hostfile or in the numbers of `job`, a missing program, or hosts that do not
+            answer.
     """
     hosts = read_hostfile(hostfile)
     for program in ("pdsh", "ssh"):
@@ -60,7 +59,14 @@ def launch(hostfile: str | os.PathLike, job: Launch) -> int:
                 f"there is no {program} on this host", remedy=f"install {program} (Debian: apt install pdsh)"
             )
     fewest = len(hosts) if job.min_hosts is None else job.min_hosts
-    for attempt in range(job.max_restarts + 1):
+    if not 1 <= fewest <= len(hosts):
+        raise UserError(
+            f"{fewest} hosts are to be left of {len(hosts)}",
+            key="--min-hosts",
+            remedy=f"a number from 1 to {len(hosts)}",
+        )
+
+    def start(attempt: int) -> int:
         silent = unreachable(hosts)
         there = [host for host in hosts if host.name not in silent]
         # The first start is on all hosts: one that is missing then is a mistake, not a loss.
@@ -72,13 +78,10 @@ def launch(hostfile: str | os.PathLike, job: Launch) -> int:
                 + (f"; {fewest} hosts are needed (--min-hosts)" if attempt else ""),
             )
         if silent:
-            _say(f"going on with {len(there)} of {len(hosts)} hosts, without {', '.join(silent)}")
-        code = _meaning(_run(there, job, attempt, first_is_there=there[0] == hosts[0]))
-        if code != EXIT_LOST or attempt == job.max_restarts:
-            return code
-        time.sleep(_SETTLE)
-        _say(f"restart {attempt + 1} of {job.max_restarts}, from the last checkpoint")
-    return EXIT_LOST
+            say(f"going on with {len(there)} of {len(hosts)} hosts, without {', '.join(silent)}")
+        return _run(there, job, attempt, first_is_there=there[0] == hosts[0])
+
+    return with_restarts(start, job.max_restarts, _SETTLE)
 
 
 def unreachable(hosts: Sequence[Host]) -> dict[str, str]:
@@ -99,13 +102,7 @@ def unreachable(hosts: Sequence[Host]) -> dict[str, str]:
 
 
 def _run(hosts: Sequence[Host], job: Launch, attempt: int, first_is_there: bool) -> int:
-    """Run one attempt and return deepspeed's exit code, or EXIT_INTERRUPTED after a signal, which is passed on."""
-    options = list(job.options)
-    if "--master_addr" in options and not first_is_there:
-        place = options.index("--master_addr")
-        del options[place : place + 2]
-    if "--master_port" not in options:
-        options += ["--master_port", str(_PORT + attempt)]  # the last attempt's port may still be taken
+    """Run one attempt on these hosts; returns one of cluster.exit_codes."""
     append = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     environment = {**os.environ, "PDSH_SSH_ARGS_APPEND": f"{append} {shlex.join([*_SSH, *_DEAD_LINK])}".strip()}
     with tempfile.NamedTemporaryFile("w", prefix="hostfile-") as hostfile:
@@ -113,30 +110,26 @@ def _run(hosts: Sequence[Host], job: Launch, attempt: int, first_is_there: bool)
         hostfile.flush()
         # --force_multi: a single host that is left is not necessarily this one.
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile.name, "--force_multi"]
-        process = subprocess.Popen([*command, *options, *job.command], env=environment)
-        stopped = False
-
-        def stop(number: int, frame: object) -> None:
-            nonlocal stopped
-            stopped = True
-            process.send_signal(signal.SIGTERM)
-
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            code = process.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-    return EXIT_INTERRUPTED if stopped else code
+        command += attempt_options(job.options, attempt, first_is_there)
+        return run_job([*command, *job.command], environment=environment)
 
 
-def _meaning(code: int) -> int:
-    """Return the exit code of a run for deepspeed's, which is the largest of all hosts' or ssh's own."""
-    if code in (EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED):
-        return code
-    # 126 and 127: no such program on a host. Above: a signal, or ssh without a host.
-    return EXIT_LOST if code == EXIT_LOST or code < 0 or code > 127 else EXIT_FAILED
+def attempt_options(options: Sequence[str], attempt: int, first_is_there: bool) -> list[str]:
+    """Return the options of the deepspeed command for one attempt.
+
+    Args:
+        options: the user's, as "--master_port 29501" or "--master_port=29501".
+        attempt: its number, from 0.
+        first_is_there: whether the first host, whose address --master_addr may give, takes part.
+    """
+    kept = list(options)
+    place = _place("--master_addr", kept)
+    if place is not None and not first_is_there:
+        del kept[place : place + (1 if "=" in kept[place] else 2)]
+    if _place("--master_port", kept) is None:
+        kept += ["--master_port", str(_PORT + attempt)]  # the last attempt's port may still be taken
+    return kept
 
 
-def _say(line: str) -> None:
-    print(f"launcher: {line}", file=sys.stderr, flush=True)
+def _place(name: str, options: Sequence[str]) -> int | None:
+    return next((place for place, option in enumerate(options) if option.split("=")[0] == name), None)

@@ -8,7 +8,6 @@ continues where it stopped. The exit code is 0 where FP8 is equal, else 1.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -57,11 +56,9 @@ def main() -> int:
 
 def _train(config: Path, ranks: int, overrides: list[str]) -> None:
     """Make one run, with what it prints; its failure is this command's."""
-    from ds_fp8.cluster.local_launch import TRAIN, deepspeed_command
+    from ds_fp8.cluster.local_launch import train_here
 
-    command = [*deepspeed_command(ranks), *TRAIN] if ranks > 1 else [sys.executable, "-m", TRAIN[-1]]
-    command += ["--deepspeed_config", str(config)]
-    command += [part for change in overrides for part in ("--set", change)]
-    code = subprocess.run(command, check=False).returncode
+    changes = [part for change in overrides for part in ("--set", change)]
+    code = train_here(["--deepspeed_config", str(config), *changes], ranks)
     if code:
         sys.exit(code)

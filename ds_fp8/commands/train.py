@@ -3,21 +3,24 @@
 ds-fp8 train quickstart/cpt.json --gpus 2 [--set train.steps=50 ...]
 ds-fp8 train my_stage.json --hostfile hosts              starts itself on all hosts, and ends with them
 deepspeed --module ds_fp8.commands.train my_stage.json   with the launcher's own options
+
+SIGTERM saves a checkpoint and ends with exit code 143; the same command resumes. --max-restarts also goes without
+--hostfile.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import warnings
 from pathlib import Path
 
 from ds_fp8.cluster import watchdog
 from ds_fp8.cluster.entry import rank_entry
-from ds_fp8.cluster.launch_options import add_launch_options, launch_as
-from ds_fp8.cluster.local_launch import TRAIN, deepspeed_command
+from ds_fp8.cluster.launch_options import add_launch_options, check_launch_options, launch_as
+from ds_fp8.cluster.local_launch import TRAIN, train_here
 from ds_fp8.cluster.start_checks import Job, check_ranks
 from ds_fp8.commands.arguments import add_stage, count, parser_of, stage_file
+from ds_fp8.config.errors import UserError
 
 
 def main() -> int:
@@ -30,14 +33,17 @@ def main() -> int:
     arguments = parser.parse_args()
     file = stage_file(arguments)
     own = ["--deepspeed_config", str(file), *(part for change in arguments.set for part in ("--set", change))]
+    check_launch_options(arguments, local_restarts=True)
     if arguments.hostfile:
+        if arguments.gpus:
+            raise UserError("--gpus does nothing beside --hostfile", key="--gpus", remedy="its lines have slots=GPUS")
         return launch_as(arguments, [*TRAIN, *own])
+    if "RANK" not in os.environ:
+        import torch
 
-    import torch
-
-    ranks = arguments.gpus or torch.cuda.device_count() or 1
-    if "RANK" not in os.environ and ranks > 1:
-        return subprocess.run([*deepspeed_command(ranks), *TRAIN, *own], check=False).returncode
+        ranks = arguments.gpus or torch.cuda.device_count() or 1
+        if ranks > 1 or arguments.max_restarts:
+            return train_here(own, ranks, arguments.max_restarts)
     return _train(file, arguments.set)
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import FORMATS, GRANULARITIES, SCALE_TYPES, CastSpec, scale_shape
+from ds_fp8.config.formats import FORMATS, GRANULARITIES, CastSpec, scale_shape
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.schema import nearest
 from ds_fp8.data import IGNORED
@@ -68,7 +68,7 @@ def choice_of(word: str) -> Choice:
     """Return what a word stands for, but for "bf16". Raises UserError for one that means nothing."""
     format, *rest = NAMED.get(word, word).split(":")
     granularity, scale = (*rest, "pow2")[:2] if rest else ("row", "fp32")
-    for part, known in ((format, [*FORMATS, *NAMED]), (granularity, GRANULARITIES), (scale, SCALE_TYPES)):
+    for part, known in ((format, [*FORMATS, *NAMED]), (granularity, GRANULARITIES), (scale, SCALE_BITS)):
         if part not in known or len(rest) > 2:
             raise UserError(f'no cast is "{word}"', key="--formats", remedy=nearest(part, known))
     weight = "128x128" if granularity == "1x128" else granularity
@@ -99,7 +99,7 @@ def uniform(layers: Sequence[Layer], word: str) -> Mix:
 def section(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the "fp8" section in which layers have these casts."""
     linear = {"backend": "reference", "overrides": dict(overrides)}
-    return {"fuse": "off", "monitor": {"every": 0}, "param_gather": {"format": "bf16"}, "linear": linear}
+    return {"fuse": "off", "monitor": {"every": 0}, "linear": linear}
 
 
 def overrides_of(mix: Mapping[str, str]) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def test_an_unknown_key_names_the_nearest(preset, section, key, meant):
         ({"activations": {"save": "fp16"}}, "fp8.activations.save"),
         ({"param_gather": {"format": "int8"}}, "fp8.param_gather.format"),
         ({"grad_reduce": {"hierarchy": "deep"}}, "fp8.grad_reduce.hierarchy"),
-        ({"optimizer": {"exp_avg": "int4"}}, "fp8.optimizer.exp_avg"),
+        ({"optimizer": {"exp_avg": "int5"}}, "fp8.optimizer.exp_avg"),
         ({"monitor": {"every": -1}}, "fp8.monitor.every"),
         ({"monitor": {"every": "often"}}, "fp8.monitor.every"),
     ],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ds_fp8.casts import primitives
-from ds_fp8.config.formats import SQUARE, CastSpec, format_of, scale_shape
+from ds_fp8.config.formats import FORMATS, SQUARE, CastSpec, format_of, scale_shape
 
 
 def block_scales(rows: int, columns: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -44,6 +44,18 @@ class QuantizedTensor:
                 f"scale has shape {tuple(self.scale.shape)}; {self.granularity} of data "
                 f"{tuple(self.data.shape)} needs {expected}"
             )
+
+    @classmethod
+    def of_bytes(cls, codes: torch.Tensor, scale: torch.Tensor, spec: CastSpec) -> QuantizedTensor:
+        """Return the tensor whose codes are these bytes.
+
+        Args:
+            codes: uint8, of the tensor's shape.
+            scale: FP32, as `scale_shape` has it.
+            spec: How the tensor was cast.
+        """
+        emulated = spec.format if FORMATS[spec.format].magnitudes else None
+        return cls(codes.view(FORMATS[spec.format].dtype), scale, spec.granularity, spec.scale, emulated)
 
     def __reduce__(self) -> tuple:
         # torch writes FP8 tensors into a plain pickle and cannot read them back: the bytes go in instead.

@@ -165,6 +165,18 @@ class CastSpec:
         """Return whether no kernel casts like this."""
         return self.emulated or self.rounding == "stochastic"
 
+    @property
+    def why_not_gathered(self) -> str | None:
+        """Return why ranks cannot cast their shards of a weight like this, or None where they can.
+
+        The gathered bytes serve a weight's both products.
+        """
+        if self.granularity in ALONG_CONTRACTION:
+            return f"{self.granularity} weights are cast along either contraction, from high precision"
+        if self.rounding == "stochastic":
+            return "weights rounded stochastically are cast where they are used"
+        return None
+
 
 def format_of(dtype: torch.dtype) -> Format:
     """Return the format stored as `dtype`.

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import FormatName
 from ds_fp8.config.linear import LinearConfig
 from ds_fp8.config.optimizer_state import (
     AUTO,
@@ -38,9 +39,9 @@ class ActivationsConfig(Section):
 class ParameterGatherConfig(Section):
     """What ZeRO-3's parameter all-gather carries for the weights of FP8 linears."""
 
-    format: Literal["e4m3", "e5m2", "bf16"] = "e4m3"
-    """That of linear.weight, or bf16. Weights that an override casts are gathered in the override's cast, or in BF16
-    where that is emulated."""
+    format: FormatName | Literal["bf16"] = "e4m3"
+    """That of linear.weight, or bf16. Weights that an override casts are gathered in the override's cast; in BF16 where
+    that is stochastic, or 1x32 or 1x16, which is cast anew for dgrad. Every format takes a byte an element."""
     transport: Literal["auto", "nccl", "copy_engine"] = "auto"
     """copy_engine: within one host every rank copies the others' FP8 shards out of their memory, which takes none of
     the multiprocessors that products run on; an error where the GPUs cannot read each other's memory. auto: copy
@@ -50,8 +51,9 @@ class ParameterGatherConfig(Section):
 class GradientReduceConfig(Section):
     """What ZeRO-3's gradient reduce-scatter carries for every gradient of two or more dimensions."""
 
-    format: Literal["e4m3", "e5m2", "bf16"] = "e4m3"
-    """bf16: DeepSpeed's own reduce-scatter."""
+    format: FormatName | Literal["bf16"] = "e4m3"
+    """bf16: DeepSpeed's own reduce-scatter. Every other format takes a byte an element; but e4m3 and e5m2 all are
+    emulated."""
     scale: Literal["group", "tensor"] = "group"
     """group: every 128 elements have their own. tensor: one for each gradient, agreed by all ranks and adapted over
     time, as in FP8-LM (arXiv 2310.18313)."""
@@ -90,7 +92,8 @@ class OptimizerStateConfig(Section):
     shards of master weights in FP32, so there the values change and the memory does not. Compressed moments beside them
     have "granularity": "tensor"."""
     exp_avg: CodecName = "fp32"
-    """Of the first moment. e4m3_expanded (COAT): the range of each group is stretched over E4M3's."""
+    """Of the first moment. e4m3_expanded (COAT): the range of each group is stretched over E4M3's. Those after it in
+    this list are emulated: a byte an element, by torch."""
     exp_avg_sq: CodecName = "fp32"
     """Of the second moment."""
     granularity: StateGranularity = "1x128"
@@ -100,7 +103,7 @@ class OptimizerStateConfig(Section):
     stuck. e4m3_expanded has FP32 scales whatever is said here."""
     stochastic_rounding: bool | Literal["auto"] | tuple[str, ...] = AUTO
     """What is rounded up or down at random, right on average: some of exp_avg, exp_avg_sq and master; true: all. auto:
-    moments in FP8 (but not exp_avg in e4m3_expanded) and FP16 masters, for nearest rounding loses small changes."""
+    moments in a byte (but not exp_avg in e4m3_expanded) and FP16 masters, for nearest rounding loses small changes."""
     seed: Seed = 0
     """Of stochastic rounding."""
     implementation: Literal["auto", "ds_fp8"] = "auto"
@@ -229,9 +232,10 @@ class FP8Config(Section):
     @model_validator(mode="after")
     def _gathers_what_is_multiplied(self) -> FP8Config:
         gathered, multiplied = self.param_gather.format, self.linear.weight.format
-        if gathered != "bf16" and self.linear.weight.spec.by_torch:
+        why = self.linear.weight.spec.why_not_gathered
+        if gathered != "bf16" and why is not None:
             raise UserError(
-                f'param_gather.format "{gathered}" cannot carry weights cast as {self.linear.weight}: emulated',
+                f'param_gather.format "{gathered}" cannot carry weights cast as {self.linear.weight}: {why}',
                 key="fp8.param_gather.format",
                 remedy='"param_gather": {"format": "bf16"}',
             )

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import FORMATS, EmulatedFormat
 
-CodecName = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded"]
+CodecName = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded", EmulatedFormat]
 MasterName = Literal["fp32", "fp16_scaled"]
 StateGranularity = Literal["1x128", "tensor"]
 StateScale = Literal["fp32", "pow2"]
@@ -28,7 +29,7 @@ class StatePrecision:
     scale: StateScale = "fp32"
     stochastic_rounding: bool | Literal["auto"] | tuple[StatePart, ...] = AUTO
     """What is rounded at random rather than to nearest: these parts, or all where True. auto: what loses much of its
-    changes to nearest rounding, which is moments in FP8 (not the expanded exp_avg) and masters in FP16."""
+    changes to nearest rounding, which is moments in a byte (not the expanded exp_avg) and masters in FP16."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,8 +83,8 @@ class StatePrecision:
             return get_args(StatePart) if self.stochastic_rounding else ()
         if self.stochastic_rounding == AUTO:
             losing = {
-                "exp_avg": self.exp_avg in ("e4m3", "e5m2"),
-                "exp_avg_sq": self.exp_avg_sq in ("e4m3", "e5m2", "e4m3_expanded"),
+                "exp_avg": self.exp_avg in FORMATS,
+                "exp_avg_sq": self.exp_avg_sq in (*FORMATS, "e4m3_expanded"),
                 "master": self.master == "fp16_scaled",
             }
             return tuple(part for part, loses in losing.items() if loses)

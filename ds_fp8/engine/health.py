@@ -13,7 +13,7 @@ from deepspeed import comm as dist
 from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, cast, quantize
-from ds_fp8.config.formats import BLOCK
+from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.layers.convert import layer_of, restore
 from ds_fp8.layers.linear import FP8Linear
@@ -63,7 +63,8 @@ class Health:
         if scale is None:
             quantized = quantize(groups, format, "1x128", "pow2")
         else:
-            quantized = QuantizedTensor(cast(groups, scale, format, "tensor"), scale, "tensor")
+            codes = cast(groups, scale, format, "tensor").view(torch.uint8)
+            quantized = QuantizedTensor.of_bytes(codes, scale, CastSpec(format, "tensor", "fp32"))
         self._monitor.observe("grad_weight", groups, quantized, self._site_of_gradient[name])
 
     def end_step(self) -> None:

@@ -242,7 +242,7 @@ def _install(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
             (module.weight, module.recipe.weight)
             for module in engine.module.modules()
             if isinstance(module, FP8Linear)
-            and not module.recipe.weight.by_torch
+            and module.recipe.weight.why_not_gathered is None
             and seams.is_partitioned(module.weight)
             and id(module.weight) not in read
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import deepspeed
 import torch
@@ -13,6 +13,9 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from ds_fp8.config.formats import EmulatedFormat
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.optimizer_state import MOMENTS
 from ds_fp8.engine import break_even
 from ds_fp8.engine.coverage import EXPERTS, coverage
 from ds_fp8.engine.state import FP8State
@@ -55,7 +58,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "backend": recipe.backend,
         "backend_description": DESCRIPTIONS[recipe.backend],
         "casts": {name: str(getattr(fp8.linear, name)) for name in ("input", "weight", "grad_output")},
-        "emulated": sorted({str(cast) for linear in linears for cast in linear.recipe.emulated}),
+        "emulated": sorted({str(cast) for linear in linears for cast in linear.recipe.emulated}) + _emulated_state(fp8),
         "overrides": _overrides(state),
         "smooth_swiglu": len(state.conversion.smoothed),
         "fp8_linears": len(linears),
@@ -114,12 +117,19 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         report["notes"].append("fp8.linear.smooth_swiglu changes nothing: the model has no gated MLP in FP8")
     if report["emulated"]:
         formats = ", ".join(report["emulated"])
-        report["notes"].append(f"emulated, in one byte an element: {formats}; nothing here multiplies them natively")
+        report["notes"].append(f"emulated, in one byte an element: {formats}; nothing here computes with them natively")
     if recipe.backend == "reference":
         report["notes"].append("emulated arithmetic: the numerics of FP8, slower than BF16")
     elif (slow := break_even.warning(break_even.typical_hidden(linears), tokens)) is not None:
         report["notes"].append(slow)
     return report
+
+
+def _emulated_state(fp8: FP8Config) -> list[str]:
+    """Return what beside the linears is kept or sent in emulated formats."""
+    formats = {"gradients on the wire": fp8.grad_reduce.format}
+    formats |= {name: getattr(fp8.optimizer, name) for name in MOMENTS}
+    return [f"{format} {what}" for what, format in formats.items() if format in get_args(EmulatedFormat)]
 
 
 def _overrides(state: FP8State) -> list[dict[str, Any]]:

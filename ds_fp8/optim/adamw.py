@@ -45,7 +45,8 @@ class AdamW(torch.optim.Optimizer):
         betas: Decay rates of exp_avg and exp_avg_sq.
         eps: Added to the root of exp_avg_sq.
         weight_decay: Relative to lr, as in torch.optim.AdamW.
-        exp_avg: How the first moment is stored: "fp32", "bf16", "fp16", "e4m3", "e5m2" or "e4m3_expanded" (codecs.py).
+        exp_avg: How the first moment is stored: "fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded" (codecs.py), or
+            a format of config.formats, such as "log8", which is emulated: the step is torch's on a GPU too.
         exp_avg_sq: How the second moment is stored; likewise.
         master: "fp32": a parameter in FP32 is its own master, one in BF16 or FP16 gets an FP32 copy. "fp16_scaled":
             masters are FP16 numbers in units of one power of two a tensor. An FP32 parameter holds such numbers in its

@@ -53,7 +53,8 @@ def adamw_step(
     Raises:
         ValueError: Moments in groups of 128 elements beside a state with several segments.
     """
-    if grad.is_cuda:
+    emulated = any(isinstance(state, Moment) and state.codec.emulated for state in (exp_avg, exp_avg_sq))
+    if grad.is_cuda and not emulated:
         from ds_fp8.optim import adamw_step_triton
 
         step_on_device = adamw_step_triton.adamw_step

@@ -5,10 +5,12 @@
     fp16            2 bytes in units of a scale                        x ≈ code * scale
     e4m3, e5m2      1 byte in units of a scale
     e4m3_expanded   1 byte, the range of the group bent to fill E4M3   |x| ≈ scale * (|code| / 448) ** (1 / exponent)
+    int8, log8 ...  1 byte in units of a scale: the emulated formats of config.formats
 
-The scale of fp16, e4m3 and e5m2 brings the group's largest magnitude to the format's largest number. Rounded up to a
-power of two (`pow2`) or to 13 significant bits (`fp32`) it makes every product code * scale exact in FP32, and a group
-that is decoded and encoded again gives the same values: checkpoints hold decoded moments and lose nothing.
+The scale of fp16, e4m3, e5m2 and emulated formats brings the group's largest magnitude to the format's largest number.
+Rounded up to a power of two (`pow2`) or to 13 significant bits (`fp32`) it makes every product code * scale exact in
+FP32 (but for log8, whose numbers are rounded themselves), and a group that is decoded and encoded again gives the same
+values: checkpoints hold decoded moments and lose nothing.
 
 `e4m3_expanded` is the dynamic range expansion of COAT (arXiv 2410.19313). There code = cast((|x| / c) ** k / s) with
 c = sqrt(max * min), s = (max / c) ** k / 448 and k = log(448² / 2) / log(max / min) rounded down to sixteenths; c and s
@@ -27,8 +29,10 @@ from typing import NamedTuple, get_args
 
 import torch
 
+from ds_fp8.casts.emulated import encode as encode_elements
+from ds_fp8.casts.emulated import encode_stochastically
 from ds_fp8.casts.primitives import decode as fp8_numbers
-from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE
+from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE, EmulatedFormat, Format
 from ds_fp8.config.optimizer_state import MOMENTS, CodecName, StatePrecision
 
 
@@ -38,16 +42,23 @@ class Codec:
 
     name: CodecName
     dtype: torch.dtype
-    mantissa_bits: int
-    min_exponent: int
-    """Of the smallest normal number."""
+    mantissa_bits: int = 0
+    min_exponent: int = 0
+    """Of the smallest normal number; of emulated formats neither is asked for."""
     max: float | None = None
     """What the largest magnitude of a group is brought to; None: there are no scales."""
     expanded: bool = False
 
     @property
+    def emulated(self) -> Format | None:
+        """Return the format whose codes are bytes that torch has no dtype for, or None."""
+        return FORMATS[self.name] if self.dtype is torch.uint8 else None
+
+    @property
     def smallest(self) -> float:
         """Return the smallest positive number of the format."""
+        if self.emulated is not None:
+            return self.emulated.smallest_subnormal
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
 
@@ -60,6 +71,7 @@ CODECS: dict[str, Codec] = {
         Codec("e4m3", torch.float8_e4m3fn, 3, -6, FORMATS["e4m3"].max),
         Codec("e5m2", torch.float8_e5m2, 2, -14, FORMATS["e5m2"].max),
         Codec("e4m3_expanded", torch.float8_e4m3fn, 3, -6, FORMATS["e4m3"].max, expanded=True),
+        *(Codec(name, torch.uint8, max=FORMATS[name].max) for name in get_args(EmulatedFormat)),
     )
 }
 assert tuple(CODECS) == get_args(CodecName)
@@ -145,6 +157,13 @@ def encode(
         magnitude = torch.where(magnitude > codec.max, codec.max, magnitude)  # NaN stays
     if never_zero and not codec.expanded:  # expansion brings the smallest to 2.3 steps of the format
         magnitude = torch.where(positive & (magnitude < codec.smallest), codec.smallest, magnitude)
+    if codec.emulated is not None:
+        signed = torch.copysign(magnitude, groups)
+        if noise is None:
+            codes = encode_elements(signed, codec.emulated)
+        else:
+            codes = encode_stochastically(signed, _as_groups(noise, granularity), codec.emulated)
+        return Encoded(codes.view(-1)[: x.numel()], scale, exponent)
     if noise is not None:
         bend = (EXPONENT_STEPS / exponent.float())[:, None] if codec.expanded else None
         magnitude = _round_with_noise(magnitude, _as_groups(noise, granularity), codec, bend)
@@ -154,7 +173,8 @@ def encode(
 
 def decode(encoded: Encoded, codec: Codec, granularity: str = "1x128") -> torch.Tensor:
     """Return the flat FP32 numbers [n] that `encoded` stands for."""
-    numbers = fp8_numbers(encoded.codes) if codec.dtype.itemsize == 1 else encoded.codes.float()
+    one_byte = codec.dtype.itemsize == 1
+    numbers = fp8_numbers(encoded.codes, format=codec.name) if one_byte else encoded.codes.float()
     if codec.max is None:
         return numbers
     groups = _as_groups(numbers, granularity)

@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, scale_from_amax
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import FORMATS, CastSpec, fixed_scale
+from ds_fp8.config.formats import CastSpec, fixed_scale
 from ds_fp8.zero import seams, streams
 from ds_fp8.zero.peer_memory import PeerMemory, share
 from ds_fp8.zero.shard_cast import make_shard_cast
@@ -86,9 +86,7 @@ class FP8Shards:
         for weight in self.weights.values():
             if weight.shard.valid:
                 numbers = on_device(self._source(weight), self.codes.device)
-                spec = weight.spec
-                codes = weight.cover(weight.data).view(FORMATS[spec.format].dtype)
-                cast = QuantizedTensor(codes, weight.covered(weight.scale), spec.granularity, spec.scale)
+                cast = QuantizedTensor.of_bytes(weight.cover(weight.data), weight.covered(weight.scale), weight.spec)
                 show(weight.parameter, weight.cover(numbers), cast, weight.shard.valid)
 
     def wait_for_refresh(self) -> None:
@@ -133,8 +131,13 @@ class FP8Shards:
                     continue
                 dist.all_reduce(amax[start:end], op=dist.ReduceOp.MAX, group=group)
                 self._wire.count(GATHER, "all_reduce", amax[start:end].nbytes, group)
-                scales[start:end] = scale_from_amax(amax[start:end], spec.format, spec.scale)
+                if spec.scale != "e4m3":
+                    scales[start:end] = scale_from_amax(amax[start:end], spec.format, spec.scale)
                 start = end
+            for weight in self.weights.values():
+                if weight.spec.scale == "e4m3":  # in units of one scale of the whole weight
+                    own = scale_from_amax(weight.scales_in(amax), weight.spec.format, "e4m3")
+                    weight.scales_in(scales).copy_(own)
             for shard_cast, _ in self._shard_casts:
                 shard_cast.cast(scales, self._source)
             for weight in self.weights.values():

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ds_fp8.config.formats import FORMATS
 from ds_fp8.zero.gradient_wire import sum_rows_reference
 from ds_fp8.zero.message import SPAN, Message, Target
 
@@ -34,14 +35,14 @@ def add_rows(
     Args:
         message: uint8 [rows, row bytes].
         shape: Of the message; one place.
-        format: FP8 format of the codes.
+        format: Of the codes.
         divisor: What the sum is divided by.
         targets: Slices of the message to add; none may overlap another.
         gradient: Flat shards of all gradients, FP32 or BF16 [n], written in place.
         squares: FP64 [spans], written in place: sums over what `gradient` then holds.
         accumulate: Add to what `gradient` holds rather than replace it.
     """
-    if message.device.type == "cuda":
+    if message.device.type == "cuda" and not FORMATS[format].magnitudes:
         from ds_fp8.zero import gradient_sum_triton
 
         gradient_sum_triton.add_rows(message, shape, format, divisor, targets, gradient, squares, accumulate)

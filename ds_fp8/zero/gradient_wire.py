@@ -1,6 +1,7 @@
 """What the gradient reduction sends: FP8 slices with their scales, packed by the sender, summed by the receiver.
 
 Each function has a Triton kernel for the GPU and a reference in torch; where scales are powers of two, the same bits.
+Emulated formats have the reference only.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import torch
 from torch.nn.functional import pad
 
 from ds_fp8.casts import QuantizedTensor, group_amax, scale_from_amax
+from ds_fp8.casts.emulated import encode, encode_stochastically
 from ds_fp8.casts.primitives import decode
 from ds_fp8.casts.stochastic import round_stochastically, uniform
-from ds_fp8.config.formats import BLOCK, FORMATS
+from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec
 from ds_fp8.zero.message import CastOptions, Message, Slices
 
 
@@ -25,7 +27,7 @@ def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: 
         slices: Where the gradient lies in it.
         options: How it is cast.
     """
-    if gradient.device.type == "cuda":
+    if gradient.device.type == "cuda" and not FORMATS[options.format].magnitudes:
         from ds_fp8.zero import gradient_wire_triton
 
         gradient_wire_triton.pack(gradient, message, shape, slices, options)
@@ -49,7 +51,7 @@ def pack_reference(
         scales = options.scale.expand(world, slices.padded // BLOCK)
     codes = _codes(x, scales, slices, options)
     if options.residual is not None:
-        lost = x - QuantizedTensor(codes, scales, "1x128").dequantize()
+        lost = x - QuantizedTensor.of_bytes(codes, scales, CastSpec(options.format, "1x128")).dequantize()
         lost = lost[:, : slices.length].flatten()[: flat.numel()]
         options.residual.copy_(torch.where(lost.isfinite(), lost, options.residual.float()))
 
@@ -57,22 +59,25 @@ def pack_reference(
     columns = slice(slices.column, slices.column + slices.padded)
     codes_of, scales_of = _parts(message, shape)
     by_place = (shape.places, shape.rows, -1)
-    codes_of[:, :, columns] = codes.view(torch.uint8).view(by_place).transpose(0, 1)
+    codes_of[:, :, columns] = codes.view(by_place).transpose(0, 1)
     scales_of[:, :, groups] = scales.reshape(by_place).transpose(0, 1)
 
 
 def _codes(x: torch.Tensor, scales: torch.Tensor, slices: Slices, options: CastOptions) -> torch.Tensor:
-    """Return the FP8 codes of x [W, padded] in units of scales [W, padded/128]."""
+    """Return the codes, as bytes, of x [W, padded] in units of scales [W, padded/128]."""
     target = FORMATS[options.format]
     in_units = x / scales.repeat_interleave(BLOCK, 1)
     if options.clipped is not None:
         options.clipped.add_((in_units.abs() > target.max).sum())
-    in_units = in_units.clamp(-target.max, target.max)
+    in_units, draw = in_units.clamp(-target.max, target.max), None
     if options.key is not None:
         rank, within = (torch.arange(n, device=x.device) for n in x.shape)
         draw = uniform(rank[:, None] * slices.length + within, options.key)
+    if target.magnitudes:
+        return encode(in_units, target) if draw is None else encode_stochastically(in_units, draw, target)
+    if draw is not None:
         in_units = round_stochastically(in_units, draw, options.format)
-    return in_units.to(target.dtype)
+    return in_units.to(target.dtype).view(torch.uint8)
 
 
 def _parts(message: torch.Tensor, shape: Message) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +99,7 @@ def sum_rows(message: torch.Tensor, shape: Message, format: str, divisor: int = 
     Returns:
         FP32 [places * width].
     """
-    if message.device.type == "cuda":
+    if message.device.type == "cuda" and not FORMATS[format].magnitudes:
         from ds_fp8.zero import gradient_wire_triton
 
         return gradient_wire_triton.sum_rows(message, shape, format, divisor)
@@ -106,6 +111,6 @@ def sum_rows_reference(message: torch.Tensor, shape: Message, format: str, divis
     total = torch.zeros(shape.codes // BLOCK, BLOCK, device=message.device)
     codes, scales = _parts(message, shape)
     for row, scale in zip(codes, scales, strict=True):
-        numbers = decode(row.contiguous().view(FORMATS[format].dtype))
+        numbers = decode(row.contiguous().view(FORMATS[format].dtype), format=format)
         total += numbers.view(-1, BLOCK) * scale.reshape(-1, 1)
     return (total / divisor).flatten()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.config.formats import FORMATS, CastSpec
+from ds_fp8.config.formats import CastSpec
 from ds_fp8.layers.weights import GATHERED
 from ds_fp8.zero import grouped, seams, streams
 from ds_fp8.zero.fp8_shards import FP8Shards, in_runs
@@ -163,9 +163,7 @@ class ParameterGather:
 
     def _make_available(self, weight: ShardedWeight, codes: torch.Tensor, scale: torch.Tensor) -> None:
         """Hang the gathered weight on its parameter, from the uint8 codes [R * C]."""
-        spec = weight.spec
-        data = codes.view(FORMATS[spec.format].dtype).view(weight.shard.shape)
-        gathered = QuantizedTensor(data, scale, spec.granularity, spec.scale)
+        gathered = QuantizedTensor.of_bytes(codes.view(weight.shard.shape), scale, weight.spec)
         setattr(weight.parameter, GATHERED, gathered)
         weight.parameter.data = weight.placeholder
         seams.end_gather(weight.parameter)

@@ -5,7 +5,8 @@
 
 With static scales there is nothing to agree on, and only the second half is run.
 
-On a GPU each half is one kernel over all weights at once, elsewhere torch, weight by weight: the same bits either way.
+On a GPU each half is one kernel over all weights at once; elsewhere, and for emulated formats, torch, weight by weight:
+the same bits either way.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ReferenceShardCast:
 
 def make_shard_cast(weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: CastSpec) -> ShardCast:
     """Return the faster ShardCast of the device that `shards`, the buffer of all codes, is on."""
-    if shards.device.type != "cuda":
+    if shards.device.type != "cuda" or spec.emulated:
         return ReferenceShardCast(weights, spec)
     from ds_fp8.zero.shard_cast_triton import TritonShardCast
 

@@ -1,7 +1,7 @@
 """Layout of a weight's shard: rows, scale groups, place in the flat buffers.
 
 A shard is a flat slice [start, stop) of a matrix [R, C]. To find its groups it is laid over the whole rows it touches,
-down to a multiple of 128 rows, with zeros elsewhere: then the reference cast's own group arithmetic applies.
+down to a multiple of its blocks' rows, with zeros elsewhere: then the reference cast's own group arithmetic applies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ds_fp8.config.formats import BLOCK, CastSpec, scale_shape
+from ds_fp8.config.formats import SQUARE, CastSpec, group_shape, scale_shape
 from ds_fp8.layers.weights import group_of, placeholder
 from ds_fp8.zero import seams
 
@@ -45,7 +45,7 @@ class ShardedWeight:
         rows, columns = self.shard.shape
         self.numel = rows * columns
         # Rows that share a row of scales; the cover begins with a whole group of them.
-        self.unit = BLOCK if self.granularity == "128x128" else 1
+        self.unit = group_shape(self.granularity)[0] if self.granularity in SQUARE else 1
         self.first_row = min(self.shard.start, self.numel) // columns // self.unit * self.unit
         stop = math.ceil((self.shard.start + self.shard.valid) / columns) if self.shard.valid else self.first_row
         self.num_rows = stop - self.first_row

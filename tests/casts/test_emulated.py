@@ -145,7 +145,8 @@ def test_columnwise_is_the_cast_of_the_transposed_matrix():
     [
         ({"linear": {"input": {"format": "e3m9"}}}, "fp8.linear.input.format"),
         ({"linear": {"weight": {"format": "int8"}}}, "fp8.param_gather.format"),
-        ({"linear": {"weight": {"granularity": "32x32"}}}, "fp8.param_gather.format"),
+        ({"linear": {"weight": {"granularity": "1x32"}}}, "fp8.param_gather.format"),
+        ({"linear": {"weight": {"rounding": "stochastic"}}}, "fp8.param_gather.format"),
         ({"linear": {"backend": "cublas", "input": {"format": "int8"}}}, None),
     ],
 )

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from ds_fp8.casts import quantize
 from ds_fp8.zero.gradient_wire import pack_reference, sum_rows_reference
 from ds_fp8.zero.message import CastOptions, Message, Slices
 
@@ -105,6 +106,23 @@ def test_the_residual_is_what_the_cast_lost(dtype):
     assert (total - rounds * gradient).norm() < 2 * (once - gradient).norm()
     assert (rounds * once - rounds * gradient).norm() > 5 * (total - rounds * gradient).norm()
     torch.testing.assert_close(residual.float(), rounds * gradient - total, rtol=0.1, atol=2e-3)
+
+
+@pytest.mark.parametrize("format", ["int8", "e3m4", "log8", "e2m1", "int4"])
+@pytest.mark.parametrize(("rows", "places", "numels"), SHAPES)
+def test_emulated_messages_say_what_the_cast_of_each_slice_says(rows, places, numels, format):
+    shape, slices = laid_out(rows, places, numels)
+    gradients = gradients_of(numels)
+    residuals = [torch.zeros(numel) for numel in numels]
+    message = torch.zeros(shape.rows, shape.row_bytes, dtype=torch.uint8)
+    for gradient, place, residual in zip(gradients, slices, residuals, strict=True):
+        pack_reference(gradient, message, shape, place, CastOptions(format, residual=residual))
+    for gradient, place, residual in zip(gradients, slices, residuals, strict=True):
+        found = slices_in(message, shape, place, len(gradient), format)
+        parts = gradient.float().split(place.length)
+        expected = torch.cat([quantize(part, format, "1x128").dequantize() for part in parts])
+        assert torch.equal(found, expected)
+        assert torch.equal(residual, gradient.float() - expected)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

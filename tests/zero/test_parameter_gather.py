@@ -59,6 +59,44 @@ def test_gathered_weight_is_the_cast_of_the_whole_master(ranks, world, preset):
             assert all(result.values()), results
 
 
+EMULATED = {
+    "layers.0.up": ("int8", "row", "fp32"),
+    "layers.0.down": ("e2m1", "16x16", "e4m3"),
+    "layers.1.up": ("e3m4", "32x32", "pow2"),
+    "layers.1.down": ("log8", "tensor", "fp32"),
+    "layers.2.up": ("int4", "128x128", "pow2"),
+    "layers.2.down": ("e2m3", "32x32", "e4m3"),
+}
+
+
+def emulated_against_whole():
+    """Per weight, after a step: whether what is gathered, shown and used is the cast of the whole master tensor."""
+    words = ("format", "granularity", "scale")
+    overrides = {name: {"weight": dict(zip(words, spec, strict=True))} for name, spec in EMULATED.items()}
+    engine = models.build(models.config({"linear": {"overrides": overrides}, "monitor": {"every": 0}}))
+    models.train(engine, 1)
+    shown = {}
+    engine.fp8.parameter_gather.observe(lambda weight, rows, cast, elements: shown.update({id(weight): cast}))
+    result = {}
+    for name, module in fp8_linears(engine).items():
+        whole = quantize(models.full_master(module.weight), *EMULATED[name])
+        gather(engine, [module.weight])
+        ours = getattr(module.weight, GATHERED)
+        assert (ours.spec, ours.data.dtype) == (whole.spec, torch.uint8)
+        numbers = torch.equal(ours.dequantize(), whole.dequantize())
+        result[name] = numbers and torch.equal(ours.data, whole.data) and torch.equal(ours.scale, whole.scale)
+        assert shown[id(module.weight)].spec == whole.spec
+        module.weight.partition()
+    return result, engine.fp8.report["emulated"]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_emulated_weights_are_gathered_as_the_cast_of_the_whole_master(ranks, world):
+    for result, emulated in ranks(world, emulated_against_whole):
+        assert result == dict.fromkeys(EMULATED, True)
+        assert "e2m1 16x16 e4m3" in emulated
+
+
 def gathered_parameters_are_bf16(write):
     engine = models.build(models.config({"monitor": {"every": 0}}))
     models.train(engine, 1)

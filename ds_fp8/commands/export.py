@@ -121,6 +121,7 @@ def _read_model(folder: Path) -> tuple[PretrainedConfig, Callable | None, Genera
     from transformers import AutoConfig, GenerationConfig
 
     from ds_fp8.data import load_tokenizer, save_tokenizer
+    from ds_fp8.export.generation import make_savable
 
     tokenizer = None
     if (folder / "tokenizer_config.json").is_file():
@@ -128,6 +129,8 @@ def _read_model(folder: Path) -> tuple[PretrainedConfig, Callable | None, Genera
     generation = None
     if (folder / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(folder)
+        if left_out := make_savable(generation):
+            print(f"note: {left_out}")
     try:
         config = AutoConfig.from_pretrained(folder)
     except ValueError as error:

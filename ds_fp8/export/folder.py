@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.export.card import model_card
+from ds_fp8.export.generation import make_savable
 from ds_fp8.export.layouts import SCALE_SUFFIX, quantization_config
 from ds_fp8.export.plan import Plan
 
@@ -52,11 +55,15 @@ def write_folder(
         plan: Its tensors.
         weights: Name and numbers of every entry of the plan, in its order: a QuantizedTensor for those in FP8.
         config: The model's configuration; `architectures` must name its class.
-        generation: Its defaults for generate().
+        generation: Its defaults for generate(), without settings that have no effect: transformers refuses them.
         tokenizer: Saves the tokenizer into a folder.
         source: What was trained, for the model card.
         shard_bytes: Size limit of a file of weights.
     """
+    if generation is not None:
+        generation = copy.deepcopy(generation)
+        if left_out := make_savable(generation):
+            warnings.warn(left_out, stacklevel=2)
     with _complete(folder) as part:
         _write_weights(part, plan, weights, shard_bytes)
         values = config.to_dict() | {"dtype": "bfloat16"}

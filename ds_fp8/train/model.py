@@ -24,8 +24,10 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import section_of
 from ds_fp8.config.schema import nearest
 from ds_fp8.data import load_tokenizer
+from ds_fp8.export.generation import make_savable
 from ds_fp8.train import packed_attention
 from ds_fp8.train.processes import on_first_rank
+from ds_fp8.train.progress import RunProgress
 from ds_fp8.train.stage import Stage
 from ds_fp8.train.stored_model import (
     ModelSource,
@@ -36,8 +38,8 @@ from ds_fp8.train.stored_model import (
     stored_model,
 )
 
-# Keys that Hugging Face configurations take without having them as attributes.
 MAX_LAYERS = 10_000
+# Keys that Hugging Face configurations take without having them as attributes.
 _UNLISTED_KEYS = {"model_type", "architectures", "rope_theta", "rope_scaling", "dtype", "torch_dtype"}
 
 
@@ -189,6 +191,9 @@ def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
             key="model",
             remedy="use a causal language model of transformers that passes keyword arguments to its loss",
         )
+    # Now, for at the end save_pretrained would refuse it.
+    if left_out := make_savable(model.generation_config):
+        RunProgress.say_on(os.environ.get("RANK", "0") == "0")(f"note: {left_out}")
     return _prepare(stage, model)
 
 

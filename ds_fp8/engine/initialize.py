@@ -30,7 +30,7 @@ from ds_fp8.layers.loss import LossFusion, fuse_loss
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.optim import AdamW
-from ds_fp8.optim.from_config import choose_optimizer, uses_own_optimizer
+from ds_fp8.optim.from_config import choose_madam, choose_optimizer, is_madam, uses_own_optimizer
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import GradientReduce
 from ds_fp8.zero.leaf_modules import give_inputs_gradients, weights_read_in_leaf_modules
@@ -114,6 +114,8 @@ def initialize(
         loss = _located(file, _fuse_loss, model, fp8)
     if uses_own_optimizer(raw, fp8, optimizer):
         optimizer = choose_optimizer(raw, fp8, file, optimizer, model_parameters, _rank)
+    elif optimizer is None and is_madam(raw):
+        optimizer = choose_madam(raw)
     if conversion is not None and conversion.fusion.classes:
         # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
         set_z3_leaf_modules(model, sorted(conversion.fusion.classes, key=lambda fused: fused.__name__))

@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.fp8 import section_of
 from ds_fp8.config.schema import nearest, shown
+from ds_fp8.optim.madam import Madam
 
 _USUAL = {"lr": "1e-4", "betas": "[0.9, 0.95]", "eps": "1e-8", "weight_decay": "0.1"}
 _TRIED = tuple(_USUAL)
@@ -68,7 +69,7 @@ def _check(raw: Mapping[str, Any], own: bool) -> None:
             remedy='"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": true}}',
         )
     name, params = section["type"], section.get("params", {})
-    name = name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
+    name = name.lower() if name.lower() in (*DEEPSPEED_OPTIMIZERS, "madam") else name
     if name in _UNFIT:
         raise UserError(f"{name} cannot run here: {_UNFIT[name]}", key="optimizer.type", remedy='"type": "AdamW"')
     if not isinstance(params, Mapping):
@@ -94,7 +95,11 @@ def _check(raw: Mapping[str, Any], own: bool) -> None:
         return
     offloaded = section_of(zero, "offload_optimizer").get("device") in ("cpu", "nvme")
     kind, arguments = _resolve(name, dict(params), offloaded)
-    if kind not in ZERO_SUPPORTED_OPTIMIZERS and zero.get("stage") and not raw.get("zero_allow_untested_optimizer"):
+    if (
+        kind not in (*ZERO_SUPPORTED_OPTIMIZERS, Madam)
+        and zero.get("stage")
+        and not raw.get("zero_allow_untested_optimizer")
+    ):
         raise UserError(
             f"DeepSpeed has not tested {kind.__name__} with ZeRO",
             key="optimizer.type",
@@ -126,6 +131,8 @@ def _check_kinds(params: Mapping[str, Any]) -> None:
 
 def _resolve(name: str, params: dict[str, Any], offloaded: bool) -> tuple[type, dict[str, Any]]:
     """Return the class that DeepSpeed makes an optimizer of, and what it passes on of the params."""
+    if name == "madam":
+        return Madam, params
     if name in ("adam", "adamw"):
         decoupled = params.pop(ADAM_W_MODE, True) or name == "adamw"
         params.pop("fp32_optimizer_states", None)
@@ -138,7 +145,7 @@ def _resolve(name: str, params: dict[str, Any], offloaded: bool) -> tuple[type, 
         return torch.optim.Adagrad, params
     of_torch = {key for key, entry in vars(torch.optim).items() if isinstance(entry, type)} - {"Optimizer"}
     if name not in of_torch:
-        known = {*of_torch, "AdamW", *DEEPSPEED_OPTIMIZERS} - set(_UNFIT)
+        known = {*of_torch, "AdamW", "Madam", *DEEPSPEED_OPTIMIZERS} - set(_UNFIT)
         raise UserError(
             f"unknown optimizer {shown(name)}",
             key="optimizer.type",

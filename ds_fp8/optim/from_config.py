@@ -13,6 +13,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config, section_of
 from ds_fp8.config.schema import nearest
 from ds_fp8.optim.adamw import AdamW
+from ds_fp8.optim.madam import Madam
 
 _ADAM = ("adam", "adamw")
 _OWN = ("lr", "betas", "eps", "weight_decay")
@@ -94,6 +95,19 @@ def choose_optimizer(
     raw["zero_allow_untested_optimizer"] = True
     raw["zero_force_ds_cpu_optimizer"] = False
     return chosen
+
+
+def is_madam(raw: Mapping[str, Any]) -> bool:
+    """Return whether the "optimizer" section asks for ds_fp8.optim.Madam, which DeepSpeed does not know."""
+    return str(section_of(raw, "optimizer").get("type")).lower() == "madam"
+
+
+def choose_madam(raw: dict[str, Any]) -> Callable[[Iterable], Madam]:
+    """Return what to hand to deepspeed.initialize for a section of Madam; `raw` is changed so that it is accepted."""
+    params = dict(section_of(section_of(raw, "optimizer"), "params"))
+    raw["zero_allow_untested_optimizer"] = True
+    raw["zero_force_ds_cpu_optimizer"] = False
+    return lambda parameters: Madam(parameters, **params)
 
 
 def _take_over(given: Any, fp8: FP8Config, file: str | os.PathLike | None, rank: Callable[[], int]) -> AdamW:

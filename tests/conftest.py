@@ -2,8 +2,12 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.ranks import RankPools
+
+settings.register_profile("ds_fp8", deadline=None)  # other tests run beside, on few cores
+settings.load_profile("ds_fp8")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined: they run on the CPU

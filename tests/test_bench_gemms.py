@@ -146,7 +146,7 @@ def test_measure_gives_milliseconds():
 
     if common.device().type == "cuda":
         pytest.skip("CUDA events do not see the host sleep")
-    assert 5 <= common.measure(lambda: time.sleep(5e-3), milliseconds=20) < 50
+    assert 5 <= common.measure(lambda: time.sleep(5e-3), milliseconds=20) < 1000
 
 
 def test_tables_paste_as_markdown(capsys):

@@ -18,9 +18,10 @@ from ds_fp8.config.errors import UserError
 TIMEOUT = 3.0
 
 
-def begin() -> torch.distributed.Store:
+def begin(timeout: float = 60) -> torch.distributed.Store:
+    """Join the others; on a busy machine only a test that waits for a hang may have little patience."""
     store = watchdog.start(60)
-    watchdog.set_timeout(TIMEOUT)
+    watchdog.set_timeout(timeout)
     watchdog.beat("step 7")
     return store
 
@@ -74,7 +75,7 @@ def test_rank_0_is_no_exception(job):
 
 
 def one_is_stopped(rank: int) -> None:
-    begin()
+    begin(TIMEOUT)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     wait_for_others()
@@ -91,7 +92,7 @@ def test_a_stopped_rank_is_killed(job):
 
 
 def one_is_busy(rank: int) -> None:
-    begin()
+    begin(TIMEOUT)
     if rank == 0:
         reading_a_file_for_ever()
     wait_for_others()
@@ -111,13 +112,13 @@ def test_the_rank_that_the_others_wait_for_is_named(job):
 
 
 def one_works_while_others_wait(rank: int) -> int:
-    begin()
+    begin(2 * TIMEOUT)
     if rank == 0:
-        for _ in range(10):
-            time.sleep(TIMEOUT / 5)
+        for _ in range(14):
+            time.sleep(TIMEOUT / 6)
             watchdog.beat("tokenising")
         return 0
-    time.sleep(2 * TIMEOUT)
+    time.sleep(7 / 3 * TIMEOUT)
     return 0
 
 
@@ -187,21 +188,21 @@ def test_ranks_without_a_launcher_are_asked_to_stop(job):
 
 def never_comes(rank: int) -> None:
     if rank == 0:
-        watchdog.start(TIMEOUT)
-    time.sleep(3 * TIMEOUT)
+        watchdog.start(3 * TIMEOUT)
+    time.sleep(4 * TIMEOUT)
 
 
 def test_a_rank_that_never_arrives_is_named(job):
     ended = job(2, never_comes)
     assert ended.codes == [75, 0]
-    assert "(rank 1): did not arrive within 3 s" in ended.output
+    assert "(rank 1): did not arrive within 9 s" in ended.output
 
 
 def guardian_is_stopped(rank: int) -> None:
     """As of a host whose link went down: the connections stay open, and nothing comes through them."""
     watchdog.start(60)
     watchdog.set_timeout(2 * watchdog.MIN_SILENCE)
-    watchdog.beat("step 8")
+    watchdog.beat("step 8", slow=True)
     if rank == 1:
         time.sleep(2)
         guardian = psutil.Process().children()[0]

@@ -1,7 +1,6 @@
 """Token stores: what is written is read, killed work is continued, and processes do not get into each other's way."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -94,15 +93,20 @@ def test_a_store_is_the_documents_in_order(whole, corpus, tokenizer):
 
 
 SCRIPT = """
-import sys
+import os, signal, sys
 from pathlib import Path
 from ds_fp8.data import DataConfig, build_tokenizer, tokenise, tokenise_source
 
 if __name__ == "__main__":
-    tokenise.COMMIT_SECONDS = 0.05
-    corpus, tokenizers, cache = sys.argv[1:]
+    tokenise.COMMIT_SECONDS = 0
+    corpus, tokenizers, cache, documents = sys.argv[1:]
+
+    def killed(path, examples, tokens, done):
+        if examples >= int(documents):
+            os.kill(os.getpid(), signal.SIGKILL)
+
     config = DataConfig(path=corpus, workers=2)
-    tokenise_source(config, build_tokenizer(DataConfig(), Path(tokenizers)), Path(cache))
+    tokenise_source(config, build_tokenizer(DataConfig(), Path(tokenizers)), Path(cache), killed)
 """
 
 
@@ -110,15 +114,12 @@ def test_killed_and_started_again_nothing_is_lost_or_repeated(corpus, whole, tok
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     cache = tmp_path / "cache"
-    command = [sys.executable, str(script), str(corpus), str(cache_dir), str(cache)]
+    command = [sys.executable, str(script), str(corpus), str(cache_dir), str(cache), str(DOCUMENTS // 10)]
     folder = store_folder(DataConfig(path=str(corpus)), tokenizer, cache)
     # Its workers keep the pipe open: it closes when the last of them has ended.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
-    while not ((state := read_state(folder)) and state["shards"][0][1] >= DOCUMENTS // 10):
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
     assert not is_complete(folder)
     before = read_state(folder)["shards"][0][1]
     assert 0 < before < DOCUMENTS

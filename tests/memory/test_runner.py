@@ -20,7 +20,8 @@ settings = dict(part.split("=", 1) for part in sys.argv[1:] if "=" in part)
 folder = pathlib.Path(json.loads(settings["train.run_dir"]))
 folder.mkdir(parents=True)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-(folder.parent / "pids").write_text(f"{os.getpid()} {child.pid}")
+(folder.parent / "pids.part").write_text(f"{os.getpid()} {child.pid}")
+(folder.parent / "pids.part").rename(folder.parent / "pids")
 with (folder / "metrics.jsonl").open("w") as metrics:
     for step in range(1, 3):
         record = {"step": step, "loss": 1.0, "memory_bytes": 10 * step, "reserved_bytes": 20, "process_bytes": 5}
@@ -56,7 +57,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("status", DEEDS)
 def test_how_a_point_ends(run, tmp_path, status):
-    outcome = run(DEEDS[status], STEPS.get(status, 3), 1.5 if status == "timeout" else 60)
+    outcome = run(DEEDS[status], STEPS.get(status, 3), 6 if status == "timeout" else 60)
     assert outcome.status == status
     if status == "ok":
         assert outcome.measured["peak_bytes"] == 20
@@ -83,6 +84,7 @@ def test_what_a_killed_driver_left_is_ended_before_the_next_try(run, tmp_path, m
     os.kill(driver, signal.SIGKILL)
     os.waitpid(driver, 0)
     pids = [int(pid) for pid in pids_file.read_text().split()]
+    assert len(pids) == 2
     assert all(map(_runs, pids))
     # Setting the clock moves both: the system knows how long after it was booted a process started.
     boot_time, create_time = psutil.boot_time, psutil.Process.create_time

@@ -209,6 +209,13 @@ def test_a_finished_run_is_known_by_its_result_and_goes_on_with_more_steps(stage
     assert (longer.step, longer.result) == (12, None)
 
 
+def test_a_start_that_saved_nothing_leaves_no_mark(stage, run_dir):
+    """One on other ranks, say, that rewrote config.json and failed before its first checkpoint."""
+    store(stage(), [4])
+    (run_dir / "config.json").write_text(json.dumps(stage().raw | {"gradient_accumulation_steps": 7}))
+    assert inspect_run(stage()).step == 4
+
+
 def test_a_folder_that_is_not_a_runs_is_left_alone(stage, run_dir):
     (run_dir / "model").mkdir(parents=True)
     with pytest.raises(UserError, match="not the folder of a run"):

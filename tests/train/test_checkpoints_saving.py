@@ -26,10 +26,11 @@ MAX_FILE_BYTES = 400_000
 """Less than an optimizer's shard of the tiny model takes, more than any other file."""
 
 
-def run(file: str, cache: str, overrides: list[str], failing: bool = False) -> tuple[str, str]:
+def run(file: str, cache: str, overrides: list[str], failing: bool = False, undeletable: str = "") -> tuple[str, str]:
     """Train on this rank; returns the error it ended in, and what it printed.
 
-    Where it is `failing` the disk is full at the first save, and refuses large files from then on.
+    Where it is `failing` the disk is full at the first save, and refuses large files from then on. The folder
+    `undeletable` cannot be deleted, as one that another user protects.
     """
     os.environ["DS_FP8_CACHE"] = cache
     stage = load_stage(file, overrides)
@@ -39,6 +40,13 @@ def run(file: str, cache: str, overrides: list[str], failing: bool = False) -> t
         times.append(path)
         return usage(path)._replace(free=1000) if len(times) == 1 else usage(path)
 
+    rmtree = shutil.rmtree
+
+    def not_this(path, *more, **options):
+        if str(path).endswith(undeletable):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        rmtree(path, *more, **options)
+
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     said = io.StringIO()
     try:
@@ -46,6 +54,8 @@ def run(file: str, cache: str, overrides: list[str], failing: bool = False) -> t
             if failing:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, before[1]))
                 failures.enter_context(mock.patch.object(shutil, "disk_usage", full_once))
+            if undeletable:
+                failures.enter_context(mock.patch.object(shutil, "rmtree", not_this))
             train(stage)
     except UserError as error:
         return str(error), said.getvalue()
@@ -61,12 +71,15 @@ def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write
     tiny["train"] |= {"steps": 4, "save_every": 1, "keep_last": 1, "eval_batches": 1, "max_failed_saves": 2}
     file, cache = str(write(tiny)), str(cache_home)
 
-    def go(name: str, *overrides: str, failing: bool = False) -> tuple[list[str], str]:
+    def go(name: str, *overrides: str, failing: bool = False, undeletable: str = "") -> tuple[list[str], str]:
         """Return the errors by rank, and what rank 0 printed."""
-        ends = ranks(2, run, file, cache, [f"train.run_dir={tmp_path / name}", *overrides], failing)
+        ends = ranks(2, run, file, cache, [f"train.run_dir={tmp_path / name}", *overrides], failing, undeletable)
         return [error for error, _ in ends], ends[0][1]
 
-    assert go("whole")[0] == ["", ""]
+    errors, said = go("whole", undeletable="step_1.deleted")
+    assert errors == ["", ""]
+    assert "step 2 is saved; not all that follows a save was done: Permission denied" in said
+    assert "was not saved" not in said
     folder = tmp_path / "cut"
     assert go("cut", "train.steps=1")[0] == ["", ""]
     errors, said = go("cut", failing=True)

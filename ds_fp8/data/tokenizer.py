@@ -136,6 +136,7 @@ def _synthetic_model(vocab_size: int, cache_dir: Path) -> Path:
         model = train_synthetic_model(vocab_size)
         with tempfile.NamedTemporaryFile(dir=cache_dir, prefix=path.name, delete=False) as file:
             file.write(model)
+        os.chmod(file.name, 0o644)  # the cache may be several users'
         os.replace(file.name, path)
     return path
 

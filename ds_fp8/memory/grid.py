@@ -35,7 +35,13 @@ from ds_fp8.train.stage import load_stage
 MOST_POINTS = 200
 GPUS = "gpus"
 
-MEASURING = {"train.eval_batches": 1, "train.exact_match_problems": 0, "train.eval_every": None, "train.log_every": 1}
+MEASURING = {
+    "train.eval_batches": 1,
+    "train.exact_match_problems": 0,
+    "train.eval_every": None,
+    "train.keep_best": False,
+    "train.log_every": 1,
+}
 """What every run changes besides: as little evaluation as there may be, and a record of every step."""
 
 

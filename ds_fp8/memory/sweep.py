@@ -170,8 +170,10 @@ class Sweep:
 
     def _long_enough(self, point: Point) -> list[str]:
         """Check that the run will not end, and save itself, before it is measured."""
-        steps = point.applied(self.setting.raw).get("train", {}).get("steps")
-        return [f"train.steps={self.setting.steps + 1}"] if steps is not None and steps <= self.setting.steps else []
+        train, steps = point.applied(self.setting.raw).get("train", {}), self.setting.steps + 1
+        if train.get("epochs") is not None:
+            return ["train.epochs=null", f"train.steps={steps}"]
+        return [f"train.steps={steps}"] if train.get("steps", steps) < steps else []
 
     def _has(self, point: Point, rerun: frozenset[str]) -> bool:
         record = self.results.by_key.get(self._key(point))

@@ -39,7 +39,7 @@ CHECKPOINTS, CONFIG, METRICS, MODEL, RESULT, SAVED = (
     "saved.json",
 )
 _STEP = re.compile(r"step_(\d+)")
-_LEFTOVER = re.compile(r"step_\d+\.(part|deleted)")
+_LEFTOVER = re.compile(r"step_\d+\.(part|deleted)|universal")
 
 
 @dataclass(frozen=True)

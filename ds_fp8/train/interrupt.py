@@ -34,9 +34,13 @@ class Interrupt:
     def _note(self, number: int, frame: object) -> None:
         self._asked = True
 
-    def check(self) -> None:
-        """Raise Interrupted on all ranks if any was asked to stop. Collective."""
-        watchdog.beat("training or evaluation")
+    def check(self, slow: bool = False) -> None:
+        """Raise Interrupted on all ranks if any was asked to stop. Collective.
+
+        Args:
+            slow: whether what comes next may take long, such as many generated tokens.
+        """
+        watchdog.beat("training or evaluation", slow)
         asked = self._asked or (self._command is not None and has_ended(self._command))
         flag = torch.tensor([int(asked)], dtype=torch.int32, device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)

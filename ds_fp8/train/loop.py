@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from math import exp
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,6 +21,7 @@ import ds_fp8
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import StageData, build_data, build_tokenizer, describe
+from ds_fp8.data.tokenise import tokenizer_identity
 from ds_fp8.monitor.records import layers_in_bf16
 from ds_fp8.train import checkpoints, processes, resume
 from ds_fp8.train.checkpoints import RunState
@@ -65,6 +67,12 @@ def train(stage: Stage) -> dict[str, Any]:
         _check_problems(stage, data)
         config = load_model_config(stage, tokenizer)
         processes.init_distributed()
+        processes.check_same_everywhere(
+            "the data it prepared",
+            {"tokenizer": tokenizer_identity(tokenizer), **data.report},
+            key="data.path",
+            remedy="give every host the same files; what was prepared earlier from others lies in DS_FP8_CACHE",
+        )
         model = build_sharded_model(stage, config)
         say = RunProgress.say_on(rank == 0)
         with only_run_in(stage.run_dir, say):
@@ -153,6 +161,8 @@ class _Run:
     ):
         self.stage, self.data, self.tokenizer, self.engine = stage, data, tokenizer, engine
         self.log, self.progress, self.interrupt = log, progress, interrupt
+        # A forward may have kernels to compile, or hundreds of tokens to generate, before the next check.
+        self._check_slow = partial(interrupt.check, slow=True)
         self.steps = Steps(stage, data, engine)
         self.saved = state
         """What the last checkpoint of this run holds; its `checkpoint` is None before the first."""
@@ -197,7 +207,6 @@ class _Run:
             self.writer.save(state, self.log.by_step("validation_loss"))
             if not self.stage.train.async_save:
                 self.finish_save()
-            self.draw(now=False)
 
     def finish_save(self) -> None:
         """Wait for the checkpoint that is being written, if any."""
@@ -250,7 +259,7 @@ class _Run:
     def _measure_loss(self, split: Literal["validation", "test"]) -> None:
         key, rows, batches = f"{split}_loss", getattr(self.data, split), self.stage.train.eval_batches
         if self.log.value(self.step, key) is None:
-            loss = validation_loss(self.engine, self.stage, rows, batches, self.interrupt.check)
+            loss = validation_loss(self.engine, self.stage, rows, batches, self._check_slow)
             perplexity = exp(min(loss, 700.0))
             line = f"{split} loss {loss:.4f}, perplexity {perplexity:.4g}"
             self._report(self.step, key, loss, line, **{f"{split}_perplexity": perplexity})
@@ -267,7 +276,7 @@ class _Run:
                 )
             return
         answers = exact_match(
-            self.engine, self.stage, self.tokenizer, questions, self.data.answer_pattern, self.interrupt.check
+            self.engine, self.stage, self.tokenizer, questions, self.data.answer_pattern, self._check_slow
         )
         share, samples = answers.exact_match, [asdict(sample) for sample in answers.samples]
         self.log.append({"step": self.step, "event": ANSWERS, "answers": samples})
@@ -282,6 +291,7 @@ class _Run:
         self.data_step += 1
         spikes = self._read() if self._reads() else []
         self.health.log_step(self.step)
+        self.draw(now=False)
         return [] if self.stage.train.spike == "off" else spikes
 
     def _reads(self) -> bool:

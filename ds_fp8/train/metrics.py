@@ -71,8 +71,12 @@ class MetricsLog:
         if self._file:
             self._file.close()
             name = Path(self._file.name)
-            write_atomically(name, "".join(json.dumps(record) + "\n" for record in self.records))
-            self._file = name.open("a", buffering=1)
+            try:
+                write_atomically(name, "".join(json.dumps(record) + "\n" for record in self.records))
+            except OSError as error:
+                print(f"WARNING: {name} still has what came after step {step}: {error.strerror}", flush=True)
+            finally:
+                self._file = name.open("a", buffering=1)
 
     def by_step(self, key: str) -> dict[int, Any]:
         """Return the last value of `key` at each step that has one."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import deepspeed
 import psutil
@@ -66,6 +67,30 @@ def on_first_rank(work: Callable[[], T]) -> T:
     if mistake:
         raise UserError(mistake[0], remedy=mistake[1], key=mistake[2])
     return result
+
+
+def check_same_everywhere(what: str, facts: dict[str, Any], *, key: str, remedy: str) -> None:
+    """Raise UserError, on all ranks alike, where a rank's facts are not the first rank's. Collective.
+
+    Args:
+        what: for the message, such as "the data it prepared".
+        facts: of this rank; JSON can hold them.
+        key: the key of the stage that they follow from.
+        remedy: what to change.
+    """
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (socket.gethostname(), json.dumps(facts, sort_keys=True, default=str)))
+    first_host, expected = everywhere[0]
+    for rank, (host, found) in enumerate(everywhere):
+        if found != expected:
+            theirs, ours = json.loads(found), json.loads(expected)
+            name = next(name for name in [*ours, *theirs] if theirs.get(name) != ours.get(name))
+            raise UserError(
+                f"on {host} (rank {rank}) {what} differs from that on {first_host} (rank 0): "
+                f"{name} is {theirs.get(name)}, not {ours.get(name)}",
+                key=key,
+                remedy=remedy,
+            )
 
 
 def deepspeed_command() -> psutil.Process | None:

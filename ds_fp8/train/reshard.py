@@ -11,6 +11,9 @@ from pathlib import Path
 import deepspeed
 from deepspeed import comm as dist
 
+from ds_fp8.config.errors import UserError
+from ds_fp8.train.processes import on_first_rank
+
 
 def load_on_other_ranks(
     engine: deepspeed.DeepSpeedEngine, folder: Path, scratch: Path, *, with_schedule: bool
@@ -20,10 +23,7 @@ def load_on_other_ranks(
     Needs as much room in `scratch` as the checkpoint takes, for the time of loading: all ranks must see it.
     """
     universal = scratch / "universal"
-    if dist.get_rank() == 0:
-        shutil.rmtree(universal, ignore_errors=True)
-        _convert(folder, universal / folder.name)
-    dist.barrier()
+    on_first_rank(lambda: _convert(folder, universal))
     # An engine loads either kind of checkpoint as its configuration says; later ones of this run are of the other kind.
     engine.load_universal_checkpoint = lambda: True
     try:
@@ -39,6 +39,20 @@ def load_on_other_ranks(
 
 
 def _convert(folder: Path, universal: Path) -> None:
+    """Write the checkpoint into the folder `universal`. Raises UserError where that cannot be written."""
+    try:
+        shutil.rmtree(universal, ignore_errors=True)
+        _write_universal(folder, universal / folder.name)
+    except OSError as error:
+        shutil.rmtree(universal, ignore_errors=True)
+        raise UserError(
+            f"{folder} could not be rewritten for {dist.get_world_size()} ranks: {error.strerror or error}",
+            key="train.run_dir",
+            remedy=f"make room in {universal.parent} for as much again, or train on as many ranks as before",
+        ) from error
+
+
+def _write_universal(folder: Path, universal: Path) -> None:
     from deepspeed.checkpoint.ds_to_universal import main
 
     options = Namespace(

@@ -57,7 +57,8 @@ def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
         raise UserError(f"{run_dir} is not a folder", key="train.run_dir", remedy="choose another run_dir")
     whole, damaged = survey(run_dir)
     found = next(((folder, manifest) for folder, manifest in whole if folder not in rejected), None)
-    stored = _read_object(run_dir / CONFIG) or (found[1].config if found else None)
+    # What a start wrote that failed before its first checkpoint does not count.
+    stored = found[1].config if found else _read_object(run_dir / CONFIG)
     if stored is None:
         foreign = [name for name in (CHECKPOINTS, METRICS, MODEL, RESULT, SAVED) if (run_dir / name).exists()]
         if (run_dir / CONFIG).exists():

@@ -184,7 +184,10 @@ class CheckpointWriter:
             shutil.rmtree(folder)
         part.rename(folder)
         flush(folder.parent)
-        self.complete(manifest.step, losses)
+        try:
+            self.complete(manifest.step, losses)
+        except OSError as error:  # the checkpoint itself is whole
+            self._say(f"WARNING: step {manifest.step} is saved; not all that follows a save was done: {_words(error)}")
 
     def complete(self, step: int, losses: Mapping[int, float]) -> None:
         """Name the checkpoint of `step` the latest and delete what older ones are not kept. For rank 0 alone.

@@ -87,7 +87,7 @@ class TrainConfig(Section):
     """Length limit of an answer."""
     timeout: float = Field(300.0, ge=1)
     """Seconds after the last progress within which the job is gone from all hosts; six times as many for preparing
-    data and model, for the first step and for saving."""
+    data and model, for the first step, for saving and for evaluation."""
     spike: Literal["off", "warn", "rollback"] = "warn"
     """At a loss that stands out by `spike_threshold`: say so, or go back to the last checkpoint and leave out the data
     of the steps since then."""

@@ -21,7 +21,7 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -117,13 +117,19 @@ if OUTCOMES in os.environ:
     prepare()
 
 
-def run_rank(test: Any, rank: int, world: int, port: str, init_method: str, parent: Connection) -> None:
-    """Run one rank of a DistributedTest and send (skip message, None) or (None, pickled exception)."""
+def run_rank(test: Any, rank: int, world: int, port: str, init_method: str) -> str:
+    """Run one rank of a DistributedTest and return the reason to skip it, empty if it ran."""
+    message = test._dist_run(rank, world, port, init_method)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    return message
+
+
+def _answer(parent: Connection, function: Callable, args: tuple) -> None:
+    """Send (result, None), or (None, (pickled exception, traceback))."""
     try:
-        answer = test._dist_run(rank, world, port, init_method), None
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
+        answer = function(*args), None
     except BaseException as error:
         try:
             pickle.loads(sent := pickle.dumps(error))
@@ -131,6 +137,55 @@ def run_rank(test: Any, rank: int, world: int, port: str, init_method: str, pare
             sent = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
         answer = None, (sent, traceback.format_exc())
     parent.send(answer)
+
+
+def run_processes(method: str, function: Callable, args: list[tuple]) -> list[Any]:
+    """Return the results of a function, called in a process of its own with each of the tuples of arguments.
+
+    Args:
+        method: how processes are started, "fork" or "forkserver".
+        function: what they call.
+        args: arguments of each process.
+
+    Raises:
+        Hung: the test has used its time.
+        BaseException: what the first process to fail failed with.
+    """
+    context = multiprocessing.get_context(method)
+    processes, waiting, results = [], {}, {}
+    failure, until = None, _limit
+    try:
+        for rank, of_rank in enumerate(args):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_answer, args=(theirs, function, of_rank), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            waiting[ours] = rank
+        while waiting:
+            ready = wait(list(waiting), None if until == math.inf else max(0.0, until - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    results[rank], error = connection.recv()
+                except EOFError:
+                    processes[rank].join()
+                    ended = RuntimeError(f"rank {rank} ended with exit code {processes[rank].exitcode}")
+                    error = pickle.dumps(ended), ""
+                if error is not None and failure is None:
+                    failure, until = error, min(until, time.monotonic() + GRACE)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    if failure is not None:
+        print(failure[1])
+        raise pickle.loads(failure[0])
+    if waiting:
+        raise Hung(f"ranks {sorted(waiting.values())} of {len(args)} had not ended")
+    return [results[rank] for rank in range(len(args))]
 
 
 def run_ranks(test: Any, world: int, init_method: str) -> None:
@@ -145,50 +200,33 @@ def run_ranks(test: Any, world: int, init_method: str) -> None:
         Hung: the test has used its time.
         BaseException: what the first rank to fail failed with, or pytest's Skipped.
     """
-    context = multiprocessing.get_context("forkserver")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    processes, waiting, skipped = [], {}, set()
-    failure, until = None, _limit
-    try:
-        for rank in range(world):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=run_rank, args=(test, rank, world, port, init_method, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            processes.append(process)
-            waiting[ours] = rank
-        while waiting:
-            ready = wait(list(waiting), None if until == math.inf else max(0.0, until - time.monotonic()))
-            if not ready:
-                break
-            for connection in ready:
-                rank = waiting.pop(connection)
-                try:
-                    message, error = connection.recv()
-                except EOFError:
-                    processes[rank].join()
-                    message, error = None, RuntimeError(f"rank {rank} ended with exit code {processes[rank].exitcode}")
-                if error is None:
-                    skipped.add(message)
-                    continue
-                if failure is None:
-                    failure, until = error, min(until, time.monotonic() + GRACE)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    if isinstance(failure, tuple):
-        print(failure[1])
-        raise pickle.loads(failure[0])
-    if failure is not None:
-        raise failure
-    if waiting:
-        raise Hung(f"ranks {sorted(waiting.values())} of {world} had not ended")
-    if any(skipped):
-        assert len(skipped) == 1, "Multiple different skip messages received"
-        pytest.skip(skipped.pop())
+    args = [(test, rank, world, port, init_method) for rank in range(world)]
+    _skip_for(set(run_processes("forkserver", run_rank, args)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
+    """Run a test without ranks in a fork of pytest: some leave an environment behind that fails the next."""
+
+    def call() -> str:
+        try:
+            pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
+        except pytest.skip.Exception as skip:  # which cannot be pickled
+            return skip.msg
+        return ""
+
+    _skip_for(set(run_processes("fork", call, [()])))
+    return True
+
+
+def _skip_for(reasons: set[str]) -> None:
+    """Skip the test if its processes did, which give the reason, or an empty one."""
+    if any(reasons):
+        assert len(reasons) == 1, "ranks skip a test for different reasons"
+        pytest.skip(reasons.pop())
 
 
 def _append(**record: str) -> None:
@@ -219,7 +257,7 @@ def pytest_runtest_logstart(nodeid: str) -> None:
     global _limit
     _append(test=nodeid, outcome="hung", message="")  # unless another outcome follows
     _limit = time.monotonic() + float(os.environ[SECONDS])
-    # For tests without ranks: their pytest ends with them.
+    # For what pytest itself does around a test, such as its fixtures.
     faulthandler.dump_traceback_later(float(os.environ[SECONDS]) + 2 * GRACE, exit=True)
 
 

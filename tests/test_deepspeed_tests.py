@@ -123,3 +123,14 @@ def test_a_rank_that_fails_ends_the_test(warm, monkeypatch, does, error, message
 
 def test_ranks_that_pass_pass(warm):
     deepspeed_tests_plugin.run_ranks(Ranks("", "", ""), 3, "file://store")
+
+
+def test_a_test_without_ranks_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(multiprocessing, "_left_behind", "nothing", raising=False)
+    assert deepspeed_tests_plugin.run_processes("fork", leave_behind, [("much",)]) == ["much"]
+    assert multiprocessing._left_behind == "nothing"
+
+
+def leave_behind(what: str) -> str:
+    multiprocessing._left_behind = what
+    return multiprocessing._left_behind

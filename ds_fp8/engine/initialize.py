@@ -103,6 +103,9 @@ def initialize(
         if model is None:
             raise UserError("initialize needs a model to put FP8 into", remedy="pass model=...")
         _located(file, check_parallelism, model, mpu, fp8)
+        if uses_own_optimizer(raw, fp8, optimizer):
+            # Before the model is converted: an optimizer that is refused leaves the model as it was.
+            optimizer = choose_optimizer(raw, fp8, file, optimizer, model_parameters, _rank)
         conversion = _located(file, convert, model, fp8, monitor)
         rope_notes = restore_inverse_frequencies(model)
         # DeepSpeed would drain the device twice a step to print its throughput to the millisecond.
@@ -112,9 +115,7 @@ def initialize(
 
     if fp8.fuses_loss and model is not None:
         loss = _located(file, _fuse_loss, model, fp8)
-    if uses_own_optimizer(raw, fp8, optimizer):
-        optimizer = choose_optimizer(raw, fp8, file, optimizer, model_parameters, _rank)
-    elif optimizer is None and is_madam(raw):
+    if optimizer is None and is_madam(raw):
         optimizer = choose_madam(raw)
     if conversion is not None and conversion.fusion.classes:
         # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.

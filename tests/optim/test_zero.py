@@ -242,9 +242,11 @@ def what_initialize_says(ds_config, pass_optimizer):
 
     net = models.Net().bfloat16()
     given = torch.optim.SGD(net.parameters(), lr=0.1) if pass_optimizer else None
+    classes = [type(module) for module in net.modules()]
     try:
         ds_fp8.initialize(model=net, model_parameters=list(net.parameters()), optimizer=given, config=ds_config)
     except UserError as error:
+        assert [type(module) for module in net.modules()] == classes  # refused before it is converted
         return error.key, error.remedy
     return None
 

@@ -1,5 +1,6 @@
 """The supported DeepSpeed versions, and what is said of others."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -34,6 +35,26 @@ def test_every_range_lists_what_seams_uses(ranges):
     used |= set(re.findall(r"\boptimizer\.(get_param_id|grad_position|fp32_partitioned_groups_flat)\b", source))
     assert {"ds_tensor", "ZeroParamStatus", "INFLIGHT", "grad_position"} <= used
     assert used <= listed
+
+
+DOCUMENTED = {"deepspeed", "deepspeed.accelerator", "deepspeed.comm"}
+"""What DeepSpeed's users import too."""
+
+
+def imported():
+    """(module, name) of every `from deepspeed.... import ...` of the package, wherever it stands."""
+    for file in sorted(Path(deepspeed_versions.__file__).parents[1].rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "deepspeed":
+                yield from ((node.module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("ranges", deepspeed_versions.NAMES)
+def test_every_range_lists_what_is_imported(ranges):
+    found = {(module, name) for module, name in imported() if module not in DOCUMENTED}
+    assert ("deepspeed.utils.tensor_fragment", "fragment_address") in found
+    listed = {(module, name) for module, names in deepspeed_versions.NAMES[ranges].items() for name in names}
+    assert found - listed == set()
 
 
 def test_the_project_asks_for_the_supported_versions():

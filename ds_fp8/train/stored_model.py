@@ -17,8 +17,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ds_fp8.config.errors import UserError
 
-_DEQUANTISED = {"fp8": {"dequantize": True}}
-"""By quant_method, what to add to a quantization_config so that transformers loads the weights in BF16."""
+_COMPRESSED_TENSORS = "compressed-tensors"
+_STRATEGIES = ("block", "channel", "tensor")
+"""What one scale of weights in FP8 may be for, in the words of compressed-tensors."""
 _SHOWN = 3
 """Names of missing weights that an error lists."""
 
@@ -112,7 +113,8 @@ def check_trainable(source: ModelSource, config: PretrainedConfig) -> None:
     """Check that a stored model is a causal language model whose weights can be had in BF16.
 
     Raises:
-        UserError: it is of another kind, or quantised by a method other than FP8 in blocks, with `weight_scale_inv`.
+        UserError: it is of another kind, or quantised to something else than FP8: `weight_scale_inv` of blocks, or the
+            8-bit floats of compressed-tensors.
     """
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(
@@ -120,11 +122,11 @@ def check_trainable(source: ModelSource, config: PretrainedConfig) -> None:
             key=source.key,
             remedy="give a model that AutoModelForCausalLM loads",
         )
-    method = _quantization(source).get("quant_method")
-    if method is not None and method not in _DEQUANTISED:
+    quantization = _quantization(source)
+    if quantization and not _is_fp8(quantization):
         raise UserError(
-            f'the weights in {source.path} are quantised with "{method}", and training starts from BF16, FP16, FP32 or '
-            f"FP8 weights (quant_method {', '.join(_DEQUANTISED)})",
+            f'the weights in {source.path} are quantised with "{quantization.get("quant_method")}", and training '
+            'starts from BF16, FP16, FP32 or FP8 weights (quant_method "fp8", or 8-bit floats of "compressed-tensors")',
             key=source.key,
             remedy="give the model in BF16, or convert it to BF16 with the tool that quantised it",
         )
@@ -147,7 +149,11 @@ def load_stored_model(source: ModelSource, config: PretrainedConfig, options: di
     quantization = _quantization(source)
     if quantization:
         config = copy.deepcopy(config)
-        config.quantization_config = {**quantization, **_DEQUANTISED[quantization["quant_method"]]}
+        config.quantization_config = {**quantization, "dequantize": True}
+        if quantization["quant_method"] == _COMPRESSED_TENSORS:
+            # The same numbers under another name; transformers tells from the number of scales what one is for.
+            config.quantization_config = {"quant_method": "fp8", "dequantize": True}
+            options = {**options, "key_mapping": {r"^(.+)\.weight_scale$": r"\1.weight_scale_inv"}}
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             source.path,
@@ -192,6 +198,22 @@ def _quantization(source: ModelSource) -> dict[str, Any]:
     """Return the "quantization_config" of a stored model, {} for plain weights."""
     section = getattr(_read_config(source), "quantization_config", None) or {}
     return section if isinstance(section, dict) else section.to_dict()
+
+
+def _is_fp8(quantization: dict[str, Any]) -> bool:
+    """Return whether a "quantization_config" describes FP8 weights with scales to multiply by."""
+    if quantization.get("quant_method") != _COMPRESSED_TENSORS:
+        return quantization.get("quant_method") == "fp8"
+    groups = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
+    return (
+        quantization.get("format") == "float-quantized"
+        and bool(groups)
+        and all(
+            (weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True)) == ("float", 8, True)
+            and weights.get("strategy") in _STRATEGIES
+            for weights in groups
+        )
+    )
 
 
 def _is_hub_name(path: str) -> bool:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.linear import LinearConfig
+from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.data import DataConfig, build_tokenizer, load_tokenizer
 from ds_fp8.export.folder import write_folder
 from ds_fp8.export.plan import make_plan
@@ -93,12 +93,13 @@ def test_fp8_checkpoints_start_in_bf16(model_type, scale, tmp_path):
     assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "bf16"), expected)
 
 
-def export(folder: Path, model, layout: str) -> dict[str, torch.Tensor]:
+def export(folder: Path, model, layout: str, granularity: str = "128x128") -> dict[str, torch.Tensor]:
     """Write an export of this package. Returns what it stands for."""
-    plan = make_plan(model, {"lm_head": "left out"}, LinearConfig(), layout)
+    linear = parse_fp8({"fp8": {"linear": {"weight": {"granularity": granularity}}}}).linear
+    plan = make_plan(model, {"lm_head": "left out"}, linear, layout)
     state, weights, expected = model.state_dict(), [], {}
     for entry in plan.entries:
-        weight = quantize(state[entry.name], "e4m3", "128x128") if entry.quantized else state[entry.name]
+        weight = quantize(state[entry.name], "e4m3", granularity) if entry.quantized else state[entry.name]
         expected[entry.name] = weight.dequantize(torch.bfloat16) if entry.quantized else weight
         weights.append((entry.name, weight))
     assert plan.quantized
@@ -106,14 +107,32 @@ def export(folder: Path, model, layout: str) -> dict[str, torch.Tensor]:
     return expected
 
 
-def test_this_packages_own_export_is_a_start(tmp_path):
-    expected = export(tmp_path / "fp8", small_model(), "fp8")
+@pytest.mark.parametrize(
+    ("layout", "granularity"),
+    [("fp8", "128x128"), *(("compressed-tensors", granularity) for granularity in ("128x128", "row", "tensor"))],
+)
+def test_this_packages_own_export_is_a_start(layout, granularity, tmp_path):
+    expected = export(tmp_path / "fp8", small_model(), layout, granularity)
     assert len(list((tmp_path / "fp8").glob("*.safetensors"))) > 1
-    assert same(load(tmp_path / "fp8"), expected)
+    model = load(tmp_path / "fp8")
+    assert same(model, expected)
+    assert not same(model, small_model().state_dict())
+    model.save_pretrained(tmp_path / "bf16")
+    assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "bf16"), expected)
 
 
-def test_other_quantised_weights_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [{"format": "pack-quantized"}, {"num_bits": 4}, {"type": "int"}, {"strategy": "group"}, {"symmetric": False}],
+)
+def test_other_quantised_weights_are_refused(changes, tmp_path):
     export(tmp_path / "ct", small_model(), "compressed-tensors")
+    config = json.loads((tmp_path / "ct" / "config.json").read_text())
+    section = config["quantization_config"]
+    changed = section if "format" in changes else section["config_groups"]["group_0"]["weights"]
+    assert changed.keys() >= changes.keys()
+    changed.update(changes)
+    (tmp_path / "ct" / "config.json").write_text(json.dumps(config))
     assert 'quantised with "compressed-tensors"' in str(refusal(tmp_path / "ct"))
 
 

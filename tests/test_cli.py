@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -168,12 +169,21 @@ def test_a_wheel_in_an_empty_folder_estimates_trains_exports_reports_and_evaluat
     small += ["data.examples=200", "data.sequence_length=128", "train.run_dir=run"]
     changes = [part for change in small for part in ("--set", change)]
     stage = ["quickstart/cpt.json", *changes]
+    _write_base_model(installed.empty / "base")
+    (installed.empty / "template").write_text("{% for message in messages %}{{ message['content'] }}</s>{% endfor %}")
+    base = ["evaluate", "base", *stage, "--problems", "0", "--set", "train.eval_batches=2"]
+    base += ["--set", "data.validation_fraction=0.5", "--out"]
+    chat = ["--set", "data.format=chat", "--set", "model.attn_implementation=sdpa"]
+    three = ["--set", "train_batch_size=4", "--set", "gradient_accumulation_steps=1"]
     printed = installed(
         ["estimate", "infir2_7b/cpt.json", "--gpus", "8"],
         ["train", *stage, "--gpus", "1"],
         ["export", "run", "served"],
         ["report", "run"],
         ["evaluate", "served", *stage, "--batches", "1", "--problems", "2", "--out", "figures/served.json"],
+        [*base, "figures/documents.json", "--gpus", "2"],
+        [*base, "figures/chats.json", *chat, *three, "--set", "train_micro_batch_size_per_gpu=1"],
+        [*base, "figures/other.json", *chat, "--set", "data.chat_template=template"],
     )
     assert "healthy: FP8, 1 steps" in printed
     assert "</html>" in (installed.empty / "run/report.html").read_text()
@@ -183,6 +193,33 @@ def test_a_wheel_in_an_empty_folder_estimates_trains_exports_reports_and_evaluat
     figures = json.loads((installed.empty / "figures/served.json").read_text())
     assert figures["loss"] == pytest.approx(loss, rel=0.02)
     assert figures["problems"] == 2
+    names = ("documents", "chats", "other")
+    documents, chats, other = (json.loads((installed.empty / f"figures/{name}.json").read_text()) for name in names)
+    batch = json.loads(config_file("quickstart/cpt.json").read_text())["train_micro_batch_size_per_gpu"]
+    assert [each["rows"] for each in (documents, chats, other)] == [2 * 2 * batch, 2 * 4, 2 * batch]
+    # Of a model that knows nothing, but for other labels.
+    assert all(each["loss"] == pytest.approx(math.log(512), rel=0.1) for each in (documents, chats, other))
+    assert len({each["loss"] for each in (documents, chats, other)}) == 3
+
+
+def _write_base_model(folder: Path) -> None:
+    """Write a model whose tokenizer has neither a pad token nor a chat template, as those of Llama 3 and Mistral."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ds_fp8.data import DataConfig, build_tokenizer
+
+    tokenizer = build_tokenizer(DataConfig(path="synthetic", vocab_size=512), folder)
+    tokenizer.pad_token = tokenizer.chat_template = None
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("llama", num_key_value_heads=2, vocab_size=512, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def test_a_negative_number_of_problems_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["evaluate", "model", "quickstart/cpt.json", "--problems", "-1"])
+    assert "from 0" in capsys.readouterr().err
 
 
 def test_initialize_needs_nothing_of_the_recipe():

@@ -73,12 +73,21 @@ def shipped_configs() -> list[str]:
 
 def count(text: str) -> int:
     """Return the whole number of at least 1 that `text` is. Raises ArgumentTypeError, which argparse shows."""
+    return _whole(text, 1)
+
+
+def count_or_none(text: str) -> int:
+    """Return the whole number of at least 0 that `text` is. Raises ArgumentTypeError, which argparse shows."""
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
     try:
         number = int(text)
     except ValueError:
-        number = 0
-    if not 1 <= number <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no whole number from 1 to {MAX_COUNT}")
+        number = least - 1
+    if not least <= number <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no whole number from {least} to {MAX_COUNT}")
     return number
 
 

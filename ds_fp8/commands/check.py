@@ -5,8 +5,6 @@ ds-fp8 check my_stage.json --gpus 8
 
 from __future__ import annotations
 
-import os
-
 from ds_fp8.commands.arguments import add_stage, count, parser_of, stage_file
 
 
@@ -27,8 +25,7 @@ def main() -> int:
     for override in arguments.set:
         apply_override(raw, override)
     if "train" in raw or "data" in raw:
-        os.environ["WORLD_SIZE"] = str(arguments.gpus)
-        stage = load_stage(file, arguments.set)
+        stage = load_stage(file, arguments.set, arguments.gpus)
         print(f"{file}: a stage with {stage.global_batch} rows a step on {arguments.gpus} ranks")
         fp8 = stage.fp8
     else:

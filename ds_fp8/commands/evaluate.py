@@ -4,26 +4,28 @@ ds-fp8 evaluate runs/cpt/model quickstart/cpt.json
 ds-fp8 evaluate served quickstart/cpt.json --set data.path=my.jsonl       an export in FP8 as well
 ds-fp8 evaluate served --tasks gsm8k,hellaswag --out served.json          needs pip install "lm_eval[hf]"
 
-FOLDER is any model that transformers loads: BF16, block-scaled FP8 or compressed-tensors. Exact match is measured where
-the data has known answers. What is printed goes to --out as JSON.
+FOLDER is any model that transformers loads: BF16, block-scaled FP8 or compressed-tensors. Its own tokenizer reads the
+data, with the chat template that the stage gives it. Exact match is measured where the data has known answers. With
+the run's --gpus a batch has the run's rows, and the loss is that of the rows of its final_loss. What is printed goes to
+--out as JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_fp8.commands.arguments import add_stage, count, parser_of, stage_file
+from ds_fp8.commands.arguments import add_stage, count, count_or_none, parser_of, stage_file
 from ds_fp8.config.errors import UserError
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ds_fp8.data import StageData
     from ds_fp8.train.stage import Stage
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -35,8 +37,11 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a Hugging Face folder, in BF16 or FP8")
     add_stage(parser)
-    parser.add_argument("--batches", type=count, default=8, help="validation batches (default 8)")
-    parser.add_argument("--problems", type=int, default=100, help="problems to answer, where known (default 100)")
+    parser.add_argument("--batches", type=count, help="validation batches (default train.eval_batches)")
+    parser.add_argument("--gpus", type=count, help="ranks of the run (default: what the stage's batch fixes, or 1)")
+    parser.add_argument(
+        "--problems", type=count_or_none, default=100, help="problems to answer, where known (default 100)"
+    )
     parser.add_argument("--tasks", metavar="NAMES", help="tasks of lm_eval, separated by commas")
     parser.add_argument("--include", metavar="FOLDER", help="with tasks of your own, as YAML")
     parser.add_argument("--limit", type=count, help="documents of each task (default all)")
@@ -58,23 +63,18 @@ def main() -> int:
     if arguments.tasks is not None:
         _require_lm_eval()
 
-    from ds_fp8.data import build_data, load_tokenizer
-    from ds_fp8.train import load_stage, processes
-    from ds_fp8.train.loop import cache_dir
+    from ds_fp8.data import load_tokenizer
+    from ds_fp8.train import processes
 
     processes.set_single_process_env()
-    tokenizer = load_tokenizer(str(arguments.folder))
     result: dict[str, Any] = {"folder": str(arguments.folder)}
-    attention = "sdpa"
-    if has_stage:
-        stage = load_stage(stage_file(arguments), [*arguments.set, f"data.tokenizer={arguments.folder}"])
-        attention = stage.model.attn_implementation
-        data = build_data(stage.data, tokenizer, cache_dir())
+    stage = _stage(arguments) if has_stage else None
     processes.init_distributed()
-    model = _load(arguments.folder, attention)
-    if has_stage:
-        result |= _on_stage(model, tokenizer, stage, data, arguments.batches, arguments.problems)
+    model = _load(arguments.folder, stage.model.attn_implementation if stage else "sdpa")
+    if stage is not None:
+        result |= _on_stage(model, stage, arguments.batches or stage.train.eval_batches, arguments.problems)
     if arguments.tasks is not None:
+        tokenizer = load_tokenizer(str(arguments.folder))
         result["tasks"] = _on_tasks(model, tokenizer, arguments.tasks.split(","), arguments.include, arguments.limit)
     text = json.dumps(result, indent=2)
     if arguments.out is not None:
@@ -82,6 +82,21 @@ def main() -> int:
         arguments.out.write_text(text + "\n")
     print(text if arguments.json else "\n".join(_lines(result)))
     return 0
+
+
+def _stage(arguments: argparse.Namespace) -> Stage:
+    """Return the stage with the folder's tokenizer, and with the batch of the run that had so many ranks."""
+    from ds_fp8.config.files import apply_override, read_json
+    from ds_fp8.train import load_stage
+    from ds_fp8.train.deepspeed_config import ranks_of_batch
+
+    file = stage_file(arguments)
+    raw = read_json(file)
+    for change in arguments.set:
+        apply_override(raw, change)
+    # A name with a slash is a folder's, whatever it ends in; as JSON it stays a string.
+    tokenizer = f"data.tokenizer={json.dumps(f'{arguments.folder}/')}"
+    return load_stage(file, [*arguments.set, tokenizer], arguments.gpus or ranks_of_batch(raw) or 1)
 
 
 def _load(folder: Path, attention: str) -> PreTrainedModel:
@@ -103,20 +118,28 @@ def _load(folder: Path, attention: str) -> PreTrainedModel:
     return model.to(get_accelerator().current_device_name())
 
 
-def _on_stage(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    stage: Stage,
-    data: StageData,
-    batches: int,
-    problems: int,
-) -> dict[str, Any]:
-    """Return loss (nats per token), perplexity and, where answers are known, exact match on held-out data."""
-    from ds_fp8.train.evaluation import exact_match, validation_loss
+def _on_stage(model: PreTrainedModel, stage: Stage, batches: int, problems: int) -> dict[str, Any]:
+    """Return loss (nats per token), perplexity and, where answers are known, exact match on held-out data.
 
+    Raises UserError where the stage's chat template has tokens that the model lacks.
+    """
+    from ds_fp8.data import build_data, build_tokenizer
+    from ds_fp8.train.evaluation import exact_match, validation_loss
+    from ds_fp8.train.loop import cache_dir
+
+    tokenizer = build_tokenizer(stage.data, cache_dir())
+    known = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > known:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens with those of the chat template, the model {known}",
+            key="data.chat_template",
+            remedy="evaluate a model that was trained with this template, or give that of the model's tokenizer",
+        )
+    data = build_data(stage.data, tokenizer, cache_dir())
     engine = _alone(model)
     loss = validation_loss(engine, stage, data.validation, batches, lambda: None)
-    result = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+    rows = min(batches * stage.global_batch, len(data.validation))
+    result = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "rows": rows}
     questions = data.questions[:problems]
     if questions:
         answers = exact_match(engine, stage, tokenizer, questions, data.answer_pattern, lambda: None)

@@ -10,7 +10,6 @@ FP8 codes are cast from the FP32 master weights as training cast them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -153,12 +152,7 @@ def _model_of_stage(stage_file: Path, checkpoint: Path) -> tuple[PretrainedConfi
 
     # The stage's batch is checked against the ranks that trained it.
     ranks = len(list(checkpoint.glob("*_optim_states.pt")))
-    before = os.environ.get("WORLD_SIZE")
-    os.environ["WORLD_SIZE"] = str(ranks)
-    try:
-        stage = load_stage(stage_file)
-    finally:
-        os.environ.pop("WORLD_SIZE") if before is None else os.environ.update(WORLD_SIZE=before)
+    stage = load_stage(stage_file, world=ranks)
     tokenizer = build_tokenizer(stage.data, cache_dir())
     config = load_model_config(stage, tokenizer)
     generation = GenerationConfig.from_model_config(config)

@@ -7,7 +7,6 @@ continues where it stopped. The exit code is 0 where FP8 is equal, else 1.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -35,9 +34,7 @@ def main() -> int:
 
     file = stage_file(arguments)
     ranks = arguments.ranks or torch.cuda.device_count() or 1
-    os.environ["WORLD_SIZE"] = str(ranks)
-    stage = load_stage(file, arguments.set)
-    del os.environ["WORLD_SIZE"]
+    stage = load_stage(file, arguments.set, ranks)
     seeds = range(stage.train.seed, stage.train.seed + arguments.seeds)
     for seed in seeds:
         for kind in KINDS:

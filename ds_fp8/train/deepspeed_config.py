@@ -77,6 +77,16 @@ def resolve_batch(raw: dict, world: int) -> tuple[int, int, int]:
     return product, micro, accumulation
 
 
+def ranks_of_batch(raw: Mapping[str, Any]) -> int | None:
+    """Return the number of ranks that the three sizes of a batch fix together, or None where they fix none."""
+    sizes = [raw.get(key) for key in (TRAIN_BATCH, MICRO_BATCH, ACCUMULATION)]
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        return None
+    total, micro, accumulation = sizes
+    ranks, rest = divmod(total, micro * accumulation)
+    return None if rest else ranks
+
+
 def check_sections(raw: dict[str, Any]) -> None:
     """Check DeepSpeed's own sections of a stage, but for its optimizer.
 

@@ -168,22 +168,22 @@ class Stage:
         return replace(self, train=self.train.model_copy(update={"steps": steps}))
 
 
-def load_stage(path: str | os.PathLike, overrides: list[str] | tuple[str, ...] = ()) -> Stage:
+def load_stage(path: str | os.PathLike, overrides: list[str] | tuple[str, ...] = (), world: int | None = None) -> Stage:
     """Read the stage at `path`, apply `a.b.c=value` overrides, and check what can be checked before data is read.
 
-    The number of ranks is the environment's WORLD_SIZE. Raises UserError with file, key and remedy.
+    The number of ranks is `world`, by default the environment's WORLD_SIZE. Raises UserError with file, key and remedy.
     """
     file = Path(path)
     try:
         raw = read_json(file)
         for override in overrides:
             apply_override(raw, override)
-        return _check(raw, file)
+        return _check(raw, file, world or _world_size())
     except UserError as error:
         raise error.located(file) from None
 
 
-def _check(raw: dict[str, Any], file: Path) -> Stage:
+def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
     known = known_keys() | set(OWN_SECTIONS)
     for key in raw:
         if key not in known:
@@ -195,7 +195,6 @@ def _check(raw: dict[str, Any], file: Path) -> Stage:
     model = parse_section(ModelConfig, raw.get("model", {}), key="model", file=file)
     data = parse_section(DataConfig, raw["data"], key="data", file=file)
     train = parse_section(TrainConfig, raw["train"], key="train", file=file)
-    world = _world_size()
     global_batch, micro_batch, accumulation = resolve_batch(raw, world)
     check_sections(raw)
     check_deepspeed(raw, fp8, file)

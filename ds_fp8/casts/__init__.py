@@ -2,6 +2,7 @@
 
 from ds_fp8.casts.primitives import apply_factors, cast, group_amax, scale_from_amax
 from ds_fp8.casts.quantization import quantize, quantize_both, quantize_columnwise, transpose
+from ds_fp8.casts.rotation import rotate, unrotate
 from ds_fp8.casts.tensor import QuantizedTensor
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_columnwise",
+    "rotate",
     "scale_from_amax",
     "transpose",
+    "unrotate",
 ]

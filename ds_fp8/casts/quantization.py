@@ -7,8 +7,17 @@ from dataclasses import replace
 import torch
 
 from ds_fp8.casts.primitives import apply_factors, cast, infinite_to_nan, scales_for
+from ds_fp8.casts.rotation import rotate
 from ds_fp8.casts.tensor import QuantizedTensor
-from ds_fp8.config.formats import FORMATS, GRANULARITIES, NATIVE_FORMATS, check_scale_type, fixed_scale, is_emulated
+from ds_fp8.config.formats import (
+    FORMATS,
+    GRANULARITIES,
+    NATIVE_FORMATS,
+    Rotation,
+    check_scale_type,
+    fixed_scale,
+    is_emulated,
+)
 
 
 def quantize(
@@ -20,6 +29,7 @@ def quantize(
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
     rounding: str = "nearest",
+    rotation: Rotation | None = None,
 ) -> QuantizedTensor:
     """Cast a floating point tensor of any shape, with scales from its own amax.
 
@@ -33,9 +43,11 @@ def quantize(
         row_factor: [M], multiplied in FP32 into the rows of a matrix [M, K] before the cast.
         column_factor: [K], multiplied into its columns after that.
         rounding: "nearest", to even, or "stochastic", with torch's random numbers.
+        rotation: Of a matrix, after the factors and before the cast (rotation.py).
 
     Returns:
-        The cast, of x's shape; a group that holds Inf or NaN is NaN as a whole, under a static scale the element alone.
+        The cast, of the shape of x (rotated along its rows: padded); a group that holds Inf or NaN is NaN as a whole,
+        under a static scale the element alone.
 
     Raises:
         ValueError: For an unknown option, or a shape that the granularity does not fit.
@@ -43,13 +55,16 @@ def quantize(
     native = rounding == "nearest" and not is_emulated(format, granularity, scale)
     if x.device.type == "cuda" and native and x.dim() and (x.dim() == 2 or granularity != "128x128"):
         matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        result, _ = quantize_both(matrix, format, granularity, None, scale, row_factor, column_factor)
+        result, _ = quantize_both(
+            matrix, format, granularity, None, scale, row_factor, column_factor, row_rotation=rotation
+        )
         if x.dim() == 2:
             return result
         scales = result.scale.reshape(*x.shape[:-1], -1) if result.scale.dim() else result.scale
         return QuantizedTensor(result.data.view(x.shape), scales, granularity, scale)
     _check_words(format, scale, granularity)
-    return _reference(apply_factors(x, row_factor, column_factor), format, granularity, scale, rounding)
+    x = rotate(apply_factors(x, row_factor, column_factor), rotation)
+    return _reference(x, format, granularity, scale, rounding)
 
 
 def quantize_columnwise(
@@ -61,12 +76,14 @@ def quantize_columnwise(
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
     rounding: str = "nearest",
+    rotation: Rotation | None = None,
 ) -> QuantizedTensor:
     """Cast a matrix x [M, K] along its first dimension: quantize(x.t()), of shape [K, M], in one pass.
 
-    Args and errors are those of `quantize`.
+    Args and errors are those of `quantize`; rotation.axis is one of x [M, K].
     """
-    return quantize_both(x, format, None, granularity, scale, row_factor, column_factor, rounding)[1]
+    words = format, None, granularity, scale
+    return quantize_both(x, *words, row_factor, column_factor, rounding, column_rotation=rotation)[1]
 
 
 def quantize_both(
@@ -78,6 +95,8 @@ def quantize_both(
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
     rounding: str = "nearest",
+    row_rotation: Rotation | None = None,
+    column_rotation: Rotation | None = None,
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     """Cast a matrix x [M, K] for both of its products in one pass: [M, K] along K and [K, M] along M.
 
@@ -90,6 +109,8 @@ def quantize_both(
         row_factor: As for `quantize`.
         column_factor: As for `quantize`.
         rounding: As for `quantize`.
+        row_rotation: Of x [M, K] before its first cast.
+        column_rotation: Of x [M, K] before its second cast.
 
     Returns:
         (x cast along K or None, x cast along M or None).
@@ -104,13 +125,23 @@ def quantize_both(
     if x.device.type == "cuda" and rounding == "nearest" and not emulated:
         from ds_fp8.casts.quantization_triton import quantize_statically, quantize_tiles
 
+        factors, rotations = (row_factor, column_factor), (row_rotation, column_rotation)
+        if rotations != (None, None):
+            from ds_fp8.casts.rotation_triton import quantize_rotated
+
+            return quantize_rotated(x.detach(), format, scale, rowwise, columnwise, *rotations, *factors)
+
         if fixed_scale(scale) is not None:
             wanted = rowwise is not None, columnwise is not None
             return quantize_statically(x.detach(), format, scale, *wanted, row_factor, column_factor)
         return quantize_tiles(x.detach(), format, scale, rowwise, columnwise, row_factor, column_factor)
     x = apply_factors(x.detach(), row_factor, column_factor)
-    row = None if rowwise is None else _reference(x, format, rowwise, scale, rounding)
-    return row, None if columnwise is None else _reference(x.t().contiguous(), format, columnwise, scale, rounding)
+    row = (
+        None if rowwise is None else _reference(rotate(x, row_rotation).contiguous(), format, rowwise, scale, rounding)
+    )
+    if columnwise is None:
+        return row, None
+    return row, _reference(rotate(x, column_rotation).t().contiguous(), format, columnwise, scale, rounding)
 
 
 def transpose(q: QuantizedTensor) -> QuantizedTensor:

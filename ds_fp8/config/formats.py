@@ -143,17 +143,38 @@ def group_shape(granularity: str) -> tuple[int, int]:
     return int(rows), int(columns)
 
 
+ROTATION_BLOCKS = (16, 32, 64, 128)
+"""Sizes of the Hadamard transforms that operands can be rotated by."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A block Hadamard transform of a matrix before its cast (casts/rotation.py)."""
+
+    block: int = BLOCK
+    """Neighbours that are transformed together, one of ROTATION_BLOCKS."""
+    seed: int | None = None
+    """Of the signs that the elements of every block are multiplied by before it; None: no signs."""
+    axis: int = 1
+    """Dimension of the matrix along which blocks lie: 1 its columns, 0 its rows."""
+
+    def __str__(self) -> str:
+        return f"rotated by {self.block}" + ("" if self.seed is None else f" with the signs of seed {self.seed}")
+
+
 @dataclass(frozen=True)
 class CastSpec:
-    """How a tensor is cast: the three words above, and how elements are rounded."""
+    """How a matrix is cast: the three words above, how elements are rounded, and what it is rotated by before."""
 
     format: str = "e4m3"
     granularity: str = "1x128"
     scale: str = "pow2"
     rounding: str = "nearest"
+    rotation: Rotation | None = None
 
     def __str__(self) -> str:
-        return f"{self.format} {self.granularity} {self.scale}" + " stochastic" * (self.rounding == "stochastic")
+        words = f"{self.format} {self.granularity} {self.scale}" + " stochastic" * (self.rounding == "stochastic")
+        return words if self.rotation is None else f"{words}, {self.rotation}"
 
     @property
     def emulated(self) -> bool:

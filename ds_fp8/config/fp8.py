@@ -230,6 +230,16 @@ class FP8Config(Section):
         return self.enabled and self.loss.head == "fp8"
 
     @model_validator(mode="after")
+    def _head_is_not_rotated(self) -> FP8Config:
+        if self.loss.head == "fp8" and self.linear.rotation.products:
+            raise UserError(
+                "a head in FP8 casts as linear does, but rotates nothing",
+                key="fp8.loss.head",
+                remedy='"head": "bf16", or rotate in linear.overrides only',
+            )
+        return self
+
+    @model_validator(mode="after")
     def _gathers_what_is_multiplied(self) -> FP8Config:
         gathered, multiplied = self.param_gather.format, self.linear.weight.format
         why = self.linear.weight.spec.why_not_gathered

@@ -8,9 +8,18 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import NATIVE_FORMATS, CastSpec, FormatName, Granularity, ScaleType, static_scale_type
+from ds_fp8.config.formats import (
+    ALONG_CONTRACTION,
+    NATIVE_FORMATS,
+    CastSpec,
+    FormatName,
+    Granularity,
+    Rotation,
+    ScaleType,
+    static_scale_type,
+)
 from ds_fp8.config.presets import merge
-from ds_fp8.config.schema import Section, parse_section
+from ds_fp8.config.schema import Section, Seed, parse_section
 
 
 class Cast(Section):
@@ -85,6 +94,45 @@ class WgradConfig(Section):
     """Of the output gradient, cast along the tokens; null: as linear.grad_output."""
 
 
+class RotationConfig(Section):
+    """Hadamard transforms of the operands of products before their casts, which spread an outlier over its block.
+
+    Along the contraction both operands are transformed, and it cancels. Along another dimension one operand is, and the
+    result is transformed back. HALO's level 1 (arXiv 2501.02625) is fprop alone; level 2 has dgrad along tokens too.
+    """
+
+    fprop: Literal["in_features"] | None = None
+    """Of input and weight. The weight is gathered so, and dgrad's result transformed back; ZeRO-3's shards must be
+    whole blocks for that."""
+    dgrad: Literal["tokens", "out_features"] | None = None
+    """tokens: of the output gradient, transformed back in the result. out_features: of output gradient and weight, for
+    weights in 1x32 or 1x16, which are cast for each product; a weight cast once serves both and cannot be."""
+    wgrad: Literal["tokens", "in_features"] | None = None
+    """tokens: of output gradient and input, as in NVFP4. in_features: of the input, transformed back in the result."""
+    block: Literal[16, 32, 64, 128] = 128
+    """Elements that are transformed together. in_features and out_features must be multiples of it; tokens are padded
+    with zeros."""
+    random: bool = False
+    """Whether elements of a block change their signs before, the same in all blocks, layers and steps."""
+    seed: Seed = 0
+    """Of those signs."""
+
+    @property
+    def products(self) -> dict[str, str]:
+        """Return the dimension that each rotated product is rotated along."""
+        return {name: along for name in ("fprop", "dgrad", "wgrad") if (along := getattr(self, name)) is not None}
+
+    def along(self, dimension: str | None, first: str) -> Rotation | None:
+        """Return the rotation of a matrix [first, ...] along one of its dimensions, None for no dimension."""
+        if dimension is None:
+            return None
+        return Rotation(self.block, self.seed if self.random else None, 0 if dimension == first else 1)
+
+    def __str__(self) -> str:
+        products = ", ".join(f"{name} along {dimension}" for name, dimension in self.products.items())
+        return f"{products}, {'random ' if self.random else ''}Hadamard transforms of {self.block}"
+
+
 class LinearCasts(Section):
     """How the operands of a linear layer's three products are cast."""
 
@@ -92,6 +140,18 @@ class LinearCasts(Section):
     weight: WeightCast = WeightCast()
     grad_output: Cast = Cast()
     wgrad: WgradConfig = WgradConfig()
+    rotation: RotationConfig = RotationConfig()
+
+    @model_validator(mode="after")
+    def _one_weight_is_rotated_one_way(self) -> LinearCasts:
+        if self.rotation.dgrad == "out_features" and self.weight.granularity not in ALONG_CONTRACTION:
+            raise UserError(
+                f"weights cast as {self.weight} are cast once for fprop and dgrad, which contract over different "
+                "dimensions of them",
+                key="fp8.linear.rotation.dgrad",
+                remedy='"dgrad": "tokens"',
+            )
+        return self
 
     @model_validator(mode="after")
     def _static_along_the_tokens_too(self) -> LinearCasts:
@@ -108,7 +168,8 @@ class LinearCasts(Section):
     def __str__(self) -> str:
         casts = [f"{name} {getattr(self, name)}" for name in ("input", "weight", "grad_output")]
         wgrad = [f"wgrad {name} {word}" for name, word in self.wgrad.model_dump().items() if word]
-        return ", ".join(casts + wgrad)
+        rotation = [f"rotated: {self.rotation}"] if self.rotation.products else []
+        return ", ".join(casts + wgrad + rotation)
 
 
 class LinearConfig(LinearCasts):

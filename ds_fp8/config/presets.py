@@ -74,18 +74,30 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 _IN_BF16: dict[str, Any] = {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
 _MXFP8 = {"format": "e4m3", "granularity": "1x32"}
+_INT8 = {"format": "int8", "granularity": "tensor", "scale": "fp32"}
 _NVFP4 = {"format": "e2m1", "granularity": "1x16", "scale": "e4m3"}
 EMULATED_PRESETS: dict[str, dict[str, Any]] = {
     # OCP microscaling E4M3: 1x32 with power-of-two scales, every operand cast along its contraction. Emulated here.
     "mxfp8": {**_IN_BF16, "linear": dict.fromkeys(("input", "weight", "grad_output"), _MXFP8)},
+    # HALO (arXiv 2501.02625), level 2: INT8 with one scale a tensor; forward products rotated, and output gradients
+    # along tokens. Blocks of 128 here, where the paper transforms whole dimensions. Emulated here.
+    "halo": {
+        **_IN_BF16,
+        "linear": {
+            **dict.fromkeys(("input", "weight", "grad_output"), _INT8),
+            "rotation": {"fprop": "in_features", "dgrad": "tokens", "block": 128},
+        },
+    },
     # NVFP4 pre-training (arXiv 2509.25149): E2M1, 1x16 with E4M3 scales, weights 16x16, gradients rounded
-    # stochastically. The layers that it keeps in BF16 are of each model: overrides name them. Emulated here.
+    # stochastically, wgrad's operands rotated with random signs. The layers that it keeps in BF16 are of each model:
+    # overrides name them. Emulated here.
     "nvfp4": {
         **_IN_BF16,
         "linear": {
             "input": _NVFP4,
             "weight": {**_NVFP4, "granularity": "16x16"},
             "grad_output": {**_NVFP4, "rounding": "stochastic"},
+            "rotation": {"wgrad": "tokens", "block": 16, "random": True},
         },
     },
 }

@@ -60,6 +60,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "casts": {name: str(getattr(fp8.linear, name)) for name in ("input", "weight", "grad_output")},
         "emulated": sorted({str(cast) for linear in linears for cast in linear.recipe.emulated}) + _emulated_state(fp8),
         "overrides": _overrides(state),
+        "rotation": str(fp8.linear.rotation) if fp8.linear.rotation.products else None,
         "smooth_swiglu": len(state.conversion.smoothed),
         "fp8_linears": len(linears),
         **covered.as_json(),
@@ -179,6 +180,8 @@ def print_report(report: dict[str, Any]) -> None:
     for reason in dict.fromkeys(report["not_fused"].values()):
         table.add_row("not fused", f"{_some(report['not_fused'], reason)}: {reason}")
     table.add_row("casts", ", ".join(f"{name} {cast}" for name, cast in report["casts"].items()))
+    if report["rotation"] is not None:
+        table.add_row("rotation", report["rotation"])
     for part in report["overrides"]:
         count = part["linears"]
         backend = "" if part["backend"] in ("bf16", report["backend"]) else f", by {part['backend']}"

@@ -89,8 +89,10 @@ def served_weights(
         (name, codes, scales): float8_e4m3fn codes [R, C] and FP32 scales to multiply by, of 128x128 blocks, rows or the
         tensor as training cast; or (name, BF16 tensor, None).
     """
-    by_blocks = engine.fp8.config.linear.weight.granularity == "128x128"
-    layout = "bf16" if engine.fp8.conversion is None else "fp8" if by_blocks else "compressed-tensors"
+    linear = engine.fp8.config.linear
+    in_bf16 = engine.fp8.conversion is None or linear.rotation.fprop is not None
+    by_blocks = linear.weight.granularity == "128x128"
+    layout = "bf16" if in_bf16 else "fp8" if by_blocks else "compressed-tensors"
     for name, numbers in _gathered(engine, _plan(engine, layout)):
         quantized = isinstance(numbers, QuantizedTensor)
         yield (name, numbers.data, numbers.scale) if quantized else (name, numbers, None)

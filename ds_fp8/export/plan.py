@@ -92,6 +92,10 @@ def make_plan(
         override = linear.overrides[pattern]
         if override != "bf16" and override.weight != cast:
             reasons.setdefault(name, f"trained with its weight cast {override.weight}, and a folder holds one cast")
+    for name, pattern in {**dict.fromkeys(linears), **first_matches(linears, linear.overrides)}.items():
+        casts = linear if pattern is None else linear.overrides[pattern]
+        if casts != "bf16" and casts.rotation.fprop is not None:
+            reasons.setdefault(name, "trained with its weight rotated, and servers rotate no activations")
     for name, layer in linears.items():
         rows, columns = shape_of(layer.weight)
         if names[id(layer.weight)] != f"{name}.weight":

@@ -20,6 +20,9 @@ from ds_fp8.layers.selection import OVERRIDDEN, Filter, first_matches, linear_la
 from ds_fp8.layers.structure import MLP_PARTS
 from ds_fp8.monitor.cast_monitor import CastMonitor
 
+NO_ROTATION = '{"rotation": {"fprop": null, "dgrad": null, "wgrad": null}}'
+"""An override that rotates nothing."""
+
 
 @dataclass(frozen=True)
 class Override:
@@ -91,6 +94,7 @@ def convert(
             layer.own_class = type(layer) if not isinstance(layer, FP8Linear) else layer.own_class
             layer.__class__ = FP8Linear
             layer.recipe = (override_of[name].recipe if name in override_of else recipe).at(name)
+            _check_blocks(name, layer)
             result.converted.append(name)
         elif isinstance(layer, FP8Linear):
             restore(layer)
@@ -123,12 +127,36 @@ def _check_patterns(overrides: Iterable[str], layers: Mapping[str, nn.Module]) -
             )
 
 
+def _check_blocks(name: str, layer: FP8Linear) -> None:
+    """Raise UserError for a layer whose features are no whole number of the blocks that they are rotated by."""
+    recipe = layer.recipe
+    sides = (
+        (layer.in_features, [recipe.input.rotation, recipe.wgrad_input_rotation]),
+        (layer.out_features, [recipe.grad_output.rotation]),
+    )
+    for features, rotations in sides:
+        for rotation in rotations:
+            if rotation is not None and rotation.axis == 1 and features % rotation.block:
+                raise UserError(
+                    f"{name} is {layer.out_features} x {layer.in_features}, and {features} features are no multiple of "
+                    f"blocks of {rotation.block}",
+                    key="fp8.linear.rotation.block",
+                    remedy=f'a smaller "block", or "overrides": {{"{name}": {NO_ROTATION}}}',
+                )
+
+
 def _smooth(model: nn.Module) -> Iterator[str]:
     """Give the down_proj of every gated MLP that is in FP8 a recipe with Smooth-SwiGLU, and yield its name."""
     for name, mlp in model.named_modules():
         if all(hasattr(mlp, part) for part in MLP_PARTS):
             down = getattr(mlp.down_proj, "base_layer", mlp.down_proj)  # below an adapter of PEFT's
             if isinstance(down, FP8Linear):
+                if down.recipe.rotations:
+                    raise UserError(
+                        "fp8.linear.smooth_swiglu and fp8.linear.rotation both change what down_proj multiplies",
+                        key="fp8.linear.smooth_swiglu",
+                        remedy=f'"smooth_swiglu": false, or "overrides": {{"*.down_proj": {NO_ROTATION}}}',
+                    )
                 down.recipe = replace(down.recipe, smooth=True)
                 yield f"{name}.down_proj"
 

@@ -160,7 +160,7 @@ def _fuse_layer(layer: nn.Module, name: str) -> None:
     projections = [getattr(layer.self_attn, part) for part in ("q_proj", "k_proj", "v_proj")]
     weights = [projection.weight for projection in projections]
     heads_recipe = _stacked_recipe(projections).at(f"{name}.self_attn.qkv_proj")
-    _stacked_recipe([layer.mlp.gate_proj, layer.mlp.up_proj])
+    _check_mlp(layer.mlp)
     returns_tuple = prove_layer(layer, layout, activation)
 
     head_norm = getattr(layer.self_attn, "q_norm", None)
@@ -181,7 +181,7 @@ def _fuse_layer(layer: nn.Module, name: str) -> None:
 def _fuse_mlp(mlp: nn.Module, name: str) -> None:
     _check_own_forward(mlp)
     activation = gated_activation_of(mlp)
-    _stacked_recipe([mlp.gate_proj, mlp.up_proj])
+    _check_mlp(mlp)
     prove_mlp(mlp, activation)
     mlp.fused_mlp = _fused_part(mlp, name, activation)
     mlp.fused_parts = Parts(mlp)
@@ -214,12 +214,23 @@ def _check_own_forward(module: nn.Module) -> None:
         raise Unfusable("it has a forward of its own, set on the instance (as Liger does)")
 
 
+def _check_mlp(mlp: nn.Module) -> None:
+    _stacked_recipe([mlp.gate_proj, mlp.up_proj])
+    _check_unrotated(mlp.down_proj.recipe)
+
+
+def _check_unrotated(recipe: LinearRecipe) -> None:
+    if recipe.rotations:
+        raise Unfusable("fp8.linear.rotation: casts that are fused into other operations rotate nothing")
+
+
 def _stacked_recipe(linears: Sequence[FP8Linear]) -> LinearRecipe:
     """Return the recipe of several linears multiplied as one. Raises Unfusable where they cannot be."""
     rows = [linear.out_features for linear in linears]
     weights, recipe = [linear.weight for linear in linears], linears[0].recipe
     if any(linear.recipe != recipe for linear in linears):
         raise Unfusable("fp8.linear.overrides casts linears of one product in different ways")
+    _check_unrotated(recipe)
     if not can_stack(rows, recipe.weight.granularity):
         blocks = recipe.weight.granularity
         raise Unfusable(

@@ -56,14 +56,15 @@ class _FP8LinearFunction(torch.autograd.Function):
             w_KN, factor = dgrad_weight([weight], recipe, smoothing)
         dy_cast, dy_NT = recipe.cast_grad_output(dy_TN, needs_dgrad, needs_wgrad, factor)
         if needs_dgrad:
-            dx = scale_columns(recipe.multiply(dy_cast, w_KN, ctx.input_dtype), inverse).view(ctx.input_shape)
+            dx = recipe.dgrad_result(recipe.multiply(dy_cast, w_KN, ctx.input_dtype), len(dy_TN))
+            dx = scale_columns(dx, inverse).view(ctx.input_shape)
         if needs_wgrad:
             if ctx.save == "fp8":
                 x_KT = recipe.kept_input(*saved)
             else:
                 (x,) = saved
                 x_KT = recipe.cast_input_columnwise(x.reshape(-1, x.shape[-1]), column_factor=inverse)
-            dw = scale_columns(recipe.multiply(dy_NT, x_KT, weight.dtype), smoothing)
+            dw = scale_columns(recipe.wgrad_result(recipe.multiply(dy_NT, x_KT, weight.dtype)), smoothing)
         return dx, dw, None, None
 
 

@@ -6,16 +6,33 @@
 
 T tokens, N output and K input features. Weights with one scale per row (output channel) contract over that dimension in
 dgrad, where a product cannot apply it: the scales are multiplied into dy before its cast, dx = cast(dy ⊙ s) · codes.
+
+Rotations R (casts/rotation.py) come after the factors, and are named by the dimension they go along:
+
+    fprop  in_features   y  = (x R)(w R)ᵀ            one weight w R for both products, so that dx = (dy · w R) Rᵀ
+    dgrad  tokens        dx = R (Rᵀ dy · w)
+           out_features  dx = (dy R)(Rᵀ w)           weights that are cast for each product only
+    wgrad  tokens        dw = (Rᵀ dy)ᵀ (Rᵀ x)
+           in_features   dw = (dyᵀ · x R) Rᵀ
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from ds_fp8.casts import QuantizedTensor, apply_factors, quantize, quantize_both, quantize_columnwise
-from ds_fp8.config.formats import CastSpec
+from ds_fp8.casts import (
+    QuantizedTensor,
+    apply_factors,
+    quantize,
+    quantize_both,
+    quantize_columnwise,
+    rotate,
+    unrotate,
+)
+from ds_fp8.config.formats import ALONG_CONTRACTION, CastSpec, Rotation
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.linear import LinearCasts
 from ds_fp8.gemm import scaled_matmul, select_backend
@@ -30,8 +47,10 @@ class LinearRecipe:
     """What every FP8 linear and fused part of a model shares, but for the site that its casts are counted under."""
 
     input: CastSpec
+    """Of x as fprop's operand, rotation included."""
     weight: CastSpec
     grad_output: CastSpec
+    """Of dy as dgrad's operand."""
     wgrad_input: str
     """Granularity of x as wgrad's operand, cast along the tokens."""
     wgrad_grad_output: str
@@ -42,6 +61,9 @@ class LinearRecipe:
     recompute: str
     """activations.recompute: "none" or "mlp"."""
     monitor: CastMonitor = field(compare=False)
+    wgrad_input_rotation: Rotation | None = None
+    """Of x [T, K] as wgrad's operand."""
+    wgrad_grad_output_rotation: Rotation | None = None
     smooth: bool = False
     """Whether channels of x are divided by factors, and columns of w multiplied (smoothing.py)."""
     site: str = field(default="", compare=False)
@@ -71,10 +93,12 @@ class LinearRecipe:
             (dy, replace(w, granularity=dgrad_weight)),
             (replace(dy, granularity=wgrad_grad_output), replace(x, granularity=wgrad_input)),
         ]
+        rotation = casts.rotation
+        along_k = rotation.along(rotation.fprop, "tokens")
         return cls(
-            x,
-            w,
-            dy,
+            replace(x, rotation=along_k),
+            replace(w, rotation=along_k),
+            replace(dy, rotation=rotation.along(rotation.dgrad, "tokens")),
             wgrad_input,
             wgrad_grad_output,
             select_backend(linear.backend, products),
@@ -82,6 +106,8 @@ class LinearRecipe:
             config.activations.save,
             config.activations.recompute,
             monitor or CastMonitor(config.monitor.every),
+            rotation.along(rotation.wgrad, "tokens"),
+            rotation.along(rotation.wgrad, "tokens") if rotation.wgrad == "tokens" else None,
         )
 
     def at(self, site: str) -> LinearRecipe:
@@ -92,6 +118,12 @@ class LinearRecipe:
     def emulated(self) -> list[CastSpec]:
         """Return the casts that only the reference multiplies."""
         return [cast for cast in (self.input, self.weight, self.grad_output) if cast.emulated]
+
+    @property
+    def rotations(self) -> tuple[Rotation, ...]:
+        """Return the rotations of all operands."""
+        every = self.input.rotation, self.grad_output.rotation, self.wgrad_input_rotation
+        return tuple(rotation for rotation in every if rotation is not None)
 
     @property
     def casts_by_tile(self) -> bool:
@@ -109,15 +141,21 @@ class LinearRecipe:
         """Return the cast of a weight [N, K] that is present in high precision, times its factors."""
         spec = self.weight
         words = spec.format, spec.granularity, spec.scale
-        quantized = quantize(weight, *words, column_factor=column_factor, rounding=spec.rounding)
-        self.observe("weight", weight, quantized, None, column_factor)
+        quantized = quantize(
+            weight, *words, column_factor=column_factor, rounding=spec.rounding, rotation=spec.rotation
+        )
+        self.observe("weight", weight, quantized, None, column_factor, spec.rotation)
         return quantized
 
     def cast_weight_columnwise(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
         """Return the cast of a weight [N, K] that is present in high precision, as dgrad reads it: [K, N]."""
         spec = self.weight
         words = spec.format, spec.granularity, spec.scale
-        return quantize_columnwise(weight, *words, column_factor=column_factor, rounding=spec.rounding)
+        of_dy = self.grad_output.rotation
+        rotation = None if of_dy is None or of_dy.axis == 0 else replace(of_dy, axis=0)
+        return quantize_columnwise(
+            weight, *words, column_factor=column_factor, rounding=spec.rounding, rotation=rotation
+        )
 
     def kept_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
         """Return x as wgrad reads it, from the codes and scales that were kept of it."""
@@ -135,8 +173,9 @@ class LinearRecipe:
             row_factor=row_factor,
             column_factor=column_factor,
             rounding=spec.rounding,
+            rotation=spec.rotation,
         )
-        self.observe("input", x, quantized, row_factor, column_factor)
+        self.observe("input", x, quantized, row_factor, column_factor, spec.rotation)
         return quantized
 
     def cast_input_columnwise(
@@ -152,14 +191,16 @@ class LinearRecipe:
             row_factor=row_factor,
             column_factor=column_factor,
             rounding=spec.rounding,
+            rotation=self.wgrad_input_rotation,
         )
 
     def cast_input_both(self, x: torch.Tensor, column_factor: Factor = None) -> tuple[QuantizedTensor, QuantizedTensor]:
         """Cast x [T, K], times its factors, as fprop reads it, and as wgrad does, in one pass."""
         spec = self.input
         words = spec.format, spec.granularity, self.wgrad_input, spec.scale
-        both = quantize_both(x, *words, None, column_factor, spec.rounding)
-        self.observe("input", x, both[0], None, column_factor)
+        rotations = spec.rotation, self.wgrad_input_rotation
+        both = quantize_both(x, *words, None, column_factor, spec.rounding, *rotations)
+        self.observe("input", x, both[0], None, column_factor, spec.rotation)
         return both
 
     def cast_grad_output(
@@ -172,16 +213,34 @@ class LinearRecipe:
         spec = self.grad_output
         row = spec.granularity if dgrad else None
         column = self.wgrad_grad_output if wgrad else None
+        cast = functools.partial(
+            quantize_both,
+            dy,
+            spec.format,
+            scale=spec.scale,
+            rounding=spec.rounding,
+            row_rotation=spec.rotation,
+            column_rotation=self.wgrad_grad_output_rotation,
+        )
         if row is None or column_factor is None:
-            both = quantize_both(dy, spec.format, row, column, spec.scale, rounding=spec.rounding)
+            both = cast(row, column)
         else:
-            both = (
-                quantize(dy, spec.format, row, spec.scale, column_factor=column_factor, rounding=spec.rounding),
-                quantize_columnwise(dy, spec.format, column, spec.scale, rounding=spec.rounding) if wgrad else None,
-            )
+            both = cast(row, None, column_factor=column_factor)[0], cast(None, column)[1]
         if both[0] is not None:
-            self.observe("grad_output", dy, both[0], None, column_factor)
+            self.observe("grad_output", dy, both[0], None, column_factor, spec.rotation)
         return both
+
+    def dgrad_result(self, dx: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Return dx [tokens, K] as it is without rotations, from dgrad's product."""
+        of_dy = self.grad_output.rotation
+        if of_dy is not None and of_dy.axis == 0:
+            dx = unrotate(dx, of_dy, tokens)
+        return dx if self.weight.granularity in ALONG_CONTRACTION else unrotate(dx, self.weight.rotation)
+
+    def wgrad_result(self, dw: torch.Tensor) -> torch.Tensor:
+        """Return dw [N, K] as it is without rotations, from wgrad's product."""
+        of_x = self.wgrad_input_rotation
+        return dw if of_x is None or of_x.axis == 0 else unrotate(dw, of_x)
 
     def observe(
         self,
@@ -190,11 +249,14 @@ class LinearRecipe:
         quantized: QuantizedTensor,
         row_factor: Factor = None,
         column_factor: Factor = None,
+        rotation: Rotation | None = None,
     ) -> None:
-        """Count what the cast of x, times its factors, lost; costs nothing outside measured steps."""
+        """Count what the cast of x, times its factors and rotated, lost; costs nothing outside measured steps."""
         if not self.monitor.active:
             return
-        if row_factor is not None or column_factor is not None:
+        if rotation is not None:
+            x = rotate(apply_factors(x, row_factor, column_factor), rotation)
+        elif row_factor is not None or column_factor is not None:
             x = _factored(x, row_factor, column_factor)
         self.monitor.observe(tensor_class, x, quantized, self.site)
 

@@ -41,13 +41,14 @@ class ReferenceShardCast:
     def write_amax(self, amax: torch.Tensor, source: Source) -> None:
         """Write the amax of every group, as ShardCast says."""
         for weight in self._weights:
-            numbers = on_device(source(weight), amax.device)
+            numbers = weight.rotated(on_device(source(weight), amax.device))
             weight.covered(weight.scales_in(amax)).copy_(group_amax(weight.cover(numbers), weight.granularity))
 
     def cast(self, scales: torch.Tensor, source: Source) -> None:
         """Refill every weight's `data`, as ShardCast says."""
         for weight in self._weights:
-            numbers, own = on_device(source(weight), scales.device), weight.covered(weight.scales_in(scales))
+            numbers = weight.rotated(on_device(source(weight), scales.device))
+            own = weight.covered(weight.scales_in(scales))
             cover = infinite_to_nan(weight.cover(numbers), self._spec.scale)
             cover = cast(cover, own, self._spec.format, weight.granularity)
             codes = cover.view(torch.uint8).flatten()[weight.offset : weight.offset + weight.shard.valid]

@@ -113,7 +113,7 @@ def _cast(
 
 
 class TritonShardCast:
-    """ShardCast of shard_cast.py in one launch a half; shards that are offloaded are copied and cast one by one."""
+    """ShardCast of shard_cast.py in one launch a half; shards that are offloaded or rotated are copied and cast one by one."""
 
     def __init__(self, weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: CastSpec):
         self._weights = [weight for weight in weights if weight.shard.valid]
@@ -148,12 +148,13 @@ class TritonShardCast:
         if not numbers:  # a rank may have no part of any weight
             return
         device = self._shards.device
-        if all(_is_readable(one, device) for one in numbers):
+        if self._spec.rotation is None and all(_is_readable(one, device) for one in numbers):
             self._run(kernel, 0, numbers, buffers, words)
             return
         for position, one in enumerate(numbers):
-            # Only for the moment of its cast is an offloaded shard on the device.
+            # Only for the moment of its cast is an offloaded shard on the device, or a rotated copy there.
             here = one if _is_readable(one, device) else on_device(one, device)
+            here = self._weights[position].rotated(here)
             self._run(kernel, position, [here], buffers, words)
 
     def _run(self, kernel, first_weight: int, numbers: list[torch.Tensor], buffers: tuple, words: dict) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ds_fp8.casts import rotate
+from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import SQUARE, CastSpec, group_shape, scale_shape
 from ds_fp8.layers.weights import group_of, placeholder
 from ds_fp8.zero import seams
@@ -43,6 +45,14 @@ class ShardedWeight:
 
     def __post_init__(self) -> None:
         rows, columns = self.shard.shape
+        rotation = self.spec.rotation
+        if rotation is not None and (self.shard.numel % rotation.block or columns % rotation.block):
+            raise UserError(
+                f"a weight of {rows} x {columns} is sharded over {self.shard.world} ranks in parts of "
+                f"{self.shard.numel} elements, no whole blocks of {rotation.block}: no rank can rotate its own",
+                key="fp8.linear.rotation.block",
+                remedy='a smaller "block", or "param_gather": {"format": "bf16"}',
+            )
         self.numel = rows * columns
         # Rows that share a row of scales; the cover begins with a whole group of them.
         self.unit = group_shape(self.granularity)[0] if self.granularity in SQUARE else 1
@@ -66,6 +76,16 @@ class ShardedWeight:
     def scales_in(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return this weight's scales (or amax) in a flat buffer of those of all weights."""
         return buffer.as_strided(self.scale_shape, self.scale_strides, self.scale_start)
+
+    def rotated(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the shard's valid numbers, flat, as they are cast: rotated along the columns where the cast says so.
+
+        Blocks of a row are blocks of the flat shard too, for a shard holds whole ones.
+        """
+        rotation = self.spec.rotation
+        if rotation is None:
+            return numbers
+        return rotate(numbers[: self.shard.valid].view(-1, rotation.block), rotation).flatten()
 
     def cover(self, source: torch.Tensor) -> torch.Tensor:
         """Return the shard's valid elements on whole rows [num_rows, C], zeros around; a view if none are needed."""

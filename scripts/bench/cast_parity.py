@@ -8,6 +8,7 @@ A Llama in BF16 with FP32 masters reads bytes of Python sources (optimizer_parit
 first --shared-steps steps in BF16 and see the same batches: they differ by the casts of their linears alone. A variant
 is "bf16", "perturbed" (BF16, and one weight that differs in its last bit: how far chance alone parts two runs), a
 preset, a format (of all operands, weights in blocks of 128x128, the rest in groups of 1x128), or one of BLOCK_FORMATS.
+nvfp4-paper is the preset nvfp4 with the last of --quick's two MLPs in BF16; the others leave an ingredient out.
 
 --outlier E plants in every MLP what long training makes (Fishman et al., arXiv 2409.12517): the gate and up rows of one
 channel are the same and lie along the mean of their inputs, so that its product is the square of its input: 2^E times
@@ -56,12 +57,13 @@ BF16 = "bf16"
 GATHER_IN_BF16 = {"param_gather": {"format": "bf16"}}
 _MXFP4 = {"format": "e2m1", "granularity": "1x32"}
 _NVFP4 = EMULATED_PRESETS["nvfp4"]["linear"]
-_LAST = {"model.layers.1.mlp.*": "bf16"}
+_PAPER = {**_NVFP4, "overrides": {"model.layers.1.mlp.*": "bf16"}}
 BLOCK_FORMATS: dict[str, dict[str, Any]] = {
     "mxfp4": dict.fromkeys(("input", "weight", "grad_output"), _MXFP4),
-    "nvfp4+last-mlp-bf16": {**_NVFP4, "overrides": _LAST},
-    "nvfp4+1x16-weights": {**_NVFP4, "weight": _NVFP4["input"]},
-    "nvfp4+nearest": {**_NVFP4, "grad_output": _NVFP4["input"]},
+    "nvfp4-paper": _PAPER,
+    "nvfp4-paper-unrotated": {**_PAPER, "rotation": {}},
+    "nvfp4-paper-1x16-weights": {**_PAPER, "weight": _NVFP4["input"]},
+    "nvfp4-paper-nearest": {**_PAPER, "grad_output": _NVFP4["input"]},
 }
 """Sections "linear" of what is no preset."""
 CHANNEL = 3

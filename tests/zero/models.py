@@ -98,7 +98,14 @@ def leave_modules_to_themselves() -> None:
 
 
 def build(
-    ds_config: dict, *, recompute: bool = False, prepare=None, stock: bool = False, layers=None, born_sharded=False
+    ds_config: dict,
+    *,
+    recompute: bool = False,
+    prepare=None,
+    stock: bool = False,
+    layers=None,
+    born_sharded=False,
+    sizes: tuple[int, int] = (131, 301),
 ):
     """An engine around Net in BF16 with weights from seed 0. born_sharded: built under deepspeed.zero.Init."""
     import deepspeed
@@ -109,9 +116,9 @@ def build(
     torch.manual_seed(0)
     if born_sharded:
         with deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=torch.bfloat16):
-            model = Net(recompute=recompute, layers=layers)
+            model = Net(*sizes, recompute=recompute, layers=layers)
     else:
-        model = Net(recompute=recompute, layers=layers).bfloat16()
+        model = Net(*sizes, recompute=recompute, layers=layers).bfloat16()
     if prepare is not None:
         prepare(model)
     initialize = deepspeed.initialize if stock else ds_fp8.initialize

@@ -1,0 +1,111 @@
+"""Block Hadamard transforms: against a matrix product in FP64, undone exactly as far as FP32 goes, and part by part."""
+
+import pytest
+import torch
+
+from ds_fp8.casts import quantize, quantize_both, quantize_columnwise, rotate, unrotate
+from ds_fp8.casts.rotation import padded, rotation_matrix
+from ds_fp8.config.formats import ROTATION_BLOCKS, Rotation
+
+CPU = torch.device("cpu")
+SEEDS = [None, 0, 7]
+
+
+def by_matrix(x, rotation):
+    """Multiply every block by R, in FP64 and with a matrix made of the definition: (-1)^popcount(i & j)."""
+    n = rotation.block
+    signs = rotation_matrix(rotation, CPU, torch.float64)[:, 0]
+    i = torch.arange(n)
+    bits = torch.tensor([[int(a & b).bit_count() for b in i] for a in i])
+    matrix = signs[:, None] * (1 - 2 * (bits % 2)).double() / n**0.5
+    x = x.double() if rotation.axis == 1 else x.double().t()
+    x = torch.nn.functional.pad(x, (0, -x.shape[1] % n))
+    result = torch.cat([block @ matrix for block in x.split(n, 1)], 1)
+    return result if rotation.axis == 1 else result.t()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("block", ROTATION_BLOCKS)
+@pytest.mark.parametrize("shape", [(1, 128), (70, 256), (129, 384)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_it_is_the_product_with_the_matrix_and_can_be_undone(axis, shape, block, seed):
+    rotation = Rotation(block, seed, axis)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    rotated = rotate(x, rotation)
+    assert rotated.shape == (padded(shape[0], rotation), shape[1])
+    torch.testing.assert_close(rotated.double(), by_matrix(x, rotation), rtol=0, atol=2e-6)
+    torch.testing.assert_close(unrotate(rotated, rotation, shape[0]), x, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("block", ROTATION_BLOCKS)
+def test_signs_depend_on_the_seed_alone(block):
+    plain, first, second = (rotation_matrix(Rotation(block, seed), CPU, torch.float32) for seed in SEEDS)
+    assert (plain[:, 0] == 1).all()
+    assert (first[:, 0] < 0).any()
+    assert (first[:, 0] > 0).any()
+    assert not torch.equal(first, second)
+    assert torch.equal(first @ first.t(), block * torch.eye(block))
+
+
+def test_it_cancels_in_a_product_along_either_axis():
+    a, b = torch.randn(40, 256), torch.randn(50, 256)
+    rotation = Rotation(64, 3)
+    torch.testing.assert_close(rotate(a, rotation) @ rotate(b, rotation).t(), a @ b.t(), rtol=0, atol=1e-4)
+    a, b = torch.randn(77, 40), torch.randn(77, 50)
+    rotation = Rotation(32, None, 0)
+    torch.testing.assert_close(rotate(a, rotation).t() @ rotate(b, rotation), a.t() @ b, rtol=0, atol=1e-4)
+
+
+def test_a_part_is_rotated_to_the_same_bits():
+    x = torch.randn(6, 384)
+    rotation = Rotation(128, 1)
+    assert torch.equal(rotate(x.view(-1, 128), rotation).view(6, 384), rotate(x, rotation))
+    assert torch.equal(rotate(x[2:3, 128:256], rotation), rotate(x, rotation)[2:3, 128:256])
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_overflow_spoils_its_block(value):
+    x = torch.randn(4, 256)
+    x[2, 70] = value
+    spoilt = ~rotate(x, Rotation(64)).isfinite()
+    assert spoilt[2, 64:128].all()
+    assert spoilt.sum() == 64
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_empty(axis):
+    assert rotate(torch.empty(0, 128), Rotation(axis=axis)).shape == (0, 128)
+
+
+def test_columns_that_are_no_whole_blocks_are_refused():
+    with pytest.raises(ValueError, match="130 columns are no multiple of a block of 128"):
+        rotate(torch.zeros(2, 130), Rotation())
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize(("format", "granularity", "scale"), [("e4m3", "1x128", "pow2"), ("int8", "row", "fp32")])
+def test_casts_rotate_behind_the_factors(format, granularity, scale, rounding):
+    x, row, column = torch.randn(70, 256), torch.rand(70), torch.rand(256)
+    words = format, granularity, scale
+    turned = x * row[:, None] * column
+    along, across = Rotation(128, 2), Rotation(16, 5, 0)
+
+    def seeded(function, *args, **kwargs):
+        torch.manual_seed(0)
+        return function(*args, rounding=rounding, **kwargs)
+
+    def assert_equal(result, expected):
+        assert torch.equal(result.data.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(result.scale, expected.scale)
+
+    factors = {"row_factor": row, "column_factor": column}
+    assert_equal(
+        seeded(quantize, x, *words, rotation=along, **factors), seeded(quantize, rotate(turned, along), *words)
+    )
+    expected = seeded(quantize, rotate(turned, across).t().contiguous(), *words)
+    assert_equal(seeded(quantize_columnwise, x, *words, rotation=across, **factors), expected)
+    both = quantize_both(x, format, granularity, granularity, scale, row_rotation=across, column_rotation=along)
+    assert both[0].shape == (80, 256)
+    assert both[1].shape == (256, 70)
+    assert_equal(both[0], quantize(rotate(x, across), *words))
+    assert_equal(both[1], quantize_columnwise(rotate(x, along), *words))

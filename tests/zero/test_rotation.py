@@ -1,0 +1,51 @@
+"""Rotated weights under ZeRO-3: each rank rotates its own shard, and what is gathered is the cast of the whole."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+
+from ds_fp8.casts import quantize
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.weights import GATHERED
+from tests.zero import models
+
+SIZES = (128, 160)
+ROTATION = {"fprop": "in_features", "dgrad": "tokens", "wgrad": "tokens", "block": 32, "random": True}
+
+
+def section(**rotation):
+    return {"linear": {"rotation": rotation}, "monitor": {"every": 1}}
+
+
+def trained(fp8):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        engine = models.build(models.config(fp8), sizes=SIZES)
+    losses = models.train(engine, 4)
+    same = []
+    for module in engine.module.modules():
+        if isinstance(module, FP8Linear) and engine.fp8.parameter_gather.gathers(module.weight):
+            spec = module.recipe.weight
+            master = models.full_master(module.weight)
+            expected = quantize(master, spec.format, spec.granularity, spec.scale, rotation=spec.rotation)
+            module.weight.all_gather_coalesced([module.weight]).wait()
+            gathered = getattr(module.weight, GATHERED)
+            same.append(torch.equal(gathered.dequantize(), expected.dequantize()))
+            module.weight.partition()
+    text = " ".join(printed.getvalue().replace("│", " ").split())
+    return losses, engine.fp8.report["rotation"], text, same
+
+
+def test_what_is_gathered_is_the_cast_of_the_whole_rotated_master(ranks):
+    plain = ranks(2, trained, {"monitor": {"every": 1}})[0]
+    losses, rotation, text, same = ranks(2, trained, section(**ROTATION))[0]
+    assert len(same) == 6
+    assert all(same)
+    words = "fprop along in_features, dgrad along tokens, wgrad along tokens, random Hadamard transforms of 32"
+    assert rotation == words
+    assert words in text
+    assert plain[1] is None
+    assert losses[-1] < losses[0]
+    assert losses == pytest.approx(plain[0], rel=0.02)

@@ -136,9 +136,7 @@ def quantize_both(
             return quantize_statically(x.detach(), format, scale, *wanted, row_factor, column_factor)
         return quantize_tiles(x.detach(), format, scale, rowwise, columnwise, row_factor, column_factor)
     x = apply_factors(x.detach(), row_factor, column_factor)
-    row = (
-        None if rowwise is None else _reference(rotate(x, row_rotation).contiguous(), format, rowwise, scale, rounding)
-    )
+    row = None if rowwise is None else _reference(rotate(x, row_rotation), format, rowwise, scale, rounding)
     if columnwise is None:
         return row, None
     return row, _reference(rotate(x, column_rotation).t().contiguous(), format, columnwise, scale, rounding)

@@ -42,7 +42,7 @@ from ds_fp8.config.formats import FORMATS, fixed_scale
 
 
 @triton.jit
-def _load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS: tl.constexpr, EVEN: tl.constexpr):
+def load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS: tl.constexpr, EVEN: tl.constexpr):
     """Return the FP32 tile [128, 128] at rows m, columns k; zero outside."""
     address = x + m[:, None].to(tl.int64) * stride_m + k[None, :]
     if EVEN:
@@ -68,10 +68,10 @@ def _cast_tiles(
     first_m = tl.program_id(1) * 128
     if EVEN and COLUMNWISE != NONE and ROWWISE != TILE:
         m = first_m + 4 * tl.arange(0, 32)
-        x0 = _load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
-        x1 = _load_tile(x, row_factor, column_factor, m + 1, k, M, K, stride_m, FACTORS, EVEN)
-        x2 = _load_tile(x, row_factor, column_factor, m + 2, k, M, K, stride_m, FACTORS, EVEN)
-        x3 = _load_tile(x, row_factor, column_factor, m + 3, k, M, K, stride_m, FACTORS, EVEN)
+        x0 = load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
+        x1 = load_tile(x, row_factor, column_factor, m + 1, k, M, K, stride_m, FACTORS, EVEN)
+        x2 = load_tile(x, row_factor, column_factor, m + 2, k, M, K, stride_m, FACTORS, EVEN)
+        x3 = load_tile(x, row_factor, column_factor, m + 3, k, M, K, stride_m, FACTORS, EVEN)
         if ROWWISE != NONE:
             store_cast_rowwise(
                 x0, x1, x2, x3, first_m, k, M, K, row_data, row_scale, row_amax, row_scale_along, row_scale_across,
@@ -84,7 +84,7 @@ def _cast_tiles(
         )
     else:
         m = first_m + tl.arange(0, 128)
-        tile = _load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
+        tile = load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
         if ROWWISE != NONE:
             store_cast(
                 tile, k, m, K, M, row_data, row_scale, row_amax, row_scale_along, row_scale_across,
@@ -105,7 +105,7 @@ def _amax_tiles(
     """Write the bits of the amax of every row and column of x into zeroed int32 [M] and [K] (TENSOR: into element 0)."""
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     m = tl.program_id(1) * 128 + tl.arange(0, 128)
-    tile = _load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
+    tile = load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
     rows = amax_bits(tile, 1)
     if ROWS == ROW:
         tl.atomic_max(row_amax + m, rows, mask=m < M, sem="relaxed")

@@ -51,7 +51,7 @@ def rotate_reference(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Compute `rotate` in plain torch: the oracle of the kernels."""
     blocks = _blocks(x.float(), rotation)
     sign = _signs(rotation.block, rotation.seed, x.device)
-    return _joined(_transform(blocks * sign), rotation)
+    return _joined(_transform(blocks * sign), rotation).contiguous()
 
 
 def unrotate(y: torch.Tensor, rotation: Rotation | None, rows: int | None = None) -> torch.Tensor:

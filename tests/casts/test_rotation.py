@@ -109,3 +109,62 @@ def test_casts_rotate_behind_the_factors(format, granularity, scale, rounding):
     assert both[1].shape == (256, 70)
     assert_equal(both[0], quantize(rotate(x, across), *words))
     assert_equal(both[1], quantize_columnwise(rotate(x, along), *words))
+
+
+kernels = pytest.importorskip("ds_fp8.casts.rotation_triton", reason="Triton is not installed")
+PAIRS = [
+    ("1x128", "1x128"), ("128x128", "128x128"), ("row", "row"), ("tensor", "tensor"), ("tensor", None), (None, "row"),
+]  # fmt: skip
+
+
+def whole_numbers(*shape, dtype=torch.float32):
+    """Sums of such are exact in FP32, in whatever order."""
+    return torch.randint(-64, 65, shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("block", "seed"), [(16, 3), (32, None), (64, 1), (128, 0)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_kernel_rotates_to_the_same_bits_and_back(axis, block, seed, dtype):
+    rotation = Rotation(block, seed, axis)
+    x = whole_numbers(131, 256, dtype=dtype)
+    rotated = kernels.rotate_tiles(x, rotation, torch.float32)
+    assert torch.equal(rotated, rotate(x, rotation))
+    back = kernels.rotate_tiles(rotated, rotation, torch.float32, inverse=True)
+    torch.testing.assert_close(back[:131], x.float(), rtol=1e-5, atol=1e-4)
+    numbers = torch.randn(131, 256)
+    torch.testing.assert_close(
+        kernels.rotate_tiles(numbers, rotation, torch.float32), rotate(numbers, rotation), rtol=0, atol=4e-6
+    )
+
+
+@pytest.mark.parametrize("factors", [False, True])
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize(("rowwise", "columnwise"), PAIRS)
+@pytest.mark.parametrize("shape", [(1, 128), (130, 256), (128, 128)])
+def test_the_kernel_rotates_and_casts_in_one_pass(shape, rowwise, columnwise, scale, factors):
+    """Scales bit for bit; the interpreter rounds to FP8 in its own way, so of the codes most."""
+    x = whole_numbers(*shape)
+    row, column = (2.0 ** torch.randint(-2, 3, (size,)) for size in shape) if factors else (None, None)
+    for rotations in (
+        (Rotation(32, 1, 1), Rotation(16, None, 0)),
+        (Rotation(128, None, 0), None),
+        (None, Rotation(64, 2)),
+    ):
+        words = rowwise, columnwise
+        expected = quantize_both(x, "e4m3", *words, scale, row, column, "nearest", *rotations)
+        results = kernels.quantize_rotated(x, "e4m3", scale, *words, *rotations, row, column)
+        for result, wanted in zip(results, expected, strict=True):
+            assert (result is None) == (wanted is None)
+            if wanted is not None:
+                assert result.shape == wanted.shape
+                assert torch.equal(result.scale, wanted.scale)
+                assert (result.data.view(torch.uint8) == wanted.data.view(torch.uint8)).float().mean() > 0.8
+
+
+def test_the_kernel_of_nothing_and_of_columns_that_are_no_whole_blocks():
+    row, column = kernels.quantize_rotated(torch.empty(0, 128), "e4m3", "pow2", "row", "1x128", None, Rotation(axis=0))
+    assert row.shape == (0, 128)
+    assert column.shape == (128, 0)
+    with pytest.raises(ValueError, match="130 columns"):
+        kernels.quantize_rotated(torch.zeros(2, 130), "e4m3", "pow2", "row", None, Rotation(), None)

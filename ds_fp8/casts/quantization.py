@@ -130,7 +130,6 @@ def quantize_both(
             from ds_fp8.casts.rotation_triton import quantize_rotated
 
             return quantize_rotated(x.detach(), format, scale, rowwise, columnwise, *rotations, *factors)
-
         if fixed_scale(scale) is not None:
             wanted = rowwise is not None, columnwise is not None
             return quantize_statically(x.detach(), format, scale, *wanted, row_factor, column_factor)

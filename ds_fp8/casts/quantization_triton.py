@@ -125,7 +125,7 @@ def _cast_statically(
     """Write the codes of x / scale, saturated, as [M, K] and as [K, M], where their data is given."""
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     m = tl.program_id(1) * 128 + tl.arange(0, 128)
-    tile = _load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, False)
+    tile = load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, False)
     codes = to_fp8_saturating(tile, RECIPROCAL, DTYPE, LARGEST)
     inside = (m < M)[:, None] & (k < K)[None, :]
     if row_data is not None:

@@ -5,7 +5,7 @@ import torch
 
 from ds_fp8.casts import quantize, quantize_both, quantize_columnwise, rotate, unrotate
 from ds_fp8.casts.rotation import padded, rotation_matrix
-from ds_fp8.config.formats import ROTATION_BLOCKS, Rotation
+from ds_fp8.config.formats import ROTATION_BLOCKS, Rotation, static_scale_type
 
 CPU = torch.device("cpu")
 SEEDS = [None, 0, 7]
@@ -160,6 +160,16 @@ def test_the_kernel_rotates_and_casts_in_one_pass(shape, rowwise, columnwise, sc
                 assert result.shape == wanted.shape
                 assert torch.equal(result.scale, wanted.scale)
                 assert (result.data.view(torch.uint8) == wanted.data.view(torch.uint8)).float().mean() > 0.8
+
+
+@pytest.mark.parametrize("rotation", [Rotation(16, 1, 0), Rotation(64)])
+def test_the_kernel_with_a_static_scale(rotation):
+    """Numbers whose rotation E4M3 holds exactly."""
+    numbers = torch.randint(-8, 9, (48, 128), generator=torch.Generator().manual_seed(2)).float()
+    x, words = unrotate(numbers, rotation, 48), ("e4m3", static_scale_type())
+    row, column = kernels.quantize_rotated(x, *words, "tensor", "tensor", rotation, rotation)
+    assert torch.equal(row.dequantize(), numbers)
+    assert torch.equal(column.dequantize(), numbers.t())
 
 
 def test_the_kernel_of_nothing_and_of_columns_that_are_no_whole_blocks():

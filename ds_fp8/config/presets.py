@@ -80,9 +80,11 @@ EMULATED_PRESETS: dict[str, dict[str, Any]] = {
     # OCP microscaling E4M3: 1x32 with power-of-two scales, every operand cast along its contraction. Emulated here.
     "mxfp8": {**_IN_BF16, "linear": dict.fromkeys(("input", "weight", "grad_output"), _MXFP8)},
     # HALO (arXiv 2501.02625), level 2: INT8 with one scale a tensor; forward products rotated, and output gradients
-    # along tokens. Blocks of 128 here, where the paper transforms whole dimensions. Emulated here.
+    # along tokens; weights gathered as they are multiplied. Blocks of 128 here, where the paper transforms whole
+    # dimensions. Emulated here.
     "halo": {
-        **_IN_BF16,
+        "param_gather": {"format": "int8"},
+        "grad_reduce": {"format": "bf16"},
         "linear": {
             **dict.fromkeys(("input", "weight", "grad_output"), _INT8),
             "rotation": {"fprop": "in_features", "dgrad": "tokens", "block": 128},

@@ -13,13 +13,10 @@ to the same bits as within all of it. Kernels multiply by H, which differs in th
 
 from __future__ import annotations
 
-import functools
-import math
-
 import torch
 from torch.nn import functional as F
 
-from ds_fp8.casts.stochastic import random_key, uniform
+from ds_fp8.casts.hadamard import padded, signs
 from ds_fp8.config.formats import Rotation
 
 
@@ -50,7 +47,7 @@ def rotate(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
 def rotate_reference(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Compute `rotate` in plain torch: the oracle of the kernels."""
     blocks = _blocks(x.float(), rotation)
-    sign = _signs(rotation.block, rotation.seed, x.device)
+    sign = signs(rotation.block, rotation.seed, x.device)
     return _joined(_transform(blocks * sign), rotation).contiguous()
 
 
@@ -72,23 +69,9 @@ def unrotate(y: torch.Tensor, rotation: Rotation | None, rows: int | None = None
 
         result = rotate_tiles(y, rotation, y.dtype, inverse=True)
     else:
-        sign = _signs(rotation.block, rotation.seed, y.device)
+        sign = signs(rotation.block, rotation.seed, y.device)
         result = _joined(_transform(_blocks(y.float(), rotation)) * sign, rotation).to(y.dtype).contiguous()
     return result[:rows] if rotation.axis == 0 else result
-
-
-@functools.lru_cache
-def rotation_matrix(rotation: Rotation, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return sqrt(n) R [n, n], of 1 and -1."""
-    signs = _signs(rotation.block, rotation.seed, torch.device("cpu"))
-    return (signs[:, None] * _hadamard(rotation.block)).to(device, dtype)
-
-
-def padded(length: int, rotation: Rotation | None) -> int:
-    """Return the rows that `rotate` returns of a matrix of `length` rows."""
-    if rotation is None or rotation.axis == 1:
-        return length
-    return -(-length // rotation.block) * rotation.block
 
 
 def _blocks(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -112,20 +95,3 @@ def _transform(x: torch.Tensor) -> torch.Tensor:
         x = torch.stack([a + b, a - b], -2).flatten(-3)
         half *= 2
     return x * size**-0.5
-
-
-def _hadamard(size: int) -> torch.Tensor:
-    """Return Sylvester's matrix [size, size]: element (i, j) is -1 to the number of bits that i and j share."""
-    matrix = torch.ones(1, 1)
-    for _ in range(int(math.log2(size))):
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix
-
-
-@functools.lru_cache
-def _signs(block: int, seed: int | None, device: torch.device) -> torch.Tensor:
-    """Return FP32 [block] of 1 and -1, the same on every device; all 1 without a seed."""
-    if seed is None:
-        return torch.ones(block, device=device)
-    draws = uniform(torch.arange(block), random_key("rotation", seed))
-    return torch.where(draws < 0.5, -1.0, 1.0).to(device)

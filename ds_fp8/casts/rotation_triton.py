@@ -16,10 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ds_fp8.casts.hadamard import padded, rotation_matrix
 from ds_fp8.casts.primitives import apply_factors
 from ds_fp8.casts.primitives_triton import MODES, NONE, ROW, TENSOR, amax_bits, format_arguments
 from ds_fp8.casts.quantization_triton import load_tile, quantize_statically
-from ds_fp8.casts.rotation import padded, rotate, rotation_matrix
 from ds_fp8.casts.store_triton import empty_result, is_even, result_arguments, store_cast, tiles
 from ds_fp8.casts.tensor import QuantizedTensor
 from ds_fp8.config.formats import BLOCK, Rotation, fixed_scale
@@ -152,8 +152,12 @@ def quantize_rotated(
             raise ValueError(f"{K} columns are no multiple of a block of {rotation.block}")
     if fixed_scale(scale) is not None:  # its cast needs no tile: a pass of its own
         x = apply_factors(x, row_factor, column_factor)
-        row = quantize_statically(rotate(x, row_rotation), format, scale, True, False)[0] if rowwise else None
-        return row, quantize_statically(rotate(x, column_rotation), format, scale, False, True)[1] if columnwise else None
+        by_row, by_column = (
+            x if rotation is None else rotate_tiles(x, rotation, torch.float32)
+            for rotation in (row_rotation, column_rotation)
+        )
+        row = quantize_statically(by_row, format, scale, True, False)[0] if rowwise else None
+        return row, quantize_statically(by_column, format, scale, False, True)[1] if columnwise else None
     rows, columns = padded(M, row_rotation), padded(M, column_rotation)
     row = None if rowwise is None else empty_result(rows, K, format, rowwise, scale, x.device)
     column = None if columnwise is None else empty_result(K, columns, format, columnwise, scale, x.device)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_fp8.casts import quantize, quantize_both, quantize_columnwise, rotate, unrotate
-from ds_fp8.casts.rotation import padded, rotation_matrix
+from ds_fp8.casts.hadamard import padded, rotation_matrix
 from ds_fp8.config.formats import ROTATION_BLOCKS, Rotation, static_scale_type
 
 CPU = torch.device("cpu")

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds_fp8.commands.arguments import add_stage, amount, count, parser_of, stage_file
+
+if TYPE_CHECKING:
+    from ds_fp8.train.stage import Stage
 
 
 def main() -> int:
@@ -34,13 +38,21 @@ def main() -> int:
 
     file = stage_file(arguments)
     ranks = arguments.ranks or torch.cuda.device_count() or 1
-    stage = load_stage(file, arguments.set, ranks)
+    stage = _with_length(load_stage(file, arguments.set, ranks))
     seeds = range(stage.train.seed, stage.train.seed + arguments.seeds)
-    for seed in seeds:
-        for kind in KINDS:
-            print(f"\n== {kind}, seed {seed}", flush=True)
-            changes = parity.twin_overrides(stage, kind, seed, arguments.steps, arguments.out)
-            _train(file, ranks, [*arguments.set, *changes])
+    runs = {
+        f"{kind}, seed {seed}": [
+            *arguments.set,
+            *parity.twin_overrides(stage, kind, seed, arguments.steps, arguments.out),
+        ]
+        for seed in seeds
+        for kind in KINDS
+    }
+    for changes in runs.values():
+        load_stage(file, changes, ranks)  # a mistake in any of them, before the first has taken its time
+    for name, changes in runs.items():
+        print(f"\n== {name}", flush=True)
+        _train(file, ranks, changes)
     tolerance = TOLERANCE if arguments.tolerance is None else arguments.tolerance
     twins = parity.comparisons_in(arguments.out, seeds)
     comparison = parity.compare(twins, tolerance)
@@ -49,6 +61,18 @@ def main() -> int:
     _, page = write_report(twins, verdict, arguments.out, f"FP8 against BF16, {file.name}", tolerance)
     print(f"\n{verdict.words}\nfigures: {figures}\nreport:  {page}")
     return 0 if verdict.passed else 1
+
+
+def _with_length(stage: Stage) -> Stage:
+    """Return the stage with its steps: where it has epochs and a schedule in steps, they are known once data is."""
+    schedule = stage.train.schedule
+    if stage.train.steps is not None or max(schedule.warmup, schedule.decay) < 1:
+        return stage
+    from ds_fp8.data import build_data, build_tokenizer
+    from ds_fp8.train.loop import cache_dir
+
+    data = build_data(stage.data, build_tokenizer(stage.data, cache_dir()), cache_dir())
+    return stage.with_length(len(data.train))
 
 
 def _train(config: Path, ranks: int, overrides: list[str]) -> None:

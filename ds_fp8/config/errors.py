@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 EXIT_USER_ERROR = 2
 
@@ -46,6 +47,15 @@ class UserError(Exception):
         """Return the same error with its file filled in, for code that knows the file only further out."""
         self.file = self.file or file
         return self
+
+
+def refusal_in(file: str | os.PathLike | None) -> Callable[[str, str, str], NoReturn]:
+    """Return a function of key, problem and remedy that raises the UserError about this configuration file."""
+
+    def refuse(key: str, problem: str, remedy: str) -> NoReturn:
+        raise UserError(problem, key=key, file=file, remedy=remedy)
+
+    return refuse
 
 
 def main_entry(main: Callable[[], int | None]) -> None:

@@ -11,7 +11,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, refusal_in
 from ds_fp8.config.fp8 import FP8Config, section_of
 from ds_fp8.zero import deepspeed_versions
 
@@ -24,9 +24,7 @@ def check_deepspeed(raw: Mapping[str, Any], fp8: FP8Config, file: str | os.PathL
         deepspeed_versions.check(deepspeed.__version__)
     except UserError as error:
         raise error.located(file) from None
-
-    def refuse(key: str, problem: str, remedy: str) -> None:
-        raise UserError(problem, key=key, file=file, remedy=remedy)
+    refuse = refusal_in(file)
 
     if not (section_of(raw, "bf16").get("enabled") or section_of(raw, "bfloat16").get("enabled")):
         refuse("bf16.enabled", "fp8 trains BF16 models, and bf16 is not enabled", '"bf16": {"enabled": true}')

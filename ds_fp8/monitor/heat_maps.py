@@ -47,7 +47,7 @@ def write_heat_maps(file: Path, records: Sequence[Record]) -> bool:
             axis.set_xticks(shown, [steps[i] for i in shown], fontsize=7)
             axis.set_yticks([])
         shown = _spaced(len(sites), MOST_LABELS)
-        row[0].set_yticks(shown, [_short(sites[i]) for i in shown], fontsize=6)
+        row[0].set_yticks(shown, [short_name(sites[i]) for i in shown], fontsize=6)
     for axis in axes[-1]:
         axis.set_xlabel("step", fontsize=8)
     part = file.with_name(f"{file.name}.part")
@@ -87,6 +87,6 @@ def _spaced(count: int, most: int) -> list[int]:
     return list(range(0, count, max(1, math.ceil(count / most))))
 
 
-def _short(site: str) -> str:
-    """Return a name of a module without what all layers share."""
+def short_name(site: str) -> str:
+    """Return a module's name without what all layers share."""
     return site.removeprefix("model.").removeprefix("layers.")

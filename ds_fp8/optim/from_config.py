@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, refusal_in
 from ds_fp8.config.fp8 import FP8Config, section_of
 from ds_fp8.config.schema import nearest
 from ds_fp8.optim.adamw import AdamW
@@ -159,9 +159,7 @@ def make_adamw(
     """
     section = section_of(raw, "optimizer")
     name, params = section.get("type"), dict(section_of(section, "params"))
-
-    def refuse(key: str, problem: str, remedy: str) -> None:
-        raise UserError(problem, key=key, file=file, remedy=remedy)
+    refuse = refusal_in(file)
 
     if str(name).lower() not in _ADAM:
         refuse(

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 
-from ds_fp8.monitor.heat_maps import health_matrix, health_sites
+from ds_fp8.monitor.heat_maps import health_matrix, health_sites, short_name
 from ds_fp8.monitor.thresholds import LABELS
 from ds_fp8.report import svg
 from ds_fp8.report.runs import Comparison, RunRecord
@@ -150,7 +150,7 @@ def _health_map(
     drawing.colorbar(image, ax=axes, pad=0.02).outline.set_visible(False)
     columns, rows = range(0, len(steps), -(-len(steps) // 5)), range(0, len(sites), -(-len(sites) // 22))
     axes.set_xticks(list(columns), [steps[index] for index in columns])
-    axes.set_yticks(list(rows), [_short(sites[index]) for index in rows], fontsize=7.5)
+    axes.set_yticks(list(rows), [short_name(sites[index]) for index in rows], fontsize=7.5)
     what = f"{tensor_class}: {title}"
     axes.set(title=what[0].upper() + what[1:], xlabel="step")
     return drawing
@@ -170,8 +170,3 @@ def _thinned(steps: Sequence[int], values: Sequence[float], count: int) -> tuple
         return steps, values
     means = [[part.mean() for part in np.array_split(np.array(line, dtype=float), count)] for line in (steps, values)]
     return means[0], means[1]
-
-
-def _short(site: str) -> str:
-    """Return a module's name without what all layers share."""
-    return site.removeprefix("model.").removeprefix("layers.")

@@ -78,7 +78,7 @@ class TrainConfig(Section):
     """Checkpoints in a row that may fail, as on a full disk, before the run ends."""
     compact_checkpoints: bool = False
     """Store compressed moments as they are, in a quarter of the bytes, rather than decoded to FP32. Such a checkpoint
-    resumes the run, and cannot be converted to DeepSpeed's universal format."""
+    resumes the run, and cannot be converted to DeepSpeed's universal format. Without effect where FP8 is off."""
     keep_best: bool = False
     """Also keep the checkpoint with the lowest validation loss; `eval_every` must divide `save_every`."""
     exact_match_problems: int = Field(0, ge=0)
@@ -202,7 +202,7 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
     check_optimizer(raw, own=own)
     if own:
         make_adamw(raw, fp8, file, rank=lambda: 0)
-    if train.compact_checkpoints and not needs_own_optimizer(fp8):
+    if train.compact_checkpoints and fp8.enabled and not needs_own_optimizer(fp8):
         raise UserError(
             "compact checkpoints store compressed moments, and the optimizer's are FP32",
             key="train.compact_checkpoints",

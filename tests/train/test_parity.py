@@ -8,10 +8,15 @@ from statistics import stdev
 
 import pytest
 
+from ds_fp8 import train as train_room
+from ds_fp8.commands import parity as command
+from ds_fp8.config.errors import UserError
+from ds_fp8.data import build_data, build_tokenizer
 from ds_fp8.report import charts
 from ds_fp8.report.parity import compare, comparisons_in, run_folder, twin_overrides
 from ds_fp8.report.verdict import judge, judge_all, judge_seeds, seed_noise
 from ds_fp8.train import load_stage
+from ds_fp8.train.loop import cache_dir
 from tests.report.runs import finished_run
 from tests.train.conftest import ROOT
 
@@ -86,6 +91,51 @@ def test_a_shorter_run_keeps_the_shape_of_the_schedule(name, tmp_path, monkeypat
     schedule = twins["fp8"].train.schedule
     lengths = {"cpt": (0.125, 0.125), "cpt_decay": (0, 400), "sft_stage1": (0.05, schedule.decay)}
     assert (schedule.warmup, schedule.decay) == lengths[name]
+
+
+@pytest.fixture
+def planned(monkeypatch, cache_home, tmp_path):
+    """`planned(file, ...)`: what `ds-fp8 parity` would train, and whether it had loaded all of it before."""
+    monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def plan(file, *arguments):
+        events = []
+        load = train_room.load_stage
+        monkeypatch.setattr(train_room, "load_stage", lambda *given: events.append("load") or load(*given))
+        monkeypatch.setattr(command, "_train", lambda file, ranks, changes: events.append(changes))
+        monkeypatch.setattr(sys, "argv", ["parity", str(file), "--out", str(tmp_path / "out"), *arguments])
+        with pytest.raises(UserError, match="there is no folder"):  # nothing was trained
+            command.main()
+        return events
+
+    return plan
+
+
+def test_all_twins_are_read_before_the_first_is_trained(tiny, write, planned):
+    tiny["fp8"]["optimizer"] = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
+    tiny["train"]["compact_checkpoints"] = True  # of no effect in BF16, which has no compressed moments
+    events = planned(write(tiny), "--steps", "2", "--seeds", "2")
+    assert events[:5] == ["load"] * 5
+    assert len(events) == 9
+    assert sum("fp8.enabled=false" in changes for changes in events[5:]) == 2
+
+
+def test_a_schedule_in_steps_is_shortened_where_the_stage_counts_epochs(tiny, write, planned):
+    tiny["train"] |= {"steps": None, "epochs": 40, "schedule": {"type": "wsd", "warmup": 6, "decay": 12}}
+    file = write(tiny)
+    stage = load_stage(file)
+    rows = len(build_data(stage.data, build_tokenizer(stage.data, cache_dir()), cache_dir()).train)
+    steps = stage.with_length(rows).train.steps
+    changes = planned(file, "--steps", "4", "--ranks", "1")[-1]
+    assert f"train.schedule.warmup={6 / steps}" in changes
+    assert f"train.schedule.decay={12 / steps}" in changes
+
+
+def test_compact_checkpoints_of_fp32_moments_are_still_refused(tiny, write):
+    tiny["train"]["compact_checkpoints"] = True
+    with pytest.raises(UserError, match="compact"):
+        load_stage(write(tiny))
 
 
 def test_the_script_trains_twins_and_gives_its_verdict(tiny, write, cache_home, tmp_path, monkeypatch):

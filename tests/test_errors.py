@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from ds_fp8.config.errors import EXIT_USER_ERROR, UserError
+from ds_fp8.cluster import entry
+from ds_fp8.cluster.guardian.messages import USER
+from ds_fp8.config.errors import EXIT_USER_ERROR, UserError, as_user_error
 
 SCRIPT = """
 import time
@@ -64,6 +67,47 @@ def test_a_fault_of_the_program_keeps_its_traceback():
     result = run("raise RuntimeError('ours')", 1)
     assert result.returncode == 1
     assert "Traceback" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            "open('/proc/version/x', 'w')",
+            ["error: Not a directory", "  file:   /proc/version/x", "  remedy: check the path"],
+        ),
+        (
+            "open('/dev/full', 'w', 1).write('x' * 99999)",
+            ["error: No space left on device", "  remedy: make room there"],
+        ),
+        (
+            "raise PermissionError(13, 'no', 'a')",
+            ["error: Permission denied", "  file:   a", "  remedy: choose another"],
+        ),
+    ],
+)
+def test_what_the_file_system_refuses_is_a_users_mistake(body, said):
+    result = run(body, None)
+    assert result.returncode == EXIT_USER_ERROR
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == len(said)
+    assert all(line.startswith(words) for line, words in zip(lines, said, strict=True))
+
+
+def test_and_a_rank_says_so_to_the_others(monkeypatch):
+    told = []
+    monkeypatch.setattr(entry.watchdog, "fail", lambda *words: told.append(words))
+    monkeypatch.setattr(entry, "main_entry", lambda main: main())
+    with pytest.raises(UserError, match="Not a directory"):
+        entry.rank_entry(lambda: Path("/proc/version/x").read_text())
+    assert [(kind, code) for kind, _, code in told] == [(USER, EXIT_USER_ERROR)]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("plain"), BrokenPipeError(32, "pipe"), PermissionError(1, "kill"), KeyError(1)]
+)
+def test_errors_that_name_no_file_are_not(error):
+    assert as_user_error(error) is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch.distributed
 from ds_fp8.cluster import watchdog
 from ds_fp8.cluster.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_USER_ERROR
 from ds_fp8.cluster.guardian.messages import ERROR, LOST, USER
-from ds_fp8.config.errors import UserError, main_entry
+from ds_fp8.config.errors import as_user_error, main_entry
 
 # Gloo raises plain RuntimeErrors.
 _LINK = re.compile(r"gloo|NCCL|connection (reset|closed)|socket|timed out", re.IGNORECASE)
@@ -27,10 +27,10 @@ def rank_entry(main: Callable[[], int | None]) -> None:
     def guarded() -> int | None:
         try:
             code = main()
-        except UserError as error:
-            watchdog.fail(USER, str(error), EXIT_USER_ERROR)
-            raise
         except Exception as error:
+            if mistake := as_user_error(error):
+                watchdog.fail(USER, str(mistake), EXIT_USER_ERROR)
+                raise mistake from None
             traceback.print_exc()
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             watchdog.fail(LOST if lost_others(error) else ERROR, reason, EXIT_LOST)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_fp8.commands.arguments import add_stage, count, count_or_none, parser_of, stage_file
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import apply_override, check_writable, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,10 @@ def main() -> int:
         )
     if arguments.tasks is not None:
         _require_lm_eval()
+    if arguments.out is not None:
+        check_writable(arguments.out.parent, "--out")
+        if arguments.out.is_dir():
+            raise UserError(f"{arguments.out} is a folder", key="--out", remedy="name a file")
 
     from ds_fp8.data import load_tokenizer
     from ds_fp8.train import processes
@@ -86,7 +91,6 @@ def main() -> int:
 
 def _stage(arguments: argparse.Namespace) -> Stage:
     """Return the stage with the folder's tokenizer, and with the batch of the run that had so many ranks."""
-    from ds_fp8.config.files import apply_override, read_json
     from ds_fp8.train import load_stage
     from ds_fp8.train.deepspeed_config import ranks_of_batch
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_fp8.commands.arguments import add_stage, amount, count, parser_of, stage_file
+from ds_fp8.config.files import check_writable
 
 if TYPE_CHECKING:
     from ds_fp8.train.stage import Stage
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/parity"), help="folder (default runs/parity)")
     parser.add_argument("--tolerance", type=amount, help="relative gap that is allowed (default 0.0025)")
     arguments = parser.parse_args()
+    check_writable(arguments.out, "--out")
 
     import torch
 

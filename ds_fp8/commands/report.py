@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ds_fp8.commands.arguments import parser_of
+from ds_fp8.config.files import check_writable
 
 
 def main() -> int:
@@ -20,6 +21,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write (default RUN)")
     parser.add_argument("--title", help="what the page says it is about (default the folders)")
     arguments = parser.parse_args()
+    if arguments.out is not None:
+        check_writable(arguments.out, "--out")
 
     from ds_fp8.report.page import write_report
     from ds_fp8.report.runs import find

@@ -7,6 +7,7 @@ leaves with exit code 2.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -58,11 +59,46 @@ def refusal_in(file: str | os.PathLike | None) -> Callable[[str, str, str], NoRe
     return refuse
 
 
+_FULL = "make room there, or choose another place"
+_RIGHTS = "choose another place, or change its rights"
+_PATH = "check the path"
+_REMEDIES = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EROFS: _RIGHTS,
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.ENOENT: _PATH,
+    errno.ENOTDIR: _PATH,
+    errno.EISDIR: _PATH,
+    errno.ENAMETOOLONG: _PATH,
+}
+"""What to do about an error of the file system."""
+_WITHOUT_NAME = (errno.ENOSPC, errno.EDQUOT)
+"""Those that writing to an open file raises, which names no path."""
+
+
+def as_user_error(error: Exception) -> UserError | None:
+    """Return an error as the user's: a UserError itself, or what the file system refused; None for any other."""
+    if isinstance(error, UserError):
+        return error
+    if not isinstance(error, OSError) or error.errno not in _REMEDIES:
+        return None
+    if error.filename is None and error.errno not in _WITHOUT_NAME:
+        return None
+    named = isinstance(error.filename, (str, bytes, os.PathLike))
+    file = os.fsdecode(error.filename) if named else None
+    return UserError(os.strerror(error.errno), file=file, remedy=_REMEDIES[error.errno])
+
+
 def main_entry(main: Callable[[], int | None]) -> None:
-    """Run `main` and exit with its result; a UserError becomes one printed screen and exit code 2."""
+    """Run `main` and exit with its result; a UserError, or one of the file system, is one screen and exit code 2."""
     try:
         sys.exit(main() or 0)
-    except UserError as error:
+    except (UserError, OSError) as raised:
+        error = as_user_error(raised)
+        if error is None:
+            raise
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"\n{error}\n", file=sys.stderr, flush=True)
         else:

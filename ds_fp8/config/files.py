@@ -210,3 +210,32 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> Any:
     raise _NotJson(f"{name} is no number")
+
+
+def check_writable(folder: Path, key: str = "") -> None:
+    """Check that `folder` is there or can be made, and can be written to, without making it.
+
+    Raises:
+        UserError: it is no folder, lies in none that can be written to, or has a name that no folder can have.
+    """
+    try:
+        there = folder
+        while not there.exists():
+            os.fsencode(there)
+            there = there.parent
+        fits = there.is_dir() and os.access(there, os.W_OK | os.X_OK) and _filesystem_takes(folder, there)
+    except (OSError, ValueError):
+        fits, there = False, folder
+    if not fits:
+        raise UserError(
+            f"the folder {clipped(str(folder))} cannot be written to",
+            key=key,
+            remedy="give another folder, or its rights",
+        )
+
+
+def _filesystem_takes(folder: Path, existing: Path) -> bool:
+    """Return whether folders can be made below `existing`: not where the kernel shows its own state."""
+    longest = os.pathconf(existing, "PC_NAME_MAX")
+    named = all(len(os.fsencode(part)) <= longest for part in folder.parts)
+    return named and not any(existing.resolve().is_relative_to(place) for place in ("/proc", "/sys"))

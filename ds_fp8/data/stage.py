@@ -13,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import check_writable
 from ds_fp8.data.config import DataConfig
 from ds_fp8.data.order import rows_of_step
 from ds_fp8.data.packing import PackedDataset, PackingStats, Plan, plan_rows
@@ -56,6 +57,7 @@ def build_data(
     example.
     """
     cache_dir = Path(config.cache_dir or cache_dir).expanduser()
+    check_writable(cache_dir, "data.cache_dir" if config.cache_dir else "DS_FP8_CACHE")
     parts: dict[str, list[tuple[TokenStore, Plan]]] = {split: [] for split in SPLITS}
     questions: list[Question] = []
     for source in config.each_source():

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import check_writable
 from ds_fp8.config.fp8 import FP8Config, section_of
 from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, check_target, write_folder
 from ds_fp8.export.layouts import check_layout
@@ -65,10 +66,11 @@ def export_checkpoint(
 
     Raises:
         UserError: an incomplete checkpoint, another model's configuration, a layout that cannot hold the weights, or a
-            folder that exists.
+            folder that exists or cannot be written.
     """
     checkpoint, folder = Path(checkpoint), Path(folder)
     check_target(folder, force, checkpoint)
+    check_writable(folder.resolve().parent)
     check_layout(layout, fp8.linear.weight)
     model = _model_without_data(config)
     left = unconverted(model, fp8.linear) if fp8.enabled else dict.fromkeys(dict(model.named_modules()), "BF16 run")

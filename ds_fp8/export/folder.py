@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import GenerationConfig, PretrainedConfig
 
@@ -31,6 +32,8 @@ NamedWeight = tuple[str, torch.Tensor | QuantizedTensor]
 
 def check_target(folder: Path, force: bool, source: Path | None = None) -> None:
     """Raise UserError where `folder` exists and may not be replaced, or holds the checkpoint `source`."""
+    if Path.cwd().is_relative_to(folder.resolve()):
+        raise UserError(f"{folder} is the folder you are in, or holds it", remedy="choose another folder")
     if folder.exists() and not (force and folder.is_dir()):
         raise UserError(f"{folder} exists", remedy="choose another folder, or replace this one with --force")
     if source is not None and source.resolve().is_relative_to(folder.resolve()):
@@ -85,11 +88,15 @@ def write_folder(
 @contextlib.contextmanager
 def _complete(folder: Path) -> Iterator[Path]:
     """Yield a folder that takes the place of `folder` at the end, and that an error leaves no trace of."""
+    folder = folder.resolve()
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
         yield part
+    except SafetensorError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise UserError(f"{folder} cannot be written: {error}", remedy="make room, or choose another folder") from None
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import check_writable
 from ds_fp8.config.fp8 import section_of
 from ds_fp8.config.schema import shown
 from ds_fp8.engine.deepspeed_values import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, check_values
@@ -111,32 +111,3 @@ def check_sections(raw: dict[str, Any]) -> None:
         if section.get("enabled"):
             folder = Path(section.get("output_path", ""), section.get("job_name", "DeepSpeedJobName"))
             check_writable(folder, f"{key}.output_path")
-
-
-def check_writable(folder: Path, key: str) -> None:
-    """Check that `folder` is there or can be made, and can be written to, without making it.
-
-    Raises:
-        UserError: it is no folder, lies in none that can be written to, or has a name that no folder can have.
-    """
-    try:
-        there = folder
-        while not there.exists():
-            os.fsencode(there)
-            there = there.parent
-        fits = there.is_dir() and os.access(there, os.W_OK | os.X_OK) and _filesystem_takes(folder, there)
-    except (OSError, ValueError):
-        fits, there = False, folder
-    if not fits:
-        raise UserError(
-            f"the folder {clipped(str(folder))} cannot be written to",
-            key=key,
-            remedy="give another folder, or its rights",
-        )
-
-
-def _filesystem_takes(folder: Path, existing: Path) -> bool:
-    """Return whether folders can be made below `existing`: not where the kernel shows its own state."""
-    longest = os.pathconf(existing, "PC_NAME_MAX")
-    named = all(len(os.fsencode(part)) <= longest for part in folder.parts)
-    return named and not any(existing.resolve().is_relative_to(place) for place in ("/proc", "/sys"))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from ds_fp8.config.errors import UserError, clipped
-from ds_fp8.config.files import apply_override, read_json
+from ds_fp8.config.files import apply_override, check_writable, read_json
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.config.schema import Section, Seed, nearest, parse_section, shown
 from ds_fp8.data import DataConfig
@@ -19,7 +19,7 @@ from ds_fp8.engine.compatibility import check_deepspeed
 from ds_fp8.engine.deepspeed_values import known_keys
 from ds_fp8.engine.optimizer_section import check_optimizer
 from ds_fp8.optim.from_config import make_adamw, needs_own_optimizer, uses_own_optimizer
-from ds_fp8.train.deepspeed_config import check_sections, check_writable, resolve_batch
+from ds_fp8.train.deepspeed_config import check_sections, resolve_batch
 from ds_fp8.train.schedules import Schedule
 
 MAX_RANKS = 1 << 20

@@ -1,0 +1,57 @@
+"""Where an export may write: said before the work."""
+
+import os
+
+import pytest
+from safetensors import SafetensorError
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.data import DataConfig, build_data
+from ds_fp8.export import export_checkpoint
+from ds_fp8.export.folder import _complete, check_target
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        (".", "you are in"),
+        ("..", "you are in"),
+        ("file", "exists"),
+        ("file/out", "cannot be written"),
+        ("/proc/out", "cannot be written"),
+    ],
+)
+def test_targets_that_are_refused(target, problem, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here/file").touch()
+    with pytest.raises(UserError, match=problem) as caught:
+        export_checkpoint(tmp_path / "checkpoint", target, None, None, force=True)
+    assert caught.value.remedy
+
+
+def test_a_target_behind_a_link_is_replaced(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    check_target(tmp_path / "link", force=True)
+    with _complete(tmp_path / "link") as part:
+        (part / "new").touch()
+    assert os.listdir(tmp_path / "real") == ["new"]
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["link", "real"]
+
+
+def test_a_full_disk_leaves_nothing_and_says_so(tmp_path):
+    with pytest.raises(UserError, match="No space left") as caught, _complete(tmp_path / "out"):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+    assert "make room" in caught.value.remedy
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(("own", "key"), [(True, "data.cache_dir"), (False, "DS_FP8_CACHE")])
+def test_a_cache_that_cannot_be_written(own, key, tmp_path):
+    (tmp_path / "file").touch()
+    config = DataConfig(path="synthetic", cache_dir=str(tmp_path / "file/cache") if own else None)
+    with pytest.raises(UserError, match="cannot be written") as caught:
+        build_data(config, None, tmp_path / "file/cache")
+    assert caught.value.key == key

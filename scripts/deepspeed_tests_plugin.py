@@ -119,6 +119,7 @@ if OUTCOMES in os.environ:
 
 def run_rank(test: Any, rank: int, world: int, port: str, init_method: str) -> str:
     """Run one rank of a DistributedTest and return the reason to skip it, empty if it ran."""
+    faulthandler.enable()  # what every thread was doing when native code aborts
     message = test._dist_run(rank, world, port, init_method)
     if dist.is_initialized():
         dist.barrier()

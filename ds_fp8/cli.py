@@ -15,6 +15,7 @@ COMMANDS = {
     "estimate": "say how much memory a stage takes, FP8 beside BF16",
     "sweep": "measure memory and speed over a grid of settings",
     "parity": "compare FP8 with BF16 on your own stage",
+    "robustness": "compare FP8 with BF16 over seeds and learning rates",
     "export": "write a Hugging Face folder in BF16 or FP8",
     "evaluate": "perplexity and exact match of a Hugging Face folder",
     "report": "compare finished FP8 runs with their BF16 twins",

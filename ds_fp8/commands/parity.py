@@ -54,7 +54,7 @@ def main() -> int:
         load_stage(file, changes, ranks)  # a mistake in any of them, before the first has taken its time
     for name, changes in runs.items():
         print(f"\n== {name}", flush=True)
-        _train(file, ranks, changes)
+        train_once(file, ranks, changes)
     tolerance = TOLERANCE if arguments.tolerance is None else arguments.tolerance
     twins = parity.comparisons_in(arguments.out, seeds)
     comparison = parity.compare(twins, tolerance)
@@ -77,7 +77,7 @@ def _with_length(stage: Stage) -> Stage:
     return stage.with_length(len(data.train))
 
 
-def _train(config: Path, ranks: int, overrides: list[str]) -> None:
+def train_once(config: Path, ranks: int, overrides: list[str]) -> None:
     """Make one run, with what it prints; its failure is this command's."""
     from ds_fp8.cluster.local_launch import train_here
 

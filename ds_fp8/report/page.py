@@ -47,30 +47,38 @@ def write_report(
 
 def render(comparisons: Sequence[Comparison], verdict: Verdict, title: str, tolerance: float = TOLERANCE) -> str:
     """Return the page."""
-    environment = Environment(
+    first, several = comparisons[0], seeds(comparisons) is not None
+    judgement, _, reason = verdict.words.partition(": ")
+    fp8 = [run for run in first.columns.values() if run.kind == "fp8"]
+    return (
+        environment()
+        .get_template("report.html")
+        .render(
+            title=title,
+            judgement=judgement[0].upper() + judgement[1:],
+            reason=reason,
+            level=verdict.level,
+            result=first.run.result,
+            on_cpu=first.run.result["device"] == "cpu",
+            one_seed=first.twin is not None and not several,
+            overview=Markup(charts.gaps_of_seeds(comparisons, seed_noise(comparisons), tolerance)) if several else None,
+            tiles=_tiles(comparisons),
+            stages=[_stage(comparison, tolerance) for comparison in comparisons],
+            open_answers=OPEN_ANSWERS,
+            start_report=_start_report(fp8[0]) if fp8 else [],
+            notes=fp8[0].result["fp8"].get("notes", []) if fp8 else [],
+        )
+    )
+
+
+def environment() -> Environment:
+    """Return where the templates of pages are found."""
+    return Environment(
         loader=PackageLoader("ds_fp8.report", "templates"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
-    )
-    first, several = comparisons[0], seeds(comparisons) is not None
-    judgement, _, reason = verdict.words.partition(": ")
-    fp8 = [run for run in first.columns.values() if run.kind == "fp8"]
-    return environment.get_template("report.html").render(
-        title=title,
-        judgement=judgement[0].upper() + judgement[1:],
-        reason=reason,
-        level=verdict.level,
-        result=first.run.result,
-        on_cpu=first.run.result["device"] == "cpu",
-        one_seed=first.twin is not None and not several,
-        overview=Markup(charts.gaps_of_seeds(comparisons, seed_noise(comparisons), tolerance)) if several else None,
-        tiles=_tiles(comparisons),
-        stages=[_stage(comparison, tolerance) for comparison in comparisons],
-        open_answers=OPEN_ANSWERS,
-        start_report=_start_report(fp8[0]) if fp8 else [],
-        notes=fp8[0].result["fp8"].get("notes", []) if fp8 else [],
     )
 
 

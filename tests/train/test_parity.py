@@ -103,7 +103,7 @@ def planned(monkeypatch, cache_home, tmp_path):
         events = []
         load = train_room.load_stage
         monkeypatch.setattr(train_room, "load_stage", lambda *given: events.append("load") or load(*given))
-        monkeypatch.setattr(command, "_train", lambda file, ranks, changes: events.append(changes))
+        monkeypatch.setattr(command, "train_once", lambda file, ranks, changes: events.append(changes))
         monkeypatch.setattr(sys, "argv", ["parity", str(file), "--out", str(tmp_path / "out"), *arguments])
         with pytest.raises(UserError, match="there is no folder"):  # nothing was trained
             command.main()

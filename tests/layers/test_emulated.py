@@ -86,8 +86,8 @@ def test_an_engine_trains_and_says_what_is_emulated(ranks):
     assert statistics is not None
 
 
-def test_only_what_is_native_is_gathered_in_fp8(ranks):
-    overrides = {"*.down": {"weight": {"format": "int8", "granularity": "row"}}}
+def test_what_is_cast_anew_for_dgrad_is_not_gathered_in_its_format(ranks):
+    overrides = {"*.down": {"weight": {"format": "int8", "granularity": "1x32"}}}
     assert ranks(2, gathered, {"linear": {"overrides": overrides}})[0] == [True, False] * 3
 
 

@@ -110,9 +110,11 @@ def _load(folder: Path, attention: str) -> PreTrainedModel:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    from ds_fp8.layers import munit
     from ds_fp8.train import packed_attention
 
     packed_attention.register()
+    munit.register()
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=attention)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:

@@ -121,7 +121,9 @@ def _read_model(folder: Path) -> tuple[PretrainedConfig, Callable | None, Genera
 
     from ds_fp8.data import load_tokenizer, save_tokenizer
     from ds_fp8.export.generation import make_savable
+    from ds_fp8.layers import munit
 
+    munit.register()
     tokenizer = None
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = partial(save_tokenizer, load_tokenizer(str(folder)))

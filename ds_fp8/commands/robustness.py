@@ -96,6 +96,7 @@ def _measure(stage: Stage, cell: Cell, out: Path, batches: int) -> None:
 
     import ds_fp8
     from ds_fp8.data import build_data, load_tokenizer
+    from ds_fp8.layers import munit
     from ds_fp8.report.robustness import SHARPNESS
     from ds_fp8.report.runs import RunRecord
     from ds_fp8.train import packed_attention, processes
@@ -111,6 +112,7 @@ def _measure(stage: Stage, cell: Cell, out: Path, batches: int) -> None:
     processes.set_single_process_env()
     processes.init_distributed()
     packed_attention.register()
+    munit.register()
     model = AutoModelForCausalLM.from_pretrained(
         folder / MODEL, dtype=torch.bfloat16, attn_implementation=stage.model.attn_implementation
     ).to(get_accelerator().current_device_name())

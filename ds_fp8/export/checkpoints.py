@@ -18,7 +18,7 @@ from ds_fp8.config.files import check_writable
 from ds_fp8.config.fp8 import FP8Config, section_of
 from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, check_target, write_folder
 from ds_fp8.export.layouts import check_layout
-from ds_fp8.export.plan import Plan, make_plan
+from ds_fp8.export.plan import Plan, check_architecture, make_plan
 from ds_fp8.layers.selection import unconverted
 from ds_fp8.zero.safe_load import tensors_only
 
@@ -70,6 +70,7 @@ def export_checkpoint(
     """
     checkpoint, folder = Path(checkpoint), Path(folder)
     check_target(folder, force, checkpoint)
+    check_architecture(config)
     check_writable(folder.resolve().parent)
     check_layout(layout, fp8.linear.weight)
     model = _model_without_data(config)

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.config.linear import LinearConfig, WeightCast
 from ds_fp8.export.layouts import SCALE_SUFFIX, check_layout
+from ds_fp8.layers import munit
 from ds_fp8.layers.selection import first_matches, linear_layers
 
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -53,6 +55,16 @@ class Plan:
         return [entry.name for entry in self.entries if entry.quantized]
 
 
+def check_architecture(config: PretrainedConfig | None) -> None:
+    """Raise UserError for a model that servers would take for another."""
+    if config is not None and munit.is_munit(config):
+        raise UserError(
+            f'a model of type "{config.model_type}" is no {config.model_type.removeprefix(munit.PREFIX)}: its products '
+            "and residuals have factors that servers do not know",
+            remedy="run_dir/model holds it for ds_fp8: ds-fp8 evaluate, model.path, train.init_from",
+        )
+
+
 def make_plan(
     model: nn.Module,
     left: Mapping[str, str],
@@ -70,9 +82,10 @@ def make_plan(
         shape_of: Gives the whole shape of a parameter that is partitioned.
 
     Raises:
-        UserError: the layout cannot hold weights of this cast, no layer is left to store in FP8, or the model keeps
-            buffers beside its weights.
+        UserError: servers do not know such models, the layout cannot hold weights of this cast, no layer is left to
+            store in FP8, or the model keeps buffers beside its weights.
     """
+    check_architecture(getattr(model, "config", None))
     cast = linear.weight
     check_layout(layout, cast)
     stored = model.state_dict().keys()

@@ -30,7 +30,7 @@ from ds_fp8.train.evaluation import exact_match, validation_loss
 from ds_fp8.train.health import RunHealth
 from ds_fp8.train.interrupt import Interrupt, Interrupted
 from ds_fp8.train.metrics import ANSWERS, MetricsLog, Record, read_metrics
-from ds_fp8.train.model import build_sharded_model, load_model_config
+from ds_fp8.train.model import build_sharded_model, load_model_config, parameters_to_train
 from ds_fp8.train.progress import RunProgress, TokeniserProgress
 from ds_fp8.train.result import write_result
 from ds_fp8.train.run_lock import only_run_in
@@ -95,7 +95,7 @@ def _train(
         _prepare_wandb(stage)
     engine, _, _, _ = ds_fp8.initialize(
         model=model,
-        model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+        model_parameters=parameters_to_train(stage, model),
         lr_scheduler=learning_rate_scheduler(stage.train.steps, stage.train.schedule),
         # Bytes on the wire are measured where there is a section, FP8 or not.
         config={"fp8": {"enabled": False}, **stage.raw},

@@ -25,6 +25,7 @@ from ds_fp8.config.fp8 import section_of
 from ds_fp8.config.schema import nearest
 from ds_fp8.data import load_tokenizer
 from ds_fp8.export.generation import make_savable
+from ds_fp8.layers import munit
 from ds_fp8.train import packed_attention
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.progress import RunProgress
@@ -48,6 +49,7 @@ def load_model_config(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Pretr
 
     Raises UserError when the model is missing, does not know a key, or does not fit the data.
     """
+    munit.register()
     if stage.model.config is not None:
         config = _inline_config(stage.model.config, tokenizer)
     else:
@@ -70,6 +72,23 @@ def load_model_config(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Pretr
             remedy="use the model's own tokenizer, or a model with at least as many tokens",
         )
     return config
+
+
+def parameters_to_train(stage: Stage, model: torch.nn.Module) -> list[Any]:
+    """Return the parameters that are trained, or groups of them where the model wants several learning rates.
+
+    Raises UserError for such a model without a learning rate.
+    """
+    if not munit.is_munit(model.config):
+        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rate = section_of(section_of(stage.raw, "optimizer"), "params").get("lr")
+    if rate is None:
+        raise UserError(
+            "munit scaling multiplies a learning rate, and the stage has none",
+            key="optimizer.params.lr",
+            remedy='"optimizer": {"type": "AdamW", "params": {"lr": 0.06, "eps": 1e-12}}',
+        )
+    return munit.parameter_groups(model, rate)
 
 
 def build_sharded_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
@@ -226,11 +245,12 @@ def _where_to_draw(config: PretrainedConfig) -> torch.device:
 
 def _inline_config(values: dict, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     kind = values.get("model_type")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in CONFIG_MAPPING_NAMES:
+    known_types = [*(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & CONFIG_MAPPING_NAMES.keys()), *munit.MODEL_TYPES]
+    if kind not in known_types:
         raise UserError(
             "model.config has no model_type" if kind is None else f'unknown model_type "{kind}"',
             key="model.config.model_type",
-            remedy=nearest(str(kind), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if kind else '"model_type": "qwen2", say',
+            remedy=nearest(str(kind), known_types) if kind else '"model_type": "qwen2", say',
         )
     known = AutoConfig.for_model(kind)
     for key in values:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.layers import munit
 
 _COMPRESSED_TENSORS = "compressed-tensors"
 _STRATEGIES = ("block", "channel", "tensor")
@@ -82,6 +83,7 @@ def stored_config(source: ModelSource) -> PretrainedConfig:
 
 def _read_config(source: ModelSource) -> PretrainedConfig:
     """Return the same with what it says of quantised weights."""
+    munit.register()
     local = Path(source.path)
     if not local.is_dir() and not _is_hub_name(source.path):
         raise UserError(f"the model folder {source.path} does not exist", key=source.key, remedy="check the path")
@@ -116,7 +118,7 @@ def check_trainable(source: ModelSource, config: PretrainedConfig) -> None:
         UserError: it is of another kind, or quantised to something else than FP8: `weight_scale_inv` of blocks, or the
             8-bit floats of compressed-tensors.
     """
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not munit.is_munit(config):
         raise UserError(
             f'{source.path} is a "{config.model_type}", for which transformers has no causal language model',
             key=source.key,

@@ -1,0 +1,116 @@
+"""Munit scaling: unit variance at the start, the formula, learning rates by width, saving and loading, no amax."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ds_fp8
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.linear import LinearConfig
+from ds_fp8.export.plan import make_plan
+from ds_fp8.layers import munit
+from tests.layers.hugging_face import causal_lm, tokens
+
+munit.register()
+WIDE = {"hidden_size": 256, "intermediate_size": 768}
+
+
+@pytest.mark.parametrize("model_type", munit.MODEL_TYPES)
+def test_everything_begins_with_variance_1(model_type):
+    model = causal_lm(model_type, torch.float32, num_hidden_layers=3, **WIDE)
+    spread = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            assert module.weight[1:].std().item() == pytest.approx(1, abs=0.02), name  # row 0 is the padding's
+        if isinstance(module, nn.Linear) or name.count(".") == 2:
+            module.register_forward_hook(lambda module, x, y, name=name: spread.update({name: y.std().item()}))
+    model(tokens(4, 64))
+    for name, value in spread.items():
+        if name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")) or name.count(".") == 2:
+            assert 0.8 < value < 1.25, (name, value)
+        elif name.endswith(("o_proj", "down_proj")):
+            assert 0.1 < value < 1.0, (name, value)  # means over the context, products of a SwiGLU: less
+    assert spread["lm_head"] == pytest.approx(1 / 16, rel=0.1)
+
+
+@pytest.mark.parametrize("model_type", munit.MODEL_TYPES)
+def test_the_layer_is_the_formula(model_type):
+    """Beside the same layer put together from its parts, with the weights divided beforehand."""
+    model = causal_lm(model_type, torch.float32, munit_tau=0.3)
+    plain = causal_lm(model_type.removeprefix("munit_"), torch.float32)
+    with torch.no_grad():
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            theirs.copy_(ours)
+        for layer in plain.model.layers:
+            for linear in layer.modules():
+                if isinstance(linear, nn.Linear):
+                    linear.weight /= math.sqrt(linear.in_features)
+                    if linear.bias is not None:
+                        linear.bias /= math.sqrt(linear.in_features)
+        ids = tokens(2, 8)
+        h = plain.model.embed_tokens(ids)
+        rotation = plain.model.rotary_emb(h, torch.arange(8)[None])
+        mask = torch.full((8, 8), -torch.inf).triu(1)[None, None]
+        for layer in plain.model.layers:
+            branch = layer.self_attn(hidden_states=h, position_embeddings=rotation, attention_mask=mask)[0]
+            h = math.sqrt(0.7) * h + math.sqrt(0.3) * layer.input_layernorm(branch)
+            h = math.sqrt(0.7) * h + math.sqrt(0.3) * layer.post_attention_layernorm(layer.mlp(h))
+        logits = plain.lm_head(plain.model.norm(h)) / model.config.hidden_size
+        assert torch.allclose(model(ids).logits, logits, atol=1e-5)
+
+
+def test_the_rate_of_the_layers_matrices_follows_their_fan_in():
+    model = causal_lm("munit_qwen2", munit_base_width=64, **WIDE)
+    groups = munit.parameter_groups(model, 0.5)
+    rate = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+    assert sum(len(group["params"]) for group in groups) == len(rate) == len(list(model.parameters()))
+    layer = model.model.layers[0]
+    assert rate[id(layer.self_attn.q_proj.weight)] == 0.5 * math.sqrt(64 / 256)
+    assert rate[id(layer.mlp.down_proj.weight)] == 0.5 * math.sqrt(64 / 768)
+    for other in (layer.self_attn.q_proj.bias, layer.input_layernorm.weight, model.lm_head.weight):
+        assert rate[id(other)] == 0.5
+
+
+def test_a_saved_model_loads_again_and_says_what_it_is(tmp_path):
+    model = causal_lm("munit_llama", munit_tau=0.25)
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["model_type"], written["munit_tau"]) == ("munit_llama", 0.25)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens()).logits, model.eval()(tokens()).logits)
+    with pytest.raises(UserError, match="is no llama"):
+        make_plan(loaded, {}, LinearConfig(), "bf16")
+
+
+@pytest.mark.parametrize("wrong", [{"tie_word_embeddings": True}, {"munit_tau": 0.0}, {"munit_tau": 1.0}])
+def test_what_cannot_be(wrong):
+    with pytest.raises(ValueError, match=r"munit"):
+        AutoConfig.for_model("munit_llama", **wrong)
+
+
+def test_the_preset_multiplies_all_layers_without_an_amax_and_near_bf16():
+    """A whole step: forward, backward, and the gradients beside those of BF16."""
+    gradients, losses = {}, {}
+    for enabled in (False, True):
+        model = causal_lm("munit_llama", **WIDE)
+        if enabled:
+            conversion = ds_fp8.convert(model, FP8Config.from_preset("munit", monitor={"every": 0}))
+            assert len(conversion.converted) == 14
+            assert not conversion.fusion.classes
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            loss = model(tokens(4, 64), labels=tokens(4, 64)).loss
+            loss.backward()
+        assert not [event.key for event in profiler.key_averages() if "amax" in event.key]
+        losses[enabled] = loss.item()
+        gradients[enabled] = {name: parameter.grad.float() for name, parameter in model.named_parameters()}
+    assert losses[True] == pytest.approx(losses[False], rel=0.005)
+    for name, exact in gradients[False].items():
+        similarity = torch.cosine_similarity(gradients[True][name].flatten(), exact.flatten(), 0)
+        assert similarity > 0.98, (name, similarity)

@@ -54,8 +54,8 @@ def _rotate_tiles(
     AXIS: tl.constexpr, FACTOR: tl.constexpr, NARROW: tl.constexpr, INVERSE: tl.constexpr, EVEN: tl.constexpr,
 ):
     """Write the rotated x [M, K] into result [rows, K]."""
-    k = tl.program_id(0) * 128 + tl.arange(0, 128)
-    m = tl.program_id(1) * 128 + tl.arange(0, 128)
+    m = tl.program_id(0) * 128 + tl.arange(0, 128)  # the first axis alone may have more than 65535 programs
+    k = tl.program_id(1) * 128 + tl.arange(0, 128)
     tile = load_tile(x, None, None, m, k, M, K, stride_m, 0, EVEN)
     tile = _rotated(tile, matrix, AXIS, FACTOR, NARROW, INVERSE)
     address = result + m[:, None].to(tl.int64) * K + k[None, :]
@@ -69,8 +69,8 @@ def _amax_rotated_tiles(
     ROW_AXIS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_AXIS: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
 ):
     """Write the bits of the amax of the rows and columns that have one scale into zeroed int32 (TENSOR: element 0)."""
-    k = tl.program_id(0) * 128 + tl.arange(0, 128)
-    m = tl.program_id(1) * 128 + tl.arange(0, 128)
+    m = tl.program_id(0) * 128 + tl.arange(0, 128)  # the first axis alone may have more than 65535 programs
+    k = tl.program_id(1) * 128 + tl.arange(0, 128)
     tile = load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
     if ROWWISE == ROW or ROWWISE == TENSOR:
         bits = amax_bits(_rotated(tile, row_matrix, ROW_AXIS, ROW_FACTOR, NARROW, False), 1)
@@ -96,8 +96,8 @@ def _cast_rotated_tiles(
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
     """Cast the rotated x [M, K] into row_data [rows, K] and column_data [K, columns]."""
-    k = tl.program_id(0) * 128 + tl.arange(0, 128)
-    m = tl.program_id(1) * 128 + tl.arange(0, 128)
+    m = tl.program_id(0) * 128 + tl.arange(0, 128)  # the first axis alone may have more than 65535 programs
+    k = tl.program_id(1) * 128 + tl.arange(0, 128)
     tile = load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
     if ROWWISE != NONE:
         store_cast(
@@ -120,7 +120,7 @@ def rotate_tiles(x: torch.Tensor, rotation: Rotation, dtype: torch.dtype, invers
     M, K = x.shape
     rows, narrow = padded(M, rotation), _is_narrow(x)
     result = torch.empty(rows, K, dtype=dtype, device=x.device)
-    _rotate_tiles[(tiles(K), tiles(rows))](
+    _rotate_tiles[(tiles(rows), tiles(K))](
         x, _matrix(rotation, x.device, x.dtype if narrow else torch.float32), result, M, K, rows, x.stride(0),
         AXIS=rotation.axis, FACTOR=rotation.block**-0.5, NARROW=narrow, INVERSE=inverse, EVEN=is_even(M, K),
         num_warps=8,
@@ -178,7 +178,7 @@ def quantize_rotated(
         "EVEN": is_even(M, K), "num_warps": 8, **_words("ROW", row_rotation), **_words("COLUMN", column_rotation),
     }  # fmt: skip
     source = (x, row_factor, column_factor, M, K, x.stride(0), *matrices, rows, columns, row_amax, column_amax)
-    grid = (tiles(K), tiles(max(rows, columns)))
+    grid = (tiles(max(rows, columns)), tiles(K))
     if row_amax is not None:
         _amax_rotated_tiles[grid](*source, **common)
     _cast_rotated_tiles[grid](

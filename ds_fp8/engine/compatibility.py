@@ -60,6 +60,13 @@ def check_deepspeed(raw: Mapping[str, Any], fp8: FP8Config, file: str | os.PathL
     stage = zero.get("stage", 0)
     if fp8.optimizer.precision().compressed:
         _check_compressed_state(raw, zero, refuse)
+    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        if section_of(raw, "bf16").get(key):
+            refuse(
+                f"bf16.{key}",
+                f"{key} makes DeepSpeed keep state that fp8.optimizer keeps",
+                f'"{key}": false; "fp8": {{"optimizer": ...}} has smaller moments and masters (preset "coat")',
+            )
     gathers, reduces = fp8.param_gather.format != "bf16", fp8.grad_reduce.format != "bf16"
     if stage != 3:
         if gathers:
@@ -175,6 +182,3 @@ def _check_compressed_state(raw: Mapping[str, Any], zero: Mapping[str, Any], ref
             "SuperOffload steps with its own Adam, whose state is FP32",
             f'"super_offload": false, or {fp32}',
         )
-    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
-        if section_of(raw, "bf16").get(key):
-            refuse(f"bf16.{key}", f"{key} makes DeepSpeed keep state that fp8.optimizer keeps", f'"{key}": false')

@@ -110,7 +110,7 @@ def initialize(
         rope_notes = restore_inverse_frequencies(model)
         # DeepSpeed would drain the device twice a step to print its throughput to the millisecond.
         raw.setdefault("timers", {}).setdefault("throughput", {}).setdefault("synchronized", False)
-        if fp8.grad_reduce.format != "bf16":
+        if section_of(raw, "zero_optimization").get("stage") == 3:
             raw.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
 
     if fp8.fuses_loss and model is not None:
@@ -150,6 +150,8 @@ def initialize(
     if conversion is not None:
         state.health = Health(engine, monitor, fp8)
         _install(engine, state)
+        if engine.zero_optimization_partition_weights():
+            seams.gather_behind_writes(engine)
         # Last, so that the weights have been cast anew.
         seams.on_step(engine, state.health.end_step)
         _register_segments(engine, state)
@@ -209,6 +211,8 @@ def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> No
     if not isinstance(optimizer, AdamW):
         return
     state.optimizer = optimizer
+    if engine.zero_optimization_partition_weights():
+        seams.refuse_state_offload(engine)
     for shard, segments in seams.flat_parameters(engine):
         vectors = [index for index, segment in enumerate(segments) if segment.is_vector]
         optimizer.set_segments(shard, [segment.numel for segment in segments], vectors)

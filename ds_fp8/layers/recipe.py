@@ -225,7 +225,7 @@ class LinearRecipe:
         if row is None or column_factor is None:
             both = cast(row, column)
         else:
-            both = cast(row, None, column_factor=column_factor)[0], cast(None, column)[1]
+            both = cast(row, None, column_factor=column_factor)[0], cast(None, column)[1] if wgrad else None
         if both[0] is not None:
             self.observe("grad_output", dy, both[0], None, column_factor, spec.rotation)
         return both

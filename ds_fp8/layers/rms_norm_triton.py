@@ -55,6 +55,7 @@ def normalise(
     """Return (hidden [T, H], rstd [T], row-wise cast [T, H] or None where the kernel does not cast as `spec` says)."""
     M, H = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
+    residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
     hidden = x if residual is None else torch.empty(M, H, dtype=x.dtype, device=x.device)
     rstd = torch.empty(M, device=x.device)
     casts = spec.granularity == "1x128" and not spec.by_torch

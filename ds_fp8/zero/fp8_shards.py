@@ -99,6 +99,12 @@ class FP8Shards:
         self._modified.clear()
         self._changed = streams.record_event()
 
+    def master_written(self, parameter: nn.Parameter) -> None:
+        """Note that the user wrote this weight's masters: what was written to its BF16 shard counts no longer."""
+        self._stale = True
+        self._modified.discard(id(parameter))
+        self._changed = streams.record_event()
+
     def refresh_if_stale(self) -> None:
         """Cast all shards if masters or BF16 shards were written since they were. Collective."""
         if self._stale:

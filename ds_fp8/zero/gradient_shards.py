@@ -16,6 +16,8 @@ class GradientShards:
     A gradient that arrives as a message has its sums of squares from the pass that adds it. The others, few and small,
     are read once at the step. What users write into the buffer themselves must be announced (`written`): the sum is
     then taken over all of it.
+
+    A gradient that no micro-batch of a step brought is zero in that step; DeepSpeed would take the last one again.
     """
 
     def __init__(self, flat: torch.Tensor, places: Mapping[str, tuple[int, int]]):
@@ -32,7 +34,9 @@ class GradientShards:
             self._spans[name] = spans
             spans += span_count(numel)
         self._squares = torch.zeros(spans, dtype=torch.float64, device=flat.device)
-        self._unsummed: dict[str, torch.Tensor] = {}
+        self._unsummed: set[str] = set()
+        self._arrived: set[str] = set()
+        """Names of the gradients that were added since the last step."""
         self._written = False
 
     def add_message(
@@ -46,6 +50,7 @@ class GradientShards:
         accumulate: bool,
     ) -> None:
         """Add the rows of a message, divided, to the gradients of `names`, which lie in it at `slices`."""
+        self._expect(names, accumulate)
         targets = []
         for place, name in zip(slices, names, strict=True):
             start, numel = self._places[name]
@@ -55,14 +60,27 @@ class GradientShards:
 
     def add_slices(self, slices: Sequence[torch.Tensor], names: Sequence[str], accumulate: bool) -> None:
         """Add slices without padding, in any floating point dtype, to the gradients of `names`."""
+        self._expect(names, accumulate)
         for part, name in zip(slices, names, strict=True):
             start, numel = self._places[name]
             if numel:
                 place = self._flat[start : start + numel]
                 place.add_(part.view(-1)) if accumulate else place.copy_(part.view(-1))
                 if name not in self._unsummed:
-                    self._unsummed[name] = place
+                    self._unsummed.add(name)
                     self._squares[self._spans[name] : self._spans[name] + span_count(numel)] = 0
+
+    def _expect(self, names: Sequence[str], accumulate: bool) -> None:
+        """Clear what an earlier step left of gradients that are added to, and now arrive for the first time."""
+        if accumulate:
+            self.clear(name for name in names if name not in self._arrived)
+        self._arrived.update(names)
+
+    def close_step(self, frozen: Iterable[str]) -> None:
+        """Clear the gradients that did not arrive since the last step, and those of the parameters `frozen`."""
+        missing = set() if self._written else self._places.keys() - self._arrived
+        self.clear(missing.union(frozen))
+        self._arrived.clear()
 
     def clear(self, names: Iterable[str]) -> None:
         """Set the gradients of `names` to zero."""
@@ -82,6 +100,9 @@ class GradientShards:
             return torch.linalg.vector_norm(self._flat, dtype=torch.float64).square()
         total = self._squares.sum()
         if self._unsummed:
-            norms = torch._foreach_norm(list(self._unsummed.values()), 2, torch.float64)
+            # Sliced anew: offload_states and reload_states move the buffer.
+            places = [self._places[name] for name in self._unsummed]
+            parts = [self._flat[start : start + numel] for start, numel in places]
+            norms = torch._foreach_norm(parts, 2, torch.float64)
             total = total + torch.stack(norms).square().sum()
         return total

@@ -74,7 +74,8 @@ class ParameterGather:
         seams.on_destroy(engine, self._release)
         # Whoever reads a weight that is not its own wants numbers, not FP8 codes.
         seams.on_external_parameter(engine, lambda parameter: self.leave_out([parameter]))
-        seams.around_master_update(engine, self._shards.wait_for_refresh, self._shards.masters_updated)
+        shards = self._shards
+        seams.around_master_update(engine, shards.wait_for_refresh, shards.masters_updated, shards.master_written)
         seams.on_step(engine, self._shards.refresh_if_stale)
         self._shards.masters_updated()
 

@@ -74,7 +74,7 @@ class Step:
         """Take the optimizer step that DeepSpeed's step() would take; the host waits once, for whether it was."""
         zero = self._zero
         zero.begin()
-        self._gradients.clear(zero.frozen())
+        self._gradients.close_step(zero.frozen())
         norm = self._norm()
         skip = norm.isfinite().logical_not().to(torch.int32)
         verdict = streams.Fetch(skip)

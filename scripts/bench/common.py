@@ -18,6 +18,7 @@ from rich.table import Table
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import fixed_scale
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.config.schema import nearest
@@ -69,10 +70,15 @@ def preset_recipe(preset: str) -> LinearRecipe:
 
 
 def distinct_presets(presets: Iterable[str]) -> dict[str, list[str]]:
-    """The first of every few presets that compute alike (and differ in the optimizer, say), with all of its few."""
+    """The first of every few presets that compute alike (and differ in the optimizer, say), with all of its few.
+
+    Without those of static scales, which are for models whose numbers are all near 1, and not for any numbers.
+    """
     alike: dict[LinearRecipe, list[str]] = {}
     for preset in presets:
-        alike.setdefault(preset_recipe(preset), []).append(preset)
+        recipe = preset_recipe(preset)
+        if fixed_scale(recipe.weight.scale) is None:
+            alike.setdefault(recipe, []).append(preset)
     return {few[0]: few for few in alike.values()}
 
 

@@ -46,7 +46,9 @@ def a_tree(tmp_path, monkeypatch):
     parent, launcher = str(tmp_path / "parent.py"), local_launch._LAUNCH
     command = [sys.executable, "-S", parent, "deepspeed", parent, launcher, str(tmp_path / "rank.py"), str(tmp_path)]
     monkeypatch.setattr(local_launch, "deepspeed_command", lambda ranks: command)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     yield tmp_path
+    signal.signal(signal.SIGINT, before)
     ctypes.CDLL(None).prctl(local_launch._PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 

@@ -1,6 +1,7 @@
 import deepspeed
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
 
 from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError
@@ -124,6 +125,38 @@ def test_weights_written_under_gathered_parameters_are_used(ranks):
         assert matches
         assert (seen == 0.25).all()
         assert not torch.equal(seen, before)
+
+
+def written_before_masters_are_set():
+    """A weight that was written to, after another's masters were set, after a moment was, and after its own were."""
+    # DeepSpeed sets whole masters only where they divide by the ranks.
+    engine = models.build(models.config({"monitor": {"every": 0}}), sizes=(132, 300))
+    models.train(engine, 1)
+    weight, other = engine.module.layers[0].up.weight, engine.module.layers[1].up.weight
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+        if deepspeed.comm.get_rank() == 0:
+            weight.data.fill_(0.25)
+    seen = []
+
+    def look():
+        gather(engine, [weight])
+        seen.append(getattr(weight, GATHERED).dequantize())
+        weight.partition()
+
+    safe_set_full_fp32_param(other, models.full_master(other))
+    look()
+    safe_set_full_optimizer_state(weight, safe_get_full_optimizer_state(weight, "exp_avg"), "exp_avg")
+    look()
+    safe_set_full_fp32_param(weight, models.full_master(weight))
+    look()
+    return seen
+
+
+def test_weights_written_under_gathered_parameters_outlive_writes_to_others(ranks):
+    for other, moment, own in ranks(2, written_before_masters_are_set):
+        assert (other == 0.25).all()
+        assert (moment == 0.25).all()
+        assert not (own == 0.25).any()
 
 
 def written_before_a_skipped_step():

@@ -4,9 +4,11 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_local_grad
 
 import ds_fp8.engine.initialize
+from ds_fp8.config.errors import UserError
 from tests.zero import models
 from tests.zero.test_options import freeze_a_layer
 
@@ -135,6 +137,71 @@ def overwritten_gradients():
 def test_gradients_that_the_user_overwrites_count(ranks):
     for norm, expected in ranks(2, overwritten_gradients):
         assert norm == pytest.approx(expected, rel=1e-9)
+
+
+def norm_of_gradients(engine):
+    """The norm of a step that was taken, and what it is from all gradients."""
+    gradients = [safe_get_full_grad(parameter) for parameter in engine.module.parameters()]
+    return float(engine.get_global_grad_norm()), float(torch.cat([g.flatten() for g in gradients]).double().norm())
+
+
+def moved_gradients():
+    """Norms before and after the buffer of gradients was moved away and back, and what a full offload says."""
+    engine = engine_of("gradients in BF16")
+    models.train(engine, 2)
+    moved = {"include": [OffloadStateTypeEnum.lp_grads], "pin_memory": False}
+    engine.offload_states(**moved)
+    engine.reload_states()
+    backward(engine, 2, factor=100.0)
+    engine.step()
+    try:
+        engine.offload_states(pin_memory=False)
+    except UserError as error:
+        return *norm_of_gradients(engine), str(error)
+
+
+def test_gradients_that_were_offloaded_count(ranks):
+    for norm, expected, said in ranks(2, moved_gradients):
+        assert expected > 100
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert "include=[OffloadStateTypeEnum.lp_params" in said
+
+
+def left_out(micro_batches):
+    """Norms, and gradients of a layer, of three steps; only the last micro-batch of the first and third reaches it."""
+    engine = engine_of("plain")
+    engine.set_train_batch_size(2 * 2 * micro_batches)
+    layer, seen = engine.module.layers[1].up, []
+    used = layer.forward
+    for step in range(3):
+        for micro in range(micro_batches):
+            reaches = micro == micro_batches - 1 and step != 1
+            layer.forward = used if reaches else lambda x: x.new_ones(*x.shape[:-1], 301)
+            backward(engine, step * micro_batches + micro)
+            engine.step()
+        seen.append((*norm_of_gradients(engine), float(safe_get_full_grad(layer.weight).norm())))
+    return seen
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_no_micro_batch_reaches_has_no_gradient(ranks, micro_batches):
+    for seen in ranks(2, left_out, micro_batches):
+        for norm, expected, _ in seen:
+            assert norm == pytest.approx(expected, rel=1e-6)
+        first, missing, again = (gradient for _, _, gradient in seen)
+        assert missing == 0
+        assert first > 0
+        assert again > 0
+
+
+def accumulator_of(section):
+    settings = {key: value for key, value in models.config(section).items() if key != "data_types"}
+    return str(models.build(settings | {"gradient_accumulation_steps": 2}).optimizer.grad_partitions_flat_buffer.dtype)
+
+
+@pytest.mark.parametrize("section", [SECTION, {**SECTION, "grad_reduce": {"format": "bf16"}}])
+def test_micro_batches_are_summed_in_fp32_unless_told_otherwise(ranks, section):
+    assert ranks(2, accumulator_of, section) == ["torch.float32"] * 2
 
 
 def frozen_on_the_way():

@@ -35,6 +35,7 @@ from ds_fp8.zero.seams.parameters import (
     end_gather,
     flat_parameters,
     full_shape,
+    gather_behind_writes,
     in_use,
     is_partitioned,
     is_zero_parameter,
@@ -46,7 +47,14 @@ from ds_fp8.zero.seams.parameters import (
     shard_of,
     wrap_closure,
 )
-from ds_fp8.zero.seams.updates import around_master_update, before_moment_write, call_around, has_optimizer, on_step
+from ds_fp8.zero.seams.updates import (
+    around_master_update,
+    before_moment_write,
+    call_around,
+    has_optimizer,
+    on_step,
+    refuse_state_offload,
+)
 
 __all__ = [
     "CHECKPOINT_CLASSES",
@@ -67,6 +75,7 @@ __all__ = [
     "end_gather",
     "flat_parameters",
     "full_shape",
+    "gather_behind_writes",
     "has_optimizer",
     "in_checkpoints",
     "in_use",
@@ -79,6 +88,7 @@ __all__ = [
     "on_gather",
     "on_step",
     "order",
+    "refuse_state_offload",
     "replace",
     "replace_reduce_scatter",
     "shard_of",

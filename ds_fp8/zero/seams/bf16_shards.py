@@ -44,7 +44,7 @@ class Bf16Shards:
 
     def free(self, parameter: torch.nn.Parameter) -> None:
         """Free a parameter's shard where it is not needed."""
-        if id(parameter) in self._unneeded:
+        if id(parameter) in self._unneeded and parameter.ds_tensor.is_contiguous():  # else it is absent already
             parameter.ds_tensor.data = _absent(parameter)
 
     def write(self) -> None:

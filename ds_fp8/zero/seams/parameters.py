@@ -12,7 +12,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero import partition_parameters
 
+from ds_fp8.zero import streams
 from ds_fp8.zero.seams.installation import replace
+from ds_fp8.zero.seams.updates import on_step
 
 
 def data_parallel_group(engine: deepspeed.DeepSpeedEngine) -> object:
@@ -141,6 +143,38 @@ def on_gather(engine: deepspeed.DeepSpeedEngine, callback: Callable[[int, object
     for parameter in filter(is_zero_parameter, engine.module.parameters()):
         wrap_closure(engine, parameter, "all_gather", lambda closure, p=parameter: observed_gather(closure, p))
         wrap_closure(engine, parameter, "all_gather_coalesced", observed_coalesced_gather)
+
+
+def gather_behind_writes(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Let every gather begin behind the last optimizer step, and the last write of a user, on the stream they were on.
+
+    DeepSpeed's stream of gathers waits for no other. What keeps it from shards that a step is still writing is that the
+    host waits for the device somewhere, which this package's step does not need. Call when the step is installed.
+    """
+    last: list[object] = [None]
+
+    def note() -> None:
+        last[0] = streams.record_event()
+
+    def behind(closure: Callable) -> Callable:
+        def gather(*args, **kwargs):
+            streams.wait_event(last[0])
+            return closure(*args, **kwargs)
+
+        return gather
+
+    def noted(closure: Callable) -> Callable:
+        def partition(param_list=None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True):
+            closure(param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
+            if has_been_updated:
+                note()
+
+        return partition
+
+    for parameter in filter(is_zero_parameter, engine.module.parameters()):
+        for name, wrapper in (("all_gather", behind), ("all_gather_coalesced", behind), ("partition", noted)):
+            wrap_closure(engine, parameter, name, wrapper)
+    on_step(engine, note)
 
 
 class _Watched(dict):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import deepspeed
+import torch
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.zero import deepspeed_versions
 from ds_fp8.zero.seams.installation import replace
 
@@ -44,12 +46,27 @@ def has_optimizer(engine: deepspeed.DeepSpeedEngine) -> bool:
 
 
 def around_master_update(
-    engine: deepspeed.DeepSpeedEngine, before: Callable[[], None], after: Callable[[], None]
+    engine: deepspeed.DeepSpeedEngine,
+    before: Callable[[], None],
+    after: Callable[[], None],
+    after_one: Callable[[torch.nn.Parameter], None],
 ) -> None:
     """Call `before` and `after` around everything that may change the FP32 master shards of a ZeRO-3 engine.
 
-    `after` is not called for a step that DeepSpeed left out because of an overflow, on all ranks alike.
+    `after` is not called for a step that DeepSpeed left out because of an overflow, on all ranks alike. Where the user
+    overwrites the masters of one parameter (safe_set_full_fp32_param and its kin) `after_one` is called instead.
     """
+
+    def one(method: Callable) -> Callable:
+        def wrapped(value, param, optim_state_key=None):
+            if optim_state_key is None:
+                before()
+            result = method(value, param, optim_state_key)
+            if optim_state_key is None:
+                after_one(param)
+            return result
+
+        return wrapped
 
     def after_step() -> None:
         if not engine.optimizer.overflow:
@@ -57,13 +74,34 @@ def around_master_update(
 
     if has_optimizer(engine):
         for name in deepspeed_versions.MASTER_UPDATES:
-            _around_method(engine, name, before, after_step if name == "step" else after)
+            if name in _MOMENT_WRITES:
+                replace(engine, engine.optimizer, name, one(getattr(engine.optimizer, name)))
+            else:
+                _around_method(engine, name, before, after_step if name == "step" else after)
 
 
 def on_step(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
     """Call `callback` after every optimizer step, of any ZeRO stage."""
     if has_optimizer(engine):
         _around_method(engine, "step", None, callback)
+
+
+def refuse_state_offload(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Let engine.offload_states say what to leave out: DeepSpeed moves masters and moments of its FusedAdam alone."""
+    method = engine.optimizer.offload_states
+
+    def offload_states(*args, **kwargs):
+        try:
+            return method(*args, **kwargs)
+        except AssertionError as error:
+            raise UserError(
+                f"engine.offload_states cannot move the masters and moments of ds_fp8.optim.AdamW ({error})",
+                key="optimizer",
+                remedy="leave optim_states and hp_params out: include=[OffloadStateTypeEnum.lp_params, "
+                "OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contiguous_grad_buffer]",
+            ) from error
+
+    replace(engine, engine.optimizer, "offload_states", offload_states)
 
 
 def before_moment_write(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:

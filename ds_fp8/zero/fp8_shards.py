@@ -124,6 +124,8 @@ class FP8Shards:
             streams.wait_stream(self._gather_stream)
             if self.peers:
                 self.peers.wait_for_reads()
+                if all(fixed_scale(spec.scale) is not None for _, spec in self._shard_casts):
+                    self.peers.barrier()  # no all-reduce of amax waits for the reads of the other ranks
             amax = torch.zeros(self._num_scales, device=self.codes.device)
             for shard_cast, spec in self._shard_casts:
                 if fixed_scale(spec.scale) is None:

@@ -34,7 +34,8 @@ class GradientShards:
             self._spans[name] = spans
             spans += span_count(numel)
         self._squares = torch.zeros(spans, dtype=torch.float64, device=flat.device)
-        self._unsummed: set[str] = set()
+        self._unsummed: dict[str, None] = {}
+        """Names, in the order of their arrival, for the last bit of the sum depends on it."""
         self._arrived: set[str] = set()
         """Names of the gradients that were added since the last step."""
         self._written = False
@@ -67,7 +68,7 @@ class GradientShards:
                 place = self._flat[start : start + numel]
                 place.add_(part.view(-1)) if accumulate else place.copy_(part.view(-1))
                 if name not in self._unsummed:
-                    self._unsummed.add(name)
+                    self._unsummed[name] = None
                     self._squares[self._spans[name] : self._spans[name] + span_count(numel)] = 0
 
     def _expect(self, names: Sequence[str], accumulate: bool) -> None:

@@ -6,13 +6,13 @@
     logits       RMSNorm(h) · wᵀ / hidden size
     Adam         learning rate of the layers' matrices times sqrt(base width / fan_in), of all else as it is
 
-After Narayan et al. (arXiv 2502.05967), who build on unit scaling (arXiv 2303.11257): from there come variance 1,
-1 / sqrt(fan_in) in forward and backward, norms at the end of the branches, the residual with one fixed tau, and the
+After Narayan et al. (arXiv 2502.05967), who build on unit scaling (arXiv 2303.11257): from there come variance 1, 1 /
+sqrt(fan_in) in forward and backward, norms at the end of the branches, the residual with one fixed tau, and the
 learning rate of hidden layers with 1 / sqrt(width), so that what is tuned at one width holds at others. The formulas
-have not been compared with the paper's own, line by line. Ours: the factor 1 / fan_in of the head, the default of tau, the learning rate by each
-matrix's own fan_in, and SwiGLU as it is (the paper's models have GELU). Weight decay acts through each group's learning
-rate, as in AdamW; the paper decays independently of it. Gradients are small, about 1 / (tokens · hidden size), so that
-Adam's epsilon should be too.
+have not been compared with the paper's own, line by line. Ours: the factor 1 / fan_in of the head, the default of
+tau, the learning rate by each matrix's own fan_in, and SwiGLU as it is (the paper's models have GELU). Weight decay
+acts through each group's learning rate, as in AdamW; the paper decays independently of it. Gradients are small, about
+1 / (tokens · hidden size), so that Adam's epsilon should be too.
 
     "model": {"config": {"model_type": "munit_llama", ...}}        munit_mistral, munit_qwen2, munit_qwen3
 

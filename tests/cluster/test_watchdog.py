@@ -158,7 +158,7 @@ def test_a_mistake_is_printed_once_and_with_its_place_where_not_all_found_it(job
 
 
 def guardian_dies(rank: int) -> None:
-    begin()
+    begin(4 * TIMEOUT)
     if rank == 1:
         psutil.Process().children()[0].kill()
     wait_for_others()

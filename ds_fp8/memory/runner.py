@@ -128,7 +128,7 @@ def end_leftover(folder: Path) -> None:
 
 
 def _seconds_after_boot(process: psutil.Process) -> float:
-    """When a process started, by a clock that nobody sets: create_time() alone moves when the time of day is set."""
+    """Return the start of a process in seconds since boot: create_time() alone moves when the time of day is set."""
     return process.create_time() - psutil.boot_time()
 
 

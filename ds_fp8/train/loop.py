@@ -133,7 +133,7 @@ def _train(
 
 
 def cache_dir() -> Path:
-    """Where the tokenizer and prepared data sets are kept between runs: DS_FP8_CACHE, or ~/.cache/ds_fp8."""
+    """Return the folder that keeps the tokenizer and prepared data between runs: DS_FP8_CACHE, or ~/.cache/ds_fp8."""
     return Path(os.environ.get("DS_FP8_CACHE", "~/.cache/ds_fp8")).expanduser()
 
 
@@ -295,7 +295,7 @@ class _Run:
         return [] if self.stage.train.spike == "off" else spikes
 
     def _reads(self) -> bool:
-        """Whether the figures of the steps so far are read now: nothing else needs them, and reading makes all wait."""
+        """Return whether to read the figures of the steps so far now; reading makes the host wait for the device."""
         config = self.stage.train
         every = [config.log_every, config.save_every, config.eval_every]
         due = self.step in (1, config.steps) or any(number and self.step % number == 0 for number in every)

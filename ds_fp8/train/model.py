@@ -230,7 +230,7 @@ def _prepare(stage: Stage, model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _where_to_draw(config: PretrainedConfig) -> torch.device:
-    """Where untrained weights are made: on the GPU, which draws them faster, where a quarter of it holds them all.
+    """Return where to make untrained weights: on the GPU, which is faster, if they fit into a quarter of it.
 
     It follows from the model and the kind of GPU alone: a run and its twin begin with the same weights.
     """

@@ -48,12 +48,12 @@ class Steps:
 
     @property
     def unread(self) -> int:
-        """How many steps have been done since the last reading."""
+        """Return the number of steps since the last reading."""
         return len(self._losses)
 
     @property
     def overdue(self) -> bool:
-        """Whether steps have been unread for SECONDS_UNREAD, as the last reading makes believe; on all ranks alike."""
+        """Return whether steps have gone unread for about SECONDS_UNREAD, going by the last reading; as on all ranks."""
         return self.unread >= self._longest_unread
 
     def do(self, data_step: int) -> None:

@@ -177,14 +177,19 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=6e-4, help="peak learning rate (default 6e-4)")
     parser.add_argument("--outlier", type=int, default=0, metavar="E", help="plant channels of 2^E")
     options = parser.parse_args(arguments)
-    for name in options.variants:
-        if name not in known:
-            raise UserError(f'unknown variant "{name}"', key="--variants", remedy=nearest(name, known))
-    if options.variants[0] != BF16:
-        raise UserError("nothing to compare with", key="--variants", remedy=f"{BF16} first")
+    check_variants(options.variants, known)
     if device().type != "cuda" and not options.quick:
         raise UserError("113 million parameters take hours without a GPU", remedy="--quick")
     return options
+
+
+def check_variants(variants: list[str], known: list[str]) -> None:
+    """Raise a UserError for a variant that is not known, and where the first is not BF16."""
+    for name in variants:
+        if name not in known:
+            raise UserError(f'unknown variant "{name}"', key="--variants", remedy=nearest(name, known))
+    if variants[0] != BF16:
+        raise UserError("nothing to compare with", key="--variants", remedy=f"{BF16} first")
 
 
 def main(arguments: list[str] | None = None) -> int:

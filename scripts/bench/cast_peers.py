@@ -18,7 +18,7 @@ Peer = Callable[[], Any] | None
 
 
 def quantizer(format: str, rowwise: str | None, columnwise: str | None) -> Any | None:
-    """What casts a matrix along its rows and columns with these granularities (None: not along these)."""
+    """Return a quantizer for these granularities along rows and columns (None: not along these), or None."""
     granularities = {rowwise, columnwise} - {None}
     if unavailable("transformer_engine") is not None or len(granularities) != 1:
         return None

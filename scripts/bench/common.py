@@ -65,7 +65,7 @@ def device() -> torch.device:
 
 
 def preset_recipe(preset: str) -> LinearRecipe:
-    """How `preset` casts and multiplies on this machine, without the statistics that training takes."""
+    """Return the recipe of `preset` on this machine, without the statistics that training takes."""
     return LinearRecipe.from_config(parse_fp8({"fp8": {"preset": preset, "monitor": {"every": 0}}}))
 
 
@@ -228,7 +228,7 @@ def refuse_on_cpu(smaller: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without its details; its type where it says nothing."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 

@@ -70,7 +70,7 @@ class Product(NamedTuple):
         return f"{describe_cast(self.a)} · {describe_cast(self.b)}"
 
     def has_fast_accumulation(self, backend: str) -> bool:
-        """Whether `backend` can sum this product in fewer bits than FP32."""
+        """Return whether `backend` can sum this product in fewer bits than FP32."""
         return backend != "reference" and not {self.a.granularity, self.b.granularity} & {"1x128", "128x128"}
 
     def teraflops(self, milliseconds: float) -> float:
@@ -188,7 +188,7 @@ def print_products(size: str, rows: list[dict[str, Any]]) -> None:
 
 
 def print_totals(rows: list[dict[str, Any]]) -> None:
-    """What the products of a whole decoder layer take, by preset and backend, where the backend multiplies them all."""
+    """Print the time of a decoder layer's products by preset and backend, for backends that can multiply them all."""
     totals = []
     for tokens in dict.fromkeys(row["tokens"] for row in rows):
         wanted = {(row["linear"], row["pass"]) for row in rows}

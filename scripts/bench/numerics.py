@@ -69,7 +69,7 @@ def outputs_and_gradients(part: Part, recipe: LinearRecipe | None, tensors: Tens
 
 
 def kind_of(part: Part, result: str) -> str:
-    """Whether a result of `outputs_and_gradients` is an "output", of "dgrad" or of "wgrad"."""
+    """Return whether a result of `outputs_and_gradients` is an "output", of "dgrad" or of "wgrad"."""
     if result.removeprefix("d") not in part.inputs(*part.shapes[0]):
         return "output"
     return "dgrad" if result.removeprefix("d") in ACTIVATIONS else "wgrad"

@@ -228,7 +228,7 @@ def predicted(point: Point, variant: str, compute: float) -> float:
 
 
 def solve(function: Callable[[float], float], target: float) -> float:
-    """Where the increasing `function` of a number of seconds reaches `target`, or 0 where it starts above."""
+    """Return the seconds at which the increasing `function` reaches `target`, or 0 if it starts above."""
     low, high = 0.0, target
     for _ in range(60):
         middle = (low + high) / 2

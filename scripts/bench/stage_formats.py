@@ -24,16 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cast_parity import BF16, BLOCK_FORMATS, fp8_section
+from cast_parity import BF16, BLOCK_FORMATS, check_variants, fp8_section
 from common import argument_parser, banner, device, integers, positive, print_banner, print_table, words
 from optimizer_parity import PERTURBED, deterministic, perturb
 from transformers import PreTrainedModel
 
-from ds_fp8.config.errors import UserError, main_entry
+from ds_fp8.config.errors import main_entry
 from ds_fp8.config.formats import FORMATS
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import EMULATED_PRESETS, PRESETS
-from ds_fp8.config.schema import nearest
 from ds_fp8.data import IGNORED, PackedDataset, StageData, build_data, build_tokenizer
 from ds_fp8.layers.convert import convert
 from ds_fp8.optim import AdamW
@@ -138,11 +137,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=positive, default=2, help="whose rows a step takes (default 2)")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines, one a run")
     options = parser.parse_args(arguments)
-    for name in options.variants:
-        if name not in known:
-            raise UserError(f'unknown variant "{name}"', key="--variants", remedy=nearest(name, known))
-    if options.variants[0] != BF16:
-        raise UserError("nothing to compare with", key="--variants", remedy=f"{BF16} first")
+    check_variants(options.variants, known)
     return options
 
 

@@ -39,7 +39,7 @@ def leave_ranks() -> None:
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, which prints and writes."""
+    """Return whether this is rank 0, which prints and writes."""
     return dist.get_rank() == 0
 
 

@@ -59,7 +59,7 @@ class RecordedDisk:
 
     @property
     def position(self) -> int:
-        """Where the log ends now."""
+        """Return the length of the log in bytes."""
         return self._log.stat().st_size
 
     def images(self, positions: list[int], folder: Path, rng: random.Random) -> Iterator[tuple[int, Path]]:

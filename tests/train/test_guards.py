@@ -117,7 +117,7 @@ def test_another_number_of_ranks_goes_on_with_the_next_batch(stage, ranks, tmp_p
     assert left == {"latest", "zero_to_fp32.py", "zero_to_torch.py", "step_2", "step_4", "step_6"}
 
 
-def counted_run(file, cache, overrides):
+def counted_run(file, cache, overrides, unread_seconds):
     """Train on this rank, with a spike at step 6; returns how many all-reduces training steps needed for themselves."""
     os.environ["DS_FP8_CACHE"] = cache
     stage = load_stage(file, overrides)
@@ -127,8 +127,8 @@ def counted_run(file, cache, overrides):
         counts.append(sys._getframe(1).f_code.co_filename)
         return all_reduce(*args, **kwargs)
 
-    # However slow the machine is, it is log_every alone that says when losses are read.
-    unhurried = mock.patch.object(step, "SECONDS_UNREAD", 1e9)
+    # Otherwise the speed of the machine has a say in when losses are read.
+    unhurried = mock.patch.object(step, "SECONDS_UNREAD", unread_seconds)
     spiked = mock.patch.object(loop, "SpikeDetector", detector((6,), []))
     with unhurried, spiked, mock.patch.object(dist, "all_reduce", counted):
         train(stage)
@@ -138,10 +138,10 @@ def counted_run(file, cache, overrides):
 def test_steps_that_log_nothing_read_nothing_and_train_the_same(stage, ranks, tmp_path, cache_home):
     """Losses are read, and looked at for spikes, when they are logged; none is missed."""
 
-    def go(name, log_every):
+    def go(name, log_every, unread_seconds=1e9):
         overrides = ["train.spike=warn", "train.save_every=null", "train.steps=12"]
         overrides += [f"train.run_dir={tmp_path}/{name}", f"train.log_every={log_every}"]
-        reductions = ranks(2, counted_run, stage, str(cache_home), overrides)[0]
+        reductions = ranks(2, counted_run, stage, str(cache_home), overrides, unread_seconds)[0]
         records = read_metrics(tmp_path / name / "metrics.jsonl", 100)
         weights = (tmp_path / name / "model" / "model.safetensors").read_bytes()
         return reductions, {r["step"]: r for r in records if "loss" in r}, weights
@@ -156,3 +156,9 @@ def test_steps_that_log_nothing_read_nothing_and_train_the_same(stage, ranks, tm
         assert [(e["event"], e["step"]) for e in events_of(tmp_path / name)] == [("spike", 6)]
     assert weights == same
     assert every_reductions - seldom_reductions >= 8 * 3  # losses, figures and signals of eight steps
+
+    # Steps as slow as SECONDS_UNREAD: signals are looked for after each, though no more is logged.
+    slow_reductions, slow, same = go("slow", 4, 0.0)
+    assert list(slow) == [1, 4, 8, 12]
+    assert slow_reductions == every_reductions
+    assert weights == same

@@ -53,7 +53,7 @@ class Steps:
 
     @property
     def overdue(self) -> bool:
-        """Return whether steps have gone unread for about SECONDS_UNREAD, going by the last reading; as on all ranks."""
+        """Return whether steps have gone unread for about SECONDS_UNREAD, by the last reading; as on all ranks."""
         return self.unread >= self._longest_unread
 
     def do(self, data_step: int) -> None:

@@ -15,7 +15,7 @@ ELEMENTS = 1024
 
 @triton.jit
 def _encode(x, codes, limits, numel, COUNT: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr):
-    """COUNT midpoints, at most 2^STEPS - 1."""
+    """Write the code of each element, found by bisection of COUNT midpoints, at most 2^STEPS - 1."""
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = place < numel
     number = tl.load(x + place, mask=inside, other=0.0)

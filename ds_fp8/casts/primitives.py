@@ -1,4 +1,4 @@
-"""What every cast is made of, in plain torch: any device, any granularity, the oracle of every kernel.
+"""The steps of a cast in plain torch: amax, scale, rounding. Any device and granularity; the oracle of every kernel.
 
 A cast is three steps, which the ZeRO-3 parameter gather also takes one by one (its amax spans ranks):
 
@@ -114,7 +114,7 @@ def scales_for(x: torch.Tensor, format: str, granularity: str, scale: str) -> to
 
 
 def infinite_to_nan(x: torch.Tensor, scale: str) -> torch.Tensor:
-    """Return what `cast` takes in place of `x`: Inf, which under a static scale would saturate, as NaN."""
+    """Return `x` for `cast`, with Inf replaced by NaN: under a static scale Inf would saturate."""
     return x if fixed_scale(scale) is None else x.detach().masked_fill(x.isinf(), torch.nan)
 
 

@@ -1,4 +1,4 @@
-"""What every casting kernel is made of, in Triton: amax, scale, rounding, random words; primitives.py has the maths.
+"""The parts of casting kernels in Triton: amax, scale, rounding, random words; primitives.py has the maths.
 
 Bit for bit what primitives.py and stochastic.py compute. An amax travels as the bits of its float: magnitudes order like
 their bits, with NaN above Inf, so that a reduction of integers carries what is not finite.
@@ -29,7 +29,7 @@ def random_word(index, key):
 
 @triton.jit
 def magnitude_bits(x):
-    """Magnitudes of FP32 `x` as their bits, which order like the numbers, with NaN above Inf."""
+    """Return magnitudes of FP32 `x` as their bits, which order like the numbers, with NaN above Inf."""
     return tl.abs(x).to(tl.int32, bitcast=True)
 
 

@@ -11,7 +11,7 @@ from ds_fp8.config.formats import FORMATS, SQUARE, CastSpec, format_of, scale_sh
 
 
 def block_scales(rows: int, columns: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """Uninitialised FP32 scales [rows, columns] of 128x128 blocks, laid out as cuBLAS reads them.
+    """Return uninitialised FP32 scales [rows, columns] of 128x128 blocks, in the layout that cuBLAS reads.
 
     Rows lie a multiple of 4 floats apart; the view is what it seems, its storage a little larger.
     """
@@ -74,7 +74,7 @@ class QuantizedTensor:
 
     @property
     def spec(self) -> CastSpec:
-        """Return how this tensor was cast."""
+        """Return the cast that made this tensor."""
         return CastSpec(self.format, self.granularity, self.scale_type)
 
     @property

@@ -1,4 +1,4 @@
-"""Exit codes of a run, which tell whether starting it again helps."""
+"""Exit codes of a run: they say whether starting it again helps."""
 
 EXIT_DONE = 0
 EXIT_FAILED = 1

@@ -28,7 +28,7 @@ _PORT = 29500
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start a job.
+    """A job to start, and how often to start it again.
 
     command: the script and its arguments, the same on all hosts.
     options: further options of the deepspeed command, such as `--master_port 29501`.

@@ -34,7 +34,7 @@ _ROWS = 30
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks must have the same, beside versions."""
+    """Properties of the job that must be equal on all ranks, besides versions."""
 
     configuration: Mapping[str, Any]
     file: Path

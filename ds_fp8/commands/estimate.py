@@ -1,4 +1,4 @@
-"""How much memory a stage takes on each GPU, FP8 beside BF16: no weights are loaded, no GPU is needed.
+"""Estimate a stage's memory on each GPU, FP8 beside BF16: no weights are loaded, no GPU is needed.
 
 ds-fp8 estimate infir2_1.5b/cpt.json --gpus 8 --memory 80
 """

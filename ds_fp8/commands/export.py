@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Source:
-    """What is exported, and what belongs to it."""
+    """The model to export, with the files that belong to it."""
 
     checkpoint: Path
     config: PretrainedConfig
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def _find(source: Path, model: str | None) -> _Source:
-    """Return what `source` means. Raises UserError where it holds no checkpoint or its model is not known."""
+    """Return the model that `source` holds. Raises UserError if it holds no checkpoint or its model is not known."""
     from ds_fp8.config.files import read_json
     from ds_fp8.train.checkpoints import CHECKPOINTS, CONFIG, folder_of, newest_step
 

@@ -1,4 +1,4 @@
-"""How robust FP8 is beside BF16: ds-fp8 robustness my_stage.json --steps 200 --seeds 3 --rates 0.5,1,2,4.
+"""Compare the robustness of FP8 with BF16's: ds-fp8 robustness my_stage.json --steps 200 --seeds 3 --rates 0.5,1,2,4.
 
 Trains the stage for so many steps in FP8 and in BF16 at every learning rate (a multiple of the stage's own) from each
 of the seeds, one run after the other: final losses, share of diverged runs, loss spikes, and the sharpness of the loss

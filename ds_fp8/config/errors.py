@@ -23,7 +23,7 @@ def clipped(text: str, length: int = 200) -> str:
 
 
 class UserError(Exception):
-    """A mistake that the user can mend.
+    """A mistake that the user can correct.
 
     `problem` says what is wrong, `remedy` what to change; `file` and `key` say where (a dotted key such as
     `fp8.param_gather.format`), where that is known.

@@ -168,7 +168,7 @@ def _parse_hjson(text: str, json_error: Exception, file: str | os.PathLike | Non
     """Return the object that DeepSpeed's parser finds in text that is no strict JSON.
 
     Raises:
-        UserError: it finds none. It tells where JSON ends, or where Hjson does if that is as far as JSON goes.
+        UserError: it finds none. The error gives the position where JSON ends, or Hjson if that is as far as JSON goes.
     """
     try:
         raw = hjson.loads(text, object_pairs_hook=_without_duplicates)
@@ -185,7 +185,7 @@ def _parse_hjson(text: str, json_error: Exception, file: str | os.PathLike | Non
 
 
 def _explained(error: Exception, file: str | os.PathLike | None) -> UserError:
-    """Return what to tell about text that is no JSON."""
+    """Return the message about text that is no JSON."""
     if isinstance(error, json.JSONDecodeError | hjson.HjsonDecodeError):
         place = f"line {error.lineno}, column {error.colno}"
         where = f"{os.fspath(file)}, {place}" if file else place

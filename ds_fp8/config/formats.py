@@ -50,7 +50,7 @@ ALONG_CONTRACTION = ("1x128", "1x32", "1x16")
 
 @dataclass(frozen=True)
 class Format:
-    """How one element of a tensor is stored."""
+    """A number format: the storage of one element of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -164,7 +164,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class CastSpec:
-    """How a matrix is cast: the three words above, how elements are rounded, and what it is rotated by before."""
+    """The cast of a matrix: format, granularity, scale type, rounding, and the rotation before it."""
 
     format: str = "e4m3"
     granularity: str = "1x128"

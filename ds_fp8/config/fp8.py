@@ -26,7 +26,7 @@ from ds_fp8.config.schema import Section, Seed, parse_section
 
 
 class ActivationsConfig(Section):
-    """What is kept for backward of the FP8 linears and of the gated MLPs between them."""
+    """Activations kept for backward by FP8 linears and by the gated MLPs between them."""
 
     save: Literal["fp8", "bf16"] = "fp8"
     """fp8: a linear keeps the cast along tokens that wgrad reads, and a gated MLP its gate and up in FP8. bf16: the
@@ -37,11 +37,11 @@ class ActivationsConfig(Section):
 
 
 class ParameterGatherConfig(Section):
-    """What ZeRO-3's parameter all-gather carries for the weights of FP8 linears."""
+    """Format and transport of ZeRO-3's parameter all-gather, for the weights of FP8 linears."""
 
     format: FormatName | Literal["bf16"] = "e4m3"
     """That of linear.weight, or bf16. Weights that an override casts are gathered in the override's cast; in BF16 where
-    that is stochastic, or 1x32 or 1x16, which is cast anew for dgrad. Every format takes a byte an element."""
+    that is stochastic, or 1x32 or 1x16, which is cast again for dgrad. Every format takes a byte an element."""
     transport: Literal["auto", "nccl", "copy_engine"] = "auto"
     """copy_engine: within one host every rank copies the others' FP8 shards out of their memory, which takes none of
     the multiprocessors that products run on; an error where the GPUs cannot read each other's memory. auto: copy
@@ -49,7 +49,7 @@ class ParameterGatherConfig(Section):
 
 
 class GradientReduceConfig(Section):
-    """What ZeRO-3's gradient reduce-scatter carries for every gradient of two or more dimensions."""
+    """Format and route of ZeRO-3's gradient reduce-scatter, for every gradient of two or more dimensions."""
 
     format: FormatName | Literal["bf16"] = "e4m3"
     """bf16: DeepSpeed's own reduce-scatter. Every other format takes a byte an element; but e4m3 and e5m2 all are

@@ -23,7 +23,7 @@ from ds_fp8.config.schema import Section, Seed, parse_section
 
 
 class Cast(Section):
-    """How one kind of tensor is cast."""
+    """The cast of one tensor class."""
 
     format: FormatName = "e4m3"
     """How one element is stored."""
@@ -73,7 +73,7 @@ class Cast(Section):
 
 
 class WeightCast(Cast):
-    """How weights are cast: one cast serves fprop and, transposed, dgrad.
+    """The cast of weights: one serves fprop and, transposed, dgrad.
 
     row: one scale per output channel; dgrad contracts over that dimension, so there the scales are folded into dy.
     1x32, 1x16: cast once for fprop and once, along the output channels, for dgrad, as MX formats are; both from high
@@ -134,7 +134,7 @@ class RotationConfig(Section):
 
 
 class LinearCasts(Section):
-    """How the operands of a linear layer's three products are cast."""
+    """The casts of the operands of a linear layer's three products."""
 
     input: Cast = Cast()
     weight: WeightCast = WeightCast()

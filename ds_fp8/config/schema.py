@@ -82,7 +82,7 @@ def parse_section(
 
 
 def _fields_at(section: type[BaseModel], path: list) -> Iterable[str]:
-    """Field names of the section reached by following `path` from `section`."""
+    """Return the field names of the section reached by following `path` from `section`."""
     for name in path:
         if isinstance(name, int):  # the place in a list of sections
             continue

@@ -44,7 +44,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
 
 
 def tokenize_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation and its labels, both of the same length.
+    """Return token ids of a conversation and its labels, both of the same length.
 
     A label is the token id itself inside an assistant turn, its end-of-turn token included, and -100 elsewhere.
     Raises UserError (key data.tokenizer) when the tokenizer cannot tell where in the text its tokens are, or when its

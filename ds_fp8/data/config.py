@@ -30,7 +30,7 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    """What a stage trains on, how it is tokenised and how it is cut into rows."""
+    """The training data of a stage: sources, tokenizer, and the rows that examples are packed into."""
 
     path: str = Field(default="synthetic", min_length=1)
     """"synthetic" for the built-in corpus; a .txt, .jsonl, .json or .parquet file, compressed (.gz, .bz2, .xz, .zst) or

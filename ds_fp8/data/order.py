@@ -1,4 +1,4 @@
-"""Which rows a step trains on, and which of them a rank takes."""
+"""Order of the rows: those of each step, and each rank's share of them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _visits(places: np.ndarray, weights: tuple[float, ...], seed: int) -> list[t
 
 
 def _shares(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Places of each source in a block: proportional, at least one, the largest remainders rounded up."""
+    """Return each source's rows in a block: proportional, at least one, the largest remainders rounded up."""
     exact = np.array(weights) / sum(weights) * BLOCK
     share = np.maximum(np.floor(exact).astype(int), 1)
     while share.sum() < BLOCK:

@@ -23,7 +23,7 @@ WINDOW = 1 << 16
 
 
 class Store(Protocol):
-    """What packing reads: `TokenStore`, or anything like it."""
+    """The interface that packing reads examples through; `TokenStore` has it."""
 
     def lengths(self) -> np.ndarray:
         """Return int64 [examples]: how many tokens each example has."""
@@ -34,7 +34,7 @@ class Store(Protocol):
 
 @dataclass
 class PackingStats:
-    """What packing made of the examples: what fits, what was cut, what was dropped."""
+    """Counts of the examples that packing kept, cut and dropped."""
 
     tokens: int = 0
     """Tokens in all rows, padding left out."""

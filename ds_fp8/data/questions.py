@@ -27,13 +27,13 @@ class Question:
 
 
 def extract_answer(pattern: str, text: str) -> str | None:
-    """Return what the first group of the first match of `pattern` in `text` is, None without a match."""
+    """Return the first group of the first match of `pattern` in `text`, None without a match."""
     found = re.search(pattern, text)
     return found.group(1).strip() if found else None
 
 
 def answer_pattern(config: DataConfig) -> str | None:
-    """Return how an answer is found in a text: `data.answer_pattern`, or that of the built-in corpus."""
+    """Return the pattern of answers: `data.answer_pattern`, or that of the built-in corpus."""
     return config.answer_pattern or (ANSWER_PATTERN if config.path == "synthetic" else None)
 
 

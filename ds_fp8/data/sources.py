@@ -1,4 +1,4 @@
-"""Where examples come from: the built-in corpus, local files, or a Hugging Face dataset, read as a stream."""
+"""Sources of examples: the built-in corpus, local files, or a Hugging Face dataset, read as a stream."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ExampleStream:
                 yield example
 
     def state(self) -> dict[str, Any]:
-        """Return what the stream needs to go on after the example it gave last."""
+        """Return the position after the last example, from which the stream can continue."""
         return {"row": self._row, "table": copy.deepcopy(self._table.state_dict()) if self._table is not None else None}
 
 
@@ -81,7 +81,7 @@ def empty(path: str) -> UserError:
 
 
 def source_identity(path: str) -> list[Any]:
-    """Return what tells the content of a source from another's: its name, and size and time of change of local files.
+    """Return a key of a source's content: its name, and size and time of change of local files.
 
     A dataset of the Hugging Face hub is known by its name alone.
     """
@@ -126,7 +126,7 @@ def _rows(table: datasets.IterableDataset, path: str) -> Iterator[dict[str, Any]
 
 @contextmanager
 def _explained(path: str) -> Iterator[None]:
-    """Turn what goes wrong while the data at `path` is opened or read into a UserError."""
+    """Turn errors of opening or reading the data at `path` into a UserError."""
     try:
         yield
     except UserError:
@@ -148,7 +148,7 @@ def _explained(path: str) -> Iterator[None]:
 
 
 def _ending(file: Path) -> str:
-    """Return the ending that tells the kind of a file: of data.jsonl.gz it is .jsonl."""
+    """Return the ending that gives the kind of a file: of data.jsonl.gz it is .jsonl."""
     return file.with_suffix("").suffix if file.suffix in COMPRESSIONS else file.suffix
 
 

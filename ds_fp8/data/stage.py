@@ -27,7 +27,7 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class StageData:
-    """What a stage trains and is measured on."""
+    """The training, validation and test data of a stage."""
 
     train: PackedDataset
     validation: PackedDataset

@@ -270,7 +270,7 @@ def _tell(rng: Random, kind: Kind, numbers: tuple[int, ...]) -> Problem:
 
 
 def _plain_sums(rng: Random) -> str:
-    """Three equations and no words."""
+    """Return three equations without words."""
     sums = []
     for _ in range(3):
         operation = rng.choice("+-*")

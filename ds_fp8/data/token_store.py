@@ -142,7 +142,7 @@ def pack_batch(examples: Sequence[tuple[Sequence[int], Sequence[bool] | None]]) 
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """Return what the last commit wrote, None before the first."""
+    """Return the state of the last commit, None before the first."""
     file = folder / _STATE
     return json.loads(file.read_text()) if file.exists() else None
 

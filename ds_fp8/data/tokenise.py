@@ -61,7 +61,7 @@ def tokenise_source(
 
 
 def store_folder(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> Path:
-    """Return where the token store of this source lies: the name follows from all that its content depends on."""
+    """Return the folder of this source's token store; its name is a hash of everything that its content depends on."""
     facts: list[Any] = [VERSION, source_identity(config.path), tokenizer_identity(tokenizer), config.format]
     if config.format == "chat":
         facts += [config.messages_key]
@@ -73,7 +73,7 @@ def store_folder(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_d
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Differs between tokenizers that may give different tokens."""
+    """Return a key that differs between tokenizers that may give different tokens."""
     inside = (
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(sorted(tokenizer.get_vocab().items()))
     )
@@ -181,7 +181,7 @@ def _fork_server() -> Iterator[BaseContext]:
 
 
 def _cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -31,7 +31,7 @@ GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def build_tokenizer(config: DataConfig, cache_dir: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that `config.tokenizer` names, with eos and pad tokens and, for format "chat", a chat template.
+    """Return the tokenizer that `config.tokenizer` names, with eos and pad tokens and for "chat" a chat template.
 
     A tokenizer without a chat template gets ChatML for format "chat", as does any with `data.chat_template` "chatml".
     Its two markers become special tokens where they are none yet: the tokenizer may then be larger than the model's
@@ -67,13 +67,13 @@ def build_tokenizer(config: DataConfig, cache_dir: Path) -> PreTrainedTokenizerB
 def encode_documents(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_bos: bool = True, add_eos: bool = True
 ) -> list[list[int]]:
-    """Token ids of each text: the beginning-of-text token if there is one, the text, the end-of-text token."""
+    """Return token ids of each text: the beginning-of-text token if there is one, the text, the end-of-text token."""
     end = [tokenizer.eos_token_id] if add_eos else []
     return [ids + end for ids in encode_prompts(tokenizer, texts, add_bos)]
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_bos: bool = True) -> list[list[int]]:
-    """Token ids of each text to be completed: as `encode_documents`, without the end-of-text token."""
+    """Return token ids of each text to be completed: as `encode_documents`, without the end-of-text token."""
     start = [tokenizer.bos_token_id] if add_bos and tokenizer.bos_token_id is not None else []
     backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
     if backend is None or backend.truncation or backend.padding:
@@ -83,7 +83,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add
 
 
 def train_synthetic_model(vocab_size: int) -> bytes:
-    """A serialised sentencepiece BPE model of the built-in corpus, the same bytes on every machine.
+    """Return a serialised sentencepiece BPE model of the built-in corpus, the same bytes on every machine.
 
     BPE counts integers, where the unigram model iterates in floating point. Bytes stand in for characters outside the
     corpus, so that every text can be encoded.
@@ -114,7 +114,7 @@ def train_synthetic_model(vocab_size: int) -> bytes:
 
 
 def _training_texts() -> list[str]:
-    """The same texts whatever the stage, so that all stages share one tokenizer.
+    """Return the same texts whatever the stage, so that all stages share one tokenizer.
 
     Every number up to 59 becomes one token: a small model learns to copy and to add those much sooner than digits.
     """
@@ -128,7 +128,7 @@ def _training_texts() -> list[str]:
 
 
 def _synthetic_model(vocab_size: int, cache_dir: Path) -> Path:
-    """The file of the trained model, trained now unless it is there. Any number of processes may call at once."""
+    """Return the file of the trained model, trained now if missing. Any number of processes may call at once."""
     digest = hashlib.sha256("\0".join(_training_texts()).encode()).hexdigest()[:8]
     path = cache_dir / f"synthetic-bpe-{vocab_size}-{digest}.model"
     if not path.exists():

@@ -1,4 +1,4 @@
-"""From how many tokens FP8 layers are faster than BF16 ones, as measured: said in the start report, beforehand."""
+"""Measured number of tokens above which FP8 layers are faster than BF16 ones, for the start report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokens_needed(hidden: int) -> int | None:
 
 
 def warning(hidden: int | None, tokens: int | None) -> str | None:
-    """Return what to tell the user about so many tokens a micro-batch at a hidden size (None: not known)."""
+    """Return a sentence for the start report about so many tokens a micro-batch at a hidden size (None: not known)."""
     if hidden is None:
         return None
     needed = tokens_needed(hidden)

@@ -1,4 +1,4 @@
-"""What the "fp8" section cannot be combined with in DeepSpeed's own sections."""
+"""Checks that DeepSpeed's own sections can be combined with the "fp8" section."""
 
 from __future__ import annotations
 

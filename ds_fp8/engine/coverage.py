@@ -31,7 +31,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Where the parameters of a model are; shared ones are counted once."""
+    """Counts of a model's parameters, in FP8 and kept in BF16; shared ones are counted once."""
 
     total: int
     in_fp8: int
@@ -47,7 +47,7 @@ class Coverage:
         }
 
     def warning(self) -> str | None:
-        """Return what to tell the user of a model that is mostly not in FP8, or None."""
+        """Return a warning if most of the model is not in FP8, or None."""
         if self.in_fp8 >= LITTLE * self.total:
             return None
         return f"only {self.in_fp8 / self.total:.0%} of the parameters are in FP8: expect little of it"

@@ -1,4 +1,4 @@
-"""What DeepSpeed would refuse in its own sections, or accept and fail at later.
+"""Checks of values in DeepSpeed's own sections that it would refuse, or accept and fail at later.
 
 DeepSpeed checks most of its sections with models of its own, which judge here too. Its plain values and the sections
 that it reads key by key it takes as they are: `DeepSpeedValues` describes those.

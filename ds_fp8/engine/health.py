@@ -26,7 +26,7 @@ from ds_fp8.zero.parameter_gather import ParameterGather
 
 @dataclass(frozen=True)
 class HealthReport:
-    """What one measured step showed; the same on all ranks."""
+    """Result of one measured step, the same on all ranks."""
 
     measurement: Measurement
     degraded: list[Degradation]
@@ -92,7 +92,7 @@ class Health:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, what state_dict() returned; what it lacks starts anew. Between steps, on all ranks.
+        """Go on from `state`, what state_dict() returned; what it lacks starts afresh. Between steps, on all ranks.
 
         Layers that have moved to BF16 meanwhile stay there.
         """

@@ -152,7 +152,7 @@ def initialize(
         _install(engine, state)
         if engine.zero_optimization_partition_weights():
             seams.gather_behind_writes(engine)
-        # Last, so that the weights have been cast anew.
+        # Last, so that the weights have been cast again.
         seams.on_step(engine, state.health.end_step)
         _register_segments(engine, state)
         seams.in_checkpoints(engine, CHECKPOINT_KEY, state.state_dict, state.load_state_dict)

@@ -27,7 +27,7 @@ from ds_fp8.zero.gradient_reduce import residual_bytes
 
 
 def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int | None) -> dict[str, Any]:
-    """Facts about an initialised engine, ready for JSON. Counts are of the whole model; bytes as their keys say.
+    """Return facts about an initialised engine, ready for JSON. Counts are of the whole model; bytes as their keys say.
 
     tokens: of a micro-batch on one GPU, None where it is not known.
     """
@@ -127,14 +127,14 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
 
 
 def _emulated_state(fp8: FP8Config) -> list[str]:
-    """Return what beside the linears is kept or sent in emulated formats."""
+    """Return the emulated formats of moments and of gradients on the wire."""
     formats = {"gradients on the wire": fp8.grad_reduce.format}
     formats |= {name: getattr(fp8.optimizer, name) for name in MOMENTS}
     return [f"{format} {what}" for what, format in formats.items() if format in get_args(EmulatedFormat)]
 
 
 def _overrides(state: FP8State) -> list[dict[str, Any]]:
-    """Return what every override of fp8.linear does, in the order they are tried."""
+    """Return the effect of every override of fp8.linear, in the order they are tried."""
     casts = state.config.linear.overrides
     return [
         {
@@ -214,7 +214,7 @@ def _rounding(parts: Sequence[str]) -> str:
 
 
 def _unusual(report: dict[str, Any]) -> list[str]:
-    """Return how gradients are cast, as far as it is not the default."""
+    """Return the options of the gradients' cast that are not the defaults."""
     cast = report["grad_cast"]
     words = ["one scale a tensor"] * (cast["scale"] == "tensor") + ["stochastic rounding"] * (
         cast["rounding"] == "stochastic"

@@ -59,7 +59,7 @@ class FP8State:
         return self._micro_batches_before + self._engine.micro_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside weights and optimizer state to go on bit for bit. Collective.
+        """Return the state that a run needs besides weights and optimizer state to resume bit for bit. Collective.
 
         The engine's own save_checkpoint has it in every checkpoint, and load_checkpoint puts it back.
 

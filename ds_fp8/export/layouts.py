@@ -1,4 +1,4 @@
-"""How folders for serving hold FP8 weights: names, and the "quantization_config" of their config.json.
+"""Layouts of FP8 weights in folders for serving: tensor names, and the "quantization_config" of config.json.
 
     fp8                 DeepSeek's layout, transformers' "fine-grained FP8": X.weight in float8_e4m3fn with
                         X.weight_scale_inv, FP32 factors of 128x128 blocks to multiply by

@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def quantized(self) -> list[str]:
-        """Names of the weights in FP8."""
+        """Return the names of the weights in FP8."""
         return [entry.name for entry in self.entries if entry.quantized]
 
 

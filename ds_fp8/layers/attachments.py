@@ -13,7 +13,7 @@ from torch import nn
 
 
 def attachment_of(module: nn.Module) -> str | None:
-    """Return what is attached to a module that only calling the module would run, or None."""
+    """Return the module's attachment that only calling it would run (hooks, an own forward), in words, or None."""
     if "forward" in vars(module):
         return "a forward of its own, set on the instance"
     if module._forward_hooks or module._forward_pre_hooks:
@@ -37,7 +37,7 @@ class Parts:
         self._said = False
 
     def attachment(self) -> str | None:
-        """Return what has been attached since, with the name of the submodule, or None."""
+        """Return the attachment added since, with the name of the submodule, or None."""
         for siblings, own_name, part, kind, name in self._parts:
             now = siblings.get(own_name)
             if now is not part or type(part) is not kind:

@@ -1,4 +1,4 @@
-"""From the residual stream to the output of attention: RMSNorm, one product for q, k and v, rotation, attention core.
+"""Attention of a fused decoder layer: RMSNorm, one product for q, k and v, rotary embedding, attention core.
 
     n            = RMSNorm(x)                              never stored: only its cast is
     qkv [T, N]   = n [T, H] · [q; k; v] [N, H]ᵀ + bias
@@ -35,12 +35,12 @@ FASTEST_FIRST = {
     SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
     SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
 }
-"""Kernels of scaled_dot_product_attention, and what tells whether the user has left them enabled."""
+"""Kernels of scaled_dot_product_attention, each with the function that returns whether the user has left it enabled."""
 
 
 @dataclass(frozen=True)
 class NormedHeads:
-    """What the product of q, k and v computes with, besides its parameters."""
+    """Settings of the product of q, k and v; its parameters are arguments of their own."""
 
     layout: HeadLayout
     eps: float

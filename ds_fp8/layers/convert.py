@@ -26,20 +26,20 @@ NO_ROTATION = '{"rotation": {"fprop": null, "dgrad": null, "wgrad": null}}'
 
 @dataclass(frozen=True)
 class Override:
-    """What one pattern of fp8.linear.overrides comes to."""
+    """The recipe that one pattern of fp8.linear.overrides gives, and the layers it applies to."""
 
     recipe: LinearRecipe | None
     """None: BF16."""
     linears: list[str] = field(default_factory=list)
-    """The layers it decides about: those that are in FP8 with its casts, or those it keeps in BF16."""
+    """Names of the layers that it gave FP8 with its casts, or kept in BF16."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` did: names of the linears that became FP8, and of those that did not with the reason."""
+    """Result of `convert`: names of the linears that became FP8, and of those that did not with the reason."""
 
     recipe: LinearRecipe
-    """Of the layers that no override means."""
+    """Of the layers that no override matches."""
     converted: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)

@@ -41,7 +41,7 @@ from ds_fp8.layers.weights import GROUP, WeightGroup, can_stack
 
 @dataclass(frozen=True)
 class Fusion:
-    """What `fuse_decoder` did: names of the layers and MLPs that were fused, and of those that were not, with why."""
+    """Result of `fuse_decoder`: names of fused layers and MLPs, and of those not fused with the reason."""
 
     layers: list[str] = field(default_factory=list)
     mlps: list[str] = field(default_factory=list)
@@ -78,7 +78,7 @@ class FusedDecoderLayer(Fused):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return what the layer's own forward does, as a few fused operations."""
+        """Compute the layer's own forward in a few fused operations."""
         attention, mlp = self.self_attn, self.mlp
         wants_weights = kwargs.get("output_attentions") or getattr(attention.config, "output_attentions", False)
         if wants_weights or position_embeddings is None or self.fused_parts.must_be_called():
@@ -115,7 +115,7 @@ class FusedMLP(Fused):
 
     @runs_eagerly
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the MLP's own forward does, as one operation."""
+        """Compute the MLP's own forward in one operation."""
         if self.fused_parts.must_be_called():
             return super().forward(x)
         return gated_mlp(x, weights_of(self), self.fused_mlp)

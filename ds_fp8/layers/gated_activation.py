@@ -38,7 +38,7 @@ class GatedCast(NamedTuple):
 
 
 class GatedGradients(NamedTuple):
-    """What backward's products read."""
+    """Operands of the products in backward."""
 
     dgate_up: QuantizedTensor
     """[T, 2F], for dgrad."""
@@ -96,7 +96,7 @@ def gated_activation_cast(gate_up: torch.Tensor, activation: str, recipe: Linear
 
 
 def kept_gate_up(gate_up: torch.Tensor, recipe: LinearRecipe) -> QuantizedTensor:
-    """Return what backward reads of gate_up [T, 2F]: E4M3 per 1x128, with the scale of down_proj's input if static."""
+    """Return gate_up [T, 2F] as backward reads it: E4M3 per 1x128, with the scale of down_proj's input if static."""
     if fixed_scale(recipe.input.scale) is not None:
         return quantize(gate_up, "e4m3", "tensor", recipe.input.scale)
     return quantize(gate_up, "e4m3", "1x128", "pow2")

@@ -40,7 +40,7 @@ class MLPWeights(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a gated MLP keeps for its backward."""
+    """Tensors that a gated MLP keeps for its backward."""
 
     saved: Saved | None
     """gate_up [T, 2F], or None where it is computed again."""
@@ -50,7 +50,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """What a gated MLP computes with, besides its weights."""
+    """Settings of a gated MLP; its weights are arguments of their own."""
 
     activation: str
     """One of gated_activation.ACTIVATIONS."""
@@ -194,7 +194,7 @@ def _pack_kept(kept: Kept) -> tuple[torch.Tensor | None, ...]:
 
 
 def _unpack(tensors: list[torch.Tensor]) -> Kept:
-    """Return what `_pack_kept` took apart."""
+    """Return the tensors that `_pack_kept` took apart."""
     smoothing, *saved = tensors
     if len(saved) == 2:
         words = ("1x128", "pow2") if saved[1].dim() else ("tensor", "static")

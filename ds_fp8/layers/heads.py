@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """How q, k and v lie side by side in a matrix [B·S, (heads + 2 · kv_heads) · head_dim]."""
+    """Layout of q, k and v side by side in a matrix [B·S, (heads + 2 · kv_heads) · head_dim]."""
 
     heads: int
     kv_heads: int
@@ -18,7 +18,7 @@ class HeadLayout:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Columns of q, k and v."""
+        """Return the numbers of columns of q, k and v."""
         return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
 
     def split(self, qkv: torch.Tensor, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -95,7 +95,7 @@ class FP8Linear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
-        """Return what print(model) shows of this layer."""
+        """Return the description that print(model) shows."""
         recipe = self.recipe
         casts = ", ".join(
             f"{name}={spec.format}/{spec.granularity}"

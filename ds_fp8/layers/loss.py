@@ -34,7 +34,7 @@ PROBE_TOLERANCE = 1e-4
 
 
 class WithheldLogits(dict):
-    """What a fused head returns for the logits: {"loss": summed loss, FP32 scalar}. Arithmetic on it is a TypeError."""
+    """The fused head's stand-in for logits: {"loss": summed loss, FP32 scalar}. Arithmetic on it is a TypeError."""
 
 
 class FusedHead(nn.Linear):
@@ -56,7 +56,7 @@ class FusedHead(nn.Linear):
 
 @dataclass(frozen=True)
 class LossFusion:
-    """What `fuse_loss` did."""
+    """Result of `fuse_loss`."""
 
     fused: bool
     description: str

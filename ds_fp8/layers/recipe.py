@@ -44,7 +44,7 @@ Factor = torch.Tensor | None
 
 @dataclass(frozen=True)
 class LinearRecipe:
-    """What every FP8 linear and fused part of a model shares, but for the site that its casts are counted under."""
+    """Casts and products of a linear layer, shared by FP8 linears and fused parts; only `site` differs."""
 
     input: CastSpec
     """Of x as fprop's operand, rotation included."""
@@ -73,7 +73,7 @@ class LinearRecipe:
     def from_config(
         cls, config: FP8Config, monitor: CastMonitor | None = None, casts: LinearCasts | None = None
     ) -> LinearRecipe:
-        """Resolve the configuration on this machine.
+        """Return the recipe of a configuration, resolved on this machine.
 
         Args:
             config: the whole "fp8" section.

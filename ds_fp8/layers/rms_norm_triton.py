@@ -45,7 +45,7 @@ def _normalise_rows(
 
 @functools.lru_cache
 def _multiprocessors(device: torch.device) -> int:
-    """Return how many programs run at once; a few in Triton's interpreter on a CPU."""
+    """Return the number of programs that run at once; a few in Triton's interpreter on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 

@@ -1,4 +1,4 @@
-"""From the product of q, k and v to the tensors of attention: bias, norm of the heads, rotary embedding, in one pass.
+"""Bias, norm of the heads and rotary embedding in one pass over the product of q, k and v.
 
     x = qkv + bias                                         (optional)
     n = x · rsqrt(mean_d x² + eps) · weight                (optional, q and k: Qwen3)

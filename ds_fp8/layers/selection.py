@@ -180,7 +180,7 @@ def _head(model: nn.Module) -> nn.Module | None:
 
 
 def _narrowest(layers: dict[str, nn.Module]) -> int:
-    """Return how many features a side of an FP8 layer has at least.
+    """Return the least number of features that a side of an FP8 layer has.
 
     A block of 128: with less, more of a product's time goes into its casts than it can save. Models of less than four
     blocks are made for tests, and there a quarter of the width takes the block's place.

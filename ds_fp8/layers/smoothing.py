@@ -5,8 +5,8 @@
 
 The function is unchanged. Long training aligns the gate and up rows of single channels f, whose product then grows with
 the square of the input: one scale for all of p leaves no bits to the other channels. The factors s [F] are powers of
-two, so that nothing is rounded but by the casts, and are found anew for every batch: no state, and nothing to agree on
-between ranks, each of which casts down with its own.
+two, so that nothing is rounded but by the casts, and are computed again for every batch: no state, and nothing to agree
+on between ranks, each of which casts down with its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_EXPONENT = 60
 
 
 def channel_factors(product: torch.Tensor) -> torch.Tensor:
-    """Return what each channel of a product is to be divided by: the power of two by which it exceeds the typical one.
+    """Return the divisor of each channel of a product: the power of two by which it exceeds the typical channel.
 
     Args:
         product: [T, F], any floating point dtype.

@@ -43,11 +43,11 @@ IN_PLACE = re.compile(r"\w\.[a-z]\w*[a-z]_\(|[-+*/]= ")
 
 
 class Unfusable(Exception):
-    """Why a part keeps its own forward."""
+    """The reason that a part keeps its own forward."""
 
 
 def head_layout_of(attention: nn.Module) -> HeadLayout:
-    """Heads of an attention with q_proj, k_proj, v_proj and o_proj. Raises Unfusable for any other."""
+    """Return the heads of an attention with q_proj, k_proj, v_proj and o_proj. Raises Unfusable for any other."""
     parts = dict(attention.named_children())
     _expect(parts, ATTENTION_PARTS, HEAD_NORMS, "attention")
     linears = [_fp8_linear(parts[name], name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
@@ -111,7 +111,7 @@ def norm_eps(norm: nn.Module) -> float:
 
 @torch.no_grad()
 def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str) -> bool:
-    """Compare the layer's own forward with the formula; whether it returns a tuple. Raises Unfusable."""
+    """Compare the layer's own forward with the formula; return whether it returns a tuple. Raises Unfusable."""
     _expect(dict(layer.named_children()), LAYER_PARTS, set(), "layer")
     attention = layer.self_attn
     small_attention = _stand_in(attention)
@@ -168,7 +168,7 @@ def _layer_reference(
     layout: HeadLayout,
     activation: str,
 ) -> torch.Tensor:
-    """Return what the fused layer computes, in plain torch."""
+    """Return the fused layer's result, computed in plain torch."""
     attention, (batch, length, _) = layer.self_attn, x.shape
     n = _norm(x, layer.input_layernorm).flatten(0, 1)
     qkv = torch.cat([getattr(attention, name)(n) for name in ("q_proj", "k_proj", "v_proj")], -1)

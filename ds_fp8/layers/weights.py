@@ -100,7 +100,7 @@ def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> Qu
 def dgrad_weight(
     weights: Sequence[nn.Parameter], recipe: LinearRecipe, column_factor: torch.Tensor | None = None
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-    """Return what dgrad reads of the stacked rows of all weights [N_i, K]: (operand [K, N], factor [N] or None).
+    """Return dgrad's operand of the stacked rows of all weights [N_i, K]: (operand [K, N], factor [N] or None).
 
     The factor is to be multiplied into dy before its cast. column_factor: FP32 [K], into the columns of a weight alone.
     """

@@ -1,4 +1,4 @@
-"""How much memory a stage takes: estimated beforehand from its JSON alone, and measured over a grid of settings.
+"""Memory of a stage: estimated beforehand from its JSON alone, and measured over a grid of settings.
 
 ds_fp8.memory.estimate("ds_configs/infir2_1.5b/cpt.json", gpus=4).peak_bytes
 """

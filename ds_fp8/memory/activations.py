@@ -1,4 +1,4 @@
-"""What one decoder layer keeps between its forward and its backward, and what backward needs besides.
+"""Bytes that one decoder layer keeps between its forward and its backward, and those that backward needs besides.
 
 T tokens of a micro-batch, H hidden and F intermediate features, A features of q, K of k and of v together with it
 (A + K for q, k and v), heads. Bytes: BF16 2, FP32 4, FP8 1 and its scales.
@@ -28,14 +28,14 @@ Bytes = Counter[str]
 
 
 def kept(layer: LayerShape, w: Workload) -> Bytes:
-    """Between forward and backward: all that backward reads, or with activation_checkpointing the input alone, 2TH."""
+    """Return the bytes between forward and backward: all that backward reads, or with activation_checkpointing 2TH."""
     if w.activation_checkpointing:
         return Counter({NORMS: BF16 * w.tokens * layer.hidden})
     return everything(layer, w)
 
 
 def everything(layer: LayerShape, w: Workload) -> Bytes:
-    """Return what backward of the layer reads; with Smooth-SwiGLU the factors of the product's channels too, 4F."""
+    """Return the bytes that backward of the layer reads; with Smooth-SwiGLU also the factors of channels, 4F."""
     result = _fused(layer, w) if layer.fused else _own_forward(layer, w)
     if "down_proj" in layer.fp8 and layer.fp8["down_proj"].smooth:
         result[MLP] += FP32 * layer.intermediate

@@ -61,7 +61,7 @@ def print_plan(
 
 
 def print_comparison(records: Sequence[Record], console: Console) -> None:
-    """Estimate against measured peak, point by point."""
+    """Print estimate against measured peak, point by point."""
     table = Table("point", "status", "peak GiB", "estimate GiB", "deviation", "of the first", "tokens/s/GPU")
     first = next((record["peak_bytes"] for record in records if record.get("peak_bytes")), None)
     for record in records:

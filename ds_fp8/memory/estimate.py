@@ -87,22 +87,22 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Return what torch.cuda.max_memory_allocated will say."""
+        """Return the expected torch.cuda.max_memory_allocated."""
         return self.peak.total
 
     @property
     def lasting_bytes(self) -> int:
-        """Return what is there between steps."""
+        """Return the bytes held between steps."""
         return sum(self.peak.parts.get(kind, 0) for kind in LASTING)
 
     @property
     def slack_bytes(self) -> int:
-        """Return what the allocator holds beyond tensors: a share of what comes and goes."""
+        """Return the bytes that the allocator holds beyond tensors: a share of those that come and go."""
         return round(SLACK * (self.peak_bytes - self.lasting_bytes))
 
     @property
     def device_bytes(self) -> int:
-        """Return what the GPU must have: the peak, the allocator's slack, and CUDA's context."""
+        """Return the memory that the GPU must have: the peak, the allocator's slack, and CUDA's context."""
         return self.peak_bytes + self.slack_bytes + CONTEXT
 
     def as_json(self) -> dict[str, Any]:

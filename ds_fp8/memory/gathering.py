@@ -1,4 +1,4 @@
-"""What ZeRO-3 has gathered at a time: the layer that computes, the ones it keeps for their next use, the next ones.
+"""Bytes of gathered weights at a time: the layer that computes, those kept for their next use, and those fetched ahead.
 
 A weight takes 2 bytes a parameter, gathered in FP8 1. On one GPU a BF16 weight is a view of its shard and takes none.
 """
@@ -25,7 +25,7 @@ def gathered(parameters: Iterable[ParameterShape], w: Workload) -> int:
 
 
 def kept_for_backward(w: Workload) -> int:
-    """Return how many of the last layers stay gathered from forward until backward.
+    """Return the number of last layers that stay gathered from forward until backward.
 
     ZeRO-3 does not release a weight that recurs within stage3_max_reuse_distance parameters: layer i of L recurs after
     2 (L - 1 - i) layers and twice the head.
@@ -47,7 +47,7 @@ def at_the_loss(w: Workload) -> int:
 
 
 def in_backward(w: Workload, layer: int) -> int:
-    """In backward of layer number `layer`: it, the ones kept before it, what is being fetched, and the copy of a fetch.
+    """Return the bytes in backward of layer number `layer`: its own, those kept, those fetched, and a fetch's copy.
 
     Fetched ahead are stage3_prefetch_bucket_size parameters and the rest of the last one, of the layers before that are
     not there yet. What arrives in one buffer is copied out of it, so that a fetch is there twice for a moment.

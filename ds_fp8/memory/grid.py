@@ -119,7 +119,7 @@ def check_points(points: Sequence[Point], stage_file: str | os.PathLike) -> None
 
 @contextmanager
 def _world(gpus: int) -> Iterator[None]:
-    """Return what load_stage takes for the number of ranks."""
+    """Return the number of ranks as load_stage takes it."""
     before = os.environ.get("WORLD_SIZE")
     os.environ["WORLD_SIZE"] = str(gpus)
     try:

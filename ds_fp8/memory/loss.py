@@ -18,7 +18,7 @@ def loss(w: Workload) -> int:
 
 
 def over_all_logits(w: Workload) -> int:
-    """Hugging Face's own: 12TV. log-softmax, its gradient and the gradient it came from, each in FP32.
+    """Return the bytes of Hugging Face's loss, 12TV: log-softmax, its gradient and the one that came in, each in FP32.
 
     In forward it is 10TV: logits in BF16, in FP32, and their log-softmax.
     """

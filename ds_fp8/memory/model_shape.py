@@ -1,4 +1,4 @@
-"""What the estimates need of a model, read off the model itself, built on the meta device and converted as in training.
+"""Shapes of a model for the estimates, read off the model built on the meta device and converted as in training.
 
 Because the very code that converts and fuses decides here too, an estimate knows which layers will be fused, which
 linears stay in BF16 and whether the loss does without logits.
@@ -62,12 +62,12 @@ class LayerShape:
 
     @property
     def query(self) -> int:
-        """Features of q, and of the output of attention."""
+        """Return the features of q, and of the output of attention."""
         return self.heads * self.head_dim
 
     @property
     def qkv(self) -> int:
-        """Features of q, k and v together."""
+        """Return the features of q, k and v together."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 

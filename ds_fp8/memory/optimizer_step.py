@@ -1,4 +1,4 @@
-"""What the optimizer step allocates, of s parameters that are stepped at once (sub_group_size)."""
+"""Bytes that the optimizer step allocates, for s parameters that are stepped at once (sub_group_size)."""
 
 from __future__ import annotations
 

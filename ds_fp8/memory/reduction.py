@@ -49,7 +49,7 @@ def reductions(w: Workload) -> list[Reduction]:
 
 
 def transient(reduction: Reduction, w: Workload) -> int:
-    """Return what a reduction allocates, with the gradient that did not fit into the bucket.
+    """Return the bytes that a reduction allocates, with the gradient that did not fit into the bucket.
 
     FP8   2 E (1 + 1/32): messages sent and received; with DeepSpeed's step their sum in FP32, 4 E / W, too
     BF16  2 E of gradients in the order of the ranks (not for one alone), and the own part in FP32, 4 E / W

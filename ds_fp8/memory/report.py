@@ -1,4 +1,4 @@
-"""What a sweep leaves: sweep.csv, report.html as one file that needs no network, and the best point as a stage."""
+"""Write a sweep's results: sweep.csv, report.html as one file that needs no network, and the best point as a stage."""
 
 from __future__ import annotations
 

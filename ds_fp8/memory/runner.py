@@ -44,7 +44,7 @@ _SIGKILLED = re.compile(r"return code = -9\b|exitcode\s*:?\s*-9\b")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. Figures are None unless it was measured."""
+    """Outcome of a run. Figures are None unless it was measured."""
 
     status: str
     reason: str

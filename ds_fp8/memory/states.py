@@ -1,4 +1,4 @@
-"""What is there for the whole of a training run, whatever the batch: weights, their shards, moments and gradients.
+"""Bytes that are held for the whole of a run, whatever the batch: weights, their shards, moments and gradients.
 
 N parameters, W GPUs, n = N / W. Every tensor is sharded by itself, so that a shard is rounded up to whole elements.
 """

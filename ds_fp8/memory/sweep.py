@@ -28,7 +28,7 @@ MOST_TRIED = {"micro_batch": 1024, "sequence_length": 1 << 20}
 
 @dataclass(frozen=True)
 class Setting:
-    """What all points of a sweep share."""
+    """Settings that all points of a sweep share."""
 
     program: Sequence[str]
     """What the launcher starts: launch.TRAIN."""
@@ -47,7 +47,7 @@ def device_name() -> str:
 
 
 def estimate_of(point: Point, raw: Mapping[str, Any], device: Device | None = None) -> Estimate:
-    """Return what the point is expected to take, on `device`, or else on that of this machine."""
+    """Return the estimate of the point, on `device`, or else on that of this machine."""
     here = "cuda" if torch.cuda.is_available() else "cpu"
     return estimate(point.applied(raw), gpus=point.gpus, device=device or here)
 
@@ -191,7 +191,7 @@ class Sweep:
 
 
 def expected_bytes(record: Record) -> int:
-    """Return what the estimate says a measurement will show.
+    """Return the measurement that the estimate predicts.
 
     That is tensors, and on a CPU also what the process held before them.
     """

@@ -60,7 +60,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """T, of a micro-batch."""
+        """Return T, the tokens of a micro-batch."""
         return self.rows * self.sequence_length
 
     @property

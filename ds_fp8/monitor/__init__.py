@@ -1,6 +1,6 @@
-"""What casts lose, by layer and tensor class: measured on some steps, compared with thresholds, written down, drawn.
+"""Losses of casts by layer and tensor class: measured on some steps, compared with thresholds, recorded, drawn.
 
-    statistics.py     what one cast did to a matrix, counted on its device (statistics_triton.py: the kernel)
+    statistics.py     errors of one cast of a matrix, counted on its device (statistics_triton.py: the kernel)
     cast_monitor.py   all casts of a measured step, as figures by tensor class and site
     thresholds.py     which of them are worse than FP8's rounding explains
     records.py        a measurement as a line of metrics.jsonl and as named curves

@@ -17,7 +17,7 @@ TENSOR_CLASSES = ("input", "weight", "grad_output", "grad_weight")
 
 @dataclass(frozen=True)
 class CastFigures:
-    """What the casts of one tensor class at one site did in a measured step."""
+    """Figures of the casts of one tensor class at one site in a measured step."""
 
     amax: float | None
     """Largest magnitude; None where something was not finite."""
@@ -131,7 +131,7 @@ class CastMonitor:
         return {"steps": self.steps, "last": self.last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, what state_dict() returned; what it lacks starts anew."""
+        """Go on from `state`, what state_dict() returned; what it lacks starts afresh."""
         self.steps, self.last = state.get("steps", 0), state.get("last")
 
     def _column(self, site: str, tensor_class: str, device: torch.device) -> int:

@@ -36,7 +36,7 @@ def health_record(step: int, measurement: Measurement) -> Record:
 
 
 def health_curves(measurement: Measurement) -> dict[str, float]:
-    """Named figures for DeepSpeed's monitors, by tensor class and site."""
+    """Return named figures for DeepSpeed's monitors, by tensor class and site."""
     return {
         f"FP8/{tensor_class}/{figure}/{site}": value
         for tensor_class, sites in measurement.items()

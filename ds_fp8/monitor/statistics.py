@@ -1,7 +1,7 @@
-"""What one cast of a matrix did to it, counted on its device: the host waits for nothing.
+"""Errors of one cast of a matrix, counted on its device: the host waits for nothing.
 
 On a GPU one kernel counts every element. In torch, the amax and the range of the scales are of the whole tensor, shares
-and squares of rows evenly spaced over it, about `SAMPLE` elements, weighted to stand for all: enough to tell 0.1%, at a
+and squares of rows evenly spaced over it, about `SAMPLE` elements, weighted to stand for all: that resolves 0.1%, at a
 cost that does not grow with the tensor.
 """
 

@@ -1,4 +1,4 @@
-"""When the casts of a layer are worse than FP8's rounding explains."""
+"""Judge whether the casts of a layer are worse than FP8's rounding explains."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Thresholds:
         self._named: set[tuple[str, str]] = set()
 
     def check(self, measurement: Measurement) -> list[Degradation]:
-        """Return what has newly degraded with this measurement."""
+        """Return the layers that this measurement shows to be newly degraded."""
         found = []
         for tensor_class, sites in measurement.items():
             for site, figures in sites.items():
@@ -54,7 +54,7 @@ class Thresholds:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, what state_dict() returned; what it lacks starts anew."""
+        """Go on from `state`, what state_dict() returned; what it lacks starts afresh."""
         self._in_a_row = defaultdict(int, {(site, kind): count for site, kind, count in state.get("in_a_row", ())})
         self._named = {(site, kind) for site, kind in state.get("named", ())}
 

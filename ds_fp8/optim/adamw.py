@@ -169,7 +169,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def take_back(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Uncount the last step of `parameters`, which `skip` left out."""
+        """Decrement the step counts of `parameters`, whose last step `skip` turned off."""
         for p in parameters:
             self.state[p]["step"] = self.state[p]["step"] - 1
 
@@ -278,7 +278,7 @@ class AdamW(torch.optim.Optimizer):
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what torch.optim.AdamW does: FP32 moments under `exp_avg` and `exp_avg_sq`.
+        """Return the state dict of torch.optim.AdamW: FP32 moments under `exp_avg` and `exp_avg_sq`.
 
         Compressed moments come decoded, on the CPU. Those in e4m3_expanded have their exponents beside them
         (`exp_avg_exponent`, uint8), which others ignore: with them the same codes are found again, without them ones as

@@ -50,7 +50,7 @@ _SCALARS = [
     "master_scale", "exp_avg_scale", "exp_avg_sq_scale", "new_master_scale", "new_exp_avg_scale", "new_exp_avg_sq_scale",
     "master_bits", "exp_avg_bits", "exp_avg_sq_bits",
 ]
-"""Read and written one FP32 at a time: with one scale a tensor, each tensor's place would compile the kernel anew."""
+"""Read and written one FP32 at a time: with one scale a tensor, each tensor's offset would compile the kernel again."""
 
 
 @triton.jit(do_not_specialize=["first", "numel", "seed"], do_not_specialize_on_alignment=_SCALARS)

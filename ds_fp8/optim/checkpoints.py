@@ -1,4 +1,4 @@
-"""What AdamW writes into a checkpoint, and what it can read of one: the state of one parameter as plain tensors.
+"""AdamW's state in checkpoints, written and read: the state of one parameter as plain tensors.
 
     step                 FP32 scalar on the CPU
     exp_avg, exp_avg_sq  FP32, of the parameter's shape: torch.optim.AdamW's keys, decoded

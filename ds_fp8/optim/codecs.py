@@ -1,4 +1,4 @@
-"""How optimizer moments are stored: the formats, encoding and decoding in plain torch, the oracle of codecs_triton.py.
+"""Storage formats of optimizer moments: encoding and decoding in plain torch, the oracle of codecs_triton.py.
 
     fp32            4 bytes, exact
     bf16            2 bytes, no scale

@@ -103,7 +103,7 @@ def is_madam(raw: Mapping[str, Any]) -> bool:
 
 
 def choose_madam(raw: dict[str, Any]) -> Callable[[Iterable], Madam]:
-    """Return what to hand to deepspeed.initialize for a section of Madam; `raw` is changed so that it is accepted."""
+    """Return deepspeed.initialize's optimizer for a section of Madam; `raw` is changed so that it is accepted."""
     params = dict(section_of(section_of(raw, "optimizer"), "params"))
     raw["zero_allow_untested_optimizer"] = True
     raw["zero_force_ds_cpu_optimizer"] = False

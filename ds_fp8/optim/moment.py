@@ -17,7 +17,7 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Layout:
-    """How a flat state of `numel` elements is cut into groups, and how their scales are rounded.
+    """Division of a flat state of `numel` elements into groups, and the rounding of their scales.
 
     granularity `1x128`: runs of 128 elements. `tensor`: one group for each of `segments`, the sizes of the tensors that
     were flattened into this one (() for a single one).

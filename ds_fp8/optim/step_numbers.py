@@ -19,7 +19,7 @@ class AdamStep:
 
     @property
     def decay(self) -> float:
-        """Return what the parameter is multiplied by."""
+        """Return the factor of weight decay."""
         return 1 - self.lr * self.weight_decay
 
     @property
@@ -29,5 +29,5 @@ class AdamStep:
 
     @property
     def root_factor(self) -> float:
-        """Return what the root of exp_avg_sq is multiplied by to correct its bias."""
+        """Return the factor that corrects the bias of the root of exp_avg_sq."""
         return 1 / math.sqrt(1 - self.beta2**self.number)

@@ -123,7 +123,7 @@ def health_maps(name: str, run: RunRecord, figures: Sequence[str]) -> Iterator[s
     """Draw each of `figures` for every tensor class: layers from top to bottom, steps from left to right.
 
     Args:
-        name: what tells the run from the others in the page.
+        name: distinguishes the run from the others in the page.
         run: whose measurements are drawn.
         figures: keys of HEAT_RANGES.
     """
@@ -157,7 +157,7 @@ def _health_map(
 
 
 def _styles(comparison: Comparison) -> list[Mapping[str, Any]]:
-    """Return how the first and the second run are drawn; BF16 alone is drawn as beside FP8."""
+    """Return the line styles of the first and the second run; BF16 alone is drawn as beside FP8."""
     styles = [
         {"color": svg.FP8, "linestyle": "-", "marker": "o"},
         {"color": svg.BF16, "linestyle": (0, (4, 2)), "marker": "s"},

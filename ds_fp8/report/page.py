@@ -72,7 +72,7 @@ def render(comparisons: Sequence[Comparison], verdict: Verdict, title: str, tole
 
 
 def environment() -> Environment:
-    """Return where the templates of pages are found."""
+    """Return the Jinja environment that loads the templates of pages."""
     return Environment(
         loader=PackageLoader("ds_fp8.report", "templates"),
         autoescape=True,
@@ -83,7 +83,7 @@ def environment() -> Environment:
 
 
 def _stage(comparison: Comparison, tolerance: float) -> dict[str, Any]:
-    """Return what the template shows of one comparison."""
+    """Return the template's values for one comparison."""
     pictures = [charts.losses(comparison), charts.gap(comparison, tolerance), charts.speed(comparison)]
     return {
         "name": comparison.name.replace("_", " "),
@@ -192,7 +192,7 @@ def _exact_match(figures: Sequence[Mapping[str, Any]]) -> Row:
 
 
 def _start_report(run: RunRecord) -> list[tuple[str, str]]:
-    """Return what the start report said, as names and values; what is empty or said elsewhere is left out."""
+    """Return the start report as names and values, without those that are empty or shown elsewhere."""
     hidden = ("enabled", "notes", "torch", "deepspeed", "ranks", "parameters", "left_in_bf16", "kept_in_bf16")
     report = {key: value for key, value in run.result["fp8"].items() if key not in hidden}
     return [(key.replace("_", " "), _shown(value)) for key, value in report.items() if value not in (None, [], {}, "")]

@@ -17,7 +17,7 @@ JSON = "parity.json"
 
 
 def twin_overrides(stage: Stage, kind: str, seed: int, steps: int, folder: Path) -> list[str]:
-    """Return what to `--set` for one run of `steps` steps: the stage's schedule is shortened in proportion."""
+    """Return the values of `--set` for one run of `steps` steps: the stage's schedule is shortened in proportion."""
     schedule = stage.train.schedule
     overrides = [
         f"fp8.enabled={'true' if kind == 'fp8' else 'false'}",
@@ -39,7 +39,7 @@ def twin_overrides(stage: Stage, kind: str, seed: int, steps: int, folder: Path)
 
 
 def run_folder(folder: Path, kind: str, seed: int) -> Path:
-    """Return where the run of one kind and seed lies."""
+    """Return the folder of the run of one kind and seed."""
     return folder / kind / f"seed_{seed}"
 
 

@@ -36,7 +36,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one run. Losses in nats per token; None for one that is not finite or was not measured."""
+    """Outcome of one run. Losses in nats per token; None for one that is not finite or was not measured."""
 
     kind: str
     rate: float
@@ -59,7 +59,7 @@ def grid(rates: Sequence[float], seeds: Sequence[int]) -> Iterator[Cell]:
 
 
 def cell_overrides(stage: Stage, cell: Cell, steps: int, out: Path) -> list[str]:
-    """Return what to `--set` for the run of a cell."""
+    """Return the values of `--set` for the run of a cell."""
     return [
         *twin_overrides(stage, cell.kind, cell.seed, steps, out),
         f"train.run_dir={cell.folder(out)}",
@@ -71,7 +71,7 @@ def cell_overrides(stage: Stage, cell: Cell, steps: int, out: Path) -> list[str]
 
 
 def outcomes(stage: Stage, cells: Sequence[Cell], out: Path) -> list[Outcome]:
-    """Return what came of all cells, whose runs have finished and whose sharpness is measured."""
+    """Return the outcomes of all cells, whose runs have finished and whose sharpness is measured."""
     found = [_outcome(stage, cell, cell.folder(out)) for cell in cells]
     return [Outcome(**{**asdict(each), "diverged": diverged(each, found)}) for each in found]
 

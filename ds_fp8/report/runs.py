@@ -18,7 +18,7 @@ KINDS = ("fp8", "bf16")
 
 
 class RunRecord:
-    """What a finished run left in its folder."""
+    """The record of a finished run, read from its folder."""
 
     def __init__(self, folder: Path):
         """Read `folder`. Raises UserError where the run has not finished or a file is damaged."""
@@ -88,7 +88,7 @@ class Comparison:
 
     @property
     def columns(self) -> dict[str, RunRecord]:
-        """Return the runs by the label that tells them apart."""
+        """Return the runs by a label that distinguishes them."""
         if self.twin is None:
             return {self.run.label: self.run}
         labels = [self.run.label, self.twin.label]

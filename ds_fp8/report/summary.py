@@ -84,7 +84,7 @@ class HealthTable:
 
     @property
     def all_clear(self) -> bool:
-        """True where it is a share, and 0 everywhere."""
+        """Return whether it is a share, and 0 everywhere."""
         return self.unit == "%" and not any(cell.value for _, cells in self.rows for cell in cells)
 
 

@@ -1,4 +1,4 @@
-"""What finished runs say about FP8, in one sentence."""
+"""Sum up in one sentence what finished runs show about FP8."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """True where nothing speaks against FP8."""
+        """Return whether nothing speaks against FP8."""
         return self.level == "good"
 
 
@@ -104,7 +104,7 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def concerns(run: RunRecord) -> list[str]:
-    """Return what of a run deserves a look, each in a few words."""
+    """Return the peculiarities of a run that deserve a look, each in a few words."""
     result, found = run.result, []
     if result["skipped_steps"]:
         found.append(f"{result['skipped_steps']} of {result['steps']} steps were skipped: gradients were not finite")

@@ -44,7 +44,7 @@ _LEFTOVER = re.compile(r"step_\d+\.(part|deleted)|universal")
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run begins or goes on."""
+    """Position at which a run begins or resumes."""
 
     step: int = 0
     """Steps of this stage that are done and saved."""

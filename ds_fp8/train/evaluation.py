@@ -32,7 +32,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model generated for questions with known answers."""
+    """Answers of a model to questions with known answers."""
 
     exact_match: float
     """Share of all questions that were answered rightly, from 0 to 1."""
@@ -74,7 +74,7 @@ def exact_match(
     pattern: str,
     check: Callable[[], None],
 ) -> Answers:
-    """Return how greedy generation answers `questions`. Collective; ranks share the questions.
+    """Return the answers of greedy generation to `questions`. Collective; ranks share the questions.
 
     Args:
         engine: of the model.

@@ -44,7 +44,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is of."""
+    """Identity and files of a checkpoint."""
 
     step: int
     """Optimizer steps of the stage that are done."""
@@ -97,7 +97,7 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Size of all files together."""
+        """Return the size of all files together."""
         return sum(saved.bytes for saved in self.files.values())
 
     def names_for(self, rank: int, world: int) -> list[str]:
@@ -165,7 +165,7 @@ class _HashingStream:
 
 
 def _problem(file: Path, saved: SavedFile) -> str | None:
-    """Return what is wrong with a file of a checkpoint, None when it is as it was saved."""
+    """Return the damage of a file of a checkpoint, None if it is as it was saved."""
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):

@@ -1,4 +1,4 @@
-"""What a run measures: one line of metrics.jsonl per event, and the summary that result.json is made of."""
+"""Metrics of a run: one line of metrics.jsonl per event, and the summary that result.json is made of."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class MetricsLog:
                 print(f"WARNING: {self._file.name} could not be written: {error.strerror}", flush=True)
 
     def go_back(self, step: int) -> None:
-        """Forget all records after `step`, in the file as well."""
+        """Remove all records after `step`, in the file as well."""
         self.records = [record for record in self.records if record["step"] <= step]
         if self._file:
             self._file.close()
@@ -83,7 +83,7 @@ class MetricsLog:
         return {record["step"]: record[key] for record in self.records if record.get(key) is not None}
 
     def value(self, step: int, key: str) -> Any:
-        """Return what the last record of `step` that has `key` says, None if there is none."""
+        """Return the value of `key` in the last record of `step` that has it, None if there is none."""
         found = [record[key] for record in self.records if record["step"] == step and key in record]
         return found[-1] if found else None
 

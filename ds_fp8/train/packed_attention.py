@@ -4,8 +4,9 @@ A row of S tokens that holds many documents needs a mask of S x S elements for o
 tokens, and time for every element of it. Here the model's mask is where documents end, int32 [documents + 1], and
 attention runs over each document: in one variable-length kernel on a GPU, document by document elsewhere.
 
-It hangs on transformers' registries alone: whatever builds its mask there, and passes it on to the attention function
-that the model's configuration names, gets it. What is not packed, as in generation, is scaled_dot_product_attention.
+It is installed through transformers' registries alone: models that build their mask there and pass it on to the
+attention function that their configuration names get it. Rows that are not packed, as in generation, are computed by
+scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def packed_mask(
     device: torch.device | str = "cpu",
     **more: Any,
 ) -> torch.Tensor | None:
-    """Where the documents of a batch of rows end, counted through all rows: int32 [documents + 1], from 0.
+    """Return where the documents of a batch of rows end, counted through all rows: int32 [documents + 1], from 0.
 
-    Where the mask asked for is no mask of packed documents it is what sdpa has: None, or bool [B, 1, S, S].
+    For a mask that is not one of packed documents, return what sdpa takes: None, or bool [B, 1, S, S].
     """
     if not allow_is_causal_skip and attention_mask is None and not use_vmap and q_length == kv_length > 1:
         ends = _document_ends(mask_function, batch_size, q_length, device)
@@ -74,7 +75,7 @@ def packed_mask(
 def _document_ends(
     mask_function: Callable[..., torch.Tensor], rows: int, length: int, device: torch.device | str
 ) -> torch.Tensor | None:
-    """int32 [documents + 1], or None when `mask_function` is not causal attention within documents.
+    """Return int32 [documents + 1], or None when `mask_function` is not causal attention within documents.
 
     A document begins where a token does not see the one before it. That nothing else is masked shows at three places of
     the mask: each token sees its document's first, sees the one before it there, and does not see the next.
@@ -106,7 +107,7 @@ def packed_attention(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Output [B, S, heads, D] of queries [B, heads, S, D] and keys and values [B, kv_heads, S, D].
+    """Return the output [B, S, heads, D] of queries [B, heads, S, D] and keys and values [B, kv_heads, S, D].
 
     attention_mask: what `packed_mask` returned.
     """

@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a bar on a terminal, a line every few steps anywhere else."""
+"""Progress display of a run: a bar on a terminal, a line every few steps anywhere else."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RunProgress:
 
     @staticmethod
     def say_on(shown: bool) -> Callable[[str], None]:
-        """Return what prints a line on the rank that shows it, before there is a bar."""
+        """Return a function that prints a line on the rank that shows it, before there is a bar."""
         return partial(print, flush=True) if shown else lambda line: None
 
     def say(self, line: str) -> None:

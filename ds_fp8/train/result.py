@@ -1,4 +1,4 @@
-"""What a finished run leaves: a Hugging Face model folder and result.json."""
+"""Write the results of a finished run: a Hugging Face model folder and result.json."""
 
 from __future__ import annotations
 

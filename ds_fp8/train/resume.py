@@ -1,4 +1,4 @@
-"""Where a run goes on: the state to begin with, from the newest checkpoint that is whole."""
+"""Resume a run: find the newest checkpoint that is whole, and the state to begin with."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FREE_SECTIONS = ("wandb", "tensorboard", "csv_monitor", "comet", "steps_per_pri
 
 
 def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
-    """Return what is already in the stage's run folder, or where `train.resume` lets it begin. Writes nothing.
+    """Return the state found in the stage's run folder, or the one that `train.resume` names. Writes nothing.
 
     Args:
         stage: the stage to start.
@@ -101,7 +101,7 @@ def check_length(stage: Stage, state: RunState) -> None:
 
 
 def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
-    """Return what `inspect_run` does, once every file of the checkpoint is found whole. Collective.
+    """Return the state of `inspect_run` after checking every file of its checkpoint. Collective.
 
     Each rank reads a part of it. A damaged checkpoint of the run is named and renamed to step_N.damaged.
 
@@ -261,7 +261,7 @@ def _same_place(before: Any, now: str) -> bool:
 
 
 def _fixed_keys(raw: dict[str, Any], free_keys: Sequence[str]) -> dict[str, Any]:
-    """Dotted keys and values of all that may not change within a run."""
+    """Return dotted keys and values of everything that may not change within a run."""
     free = {
         *free_keys,
         *_FREE_SECTIONS,

@@ -142,7 +142,7 @@ def _may_be_running(record: dict[str, Any], without_locks: bool) -> bool:
 
 
 def _boot() -> str:
-    """Return what tells one start of this host from another."""
+    """Return an identifier of this start of the host."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

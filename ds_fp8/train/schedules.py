@@ -21,7 +21,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
 
 
 class Schedule(Section):
-    """How the learning rate moves over a run. Lengths are steps, or below 1 a fraction of all steps."""
+    """The learning-rate schedule of a run. Lengths are steps, or below 1 a fraction of all steps."""
 
     type: Literal["wsd", "cosine", "constant"] = "cosine"
     """wsd: warmup, stable, decay at the end; cosine: decay right after warmup; constant: warmup only."""
@@ -69,7 +69,7 @@ def learning_rate_factor(step: int, total: int, schedule: Schedule) -> float:
 
 
 def learning_rate_scheduler(total: int, schedule: Schedule) -> Callable[[Optimizer], LambdaLR]:
-    """Return what `initialize(lr_scheduler=...)` takes: makes the LambdaLR of `schedule` for an optimizer."""
+    """Return a function that makes the LambdaLR of `schedule` for an optimizer, for `initialize(lr_scheduler=...)`."""
 
     def make(optimizer: Optimizer) -> LambdaLR:
         return LambdaLR(optimizer, lambda step: learning_rate_factor(step, total, schedule))

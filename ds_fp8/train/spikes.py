@@ -23,7 +23,7 @@ class SpikeDetector:
         self._losses: deque[float] = deque(losses, maxlen=window)
 
     def observe(self, loss: float) -> float | None:
-        """Return how many standard deviations `loss` is above the losses before, where that is more than the threshold.
+        """Return the standard deviations by which `loss` exceeds the losses before, if above the threshold.
 
         A loss that is not finite is no spike, and is not remembered: its step is skipped anyway.
         """

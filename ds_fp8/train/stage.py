@@ -27,7 +27,7 @@ OWN_SECTIONS = ("fp8", "model", "data", "train")
 
 
 class ModelConfig(Section):
-    """Where the model comes from: exactly one of `path` and `config`, or neither when `train.init_from` is given."""
+    """The model: exactly one of `path` and `config`, or neither when `train.init_from` is given."""
 
     path: str | None = None
     """A Hugging Face folder or model name."""
@@ -44,7 +44,7 @@ class ModelConfig(Section):
 
 
 class TrainConfig(Section):
-    """How long to train, from what, and what to write."""
+    """Length of the training, its starting point, and the files it writes."""
 
     run_dir: str
     """Folder of checkpoints, metrics, result and final model. On many nodes it must be shared."""
@@ -139,7 +139,7 @@ class Stage:
         return Path(self.train.run_dir)
 
     def paths(self) -> dict[str, str]:
-        """Return what may name local files or folders that the stage reads, by configuration key."""
+        """Return the values that may name local files or folders that the stage reads, by configuration key."""
         sources = {f"data.sources[{n}].path": source.path for n, source in enumerate(self.data.sources or ())}
         others = {
             "data.path": None if sources else self.data.path,

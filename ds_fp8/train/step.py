@@ -26,7 +26,7 @@ launcher gives ranks 30 s, checkpoint included."""
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read of the steps since the last reading."""
+    """Figures of the steps since the last reading."""
 
     losses: list[float]
     """Mean loss per label token of every step, in nats, oldest first."""
@@ -79,7 +79,7 @@ class Steps:
         self._tokens += step.tokens
 
     def read(self) -> Reading:
-        """Return what the steps since the last reading showed; there must be one. Collective."""
+        """Return the figures of the steps since the last reading; there must be one. Collective."""
         engine, count = self._engine, self.unread
         losses = torch.stack(self._losses)
         dist.all_reduce(losses)

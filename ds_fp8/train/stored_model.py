@@ -20,14 +20,14 @@ from ds_fp8.layers import munit
 
 _COMPRESSED_TENSORS = "compressed-tensors"
 _STRATEGIES = ("block", "channel", "tensor")
-"""What one scale of weights in FP8 may be for, in the words of compressed-tensors."""
+"""Granularities of FP8 weights' scales, by the names of compressed-tensors."""
 _SHOWN = 3
 """Names of missing weights that an error lists."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a stored model is: the configuration key that names it, a folder or hub name, and a revision on the hub."""
+    """Location of a stored model: the configuration key that names it, folder or hub name, revision on the hub."""
 
     key: str
     path: str
@@ -153,7 +153,7 @@ def load_stored_model(source: ModelSource, config: PretrainedConfig, options: di
         config = copy.deepcopy(config)
         config.quantization_config = {**quantization, "dequantize": True}
         if quantization["quant_method"] == _COMPRESSED_TENSORS:
-            # The same numbers under another name; transformers tells from the number of scales what one is for.
+            # The same numbers under another name; transformers infers the granularity from the number of scales.
             config.quantization_config = {"quant_method": "fp8", "dequantize": True}
             options = {**options, "key_mapping": {r"^(.+)\.weight_scale$": r"\1.weight_scale_inv"}}
     try:

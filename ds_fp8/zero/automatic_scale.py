@@ -50,7 +50,7 @@ class AutomaticScale:
         return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
 
     def saturated(self, counts: torch.Tensor, numels: list[int], names: list[str]) -> None:
-        """Tell how many elements of each gradient saturated on this rank, int32 [T]."""
+        """Note how many elements of each gradient saturated on this rank, int32 [T]."""
         index = self._index(tuple(names), counts.device)
         self._share[index] = torch.stack([count / numel for count, numel in zip(counts, numels, strict=True)])
 
@@ -59,7 +59,7 @@ class AutomaticScale:
         return self._mu[self._slots[name]].item()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next scales depend on, alike on all ranks. Collective; the host waits.
+        """Return the state that the next scales depend on, alike on all ranks. Collective; the host waits.
 
         Returns:
             "names": list of T names; "mu" and "saturated": FP32 [T] on the CPU, the second being the largest share of
@@ -71,7 +71,7 @@ class AutomaticScale:
         return {"names": list(self._slots), "mu": self._mu.cpu(), "saturated": share.cpu()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, what state_dict() returned on any number of ranks; other gradients start anew."""
+        """Go on from `state`, what state_dict() returned on any number of ranks; other gradients start afresh."""
         self._indices.clear()
         self._slots = {name: slot for slot, name in enumerate(state["names"])}
         self._mu, self._share = state["mu"].to(self._mu.device), state["saturated"].to(self._mu.device)

@@ -90,16 +90,16 @@ class GradientReduce:
         self._left_out |= frozenset(names)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what of the past the next reductions depend on, but for error feedback. Collective.
+        """Return the state that later reductions depend on. Collective.
 
-        What error feedback holds is of the size of the model, on every rank, and stays out: it starts anew.
+        The buffers of error feedback, of the model's size on every rank, are excluded: it starts afresh.
         """
         return {} if self._automatic_scale is None else {"scale": self._automatic_scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`, what state_dict() returned on any number of ranks.
 
-        What it lacks starts anew, as does error feedback.
+        State that it lacks starts afresh, as does error feedback.
         """
         self._residuals.clear()
         if self._automatic_scale is not None:
@@ -109,7 +109,7 @@ class GradientReduce:
 
     @torch.no_grad()
     def __call__(self, tensors: list[torch.Tensor], group: object, names: list[str]) -> list[torch.Tensor]:
-        """For each full gradient the mean over ranks of this rank's slice of ceil(numel / world) elements, unpadded.
+        """Return of each gradient this rank's slice of ceil(numel / world) elements, averaged over ranks, unpadded.
 
         names: of the parameters, the same on every rank.
         """
@@ -220,7 +220,7 @@ class GradientReduce:
         return random_key(self._config.seed, dist.get_rank(), name, self._clock())
 
     def _residual(self, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
-        """Return what the last cast of this gradient lost, flat; zeros at first."""
+        """Return the error of this gradient's last cast, flat; zeros at first."""
         if self._config.error_feedback == "off":
             return None
         if name not in self._residuals:

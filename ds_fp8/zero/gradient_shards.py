@@ -72,7 +72,7 @@ class GradientShards:
                     self._squares[self._spans[name] : self._spans[name] + span_count(numel)] = 0
 
     def _expect(self, names: Sequence[str], accumulate: bool) -> None:
-        """Clear what an earlier step left of gradients that are added to, and now arrive for the first time."""
+        """Clear an earlier step's values of gradients that are accumulated and now arrive for the first time."""
         if accumulate:
             self.clear(name for name in names if name not in self._arrived)
         self._arrived.update(names)
@@ -101,7 +101,7 @@ class GradientShards:
             return torch.linalg.vector_norm(self._flat, dtype=torch.float64).square()
         total = self._squares.sum()
         if self._unsummed:
-            # Sliced anew: offload_states and reload_states move the buffer.
+            # Sliced again: offload_states and reload_states move the buffer.
             places = [self._places[name] for name in self._unsummed]
             parts = [self._flat[start : start + numel] for start, numel in places]
             norms = torch._foreach_norm(parts, 2, torch.float64)

@@ -43,7 +43,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Slices:
-    """Where one flat gradient lies in a message: rank r gets its elements [r * length, (r + 1) * length)."""
+    """Offsets of one flat gradient in a message: rank r gets its elements [r * length, (r + 1) * length)."""
 
     length: int
     column: int
@@ -57,7 +57,7 @@ class Slices:
 
 @dataclass(frozen=True)
 class CastOptions:
-    """How a gradient is cast."""
+    """Options of a gradient's cast."""
 
     format: str
     key: int | None = None
@@ -72,7 +72,7 @@ class CastOptions:
 
 
 class Target(NamedTuple):
-    """Where one gradient's slice lies in a message, and where its sum goes."""
+    """Offset of one gradient's slice in a message, and the destination of its sum."""
 
     column: int
     """First code in every row of the message; a multiple of 128."""
@@ -85,5 +85,5 @@ class Target(NamedTuple):
 
 
 def span_count(numel: int) -> int:
-    """Return how many sums of squares a slice of `numel` elements has."""
+    """Return the number of sums of squares of a slice of `numel` elements."""
     return -(-numel // SPAN)

@@ -1,4 +1,4 @@
-"""Which ranks share a node, and the process groups of a reduction in two levels."""
+"""Process groups of a reduction in two levels: the ranks of a node, and those at the same position in every node."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from ds_fp8.zero.wire import GATHER, WireMeter
 
 
 class _Handle:
-    """What DeepSpeed waits on: FP8 gathers in flight, and its own handle for the parameters gathered in BF16."""
+    """Handle that DeepSpeed waits on: FP8 gathers in flight, and its own handle for parameters gathered in BF16."""
 
     def __init__(self, finish: list[Callable[[], None]], stock: object | None):
         self._finish, self._stock = finish, stock
@@ -90,7 +90,7 @@ class ParameterGather:
         return self._shards.nbytes
 
     def observe(self, show: Callable[[nn.Parameter, torch.Tensor, QuantizedTensor, int], None]) -> None:
-        """Show the casts of all weights, as FP8Shards.observe does. Between steps."""
+        """Call an observer with the casts of all weights, as FP8Shards.observe does. Between steps."""
         self._shards.observe(show)
 
     def refresh(self) -> None:
@@ -111,7 +111,7 @@ class ParameterGather:
         return id(parameter) in self._weights
 
     def whole(self, parameter: nn.Parameter) -> QuantizedTensor:
-        """Gather one weight for somebody else than its layer. Collective, between two steps.
+        """Gather one weight for a reader other than its layer. Collective, between two steps.
 
         Returns:
             The codes and scales [R, C] that the next forward multiplies by.
@@ -163,7 +163,7 @@ class ParameterGather:
         return finish
 
     def _make_available(self, weight: ShardedWeight, codes: torch.Tensor, scale: torch.Tensor) -> None:
-        """Hang the gathered weight on its parameter, from the uint8 codes [R * C]."""
+        """Set the parameter's `fp8_gathered` from the uint8 codes [R * C]."""
         gathered = QuantizedTensor.of_bytes(codes.view(weight.shard.shape), scale, weight.spec)
         setattr(weight.parameter, GATHERED, gathered)
         weight.parameter.data = weight.placeholder

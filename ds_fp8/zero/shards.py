@@ -70,7 +70,7 @@ class ShardedWeight:
 
     @property
     def start(self) -> int:
-        """Return where the shard begins in the buffer of all shards."""
+        """Return the shard's offset in the buffer of all shards."""
         return self.data.storage_offset()
 
     def scales_in(self, buffer: torch.Tensor) -> torch.Tensor:

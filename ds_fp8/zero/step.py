@@ -41,7 +41,7 @@ class Step:
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, optimizer: AdamW, reduce: GradientReduce | None):
-        """Install the step; `why_not` must have said None. reduce: None where gradients travel in BF16."""
+        """Install the step; `why_not` must have returned None. reduce: None where gradients travel in BF16."""
         self._zero, self._optimizer, self._reduce = ZeroStep(engine), optimizer, reduce
         self._gradients = GradientShards(self._zero.flat_gradient, self._zero.gradient_places())
         self._zero.replace_reduction(self._add)
@@ -95,7 +95,7 @@ class Step:
         return squares.sqrt()
 
     def _factor(self, norm: torch.Tensor) -> torch.Tensor | None:
-        """Return what gradients are multiplied by, FP32 []; None for 1."""
+        """Return the factor of the gradients, FP32 []; None for 1."""
         loss_scale, clip = self._zero.loss_scale, self._zero.clip
         if clip > 0:
             return (1.0 / (((norm / loss_scale + 1e-6) / clip).clamp(min=1.0) * loss_scale)).float()

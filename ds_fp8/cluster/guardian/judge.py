@@ -152,7 +152,7 @@ class Judge:
             await asyncio.sleep(TICK / 5)
 
     def verdict(self, code: int) -> str:
-        """Return what ended the job, in words: who is to blame, the stack of every rank, and what to do."""
+        """Return a report of why the job ended: the rank to blame, the stack of every rank, and what to do."""
         if code == 2:
             return self._mistake()
         lines = [f"error: the job was ended on all hosts (exit code {code}: {_AFTER[code]})"]

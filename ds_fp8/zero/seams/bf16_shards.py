@@ -18,7 +18,7 @@ from ds_fp8.zero.seams.updates import call_around
 
 
 class Bf16Shards:
-    """Which BF16 shards exist. A shard that does not is NaN with stride 0: writing to it is an error."""
+    """Set of BF16 shards that are allocated. One that is not is NaN with stride 0: writing to it is an error."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, unneeded: Iterable[torch.nn.Parameter]):
         """Free the shards of `unneeded`, until the engine is destroyed."""
@@ -76,7 +76,7 @@ class Bf16Shards:
         self._zero._set_fp16_partitioned_groups_flat()
 
     def _free_unneeded(self) -> None:
-        """Leave only what is needed of the flat buffer."""
+        """Keep only the needed shards of the flat buffer."""
         for parameter in self._parameters:
             if id(parameter) in self._unneeded:
                 self.free(parameter)

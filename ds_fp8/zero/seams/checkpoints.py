@@ -1,4 +1,4 @@
-"""What the engine saves and loads: whole state dicts, files of checkpoints, state beside the user's."""
+"""Hooks on what the engine saves and loads: whole state dicts, files of checkpoints, state beside the user's."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Collector(CheckpointEngine):
 
 
 def checkpoint_files(engine: deepspeed.DeepSpeedEngine, tag: str, client_state: dict[str, Any]) -> dict[str, Any]:
-    """Return what engine.save_checkpoint would write on this rank, by file name. Nothing is written. Collective.
+    """Return the contents of engine.save_checkpoint's files on this rank, by name. Nothing is written. Collective.
 
     Tensors are those in use: copy or write them before the next step.
     """

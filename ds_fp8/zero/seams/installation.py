@@ -1,4 +1,4 @@
-"""What is installed on an engine, its optimizer, modules and parameters, and taken off by engine.destroy()."""
+"""Install attributes and hooks on an engine, its optimizer, modules and parameters; engine.destroy() removes them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def data_parallel_group(engine: deepspeed.DeepSpeedEngine) -> object:
 
 @dataclass(frozen=True)
 class Shard:
-    """Where this rank's shard lies in a partitioned parameter."""
+    """Position of this rank's shard in a partitioned parameter."""
 
     shape: torch.Size
     """Shape of the whole parameter."""
@@ -54,7 +54,7 @@ def full_shape(parameter: torch.nn.Parameter) -> torch.Size:
 
 
 def shard_of(parameter: torch.nn.Parameter) -> Shard:
-    """Return where this rank's shard lies in a partitioned parameter."""
+    """Return the position of this rank's shard in a partitioned parameter."""
     group = parameter.ds_process_group
     numel = parameter.ds_tensor.ds_numel
     start = numel * dist.get_rank(group)

@@ -1,4 +1,4 @@
-"""What an own optimizer step uses of DeepSpeed's ZeRO-3 optimizer, private names and all.
+"""DeepSpeed's ZeRO-3 optimizer as this package's optimizer step uses it, private names included.
 
     gradients   `reduce_and_partition` takes buckets of full gradients and is to add them to the flat gradient shards
     epilogue    after backward DeepSpeed makes the host wait for the reductions; here the step's stream waits
@@ -45,7 +45,7 @@ def why_no_own_step(engine: deepspeed.DeepSpeedEngine) -> str | None:
 
 
 class ZeroStep:
-    """One ZeRO-3 optimizer, taken apart for a step of one's own. `why_no_own_step` must have said None."""
+    """One ZeRO-3 optimizer, taken apart for this package's step. `why_no_own_step` must have returned None."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine):
         self._engine, self._zero = engine, engine.optimizer
@@ -141,7 +141,7 @@ class ZeroStep:
 
     @property
     def loss_scale(self) -> float:
-        """Return what the loss was multiplied by, and gradients are to be divided by."""
+        """Return the loss scale, by which gradients are to be divided."""
         return self._zero.loss_scale
 
     @property
@@ -181,5 +181,5 @@ class ZeroStep:
         zero._post_step(set())
 
     def clear_model_gradients(self) -> None:
-        """Free whatever gradients still hang on the model's parameters."""
+        """Free the gradients that the model's parameters still hold."""
         self._zero.zero_grad(set_to_none=True)

@@ -87,7 +87,7 @@ def on_step(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> 
 
 
 def refuse_state_offload(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Let engine.offload_states say what to leave out: DeepSpeed moves masters and moments of its FusedAdam alone."""
+    """Make engine.offload_states say what to exclude: DeepSpeed moves masters and moments of its FusedAdam alone."""
     method = engine.optimizer.offload_states
 
     def offload_states(*args, **kwargs):

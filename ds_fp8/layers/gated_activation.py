@@ -13,14 +13,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.config.formats import BLOCK, fixed_scale
+from ds_fp8.layers.activations import activate
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.smoothing import channel_factors
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 Saved = QuantizedTensor | torch.Tensor
 """gate_up [T, 2F] as kept for backward."""
@@ -46,13 +44,6 @@ class GatedGradients(NamedTuple):
     """[2F, T], for wgrad of gate_proj and up_proj."""
     product_columnwise: QuantizedTensor
     """[F, T], for wgrad of down_proj."""
-
-
-def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return act(gate) in gate's dtype; activation is one of ACTIVATIONS."""
-    if activation == "silu":
-        return F.silu(gate)
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def gated_product_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

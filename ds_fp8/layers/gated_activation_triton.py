@@ -10,47 +10,8 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.casts.primitives_triton import MODES, NONE, TENSOR, TILE, amax_bits, format_arguments, scale_of
 from ds_fp8.casts.store_triton import empty_result, is_even, result_arguments, store_cast, store_cast_columnwise, tiles
 from ds_fp8.config.formats import BLOCK, CastSpec
+from ds_fp8.layers.activations_triton import ACTIVATION_CODES, activate
 from ds_fp8.layers.recipe import LinearRecipe
-
-_ACTIVATION = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
-_LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _sigmoid(x):
-    """Return 1 / (1 + exp(-x)) to within a few units in the last place, in half the instructions of tl.sigmoid.
-
-    These kernels are bound by arithmetic. Beside the 1 of the sum subnormal numbers do not matter, against which exp
-    and the division are guarded otherwise. Triton's interpreter runs no assembly.
-    """
-    if _COMPILED:
-        e = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -_LOG2E], dtype=tl.float32, is_pure=True, pack=1
-        )
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1.0], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return tl.sigmoid(x)
-
-
-@triton.jit
-def _activate(g, ACTIVATION: tl.constexpr):
-    """Return (act(g), act'(g))."""
-    if ACTIVATION == 0:
-        sigmoid = _sigmoid(g)
-        value = g * sigmoid
-        slope = value * (1.0 - sigmoid) + sigmoid
-    elif ACTIVATION == 1:
-        below = 0.5 * (1.0 + tl.math.erf(g * 0.7071067811865476))
-        value = g * below
-        slope = below + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
-    else:
-        inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
-        tanh = 2.0 * _sigmoid(2.0 * inner) - 1.0
-        value = 0.5 * g * (1.0 + tanh)
-        slope = 0.5 * (1.0 + tanh) + 0.5 * g * (1.0 - tanh * tanh) * 0.7978845608028654 * (1.0 + 0.134145 * g * g)
-    return value, slope
 
 
 @triton.jit
@@ -72,7 +33,7 @@ def _forward_tiles(
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     g = _load(gate_up, m, k, M, stride, 0, F, EVEN)
     u = _load(gate_up, m, k, M, stride, F, F, EVEN)
-    value, _ = _activate(g, ACTIVATION)
+    value, _ = activate(g, ACTIVATION)
     p = value * u
     if CAST:
         store_cast(p, k, m, F, M, product, product_scale, None, M, 1, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
@@ -113,7 +74,7 @@ def gated_forward(
         _forward_tiles[(tiles(F), triton.cdiv(M, rows))](
             gate_up, M, F, gate_up.stride(0), product if cast is None else cast.data, cast and cast.scale,
             saved and saved.data, saved and saved.scale,
-            ACTIVATION=_ACTIVATION[activation], CAST=cast is not None, SAVE=saved is not None, ROWS=rows,
+            ACTIVATION=ACTIVATION_CODES[activation], CAST=cast is not None, SAVE=saved is not None, ROWS=rows,
             EVEN=M % rows == 0 and is_even(F), num_warps=warps, **format_arguments(spec.format, spec.scale),
         )
     if save and saved is None:
@@ -141,7 +102,7 @@ def _gradients(
             inside = (m < M)[:, None] & (k < F)[None, :]
             g *= tl.load(scale + (k // 128)[None, :] * scale_group + m[:, None], mask=inside, other=0.0)
             u *= tl.load(scale + ((F + k) // 128)[None, :] * scale_group + m[:, None], mask=inside, other=0.0)
-    value, slope = _activate(g, ACTIVATION)
+    value, slope = activate(g, ACTIVATION)
     return dp * u * slope, dp * value, value * u
 
 
@@ -267,7 +228,7 @@ def gated_backward_cast(
         return row, column, product
     data, scale, stride, scale_group = _saved_arguments(saved)
     source = (dproduct, data, scale, M, F, stride, scale_group)
-    common = {"ACTIVATION": _ACTIVATION[activation], "SAVED_FP8": scale is not None}
+    common = {"ACTIVATION": ACTIVATION_CODES[activation], "SAVED_FP8": scale is not None}
     gradient = format_arguments(dy.format, dy.scale)
     of_product = {f"PRODUCT_{key}": value for key, value in format_arguments(x.format, x.scale).items()}
     del of_product["PRODUCT_SMALLEST"]
@@ -301,7 +262,7 @@ def gated_backward(
     if dproduct.numel():
         data, scale, stride, scale_group = _saved_arguments(saved)
         _backward_tiles[(tiles(F), triton.cdiv(M, 32))](
-            dproduct, data, scale, M, F, stride, scale_group, dgate_up, product, ACTIVATION=_ACTIVATION[activation],
+            dproduct, data, scale, M, F, stride, scale_group, dgate_up, product, ACTIVATION=ACTIVATION_CODES[activation],
             SAVED_FP8=scale is not None, EVEN=M % 32 == 0 and is_even(F), num_warps=4,
         )
     return dgate_up, product

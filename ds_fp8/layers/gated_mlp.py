@@ -53,7 +53,7 @@ class GatedMLP:
     """Settings of a gated MLP; its weights are arguments of their own."""
 
     activation: str
-    """One of gated_activation.ACTIVATIONS."""
+    """One of activations.ACTIVATIONS."""
     gate_up: LinearRecipe
     """Of the product of gate and up."""
     down: LinearRecipe

@@ -20,8 +20,8 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ds_fp8.layers.activations import ACTIVATIONS, activate
 from ds_fp8.layers.attachments import attachment_of
-from ds_fp8.layers.gated_activation import ACTIVATIONS, activate
 from ds_fp8.layers.heads import HeadLayout, HeadNorms
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.rotary import rotate_reference

@@ -2,7 +2,7 @@
 
     optimizer = AdamW(model.parameters(), lr=1e-4, exp_avg="e4m3_expanded", exp_avg_sq="e4m3_expanded")
 
-On a GPU one Triton kernel does the whole step of a parameter; elsewhere plain torch does (reference.py). Under ZeRO
+On a GPU one Triton kernel does the whole step of a parameter; elsewhere plain torch does (adamw_step.py). Under ZeRO
 the parameters are DeepSpeed's flat FP32 shards, and step() runs once for each: nothing in it looks further.
 
 State of a parameter, in `optimizer.state[p]`:
@@ -30,9 +30,10 @@ from ds_fp8.config.optimizer_state import AUTO, MOMENTS, StatePrecision
 from ds_fp8.optim import checkpoints
 from ds_fp8.optim.adamw_step import adamw_step
 from ds_fp8.optim.checkpoints import MASTER
-from ds_fp8.optim.codecs import CODECS
 from ds_fp8.optim.finite import FiniteCheck
-from ds_fp8.optim.moment import Layout, Moment, is_kept_as
+from ds_fp8.optim.hyperparameters import check_hyperparameters
+from ds_fp8.optim.moment import Moment
+from ds_fp8.optim.state_formats import StateFormats
 from ds_fp8.optim.step_numbers import AdamStep
 
 
@@ -87,20 +88,25 @@ class AdamW(torch.optim.Optimizer):
         seed: int = 0,
         check_finite: bool = True,
     ):
-        _check_hyperparameters(lr, betas, eps, weight_decay)
+        in_range = {
+            "lr": (lr, lr >= 0),
+            "betas": (betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas)),
+            "eps": (eps, eps >= 0),
+            "weight_decay": (weight_decay, weight_decay >= 0),
+        }
+        check_hyperparameters(in_range, "lr, eps and weight_decay at least 0, betas two numbers from 0 up to but not 1")
         named = not isinstance(stochastic_rounding, bool | str)
         at_random = tuple(stochastic_rounding) if named else stochastic_rounding
         self.precision = StatePrecision(exp_avg, exp_avg_sq, master, granularity, scale, at_random, seed)
         self.compact = False
         """Whether state_dict() holds codes and scales as they are, readable by this optimizer alone."""
         self._finite = FiniteCheck() if check_finite else None
-        self._segments: dict[torch.Tensor, tuple[int, ...]] = {}
-        self._vectors: dict[torch.Tensor, tuple[int, ...]] = {}
+        self._formats = StateFormats(self.precision)
         self._streams: dict[torch.Tensor, int] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("precision", "compact", "_finite", "_segments", "_vectors", "_streams")
+        own = ("precision", "compact", "_finite", "_formats", "_streams")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -120,8 +126,6 @@ class AdamW(torch.optim.Optimizer):
         return sum(
             value.nbytes for state in self.state.values() for key, value in state.items() if key in (*MOMENTS, MASTER)
         )
-
-    # ---------------------------------------------------------------- the step
 
     @torch.no_grad()
     def step(
@@ -196,8 +200,8 @@ class AdamW(torch.optim.Optimizer):
         master, options = parameter, {}
         if MASTER in state:
             master, options = _flat(state[MASTER]), {"low": parameter}
-        elif self._has_scaled_master(p):
-            options = {"fp16_masters": self._layout(p, "tensor", "pow2"), "exact": self._vectors.get(p, ())}
+        elif self._formats.has_scaled_master(p):
+            options = {"fp16_masters": self._formats.layout(p, "tensor", "pow2"), "exact": self._formats.vectors(p)}
         moments = [_flat(state[key]) for key in MOMENTS]
         arguments = (master, gradient.detach().contiguous().view(-1), *moments, step)
         options = {**options, "skip": skip, "factor": factor, "seed": seed, "stochastic": at_random}
@@ -211,44 +215,8 @@ class AdamW(torch.optim.Optimizer):
         """Return the state of p in the form that step() works on; made if there is none."""
         state = self.state[p]
         self._streams.setdefault(p, len(self._streams))
-        if not isinstance(state.get("step"), torch.Tensor) or state["step"].device.type != "cpu":
-            state["step"] = torch.tensor(float(state.get("step", 0.0)))
-        for key in MOMENTS:
-            value = state.get(key)
-            if not is_kept_as(value, getattr(self.precision, key), p.device):
-                state[key] = self._encoded(p, key, value)
-        if p.dtype is not torch.float32 and state.get(MASTER) is None:
-            state[MASTER] = self._encoded(p, MASTER, p.detach().float())
+        self._formats.complete(p, state)
         return state
-
-    def _encoded(
-        self, p: torch.Tensor, key: str, numbers: torch.Tensor | Moment | None, exponent: torch.Tensor | None = None
-    ) -> torch.Tensor | Moment:
-        """Return the state `key` of p as it is kept, from its numbers in any form; zeros from None."""
-        codec, granularity, scale = self._format(p, key)
-        if isinstance(numbers, Moment):
-            numbers, exponent = numbers.decode(), numbers.exponent
-        if codec.max is None:
-            if numbers is None:
-                return torch.zeros(p.shape, dtype=codec.dtype, device=p.device)
-            return numbers.detach().to(p.device, codec.dtype, copy=True).reshape(p.shape).contiguous()
-        moment = Moment(codec, self._layout(p, granularity, scale), p.device, never_zero=key == "exp_avg_sq")
-        if numbers is not None:
-            moment.encode(numbers, exponent)
-        return moment
-
-    def _has_scaled_master(self, p: torch.Tensor) -> bool:
-        """Return whether the master weights of p, or of some of the tensors that p is made of, are FP16 numbers."""
-        return self.precision.master == "fp16_scaled" and (p.dim() > 1 or p in self._segments)
-
-    def _format(self, p: torch.Tensor, key: str) -> tuple:
-        """Return (codec, granularity, scale type) of a state of p."""
-        if key == MASTER:
-            return CODECS["fp16" if self._has_scaled_master(p) else "fp32"], "tensor", "pow2"
-        return CODECS[getattr(self.precision, key)], self.precision.granularity, self.precision.scale
-
-    def _layout(self, p: torch.Tensor, granularity: str, scale: str) -> Layout:
-        return Layout(p.numel(), granularity, scale, self._segments.get(p, ()) if granularity == "tensor" else ())
 
     def set_segments(self, p: torch.Tensor, sizes: Sequence[int], vectors: Sequence[int] = ()) -> None:
         """Register the tensors that the flat parameter p is made of, each of which gets a scale of its own.
@@ -261,12 +229,10 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: Some of the masters of a 16-bit parameter were to be FP16 and some not: they are one state.
         """
-        if self.precision.master == "fp16_scaled" and vectors and p.dtype is not torch.float32:
-            raise ValueError("a flat 16-bit parameter of vectors and matrices has no FP16 masters: flatten them apart")
-        self._segments[p], self._vectors[p] = tuple(sizes), tuple(vectors)
+        self._formats.set_segments(p, sizes, vectors)
         for key, value in self.state.get(p, {}).items():
             if key == MASTER or (isinstance(value, Moment) and value.layout.granularity == "tensor"):
-                self.state[p][key] = self._encoded(p, key, value)
+                self.state[p][key] = self._formats.encoded(p, key, value)
 
     def expand_moments(self) -> None:
         """Turn compressed moments into FP32 tensors that may be written to; the next step compresses them again."""
@@ -274,8 +240,6 @@ class AdamW(torch.optim.Optimizer):
             for key in MOMENTS:
                 if isinstance(state.get(key), Moment):
                     state[key] = state[key].decode().view(p.shape)
-
-    # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of torch.optim.AdamW: FP32 moments under `exp_avg` and `exp_avg_sq`.
@@ -320,28 +284,12 @@ class AdamW(torch.optim.Optimizer):
                     step = group.get("step", 0.0)  # where DeepSpeed's FusedAdam counts
                     saved = checkpoints.imported({"step": step, **state_dict["state"][index]}, p)
                     self.state[p] = {"step": saved.step} | {
-                        key: self._encoded(p, key, *numbers) for key, numbers in saved.numbers.items()
+                        key: self._formats.encoded(p, key, *numbers) for key, numbers in saved.numbers.items()
                     }
 
 
 def _flat(state: torch.Tensor | Moment) -> torch.Tensor | Moment:
     return state if isinstance(state, Moment) else state.view(-1)
-
-
-def _check_hyperparameters(lr: float | torch.Tensor, betas: tuple[float, float], eps: float, decay: float) -> None:
-    checked = {
-        "lr": (lr, lr >= 0),
-        "betas": (betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas)),
-        "eps": (eps, eps >= 0),
-        "weight_decay": (decay, decay >= 0),
-    }
-    for name, (value, right) in checked.items():
-        if not right:
-            raise UserError(
-                f"{name} {value!r} is out of range",
-                key=f"optimizer.params.{name}",
-                remedy="lr, eps and weight_decay at least 0, betas two numbers from 0 up to but not 1",
-            )
 
 
 def _check_gradient(p: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.optim.hyperparameters import check_hyperparameters
 
 
 class Madam(torch.optim.Optimizer):
@@ -55,7 +56,7 @@ class Madam(torch.optim.Optimizer):
         steps: int = 2048,
         smallest: float = 2.0**-20,
     ):
-        checked = {
+        in_range = {
             "lr": (lr, lr >= 0),
             "beta": (beta, 0 <= beta < 1),
             "eps": (eps, eps >= 0),
@@ -64,14 +65,11 @@ class Madam(torch.optim.Optimizer):
             "steps": (steps, isinstance(steps, int) and steps > 0 and steps & (steps - 1) == 0),
             "smallest": (smallest, 2.0**-126 <= smallest < 1),
         }
-        for name, (value, right) in checked.items():
-            if not right:
-                raise UserError(
-                    f"{name} {value!r} is out of range",
-                    key=f"optimizer.params.{name}",
-                    remedy="beta from 0 up to but not 1, steps a power of two, smallest from 2^-126 up to but not 1, "
-                    "bound above 0, the others at least 0",
-                )
+        remedy = (
+            "beta from 0 up to but not 1, steps a power of two, smallest from 2^-126 up to but not 1, bound above 0, "
+            "the others at least 0"
+        )
+        check_hyperparameters(in_range, remedy)
         options = {"beta": beta, "eps": eps, "bound": bound, "weight_decay": weight_decay, "steps": steps}
         super().__init__(params, {"lr": lr, **options, "smallest": smallest})
 

@@ -11,22 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import psutil
 import torch
 from accelerate import init_empty_weights
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import section_of
-from ds_fp8.config.schema import nearest
 from ds_fp8.data import load_tokenizer
 from ds_fp8.export.generation import make_savable
 from ds_fp8.layers import munit
 from ds_fp8.train import packed_attention
+from ds_fp8.train.model_config import untrained_config
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.progress import RunProgress
 from ds_fp8.train.stage import Stage
@@ -39,19 +36,15 @@ from ds_fp8.train.stored_model import (
     stored_model,
 )
 
-MAX_LAYERS = 10_000
-# Keys that Hugging Face configurations take without having them as attributes.
-_UNLISTED_KEYS = {"model_type", "architectures", "rope_theta", "rope_scaling", "dtype", "torch_dtype"}
-
 
 def load_model_config(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """The Hugging Face configuration of the stage's model, checked against the sequence length and the tokenizer.
+    """Return the Hugging Face configuration of the stage's model, checked against sequence length and tokenizer.
 
     Raises UserError when the model is missing, does not know a key, or does not fit the data.
     """
     munit.register()
     if stage.model.config is not None:
-        config = _inline_config(stage.model.config, tokenizer)
+        config = untrained_config(stage.model.config, tokenizer)
     else:
         source = _source(stage)
         config = stored_config(source)
@@ -241,91 +234,6 @@ def _where_to_draw(config: PretrainedConfig) -> torch.device:
     needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return device if needed < torch.cuda.get_device_properties(device).total_memory / 4 else torch.device("cpu")
-
-
-def _inline_config(values: dict, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    kind = values.get("model_type")
-    known_types = [*(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & CONFIG_MAPPING_NAMES.keys()), *munit.MODEL_TYPES]
-    if kind not in known_types:
-        raise UserError(
-            "model.config has no model_type" if kind is None else f'unknown model_type "{kind}"',
-            key="model.config.model_type",
-            remedy=nearest(str(kind), known_types) if kind else '"model_type": "qwen2", say',
-        )
-    known = AutoConfig.for_model(kind)
-    for key in values:
-        if not hasattr(known, key) and key not in _UNLISTED_KEYS:
-            choices = set(known.to_dict()) | _UNLISTED_KEYS
-            raise UserError(
-                f'unknown key "{key}" in model.config: {kind} has none such',
-                key=f"model.config.{key}",
-                remedy=nearest(key, choices),
-            )
-    layers = values.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > MAX_LAYERS:  # configurations list their layers one by one
-        raise UserError(
-            f"{layers:,} layers are too many", key="model.config.num_hidden_layers", remedy=f"at most {MAX_LAYERS:,}"
-        )
-    from_tokenizer = {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    settings = {key: value for key, value in (from_tokenizer | values).items() if key != "model_type"}
-    try:
-        config = AutoConfig.for_model(kind, **settings)
-    except Exception as error:  # each configuration class validates in its own way
-        raise UserError(
-            f"model.config is refused: {first_line(error)}", key="model.config", remedy="change what the message names"
-        ) from None
-    _check_sizes(config)
-    return config
-
-
-def _check_sizes(config: PretrainedConfig) -> None:
-    """Refuse an untrained model whose sizes do not go together, by making it without its weights."""
-    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    if hidden and heads and hidden % heads and not getattr(config, "head_dim", None):
-        raise UserError(
-            f"hidden_size {hidden} does not divide into {heads} attention heads",
-            key="model.config.num_attention_heads",
-            remedy="choose a divisor of hidden_size, or give head_dim",
-        )
-    if heads and groups and heads % groups:
-        raise UserError(
-            f"{heads} attention heads do not divide into {groups} key-value heads",
-            key="model.config.num_key_value_heads",
-            remedy="choose a divisor of num_attention_heads",
-        )
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
-    except Exception as error:  # each model class fails at a wrong size in its own way
-        raise UserError(
-            f"no model can be made of model.config: {type(error).__name__}: {first_line(error)}",
-            key="model.config",
-            remedy="change the sizes in model.config",
-        ) from None
-    if empty:
-        raise UserError(
-            f"{empty[0]} would have no elements", key="model.config", remedy="give model.config sizes above 0"
-        )
-    needed, there = sum(tensor.nbytes for tensor in model.parameters()), psutil.virtual_memory().total
-    if needed > there:
-        raise UserError(
-            f"the model takes {needed / 2**30:,.0f} GiB, and this machine has {there / 2**30:,.0f}",
-            key="model.config",
-            remedy="give model.config smaller sizes",
-        )
-    for key, value in config.to_dict().items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if ("dropout" in key or key.endswith("pdrop")) and is_number and not 0 <= value < 1:
-            raise UserError(
-                f"{key} {value} is no probability", key=f"model.config.{key}", remedy="at least 0 and less than 1"
-            )
 
 
 def _source(stage: Stage) -> ModelSource:

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 
 from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.layers.activations import ACTIVATIONS, activate
 from ds_fp8.layers.gated_activation import (
-    ACTIVATIONS,
-    activate,
     gated_activation_backward,
     gated_backward_reference,
     gated_product_reference,

@@ -86,12 +86,10 @@ class WeightCast(Cast):
 
 
 class WgradConfig(Section):
-    """Granularities of wgrad's operands, both cast along the tokens; null: as `input` and `grad_output` have it."""
+    """Granularity of wgrad's input, cast along the tokens; the output gradient has that of `grad_output`."""
 
     input: Granularity | None = None
     """Of the input, cast along the tokens; null: as linear.input."""
-    grad_output: Granularity | None = None
-    """Of the output gradient, cast along the tokens; null: as linear.grad_output."""
 
 
 class RotationConfig(Section):
@@ -155,19 +153,17 @@ class LinearCasts(Section):
 
     @model_validator(mode="after")
     def _static_along_the_tokens_too(self) -> LinearCasts:
-        for name in ("input", "grad_output"):
-            word = getattr(self.wgrad, name)
-            if getattr(self, name).scale == "static" and word not in (None, "tensor"):
-                raise UserError(
-                    f'wgrad.{name} "{word}" wants groups, and {name} has the static scale of a whole tensor',
-                    key=f"fp8.linear.wgrad.{name}",
-                    remedy=f'remove "{name}" from "wgrad"',
-                )
+        if self.input.scale == "static" and self.wgrad.input not in (None, "tensor"):
+            raise UserError(
+                f'wgrad.input "{self.wgrad.input}" wants groups, and input has the static scale of a whole tensor',
+                key="fp8.linear.wgrad.input",
+                remedy='remove "wgrad"',
+            )
         return self
 
     def __str__(self) -> str:
         casts = [f"{name} {getattr(self, name)}" for name in ("input", "weight", "grad_output")]
-        wgrad = [f"wgrad {name} {word}" for name, word in self.wgrad.model_dump().items() if word]
+        wgrad = [f"wgrad input {self.wgrad.input}"] if self.wgrad.input else []
         rotation = [f"rotated: {self.rotation}"] if self.rotation.products else []
         return ", ".join(casts + wgrad + rotation)
 

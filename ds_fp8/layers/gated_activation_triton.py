@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.casts.primitives_triton import MODES, NONE, TENSOR, TILE, amax_bits, format_arguments, scale_of
+from ds_fp8.casts.primitives_triton import GROUP, MODES, TENSOR, TILE, amax_bits, format_arguments, scale_of
 from ds_fp8.casts.store_triton import empty_result, is_even, result_arguments, store_cast, store_cast_columnwise, tiles
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.layers.activations_triton import ACTIVATION_CODES, activate
@@ -132,11 +132,11 @@ def _backward_columns(
     dproduct, gate_up, scale, M, F, stride, scale_group,
     column_data, column_scale, column_along, column_across,
     product_data, product_scale, product_along, product_across, product_amax,
-    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, COLUMNWISE: tl.constexpr,
-    PRODUCT: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr,
+    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, PRODUCT: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr, PRODUCT_LARGEST: tl.constexpr, PRODUCT_POW2: tl.constexpr, SMALLEST: tl.constexpr,
 ):
-    """Store the casts along 128 tokens of dgate and dup (COLUMNWISE) and of the product (PRODUCT), WIDTH features."""
+    """Store the casts along 128 tokens of dgate, dup and the product, WIDTH features; PRODUCT: the last one's mode."""
     k = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     first_m = tl.program_id(1) * 128
     m = first_m + 4 * tl.arange(0, 32)  # rows 4i, 4i + 1, ... apart, as store_cast_columnwise wants them
@@ -150,15 +150,14 @@ def _backward_columns(
     dg3, du3, p3 = _gradients(
         dproduct, gate_up, scale, m + 3, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
     )
-    if COLUMNWISE != NONE:
-        store_cast_columnwise(
-            dg0, dg1, dg2, dg3, first_m, k, M, 2 * F, column_data, column_scale, None, column_along, column_across,
-            COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2,
-        )
-        store_cast_columnwise(
-            du0, du1, du2, du3, first_m, F + k, M, 2 * F, column_data, column_scale, None, column_along, column_across,
-            COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2,
-        )
+    store_cast_columnwise(
+        dg0, dg1, dg2, dg3, first_m, k, M, 2 * F, column_data, column_scale, None, column_along, column_across,
+        GROUP, DTYPE, LARGEST, SMALLEST, POW2,
+    )
+    store_cast_columnwise(
+        du0, du1, du2, du3, first_m, F + k, M, 2 * F, column_data, column_scale, None, column_along, column_across,
+        GROUP, DTYPE, LARGEST, SMALLEST, POW2,
+    )
     if PRODUCT == TILE:  # whose amax _backward_rows has found: to store_cast_columnwise it is that of a whole tensor
         tiles = tl.num_programs(0) * WIDTH // 128
         at = tl.program_id(0) * WIDTH // 128
@@ -170,7 +169,7 @@ def _backward_columns(
             p0, p1, p2, p3, first_m, k, M, F, product_data, block, amax, 0, 0,
             TENSOR, PRODUCT_DTYPE, PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2,
         )
-    elif PRODUCT != NONE:
+    else:
         store_cast_columnwise(
             p0, p1, p2, p3, first_m, k, M, F, product_data, product_scale, None, product_along, product_across,
             PRODUCT, PRODUCT_DTYPE, PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2,
@@ -222,7 +221,7 @@ def gated_backward_cast(
     dproduct = dproduct.contiguous()
     dy, x = recipe.grad_output, down.input
     row = empty_result(M, 2 * F, dy.format, "1x128", dy.scale, dproduct.device)
-    column = empty_result(2 * F, M, dy.format, recipe.wgrad_grad_output, dy.scale, dproduct.device)
+    column = empty_result(2 * F, M, dy.format, "1x128", dy.scale, dproduct.device)
     product = empty_result(F, M, x.format, down.wgrad_input, x.scale, dproduct.device)
     if dproduct.numel() == 0:
         return row, column, product
@@ -239,15 +238,11 @@ def gated_backward_cast(
     _backward_rows[(tiles(F), M // rows)](
         *source, *result_arguments(row), product_amax, ROWS=rows, num_warps=4, **common, **gradient
     )
-    along_tokens = MODES[recipe.wgrad_grad_output], MODES[down.wgrad_input]
-    launches = [(16, 4, *along_tokens)]
-    if recipe.wgrad_grad_output == "128x128":  # needs its whole tile, and registers for one result
-        launches = [(128, 4, along_tokens[0], MODES[None]), (16, 4, MODES[None], along_tokens[1])]
-    for width, warps, columnwise, of in launches:
-        _backward_columns[(F // width, M // BLOCK)](
-            *source, *result_arguments(column), *result_arguments(product), product_amax, WIDTH=width,
-            COLUMNWISE=columnwise, PRODUCT=of, num_warps=warps, **common, **gradient, **of_product,
-        )
+    width = 16
+    _backward_columns[(F // width, M // BLOCK)](
+        *source, *result_arguments(column), *result_arguments(product), product_amax, WIDTH=width,
+        PRODUCT=MODES[down.wgrad_input], num_warps=4, **common, **gradient, **of_product,
+    )
     return row, column, product
 
 

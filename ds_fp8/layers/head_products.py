@@ -121,7 +121,7 @@ class FP8Head:
         recipe, spec, columns = self._recipe, self._recipe.grad_output, None
         if wants_dweight:
             shape = self._weight.shape[0], len(hidden)
-            columns = empty_result(*shape, spec.format, recipe.wgrad_grad_output, spec.scale, hidden.device)
+            columns = empty_result(*shape, spec.format, spec.granularity, spec.scale, hidden.device)
         for rows in slices(len(hidden), chunk):
             logits = recipe.multiply(recipe.cast_input(hidden[rows]), self._weight, hidden.dtype)
             found, row = softmax_gradient_cast(

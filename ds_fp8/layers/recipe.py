@@ -50,10 +50,9 @@ class LinearRecipe:
     """Of x as fprop's operand, rotation included."""
     weight: CastSpec
     grad_output: CastSpec
-    """Of dy as dgrad's operand."""
+    """Of dy as dgrad's operand; wgrad's, cast along the tokens, has the same but for the rotation."""
     wgrad_input: str
     """Granularity of x as wgrad's operand, cast along the tokens."""
-    wgrad_grad_output: str
     backend: str
     fast_accumulation: bool
     save: str
@@ -85,13 +84,12 @@ class LinearRecipe:
         """
         linear, casts = config.linear, casts or config.linear
         wgrad_input = casts.wgrad.input or casts.input.granularity
-        wgrad_grad_output = casts.wgrad.grad_output or casts.grad_output.granularity
         x, w, dy = casts.input.spec, casts.weight.spec, casts.grad_output.spec
         dgrad_weight = "tensor" if w.granularity == "row" else w.granularity
         products = [
             (x, w),
             (dy, replace(w, granularity=dgrad_weight)),
-            (replace(dy, granularity=wgrad_grad_output), replace(x, granularity=wgrad_input)),
+            (dy, replace(x, granularity=wgrad_input)),
         ]
         rotation = casts.rotation
         along_k = rotation.along(rotation.fprop, "tokens")
@@ -100,7 +98,6 @@ class LinearRecipe:
             replace(w, rotation=along_k),
             replace(dy, rotation=rotation.along(rotation.dgrad, "tokens")),
             wgrad_input,
-            wgrad_grad_output,
             select_backend(linear.backend, products),
             linear.accumulation == "fast",
             config.activations.save,
@@ -128,10 +125,9 @@ class LinearRecipe:
     @property
     def casts_by_tile(self) -> bool:
         """Return whether all casts of backward find their scales inside a tile of 128 x 128 elements."""
-        granularities = {self.wgrad_input, self.wgrad_grad_output, self.grad_output.granularity}
         if self.input.by_torch or self.grad_output.by_torch:
             return False
-        return granularities <= {"1x128", "128x128"} and self.grad_output.granularity == "1x128"
+        return self.wgrad_input in ("1x128", "128x128") and self.grad_output.granularity == "1x128"
 
     def multiply(self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
         """Multiply a [M, K] · b [N, K]ᵀ -> [M, N] on this recipe's backend."""
@@ -212,7 +208,7 @@ class LinearRecipe:
         """
         spec = self.grad_output
         row = spec.granularity if dgrad else None
-        column = self.wgrad_grad_output if wgrad else None
+        column = spec.granularity if wgrad else None
         cast = functools.partial(
             quantize_both,
             dy,

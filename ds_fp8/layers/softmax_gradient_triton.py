@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.casts.primitives_triton import MODES, format_arguments
+from ds_fp8.casts.primitives_triton import GROUP, format_arguments
 from ds_fp8.casts.store_triton import empty_result, result_arguments, store_cast_columnwise, store_cast_rowwise
 from ds_fp8.config.formats import BLOCK as TILE
 from ds_fp8.config.formats import CastSpec
@@ -104,7 +104,7 @@ def _gradient(logits, targets, normalisers, m, k, stride, IGNORED: tl.constexpr)
 def _cast_tiles(
     logits, targets, normalisers, C, V, T, offset, stride,
     row_data, row_scale, row_along, row_across, column_data, column_scale, column_along, column_across,
-    IGNORED: tl.constexpr, COLUMNWISE: tl.constexpr,
+    IGNORED: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
@@ -117,12 +117,12 @@ def _cast_tiles(
     if row_data is not None:
         store_cast_rowwise(
             x0, x1, x2, x3, first_m, k, C, V, row_data, row_scale, None, row_along, row_across,
-            1, DTYPE, LARGEST, SMALLEST, POW2,
+            GROUP, DTYPE, LARGEST, SMALLEST, POW2,
         )
     if column_data is not None:
         store_cast_columnwise(
             x0, x1, x2, x3, offset + first_m, k, T, V, column_data, column_scale, None, column_along, column_across,
-            COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2,
+            GROUP, DTYPE, LARGEST, SMALLEST, POW2,
         )
 
 
@@ -143,8 +143,7 @@ def softmax_gradient_cast(
         ignored: the target of a row whose loss and gradient are zero.
         spec: format and scale type of both casts.
         wants_row: whether dgrad's operand is wanted.
-        columns: wgrad's operand [V, T], 1x128 or 128x128 along the tokens, whose tokens `offset` to `offset` + C this
-            writes.
+        columns: wgrad's operand [V, T], 1x128 along the tokens, whose tokens `offset` to `offset` + C this writes.
         offset: a multiple of 128.
 
     Returns:
@@ -160,7 +159,6 @@ def softmax_gradient_cast(
     _cast_tiles[(vocabulary // TILE, tokens // TILE)](
         logits, targets, normalisers, tokens, vocabulary, of_tokens, offset, logits.stride(0),
         *result_arguments(row), *result_arguments(columns),
-        IGNORED=ignored, COLUMNWISE=MODES[columns.granularity if columns is not None else None],
-        num_warps=4, **format_arguments(spec.format, spec.scale),
+        IGNORED=ignored, num_warps=4, **format_arguments(spec.format, spec.scale),
     )
     return losses, row

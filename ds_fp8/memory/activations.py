@@ -174,8 +174,8 @@ def _fused_mlp_workspace(layer: LayerShape, w: Workload) -> int:
     """
     T, H, F = w.tokens, layer.hidden, layer.intermediate
     gate_up, down = layer.fp8["gate_proj"], layer.fp8["down_proj"]
-    dy = cast(T, H, down.grad_output.granularity) + cast(H, T, down.wgrad_grad_output)
-    casts = cast(T, 2 * F, gate_up.grad_output.granularity) + cast(2 * F, T, gate_up.wgrad_grad_output)
+    dy = cast(T, H, down.grad_output.granularity) + cast(H, T, down.grad_output.granularity)
+    casts = cast(T, 2 * F, gate_up.grad_output.granularity) + cast(2 * F, T, gate_up.grad_output.granularity)
     casts += cast(F, T, down.wgrad_input)
     by_tile = gate_up.casts_by_tile and down.wgrad_input in ("1x128", "128x128")
     through_bf16 = 0 if by_tile and gate_up.weight.granularity != "row" else BF16 * T * 3 * F

@@ -89,7 +89,7 @@ def cast_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Itera
     """The casts of an input x [T, F], of an output gradient dy [T, F] and of a weight w [2F, H]."""
     x, w = normal(tokens, size.intermediate), normal(2 * size.intermediate, size.hidden, std=WEIGHT_STD)
     of_x, of_dy, of_w = recipe.input, recipe.grad_output, recipe.weight
-    wgrad_x, wgrad_dy = recipe.wgrad_input, recipe.wgrad_grad_output
+    wgrad_x, wgrad_dy = recipe.wgrad_input, recipe.grad_output.granularity
 
     row, column = recipe.cast_input_both(x)
     peer = cast_peers.cast(x, of_x.format, of_x.granularity, wgrad_x)
@@ -156,7 +156,7 @@ def swiglu_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Ite
     row, column, product = backward()
     casts = f"{in_words(row, column)}, product {in_words(None, product)}"
     del row, column, product
-    peer = cast_peers.swiglu_backward(dproduct, gate_up, of_dy.format, of_dy.granularity, recipe.wgrad_grad_output)
+    peer = cast_peers.swiglu_backward(dproduct, gate_up, of_dy.format, of_dy.granularity, of_dy.granularity)
     yield Operation("SwiGLU backward", casts, elements, 9, backward, peer)
 
 

@@ -33,6 +33,6 @@ def test_the_optimum_is_the_lowest_finite_loss():
 
 
 def test_exponents():
-    assert width_transfer.exponents("-3,2") == [-3, 2]
+    assert width_transfer.whole_numbers("-3,2") == [-3, 2]
     with pytest.raises(width_transfer.argparse.ArgumentTypeError):
-        width_transfer.exponents("x")
+        width_transfer.whole_numbers("x")

@@ -4,7 +4,7 @@
     python scripts/bench/cast_parity.py --quick --steps 300 --shared-steps 100 --seeds 0,1,2      three seeds on a CPU
     python scripts/bench/cast_parity.py --quick --outlier 15 --variants bf16,tensorwise,fishman   Smooth-SwiGLU
 
-A Llama in BF16 with FP32 masters reads bytes of Python sources (optimizer_parity.py). Runs of one seed share their
+A Llama in BF16 with FP32 masters reads bytes of Python sources (byte_training.py). Runs of one seed share their
 first --shared-steps steps in BF16 and see the same batches: they differ by the casts of their linears alone. A variant
 is "bf16", "perturbed" (BF16, and one weight that differs in its last bit: how far chance alone parts two runs), a
 preset, a format (of all operands, weights in blocks of 128x128, the rest in groups of 1x128), or one of BLOCK_FORMATS.
@@ -24,23 +24,25 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from typing import Any
 
 import torch
-from common import argument_parser, banner, device, print_banner, print_table, words, write_json
-from optimizer_parity import (
+from byte_training import (
     PERTURBED,
     Scale,
     Trunk,
+    add_arguments,
+    add_shared_steps,
     batch,
+    begin_training,
     build_model,
     deterministic,
     figures,
-    learning_rate,
     perturb,
-    read_sources,
+    refuse_full_on_cpu,
+    train_bytes,
 )
+from common import argument_parser, print_table, words, write_json
 from transformers import LlamaForCausalLM
 
 from ds_fp8.config.errors import UserError, main_entry
@@ -150,20 +152,7 @@ def train(
     section = fp8_section(variant)
     if section is not None:
         convert(model, FP8Config(**section, monitor={"every": 0}))
-    training, losses = text[: len(text) * 99 // 100], torch.zeros(last - first, device=device())
-    started = time.perf_counter()
-    for step in range(first, last):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, scale.steps, options.lr)
-        rows = batch(training, scale, seed * 1_000_003 + step)
-        loss = model(input_ids=rows, labels=rows).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses[step - first] = loss.detach()
-    curve = losses.tolist()
-    seconds = (time.perf_counter() - started) / max(1, last - first)
+    curve, seconds = train_bytes(model, optimizer, scale, text, seed, options.lr, range(first, last))
     return ([] if trunk is None else trunk.losses) + curve, optimizer, model, seconds
 
 
@@ -171,15 +160,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     known = [BF16, PERTURBED, *PRESETS, *EMULATED_PRESETS, *FORMATS, *BLOCK_FORMATS]
     parser.add_argument("--variants", type=words, default=[BF16, PERTURBED, "infir2", "rowwise", "tensorwise"])
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0])
-    parser.add_argument("--steps", type=int, help=f"default {FULL.steps}, --quick: {QUICK.steps}")
-    parser.add_argument("--shared-steps", type=int, default=0, metavar="N", help="train N of them once a seed")
-    parser.add_argument("--lr", type=float, default=6e-4, help="peak learning rate (default 6e-4)")
+    add_arguments(parser, FULL, QUICK, 6e-4)
+    add_shared_steps(parser)
     parser.add_argument("--outlier", type=int, default=0, metavar="E", help="plant channels of 2^E")
     options = parser.parse_args(arguments)
     check_variants(options.variants, known)
-    if device().type != "cuda" and not options.quick:
-        raise UserError("113 million parameters take hours without a GPU", remedy="--quick")
+    refuse_full_on_cpu(options)
     return options
 
 
@@ -194,11 +180,7 @@ def check_variants(variants: list[str], known: list[str]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    facts = banner()
-    print_banner(facts)
-    scale = QUICK if options.quick else FULL
-    scale = scale._replace(steps=options.steps or scale.steps)
-    text = read_sources(scale.text)
+    facts, scale, text = begin_training(options, FULL, QUICK)
     rows: list[dict[str, Any]] = []
     with deterministic():
         for seed in options.seeds:

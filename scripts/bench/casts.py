@@ -30,7 +30,7 @@ from common import (
     WEIGHT_STD,
     ModelSize,
     argument_parser,
-    banner,
+    begin,
     check_presets,
     describe_cast,
     device,
@@ -39,7 +39,6 @@ from common import (
     normal,
     positive,
     preset_recipe,
-    print_banner,
     print_table,
     refuse_on_cpu,
     words,
@@ -265,8 +264,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    facts = banner()
-    print_banner(facts)
+    facts = begin()
     missing = unavailable("transformer_engine")
     if missing is not None:
         print(f"not measured: Transformer Engine ({missing})")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: command line, model sizes, operands, timing, versions, Markdown tables and JSON."""
+"""Parts that the benchmarks share: command line, model sizes, operands, timing, versions, Markdown tables and JSON."""
 
 from __future__ import annotations
 
@@ -164,6 +164,13 @@ def print_banner(facts: dict[str, str]) -> None:
     print(f"{facts['device']}, {rest}", flush=True)
 
 
+def begin() -> dict[str, str]:
+    """Print the banner and return it."""
+    facts = banner()
+    print_banner(facts)
+    return facts
+
+
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """A title and below it a Markdown table, columns of numbers right-aligned, cells as `format_cell` writes them."""
     table = Table(*columns, box=box.MARKDOWN)
@@ -243,6 +250,14 @@ def positive(text: str) -> int:
 def integers(text: str) -> list[int]:
     """The positive integers of a comma-separated argument. Raises ValueError for anything else, for argparse."""
     return [positive(part) for part in text.split(",")]
+
+
+def whole_numbers(text: str) -> list[int]:
+    """The integers of a comma-separated argument; for a first one below 0 write --option=-3,-2."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 0,1,2") from None
 
 
 def words(text: str) -> list[str]:

@@ -17,11 +17,10 @@ from typing import Any
 from common import (
     ModelSize,
     argument_parser,
-    banner,
+    begin,
     check_presets,
     distinct_presets,
     integers,
-    print_banner,
     print_table,
     refuse_on_cpu,
     words,
@@ -102,8 +101,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     unavailable("transformer_engine")  # loads it, which fails once torch has loaded another cuDNN
-    facts = banner()
-    print_banner(facts)
+    facts = begin()
     presets = list(distinct_presets(options.presets))
     rows = [
         row

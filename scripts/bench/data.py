@@ -18,7 +18,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-from common import banner, print_banner, print_table, write_json
+from common import begin, print_table, write_json
 from transformers import PreTrainedTokenizerBase
 
 from ds_fp8.config.errors import main_entry
@@ -52,8 +52,7 @@ def main() -> int:
     if arguments.quick:
         arguments.megabytes, arguments.rows = 1.0, 50
 
-    facts = banner()
-    print_banner(facts)
+    facts = begin()
     datasets.disable_progress_bars()
     with tempfile.TemporaryDirectory() as folder:
         rows = _measure(arguments, Path(folder))

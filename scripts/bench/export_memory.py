@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from common import banner, print_banner, print_table, write_json
+from common import begin, print_table, write_json
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -54,8 +54,7 @@ def main() -> int:
         return 0
     if arguments.model not in SHAPES:
         raise UserError(f'no shape of "{arguments.model}" is known', remedy=f"one of {', '.join(SHAPES)}")
-    facts = banner()
-    print_banner(facts)
+    facts = begin()
     shape = SHAPES[arguments.model] | ({"num_hidden_layers": arguments.layers} if arguments.layers else {})
     rows = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:

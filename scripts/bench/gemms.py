@@ -23,13 +23,12 @@ from common import (
     ModelSize,
     able_backends,
     argument_parser,
-    banner,
+    begin,
     check_presets,
     describe_cast,
     integers,
     measure,
     preset_recipe,
-    print_banner,
     print_table,
     random_operands,
     refuse_on_cpu,
@@ -223,8 +222,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    facts = banner()
-    print_banner(facts)
+    facts = begin()
     backends = able_backends(options.backends)
     report_gaps(options.presets, backends)
     size = SIZES[options.size]

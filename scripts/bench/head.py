@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from common import (
     argument_parser,
-    banner,
+    begin,
     device,
     first_line,
     integers,
@@ -27,7 +27,6 @@ from common import (
     normal,
     positive,
     preset_recipe,
-    print_banner,
     print_table,
     words,
     write_json,
@@ -145,8 +144,7 @@ def parse_arguments(arguments: list[str] | None) -> Any:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    facts = banner()
-    print_banner(facts)
+    facts = begin()
     tokens, vocabulary, width = options.tokens, options.vocabulary, options.hidden
     hidden = normal(tokens, width).requires_grad_()
     weight = normal(vocabulary, width, std=0.02, seed=1).requires_grad_()

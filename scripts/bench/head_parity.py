@@ -15,32 +15,27 @@ differ by the head alone, or, "perturbed", by the last bit of one BF16 weight: h
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from common import (
-    argument_parser,
-    banner,
-    device,
-    positive,
-    preset_recipe,
-    print_banner,
-    print_table,
-    words,
-    write_json,
+from byte_training import (
+    PERTURBED,
+    VALIDATION_BATCHES,
+    add_arguments,
+    begin_training,
+    final_loss,
+    learning_rate,
+    train_steps,
 )
-from optimizer_parity import learning_rate, read_sources
+from common import argument_parser, device, preset_recipe, print_table, words, write_json
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.schema import nearest
 from ds_fp8.layers.loss import fuse_loss
 
-PERTURBED = "perturbed"
 VARIANTS = ("bf16", PERTURBED, "infir2", "hybrid_fast")
-VALIDATION_BATCHES = 8
 
 
 class Scale(NamedTuple):
@@ -91,32 +86,23 @@ def train(variant: str, seed: int, scale: Scale, text: torch.Tensor, peak: float
             one[0] ^= 1 << 16  # the last bit of BF16, in which it is multiplied
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
     held = len(text) // 100
-    losses, begin = [], time.perf_counter()
-    for step, tokens in enumerate(batches(text[:-held], scale, seed, scale.steps)):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, scale.steps, peak)
-        with torch.autocast(device().type, torch.bfloat16):
-            loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    rates = (learning_rate(step, scale.steps, peak) for step in range(scale.steps))
+    curve, seconds = train_steps(
+        model, optimizer, batches(text[:-held], scale, seed, scale.steps), rates, autocast=True
+    )
     model.eval()
     with torch.no_grad(), torch.autocast(device().type, torch.bfloat16):
         validation = [
             model(input_ids=tokens, labels=tokens).loss
             for tokens in batches(text[-held:], scale, 1000, VALIDATION_BATCHES)
         ]
-    curve = torch.stack(losses).tolist()
-    last = curve[-max(1, len(curve) // 10) :]
     return {
         "variant": variant,
         "seed": seed,
         "losses": curve,
-        "final_loss": sum(last) / len(last),
+        "final_loss": final_loss(curve),
         "validation": torch.stack(validation).mean().item(),
-        "seconds": time.perf_counter() - begin,
+        "seconds": seconds * len(curve),
     }
 
 
@@ -132,9 +118,7 @@ def compare(rows: list[dict[str, Any]]) -> None:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--variants", type=words, metavar="NAME,...", help=f"of {', '.join(VARIANTS)} (default all)")
-    parser.add_argument("--seeds", type=words, default=["0"], metavar="N,...")
-    parser.add_argument("--steps", type=positive, help="optimizer steps (default 800, --quick: 20)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    add_arguments(parser, FULL, QUICK, 1e-3)
     options = parser.parse_args(arguments)
     options.variants = options.variants or list(VARIANTS)
     for name in options.variants:
@@ -145,14 +129,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    facts = banner()
-    print_banner(facts)
-    scale = QUICK if options.quick else FULL
-    if options.steps:
-        scale = scale._replace(steps=options.steps)
-    text = read_sources(scale.text)
+    facts, scale, text = begin_training(options, FULL, QUICK)
     rows: list[dict[str, Any]] = []
-    for seed in map(int, options.seeds):
+    for seed in options.seeds:
         for variant in options.variants:
             rows.append(train(variant, seed, scale, text, options.lr))
             print(f"{variant}, seed {seed}: {rows[-1]['final_loss']:.4f}, {rows[-1]['seconds']:.0f} s", flush=True)

@@ -33,13 +33,12 @@ from common import (
     GRADIENT_STD,
     SIZES,
     argument_parser,
-    banner,
+    begin,
     device,
     distinct_presets,
     first_line,
     normal,
     positive,
-    print_banner,
     print_table,
     refuse_on_cpu,
     words,
@@ -245,8 +244,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     unavailable("transformer_engine")  # loads it, which fails once torch has loaded another cuDNN
-    facts = banner()
-    print_banner(facts)
+    facts = begin()
     rows = choose_rows(options.only, options.recompute, with_compiled=not options.quick)
     results = []
     for name in options.sizes:

@@ -24,12 +24,11 @@ import torch
 from common import (
     able_backends,
     argument_parser,
-    banner,
+    begin,
     check_presets,
     device,
     distinct_presets,
     preset_recipe,
-    print_banner,
     print_table,
     words,
     write_json,
@@ -136,8 +135,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    facts = banner()
-    print_banner(facts)
+    facts = begin()
     backends = able_backends(options.backends)
     if options.backends is None and "reference" not in backends:
         backends.append("reference")

@@ -22,18 +22,26 @@ A run from random weights is chaotic: what parts two of them in the first steps 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
-import os
-import sysconfig
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from common import argument_parser, banner, device, print_banner, print_table, words, write_json
-from transformers import LlamaConfig, LlamaForCausalLM
+from byte_training import (
+    PERTURBED,
+    Scale,
+    Trunk,
+    add_arguments,
+    add_shared_steps,
+    begin_training,
+    build_model,
+    chosen_scale,
+    deterministic,
+    figures,
+    perturb,
+    refuse_full_on_cpu,
+    train_bytes,
+)
+from common import argument_parser, device, print_table, words, write_json
+from transformers import LlamaForCausalLM
 
 from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.presets import PRESETS
@@ -56,99 +64,13 @@ KEPT: dict[str, dict[str, Any]] = {
     "fishman_nearest": {**PRESETS["fishman"]["optimizer"], "stochastic_rounding": False},
 }
 """Presets of the fp8 section by what they say of the optimizer, and more."""
-PERTURBED, DITHERED = "perturbed", "dithered"
-VALIDATION_BATCHES = 8
+DITHERED = "dithered"
 MOMENTS_SAVED = 20_000_000
 """Elements of moments to save at least: whole tensors from the first layers on."""
 
 
-class Scale(NamedTuple):
-    """Model and batch."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    length: int
-    rows: int
-    steps: int
-    text: int
-    """Bytes of text."""
-
-
 FULL = Scale(768, 3072, 12, 12, 1024, 16, 1000, 96_000_000)
 QUICK = Scale(64, 256, 2, 2, 64, 8, 20, 500_000)
-
-
-def read_sources(length: int) -> torch.Tensor:
-    """The first `length` bytes of the Python sources of this environment, uint8. Raises UserError for too few."""
-    text, found = bytearray(), 0
-    for folder in ("stdlib", "purelib"):
-        for file in sorted(Path(sysconfig.get_path(folder)).rglob("*.py")):
-            if folder == "stdlib" and "site-packages" in file.parts:
-                continue
-            text += file.read_bytes()
-            found += 1
-            if len(text) >= length:
-                return torch.frombuffer(text[:length], dtype=torch.uint8)
-    if len(text) < 100_000:
-        raise UserError(f"only {found} Python files are installed here", remedy="run in an environment with packages")
-    return torch.frombuffer(text, dtype=torch.uint8)
-
-
-def batch(text: torch.Tensor, scale: Scale, seed: int) -> torch.Tensor:
-    """Rows of bytes [rows, length] from places that depend on `seed` alone."""
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(0, len(text) - scale.length, (scale.rows, 1), generator=generator)
-    return text[starts + torch.arange(scale.length)].long().to(device())
-
-
-def build_model(scale: Scale, seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=scale.hidden, intermediate_size=scale.intermediate,
-        num_hidden_layers=scale.layers, num_attention_heads=scale.heads, max_position_embeddings=scale.length,
-        tie_word_embeddings=False, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(device(), torch.bfloat16)
-
-
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over a twentieth of the steps, then a cosine to a tenth of the peak."""
-    warmup = max(1, steps // 20)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    return peak * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Without it two runs of one seed end 0.2% apart on a GPU, nearly as far as any state may be from FP32's."""
-    before = torch.are_deterministic_algorithms_enabled()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # every number is written before it is read
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
-class Trunk(NamedTuple):
-    """What runs of one seed share: the first steps."""
-
-    losses: list[float]
-    weights: dict[str, torch.Tensor]
-    state: dict[str, Any]
-    """The optimizer's state_dict."""
-
-
-def perturb(model: LlamaForCausalLM, optimizer: AdamW) -> None:
-    """Flip the last bit of one weight, and set its master to it."""
-    weight = model.lm_head.weight
-    weight.data.view(torch.int16)[0, 0] ^= 1
-    if "master" in optimizer.state[weight]:
-        optimizer.state[weight]["master"][0, 0] = weight.data[0, 0]
 
 
 def dither(optimizer: AdamW) -> None:
@@ -186,21 +108,7 @@ def train(
         perturb(model, optimizer)
     if name == DITHERED:
         dither(optimizer)
-    training = text[: len(text) * 99 // 100]
-    losses = torch.zeros(last - first, device=device())
-    started = time.perf_counter()
-    for step in range(first, last):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, scale.steps, options.lr)
-        rows = batch(training, scale, seed * 1_000_003 + step)
-        loss = forward(input_ids=rows, labels=rows).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses[step - first] = loss.detach()
-    curve = losses.tolist()  # waits for the GPU
-    seconds = (time.perf_counter() - started) / (last - first)
+    curve, seconds = train_bytes(model, optimizer, scale, text, seed, options.lr, range(first, last), forward)
     return ([] if trunk is None else trunk.losses) + curve, optimizer, model, seconds
 
 
@@ -210,28 +118,6 @@ def grow_trunk(scale: Scale, text: torch.Tensor, seed: int, options: argparse.Na
         return None
     losses, optimizer, model, _ = train("infir2", scale, text, seed, options, last=options.shared_steps)
     return Trunk(losses, model.state_dict(), optimizer.state_dict())
-
-
-def figures(
-    seed: int, curve: list[float], optimizer: AdamW, model: LlamaForCausalLM, seconds: float, scale: Scale,
-    text: torch.Tensor,
-) -> dict[str, Any]:  # fmt: skip
-    """The row of one run."""
-    model.eval()
-    held_out = text[len(text) * 99 // 100 :]
-    with torch.no_grad():
-        batches = [batch(held_out, scale, number) for number in range(VALIDATION_BATCHES)]
-        validation = sum(model(input_ids=rows, labels=rows).loss.item() for rows in batches) / len(batches)
-    last = curve[-max(1, len(curve) // 10) :]
-    return {
-        "seed": seed,
-        "final_loss": sum(last) / len(last),
-        "validation_loss": validation,
-        "milliseconds_a_step": 1e3 * seconds,
-        "state_bytes": optimizer.state_bytes() / sum(p.numel() for p in model.parameters()),
-        "skipped_steps": optimizer.skipped_steps,
-        "losses": curve,
-    }
 
 
 def save_moments(file: str, optimizer: AdamW, model: torch.nn.Module) -> None:
@@ -288,10 +174,8 @@ def plot(file: str, rows: list[dict[str, Any]]) -> None:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--presets", type=words, default=list(KEPT), metavar="NAME,...", help=f"of {','.join(KEPT)}")
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0])
-    parser.add_argument("--steps", type=int, help=f"default {FULL.steps}, --quick: {QUICK.steps}")
-    parser.add_argument("--shared-steps", type=int, default=0, metavar="N", help="train N of them once a seed")
-    parser.add_argument("--lr", type=float, default=6e-4, help="peak learning rate (default 6e-4)")
+    add_arguments(parser, FULL, QUICK, 6e-4)
+    add_shared_steps(parser)
     parser.add_argument("--beta2", type=float, default=0.95)
     parser.add_argument("--compile", action="store_true", help="compile the model, to wait less for Python")
     parser.add_argument("--plot", metavar="FILE", help="draw the curves of the first seed there")
@@ -300,22 +184,17 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for name in options.presets:
         if name not in KEPT:
             raise UserError(f'unknown preset "{name}"', key="--presets", remedy=f"some of {', '.join(KEPT)}")
-    if not 0 <= options.shared_steps < (options.steps or (QUICK if options.quick else FULL).steps):
+    if not 0 <= options.shared_steps < chosen_scale(options, FULL, QUICK).steps:
         raise UserError("no step is left to part after", key="--shared-steps", remedy="fewer than --steps")
     if options.save_moments and {"exp_avg", "exp_avg_sq"} & KEPT[options.presets[0]].keys():
         raise UserError("the first run has no FP32 moments to save", key="--presets", remedy="infir2 first")
-    if device().type != "cuda" and not options.quick:
-        raise UserError("113 million parameters take hours without a GPU", remedy="--quick")
+    refuse_full_on_cpu(options)
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    facts = banner()
-    print_banner(facts)
-    scale = QUICK if options.quick else FULL
-    scale = scale._replace(steps=options.steps or scale.steps)
-    text = read_sources(scale.text)
+    facts, scale, text = begin_training(options, FULL, QUICK)
     rows: list[dict[str, Any]] = []
     for seed in options.seeds:
         with deterministic():

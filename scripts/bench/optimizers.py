@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import argument_parser, banner, device, measure, print_banner, print_table, write_json
+from common import argument_parser, begin, device, measure, print_table, write_json
 
 from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.optimizer_state import StatePrecision
@@ -277,8 +277,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    facts = banner()
-    print_banner(facts)
+    facts = begin()
     sections: dict[str, Any] = {"banner": facts}
     milliseconds = 20.0 if options.quick else 600.0
     if options.moments is None:

@@ -20,12 +20,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from byte_training import (
+    Trunk,
+    add_shared_steps,
+    batch,
+    build_model,
+    read_sources,
+    refuse_full_on_cpu,
+)
 from cast_parity import BF16, CHANNEL, FULL, QUICK, plant_outliers, train
-from common import argument_parser, banner, device, print_banner, print_table, write_json
-from optimizer_parity import Trunk, batch, build_model, read_sources
+from common import argument_parser, begin, print_table, whole_numbers, write_json
 from torch import nn
 
-from ds_fp8.config.errors import UserError, main_entry
+from ds_fp8.config.errors import main_entry
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.recipe import LinearRecipe
@@ -86,23 +93,19 @@ def errors(tensors: Tensors, format: str, variant: str) -> dict[str, float]:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
-    parser.add_argument(
-        "--outliers", type=lambda text: [int(e) for e in text.split(",")], default=[4, 6, 8, 10, 12, 15]
-    )
+    parser.add_argument("--outliers", type=whole_numbers, default=[4, 6, 8, 10, 12, 15])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shared-steps", type=int, default=20, metavar="N", help="trained in BF16 before (default 20)")
+    add_shared_steps(parser, 20)
     parser.add_argument("--lr", type=float, default=6e-4, help="peak learning rate (default 6e-4)")
     options = parser.parse_args(arguments)
     options.outlier = 0
-    if device().type != "cuda" and not options.quick:
-        raise UserError("113 million parameters take hours without a GPU", remedy="--quick")
+    refuse_full_on_cpu(options)
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    facts = banner()
-    print_banner(facts)
+    facts = begin()
     scale = QUICK if options.quick else FULL
     text = read_sources(scale.text)
     losses, optimizer, model, _ = train(BF16, scale, text, options.seed, options, None)

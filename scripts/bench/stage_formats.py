@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from byte_training import PERTURBED, deterministic, perturb
 from cast_parity import BF16, BLOCK_FORMATS, check_variants, fp8_section
-from common import argument_parser, banner, device, integers, positive, print_banner, print_table, words
-from optimizer_parity import PERTURBED, deterministic, perturb
+from common import argument_parser, begin, device, integers, positive, print_table, words
 from transformers import PreTrainedModel
 
 from ds_fp8.config.errors import main_entry
@@ -143,8 +143,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    facts = banner()
-    print_banner(facts)
+    facts = begin()
     for seed in options.seeds:
         stage = stage_of(options, seed)
         tokenizer = build_tokenizer(stage.data, cache_dir())

@@ -3,7 +3,7 @@
     python scripts/bench/width_transfer.py --json transfer.json                         a GPU
     python scripts/bench/width_transfer.py --quick --steps 150                          a CPU
 
-A Llama of bytes of Python sources (optimizer_parity.py) trains once for every width, learning rate and variant:
+A Llama of bytes of Python sources (byte_training.py) trains once for every width, learning rate and variant:
 
     munit          munit scaling, its linears with the static scales of preset "munit"
     munit_bf16     the same model in BF16
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import argument_parser, banner, device, integers, print_banner, print_table, words, write_json
-from optimizer_parity import Scale, batch, learning_rate, read_sources
+from byte_training import Scale, batch, final_loss, learning_rate, read_sources
+from common import argument_parser, begin, device, integers, print_table, whole_numbers, words, write_json
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_fp8.config.errors import UserError, main_entry
@@ -82,17 +82,16 @@ def train(width: int, variant: str, peak: float, scale: Scale, text: torch.Tenso
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    last = losses[-max(1, len(losses) // 10) :]
-    return sum(last) / len(last)
+    return final_loss(losses)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--widths", type=integers, default=[64, 128, 256], metavar="D,D", help="multiples of 32")
     parser.add_argument("--variants", type=words, default=list(VARIANTS), metavar="NAME,NAME", help="of those above")
-    parser.add_argument("--rates", type=exponents, default=[-6, -5, -4, -3, -2, -1], metavar="E,E",
+    parser.add_argument("--rates", type=whole_numbers, default=[-6, -5, -4, -3, -2, -1], metavar="E,E",
                         help="munit's learning rates at the smallest width, as exponents of 2")  # fmt: skip
-    parser.add_argument("--standard-rates", type=exponents, default=[-11, -10, -9, -8, -7, -6, -5], metavar="E,E",
+    parser.add_argument("--standard-rates", type=whole_numbers, default=[-11, -10, -9, -8, -7, -6, -5], metavar="E,E",
                         help="the standard parametrisation's")  # fmt: skip
     parser.add_argument("--steps", type=int, default=200, help="of every run (default 200)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
@@ -103,14 +102,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     if any(width % HEAD or width <= 0 for width in options.widths):
         raise UserError("a width is no multiple of 32", remedy="--widths 64,128,256")
     return options
-
-
-def exponents(text: str) -> list[int]:
-    """Parse "-3,-2"; for a first one below 0 write --rates=-3,-2."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of exponents such as -3,-2") from None
 
 
 def settings_of(options: argparse.Namespace, scale: Scale) -> dict[str, Any]:
@@ -143,8 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     scale = Scale(0, 0, 2, 0, 64, 8, options.steps, 500_000) if options.quick else Scale(
         0, 0, 4, 0, 512, 32, options.steps, 96_000_000
     )  # fmt: skip
-    text, facts, settings = read_sources(scale.text), banner(), settings_of(options, scale)
-    print_banner(facts)
+    text, facts, settings = read_sources(scale.text), begin(), settings_of(options, scale)
     runs = earlier_runs(options.json, settings)
     done = {(run["variant"], run["width"], run["log2_rate"]) for run in runs}
     for variant in options.variants:

@@ -1,0 +1,226 @@
+"""Small Llamas that learn bytes of Python sources: what the parity benchmarks share.
+
+Text, model and batches follow from a scale and a seed alone, so that runs of one seed differ by what is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import sysconfig
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from common import begin, device, positive, whole_numbers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.optim import AdamW
+
+PERTURBED = "perturbed"
+VALIDATION_BATCHES = 8
+ScaleT = TypeVar("ScaleT", bound=NamedTuple)
+
+
+class Scale(NamedTuple):
+    """Model and batch."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    length: int
+    rows: int
+    steps: int
+    text: int
+    """Bytes of text."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, full: NamedTuple, quick: NamedTuple, peak: float) -> None:
+    """Add the arguments of training: seeds, steps and the peak learning rate."""
+    parser.add_argument("--seeds", type=whole_numbers, default=[0], metavar="N,...")
+    parser.add_argument("--steps", type=positive, help=f"default {full.steps}, --quick: {quick.steps}")
+    parser.add_argument("--lr", type=float, default=peak, help=f"peak learning rate (default {peak:g})")
+
+
+def add_shared_steps(parser: argparse.ArgumentParser, steps: int = 0) -> None:
+    """Add the argument of a `Trunk`."""
+    default = f" (default {steps})" if steps else ""
+    parser.add_argument(
+        "--shared-steps", type=int, default=steps, metavar="N", help=f"train N of them once a seed{default}"
+    )
+
+
+def chosen_scale(options: argparse.Namespace, full: ScaleT, quick: ScaleT) -> ScaleT:
+    """Return the scale that --quick and --steps ask for."""
+    scale = quick if options.quick else full
+    return scale._replace(steps=options.steps or scale.steps)
+
+
+def begin_training(
+    options: argparse.Namespace, full: ScaleT, quick: ScaleT
+) -> tuple[dict[str, str], ScaleT, torch.Tensor]:
+    """Print the banner; return (its facts, the scale asked for, its text)."""
+    scale = chosen_scale(options, full, quick)
+    return begin(), scale, read_sources(scale.text)
+
+
+def refuse_full_on_cpu(options: argparse.Namespace) -> None:
+    """Raise UserError for the full scale without a GPU."""
+    if device().type != "cuda" and not options.quick:
+        raise UserError("113 million parameters take hours without a GPU", remedy="--quick")
+
+
+def read_sources(length: int) -> torch.Tensor:
+    """The first `length` bytes of the Python sources of this environment, uint8. Raises UserError for too few."""
+    text, found = bytearray(), 0
+    for folder in ("stdlib", "purelib"):
+        for file in sorted(Path(sysconfig.get_path(folder)).rglob("*.py")):
+            if folder == "stdlib" and "site-packages" in file.parts:
+                continue
+            text += file.read_bytes()
+            found += 1
+            if len(text) >= length:
+                return torch.frombuffer(text[:length], dtype=torch.uint8)
+    if len(text) < 100_000:
+        raise UserError(f"only {found} Python files are installed here", remedy="run in an environment with packages")
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def batch(text: torch.Tensor, scale: Scale, seed: int) -> torch.Tensor:
+    """Rows of bytes [rows, length] from places that depend on `seed` alone."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, len(text) - scale.length, (scale.rows, 1), generator=generator)
+    return text[starts + torch.arange(scale.length)].long().to(device())
+
+
+def build_model(scale: Scale, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=scale.hidden, intermediate_size=scale.intermediate,
+        num_hidden_layers=scale.layers, num_attention_heads=scale.heads, max_position_embeddings=scale.length,
+        tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(device(), torch.bfloat16)
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over a twentieth of the steps, then a cosine to a tenth of the peak."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Without it two runs of one seed end 0.2% apart on a GPU, nearly as far as any state may be from FP32's."""
+    before = torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # every number is written before it is read
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+class Trunk(NamedTuple):
+    """What runs of one seed share: the first steps."""
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    state: dict[str, Any]
+    """The optimizer's state_dict."""
+
+
+def perturb(model: LlamaForCausalLM, optimizer: AdamW) -> None:
+    """Flip the last bit of one weight, and set its master to it."""
+    weight = model.lm_head.weight
+    weight.data.view(torch.int16)[0, 0] ^= 1
+    if "master" in optimizer.state[weight]:
+        optimizer.state[weight]["master"][0, 0] = weight.data[0, 0]
+
+
+def train_steps(
+    model: LlamaForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[torch.Tensor],
+    rates: Iterable[float],
+    forward: Callable[..., Any] | None = None,
+    autocast: bool = False,
+) -> tuple[list[float], float]:
+    """Train one step for every batch.
+
+    Args:
+        model: whose gradients are clipped to a norm of 1.
+        optimizer: its optimizer.
+        batches: int64 tokens [rows, length] of each step.
+        rates: learning rate of each step.
+        forward: called in place of `model`, such as its compiled form.
+        autocast: whether the forward runs in BF16 under autocast.
+
+    Returns:
+        (the losses, seconds a step).
+    """
+    losses, started = [], time.perf_counter()
+    for tokens, rate in zip(batches, rates, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        with torch.autocast(device().type, torch.bfloat16, enabled=autocast):
+            loss = (forward or model)(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    curve = torch.stack(losses).tolist() if losses else []  # waits for the GPU
+    return curve, (time.perf_counter() - started) / max(1, len(losses))
+
+
+def train_bytes(
+    model: LlamaForCausalLM,
+    optimizer: AdamW,
+    scale: Scale,
+    text: torch.Tensor,
+    seed: int,
+    peak: float,
+    steps: range,
+    forward: Callable[..., Any] | None = None,
+) -> tuple[list[float], float]:
+    """Train `steps` of a run on all but the last hundredth of the text; return (the losses, seconds a step)."""
+    training = text[: len(text) * 99 // 100]
+    batches = (batch(training, scale, seed * 1_000_003 + step) for step in steps)
+    return train_steps(model, optimizer, batches, (learning_rate(step, scale.steps, peak) for step in steps), forward)
+
+
+def final_loss(curve: list[float]) -> float:
+    """Return the mean loss of the last tenth of the steps."""
+    last = curve[-max(1, len(curve) // 10) :]
+    return sum(last) / len(last)
+
+
+def figures(
+    seed: int, curve: list[float], optimizer: AdamW, model: LlamaForCausalLM, seconds: float, scale: Scale,
+    text: torch.Tensor,
+) -> dict[str, Any]:  # fmt: skip
+    """The row of one run."""
+    model.eval()
+    held_out = text[len(text) * 99 // 100 :]
+    with torch.no_grad():
+        batches = [batch(held_out, scale, number) for number in range(VALIDATION_BATCHES)]
+        validation = sum(model(input_ids=rows, labels=rows).loss.item() for rows in batches) / len(batches)
+    return {
+        "seed": seed,
+        "final_loss": final_loss(curve),
+        "validation_loss": validation,
+        "milliseconds_a_step": 1e3 * seconds,
+        "state_bytes": optimizer.state_bytes() / sum(p.numel() for p in model.parameters()),
+        "skipped_steps": optimizer.skipped_steps,
+        "losses": curve,
+    }

@@ -36,6 +36,15 @@ class ActivationsConfig(Section):
     layers is the model's own gradient_checkpointing.)"""
 
 
+class AttentionConfig(Section):
+    """The products of attention: of queries and keys, of probabilities and values, and those of their gradients."""
+
+    format: Literal["bf16", "e4m3"] = "bf16"
+    """e4m3: causal attention over whole rows computes forward and backward in FP8 (E4M3, gradients E5M2, one scale a
+    tensor), through Transformer Engine on a Hopper GPU, for heads of 128 features; all other attention stays BF16: of
+    rows that are padded or hold several documents, with sliding windows or dropout, and without gradients."""
+
+
 class ParameterGatherConfig(Section):
     """Format and transport of ZeRO-3's parameter all-gather, for the weights of FP8 linears."""
 
@@ -177,6 +186,7 @@ class FP8Config(Section):
     fuse: Literal["auto", "off"] = "auto"
     """auto: decoder layers of the usual structure run as a few fused operations instead of linear by linear. off: every
     layer keeps its own forward."""
+    attention: AttentionConfig = AttentionConfig()
     loss: LossConfig = LossConfig()
     param_gather: ParameterGatherConfig = ParameterGatherConfig()
     grad_reduce: GradientReduceConfig = GradientReduceConfig()

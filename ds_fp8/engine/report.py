@@ -20,6 +20,7 @@ from ds_fp8.engine import break_even
 from ds_fp8.engine.coverage import EXPERTS, coverage
 from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
+from ds_fp8.layers.attention_format import AttentionFormat
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.optim.codecs import moment_bytes
 from ds_fp8.zero import seams
@@ -68,6 +69,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "fused_layers": len(state.conversion.fusion.layers),
         "fused_mlps": len(state.conversion.fusion.mlps),
         "not_fused": state.conversion.fusion.left,
+        **_attention(state.conversion.attention),
         "param_gather": fp8.param_gather.format if state.parameter_gather else "bf16",
         "param_transport": state.parameter_gather.transport if state.parameter_gather else "by collectives",
         "fp8_gathered_parameters": gathered_count,
@@ -126,6 +128,19 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     return report
 
 
+def _attention(attention: AttentionFormat | None) -> dict[str, Any]:
+    """Return what of attention is in FP8, and when."""
+    if attention is None:
+        return {"attention": "bf16", "fp8_attention_layers": 0, "attention_in_bf16": {}}
+    how = "emulated" if attention.emulated else "cuDNN through Transformer Engine"
+    where = "in rows of one document; BF16 in rows of several" if attention.packed else "in rows without padding"
+    return {
+        "attention": f"e4m3, gradients e5m2 ({how}), {where}",
+        "fp8_attention_layers": len(attention.layers),
+        "attention_in_bf16": attention.left,
+    }
+
+
 def _emulated_state(fp8: FP8Config) -> list[str]:
     """Return the emulated formats of moments and of gradients on the wire."""
     formats = {"gradients on the wire": fp8.grad_reduce.format}
@@ -179,6 +194,10 @@ def print_report(report: dict[str, Any]) -> None:
     table.add_row("fused", ", ".join(text for text in fused if not text.startswith("0 ")) or "nothing")
     for reason in dict.fromkeys(report["not_fused"].values()):
         table.add_row("not fused", f"{_some(report['not_fused'], reason)}: {reason}")
+    if report["fp8_attention_layers"]:
+        table.add_row("attention", f"{report['fp8_attention_layers']} layers {report['attention']}")
+    for reason in dict.fromkeys(report["attention_in_bf16"].values()):
+        table.add_row("attention in BF16", f"{_some(report['attention_in_bf16'], reason)}: {reason}")
     table.add_row("casts", ", ".join(f"{name} {cast}" for name, cast in report["casts"].items()))
     if report["rotation"] is not None:
         table.add_row("rotation", report["rotation"])

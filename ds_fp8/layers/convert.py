@@ -13,6 +13,7 @@ from torch import nn
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import nearest
+from ds_fp8.layers.attention_format import AttentionFormat, restore_attention, use_fp8_attention
 from ds_fp8.layers.decoder import FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.recipe import LinearRecipe
@@ -49,6 +50,8 @@ class Conversion:
     smoothed: list[str] = field(default_factory=list)
     """Names of the down_proj with Smooth-SwiGLU."""
     fusion: Fusion = field(default_factory=Fusion)
+    attention: AttentionFormat | None = None
+    """None: attention is not in FP8."""
 
 
 def convert(
@@ -81,6 +84,7 @@ def convert(
     for module in list(model.modules()):
         if isinstance(module, (FusedDecoderLayer, FusedMLP)):
             unfuse(module)
+    restore_attention(model)
     layers = linear_layers(model)
     _check_patterns(config.linear.overrides, layers)
     overrides = {
@@ -113,6 +117,8 @@ def convert(
             key="fp8.linear.skip",
             remedy='name fewer layers in "skip", or set "fp8": {"enabled": false}',
         )
+    if config.attention.format != "bf16":
+        result = replace(result, attention=use_fp8_attention(model))
     return replace(result, fusion=fuse_decoder(model)) if config.fuse == "auto" else result
 
 

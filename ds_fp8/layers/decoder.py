@@ -24,6 +24,7 @@ from torch import nn
 
 from ds_fp8.layers.attachments import Parts
 from ds_fp8.layers.attention import NormedHeads, attend, normed_heads
+from ds_fp8.layers.attention_format import runs_in_fp8
 from ds_fp8.layers.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
 from ds_fp8.layers.linear import FP8Linear, runs_eagerly
 from ds_fp8.layers.recipe import LinearRecipe
@@ -172,7 +173,8 @@ def _fuse_layer(layer: nn.Module, name: str) -> None:
     layer.fused_mlp = _fused_part(layer.mlp, f"{name}.mlp", activation)
     layer.fused_returns_tuple = returns_tuple
     layer.fused_parts = Parts(layer)
-    layer.self_attn.o_proj.input_is_saved = True
+    # Attention in FP8 keeps its output in a byte an element, of which o_proj's product could make nothing.
+    layer.self_attn.o_proj.input_is_saved = not runs_in_fp8(layer.self_attn)
     _group(weights)
     _group([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
     layer.__class__ = _fused_class(FusedDecoderLayer, type(layer))

@@ -10,10 +10,10 @@
 Each variant runs in processes of its own, for DeepSpeed keeps an engine's memory until its process ends. On several
 hosts start them yourself, one variant at a time: deepspeed --hostfile HOSTS scripts/bench/step.py --variants infir2.
 
-A variant is "bf16" (plain DeepSpeed), PRESET[+OPTIMIZER][/bf16-wire][/fp8-head][/BACKEND], such as hybrid_fast+coat
-(the optimizer section of coat) or infir2/bf16-wire (gathering and reducing in BF16), or a peer (step_variants.py) whose
-script lies in the folder --peers. Weak scaling is the default (--tokens per GPU); --global-tokens fixes the tokens of a
-step for strong scaling. --profile prints where the time of one more step goes, for this library's variants.
+A variant is "bf16" (plain DeepSpeed), PRESET[+OPTIMIZER][/CHOICE...] such as hybrid_fast+coat (the optimizer section of
+coat), infir2/bf16-wire (gathering and reducing in BF16) or infir2/fp8-attention, or a peer whose script lies in the
+folder --peers (all names: step_variants.py). Weak scaling is the default (--tokens per GPU); --global-tokens fixes the
+tokens of a step for strong scaling. --profile prints where the time of one more step goes, for this library's variants.
 
 The model is Qwen2-like with random weights of seed 0, made on the GPU. Tokens are synthetic (a noisy counter, quickly
 learnt) or the bytes of --text FILE. Every variant of this library sees the same tokens in the same order.

@@ -1,0 +1,189 @@
+"""Causal attention with its matrix products in FP8, forward and backward.
+
+    s = scaling · q kᵀ                                q, k: E4M3, one scale a tensor
+    p = exp(s - max_j s) / Σ_j                        FP32; E4M3 as operand of p v and of pᵀ do
+    o = p v                                           v, o: E4M3
+    dv = pᵀ do                                        do: E5M2
+    ds = scaling · p ∘ (do vᵀ - Σ_d do ∘ o)           E5M2 as operand of ds k and of dsᵀ q
+    dq = ds k,   dk = dsᵀ q                           dq, dk, dv: E5M2
+
+These are the casts of cuDNN's FP8 attention (FlashAttention-3, arXiv 2407.08608, section 3.3, without its rotation);
+the reference rounds at the same places. Backward keeps q, k, v and o in a byte an element.
+
+Every scale is known before the kernel runs, from this call's own tensors, so that nothing is carried from step to step.
+Those of q, k, v and do follow their amax. The others follow bounds, which an FP8 format with many exponents affords: a
+number keeps its relative precision wherever in the format's range it falls (E5M2: 2^-14 to 2^15).
+
+    p      at most 1
+    o      at most amax(v), for each row of p sums to 1
+    ds     2 · scaling · max_i ‖do_i‖ · max_j ‖v_j‖, by Cauchy-Schwarz; all bounds below are twice this, for rounding
+    dq     that times amax(k), for each row of p sums to 1
+    dv     Σ_i ‖do_i‖ over the n queries that see a key, of all heads that share it
+    dk     2 · scaling · max_j ‖v_j‖ · amax(q) · Σ_i ‖do_i‖ / n^(1/4)
+
+Without the last divisor dk's would hold for certain, and at 32k tokens leave typical elements below 2^-14: it takes all
+queries to look at one key, with gradients of one sign. What exceeds it saturates.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ds_fp8.casts import QuantizedTensor, quantize
+from ds_fp8.casts.primitives import cast, decode, scale_from_amax
+from ds_fp8.config.formats import FORMATS
+from ds_fp8.layers.fp8_attention_tensors import BACKWARD, FORWARD, P_SCALE, GradientScales, Saved
+
+SMALLEST_BOUND = 2.0**-60
+"""Bounds of gradients are no smaller, so that ratios of their scales stay within FP32."""
+
+
+class Implementation(Protocol):
+    """The kernels of an attention, or what computes the same."""
+
+    def forward(
+        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, scaling: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (o [B, S, heads, D] in E4M3 with the scale of v, log_sums)."""
+
+    def backward(
+        self, saved: Saved, do: QuantizedTensor, scales: GradientScales
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return dq, dk and dv of the shapes of q, k and v in E5M2, in units of their scales."""
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, scaling: float, implementation: Implementation):
+        casts = [cast_heads(x.transpose(1, 2), FORWARD) for x in (q, k, v)]
+        o, log_sums = implementation.forward(*casts, scaling)
+        v_norm = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32).amax()
+        data, scales = zip(*((c.data, c.scale) for c in casts), strict=True)
+        ctx.scaling, ctx.implementation = scaling, implementation
+        ctx.save_for_backward(*data, *scales, o, log_sums, v_norm)
+        return _decode(o, casts[2].scale, v.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        *tensors, o, log_sums, v_norm = ctx.saved_tensors
+        q, k, v = (QuantizedTensor(*pair, "tensor", "pow2") for pair in zip(tensors[:3], tensors[3:], strict=True))
+        saved = Saved(q, k, v, QuantizedTensor(o, v.scale, "tensor", "pow2"), log_sums, ctx.scaling)
+        scales = gradient_scales(do, q, k, v_norm, ctx.scaling)
+        found = ctx.implementation.backward(saved, cast_heads(do, BACKWARD), scales)
+        gradients = (_decode(*pair, do.dtype).transpose(1, 2) for pair in zip(found, scales[1:], strict=True))
+        return *gradients, None, None
+
+
+def fp8_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None = None) -> torch.Tensor:
+    """Compute causal attention in FP8.
+
+    Args:
+        q: Queries [B, heads, S, D], BF16, of any strides; [B, S, heads, D] seen through `transpose` is not copied.
+        k: Keys [B, kv_heads, S, D]; heads is a multiple of kv_heads.
+        v: Values [B, kv_heads, S, D].
+        scaling: Of q kᵀ; D^(-1/2) by default.
+
+    Returns:
+        The output [B, S, heads, D] in the dtype of v, differentiable.
+    """
+    if q.is_cuda:
+        from ds_fp8.layers import fp8_attention_cudnn as implementation
+    else:
+        implementation = Reference()
+    return _Attention.apply(q, k, v, _scaling(q, scaling), implementation)
+
+
+def fp8_attention_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None = None
+) -> torch.Tensor:
+    """Do `fp8_attention` in plain torch: all scores at once, in FP32, rounded where the kernels round."""
+    return _Attention.apply(q, k, v, _scaling(q, scaling), Reference())
+
+
+class Reference:
+    """The implementation in plain torch, on any device."""
+
+    def forward(
+        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, scaling: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return o and log_sums."""
+        groups = q.shape[2] // k.shape[2]
+        s = _scores(q, k, scaling)
+        largest = s.amax(-1, keepdim=True)
+        p = (s - largest).exp()
+        sums = p.sum(-1, keepdim=True)
+        o = _round_p(p) @ _heads(v, groups) / sums
+        log_sums = (largest + sums.log()).squeeze(-1)
+        return cast(o.transpose(1, 2), v.scale, FORWARD, "tensor"), log_sums
+
+    def backward(
+        self, saved: Saved, do: QuantizedTensor, scales: GradientScales
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return dq, dk and dv in E5M2."""
+        groups = saved.q.shape[2] // saved.k.shape[2]
+        q, o, do = (_heads(x) for x in (saved.q, saved.o, do))
+        k, v = (_heads(x, groups) for x in (saved.k, saved.v))
+        p = (_scores(saved.q, saved.k, saved.scaling) - saved.log_sums[..., None]).exp()
+        dv = _round_p(p).mT @ do
+        ds = saved.scaling * p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
+        ds = decode(cast(ds, scales.ds, BACKWARD, "tensor")) * scales.ds
+        dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in (ds.mT @ q, dv))
+        found = zip((ds @ k, dk, dv), scales[1:], strict=True)
+        return tuple(cast(x.transpose(1, 2), scale, BACKWARD, "tensor") for x, scale in found)
+
+
+def gradient_scales(
+    do: torch.Tensor, q: QuantizedTensor, k: QuantizedTensor, v_norm: torch.Tensor, scaling: float
+) -> GradientScales:
+    """Return the scales of ds, dq, dk and dv from their bounds (at the head of this file).
+
+    Args:
+        do: The output's gradient [B, S, heads, D].
+        q: [B, S, heads, D].
+        k: [B, S, kv_heads, D].
+        v_norm: max_j ‖v_j‖.
+        scaling: Of q kᵀ.
+    """
+    norms = torch.linalg.vector_norm(do, dim=-1, dtype=torch.float32)
+    groups = q.shape[2] // k.shape[2]
+    sums = norms.sum(1).unflatten(-1, (-1, groups)).sum(-1).amax()
+    factor = 4 * abs(scaling) * v_norm
+    ds = factor * norms.amax()
+    q_amax, k_amax = (FORMATS[FORWARD].max * x.scale for x in (q, k))
+    bounds = torch.stack([ds, ds * k_amax, factor * q_amax * sums / (do.shape[1] * groups) ** 0.25, 2 * sums])
+    return GradientScales(*scale_from_amax(bounds.clamp_min(SMALLEST_BOUND), BACKWARD, "pow2").unbind())
+
+
+def cast_heads(x: torch.Tensor, format: str) -> QuantizedTensor:
+    """Cast x [B, S, heads, D] to a format with one scale, a power of two; in memory in that order."""
+    found = quantize(x.reshape(-1, math.prod(x.shape[2:])), format, "tensor", "pow2")
+    return QuantizedTensor(found.data.view(x.shape), found.scale, "tensor", "pow2")
+
+
+def _scaling(q: torch.Tensor, scaling: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scaling is None else scaling
+
+
+def _decode(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # Exact in BF16: both formats' numbers are numbers of BF16, and the scale is a power of two.
+    return decode(codes, dtype).mul_(scale.to(dtype))
+
+
+def _heads(x: QuantizedTensor, groups: int = 1) -> torch.Tensor:
+    """[B, S, heads, D] -> FP32 [B, heads · groups, S, D]."""
+    return x.dequantize().transpose(1, 2).repeat_interleave(groups, dim=1)
+
+
+def _scores(q: QuantizedTensor, k: QuantizedTensor, scaling: float) -> torch.Tensor:
+    """FP32 [B, heads, S, S], -inf after the diagonal."""
+    s = scaling * (_heads(q) @ _heads(k, q.shape[2] // k.shape[2]).mT)
+    return s.masked_fill(torch.ones_like(s[0, 0], dtype=torch.bool).triu(1), -torch.inf)
+
+
+def _round_p(p: torch.Tensor) -> torch.Tensor:
+    return decode((p * P_SCALE).to(FORMATS[FORWARD].dtype)) / P_SCALE

@@ -1,0 +1,216 @@
+"""Attention in FP8: the reference, its scales, which modules and calls of a model get it, and what is refused."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.layers import attention_format
+from ds_fp8.layers.convert import convert
+from ds_fp8.layers.fp8_attention import Reference, cast_heads, fp8_attention_reference, gradient_scales
+from ds_fp8.layers.fp8_attention_tensors import FORWARD, P_SCALE, GradientScales
+from ds_fp8.layers.heads import HeadLayout
+from ds_fp8.train import packed_attention
+from tests.layers.hugging_face import causal_lm, tokens
+
+FP8_ERROR = {"output": 0.06, "dq": 0.13, "dk": 0.13, "dv": 0.1}
+emulated = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there are kernels, for heads of 128 alone")
+
+
+def operands(rows, heads, kv_heads, length, features):
+    generator = torch.Generator().manual_seed(length)
+    layout = HeadLayout(heads, kv_heads, features)
+    qkv = torch.randn(rows * length, sum(layout.sizes), generator=generator).bfloat16()
+    gradient = torch.randn(rows, length, heads, features, generator=generator).mul(1e-4).bfloat16()
+    return layout.split(qkv, rows, length), gradient
+
+
+def step(attention, inputs, gradient):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = attention(*leaves)
+    output.backward(gradient.to(output.dtype))
+    return dict(zip(FP8_ERROR, [output.detach(), *(leaf.grad for leaf in leaves)], strict=True))
+
+
+def exact(q, k, v, scaling=None):
+    q, k, v = (x.float() for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scaling).transpose(1, 2)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 2, 33, 64), (1, 6, 1, 130, 128), (1, 2, 2, 400, 128)], ids=str)
+def test_the_reference_is_attention_but_for_its_casts(shape):
+    inputs, gradient = operands(*shape)
+    ours, wanted = step(fp8_attention_reference, inputs, gradient), step(exact, inputs, gradient)
+    for name, bound in FP8_ERROR.items():
+        assert ours[name].shape == wanted[name].shape
+        assert (ours[name].float() - wanted[name]).norm() <= bound * wanted[name].norm(), name
+    assert (ours["output"].float() - wanted["output"]).norm() > 0.01 * wanted["output"].norm()
+
+
+def test_numbers_of_fp8_are_not_changed():
+    # One token attends to itself alone: p is 1, the output is v, and dv the gradient.
+    inputs, gradient = operands(1, 2, 1, 1, 64)
+    v = cast_heads(inputs[2].transpose(1, 2), FORWARD).dequantize().bfloat16().transpose(1, 2)
+    ours = step(fp8_attention_reference, (*inputs[:2], v), gradient)
+    assert torch.equal(ours["output"], v.transpose(1, 2).repeat_interleave(2, dim=2))
+    assert not ours["dq"].any()
+    assert not ours["dk"].any()
+
+
+def test_scaling():
+    inputs, gradient = operands(1, 2, 1, 40, 64)
+    ours, wanted = (
+        step(lambda *qkv, f=f: f(*qkv, scaling=0.02), inputs, gradient) for f in (fp8_attention_reference, exact)
+    )
+    for name, bound in FP8_ERROR.items():
+        assert (ours[name].float() - wanted[name]).norm() <= bound * wanted[name].norm(), name
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1e4])
+@pytest.mark.parametrize("outlier", ["none", "token", "key"])
+def test_bounds_hold_and_are_not_far(size, outlier):
+    """No cast of backward saturates, and what is typical of a tensor lies within E5M2's normal numbers."""
+    (q, k, v), gradient = operands(2, 4, 2, 200, 64)
+    gradient = (gradient.float() * size).bfloat16()
+    if outlier == "token":
+        gradient[:, 3] *= 1000
+    elif outlier == "key":
+        k[:, :, 0] = 3 * q[:, ::2].mean(2) / q[:, ::2].mean(2).norm(dim=-1, keepdim=True)
+        q += 4 * k[:, :, :1].repeat_interleave(2, dim=1)
+    q8, k8 = (cast_heads(x.transpose(1, 2), FORWARD) for x in (q, k))
+    scales = gradient_scales(gradient, q8, k8, v.float().norm(dim=-1).amax(), 0.125)
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    found = torch.autograd.grad(exact(*leaves), leaves, gradient.float())
+    for name, x in zip(GradientScales._fields[1:], found, strict=True):
+        in_units = x.abs() / getattr(scales, name)
+        assert in_units.max() < 57344, name
+        if size != 1e-30:  # where bounds do not follow
+            assert in_units.median() > 2.0**-14, name
+
+
+def test_probabilities_are_cast_in_units_of_their_largest():
+    q8, k8, v8 = (cast_heads(x.transpose(1, 2), FORWARD) for x in operands(1, 1, 1, 8, 64)[0])
+    assert P_SCALE == 448
+    o, log_sums = Reference().forward(q8, k8, v8, 0.0)
+    assert torch.allclose(log_sums, torch.arange(1.0, 9).log())
+    mean = v8.dequantize().cumsum(1) / torch.arange(1, 9).view(1, -1, 1, 1)
+    assert torch.allclose(o.float() * v8.scale, mean, rtol=2.0**-4, atol=1e-3)
+
+
+def test_nothing_is_hidden():
+    inputs, gradient = operands(1, 2, 1, 8, 64)
+    inputs[0][0, 1, 3, 5] = torch.inf
+    assert step(fp8_attention_reference, inputs, gradient)["output"].isnan().any()
+
+
+def converted(model, attention="e4m3", **section):
+    model = copy.deepcopy(model)
+    section = {"monitor": {"every": 0}, "linear": {"backend": "reference"}, **section}
+    return model, convert(model, parse_fp8({"fp8": {**section, "attention": {"format": attention}}}))
+
+
+def gradients_of(model, ids, **inputs):
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids, use_cache=False, **inputs).loss
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.float().flatten() for p in model.parameters()])
+
+
+@emulated
+@pytest.mark.parametrize("fuse", ["auto", "off"])
+def test_layers_fused_or_not_compute_attention_in_fp8(fuse):
+    model, ids = causal_lm("qwen2"), tokens(2, 48)
+    (in_bf16, nothing), (in_fp8, conversion) = (converted(model, format, fuse=fuse) for format in ("bf16", "e4m3"))
+    assert nothing.attention is None
+    assert conversion.attention.layers == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert not conversion.attention.left
+    assert conversion.attention.emulated
+    assert "_attn_implementation" not in in_fp8.config.to_dict()
+    (loss, gradient), (fp8_loss, fp8_gradient) = (gradients_of(m, ids) for m in (in_bf16, in_fp8))
+    assert fp8_loss == pytest.approx(loss, rel=2e-3)
+    assert 0.02 < (fp8_gradient - gradient).norm() / gradient.norm() < 0.15
+
+    in_fp8.gradient_checkpointing_enable({"use_reentrant": True})
+    in_fp8.enable_input_require_grads()
+    again_loss, again = gradients_of(in_fp8, ids)
+    assert again_loss == fp8_loss
+    assert torch.equal(again, fp8_gradient)
+
+    back, _ = converted(in_fp8, "bf16", fuse=fuse)
+    assert back.config._attn_implementation == "sdpa"
+
+
+@emulated
+def test_calls_that_are_not_causal_over_whole_rows_stay_in_bf16():
+    model, ids = causal_lm("qwen2"), tokens(2, 32)
+    (in_bf16, _), (in_fp8, _) = (converted(model, format) for format in ("bf16", "e4m3"))
+    mask = torch.ones_like(ids)
+    assert not torch.equal(*(m(input_ids=ids, attention_mask=mask).logits for m in (in_bf16, in_fp8)))
+    mask[0, :3] = 0
+    attention_format._warn.cache_clear()
+    with pytest.warns(UserWarning, match="attention runs in BF16 where the mask is not causal"):
+        in_fp8(input_ids=ids, attention_mask=mask)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it was said once
+        assert torch.equal(*(m(input_ids=ids, attention_mask=mask).logits for m in (in_bf16, in_fp8)))
+        in_fp8.eval().generate(ids[:1, :4], max_new_tokens=2, do_sample=False)
+
+
+@emulated
+def test_packed_rows_are_in_fp8_where_they_hold_one_document():
+    packed_attention.register()
+    model = causal_lm("qwen2", attn_implementation="packed")
+    (in_bf16, _), (in_fp8, conversion) = (converted(model, format) for format in ("bf16", "e4m3"))
+    assert conversion.attention.packed
+    ids, places = tokens(2, 32), torch.arange(32).repeat(2, 1)
+    assert not torch.equal(*(m(input_ids=ids, position_ids=places, use_cache=False).logits for m in (in_bf16, in_fp8)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        several = {"input_ids": ids, "position_ids": places % 20, "use_cache": False}
+        assert torch.equal(*(m(**several).logits for m in (in_bf16, in_fp8)))
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("architecture", "changes", "reason"),
+    [
+        ("qwen2", {"attention_dropout": 0.1}, "dropout"),
+        ("gemma2", {}, "caps its scores"),
+        ("qwen2", {"attn_implementation": "eager"}, '"eager"'),
+        ("mamba", {}, "attention functions compute none"),
+    ],
+)
+def test_models_that_cannot_are_refused(architecture, changes, reason):
+    with pytest.raises(UserError, match=reason) as refused:
+        converted(causal_lm(architecture, **changes))
+    assert refused.value.key == "fp8.attention.format"
+
+
+@emulated
+def test_sequence_parallelism_is_refused(monkeypatch):
+    def exchanging(*_args, **_more):
+        raise AssertionError
+
+    exchanging.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+    monkeypatch.setitem(attention_format.ALL_ATTENTION_FUNCTIONS, "sdpa", exchanging)
+    with pytest.raises(UserError, match="sequence parallelism"):
+        converted(causal_lm("qwen2"))
+
+
+@emulated
+def test_a_window_in_some_layers_keeps_them_in_bf16():
+    model = causal_lm("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    _, conversion = converted(model)
+    assert conversion.attention.layers == ["model.layers.0.self_attn"]
+    assert conversion.attention.left == {"model.layers.1.self_attn": "it has a sliding window"}
+
+
+def test_a_gpu_without_kernels_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention_format.cudnn, "unavailable", lambda: "Transformer Engine is not installed")
+    with pytest.raises(UserError, match="Transformer Engine is not installed"):
+        attention_format.use_fp8_attention(causal_lm("qwen2"))

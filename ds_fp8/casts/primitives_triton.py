@@ -40,6 +40,15 @@ def amax_bits(x, axis: tl.constexpr):
 
 
 @triton.jit
+def raise_amax(amax, bits, at, length, MODE: tl.constexpr):
+    """Raise int32 `amax` to the bits of a tile's rows `at` < length: an element a row (ROW), the first one (TENSOR)."""
+    if MODE == ROW:
+        tl.atomic_max(amax + at, bits, mask=at < length, sem="relaxed")
+    elif MODE == TENSOR:
+        tl.atomic_max(amax, tl.max(bits, 0), sem="relaxed")
+
+
+@triton.jit
 def scale_of(bits, largest: tl.constexpr, smallest_scale: tl.constexpr, POW2: tl.constexpr):
     """Return (scale, what to multiply or divide by) of scale_from_amax in primitives.py, from the bits of the amax.
 

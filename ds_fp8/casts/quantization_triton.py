@@ -21,11 +21,11 @@ from ds_fp8.casts.primitives_triton import (
     MODES,
     NONE,
     ROW,
-    TENSOR,
     TILE,
     TRITON_DTYPES,
     amax_bits,
     format_arguments,
+    raise_amax,
     to_fp8_saturating,
 )
 from ds_fp8.casts.store_triton import (
@@ -107,14 +107,11 @@ def _amax_tiles(
     m = tl.program_id(1) * 128 + tl.arange(0, 128)
     tile = load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
     rows = amax_bits(tile, 1)
-    if ROWS == ROW:
-        tl.atomic_max(row_amax + m, rows, mask=m < M, sem="relaxed")
-    elif ROWS == TENSOR:
-        tl.atomic_max(row_amax, tl.max(rows, 0), sem="relaxed")
+    raise_amax(row_amax, rows, m, M, ROWS)
+    columns = rows
     if COLUMNS == ROW:
-        tl.atomic_max(column_amax + k, amax_bits(tile, 0), mask=k < K, sem="relaxed")
-    elif COLUMNS == TENSOR:
-        tl.atomic_max(column_amax, tl.max(rows, 0), sem="relaxed")
+        columns = amax_bits(tile, 0)
+    raise_amax(column_amax, columns, k, K, COLUMNS)
 
 
 @triton.jit
@@ -157,12 +154,9 @@ def quantize_tiles(
     if x.stride(-1) != 1:
         x = x.contiguous()
     M, K = x.shape
-    row = None if rowwise is None else empty_result(M, K, format, rowwise, scale, x.device)
-    column = None if columnwise is None else empty_result(K, M, format, columnwise, scale, x.device)
+    row = empty_result(M, K, format, rowwise, scale, x.device)
+    column = empty_result(K, M, format, columnwise, scale, x.device)
     if x.numel() == 0:
-        for result in (row, column):
-            if result is not None:
-                result.scale.fill_(1.0)
         return row, column
     grid = (tiles(K), tiles(M))
     common = {"FACTORS": (row_factor is not None) + 2 * (column_factor is not None), "EVEN": is_even(M, K)}
@@ -196,8 +190,8 @@ def quantize_statically(
     if x.stride(-1) != 1:
         x = x.contiguous()
     M, K = x.shape
-    row = empty_result(M, K, format, "tensor", scale, x.device) if rowwise else None
-    column = empty_result(K, M, format, "tensor", scale, x.device) if columnwise else None
+    row = empty_result(M, K, format, "tensor" if rowwise else None, scale, x.device)
+    column = empty_result(K, M, format, "tensor" if columnwise else None, scale, x.device)
     fixed = fixed_scale(scale)
     for result in (row, column):
         if result is not None:

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ds_fp8.casts.hadamard import padded, rotation_matrix
 from ds_fp8.casts.primitives import apply_factors
-from ds_fp8.casts.primitives_triton import MODES, NONE, ROW, TENSOR, amax_bits, format_arguments
+from ds_fp8.casts.primitives_triton import MODES, NONE, ROW, TENSOR, amax_bits, format_arguments, raise_amax
 from ds_fp8.casts.quantization_triton import load_tile, quantize_statically
 from ds_fp8.casts.store_triton import empty_result, is_even, result_arguments, store_cast, tiles
 from ds_fp8.casts.tensor import QuantizedTensor
@@ -74,16 +74,10 @@ def _amax_rotated_tiles(
     tile = load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
     if ROWWISE == ROW or ROWWISE == TENSOR:
         bits = amax_bits(_rotated(tile, row_matrix, ROW_AXIS, ROW_FACTOR, NARROW, False), 1)
-        if ROWWISE == ROW:
-            tl.atomic_max(row_amax + m, bits, mask=m < rows, sem="relaxed")
-        else:
-            tl.atomic_max(row_amax, tl.max(bits, 0), sem="relaxed")
+        raise_amax(row_amax, bits, m, rows, ROWWISE)
     if COLUMNWISE == ROW or COLUMNWISE == TENSOR:
         bits = amax_bits(_rotated(tile, column_matrix, COLUMN_AXIS, COLUMN_FACTOR, NARROW, False), 0)
-        if COLUMNWISE == ROW:
-            tl.atomic_max(column_amax + k, bits, mask=k < K, sem="relaxed")
-        else:
-            tl.atomic_max(column_amax, tl.max(bits, 0), sem="relaxed")
+        raise_amax(column_amax, bits, k, K, COLUMNWISE)
 
 
 @triton.jit
@@ -159,12 +153,9 @@ def quantize_rotated(
         row = quantize_statically(by_row, format, scale, True, False)[0] if rowwise else None
         return row, quantize_statically(by_column, format, scale, False, True)[1] if columnwise else None
     rows, columns = padded(M, row_rotation), padded(M, column_rotation)
-    row = None if rowwise is None else empty_result(rows, K, format, rowwise, scale, x.device)
-    column = None if columnwise is None else empty_result(K, columns, format, columnwise, scale, x.device)
+    row = empty_result(rows, K, format, rowwise, scale, x.device)
+    column = empty_result(K, columns, format, columnwise, scale, x.device)
     if x.numel() == 0:
-        for result in (row, column):
-            if result is not None:
-                result.scale.fill_(1.0)
         return row, column
     factors = (row_factor is not None) + 2 * (column_factor is not None)
     narrow = _is_narrow(x) and not factors

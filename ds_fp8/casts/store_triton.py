@@ -139,9 +139,14 @@ def is_even(*lengths: int) -> bool:
 
 
 def empty_result(
-    rows: int, columns: int, format: str, granularity: str, scale: str, device: torch.device
-) -> QuantizedTensor:
-    """Return an uninitialised QuantizedTensor [rows, columns] in the layout that kernels write and GEMMs read."""
+    rows: int, columns: int, format: str, granularity: str | None, scale: str, device: torch.device
+) -> QuantizedTensor | None:
+    """Return a QuantizedTensor [rows, columns] in the layout that kernels write and GEMMs read; None without granularity.
+
+    It is uninitialised, except that scales of no elements are 1.
+    """
+    if granularity is None:
+        return None
     data = torch.empty(rows, columns, dtype=FORMATS[format].dtype, device=device)
     if granularity == "1x128":
         factors = torch.empty(tiles(columns), rows, device=device).t()
@@ -149,6 +154,8 @@ def empty_result(
         factors = block_scales(tiles(rows), tiles(columns), device)
     else:
         factors = torch.empty((rows, 1) if granularity == "row" else (), device=device)
+    if data.numel() == 0:
+        factors.fill_(1.0)
     return QuantizedTensor(data, factors, granularity, scale)
 
 

@@ -30,7 +30,7 @@ from ds_fp8.casts.primitives_triton import random_word
 from ds_fp8.config.formats import BLOCK, SMALLEST_SCALE
 from ds_fp8.config.optimizer_state import MOMENTS
 from ds_fp8.optim.codecs import CODECS, EXPONENT_STEPS, LARGEST_EXPONENT, LOG2_RANGE, SCALE_MASKS, Codec
-from ds_fp8.optim.codecs_triton import EXPANDED, PLAIN, SCALED, decode_tile, divide, encode_store, magnitude_bits
+from ds_fp8.optim.codecs_triton import EXPANDED, PLAIN, SCALED, decode_tile, divide, encode_store, normal_magnitude_bits
 from ds_fp8.optim.moment import Layout, Moment, shared_layout
 from ds_fp8.optim.step_numbers import AdamStep
 
@@ -97,10 +97,10 @@ def _adamw(
         w = w * decay - step_size * divide(m, tl.sqrt(v) * root_factor + eps, FAST)
     if MEASURE:
         if MASTER == SCALED:
-            tl.atomic_max(master_bits, tl.max(tl.max(magnitude_bits(tl.where(valid, w, 0.0)), 1), 0), sem="relaxed")
+            tl.atomic_max(master_bits, tl.max(tl.max(normal_magnitude_bits(tl.where(valid, w, 0.0)), 1), 0), sem="relaxed")
         if TENSOR:
-            tl.atomic_max(exp_avg_bits, tl.max(tl.max(magnitude_bits(m), 1), 0), sem="relaxed")
-            tl.atomic_max(exp_avg_sq_bits, tl.max(tl.max(magnitude_bits(v), 1), 0), sem="relaxed")
+            tl.atomic_max(exp_avg_bits, tl.max(tl.max(normal_magnitude_bits(m), 1), 0), sem="relaxed")
+            tl.atomic_max(exp_avg_sq_bits, tl.max(tl.max(normal_magnitude_bits(v), 1), 0), sem="relaxed")
     else:
         if LOW:
             if EVEN:

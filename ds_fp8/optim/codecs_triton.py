@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from ds_fp8.casts.primitives_triton import magnitude_bits
+
 PLAIN, SCALED, EXPANDED = (tl.constexpr(i) for i in range(3))
 """How a state is stored: as a number, in units of a scale, in units of a scale and raised to an exponent."""
 _SMALLEST_NORMAL = tl.constexpr(0x00800000)
@@ -66,15 +68,18 @@ def decode_tile(codes, scale, exponent, rows, inside, KIND: tl.constexpr, DTYPE:
 
 
 @triton.jit
-def magnitude_bits(x):
-    """Return the bits of |x|, which order like the numbers; 0 for what counts as zero."""
-    bits = tl.abs(x).to(tl.int32, bitcast=True)
+def normal_magnitude_bits(x):
+    """Return the bits of |x|, which order like the numbers; 0 for subnormal x, which codecs take for zero."""
+    bits = magnitude_bits(x)
     return tl.where(bits < _SMALLEST_NORMAL, 0, bits)
 
 
 @triton.jit
 def scale_of_group(bits, MAX: tl.constexpr, MASK: tl.constexpr, SMALLEST: tl.constexpr):
-    """Return amax / MAX rounded up as MASK says, from the bits of amax; 1 for a group of zeros, NaN for one of Inf or NaN."""
+    """Return amax / MAX rounded up as MASK says, from the bits of amax; 1 for a group of zeros, NaN for one of Inf or NaN.
+
+    `scale_of` of the casts knows two formats and powers of two or no rounding; here are FP16, and scales of 13 bits.
+    """
     amax = bits.to(tl.float32, bitcast=True)
     exact = tl.div_rn(amax, tl.zeros_like(amax) + MAX)
     rounded = ((exact.to(tl.int32, bitcast=True) + MASK) & (-1 - MASK)).to(tl.float32, bitcast=True)
@@ -132,7 +137,7 @@ def encode_store(
         result = x.to(DTYPE)
     else:
         if KIND == EXPANDED:
-            bits = tl.abs(x).to(tl.int32, bitcast=True)
+            bits = magnitude_bits(x)
             largest = tl.max(bits, 1)
             largest = tl.where(largest < _SMALLEST_NORMAL, 0, largest)
             smallest = tl.min(tl.where(bits < _SMALLEST_NORMAL, _LARGEST_FINITE, bits), 1)
@@ -153,7 +158,7 @@ def encode_store(
             tl.store(exponent + rows, steps.to(tl.uint8), mask=inside)
             tl.store(scale + rows, factor, mask=inside)
         else:
-            bits = magnitude_bits(x)
+            bits = normal_magnitude_bits(x)
             if TENSOR:
                 largest = tl.load(amax) + rows.to(tl.int32) * 0
                 factor = scale_of_group(largest, MAX, MASK, SMALLEST_SCALE)

@@ -41,8 +41,8 @@ class AttentionConfig(Section):
 
     format: Literal["bf16", "e4m3"] = "bf16"
     """e4m3: causal attention over whole rows computes forward and backward in FP8 (E4M3, gradients E5M2, one scale a
-    tensor), through Transformer Engine on a Hopper GPU, for heads of 128 features; all other attention stays BF16: of
-    rows that are padded or hold several documents, with sliding windows or dropout, and without gradients."""
+    tensor), through Transformer Engine on a Hopper GPU, for heads of 128 features. All other attention stays BF16: of
+    rows that are padded or hold several documents, with a sliding window or dropout, and of generation."""
 
 
 class ParameterGatherConfig(Section):

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ds_fp8.config.formats import scale_shape
+from ds_fp8.layers.fp8_attention_cudnn import HEAD_DIM
 from ds_fp8.memory.model_shape import LayerShape
 from ds_fp8.memory.workload import BF16, FP32, Workload
 from ds_fp8.train.packed_attention import varlen_attn
@@ -65,7 +66,8 @@ def gate_up(layer: LayerShape, w: Workload) -> int:
 def attention_core(layer: LayerShape, w: Workload) -> int:
     """Return the bytes of q, k, v, the output and the normaliser of each head: 2T(A + K) + 2TA + 4T heads.
 
-    Without grouped attention in the kernel, k and v are repeated for every query head.
+    Without grouped attention in the kernel, k and v are repeated for every query head. Attention in FP8 keeps half of
+    it, but the bytes of rows of several documents, which it computes in BF16, must be there.
     """
     kv_heads = layer.kv_heads if groups_heads(w.attention) else layer.heads
     qkv = (layer.heads + 2 * kv_heads) * layer.head_dim
@@ -82,17 +84,26 @@ def groups_heads(attention: str) -> bool:
     return attention == "flex_attention"
 
 
+def attention_in_fp8(layer: LayerShape, w: Workload) -> bool:
+    """Return whether attention of rows of one document is in FP8."""
+    asked = w.fp8.enabled and w.fp8.attention.format != "bf16"
+    return asked and (w.device == "cpu" or layer.head_dim == HEAD_DIM)
+
+
 def _fused(layer: LayerShape, w: Workload) -> Bytes:
     """Return the bytes of x 2TH, x + attention 2TH, two norms 4T each; attention_core; gate_up.
 
-    Normed heads (Qwen3) keep the product of q, k and v before the norm as well, 2T(A + K).
+    Normed heads (Qwen3) keep the product of q, k and v before the norm as well, 2T(A + K). With attention in FP8 o_proj
+    keeps its own cast along the tokens, TA(1 + 1/32): whatever attention keeps of its output, it is another.
     """
     T, H = w.tokens, layer.hidden
-    before_norm = BF16 * T * layer.qkv if layer.head_norms else 0
+    own = BF16 * T * layer.qkv if layer.head_norms else 0
+    if attention_in_fp8(layer, w) and w.fp8.activations.save == "fp8":
+        own += cast(layer.query, T, layer.fp8["o_proj"].wgrad_input)
     return Counter(
         {
             NORMS: 2 * (BF16 * T * H + FP32 * T),
-            ATTENTION: attention_core(layer, w) + before_norm,
+            ATTENTION: attention_core(layer, w) + own,
             MLP: gate_up(layer, w),
         }
     )

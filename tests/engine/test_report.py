@@ -3,6 +3,9 @@
 import contextlib
 import io
 
+import pytest
+import torch
+
 from tests.layers.hugging_face import causal_lm
 from tests.zero import models
 
@@ -31,6 +34,15 @@ def test_experts_that_stay_bf16_are_said_first_and_little_fp8_is_a_warning(ranks
     assert f"only {in_fp8:.0%} of the parameters are in FP8" in text
     assert "a router or gate: 2 tensors, 4,096 parameters" in text
     assert silent == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="attention in FP8 is emulated on a CPU alone")
+def test_attention_in_fp8_and_what_of_it_is_not(ranks):
+    window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    report, text = ranks(2, printed, "qwen2", window, {"attention": {"format": "e4m3"}})[0]
+    assert report["fp8_attention_layers"] == 1
+    assert "1 layers e4m3, gradients e5m2 (emulated), in rows without padding" in text
+    assert "model.layers.1.self_attn: it has a sliding window" in text
 
 
 def test_every_parameter_of_a_partitioned_model_is_accounted_for(ranks):

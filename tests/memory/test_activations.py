@@ -1,6 +1,7 @@
 """The formulas of activations against what autograd really keeps."""
 
 import pytest
+import torch
 
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
@@ -29,13 +30,13 @@ CASES = {
 }
 
 
-def measured_and_estimated(raw, rows, length):
+def measured_and_estimated(raw, rows, length, device="cuda"):
     raw["train_micro_batch_size_per_gpu"] = rows
     raw["data"]["sequence_length"] = length
     model, fp8 = workloads.model_of(raw), parse_fp8(raw)
     if fp8.enabled:
         convert(model, fp8)
-    w = read_workload(raw)
+    w = read_workload(raw, device=device)
     of_layers = sum(sum(activations.everything(layer, w).values()) for layer in w.model.layers)
     norm = activations.final_norm(w) - 2 * w.tokens * w.model.hidden  # the head's input, which no head reads here
     ids = 8 * w.tokens  # which the embedding keeps
@@ -48,6 +49,16 @@ def test_layers_keep_what_the_formulas_say(section):
     raw = workloads.stage(fp8=section, zero_optimization={"stage": 3})
     kept, expected = measured_and_estimated(raw, 2, 128)
     assert kept == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="attention in FP8 is emulated on a CPU alone")
+@pytest.mark.parametrize("fuse", ["auto", "off"])
+def test_attention_in_fp8_keeps_half_in_rows_of_one_document(fuse):
+    raw = workloads.stage(fp8={"fuse": fuse, "attention": {"format": "e4m3"}})
+    kept, expected = measured_and_estimated(raw, 2, 128, "cpu")
+    layers = read_workload(raw).model.layers
+    scales = 4 * 4  # of q, k and v, and the norm of v
+    assert expected - kept == sum(2 * 128 * (layer.qkv + layer.query) - scales for layer in layers)
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 96), (3, 200), (1, 513)])

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md's tables of keys from the sections' own types, defaults and docstrings.
+"""Write docs/configuration.md's tables: of keys, from the sections' types, defaults and docstrings, and of presets.
 
 python scripts/configuration_reference.py            # after a change of a section
 python scripts/configuration_reference.py --check    # exit 1 if the file is out of date
@@ -18,13 +18,36 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.fp8 import FP8Config, OptimizerStateConfig
+from ds_fp8.config.presets import DEFAULT, EMULATED_PRESETS, PRESETS
 from ds_fp8.data import DataConfig
 from ds_fp8.train.schedules import Schedule
 from ds_fp8.train.stage import ModelConfig, TrainConfig
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 BEGIN, END = "<!-- keys: written by scripts/configuration_reference.py -->", "<!-- end of keys -->"
+BEGIN_PRESETS, END_PRESETS = (
+    "<!-- presets: written by scripts/configuration_reference.py -->",
+    "<!-- end of presets -->",
+)
+LINEARS = {
+    "infir2": "E4M3, 128x128 weights, 1x128 activations and gradients, power-of-two scales (arXiv 2509.22536)",
+    "hybrid_fast": "as `infir2`, wgrad's input in 128x128 blocks: the faster block-scaled product on Hopper",
+    "rowwise": "E4M3, one scale per token and per output channel",
+    "tensorwise": "one scale per tensor, E5M2 output gradients (arXiv 2209.05433)",
+    "fp8lm_o1": "as `tensorwise` (arXiv 2310.18313)",
+    "fp8lm_o2": "as `tensorwise`",
+    "fp8lm_o3": "as `tensorwise`",
+    "coat": "as `tensorwise` (arXiv 2410.19313)",
+    "fishman": "as `tensorwise`, with Smooth-SwiGLU (arXiv 2409.12517)",
+    "munit": "per tensor with static scales: E4M3 in units of 1, E5M2 output gradients in units of 2^-24; "
+    "nothing looks for an amax (arXiv 2502.05967)",
+    "mxfp8": "emulated: E4M3 in groups of 32 with power-of-two scales",
+    "halo": "emulated: INT8 with one scale per tensor, Hadamard rotations of level 2 (arXiv 2501.02625)",
+    "nvfp4": "emulated: E2M1 in groups of 16 with E4M3 scales, weights in 16x16 blocks, output gradients rounded "
+    "stochastically, random Hadamard transforms of 16 in wgrad (arXiv 2509.25149)",
+}
+"""The linears of every preset in words, with the source; the other columns of the table follow from its values."""
 SECTIONS: dict[str, type[BaseModel]] = {
     "fp8": FP8Config,
     "model": ModelConfig,
@@ -79,14 +102,45 @@ def tables() -> str:
     return "\n".join(parts)
 
 
+def preset_table() -> str:
+    """Return the table of presets."""
+    columns = ("`fp8.preset`", "linears", "weights travel in", "gradients travel in", "optimizer state")
+    rows = [columns, ("---",) * len(columns)]
+    for name in (*PRESETS, *EMULATED_PRESETS):
+        config = FP8Config.from_preset(name)
+        gathered, reduced = config.param_gather.format.upper(), config.grad_reduce.format.upper()
+        if config.grad_reduce.format != "bf16" and config.grad_reduce.scale == "tensor":
+            reduced += ", one adaptive scale per gradient"
+        title = f"`{name}`" + " (default)" * (name == DEFAULT)
+        rows.append((title, LINEARS[name], gathered, reduced, _state_in_words(config.optimizer)))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows).replace("| --- |", "|---|").replace(" --- |", "---|")
+
+
+def _state_in_words(state: OptimizerStateConfig) -> str:
+    """Return the formats of the moments, and of masters unless they are FP32."""
+    first, second = (
+        name.upper().replace("_EXPANDED", " with its range expanded") for name in (state.exp_avg, state.exp_avg_sq)
+    )
+    moments = first if first == second else f"{first} and {second}"
+    words = moments if moments == "FP32" else f"moments {moments}"
+    return words if state.master == "fp32" else f"{words}; masters {state.master.partition('_')[0].upper()}"
+
+
+def document(text: str) -> str:
+    """Return `text`, that of the file, with the tables of today."""
+    for begin, end, table in ((BEGIN_PRESETS, END_PRESETS, preset_table()), (BEGIN, END, tables())):
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n\n{table}\n{end}{rest.split(end)[1]}"
+    return text
+
+
 def main() -> int:
     """Write the file, or check it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     text = FILE.read_text()
-    before, rest = text.split(BEGIN)
-    written = f"{before}{BEGIN}\n\n{tables()}\n{END}{rest.split(END)[1]}"
+    written = document(text)
     if check:
         return int(text != written)
     FILE.write_text(written)

@@ -16,13 +16,14 @@ number keeps its relative precision wherever in the format's range it falls (E5M
 
     p      at most 1
     o      at most amax(v), for each row of p sums to 1
-    ds     2 · scaling · max_i ‖do_i‖ · max_j ‖v_j‖, by Cauchy-Schwarz; all bounds below are twice this, for rounding
-    dq     that times amax(k), for each row of p sums to 1
-    dv     Σ_i ‖do_i‖ over the n queries that see a key, of all heads that share it
-    dk     2 · scaling · max_j ‖v_j‖ · amax(q) · Σ_i ‖do_i‖ / n^(1/4)
+    ds     ½ · scaling · max_i ‖do_i‖ · max_j ‖v_j‖, for p (1 - p) is at most ¼ and do vᵀ within ± ‖do‖ ‖v‖
+    dq     scaling · max_i ‖do_i‖ · max_j ‖v_j‖ · amax(k), for each row of p sums to 1
+    dv     Σ_i |do_i| over the n queries that see a key, of all heads that share it
+    dk     ½ · scaling · max_j ‖v_j‖ · amax(q) · Σ_i ‖do_i‖ / n^(1/4)
 
-Without the last divisor dk's would hold for certain, and at 32k tokens leave typical elements below 2^-14: it takes all
-queries to look at one key, with gradients of one sign. What exceeds it saturates.
+All but the last hold for certain, with room for rounding. That one would without its divisor, and at 32k tokens leave
+typical elements below 2^-14: to exceed it, most queries must look at one key with gradients of one sign. Then it
+saturates.
 """
 
 from __future__ import annotations
@@ -149,13 +150,17 @@ def gradient_scales(
         v_norm: max_j ‖v_j‖.
         scaling: Of q kᵀ.
     """
-    norms = torch.linalg.vector_norm(do, dim=-1, dtype=torch.float32)
     groups = q.shape[2] // k.shape[2]
-    sums = norms.sum(1).unflatten(-1, (-1, groups)).sum(-1).amax()
-    factor = 4 * abs(scaling) * v_norm
+    norms = torch.linalg.vector_norm(do, dim=-1, dtype=torch.float32)
+    of_keys = norms.sum(1).unflatten(1, (-1, groups)).sum(2).amax()
+    dv = torch.linalg.vector_norm(do, 1, dim=1, dtype=torch.float32).unflatten(1, (-1, groups)).sum(2).amax()
+    factor = abs(scaling) * v_norm
     ds = factor * norms.amax()
     q_amax, k_amax = (FORMATS[FORWARD].max * x.scale for x in (q, k))
-    bounds = torch.stack([ds, ds * k_amax, factor * q_amax * sums / (do.shape[1] * groups) ** 0.25, 2 * sums])
+    # Twice the bounds of ds, dq and dk and 1.25 of dv's: rounding to E5M2 and E4M3 adds up to 1/8 and 1/16 of a number,
+    # and the sum over do ∘ o does not cancel what was rounded in do vᵀ.
+    dk = factor * q_amax * of_keys / (do.shape[1] * groups) ** 0.25
+    bounds = torch.stack([ds, 2 * ds * k_amax, dk, 1.25 * dv])
     return GradientScales(*scale_from_amax(bounds.clamp_min(SMALLEST_BOUND), BACKWARD, "pow2").unbind())
 
 

@@ -242,6 +242,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     facts = banner()
     if torch.cuda.is_available():
+        # Transformer Engine is loaded before torch loads cuDNN's kernels: after them it finds those of another cuDNN.
+        if (why := fp8_attention_cudnn.unavailable()) is not None:
+            raise UserError(f"attention in FP8 cannot run here: {why}", remedy="a Hopper GPU with Transformer Engine")
         facts["cudnn"] = str(torch.backends.cudnn.version())
     print_banner(facts)
     rows = [row for name in options.size for shape in options.shapes for row in measure_shape(name, shape, options)]

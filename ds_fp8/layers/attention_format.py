@@ -41,7 +41,7 @@ CHANGES_SCORES = ("softcap", "s_aux", "position_bias", "head_mask")
 
 @dataclass(frozen=True)
 class AttentionFormat:
-    """What `use_fp8_attention` did: names of the attention modules in FP8, and of the others with the reason."""
+    """Result of `use_fp8_attention`: names of the attention modules in FP8, and of the others with the reason."""
 
     layers: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)

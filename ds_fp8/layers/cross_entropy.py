@@ -9,7 +9,7 @@ computed together, a chunk of tokens at a time, so that only a small piece of th
     dhidden_C       = dlogits_C · weight,    dweight += dlogits_Cᵀ · hidden_C
 
 T tokens, C of them in a chunk, H the hidden size. Backward scales what forward computed and never reads the weight,
-which ZeRO-3 has released by then. A chunk is computed by head_products.py, in high precision or in FP8.
+which ZeRO-3 has released by then. A chunk is computed by lm_head.py, in high precision or in FP8.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ds_fp8.config.formats import BLOCK
-from ds_fp8.layers.head_products import FP8Head, HighPrecisionHead
+from ds_fp8.layers.lm_head import FP8Head, HighPrecisionHead
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.softmax_gradient import IGNORED
 

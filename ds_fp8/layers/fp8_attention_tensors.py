@@ -1,4 +1,4 @@
-"""What attention in FP8 casts to, and what passes between its forward, its backward and their kernels."""
+"""Formats of attention in FP8, and the tensors that pass between its forward, its backward and their kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ P_SCALE = FORMATS[FORWARD].max
 
 
 class Saved(NamedTuple):
-    """What backward reads."""
+    """Tensors that backward reads."""
 
     q: QuantizedTensor
     """[B, S, heads, D]."""

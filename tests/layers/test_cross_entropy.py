@@ -16,7 +16,7 @@ from ds_fp8.layers.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
-from ds_fp8.layers.head_products import FP8Head
+from ds_fp8.layers.lm_head import FP8Head
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.softmax_gradient import IGNORED, softmax_gradient_reference
 from tests.layers.losses import TOLERANCE, limit_chunks, relative_error

@@ -1,4 +1,4 @@
-"""The matrices of block Hadamard transforms (rotation.py), and how far they pad."""
+"""The matrices of block Hadamard transforms (rotation.py), and their padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tile in registers becomes a result in memory: its codes and scales, in the layout that GEMMs read.
+"""Store a tile in registers as codes and scales in memory, in the layout that GEMMs read.
 
 Layouts: data is contiguous, [M, K] row-wise and [K, M] column-wise. Scales of 1x128 are stored group-major ([K/128, M]
 as memory, seen as [M, K/128]), as cuBLAS and TMA want them; 128x128 scales pad each row to a multiple of 4.

@@ -1,4 +1,4 @@
-"""The frame of a rank's script: however `main` ends, all ranks end, with one exit code."""
+"""Entry point of a rank's script: however `main` ends, all ranks end, with one exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The "fp8.linear" section: how the operands of linear layers are cast, and which layers are left or cast otherwise."""
+"""The "fp8.linear" section: casts of linear layers, overrides for some of them, and layers to skip."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class LinearCasts(Section):
 
 
 class LinearConfig(LinearCasts):
-    """The linear layers: their casts, who multiplies and how it sums, and which layers stay in high precision."""
+    """The linear layers: casts, GEMM backend and accumulation, and the layers that stay in high precision."""
 
     backend: Literal["auto", "deep_gemm", "cublas", "transformer_engine", "reference"] = "auto"
     """Who multiplies; auto: the first of the others that can on this machine. reference emulates FP8 anywhere."""

@@ -19,7 +19,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class StatePrecision:
-    """Formats of the moments and of the master weights. Raises UserError for words that do not go together."""
+    """Formats of the moments and of the master weights. Raises UserError for incompatible options."""
 
     exp_avg: CodecName = "fp32"
     exp_avg_sq: CodecName = "fp32"

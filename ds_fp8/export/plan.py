@@ -41,7 +41,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a folder but its numbers."""
+    """Contents of a folder except its numbers."""
 
     layout: str
     cast: WeightCast

@@ -1,4 +1,4 @@
-"""The block-scaled product through DeepGEMM, for who has it installed: 1.07 to 1.18 times as fast as cuBLASLt.
+"""The block-scaled product through DeepGEMM, where it is installed: 1.07 to 1.18 times as fast as cuBLASLt.
 
 It multiplies 1x128 by 128x128 in this backend, which is fprop and dgrad of the block recipes, and wgrad of hybrid_fast.
 Everything else goes to cuBLASLt: 1x128 by 1x128, where DeepGEMM writes FP32 only and is no faster, other granularities,

@@ -1,1 +1,1 @@
-"""Integrations with programs that call deepspeed.initialize themselves: Accelerate, Trainer, TRL and their kin."""
+"""Integrations with programs that call deepspeed.initialize themselves: Accelerate, Trainer, TRL and others."""

@@ -1,4 +1,4 @@
-"""Notice what was attached to the modules that a fused forward stands in for: hooks, adapters, other forwards.
+"""Detect hooks, adapters and other forwards on modules that a fused forward replaces.
 
 A fused forward computes with the weights of its submodules and calls none of them, so what others attach to one of
 these would silently not run, and an adapter would get no gradient. Conversion refuses to fuse what carries an

@@ -1,4 +1,4 @@
-"""LinearRecipe: how every FP8 product of a model casts its operands and who multiplies them.
+"""LinearRecipe: the casts of a linear layer's operands, and the backend of its products.
 
     fprop  y  [T, N] = x  [T, K] · w  [N, K]ᵀ     x cast along K                    w in one cast for both
     dgrad  dx [T, K] = dy [T, N] · w             dy cast along N                   (transposed here)

@@ -1,4 +1,4 @@
-"""Recognising what can be fused: by its parts, and by trying.
+"""Recognise decoder layers and MLPs that can be fused: by their parts, and by a trial on random weights.
 
 A layer with the right parts may still do something else with them (scale its residual, norm after the product, rotate
 half of a head). So its own forward runs once, on the CPU and in FP32, on a stand-in: the same object with every matrix

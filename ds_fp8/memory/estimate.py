@@ -1,4 +1,4 @@
-"""The most memory a training step takes, per GPU: every term of its own, in every phase that may be the peak.
+"""Peak memory of a training step per GPU: every term by itself, in every phase that may be the peak.
 
     the loss          everything that lasts, all activations, the head and its loss
     backward of a     everything that lasts, the activations of the layers up to it, its workspace, what is gathered

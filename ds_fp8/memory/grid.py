@@ -1,4 +1,4 @@
-"""A sweep file: which settings of a stage are tried out, checked in full before the first run.
+"""The sweep file: settings of a stage to measure, checked in full before the first run.
 
     {
       "description": "what is compared",

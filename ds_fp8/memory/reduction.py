@@ -1,4 +1,4 @@
-"""The gradients on their way: how much the bucket holds when it is reduced, where in backward, and what that takes.
+"""Bytes of the gradient reduction: those in the bucket when it is reduced, where in backward, and transient ones.
 
 In backward gradients come in from the head down to the embedding. ZeRO gathers them in a bucket and reduces it when the
 next one does not fit (reduce_bucket_size). E elements of a bucket, W GPUs.

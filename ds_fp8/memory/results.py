@@ -1,4 +1,4 @@
-"""sweep.jsonl: one line for every finished point, which survives the kill of whoever writes it."""
+"""sweep.jsonl: one line for every finished point, which survives a kill of its writer."""
 
 from __future__ import annotations
 

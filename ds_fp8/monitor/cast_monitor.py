@@ -1,4 +1,4 @@
-"""Statistics of all casts, by the place they belong to, on every N-th optimizer step."""
+"""Statistics of all casts, by tensor class and site, on every N-th optimizer step."""
 
 from __future__ import annotations
 

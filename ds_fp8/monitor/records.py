@@ -1,4 +1,4 @@
-"""Measurements as what a run writes: one line of metrics.jsonl, and the curves of DeepSpeed's monitors."""
+"""Records of measurements: one line of metrics.jsonl, and the curves of DeepSpeed's monitors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaving out steps whose gradients are not finite, without making the host wait for the GPU."""
+"""Skip steps on non-finite gradients, without a host sync."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class FiniteCheck:
-    """Looks at all gradients before a step, and counts the steps left out.
+    """Checks all gradients before a step, and counts the steps skipped.
 
     On a GPU the verdict stays a flag in device memory, which the kernel reads and obeys. The host counts the step as
     done, starts a copy of the flag, and takes the count back when it next looks, a whole step later.

@@ -1,4 +1,4 @@
-"""Writes a report: summary.json, and report.html as one file with its charts inside."""
+"""Write a report: summary.json, and report.html as one file with its charts inside."""
 
 from __future__ import annotations
 

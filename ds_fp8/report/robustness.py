@@ -1,4 +1,4 @@
-"""Robustness of FP8 beside BF16: outcomes over a grid of seeds and learning rates, and what they come to."""
+"""Robustness of FP8 beside BF16: outcomes over a grid of seeds and learning rates, and their summary."""
 
 from __future__ import annotations
 

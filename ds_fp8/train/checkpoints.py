@@ -1,4 +1,4 @@
-"""The run folder and its checkpoints, which are whole or invisible.
+"""The run folder and its checkpoints: each is complete, or does not count.
 
 run_dir/config.json                      the stage as it was started
 run_dir/checkpoints/step_N/              DeepSpeed's checkpoint after N steps, with its manifest (manifest.py)

@@ -1,4 +1,4 @@
-"""Write the health of FP8 into what a run leaves: metrics.jsonl, the curves of DeepSpeed's monitors, a picture."""
+"""Write the health of FP8 to metrics.jsonl, to the curves of DeepSpeed's monitors, and as a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A polite stop: SIGTERM and SIGUSR1 are noted, and all ranks agree on them at the same point of the run.
+"""Orderly stop at SIGTERM and SIGUSR1: all ranks agree on a signal at the same point of the run.
 
 On one node DeepSpeed passes no signal on: `deepspeed` itself just ends. That it has ended is a request to stop, too.
 The launcher below it gives its ranks 30 seconds from SIGTERM to SIGKILL, in which step and checkpoint must fit.

@@ -1,4 +1,4 @@
-"""The processes of a run: how they find each other, and who started them."""
+"""The processes of a run: process group, environment and launcher."""
 
 from __future__ import annotations
 

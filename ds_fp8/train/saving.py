@@ -1,4 +1,4 @@
-"""Saving: a checkpoint is written beside, read back, renamed, and only then are older ones deleted.
+"""Save checkpoints: write one beside, read it back, rename it, and only then delete older ones.
 
     step_N.part/...     every rank writes its files and flushes them
                         every rank reads its files back from the disk

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: what share of the peak learning rate a step gets."""
+"""Learning-rate schedules: the share of the peak learning rate at each step."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ REFUSED = "UserError: error: "
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a test: passed, failed, skipped or hung, and the message of its error."""
+    """Outcome of a test: passed, failed, skipped or hung, and the message of its error."""
 
     outcome: str
     message: str
@@ -67,7 +67,7 @@ def build_optimizers(results: Path) -> None:
 
 @dataclass(frozen=True)
 class Runs:
-    """Where tests are run and how: DeepSpeed's folder tests/, that of the outcomes, seconds a test has, all in BF16?"""
+    """Settings of the runs: DeepSpeed's folder tests/, that of the outcomes, seconds a test has, all in BF16?"""
 
     tests: Path
     results: Path

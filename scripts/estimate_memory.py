@@ -1,4 +1,4 @@
-"""How much memory a stage takes: python scripts/estimate_memory.py --deepspeed_config FILE; as `ds-fp8 estimate`."""
+"""Memory of a stage: python scripts/estimate_memory.py --deepspeed_config FILE; as `ds-fp8 estimate`."""
 
 from ds_fp8.commands.estimate import main
 from ds_fp8.config.errors import main_entry

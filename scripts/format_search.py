@@ -1,4 +1,4 @@
-"""What formats cost a trained model: its losses on rows of text, the sensitivity of every layer, mixes of formats.
+"""The cost of formats in a trained model: its losses on rows of text, the sensitivity of every layer, mixes of formats.
 
 A choice is how the weights and inputs of a layer are cast: a format ("int4": one FP32 scale an output channel and a
 token), "FORMAT:GRANULARITY[:SCALE]" ("e2m3:1x32:pow2"), a word of NAMED, or "bf16". A mix is a choice for every layer.
@@ -53,7 +53,7 @@ class Layer(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How a layer is cast."""
+    """The cast of a layer."""
 
     input: CastSpec
     weight: CastSpec
@@ -144,7 +144,7 @@ def weights_as(model: PreTrainedModel, mix: Mapping[str, str]) -> Iterator[None]
 
 
 class Measured(NamedTuple):
-    """What a model says of rows: FP64 [R] all."""
+    """Figures of a model on rows of text: FP64 [R] all."""
 
     losses: torch.Tensor
     """Mean over the tokens of each row, in nats."""

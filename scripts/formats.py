@@ -1,4 +1,4 @@
-"""What each number format costs a trained model, layer by layer, and the best mix of formats for its bits.
+"""The cost of each number format in a trained model, layer by layer, and the best mix of formats for its bits.
 
     python scripts/formats.py --model FOLDER --data FILE --json table.json
     python scripts/formats.py --model FOLDER --data FILE --match e4m3,int4 --page formats.html

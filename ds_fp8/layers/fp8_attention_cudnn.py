@@ -105,7 +105,7 @@ def backward(
 
 
 def _ends(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where sequences of queries, and of keys, end: int32 [B + 1], from 0."""
+    """Return where sequences of queries, and of keys, end: int32 [B + 1], from 0."""
     ends = torch.arange(0, q.shape[0] + 1, dtype=torch.int32, device=q.data.device) * q.shape[1]
     return ends, ends
 

@@ -131,7 +131,7 @@ def deterministic() -> Iterator[None]:
 
 
 class Trunk(NamedTuple):
-    """What runs of one seed share: the first steps."""
+    """The first steps, shared by runs of one seed."""
 
     losses: list[float]
     weights: dict[str, torch.Tensor]

@@ -34,7 +34,7 @@ from ds_fp8.zero.wire import WireMeter, counted
 
 
 class Measured(NamedTuple):
-    """What one collective takes."""
+    """Time and bytes of one collective."""
 
     milliseconds: float | None = None
     sent: int | None = None

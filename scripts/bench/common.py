@@ -34,7 +34,7 @@ WEIGHT_STD, GRADIENT_STD = 0.02, 1e-3
 
 
 class ModelSize(NamedTuple):
-    """What the linears of a decoder layer follow from."""
+    """Sizes of a decoder layer, which its linears follow from."""
 
     hidden: int
     intermediate: int

@@ -1,4 +1,4 @@
-"""Where FP8 stops paying: whole decoder layers over hidden sizes and tokens, against the same layers in BF16.
+"""The sizes at which FP8 stops paying: decoder layers over hidden sizes and tokens, against the same in BF16.
 
     python scripts/bench/crossover.py                         every preset
     python scripts/bench/crossover.py --quick                 seconds on a CPU, with the emulated product

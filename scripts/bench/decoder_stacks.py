@@ -35,7 +35,7 @@ from ds_fp8.layers.weights import GATHERED, group_of, placeholder, stacked_opera
 
 @dataclass(frozen=True)
 class Shape:
-    """What a stack is built for."""
+    """Model size, depth and input of a stack."""
 
     size: ModelSize
     layers: int

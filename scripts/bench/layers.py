@@ -60,7 +60,7 @@ WARMUP = 4
 
 @dataclass(frozen=True)
 class Row:
-    """What is measured, with which recompute: "none", "layer" or "mlp"."""
+    """A variant to measure, and its recompute: "none", "layer" or "mlp"."""
 
     contestant: Contestant
     recompute: str

@@ -1,4 +1,4 @@
-"""How exact each part is: outputs and gradients per preset and backend, over sizes that fit nothing among them.
+"""Errors of each part: outputs and gradients per preset and backend, over sizes that fit nothing among them.
 
     python scripts/bench/numerics.py                          every part, backend and preset (of those alike the first)
     python scripts/bench/numerics.py --quick                  two sizes of each part

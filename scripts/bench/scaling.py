@@ -1,4 +1,4 @@
-"""What FP8 in ZeRO-3 is worth on many nodes: a cost model, extended to 1024 GPUs and checked against measured steps.
+"""The gain of FP8 in ZeRO-3 on many nodes: a cost model, extended to 1024 GPUs and checked against measured steps.
 
     python scripts/bench/scaling.py                                              7B, 70B and 405B, 8 to 1024 GPUs
     python scripts/bench/scaling.py --measured fast_step.json:fast_collectives.json,slow_step.json:slow_collectives.json

@@ -23,6 +23,8 @@ from typing import Any
 
 EVERY = 100
 """Steps between saves for which the pause is given as a share of the time."""
+WAITED = 4
+"""Steps between saves that are waited for."""
 SAVES = 3
 """The first of which is left out: it takes the host memory that later ones reuse."""
 
@@ -80,7 +82,8 @@ def run(part: str, options: argparse.Namespace, folder: Path, *overrides: str) -
 
     out = folder / f"{part}.json"
     run_dir = folder / ("asynchronous" if part == "resumed" else part)
-    changes = [*options.set, f"train.run_dir={run_dir}", "train.keep_last=1", "train.log_every=1", *overrides]
+    changes = [*options.set, f"train.run_dir={run_dir}", "train.keep_last=1", "train.log_every=1"]
+    changes += ["train.schedule.warmup=1", "train.schedule.decay=1", *overrides]
     command = [*deepspeed_command(options.ranks), str(Path(__file__).resolve()), "--config", options.config]
     command += ["--measure", str(out), *(part for change in changes for part in ("--set", change))]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -92,16 +95,18 @@ def run(part: str, options: argparse.Namespace, folder: Path, *overrides: str) -
 def report(options: argparse.Namespace, folder: Path) -> None:
     """Measure the three runs and print a line each."""
     every = options.steps
-    saves = [f"train.save_every={every}", "train.eval_batches=1"]
-    whole = f"train.steps={every * SAVES + every // 2}"
-    waiting = run("waiting", options, folder, *saves, whole)
+
+    def saves(every: int, more: int) -> list[str]:
+        return [f"train.save_every={every}", f"train.steps={every * SAVES + more}", "train.eval_batches=1"]
+
+    waiting = run("waiting", options, folder, *saves(WAITED, WAITED // 2))
     step = median(waiting["step_seconds"].values())
     print(f"checkpoint of {waiting['bytes'] / 2**30:.2f} GiB on {options.ranks} ranks; a step takes {step:.3f} s")
     # The last save is that of the end, for which training waits in any case.
     print(f"save, waited for: {median(waiting['pauses'][1:SAVES]):.2f} s")
     shutil.rmtree(folder / "waiting")
 
-    background = run("asynchronous", options, folder, *saves, whole, "train.async_save=true")
+    background = run("asynchronous", options, folder, *saves(every, every // 2), "train.async_save=true")
     pause, written = (median(background[key][1:SAVES]) for key in ("pauses", "written"))
     seconds = {int(number): value for number, value in background["step_seconds"].items()}
     slowed = sum(
@@ -114,7 +119,7 @@ def report(options: argparse.Namespace, folder: Path) -> None:
         f"save, asynchronous: pause {pause:.2f} s, written after {written:.2f} s, steps meanwhile longer by "
         f"{slowed:.2f} s in all: {share:.2%} of the time at a save every {EVERY} steps"
     )
-    resumed = run("resumed", options, folder, *saves, f"train.steps={every * SAVES + every // 2 + 1}")["resume"]
+    resumed = run("resumed", options, folder, *saves(every, every // 2 + 1))["resume"]
     print(f"resume: every byte checked in {resumed['settle']:.2f} s, loaded in {resumed['load']:.2f} s")
 
 
@@ -122,7 +127,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE", help="a stage")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=20, help="between two saves (default 20)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=20,
+        help="between two saves in the background, longer than a save takes (default 20)",
+    )
     parser.add_argument("--out", metavar="FOLDER", default="bench-checkpoints")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the stage")
     parser.add_argument("--measure", metavar="FILE", help=argparse.SUPPRESS)

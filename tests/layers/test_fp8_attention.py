@@ -11,7 +11,13 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers import attention_format
 from ds_fp8.layers.convert import convert
-from ds_fp8.layers.fp8_attention import Reference, cast_heads, fp8_attention_reference, gradient_scales
+from ds_fp8.layers.fp8_attention import (
+    Reference,
+    cast_heads,
+    fp8_attention,
+    fp8_attention_reference,
+    gradient_scales,
+)
 from ds_fp8.layers.fp8_attention_tensors import FORWARD, P_SCALE, GradientScales
 from ds_fp8.layers.heads import HeadLayout
 from ds_fp8.train import packed_attention
@@ -105,6 +111,14 @@ def test_nothing_is_hidden():
     inputs, gradient = operands(1, 2, 1, 8, 64)
     inputs[0][0, 1, 3, 5] = torch.inf
     assert step(fp8_attention_reference, inputs, gradient)["output"].isnan().any()
+
+
+def test_graphs_run_around_it():
+    inputs, gradient = operands(1, 2, 1, 24, 64)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: 2 * fp8_attention(q, k, v), backend="eager")
+    ours, wanted = step(compiled, inputs, gradient), step(lambda *qkv: 2 * fp8_attention(*qkv), inputs, gradient)
+    assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
 
 
 def converted(model, attention="e4m3", **section):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from ds_fp8.report.parity import twin_overrides
@@ -136,14 +136,21 @@ def gaps(found: Sequence[Outcome]) -> dict[tuple[float, int], float]:
     return {cell: loss[(fp8, *cell)] / loss[(bf16, *cell)] - 1 for cell in sorted(_healthy_in_both(found))}
 
 
-def words(summary: dict[str, dict[str, Any]]) -> tuple[str, str]:
-    """Return (level, sentence): "good" where FP8 diverged and spiked no more often than BF16, else "bad"."""
+def words(summary: dict[str, dict[str, Any]], gaps: dict[tuple[float, int], float]) -> tuple[str, str]:
+    """Return (level, sentence): "good" where FP8 diverged and spiked no more often than BF16, else "bad".
+
+    The sentence also says how the final losses of the other runs compare: a run may end far behind and not diverge.
+    """
     fp8, bf16 = (summary[kind] for kind in KINDS)
     level = "good" if fp8["diverged"] <= bf16["diverged"] and fp8["spikes"] <= bf16["spikes"] else "bad"
-    return level, (
+    sentence = (
         f"{fp8['diverged']} of {fp8['runs']} FP8 runs diverged and {bf16['diverged']} of {bf16['runs']} BF16 runs; "
         f"{fp8['spikes']} and {bf16['spikes']} loss spikes"
     )
+    if gaps:
+        least, most = min(gaps.values()), max(gaps.values())
+        sentence += f"; final loss of FP8 {median(gaps.values()):+.1%} in the median, {least:+.1%} to {most:+.1%}"
+    return level, sentence
 
 
 def _healthy_in_both(found: Sequence[Outcome]) -> set[tuple[float, int]]:

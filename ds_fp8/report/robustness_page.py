@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from markupsafe import Markup
@@ -15,11 +16,12 @@ from ds_fp8.report.page import NOT_MEASURED, environment
 from ds_fp8.report.robustness import Outcome, gaps, summarise, words
 from ds_fp8.report.runs import KINDS
 from ds_fp8.train.durable import write_atomically
+from ds_fp8.train.spikes import LEAST_HISTORY
 
 HTML, JSON = "robustness.html", "robustness.json"
 STYLES = {"fp8": (svg.FP8, "o", "-"), "bf16": (svg.BF16, "s", "--")}
 """Colour, marker and line by kind."""
-LEVELS = {"good": "No less robust", "bad": "Less robust"}
+LEVELS = {"good": "No less stable", "bad": "Less stable"}
 
 
 def write_robustness(
@@ -37,9 +39,9 @@ def write_robustness(
         Both paths, and the sentence that the page begins with.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    summary = summarise(found)
-    level, sentence = words(summary)
-    compared = [{"rate": rate, "seed": seed, "gap": gap} for (rate, seed), gap in gaps(found).items()]
+    summary, gap = summarise(found), gaps(found)
+    level, sentence = words(summary, gap)
+    compared = [{"rate": rate, "seed": seed, "gap": value} for (rate, seed), value in gap.items()]
     figures = {**facts, "verdict": sentence, "summary": summary, "gaps": compared, "runs": [*map(asdict, found)]}
     write_atomically(folder / JSON, json.dumps(figures, indent=2) + "\n")
     page = environment().get_template("robustness.html").render(
@@ -49,31 +51,45 @@ def write_robustness(
         reason=sentence,
         facts=facts,
         on_cpu=facts["device"] == "cpu",
-        tiles=_tiles(summary),
+        tiles=_tiles(summary, list(gap.values())),
+        least_history=LEAST_HISTORY,
         charts=[Markup(picture) for picture in (_by_rate(found, "final_loss"), _by_rate(found, "sharpness"))],
-        rows=[_row(each) for each in sorted(found, key=lambda each: (each.rate, each.seed, KINDS.index(each.kind)))],
+        cells=[
+            (f"{rate:g}, seed {seed}", [_row(each, gap.get((rate, seed))) for each in twins])
+            for (rate, seed), twins in _twins(found).items()
+        ],
     )  # fmt: skip
     write_atomically(folder / HTML, page)
     return folder / JSON, folder / HTML, sentence
 
 
-def _tiles(summary: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+def _tiles(summary: dict[str, dict[str, Any]], gaps: Sequence[float]) -> list[tuple[str, str]]:
     """Return (figure of FP8 beside BF16, what it is)."""
     fp8, bf16 = (summary[kind] for kind in KINDS)
     tiles = [
         (f"{fp8['diverged_share']:.0%} | {bf16['diverged_share']:.0%}", "runs that diverged"),
         (f"{fp8['spikes']} | {bf16['spikes']}", "loss spikes"),
     ]
-    if fp8["mean_final_loss"] is not None:
-        tiles.append((f"{fp8['mean_final_loss'] / bf16['mean_final_loss'] - 1:+.2%}", "mean final loss, FP8 to BF16"))
+    if gaps:
+        tiles.append((f"{median(gaps):+.2%}", "final loss, FP8 to BF16, median"))
     if fp8["mean_sharpness"] is not None and bf16["mean_sharpness"] is not None:
-        tiles.append((f"{fp8['mean_sharpness']:.2f} | {bf16['mean_sharpness']:.2f}", "mean sharpness, %"))
+        tiles.append((f"{fp8['mean_sharpness']:.1f} | {bf16['mean_sharpness']:.1f}", "mean sharpness, %"))
     return tiles
 
 
-def _row(each: Outcome) -> dict[str, str]:
+def _twins(found: Sequence[Outcome]) -> dict[tuple[float, int], list[Outcome]]:
+    """Return the runs of each learning rate and seed, in the order of KINDS."""
+    result: dict[tuple[float, int], list[Outcome]] = {}
+    for each in sorted(found, key=lambda each: (each.rate, each.seed, KINDS.index(each.kind))):
+        result.setdefault((each.rate, each.seed), []).append(each)
+    return result
+
+
+def _row(each: Outcome, gap: float | None) -> dict[str, str]:
+    """Return the cells of a run's line; `gap` is told in that of FP8."""
     return {
-        "name": f"{each.rate:g}, seed {each.seed}, {each.kind.upper()}",
+        "name": each.kind.upper(),
+        "gap": "" if each.kind == "bf16" else NOT_MEASURED if gap is None else f"{gap:+.1%}",
         "loss": NOT_MEASURED if each.final_loss is None else f"{each.final_loss:.4f}",
         "spikes": str(each.spikes),
         "sharpness": NOT_MEASURED if each.sharpness is None else f"{each.sharpness:.3f}",

@@ -96,7 +96,10 @@ def test_outcomes_tell_divergence_and_spikes(stage, tmp_path):
     assert summary["fp8"]["mean_final_loss"] == pytest.approx(0.51)
     assert summary["bf16"]["mean_final_loss"] == pytest.approx(0.5)
     assert gaps(found) == {(0.001, 5): pytest.approx(0.02), (0.001, 6): pytest.approx(0.02)}
-    assert words(summary) == ("bad", "2 of 4 FP8 runs diverged and 0 of 4 BF16 runs; 1 and 0 loss spikes")
+    sentence = "2 of 4 FP8 runs diverged and 0 of 4 BF16 runs; 1 and 0 loss spikes"
+    assert words(summary, {}) == ("bad", sentence)
+    unequal = {(0.001, 5): 0.02, (0.001, 6): -0.01, (0.004, 5): 0.5}
+    assert words(summary, unequal) == ("bad", f"{sentence}; final loss of FP8 +2.0% in the median, -1.0% to +50.0%")
 
 
 def test_a_cell_is_the_stage_with_another_rate_seed_and_format(stage, tmp_path):
@@ -121,6 +124,8 @@ def test_a_browser_shows_the_page_on_a_phone_and_a_desk(stage, tmp_path, losses)
     text = page.read_text()
     assert "Robustness of &lt;FP8&gt;" in text
     assert text.count("<svg") == 2
+    assert text.count("<td>+2.0%</td>") == len(written["gaps"]) == len(gaps(found))
+    assert text.count('colspan="6">learning rate') == 4
     wrapper = tmp_path / "look.html"
     look = Path(__file__).with_name("look.html").read_text()
     wrapper.write_text(look.replace("const page = PAGE;", f"const page = {json.dumps(text)};".replace("</", "<\\/")))

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_fp8.config.errors import UserError
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 import width_transfer
 
@@ -20,6 +22,9 @@ def test_every_variant_trains_and_is_not_trained_again(tmp_path, capsys):
     assert capsys.readouterr().out.count("width 32 rate") == 3
     assert width_transfer.main(arguments) == 0
     assert "width 32 rate" not in capsys.readouterr().out
+    assert json.loads(file.read_text())["runs"] == runs
+    with pytest.raises(UserError, match=r"another seed\b"):
+        width_transfer.main([*arguments, "--seed", "1"])
     assert json.loads(file.read_text())["runs"] == runs
 
 

@@ -12,7 +12,7 @@ A Llama of bytes of Python sources (byte_training.py) trains once for every widt
 Every run of a width starts from the same seed and sees the same batches. Heads have 32 dimensions at any width. The
 figure is the mean loss of the last tenth of the steps, the optimum the learning rate of the lowest: a parametrisation
 transfers where the optima of all widths are within a factor of 2. --json is written after every run, and runs that it
-holds with the same settings are not made again.
+holds are not made again; every seed and number of steps wants a file of its own.
 """
 
 from __future__ import annotations
@@ -110,11 +110,20 @@ def settings_of(options: argparse.Namespace, scale: Scale) -> dict[str, Any]:
 
 
 def earlier_runs(file: str | None, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs that `file` holds with these settings."""
+    """Return the runs that `file` holds.
+
+    Raises:
+        UserError: They have other settings, and would be overwritten.
+    """
     if file is None or not Path(file).is_file():
         return []
     found = json.loads(Path(file).read_text())
-    return found["runs"] if found["settings"] == settings else []
+    if found["settings"] != settings:
+        changed = [name for name, value in settings.items() if found["settings"].get(name) != value]
+        raise UserError(
+            f"{file} holds runs of another {', '.join(changed)}", remedy="name another file, or delete this one"
+        )
+    return found["runs"]
 
 
 def summary(runs: list[dict[str, Any]], variant: str) -> list[tuple[object, ...]]:

@@ -55,7 +55,7 @@ def write_robustness(
         least_history=LEAST_HISTORY,
         charts=[Markup(picture) for picture in (_by_rate(found, "final_loss"), _by_rate(found, "sharpness"))],
         cells=[
-            (f"{rate:g}, seed {seed}", [_row(each, gap.get((rate, seed))) for each in twins])
+            (_cell(rate, seed, twins), [_row(each, gap.get((rate, seed))) for each in twins])
             for (rate, seed), twins in _twins(found).items()
         ],
     )  # fmt: skip
@@ -67,7 +67,7 @@ def _tiles(summary: dict[str, dict[str, Any]], gaps: Sequence[float]) -> list[tu
     """Return (figure of FP8 beside BF16, what it is)."""
     fp8, bf16 = (summary[kind] for kind in KINDS)
     tiles = [
-        (f"{fp8['diverged_share']:.0%} | {bf16['diverged_share']:.0%}", "runs that diverged"),
+        (f"{fp8['diverged']} | {bf16['diverged']}", f"of {fp8['runs']} runs each diverged"),
         (f"{fp8['spikes']} | {bf16['spikes']}", "loss spikes"),
     ]
     if gaps:
@@ -85,6 +85,12 @@ def _twins(found: Sequence[Outcome]) -> dict[tuple[float, int], list[Outcome]]:
     return result
 
 
+def _cell(rate: float, seed: int, twins: Sequence[Outcome]) -> str:
+    """Return the words over the lines of a cell's runs."""
+    failed = " and ".join(each.kind.upper() for each in twins if each.diverged)
+    return f"learning rate {rate:g}, seed {seed}" + (f": {failed} diverged" if failed else "")
+
+
 def _row(each: Outcome, gap: float | None) -> dict[str, str]:
     """Return the cells of a run's line; `gap` is told in that of FP8."""
     return {
@@ -93,7 +99,6 @@ def _row(each: Outcome, gap: float | None) -> dict[str, str]:
         "loss": NOT_MEASURED if each.final_loss is None else f"{each.final_loss:.4f}",
         "spikes": str(each.spikes),
         "sharpness": NOT_MEASURED if each.sharpness is None else f"{each.sharpness:.3f}",
-        "diverged": "yes" if each.diverged else "no",
     }
 
 

@@ -125,7 +125,10 @@ def test_a_browser_shows_the_page_on_a_phone_and_a_desk(stage, tmp_path, losses)
     assert "Robustness of &lt;FP8&gt;" in text
     assert text.count("<svg") == 2
     assert text.count("<td>+2.0%</td>") == len(written["gaps"]) == len(gaps(found))
-    assert text.count('colspan="6">learning rate') == 4
+    assert text.count('colspan="5">learning rate') == 4
+    fp8_alone = {each.kind for each in found if each.diverged} == {"fp8"}
+    assert text.count(": FP8 diverged<") == (1 if fp8_alone else 0)
+    assert text.count(": FP8 and BF16 diverged<") == (4 if not written["gaps"] else 0)
     wrapper = tmp_path / "look.html"
     look = Path(__file__).with_name("look.html").read_text()
     wrapper.write_text(look.replace("const page = PAGE;", f"const page = {json.dumps(text)};".replace("</", "<\\/")))

@@ -59,3 +59,8 @@ def test_variants_begin_with_bf16_and_exist(variants, tmp_path):
     with pytest.raises(UserError) as caught:
         stage_formats.main(["--variants", variants, "--output", str(tmp_path / "runs.jsonl")])
     assert caught.value.key == "--variants"
+
+
+def test_the_default_variants_exist(tmp_path):
+    options = stage_formats.parse_arguments(["--output", str(tmp_path / "runs.jsonl")])
+    assert len(options.variants) == 15

@@ -62,6 +62,7 @@ _NVFP4 = EMULATED_PRESETS["nvfp4"]["linear"]
 _PAPER = {**_NVFP4, "overrides": {"model.layers.1.mlp.*": "bf16"}}
 BLOCK_FORMATS: dict[str, dict[str, Any]] = {
     "mxfp4": dict.fromkeys(("input", "weight", "grad_output"), _MXFP4),
+    "nvfp4-nearest": {**_NVFP4, "grad_output": _NVFP4["input"]},
     "nvfp4-paper": _PAPER,
     "nvfp4-paper-unrotated": {**_PAPER, "rotation": {}},
     "nvfp4-paper-1x16-weights": {**_PAPER, "weight": _NVFP4["input"]},

@@ -42,7 +42,7 @@ from ds_fp8.train.schedules import learning_rate_factor
 from ds_fp8.train.stage import Stage, load_stage
 
 STAGE = Path(__file__).parents[2] / "ds_configs" / "quickstart" / "cpt.json"
-DEFAULT = "bf16,perturbed,e4m3,e5m2,e3m4,int8,log8,e2m3,e3m2,e2m1,int4,mxfp8,mxfp4,nvfp4,nvfp4+nearest"
+DEFAULT = "bf16,perturbed,e4m3,e5m2,e3m4,int8,log8,e2m3,e3m2,e2m1,int4,mxfp8,mxfp4,nvfp4,nvfp4-nearest"
 VALIDATION_ROWS = 64
 
 

@@ -138,7 +138,7 @@ def _explained(path: str) -> Iterator[None]:
         if Path(path).expanduser().exists():
             kind = LOADERS[_ending(_files(Path(path).expanduser())[0])]
             raise UserError(
-                f"{path} cannot be read as {kind} data ({reason})", key="data.path", remedy="mend the file"
+                f"{path} cannot be read as {kind} data ({reason})", key="data.path", remedy="repair the file"
             ) from None
         raise UserError(
             f"{path} is neither a local file nor a Hugging Face dataset that can be reached ({reason})",

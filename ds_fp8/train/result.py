@@ -61,7 +61,7 @@ def write_result(
             raise UserError(
                 f"the model cannot be written to {final}: {error}",
                 key="train.run_dir",
-                remedy="make room or mend the file system; the same command then writes it",
+                remedy="make room or repair the file system; the same command then writes it",
             ) from None
         if misread:
             say(f"note: to transformers' AutoTokenizer the tokenizer in {final} {misread}")

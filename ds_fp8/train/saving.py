@@ -97,7 +97,7 @@ class CheckpointWriter:
                 raise UserError(
                     f"{self._failed_saves} checkpoints in a row could not be saved, the last one because {error}",
                     key="train.max_failed_saves",
-                    remedy="make room or mend the file system; the same command resumes from the last good checkpoint",
+                    remedy="make room or repair the file system; the same command resumes from the last good one",
                 )
         elif error is not None:
             raise error

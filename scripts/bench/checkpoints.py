@@ -86,9 +86,15 @@ def run(part: str, options: argparse.Namespace, folder: Path, *overrides: str) -
     changes += ["train.schedule.warmup=1", "train.schedule.decay=1", *overrides]
     command = [*deepspeed_command(options.ranks), str(Path(__file__).resolve()), "--config", options.config]
     command += ["--measure", str(out), *(part for change in changes for part in ("--set", change))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        sys.exit(done.stdout[-5000:])
+    began, log = time.perf_counter(), folder / f"{part}.log"
+    try:
+        with log.open("w") as lines:
+            status = subprocess.run(command, stdout=lines, stderr=subprocess.STDOUT).returncode
+    except KeyboardInterrupt:  # a limit of time: what it was about is worth knowing
+        sys.exit(f"{part}: interrupted after {time.perf_counter() - began:.0f} s\n{log.read_text()[-5000:]}")
+    if status:
+        sys.exit(log.read_text()[-5000:])
+    print(f"{part}: {time.perf_counter() - began:.0f} s in all", flush=True)
     return json.loads(out.read_text())
 
 
@@ -101,9 +107,12 @@ def report(options: argparse.Namespace, folder: Path) -> None:
 
     waiting = run("waiting", options, folder, *saves(WAITED, WAITED // 2))
     step = median(waiting["step_seconds"].values())
-    print(f"checkpoint of {waiting['bytes'] / 2**30:.2f} GiB on {options.ranks} ranks; a step takes {step:.3f} s")
+    print(
+        f"checkpoint of {waiting['bytes'] / 2**30:.2f} GiB on {options.ranks} ranks; a step takes {step:.3f} s",
+        flush=True,
+    )
     # The last save is that of the end, for which training waits in any case.
-    print(f"save, waited for: {median(waiting['pauses'][1:SAVES]):.2f} s")
+    print(f"save, waited for: {median(waiting['pauses'][1:SAVES]):.2f} s", flush=True)
     shutil.rmtree(folder / "waiting")
 
     background = run("asynchronous", options, folder, *saves(every, every // 2), "train.async_save=true")

@@ -93,12 +93,11 @@ def test_long_rows_keep_their_small_gradients():
     for name, one, other, cost, bound in zip(NAMES, ours, wanted, costs, FP8_ERROR, strict=True):
         assert cost < bound, name
         if name != "output":
-            # Of each token by itself. The last keys are seen by few queries.
             by_token = (one.float() - other).norm(dim=-1) / other.norm(dim=-1)
-            early = one[:, :, : 16384 * 7 // 8]
-            print(name, f"{by_token.nanmedian():.4f}", f"{(early == 0).float().mean():.6f}")
+            flushed = (other * (one == 0)).norm() / other.norm()
+            print(name, f"{by_token.nanmedian():.4f}", f"{flushed:.6f}")
             assert by_token.nanmedian() < bound, name
-            assert (early == 0).float().mean() < 1e-3, name
+            assert flushed < 0.01, name  # a tenth of what rounding costs
 
 
 def _efficient(q, k, v):

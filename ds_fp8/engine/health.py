@@ -45,6 +45,8 @@ class Health:
         """Where warnings go."""
         self.parameter_gather: ParameterGather | None = None
         self.gradient_reduce: GradientReduce | None = None
+        self.on_move: Callable[[], None] = lambda: None
+        """Called when a layer has moved to BF16."""
         self._model, self._monitor, self._config = engine.module, monitor, config
         self._thresholds = Thresholds(config.monitor)
         linears = {name: module for name, module in engine.module.named_modules() if isinstance(module, FP8Linear)}
@@ -114,6 +116,7 @@ class Health:
             if self.gradient_reduce is not None:
                 self.gradient_reduce.leave_out(self._name_of[id(weight)] for weight in weights)
             self.layers_in_bf16.append(name)
+            self.on_move()
             self.say(f"{name} goes on in BF16")
 
     def _observe_weight(self, weight: nn.Parameter, rows: torch.Tensor, cast: QuantizedTensor, elements: int) -> None:

@@ -20,6 +20,7 @@ from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
 from ds_fp8.engine.compatibility import check_deepspeed, check_parallelism
 from ds_fp8.engine.deepspeed_values import check_values
 from ds_fp8.engine.health import Health
+from ds_fp8.engine.micro_step_graph import MicroStepGraphs, why_no_graphs
 from ds_fp8.engine.optimizer_section import check_optimizer
 from ds_fp8.engine.report import print_report, start_report
 from ds_fp8.engine.state import CHECKPOINT_KEY, FP8State
@@ -150,6 +151,10 @@ def initialize(
     if conversion is not None:
         state.health = Health(engine, monitor, fp8)
         _install(engine, state)
+        state.why_no_graphs = why_no_graphs(engine, state)
+        if state.why_no_graphs is None:
+            state.graphs = MicroStepGraphs(engine, state)
+            state.health.on_move = state.graphs.reset
         if engine.zero_optimization_partition_weights():
             seams.gather_behind_writes(engine)
         # Last, so that the weights have been cast again.

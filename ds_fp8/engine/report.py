@@ -18,6 +18,7 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.optimizer_state import MOMENTS
 from ds_fp8.engine import break_even
 from ds_fp8.engine.coverage import EXPERTS, coverage
+from ds_fp8.engine.micro_step_graph import EAGER_STEPS
 from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
 from ds_fp8.layers.attention_format import AttentionFormat
@@ -85,6 +86,9 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         else f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}",
         "optimizer": "ds_fp8.optim.AdamW" if state.optimizer else _name_of_optimizer(engine),
         "optimizer_step": "ds_fp8" if state.step else f"DeepSpeed's: {state.why_no_step}",
+        "graphs": f"off: {state.why_no_graphs}"
+        if state.why_no_graphs
+        else f"after {EAGER_STEPS} micro-steps of a shape",
         "optimizer_state": fp8.optimizer.model_dump(),
         "stochastic_parts": list(precision.stochastic_parts) if precision.compressed else [],
         "moment_bytes_per_parameter": moment_bytes(precision),
@@ -221,6 +225,7 @@ def print_report(report: dict[str, Any]) -> None:
     moments = f"{report['moment_bytes_per_parameter']:.2f} bytes of moments a parameter"
     table.add_row("optimizer", f"{report['optimizer']}: {kept}{rounding}, {moments}")
     table.add_row("optimizer step", report["optimizer_step"])
+    table.add_row("CUDA graphs", report["graphs"])
     table.add_row("loss", report["loss"])
     table.add_row("health of casts", _monitoring(report["monitor"]))
     for note in report["notes"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 
@@ -18,6 +18,9 @@ from ds_fp8.zero.nodes import Nodes
 from ds_fp8.zero.parameter_gather import ParameterGather
 from ds_fp8.zero.step import Step
 from ds_fp8.zero.wire import WireMeter
+
+if TYPE_CHECKING:
+    from ds_fp8.engine.micro_step_graph import MicroStepGraphs
 
 CHECKPOINT_KEY = "ds_fp8"
 """Of the state among what DeepSpeed's checkpoints call client state."""
@@ -44,6 +47,10 @@ class FP8State:
         """What takes the place of ZeRO-3's step; None where DeepSpeed's stays."""
         self.why_no_step: str | None = None
         """Why it stays."""
+        self.graphs: MicroStepGraphs | None = None
+        """CUDA graphs of forward and backward, where they can be captured."""
+        self.why_no_graphs: str | None = None
+        """Why they cannot."""
         self.report: dict[str, Any] = {}
         """The start report, ready for JSON."""
         self._engine = engine

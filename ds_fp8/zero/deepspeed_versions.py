@@ -21,6 +21,12 @@ OPTIMIZER = "DeepSpeedZeroOptimizer_Stage3"
 AVERAGE_GRADIENTS = f"_{OPTIMIZER}__avg_scatter_grads"
 FLUSH_BUCKET = f"_{OPTIMIZER}__reduce_and_partition_ipg_grads"
 GRADIENT_PARTITIONS = f"_{OPTIMIZER}__param_id_to_grad_partition"
+_COORDINATOR = "PartitionedParameterCoordinator"
+FETCH_EVENTS = f"_{_COORDINATOR}__ongoing_fetch_events"
+IN_FLIGHT = f"_{_COORDINATOR}__inflight_param_registry"
+GATHER_STREAM = f"_{_COORDINATOR}__allgather_stream"
+ACTIVE_BACKWARD = f"_{_COORDINATOR}__active_backward_submodules"
+AVAILABLE_PARAMETERS = f"_{_COORDINATOR}__n_available_params"
 GRADIENT_WRITES = ("set_fp32_grad_for_param", "set_local_grad_for_param", "update_fp32_grad_for_param_vectorized")
 STEP_METHODS = (
     *("_pre_step", "_partition_all_parameters", "_post_step", "_loss_scale_update_and_overflow_cleanup"),
@@ -36,6 +42,7 @@ MASTER_UPDATES = ("step", "load_state_dict", "refresh_fp32_params", "set_full_hp
 
 _STAGE3 = "deepspeed.runtime.zero.stage3"
 _PARTITIONS = "deepspeed.runtime.zero.partition_parameters"
+_COORDINATOR_MODULE = "deepspeed.runtime.zero.partitioned_param_coordinator"
 
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     ">=0.19.8,<0.20": {
@@ -47,6 +54,8 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
             *(*MASTER_UPDATES, *GRADIENT_WRITES, *STEP_METHODS),
             *("offload_states", "reload_states", "_set_fp16_partitioned_groups_flat"),
         ),
+        f"{_COORDINATOR_MODULE}:{_COORDINATOR}": ("is_complete_trace",),
+        "deepspeed.runtime.zero.parameter_offload": ("FWD_MODULE_STACK",),
         "deepspeed.ops": ("__compatible_ops__",),
         "deepspeed.constants": ("TORCH_DISTRIBUTED_DEFAULT_PORT",),
         "deepspeed.git_version_info": ("installed_ops",),
@@ -56,7 +65,7 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "deepspeed.runtime.config": ("DeepSpeedConfig", "ADAM_W_MODE", "DEEPSPEED_OPTIMIZERS", "TORCH_ADAM_PARAM"),
         "deepspeed.runtime.config_utils": ("DeepSpeedConfigModel",),
         "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
-        "deepspeed.runtime.zero": ("partition_parameters", "stage3"),
+        "deepspeed.runtime.zero": ("parameter_offload", "partition_parameters", "stage3"),
         "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig", "ZeroStageEnum"),
         "deepspeed.runtime.zero.utils": ("get_norm_dtype", "ZERO_SUPPORTED_OPTIMIZERS"),
         "deepspeed.utils": ("set_z3_leaf_modules",),
@@ -80,10 +89,14 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
             *("sub_group_process_groups", "sub_group_to_group_id", "ipg_buckets", "micro_step_id", "clip_grad"),
             *("reduce_and_partition_stream", "averaged_gradients", "params_already_reduced", "dp_process_group"),
             *("offload_optimizer", "offload_param", "use_muon", "model_parallel_group", "torch_autocast_gradscaler"),
-            *("contiguous_gradients", "_global_grad_norm", "zenflow"),
+            *("contiguous_gradients", "_global_grad_norm", "zenflow", "parameter_offload", "param_reduce_events"),
         ),
         f"{_STAGE3}:{OPTIMIZER}._create_fp16_partitions_with_defragmentation": ("lp_param_buffer",),
         f"{_STAGE3}:{OPTIMIZER}._setup_for_real_optimizer": (GRADIENT_PARTITIONS, "grad_partitions_flat_buffer"),
+        f"{_COORDINATOR_MODULE}:{_COORDINATOR}.__init__": (
+            *(FETCH_EVENTS, IN_FLIGHT, GATHER_STREAM, ACTIVE_BACKWARD, AVAILABLE_PARAMETERS),
+        ),
+        "deepspeed.runtime.base_optimizer:ZeROOptimizer.__init__": ("_backward_hook_state",),
         f"{_STAGE3}:{OPTIMIZER}.clear_backward_seen_flag": ("_epilogue_ran_this_backward",),
         f"{_STAGE3}:{OPTIMIZER}._link_all_hp_params": ("_z3_optimizer",),
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.__init__": ("_param_slice_mappings",),

@@ -69,6 +69,7 @@ class FP8Shards:
         self._modified: set[int] = set()
         self._stream = streams.new_stream()
         self._gather_stream = self._changed = self._refreshed = None
+        self._pinned: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -92,6 +93,19 @@ class FP8Shards:
     def wait_for_refresh(self) -> None:
         """Let the current stream wait for the last cast: it may still write shards and read masters."""
         streams.wait_event(self._refreshed)
+
+    def pin_scales(self) -> None:
+        """Keep the scales where they are from now on: later casts write them in place, for CUDA graphs read them.
+
+        Between steps. Until then every cast has scales of its own, so that whoever holds the earlier ones keeps them.
+        """
+        if self._pinned is None:
+            self.refresh_if_stale()
+            self.wait_for_refresh()
+            self._pinned = torch.zeros(self._num_scales, device=self.codes.device)
+            for weight in self.weights.values():
+                pinned = weight.scales_in(self._pinned)
+                weight.scale = pinned.copy_(weight.scale)
 
     def masters_updated(self) -> None:
         """Note that the masters were written on the current stream: the next gather needs another cast."""
@@ -146,6 +160,8 @@ class FP8Shards:
                 if weight.spec.scale == "e4m3":  # in units of one scale of the whole weight
                     own = scale_from_amax(weight.scales_in(amax), weight.spec.format, "e4m3")
                     weight.scales_in(scales).copy_(own)
+            if self._pinned is not None:
+                scales = self._pinned.copy_(scales)
             for shard_cast, _ in self._shard_casts:
                 shard_cast.cast(scales, self._source)
             for weight in self.weights.values():

@@ -77,6 +77,16 @@ class GradientShards:
             self.clear(name for name in names if name not in self._arrived)
         self._arrived.update(names)
 
+    @property
+    def arrived(self) -> frozenset[str]:
+        """Return the names of the gradients that were added since the last step."""
+        return frozenset(self._arrived)
+
+    @arrived.setter
+    def arrived(self, names: Iterable[str]) -> None:
+        """Note which gradients were added by others than this object, or were not after all."""
+        self._arrived = set(names)
+
     def close_step(self, frozen: Iterable[str]) -> None:
         """Clear the gradients that did not arrive since the last step, and those of the parameters `frozen`."""
         missing = set() if self._written else self._places.keys() - self._arrived

@@ -93,6 +93,24 @@ class ParameterGather:
         """Call an observer with the casts of all weights, as FP8Shards.observe does. Between steps."""
         self._shards.observe(show)
 
+    def settle(self) -> None:
+        """Let the current stream wait until all shards are cast from the present masters; else cast them, collectively."""
+        self._shards.refresh_if_stale()
+        self._shards.wait_for_refresh()
+
+    def pin_scales(self) -> None:
+        """Keep the scales where they are, as FP8Shards.pin_scales does."""
+        self._shards.pin_scales()
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return where the shards lie, and which weights are gathered from them."""
+        return (self._shards.codes.data_ptr(), *self._weights)
+
+    def forget_gathered(self) -> None:
+        """Drop the gathered weights, without a word to DeepSpeed."""
+        for weight in self._weights.values():
+            setattr(weight.parameter, GATHERED, None)
+
     def refresh(self) -> None:
         """Cast all shards again from the master shards. Collective."""
         self._shards.refresh()

@@ -43,10 +43,10 @@ class Step:
     def __init__(self, engine: deepspeed.DeepSpeedEngine, optimizer: AdamW, reduce: GradientReduce | None):
         """Install the step; `why_not` must have returned None. reduce: None where gradients travel in BF16."""
         self._zero, self._optimizer, self._reduce = ZeroStep(engine), optimizer, reduce
-        self._gradients = GradientShards(self._zero.flat_gradient, self._zero.gradient_places())
+        self.gradients = GradientShards(self._zero.flat_gradient, self._zero.gradient_places())
         self._zero.replace_reduction(self._add)
         self._zero.replace_epilogue()
-        self._zero.on_gradient_write(self._gradients.written)
+        self._zero.on_gradient_write(self.gradients.written)
         self._zero.replace_step(self)
         self.write_bf16: Callable[[], None] = self._zero.write_bf16
         """Rounds the new masters into the BF16 shards; replaced where not all of those are needed."""
@@ -64,17 +64,17 @@ class Step:
             in_fp8 = self._reduce is not None and self._reduce.casts(parameter.grad.shape, names(parameter))
             (cast if in_fp8 else others).append(parameter)
         if others:
-            self._gradients.add_slices(stock(others), [names(p) for p in others], accumulate)
+            self.gradients.add_slices(stock(others), [names(p) for p in others], accumulate)
         if cast:
             gradients = [parameter.grad for parameter in cast]
-            self._reduce.add_to(self._gradients, gradients, self._zero.group, [names(p) for p in cast], accumulate)
+            self._reduce.add_to(self.gradients, gradients, self._zero.group, [names(p) for p in cast], accumulate)
 
     @torch.no_grad()
     def __call__(self) -> None:
         """Take the optimizer step that DeepSpeed's step() would take; the host waits once, for whether it was."""
         zero = self._zero
         zero.begin()
-        self._gradients.close_step(zero.frozen())
+        self.gradients.close_step(zero.frozen())
         norm = self._norm()
         skip = norm.isfinite().logical_not().to(torch.int32)
         verdict = streams.Fetch(skip)
@@ -90,7 +90,7 @@ class Step:
 
     def _norm(self) -> torch.Tensor:
         """Return the 2-norm of all gradients on all ranks, times the loss scale; FP64 []."""
-        squares = self._gradients.sum_of_squares().to(self._zero.norm_dtype)
+        squares = self.gradients.sum_of_squares().to(self._zero.norm_dtype)
         dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self._zero.group)
         return squares.sqrt()
 

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from deepspeed.accelerator import get_accelerator
+
+_capture: object | None = None
+"""Stands for the capture of a CUDA graph that is under way."""
+
+
+@contextmanager
+def capture() -> Iterator[None]:
+    """Leave out waits for events from before, which a graph that is captured inside cannot wait for.
+
+    Whoever replays it must let the stream that it is replayed on wait for them.
+    """
+    global _capture
+    _capture = object()
+    try:
+        yield
+    finally:
+        _capture = None
 
 
 def new_stream() -> object | None:
@@ -29,12 +47,13 @@ def record_event() -> object | None:
         return None
     event = get_accelerator().Event()
     event.record()
+    event.capture = _capture
     return event
 
 
 def wait_event(event: object | None) -> None:
     """Let the current stream wait for `event`."""
-    if event is not None:
+    if event is not None and event.capture is _capture:
         get_accelerator().current_stream().wait_event(event)
 
 

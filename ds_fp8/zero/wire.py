@@ -46,6 +46,18 @@ class WireMeter:
         """
         self._sent[purpose] += round(nbytes * _SHARES[collective](dist.get_world_size(group)))
 
+    def sent(self) -> Counter[str]:
+        """Return the bytes sent since the last `take`, by purpose."""
+        return Counter(self._sent)
+
+    def add(self, sent: Counter[str]) -> None:
+        """Count what a CUDA graph sends, of which Python sees nothing."""
+        self._sent.update(sent)
+
+    def subtract(self, sent: Counter[str]) -> None:
+        """Take back what was counted and not sent."""
+        self._sent.subtract(sent)
+
     def take(self) -> dict[str, int]:
         """Return the bytes sent since the last call, by purpose."""
         sent = {purpose: self._sent[purpose] for purpose in (GATHER, GRADIENT)}

@@ -8,6 +8,7 @@ ZeRO-3 (`deepspeed.runtime.zero`) is entered at these places:
     updates.py        methods of the ZeRO-3 optimizer after which the FP32 master shards may differ
     checkpoints.py    save_checkpoint and load_checkpoint of the engine
     step.py           DeepSpeed's ZeRO-3 optimizer as this package's step uses it
+    micro_step.py     forward and backward of one micro-batch, as a CUDA graph captures them
     bf16_shards.py    the BF16 shards that DeepSpeed keeps beside the masters
 
 What is installed (installation.py) is installed on instances (an engine, its optimizer, modules and parameters), never

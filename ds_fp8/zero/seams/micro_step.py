@@ -1,0 +1,146 @@
+"""One forward and backward under ZeRO-3 as a CUDA graph captures it: DeepSpeed's streams, waits and counters.
+
+DeepSpeed's hooks run while a graph is captured, and not when it is replayed. So a capture begins and ends in the state
+that DeepSpeed is in between two micro-steps: all parameters partitioned but the persistent ones, nothing in flight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from ds_fp8.zero import streams
+from ds_fp8.zero.deepspeed_versions import ACTIVE_BACKWARD, AVAILABLE_PARAMETERS, FETCH_EVENTS, GATHER_STREAM, IN_FLIGHT
+
+_COUNTERS = ("ds_grads_remaining", "applied_pre_backward_ref_cnt")
+"""Of modules: what DeepSpeed's hooks count between forward and backward."""
+
+
+class _Discarded(deque):
+    """Events that the host would wait for, lest it run ahead; a captured one cannot be waited for."""
+
+    def append(self, event: object) -> None:
+        """Discard the event."""
+
+
+class MicroStep:
+    """Forward and backward of one micro-batch of a ZeRO-3 engine, as they can be captured."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine):
+        self._engine, self._zero = engine, engine.optimizer
+        self._coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+        self._modules = list(engine.module.modules())
+        self._parameters = list(engine.module.parameters())
+
+    @property
+    def ready(self) -> bool:
+        """Return whether DeepSpeed knows the order of all modules: what it fetches stays the same from now on."""
+        return self._coordinator.is_complete_trace()
+
+    @property
+    def accumulates(self) -> bool:
+        """Return whether the gradients of this micro-step are added to those of earlier ones."""
+        return self._zero.micro_step_id > 0
+
+    @property
+    def persistent(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that stay whole between micro-steps."""
+        return [parameter for parameter in self._parameters if parameter.ds_persist]
+
+    def trained(self) -> tuple[bool, ...]:
+        """Return of every parameter whether it gets a gradient."""
+        return tuple(parameter.requires_grad for parameter in self._parameters)
+
+    def addresses(self, elsewhere: Callable[[torch.nn.Parameter], bool]) -> tuple[int, ...]:
+        """Return where the shards lie that a micro-step gathers, and the gradients it writes.
+
+        elsewhere: says of a parameter that it is gathered from other shards than DeepSpeed's.
+        """
+        gathered = [p.ds_tensor for p in self._parameters if not (p.ds_persist or elsewhere(p))]
+        return tuple(tensor.data_ptr() for tensor in (self._zero.grad_partitions_flat_buffer, *gathered))
+
+    def side_streams(self) -> list[object]:
+        """Return the streams of gathers and reductions."""
+        return [getattr(self._coordinator, GATHER_STREAM), self._zero.reduce_and_partition_stream]
+
+    @contextlib.contextmanager
+    def unthrottled(self) -> Iterator[None]:
+        """Keep the host from waiting for gathers and reductions that are a few modules behind."""
+        fetches, reductions = getattr(self._coordinator, FETCH_EVENTS), self._zero.param_reduce_events
+        setattr(self._coordinator, FETCH_EVENTS, _Discarded())
+        self._zero.param_reduce_events = _Discarded()
+        try:
+            yield
+        finally:
+            setattr(self._coordinator, FETCH_EVENTS, fetches)
+            self._zero.param_reduce_events = reductions
+
+    def finish_gathers(self) -> None:
+        """Let the current stream wait for all gathers in flight; their parameters are available then."""
+        registry = getattr(self._coordinator, IN_FLIGHT)
+        for parameter in list(registry):
+            with streams.on_stream(self.side_streams()[0]):
+                handle = registry.pop(parameter, None)
+                if handle is not None:
+                    handle.wait()
+        streams.wait_stream(self.side_streams()[0])
+
+    def finish_backward(self) -> None:
+        """Reduce the gradients that wait for a full bucket, and release what no hook has released."""
+        self._zero.independent_gradient_partition_epilogue()
+        self._zero.backward_epilogue()
+        self.partition()
+
+    def settle(self) -> None:
+        """Gather persistent parameters and partition all others, as after a step. Collective where there is any."""
+        self.partition()
+        missing = [p for p in self.persistent if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        if missing:
+            missing[0].all_gather(missing)
+
+    def partition(self) -> None:
+        """Partition every parameter that is available and not persistent."""
+        self.finish_gathers()
+        for parameter in self._parameters:
+            if parameter.ds_status == ZeroParamStatus.AVAILABLE and not parameter.ds_persist:
+                parameter.ds_active_sub_modules.clear()
+                parameter.partition()
+        setattr(self._coordinator, AVAILABLE_PARAMETERS, 0)
+
+    def remember(self) -> dict[str, Any]:
+        """Return the counters of DeepSpeed's hooks, for `restore`."""
+        return {
+            "backward": dict(vars(self._zero._backward_hook_state)),
+            "epilogue": self._zero.averaged_gradients,
+            "modules": [{name: vars(m)[name] for name in _COUNTERS if name in vars(m)} for m in self._modules],
+            "stack": list(parameter_offload.FWD_MODULE_STACK),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put the counters back to what they were."""
+        vars(self._zero._backward_hook_state).update(state["backward"])
+        self._zero.averaged_gradients = state["epilogue"]
+        for module, counters in zip(self._modules, state["modules"], strict=True):
+            vars(module).update(counters)
+        parameter_offload.FWD_MODULE_STACK[:] = state["stack"]
+
+    def abandon(self) -> None:
+        """Drop all that a capture that failed has begun: nothing of it is in any memory."""
+        getattr(self._coordinator, IN_FLIGHT).clear()
+        getattr(self._coordinator, ACTIVE_BACKWARD).clear()
+        for bucket in self._zero.ipg_buckets.values():
+            bucket.clear_params()
+        for parameter in self._parameters:
+            parameter.grad = None
+            parameter.ds_active_sub_modules.clear()
+            if not parameter.ds_persist and parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+                parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        setattr(self._coordinator, AVAILABLE_PARAMETERS, 0)

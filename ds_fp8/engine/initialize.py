@@ -151,9 +151,11 @@ def initialize(
     if conversion is not None:
         state.health = Health(engine, monitor, fp8)
         _install(engine, state)
-        state.why_no_graphs = why_no_graphs(engine, state)
+        state.why_no_graphs = why_no_graphs(engine, fp8, loss, state.why_no_step)
         if state.why_no_graphs is None:
-            state.graphs = MicroStepGraphs(engine, state)
+            state.graphs = MicroStepGraphs(
+                engine, state.step.gradients, state.parameter_gather, state.wire, state.health, monitor
+            )
             state.health.on_move = state.graphs.reset
         if engine.zero_optimization_partition_weights():
             seams.gather_behind_writes(engine)

@@ -29,10 +29,16 @@ import deepspeed
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ds_fp8.engine.state import FP8State
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.health import Health
 from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.loss import LossFusion
+from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.zero import seams, streams
+from ds_fp8.zero.gradient_shards import GradientShards
+from ds_fp8.zero.parameter_gather import ParameterGather
 from ds_fp8.zero.seams.micro_step import MicroStep
+from ds_fp8.zero.wire import WireMeter
 
 EAGER_STEPS = 2
 """Micro-steps of a kind that run eagerly before one is captured: kernels are compiled, memory is allocated in them."""
@@ -46,16 +52,24 @@ COPIED = frozenset({"input_ids", "labels", "shift_labels", "num_items_in_batch",
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def why_no_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> str | None:
-    """Return what keeps this engine from capturing any micro-step, or None."""
-    fp8 = state.config
+def why_no_graphs(
+    engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, loss: LossFusion | None, why_no_step: str | None
+) -> str | None:
+    """Return what keeps this engine from capturing any micro-step, or None.
+
+    Args:
+        engine: Of any ZeRO stage.
+        fp8: Its "fp8" section.
+        loss: How its loss was fused.
+        why_no_step: Why DeepSpeed's optimizer step stays, or None.
+    """
     recipes = [module.recipe for module in engine.module.modules() if isinstance(module, FP8Linear)]
     casts = [cast for recipe in recipes for cast in (recipe.input, recipe.weight, recipe.grad_output)]
     reasons = {
         '"graph" is "off"': fp8.graph == "off",
         "there is no CUDA device": engine.device.type != "cuda",
-        f"DeepSpeed's step stays: {state.why_no_step}": state.step is None,
-        "the loss is not fused: logits may have gradients of their own": state.loss is None or not state.loss.fused,
+        f"DeepSpeed's step stays: {why_no_step}": why_no_step is not None,
+        "the loss is not fused: logits may have gradients of their own": loss is None or not loss.fused,
         "gradients are rounded at random, with a key of every micro-batch": fp8.grad_reduce.rounding == "stochastic",
         "gradients have one scale each, which adapts over time": fp8.grad_reduce.scale == "tensor",
         "casts are emulated, operation by operation": any(cast.by_torch for cast in casts),
@@ -150,12 +164,29 @@ class _Graph:
 class MicroStepGraphs:
     """Takes the place of calling an engine's module: eager at first, and replayed where a micro-step repeats."""
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, state: FP8State):
-        """Install the graphs; `why_no_graphs` must have returned None."""
-        self._engine, self._state = engine, state
+    def __init__(
+        self,
+        engine: deepspeed.DeepSpeedEngine,
+        gradients: GradientShards,
+        gather: ParameterGather | None,
+        wire: WireMeter,
+        health: Health,
+        monitor: CastMonitor,
+    ):
+        """Install the graphs; `why_no_graphs` must have returned None.
+
+        Args:
+            engine: Of ZeRO stage 3.
+            gradients: What its reductions add to.
+            gather: What gathers its weights in FP8, if anything does.
+            wire: Counts the bytes.
+            health: Says what there is to say.
+            monitor: Measured steps run eagerly.
+        """
+        self._engine, self._gather, self._health, self._monitor = engine, gather, health, monitor
         self.device = engine.device
         self.micro_step = MicroStep(engine)
-        self.gradients, self.wire = state.step.gradients, state.wire
+        self.gradients, self.wire = gradients, wire
         self.stock: Callable[..., Any] = engine.module._call_impl
         self.off: str | None = None
         """Why nothing is captured any more."""
@@ -208,7 +239,7 @@ class MicroStepGraphs:
 
     def addresses(self) -> tuple[int, ...]:
         """Return where all lies that a graph reads and writes besides its own memory."""
-        gather = self._state.parameter_gather
+        gather = self._gather
         if gather is None:
             return self.micro_step.addresses(lambda parameter: False)
         return (*self.micro_step.addresses(gather.gathers), *gather.addresses())
@@ -229,7 +260,7 @@ class MicroStepGraphs:
     def _settle(self) -> None:
         """Bring parameters and shards to the state in which graphs begin, on the current stream."""
         self.micro_step.settle()
-        gather = self._state.parameter_gather
+        gather = self._gather
         if gather is not None:
             gather.settle()
 
@@ -237,7 +268,7 @@ class MicroStepGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             _reuse_memory_of_other_streams()
-        gather, memory = self._state.parameter_gather, torch.cuda.memory_reserved(self.device)
+        gather, memory = self._gather, torch.cuda.memory_reserved(self.device)
         if gather is not None:
             gather.pin_scales()
         state = self.micro_step.remember()
@@ -253,7 +284,7 @@ class MicroStepGraphs:
             self.micro_step.restore(state)
             self.reset()
             self.off = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            self._state.health.say(f"CUDA graphs are off: {self.off}")
+            self._health.say(f"CUDA graphs are off: {self.off}")
             return None
         more = torch.cuda.memory_reserved(self.device) - memory
         self._say(f"forward and backward run as CUDA graphs from here on ({more / 2**30:+.2f} GiB reserved)")
@@ -263,7 +294,7 @@ class MicroStepGraphs:
         module = self._engine.module
         if not (module.training and torch.is_grad_enabled()):
             return ""  # evaluation, of which nothing need be said
-        if self._state.monitor.active:
+        if self._monitor.active:
             return ""
         if args:
             return "the batch is passed by position"
@@ -295,7 +326,7 @@ class MicroStepGraphs:
     def _say(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
-            self._state.health.say(line)
+            self._health.say(line)
 
 
 def _only_differentiable(leaves: list[Any]) -> tuple[int, torch.Tensor]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import deepspeed
 
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.health import Health
+from ds_fp8.engine.micro_step_graph import MicroStepGraphs
 from ds_fp8.layers.convert import Conversion
 from ds_fp8.layers.loss import LossFusion
 from ds_fp8.monitor.cast_monitor import CastMonitor
@@ -18,9 +19,6 @@ from ds_fp8.zero.nodes import Nodes
 from ds_fp8.zero.parameter_gather import ParameterGather
 from ds_fp8.zero.step import Step
 from ds_fp8.zero.wire import WireMeter
-
-if TYPE_CHECKING:
-    from ds_fp8.engine.micro_step_graph import MicroStepGraphs
 
 CHECKPOINT_KEY = "ds_fp8"
 """Of the state among what DeepSpeed's checkpoints call client state."""

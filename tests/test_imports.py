@@ -15,7 +15,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SEAMS = {
     f"ds_fp8/zero/seams/{name}.py"
-    for name in ("bf16_shards", "checkpoints", "gradients", "installation", "parameters", "step", "updates")
+    for name in (
+        "bf16_shards",
+        "checkpoints",
+        "gradients",
+        "installation",
+        "micro_step",
+        "parameters",
+        "step",
+        "updates",
+    )
 }
 """The files that may import any module of DeepSpeed (deepspeed_versions.py checks their names as text)."""
 PUBLIC = {

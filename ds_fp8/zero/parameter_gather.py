@@ -94,7 +94,7 @@ class ParameterGather:
         self._shards.observe(show)
 
     def settle(self) -> None:
-        """Let the current stream wait until all shards are cast from the present masters; else cast them, collectively."""
+        """Let the current stream wait until all shards are cast from the present masters, if need be by a cast."""
         self._shards.refresh_if_stale()
         self._shards.wait_for_refresh()
 

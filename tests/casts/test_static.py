@@ -149,6 +149,7 @@ def test_what_does_not_go_together_is_an_error(linear):
         FP8Config(linear=linear)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's kernels find amax within the cast: no operation shows it")
 def test_no_cast_of_a_fused_layer_looks_for_an_amax():
     """The same count finds amax where scales follow it."""
     counts = {}

@@ -234,7 +234,7 @@ def test_a_head_in_fp8_casts_by_tile_as_it_does_by_chunk(preset, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     recipe = LinearRecipe.from_config(FP8Config.from_preset(preset, linear={"backend": "reference"}))
     monkeypatch.setattr(cross_entropy, "chunk_tokens", lambda *_: 128)
-    given = operands(384, 64, 256, torch.bfloat16)
+    given = operands(384, 64, 256, torch.bfloat16, "cuda" if torch.cuda.is_available() else "cpu")
     by_chunk = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)
     monkeypatch.setattr(FP8Head, "_casts_by_tile", lambda *_: True)
     by_tile = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)

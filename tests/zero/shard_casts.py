@@ -12,6 +12,7 @@ from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec, Rotation
 from ds_fp8.zero.seams import Shard
 from ds_fp8.zero.shards import ShardedWeight, place_scales, stacks_of
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(131, 301), (256, 128), (1, 5), (70, 131), (400, 16), (3, 1000), (128, 384)]
 
 
@@ -64,7 +65,7 @@ def shards_of(masters: list[torch.Tensor], weights: list[ShardedWeight]) -> dict
     return result
 
 
-def cast_on_all_ranks(make, masters, world, spec: CastSpec, device="cpu", to=lambda shard: shard):
+def cast_on_all_ranks(make, masters, world, spec: CastSpec, device=DEVICE, to=lambda shard: shard):
     """(amax, codes of every weight) after `make(weights, codes, spec)` has cast the shards of every rank."""
     shapes = [tuple(master.shape) for master in masters]
     ranks = [weights_of(rank, world, spec.granularity, device, shapes, spec.rotation) for rank in range(world)]

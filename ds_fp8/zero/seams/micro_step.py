@@ -72,13 +72,16 @@ class MicroStep:
 
     @contextlib.contextmanager
     def unthrottled(self) -> Iterator[None]:
-        """Keep the host from waiting for gathers and reductions that are a few modules behind."""
+        """Keep the host from waiting for gathers and reductions: what is captured does not run."""
         fetches, reductions = getattr(self._coordinator, FETCH_EVENTS), self._zero.param_reduce_events
         setattr(self._coordinator, FETCH_EVENTS, _Discarded())
         self._zero.param_reduce_events = _Discarded()
+        synchronize = torch.cuda.Stream.synchronize  # a gather of one rank, which is a copy, calls it
+        torch.cuda.Stream.synchronize = lambda stream: None
         try:
             yield
         finally:
+            torch.cuda.Stream.synchronize = synchronize
             setattr(self._coordinator, FETCH_EVENTS, fetches)
             self._zero.param_reduce_events = reductions
 

@@ -278,6 +278,9 @@ class MicroStepGraphs:
             while error.__context__ is not None:  # what ended the capture, and not that it had ended
                 error = error.__context__
             torch.cuda.synchronize(self.device)
+            # torch leaves its random numbers in the state of a capture that never ends.
+            generator = torch.cuda.default_generators[self.device.index]
+            generator.graphsafe_set_state(generator.clone_state())
             if gather is not None:
                 gather.forget_gathered()
             self.micro_step.abandon()

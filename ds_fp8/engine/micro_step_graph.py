@@ -223,7 +223,7 @@ class MicroStepGraphs:
         if graph is None:
             self._seen[kind] = self._seen.get(kind, 0) + 1
             if self._seen[kind] <= EAGER_STEPS or not self.micro_step.ready:
-                return self.stock(*args, **kwargs)
+                return self._aside(args, kwargs)
             if len(self._graphs) == MOST_GRAPHS:
                 return self._eager(f"batches of {MOST_GRAPHS} shapes are captured already", args, kwargs)
         self._settle()
@@ -232,7 +232,7 @@ class MicroStepGraphs:
                 self.reset()
             graph = self._captured(kind, kwargs)
             if graph is None:
-                return self.stock(*args, **kwargs)
+                return self._eager(self.off, args, kwargs)
         if graph.pending is not None and graph.pending() is not None:
             return self._eager("a forward ran before the backward of another", args, kwargs)
         return graph.replay(kwargs)
@@ -265,15 +265,18 @@ class MicroStepGraphs:
             gather.settle()
 
     def _captured(self, kind: object, batch: Mapping[str, Any]) -> _Graph | None:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-            _reuse_memory_of_other_streams()
         gather, memory = self._gather, torch.cuda.memory_reserved(self.device)
         if gather is not None:
             gather.pin_scales()
         state = self.micro_step.remember()
         try:
-            graph = self._graphs[kind] = _Graph(self, batch)
+            if not self._graphs:
+                # Once in vain: with memory reused, torch ends the process where a capture of backward fails.
+                self._pool = torch.cuda.graph_pool_handle()
+                _Graph(self, batch)
+                self._pool = torch.cuda.graph_pool_handle()
+            with _memory_of_other_streams_reused():
+                graph = self._graphs[kind] = _Graph(self, batch)
         except Exception as error:  # whatever a model does that no graph can hold; it is said, and runs eagerly
             while error.__context__ is not None:  # what ended the capture, and not that it had ended
                 error = error.__context__
@@ -324,7 +327,21 @@ class MicroStepGraphs:
     def _eager(self, why: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         if why and why != self.off:
             self._say(f"without CUDA graphs: {why}")
-        return self.stock(*args, **kwargs)
+        trains = self.off is None and torch.is_grad_enabled()
+        return self._aside(args, kwargs) if trains else self.stock(*args, **kwargs)
+
+    def _aside(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Call the module on the stream that graphs are captured on.
+
+        Autograd adds a gradient up on the stream that its parameter was first used on, and remembers that for as long
+        as somebody holds the loss of an earlier step. A capture must not come upon another stream there.
+        """
+        outside = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            output = self.stock(*args, **kwargs)
+        outside.wait_stream(self._stream)
+        return output
 
     def _say(self, line: str) -> None:
         if line not in self._said:
@@ -360,13 +377,22 @@ def _masks_as_outside() -> Iterator[None]:
             setattr(masking_utils, name, value)
 
 
-def _reuse_memory_of_other_streams() -> None:
+@contextlib.contextmanager
+def _memory_of_other_streams_reused() -> Iterator[None]:
     """Let a capture use memory again that another stream has read meanwhile, which it otherwise keeps to its end."""
     given = next((os.environ[name] for name in _SETTINGS if os.environ.get(name)), "")
-    if "graph_capture_record_stream_reuse" in given:
+    setting = "graph_capture_record_stream_reuse"
+    if setting in given or not hasattr(torch.cuda.memory, "_set_allocator_settings"):
+        yield
+        return
+    before = f"{given}," * bool(given)
+    try:
+        torch.cuda.memory._set_allocator_settings(f"{before}{setting}:True")
+    except (RuntimeError, ValueError) as error:
+        warnings.warn(f"CUDA graphs take more memory with this torch: {error}", stacklevel=2)
+        yield
         return
     try:
-        settings = ",".join(filter(None, (given, "graph_capture_record_stream_reuse:True")))
-        torch.cuda.memory._set_allocator_settings(settings)
-    except (AttributeError, RuntimeError) as error:
-        warnings.warn(f"CUDA graphs take more memory with this torch: {error}", stacklevel=2)
+        yield
+    finally:
+        torch.cuda.memory._set_allocator_settings(f"{before}{setting}:False")

@@ -113,10 +113,11 @@ def test_gated_mlp(backend, tokens, hidden, features, normed):
         n = F.rms_norm(h, (hidden,), exact[5], 1e-6)
     stored = ("dy", "x") if DEVICE == "cuda" else ("", "")  # no shape here is whole blocks
     left, right = _BF16.apply(_Product.apply(n, torch.cat(exact[1:3]), stored[0]), True, False).chunk(2, -1)
-    down = _Product.apply(_BF16.apply(F.silu(left) * right, False, True), exact[3], stored[1])
-    expected = down + (h if normed else 0)
+    product = F.silu(left) * right
+    expected = _Product.apply(_BF16.apply(product, False, True), exact[3], stored[1]) + (h if normed else 0)
     wanted = torch.autograd.grad(expected, exact, dy.double())
-    assert error(y, expected) < FLIPPED
+    one_flip = (product.abs() / 8 * exact[3].norm(dim=0)).max() / expected.norm()  # of one element, at most
+    assert error(y, expected) < (max(FLIPPED, one_flip) if tokens == 1 else FLIPPED)
     for result, reference in zip(gradients, wanted, strict=True):
         assert error(result, reference) < FLIPPED
 

@@ -106,7 +106,7 @@ def test_a_cpu_gets_the_reference():
 def test_shards_of_whole_blocks_are_rotated_as_the_whole_is(world, granularity, seed):
     spec = CastSpec(granularity=granularity, rotation=Rotation(32, seed))
     masters = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in WHOLE_BLOCKS]
-    assert_whole(masters, *cast_on_all_ranks(reference, masters, world, spec)[1:], spec)
+    assert_whole(masters, *cast_on_all_ranks(reference, masters, world, spec, "cpu")[1:], spec)
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -46,8 +46,9 @@ EAGER_STEPS = 2
 MOST_GRAPHS = 8
 """Kinds of micro-steps that are captured: every graph keeps buffers of its own."""
 
-COPIED = frozenset({"input_ids", "labels", "shift_labels", "num_items_in_batch", "inputs_embeds"})
-"""Tensors of a batch whose values decide nothing but numbers."""
+ITEMS = "num_items_in_batch"
+COPIED = frozenset({"input_ids", "labels", "shift_labels", "inputs_embeds", "position_ids", ITEMS})
+"""Tensors of a batch whose values decide nothing but numbers, once every row is known to be one whole sequence."""
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -215,9 +216,15 @@ class MicroStepGraphs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns: computed by a graph, or eagerly where there is none for this call."""
+        if isinstance(kwargs.get(ITEMS), (int, float)) and not self.off:  # a number would be part of the graph
+            kwargs[ITEMS] = torch.tensor(float(kwargs[ITEMS]), device=self.device)
         why = self.off or self._why_eager(args, kwargs)
+        if why is None and not _one_sequence_a_row(kwargs):
+            why = "rows are padded, or hold several documents: what attention computes differs from batch to batch"
         if why is not None:
             return self._eager(why, args, kwargs)
+        # Of ones only; transformers leaves such a mask out as well.
+        kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         kind = self._kind(kwargs)
         graph = self._graphs.get(kind)
         if graph is None:
@@ -273,7 +280,8 @@ class MicroStepGraphs:
             if not self._graphs:
                 # Once in vain: with memory reused, torch ends the process where a capture of backward fails.
                 self._pool = torch.cuda.graph_pool_handle()
-                _Graph(self, batch)
+                with _streams_unrecorded():
+                    _Graph(self, batch)
                 self._pool = torch.cuda.graph_pool_handle()
             with _memory_of_other_streams_reused():
                 graph = self._graphs[kind] = _Graph(self, batch)
@@ -304,9 +312,11 @@ class MicroStepGraphs:
             return ""
         if args:
             return "the batch is passed by position"
+        if getattr(module, "is_gradient_checkpointing", False):
+            return "activations are recomputed, with the state of random numbers saved on the host"
         for name, value in kwargs.items():
             if torch.is_tensor(value):
-                if name not in COPIED:
+                if name not in COPIED and not (name == "attention_mask" and value.dim() == 2):
                     return f'the values of "{name}" may decide what is computed'
             elif value is not None and not isinstance(value, (bool, int, float, str)):
                 return f'"{name}" is a {type(value).__name__}'
@@ -357,12 +367,35 @@ def _only_differentiable(leaves: list[Any]) -> tuple[int, torch.Tensor]:
     return places[0], leaves[places[0]]
 
 
+def _one_sequence_a_row(batch: Mapping[str, Any]) -> bool:
+    """Return whether no token of a batch is masked, and its positions count from 0; the host waits for the answer.
+
+    transformers waits as well when it builds the mask of such a batch.
+    """
+    mask, positions = (batch.get(name) for name in ("attention_mask", "position_ids"))
+    plain = [] if mask is None else [mask.all()]
+    if positions is not None:
+        plain.append((positions == torch.arange(positions.shape[-1], device=positions.device)).all())
+    return not plain or bool(torch.stack(plain).all())
+
+
+@contextlib.contextmanager
+def _streams_unrecorded() -> Iterator[None]:
+    """Let memory be reused at once, for a capture that is never replayed."""
+    record_stream = torch.Tensor.record_stream
+    torch.Tensor.record_stream = lambda tensor, stream: None
+    try:
+        yield
+    finally:
+        torch.Tensor.record_stream = record_stream
+
+
 @contextlib.contextmanager
 def _masks_as_outside() -> Iterator[None]:
     """Let transformers build the attention mask that it builds without a graph.
 
-    It would make masks of all tokens by all tokens, lest a graph bake in what it reads of a batch. Batches with masks
-    or positions of their own are not captured, so there is nothing to read: every row is one causal sequence.
+    It would make masks of all tokens by all tokens, lest a graph bake in what it reads of a batch. Here every row is
+    known to be one causal sequence.
     """
     from transformers import masking_utils
 

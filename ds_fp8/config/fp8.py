@@ -187,10 +187,10 @@ class FP8Config(Section):
     """auto: decoder layers of the usual structure run as a few fused operations instead of linear by linear. off: every
     layer keeps its own forward."""
     attention: AttentionConfig = AttentionConfig()
-    graph: Literal["auto", "off"] = "auto"
-    """auto: forward and backward of a micro-batch run as CUDA graphs, which the GPU takes from one kernel to the next
-    without Python, wherever the shapes of batches repeat and nothing they hold decides what is computed; the start
-    report, or one line in the log, says where not. off: every kernel is launched by Python."""
+    graph: Literal["off", "auto"] = "off"
+    """off: Python launches every kernel. auto: forward and backward of a micro-batch run as CUDA graphs, for which the
+    GPU does not wait for Python, wherever the shapes of batches repeat on all ranks and every row is one sequence; the
+    start report, or one line in the log, says where not. For small models and few tokens."""
     loss: LossConfig = LossConfig()
     param_gather: ParameterGatherConfig = ParameterGatherConfig()
     grad_reduce: GradientReduceConfig = GradientReduceConfig()

@@ -18,7 +18,7 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.optimizer_state import MOMENTS
 from ds_fp8.engine import break_even
 from ds_fp8.engine.coverage import EXPERTS, coverage
-from ds_fp8.engine.micro_step_graph import EAGER_STEPS
+from ds_fp8.engine.micro_steps import EAGER_STEPS
 from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
 from ds_fp8.layers.attention_format import AttentionFormat

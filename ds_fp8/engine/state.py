@@ -9,7 +9,7 @@ import deepspeed
 
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.health import Health
-from ds_fp8.engine.micro_step_graph import MicroStepGraphs
+from ds_fp8.engine.micro_steps import MicroStepGraphs
 from ds_fp8.layers.convert import Conversion
 from ds_fp8.layers.loss import LossFusion
 from ds_fp8.monitor.cast_monitor import CastMonitor

@@ -78,6 +78,11 @@ class GradientShards:
         self._arrived.update(names)
 
     @property
+    def device(self) -> torch.device:
+        """Return where the gradients lie."""
+        return self._flat.device
+
+    @property
     def arrived(self) -> frozenset[str]:
         """Return the names of the gradients that were added since the last step."""
         return frozenset(self._arrived)

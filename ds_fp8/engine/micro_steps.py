@@ -1,0 +1,307 @@
+"""Micro-steps of an engine as CUDA graphs: which ones are captured, when, and why others are not.
+
+All ranks do the same: a graph's collectives are NCCL's, and nobody says that a captured one may meet one that is not.
+So before every micro-step they compare what they are about to run, on the host and beside the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.capture import (
+    end_failed_capture,
+    masks_as_outside,
+    memory_of_other_streams_reused,
+    streams_unrecorded,
+)
+from ds_fp8.engine.health import Health
+from ds_fp8.engine.micro_step_graph import MicroStepGraph
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.loss import LossFusion
+from ds_fp8.monitor.cast_monitor import CastMonitor
+from ds_fp8.zero import seams, streams
+from ds_fp8.zero.gradient_shards import GradientShards
+from ds_fp8.zero.parameter_gather import ParameterGather
+from ds_fp8.zero.seams.micro_step import MicroStep
+from ds_fp8.zero.wire import WireMeter
+
+EAGER_STEPS = 2
+"""Micro-steps of a kind that run eagerly before one is captured: kernels are compiled, memory is allocated in them."""
+
+MOST_GRAPHS = 8
+"""Kinds of micro-steps that are captured: every graph keeps buffers of its own."""
+
+MEASURED = "casts are measured"
+ITEMS = "num_items_in_batch"
+COPIED = frozenset({"input_ids", "labels", "shift_labels", "inputs_embeds", "position_ids", ITEMS})
+"""Tensors of a batch whose values decide nothing but numbers, once every row is known to be one whole sequence."""
+
+
+def why_no_graphs(
+    engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, loss: LossFusion | None, why_no_step: str | None
+) -> str | None:
+    """Return what keeps this engine from capturing any micro-step, or None.
+
+    Args:
+        engine: Of any ZeRO stage.
+        fp8: Its "fp8" section.
+        loss: How its loss was fused.
+        why_no_step: Why DeepSpeed's optimizer step stays, or None.
+    """
+    recipes = [module.recipe for module in engine.module.modules() if isinstance(module, FP8Linear)]
+    casts = [cast for recipe in recipes for cast in (recipe.input, recipe.weight, recipe.grad_output)]
+    reasons = {
+        '"graph" is "off"': fp8.graph == "off",
+        "there is no CUDA device": engine.device.type != "cuda",
+        f"DeepSpeed's step stays: {why_no_step}": why_no_step is not None,
+        "the loss is not fused: logits may have gradients of their own": loss is None or not loss.fused,
+        "gradients are rounded at random, with a key of every micro-batch": fp8.grad_reduce.rounding == "stochastic",
+        "gradients have one scale each, which adapts over time": fp8.grad_reduce.scale == "tensor",
+        "casts are emulated, operation by operation": any(cast.by_torch for cast in casts),
+        "ranks share sequences": engine.sequence_parallel_size > 1,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+class MicroStepGraphs:
+    """Takes the place of calling an engine's module: eager at first, and replayed where a micro-step repeats."""
+
+    def __init__(
+        self,
+        engine: deepspeed.DeepSpeedEngine,
+        gradients: GradientShards,
+        gather: ParameterGather | None,
+        wire: WireMeter,
+        health: Health,
+        monitor: CastMonitor,
+    ):
+        """Install the graphs; `why_no_graphs` must have returned None.
+
+        Args:
+            engine: Of ZeRO stage 3.
+            gradients: What its reductions add to.
+            gather: What gathers its weights in FP8, if anything does.
+            wire: Counts the bytes.
+            health: Says what there is to say.
+            monitor: Measured steps run eagerly.
+        """
+        self._engine, self._gather, self._health, self._monitor = engine, gather, health, monitor
+        self.device = engine.device
+        self.micro_step = MicroStep(engine)
+        self._gradients, self._wire = gradients, wire
+        self.stock: Callable[..., Any] = engine.module._call_impl
+        self.off: str | None = None
+        """Why nothing is captured any more."""
+        self._graphs: dict[object, MicroStepGraph] = {}
+        self._seen: dict[object, int] = {}
+        self._said: set[str] = set()
+        self._pool: object | None = None
+        # NCCL would have all ranks exchange addresses in a capture, where one may fail.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+        self._group = torch.distributed.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self._stream = torch.cuda.Stream(engine.device)
+        seams.replace(engine, engine.module, "_call_impl", self)
+        seams.on_destroy(engine, self.reset)
+
+    def __reduce__(self) -> tuple:
+        # A copy of a model under training has no engine, and computes by itself.
+        return types.MethodType, (torch.nn.Module._call_impl, self._engine.module)
+
+    @property
+    def captured(self) -> int:
+        """Return how many kinds of micro-steps are captured."""
+        return len(self._graphs)
+
+    def reset(self) -> None:
+        """Forget all graphs: what they were captured from has changed."""
+        self._graphs.clear()
+        self._seen.clear()
+        self._pool = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns: computed by a graph, or eagerly where there is none for this call."""
+        if not (self._engine.module.training and torch.is_grad_enabled()):
+            return self.stock(*args, **kwargs)
+        if isinstance(kwargs.get(ITEMS), (int, float)):  # a number would be part of the graph
+            kwargs[ITEMS] = torch.tensor(float(kwargs[ITEMS]), device=self.device)
+        if self.off is not None:
+            return self.stock(*args, **kwargs)
+        why, kind, graph = self._why_eager(args, kwargs), None, None
+        if why is None:
+            # A mask is of ones only, and then transformers leaves it out as well.
+            batch = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+            kind = self._kind(batch)
+            graph = self._graphs.get(kind)
+            if graph is not None and graph.pending:
+                why = "a forward ran before the backward of another"
+        number = 0 if why is not None else zlib.crc32(repr(kind).encode()) + 1
+        usable = graph is not None and graph.addresses == self.addresses()
+        lowest, highest, usable = self._least(number, -number, usable)
+        if not number or lowest != -highest:
+            if why != MEASURED:
+                self._say(f"without CUDA graphs: {why or 'the batches of other ranks have other shapes'}")
+            return self._aside(args, kwargs)
+        if not usable:
+            self._seen[kind] = self._seen.get(kind, 0) + 1
+            if self._seen[kind] <= EAGER_STEPS or not self.micro_step.ready:
+                return self._aside(args, kwargs)
+            if graph is None and len(self._graphs) == MOST_GRAPHS:
+                self._say(f"without CUDA graphs: batches of {MOST_GRAPHS} shapes are captured already")
+                return self._aside(args, kwargs)
+            if graph is not None:  # a checkpoint was loaded, or the like: all of them read elsewhere now
+                self._graphs.clear()
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = self._captured(kind, batch)
+            if graph is None:
+                return self.stock(*args, **kwargs)
+        self._settle()
+        return graph.replay(batch)
+
+    def _least(self, *numbers: int) -> list[int]:
+        """Return the least of every number over all ranks. The host waits for the other hosts, for no device."""
+        if self._group is None:
+            return list(numbers)
+        found = torch.tensor(numbers, dtype=torch.int64)
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=self._group)
+        return found.tolist()
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return where all lies that a graph reads and writes besides its own memory."""
+        gather = self._gather
+        if gather is None:
+            return self.micro_step.addresses(lambda parameter: False)
+        return (*self.micro_step.addresses(gather.gathers), *gather.addresses())
+
+    @contextlib.contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Capture what is enqueued inside, on DeepSpeed's streams too."""
+        sides = self.micro_step.side_streams()
+        # Other threads (NCCL's watchdog, the loader of batches) may go on calling CUDA.
+        captured = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with captured, streams.capture(), self.micro_step.unthrottled(), masks_as_outside():
+            for side in sides:
+                side.wait_stream(self._stream)
+            yield
+            for side in sides:
+                self._stream.wait_stream(side)
+
+    def _settle(self) -> None:
+        """Bring parameters and shards to the state in which graphs begin, on the current stream."""
+        self.micro_step.settle()
+        gather = self._gather
+        if gather is not None:
+            gather.settle()
+
+    def _captured(self, kind: object, batch: Mapping[str, Any]) -> MicroStepGraph | None:
+        """Capture a kind of micro-step; where a rank cannot, nothing is captured any more, on all ranks."""
+        gather, memory = self._gather, torch.cuda.memory_reserved(self.device)
+        self._settle()
+        if gather is not None:
+            gather.pin_scales()
+        state, error = self.micro_step.remember(), None
+        try:
+            if self._pool is None:
+                # Once in vain: with memory reused, torch ends the process where a capture of backward fails.
+                self._pool = torch.cuda.graph_pool_handle()
+                with streams_unrecorded():
+                    self._graph(batch)
+                self._pool = torch.cuda.graph_pool_handle()
+            with memory_of_other_streams_reused():
+                graph = self._graph(batch)
+        except Exception as found:  # whatever a model does that no graph can hold: it is said, and runs eagerly
+            error = found
+            while error.__context__ is not None:  # what ended the capture, and not that it had ended
+                error = error.__context__
+            end_failed_capture(self.device)
+            if gather is not None:
+                gather.forget_gathered()
+            self.micro_step.abandon()
+            self.micro_step.restore(state)
+        if not self._least(error is None)[0]:
+            self.reset()
+            self.off = "another rank failed" if error is None else _in_one_line(error)
+            self._health.say(f"CUDA graphs are off: {self.off}")
+            return None
+        self._graphs[kind] = graph
+        more = (torch.cuda.memory_reserved(self.device) - memory) / 2**30
+        self._say(f"forward and backward run as CUDA graphs from here on ({more:+.2f} GiB reserved)")
+        return graph
+
+    def _graph(self, batch: Mapping[str, Any]) -> MicroStepGraph:
+        return MicroStepGraph(
+            self.stock, batch, self.micro_step, self._gradients, self._wire, self.addresses(), self._capturing
+        )
+
+    def _why_eager(self, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
+        if self._monitor.active:
+            return MEASURED
+        if args:
+            return "the batch is passed by position"
+        if getattr(self._engine.module, "is_gradient_checkpointing", False):
+            return "activations are recomputed, with the state of random numbers saved on the host"
+        for name, value in kwargs.items():
+            if torch.is_tensor(value):
+                if name not in COPIED and not (name == "attention_mask" and value.dim() == 2):
+                    return f'the values of "{name}" may decide what is computed'
+            elif value is not None and not isinstance(value, (bool, int, float, str)):
+                return f'"{name}" is a {type(value).__name__}'
+        if torch.is_autocast_enabled(self.device.type):
+            return "autocast is on"
+        if not _one_sequence_a_row(kwargs):
+            return "rows are padded, or hold several documents: what attention computes differs from batch to batch"
+        return None
+
+    def _kind(self, kwargs: Mapping[str, Any]) -> object:
+        """Return what two micro-steps have in common that one graph can run."""
+        batch = tuple(
+            (name, tuple(value.shape), value.dtype, value.device.type) if torch.is_tensor(value) else (name, value)
+            for name, value in kwargs.items()
+        )
+        accumulates = self.micro_step.accumulates
+        # Gradients that arrive for the first time in a step are added to zeros, which clears them before.
+        arrived = sorted(self._gradients.arrived) if accumulates else None
+        return batch, accumulates, arrived and tuple(arrived), self.micro_step.trained()
+
+    def _aside(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Call the module on the stream that graphs are captured on.
+
+        Autograd adds a gradient up on the stream that its parameter was first used on, and remembers that for as long
+        as somebody holds the loss of an earlier step. A capture must not come upon another stream there.
+        """
+        outside = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            output = self.stock(*args, **kwargs)
+        outside.wait_stream(self._stream)
+        return output
+
+    def _say(self, line: str) -> None:
+        if line not in self._said:  # once: it may be so at every step
+            self._said.add(line)
+            self._health.say(line)
+
+
+def _in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _one_sequence_a_row(batch: Mapping[str, Any]) -> bool:
+    """Return whether no token of a batch is masked, and its positions count from 0; the host waits for the answer.
+
+    transformers waits as well when it builds the mask of such a batch.
+    """
+    mask, positions = (batch.get(name) for name in ("attention_mask", "position_ids"))
+    plain = [] if mask is None else [mask.all()]
+    if positions is not None:
+        plain.append((positions == torch.arange(positions.shape[-1], device=positions.device)).all())
+    return not plain or bool(torch.stack(plain).all())

@@ -1,0 +1,181 @@
+"""Micro-steps as CUDA graphs against the same ones launched by Python: every bit, and every way back."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from tests.zero import models
+
+pytestmark = pytest.mark.gpu
+
+LENGTH, VOCABULARY = 256, 1024
+KERNELS = ("flash", "mem_efficient")
+"""Of attention, whose backward adds up in no fixed order."""
+
+
+def engine_of(graph: str, preset: str, micro_batches: int, monitor: int):
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    import ds_fp8
+
+    models.leave_modules_to_themselves()
+    for name in KERNELS:
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    section = {"preset": preset, "graph": graph, "monitor": {"every": monitor}, "linear": {"backend": "cublas"}}
+    config = models.config(section, stage3_prefetch_bucket_size=10**6, stage3_max_reuse_distance=10**9)
+    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches}
+    return ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def batch(number: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return ((torch.randint(0, 97, (1, 1), generator=generator) + torch.arange(length)) * 7 % 97).cuda()
+
+
+def evaluate(engine, step):
+    if step == 5:
+        engine.eval()
+        with torch.no_grad():
+            engine(input_ids=batch(99, LENGTH), labels=batch(99, LENGTH))
+        engine.train()
+
+
+def save_and_load(folder, engine, step):
+    if step == 5:
+        engine.save_checkpoint(folder)
+        engine.load_checkpoint(folder)
+
+
+def read_on_the_host(engine, step):
+    def read(module, inputs):
+        if torch.cuda.is_current_stream_capturing():
+            torch.ones(1, device="cuda").item()
+
+    if step == 0:
+        engine.module.model.layers[1].register_forward_pre_hook(read)
+
+
+def fail_in_backward(engine, step):
+    def fail(gradient):
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("planted")
+
+    def watch(module: nn.Module, inputs, output):
+        (output[0] if isinstance(output, tuple) else output).register_hook(fail)
+
+    if step == 0:
+        engine.module.model.layers[1].register_forward_hook(watch)
+
+
+def move_a_layer(engine, step):
+    if step == 5:
+        engine.fp8.health.move_to_bf16(["model.layers.1.mlp"])
+
+
+CASES = {
+    "plain": {},
+    "infir2": {"preset": "infir2"},
+    "several micro-batches": {"micro_batches": 3},
+    "measured steps between": {"monitor": 4},
+    "two shapes": {"lengths": (LENGTH, 2 * LENGTH)},
+    "masks of ones, and positions": {"masked": True},
+    "evaluation between": {"between": evaluate},
+    "a layer that goes on in BF16": {"between": move_a_layer},
+}
+BROKEN = {"a read on the host": read_on_the_host, "an error in backward": fail_in_backward}
+
+
+def trained(
+    graph, preset="hybrid_fast", micro_batches=1, monitor=0, lengths=(LENGTH,), masked=False, between=None, steps=10
+):
+    """Losses, gradient norms, masters, bytes on the wire, and what became of the graphs."""
+    engine = engine_of(graph, preset, micro_batches, monitor)
+    said = []
+    engine.fp8.health.say = said.append
+    losses, norms = [], []
+    for step in range(steps):
+        if between is not None:
+            between(engine, step)
+        for micro in range(micro_batches):
+            tokens = batch(step * micro_batches + micro, lengths[step % len(lengths)])
+            more = {}
+            if masked:
+                positions = torch.arange(tokens.shape[1], device="cuda")[None]
+                more = {"attention_mask": torch.ones_like(tokens), "position_ids": positions}
+            loss = engine(input_ids=tokens, labels=tokens, use_cache=False, **more).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        norms.append(float(engine.get_global_grad_norm()))
+    masters = {name: models.full_master(parameter).cpu() for name, parameter in engine.module.named_parameters()}
+    graphs = engine.fp8.graphs
+    outcome = (engine.fp8.why_no_graphs, None) if graphs is None else (graphs.off, graphs.captured)
+    return losses, norms, masters, outcome, said
+
+
+def assert_same(ours, theirs):
+    assert ours[0] == theirs[0]
+    assert ours[1] == theirs[1]
+    assert all(torch.equal(ours[2][name], master) for name, master in theirs[2].items())
+
+
+def worlds():
+    return [1] + [2] * (torch.cuda.device_count() > 1)
+
+
+@pytest.mark.parametrize("world", worlds())
+@pytest.mark.parametrize("case", CASES)
+def test_every_bit_is_that_of_python(gpu_ranks, world, case):
+    launched, captured = (
+        gpu_ranks(world, functools.partial(trained, graph, **CASES[case])) for graph in ("off", "auto")
+    )
+    for theirs, ours in zip(launched, captured, strict=True):
+        assert_same(ours, theirs)
+        off, count = ours[3]
+        assert off is None
+        assert count == {"several micro-batches": 2, "two shapes": 2}.get(case, 1)
+
+
+@pytest.mark.parametrize("world", worlds())
+def test_what_a_checkpoint_brings_is_trained_on(gpu_ranks, world, tmp_path):
+    launched, captured = (
+        gpu_ranks(
+            world, functools.partial(trained, graph, between=functools.partial(save_and_load, str(tmp_path / graph)))
+        )
+        for graph in ("off", "auto")
+    )
+    for theirs, ours in zip(launched, captured, strict=True):
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("world", worlds())
+@pytest.mark.parametrize("fault", BROKEN)
+def test_what_no_graph_can_hold_runs_as_before_and_is_said_once(gpu_ranks, world, fault):
+    launched, captured = (
+        gpu_ranks(world, functools.partial(trained, graph, between=BROKEN[fault])) for graph in ("off", "auto")
+    )
+    for theirs, ours in zip(launched, captured, strict=True):
+        assert_same(ours, theirs)
+        assert ours[3][0] is not None
+        assert len([line for line in ours[4] if line.startswith("CUDA graphs are off")]) == 1
+
+
+def apart(graph):
+    """The ranks' batches have shapes of their own in every second step."""
+    from deepspeed import comm as dist
+
+    return trained(graph, lengths=(LENGTH, LENGTH + 128 * dist.get_rank()), steps=12)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_with_other_shapes_agree(gpu_ranks):
+    for theirs, ours in zip(gpu_ranks(2, apart, "off"), gpu_ranks(2, apart, "auto"), strict=True):
+        assert_same(ours, theirs)
+        assert "without CUDA graphs: the batches of other ranks have other shapes" in ours[4]

@@ -1,0 +1,140 @@
+"""A micro-step as a CUDA graph captures it: DeepSpeed's state before, after, and when something goes wrong within."""
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from ds_fp8.zero.seams.micro_step import MicroStep
+from tests.zero import models
+
+REUSE = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_reuse_distance": 10**6}
+SECTION = {"monitor": {"every": 0}}
+
+
+def built(**zero):
+    return models.build(models.config(SECTION, **{**REUSE, **zero}))
+
+
+def masters(engine):
+    return [models.full_master(parameter) for parameter in engine.module.parameters()]
+
+
+def statuses(engine):
+    return {parameter.ds_status for parameter in engine.module.parameters() if not parameter.ds_persist}
+
+
+def forward_and_backward(engine, tokens):
+    loss = engine.module(tokens)
+    torch.autograd.backward([loss], [torch.ones_like(loss)])
+
+
+def broken_off(where, interrupted):
+    """Losses and masters of four steps; before the last a micro-step breaks off in `where` and is abandoned."""
+    engine = built()
+    losses = models.train(engine, 3)
+    if interrupted:
+        micro_step = MicroStep(engine)
+        assert micro_step.ready
+        micro_step.settle()
+        state = micro_step.remember()
+
+        def fail(*_):
+            raise ValueError("planted")
+
+        layer = engine.module.layers[1]
+        if where == "forward":
+            hook = layer.register_forward_pre_hook(fail)
+        else:
+            hook = layer.register_forward_hook(lambda module, inputs, output: output.register_hook(fail) and None)
+        with pytest.raises(ValueError, match="planted"):
+            forward_and_backward(engine, models.batch(77, dist.get_rank()))
+        hook.remove()
+        engine.fp8.parameter_gather.forget_gathered()
+        micro_step.abandon()
+        micro_step.restore(state)
+        assert statuses(engine) == {ZeroParamStatus.NOT_AVAILABLE}
+    return losses + models.train(engine, 2, start=3), masters(engine)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_micro_step_that_is_abandoned_leaves_nothing(ranks, where):
+    for (losses, parts), (expected, wanted) in zip(
+        ranks(2, broken_off, where, True), ranks(2, broken_off, where, False), strict=True
+    ):
+        assert losses == expected
+        assert all(torch.equal(*pair) for pair in zip(parts, wanted, strict=True))
+
+
+def by_itself(_):
+    """A micro-step outside of engine.forward and engine.backward leaves the gradients that one inside leaves."""
+    engine = built()
+    models.train(engine, 3)
+    micro_step, gradients = MicroStep(engine), engine.fp8.step.gradients
+    tokens = models.batch(50, dist.get_rank())
+    found = []
+    for inside in (True, False):
+        if inside:
+            engine.backward(engine(tokens))
+        else:
+            micro_step.settle()
+            assert statuses(engine) == {ZeroParamStatus.NOT_AVAILABLE}
+            assert all(p.ds_status == ZeroParamStatus.AVAILABLE for p in micro_step.persistent)
+            state = micro_step.remember()
+            with micro_step.unthrottled():
+                loss = engine.module(tokens)
+                micro_step.finish_gathers()
+                torch.autograd.backward([loss], [torch.ones_like(loss)])
+                micro_step.finish_backward()
+            micro_step.restore(state)
+            assert statuses(engine) == {ZeroParamStatus.NOT_AVAILABLE}
+        found.append((engine.optimizer.grad_partitions_flat_buffer.clone(), gradients.arrived, micro_step.accumulates))
+        gradients.arrived = ()
+    return found
+
+
+def test_a_micro_step_by_itself_leaves_the_same_gradients(ranks):
+    for (inside, names, _), (alone, others, accumulates) in ranks(2, by_itself, None):
+        assert torch.equal(inside, alone)
+        assert names == others
+        assert not accumulates
+
+
+def pinned(pin):
+    """Losses and masters of steps between which the scales are pinned, or are not."""
+    engine = built()
+    losses = models.train(engine, 2)
+    gather = engine.fp8.parameter_gather
+    if pin:
+        gather.pin_scales()
+        before = [weight.scale.data_ptr() for weight in gather._weights.values()]
+    losses += models.train(engine, 3, start=2)
+    if pin:
+        assert [weight.scale.data_ptr() for weight in gather._weights.values()] == before
+    return losses, masters(engine)
+
+
+def test_pinned_scales_follow_the_masters(ranks):
+    (losses, parts), (expected, wanted) = (ranks(2, pinned, pin)[0] for pin in (True, False))
+    assert losses == expected
+    assert all(torch.equal(*pair) for pair in zip(parts, wanted, strict=True))
+
+
+def addresses(_):
+    engine = built()
+    models.train(engine, 1)
+    micro_step, gather = MicroStep(engine), engine.fp8.parameter_gather
+
+    def now():
+        return (*micro_step.addresses(gather.gathers), *gather.addresses())
+
+    seen = [now()]
+    models.train(engine, 1, start=1)
+    seen.append(now())
+    gather.leave_out([next(iter(gather._weights.values())).parameter])
+    seen.append(now())
+    return seen[0] == seen[1], seen[1] == seen[2]
+
+
+def test_addresses_change_with_what_is_gathered_and_with_no_step(ranks):
+    assert ranks(2, addresses, None) == [(True, False)] * 2

@@ -1,4 +1,4 @@
-"""What must be otherwise while a CUDA graph is captured: memory, and decisions that others take from what they see."""
+"""Circumstances of the capture of a CUDA graph: memory, and decisions that others take from what they see."""
 
 from __future__ import annotations
 

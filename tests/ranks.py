@@ -110,7 +110,7 @@ class RankPool:
             codes = [process.exitcode for process in self._processes]
             stacks = [Path(self._crash_file(rank)).read_text() for rank in range(self.world)]
             self.close()
-            where = f"{function.__module__}.{function.__name__}"
+            where = getattr(function, "__qualname__", repr(function))
             raise RankDied("\n".join([f"exit codes by rank {codes} in {where}", *stacks])) from None
 
     def _crash_file(self, rank: int) -> str:

@@ -19,8 +19,9 @@ from ds_fp8.config.files import read_config
 from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
 from ds_fp8.engine.compatibility import check_deepspeed, check_parallelism
 from ds_fp8.engine.deepspeed_values import check_values
+from ds_fp8.engine.graph_conditions import why_no_graphs
 from ds_fp8.engine.health import Health
-from ds_fp8.engine.micro_steps import MicroStepGraphs, why_no_graphs
+from ds_fp8.engine.micro_steps import MicroStepGraphs
 from ds_fp8.engine.optimizer_section import check_optimizer
 from ds_fp8.engine.report import print_report, start_report
 from ds_fp8.engine.state import CHECKPOINT_KEY, FP8State

@@ -29,6 +29,8 @@ from ds_fp8.zero.gradient_shards import GradientShards
 from ds_fp8.zero.seams.micro_step import MicroStep
 from ds_fp8.zero.wire import WireMeter
 
+OFF = 'a CUDA graph keeps the activations of one forward; set "graph": "off"'
+
 
 class _Token:
     """Lives as long as the autograd graph of a replayed forward."""
@@ -45,7 +47,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: torch.Tensor):
-        ctx.graph.replay_backward(gradient)
+        ctx.graph.replay_backward(gradient, ctx.token)
         return None, None, None
 
 
@@ -73,8 +75,10 @@ class MicroStepGraph:
             addresses: Where all lies now that the graphs do not own.
             capturing: Captures what is enqueued inside of it.
         """
-        self._gradients, self._wire, self.addresses = gradients, wire, addresses
-        self._batch = {name: value.clone() if torch.is_tensor(value) else value for name, value in batch.items()}
+        self._gradients, self._wire, self.addresses, self._micro_step = gradients, wire, addresses, micro_step
+        self._batch = {
+            name: value.detach().clone() if torch.is_tensor(value) else value for name, value in batch.items()
+        }
         self._persistent = [(p, p.data.clone()) for p in micro_step.persistent]
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self._token: weakref.ref[_Token] | None = None
@@ -104,6 +108,15 @@ class MicroStepGraph:
             wire.subtract(self._sends)
             micro_step.restore(state)
 
+    def close(self) -> None:
+        """Free the graphs; NCCL ends no communicator while one that it is captured in exists."""
+        self._token = None
+        self._forward.reset()
+        self._backward.reset()
+        self._leaves.clear()
+        self._batch.clear()
+        self._persistent.clear()
+
     @property
     def pending(self) -> bool:
         """Return whether the last forward may still get its backward: its activations must stay."""
@@ -119,12 +132,21 @@ class MicroStepGraph:
         self._forward.replay()
         token = _Token()
         self._token = weakref.ref(token)
+        self._before = self._micro_step.accumulates, self._gradients.arrived
         leaves = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in self._leaves]
         leaves[self._place] = _Replay.apply(self._anchor, self, token)
         return tree_unflatten(leaves, self._structure)
 
-    def replay_backward(self, gradient: torch.Tensor) -> None:
-        """Add the gradients of the last replayed forward to the shards."""
+    def replay_backward(self, gradient: torch.Tensor, token: _Token) -> None:
+        """Add the gradients of a replayed forward to the shards.
+
+        Raises:
+            RuntimeError: The forward is not the last one, or has had its backward; or another one came in between.
+        """
+        if self._token is None or self._token() is not token:
+            raise RuntimeError(f"this forward has had its backward, or another forward has followed it: {OFF}")
+        if self._before != (self._micro_step.accumulates, self._gradients.arrived) or self._micro_step.reducing:
+            raise RuntimeError(f"gradients of another forward came between this one and its backward: {OFF}")
         self._token = None
         self._gradient.copy_(gradient)
         self._backward.replay()
@@ -134,6 +156,9 @@ class MicroStepGraph:
 
 def only_differentiable(leaves: list[Any]) -> tuple[int, torch.Tensor]:
     """Return the one output that has a gradient, and its place. Raises ValueError for several, or none."""
+    for leaf in leaves:
+        if not (leaf is None or torch.is_tensor(leaf) or isinstance(leaf, (bool, int, float, str))):
+            raise ValueError(f'the model returns a {type(leaf).__name__}: pass "use_cache": False, if it is a cache')
     places = [place for place, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
     if len(places) != 1:
         raise ValueError(f"the model returns {len(places)} tensors with a gradient, and a graph knows one loss")

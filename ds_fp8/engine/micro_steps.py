@@ -6,6 +6,7 @@ So before every micro-step they compare what they are about to run, on the host 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import types
@@ -17,17 +18,16 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.capture import (
     end_failed_capture,
     masks_as_outside,
     memory_of_other_streams_reused,
     streams_unrecorded,
+    without_garbage_collection,
 )
+from ds_fp8.engine.graph_conditions import ITEMS, MEASURED, why_eager
 from ds_fp8.engine.health import Health
 from ds_fp8.engine.micro_step_graph import MicroStepGraph
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.loss import LossFusion
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.zero import seams, streams
 from ds_fp8.zero.gradient_shards import GradientShards
@@ -40,37 +40,6 @@ EAGER_STEPS = 2
 
 MOST_GRAPHS = 8
 """Kinds of micro-steps that are captured: every graph keeps buffers of its own."""
-
-MEASURED = "casts are measured"
-ITEMS = "num_items_in_batch"
-COPIED = frozenset({"input_ids", "labels", "shift_labels", "inputs_embeds", "position_ids", ITEMS})
-"""Tensors of a batch whose values decide nothing but numbers, once every row is known to be one whole sequence."""
-
-
-def why_no_graphs(
-    engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, loss: LossFusion | None, why_no_step: str | None
-) -> str | None:
-    """Return what keeps this engine from capturing any micro-step, or None.
-
-    Args:
-        engine: Of any ZeRO stage.
-        fp8: Its "fp8" section.
-        loss: How its loss was fused.
-        why_no_step: Why DeepSpeed's optimizer step stays, or None.
-    """
-    recipes = [module.recipe for module in engine.module.modules() if isinstance(module, FP8Linear)]
-    casts = [cast for recipe in recipes for cast in (recipe.input, recipe.weight, recipe.grad_output)]
-    reasons = {
-        '"graph" is "off"': fp8.graph == "off",
-        "there is no CUDA device": engine.device.type != "cuda",
-        f"DeepSpeed's step stays: {why_no_step}": why_no_step is not None,
-        "the loss is not fused: logits may have gradients of their own": loss is None or not loss.fused,
-        "gradients are rounded at random, with a key of every micro-batch": fp8.grad_reduce.rounding == "stochastic",
-        "gradients have one scale each, which adapts over time": fp8.grad_reduce.scale == "tensor",
-        "casts are emulated, operation by operation": any(cast.by_torch for cast in casts),
-        "ranks share sequences": engine.sequence_parallel_size > 1,
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 class MicroStepGraphs:
@@ -111,11 +80,13 @@ class MicroStepGraphs:
         self._group = torch.distributed.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self._stream = torch.cuda.Stream(engine.device)
         seams.replace(engine, engine.module, "_call_impl", self)
-        seams.on_destroy(engine, self.reset)
+        self._evaluated = False
+        seams.on_destroy(engine, self._destroy)
+        atexit.register(self._forget_graphs)
 
     def __reduce__(self) -> tuple:
         # A copy of a model under training has no engine, and computes by itself.
-        return types.MethodType, (torch.nn.Module._call_impl, self._engine.module)
+        return _plain_call, (self._engine.module,)
 
     @property
     def captured(self) -> int:
@@ -124,25 +95,39 @@ class MicroStepGraphs:
 
     def reset(self) -> None:
         """Forget all graphs: what they were captured from has changed."""
-        self._graphs.clear()
+        self._forget_graphs()
         self._seen.clear()
+
+    def _forget_graphs(self) -> None:
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
         self._pool = None
+
+    def _destroy(self) -> None:
+        self.reset()
+        atexit.unregister(self._forget_graphs)
+        if self._group is not None and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group(self._group)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns: computed by a graph, or eagerly where there is none for this call."""
+        if torch.compiler.is_compiling() or self.off is not None:
+            return self.stock(*args, **kwargs)
         if not (self._engine.module.training and torch.is_grad_enabled()):
+            self._evaluated = True
             return self.stock(*args, **kwargs)
         if isinstance(kwargs.get(ITEMS), (int, float)):  # a number would be part of the graph
-            kwargs[ITEMS] = torch.tensor(float(kwargs[ITEMS]), device=self.device)
-        if self.off is not None:
-            return self.stock(*args, **kwargs)
-        why, kind, graph = self._why_eager(args, kwargs), None, None
+            kwargs[ITEMS] = torch.tensor(float(kwargs[ITEMS]))
+        if torch.is_tensor(kwargs.get(ITEMS)):
+            kwargs[ITEMS] = kwargs[ITEMS].to(self.device)
+        why, kind, graph = why_eager(self._engine, self._monitor, args, kwargs), None, None
         if why is None:
             # A mask is of ones only, and then transformers leaves it out as well.
             batch = {name: value for name, value in kwargs.items() if name != "attention_mask"}
             kind = self._kind(batch)
             graph = self._graphs.get(kind)
-            if graph is not None and graph.pending:
+            if any(other.pending for other in self._graphs.values()):  # all of them share their memory
                 why = "a forward ran before the backward of another"
         number = 0 if why is not None else zlib.crc32(repr(kind).encode()) + 1
         usable = graph is not None and graph.addresses == self.addresses()
@@ -153,25 +138,27 @@ class MicroStepGraphs:
             return self._aside(args, kwargs)
         if not usable:
             self._seen[kind] = self._seen.get(kind, 0) + 1
-            if self._seen[kind] <= EAGER_STEPS or not self.micro_step.ready:
+            evaluated, self._evaluated = self._evaluated, False  # DeepSpeed may follow the order of that now
+            if self._seen[kind] <= EAGER_STEPS or evaluated or not self.micro_step.ready:
                 return self._aside(args, kwargs)
             if graph is None and len(self._graphs) == MOST_GRAPHS:
                 self._say(f"without CUDA graphs: batches of {MOST_GRAPHS} shapes are captured already")
                 return self._aside(args, kwargs)
             if graph is not None:  # a checkpoint was loaded, or the like: all of them read elsewhere now
-                self._graphs.clear()
-                self._pool = torch.cuda.graph_pool_handle()
+                self._forget_graphs()
             graph = self._captured(kind, batch)
             if graph is None:
                 return self.stock(*args, **kwargs)
         self._settle()
+        if self._engine.training_dataloader is None:  # as DeepSpeed does in a hook of the module
+            self._engine.tput_timer.start()
         return graph.replay(batch)
 
     def _least(self, *numbers: int) -> list[int]:
         """Return the least of every number over all ranks. The host waits for the other hosts, for no device."""
         if self._group is None:
             return list(numbers)
-        found = torch.tensor(numbers, dtype=torch.int64)
+        found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=self._group)
         return found.tolist()
 
@@ -210,14 +197,14 @@ class MicroStepGraphs:
             gather.pin_scales()
         state, error = self.micro_step.remember(), None
         try:
-            if self._pool is None:
+            with without_garbage_collection():
                 # Once in vain: with memory reused, torch ends the process where a capture of backward fails.
-                self._pool = torch.cuda.graph_pool_handle()
+                pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
                 with streams_unrecorded():
-                    self._graph(batch)
-                self._pool = torch.cuda.graph_pool_handle()
-            with memory_of_other_streams_reused():
-                graph = self._graph(batch)
+                    self._graph(batch).close()
+                self._pool = pool
+                with memory_of_other_streams_reused():
+                    graph = self._graph(batch)
         except Exception as found:  # whatever a model does that no graph can hold: it is said, and runs eagerly
             error = found
             while error.__context__ is not None:  # what ended the capture, and not that it had ended
@@ -230,6 +217,7 @@ class MicroStepGraphs:
         if not self._least(error is None)[0]:
             self.reset()
             self.off = "another rank failed" if error is None else _in_one_line(error)
+            error = _without_frames(error)
             self._health.say(f"CUDA graphs are off: {self.off}")
             return None
         self._graphs[kind] = graph
@@ -242,35 +230,16 @@ class MicroStepGraphs:
             self.stock, batch, self.micro_step, self._gradients, self._wire, self.addresses(), self._capturing
         )
 
-    def _why_eager(self, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
-        if self._monitor.active:
-            return MEASURED
-        if args:
-            return "the batch is passed by position"
-        if getattr(self._engine.module, "is_gradient_checkpointing", False):
-            return "activations are recomputed, with the state of random numbers saved on the host"
-        for name, value in kwargs.items():
-            if torch.is_tensor(value):
-                if name not in COPIED and not (name == "attention_mask" and value.dim() == 2):
-                    return f'the values of "{name}" may decide what is computed'
-            elif value is not None and not isinstance(value, (bool, int, float, str)):
-                return f'"{name}" is a {type(value).__name__}'
-        if torch.is_autocast_enabled(self.device.type):
-            return "autocast is on"
-        if not _one_sequence_a_row(kwargs):
-            return "rows are padded, or hold several documents: what attention computes differs from batch to batch"
-        return None
-
     def _kind(self, kwargs: Mapping[str, Any]) -> object:
         """Return what two micro-steps have in common that one graph can run."""
         batch = tuple(
             (name, tuple(value.shape), value.dtype, value.device.type) if torch.is_tensor(value) else (name, value)
-            for name, value in kwargs.items()
+            for name, value in sorted(kwargs.items())
         )
         accumulates = self.micro_step.accumulates
         # Gradients that arrive for the first time in a step are added to zeros, which clears them before.
         arrived = sorted(self._gradients.arrived) if accumulates else None
-        return batch, accumulates, arrived and tuple(arrived), self.micro_step.trained()
+        return batch, accumulates, arrived and tuple(arrived), self.micro_step.trained(), self.micro_step.training
 
     def _aside(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Call the module on the stream that graphs are captured on.
@@ -291,17 +260,15 @@ class MicroStepGraphs:
             self._health.say(line)
 
 
+def _plain_call(module: torch.nn.Module) -> Callable[..., Any]:
+    return types.MethodType(torch.nn.Module._call_impl, module)
+
+
+def _without_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error hold: the activations of a forward, for one."""
+    while error is not None:
+        error.__traceback__, error = None, error.__context__
+
+
 def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _one_sequence_a_row(batch: Mapping[str, Any]) -> bool:
-    """Return whether no token of a batch is masked, and its positions count from 0; the host waits for the answer.
-
-    transformers waits as well when it builds the mask of such a batch.
-    """
-    mask, positions = (batch.get(name) for name in ("attention_mask", "position_ids"))
-    plain = [] if mask is None else [mask.all()]
-    if positions is not None:
-        plain.append((positions == torch.arange(positions.shape[-1], device=positions.device)).all())
-    return not plain or bool(torch.stack(plain).all())

@@ -95,6 +95,8 @@ class FP8State:
             state = {}
         elif state.get("error_feedback") == STARTS_ANEW:
             self.health.say("error feedback of the gradients starts anew: checkpoints do not hold it")
+        if self.graphs is not None:
+            self.graphs.reset()
         self._micro_batches_before = state.get("micro_batches", 0) - self._engine.micro_steps
         self.health.load_state_dict(state)
         if self.gradient_reduce is not None:

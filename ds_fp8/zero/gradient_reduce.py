@@ -101,7 +101,8 @@ class GradientReduce:
 
         State that it lacks starts afresh, as does error feedback.
         """
-        self._residuals.clear()
+        for residual in self._residuals.values():  # where they are, for CUDA graphs read them
+            residual.zero_()
         if self._automatic_scale is not None:
             self._automatic_scale = AutomaticScale(self._config.format)
             if "scale" in state:

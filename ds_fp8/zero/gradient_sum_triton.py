@@ -61,7 +61,7 @@ def _add_rows(
     tl.store(squares + span + program - first_program, tl.sum(square))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache  # CUDA graphs read them for as long as they live
 def _tables(targets: tuple[Target, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
     """Return (owner, table, programs, aligned) of a message's gradients."""
     counts = [span_count(target.numel) for target in targets]

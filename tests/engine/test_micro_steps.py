@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.graph_conditions import one_sequence_a_row
 from ds_fp8.engine.micro_step_graph import only_differentiable
-from ds_fp8.engine.micro_steps import _one_sequence_a_row
 from ds_fp8.zero.wire import GATHER, WireMeter
 from tests.zero import models
 
@@ -43,7 +43,7 @@ ROWS = torch.arange(6).expand(2, 6)
     ],
 )
 def test_rows_of_one_sequence(batch, plain):
-    assert _one_sequence_a_row(batch) is plain
+    assert one_sequence_a_row(batch) is plain
 
 
 def test_one_output_has_the_gradient():

@@ -5,14 +5,13 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.zero import models
 
 pytestmark = pytest.mark.gpu
 
 LENGTH, VOCABULARY = 256, 1024
-KERNELS = ("flash", "mem_efficient")
-"""Of attention, whose backward adds up in no fixed order."""
 
 
 def engine_of(graph: str, preset: str, micro_batches: int, monitor: int):
@@ -21,8 +20,6 @@ def engine_of(graph: str, preset: str, micro_batches: int, monitor: int):
     import ds_fp8
 
     models.leave_modules_to_themselves()
-    for name in KERNELS:
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
     sizes = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape = Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=True)
     torch.manual_seed(0)
@@ -48,8 +45,10 @@ def evaluate(engine, step):
 
 
 def save_and_load(folder, engine, step):
-    if step == 5:
+    """Go back to what was three steps ago, in the middle of replays."""
+    if step == 4:
         engine.save_checkpoint(folder)
+    if step == 7:
         engine.load_checkpoint(folder)
 
 
@@ -74,6 +73,16 @@ def fail_in_backward(engine, step):
         engine.module.model.layers[1].register_forward_hook(watch)
 
 
+def two_forwards(engine, step):
+    """A second forward before the first one's backward."""
+    if step == 6:
+        tokens = [batch(number, LENGTH) for number in (70, 71)]
+        losses = [engine(input_ids=ids, labels=ids, use_cache=False).loss for ids in tokens]
+        engine.backward(losses[0])
+        engine.backward(losses[1])
+        engine.step()
+
+
 def move_a_layer(engine, step):
     if step == 5:
         engine.fp8.health.move_to_bf16(["model.layers.1.mlp"])
@@ -87,12 +96,19 @@ CASES = {
     "two shapes": {"lengths": (LENGTH, 2 * LENGTH)},
     "masks of ones, and positions": {"masked": True},
     "evaluation between": {"between": evaluate},
+    "two forwards": {"between": two_forwards},
     "a layer that goes on in BF16": {"between": move_a_layer},
 }
 BROKEN = {"a read on the host": read_on_the_host, "an error in backward": fail_in_backward}
 
 
-def trained(
+def trained(*args, **kwargs):
+    """As `train`, with attention that adds up in a fixed order."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return train(*args, **kwargs)
+
+
+def train(
     graph, preset="hybrid_fast", micro_batches=1, monitor=0, lengths=(LENGTH,), masked=False, between=None, steps=10
 ):
     """Losses, gradient norms, masters, bytes on the wire, and what became of the graphs."""
@@ -117,6 +133,7 @@ def trained(
     masters = {name: models.full_master(parameter).cpu() for name, parameter in engine.module.named_parameters()}
     graphs = engine.fp8.graphs
     outcome = (engine.fp8.why_no_graphs, None) if graphs is None else (graphs.off, graphs.captured)
+    engine.destroy()
     return losses, norms, masters, outcome, said
 
 
@@ -165,6 +182,28 @@ def test_what_no_graph_can_hold_runs_as_before_and_is_said_once(gpu_ranks, world
         assert_same(ours, theirs)
         assert ours[3][0] is not None
         assert len([line for line in ours[4] if line.startswith("CUDA graphs are off")]) == 1
+
+
+def stale(_):
+    """Errors of a backward that comes twice."""
+    engine = engine_of("auto", "hybrid_fast", 1, 0)
+    found = None
+    for step in range(5):
+        tokens = batch(step, LENGTH)
+        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+        if step == 4:
+            loss.backward(retain_graph=True)
+            with pytest.raises(RuntimeError, match="has had its backward") as found:
+                loss.backward()
+            break
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return str(found.value)
+
+
+def test_a_backward_that_comes_twice_is_an_error(gpu_ranks):
+    assert '"graph": "off"' in gpu_ranks(1, stale, None)[0]
 
 
 def apart(graph):

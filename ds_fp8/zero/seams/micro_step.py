@@ -54,6 +54,16 @@ class MicroStep:
         """Return the parameters that stay whole between micro-steps."""
         return [parameter for parameter in self._parameters if parameter.ds_persist]
 
+    @property
+    def reducing(self) -> bool:
+        """Return whether gradients wait for a full bucket."""
+        return any(bucket.params for bucket in self._zero.ipg_buckets.values())
+
+    @property
+    def training(self) -> tuple[bool, ...]:
+        """Return of every module whether it is in training mode."""
+        return tuple(module.training for module in self._modules)
+
     def trained(self) -> tuple[bool, ...]:
         """Return of every parameter whether it gets a gradient."""
         return tuple(parameter.requires_grad for parameter in self._parameters)
@@ -77,7 +87,13 @@ class MicroStep:
         setattr(self._coordinator, FETCH_EVENTS, _Discarded())
         self._zero.param_reduce_events = _Discarded()
         synchronize = torch.cuda.Stream.synchronize  # a gather of one rank, which is a copy, calls it
-        torch.cuda.Stream.synchronize = lambda stream: None
+        ours = {side.cuda_stream for side in self.side_streams() if side is not None}
+
+        def wait(stream: torch.cuda.Stream) -> None:
+            if stream.cuda_stream not in ours:
+                synchronize(stream)
+
+        torch.cuda.Stream.synchronize = wait
         try:
             yield
         finally:
@@ -102,8 +118,13 @@ class MicroStep:
         self.partition()
 
     def settle(self) -> None:
-        """Gather persistent parameters and partition all others, as after a step. Collective where there is any."""
+        """Gather persistent parameters and partition all others, as after a step. Collective where there is any.
+
+        What was enqueued for earlier micro-steps lies before what the current stream gets next.
+        """
         self.partition()
+        for side in self.side_streams():
+            streams.wait_stream(side)
         missing = [p for p in self.persistent if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         if missing:
             missing[0].all_gather(missing)

@@ -80,8 +80,8 @@ def scale_from_amax(amax: torch.Tensor, format: str, scale: str) -> torch.Tensor
 
     Args:
         amax: Largest magnitudes, at least 0, of any shape.
-        format: "e4m3" or "e5m2".
-        scale: "fp32", or "pow2" to round up to powers of two.
+        format: A name of config/formats.py.
+        scale: "fp32"; "pow2" to round up to powers of two; "e4m3" for scales in units of one of the tensor.
 
     Returns:
         FP32 of amax's shape: 1 where amax is 0, NaN where it is not finite, never below SMALLEST_SCALE.

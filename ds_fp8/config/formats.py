@@ -10,7 +10,8 @@ E4M3 and E5M2 with the first four granularities and two scale types are what Hop
 byte an element, decoded for its products. MXFP8 and MXFP4 are e4m3 and e2m1 in groups of 32 with a power-of-two scale,
 NVFP4 is e2m1 in groups of 16 with scale type "e4m3": a scale of E4M3 each, in units of one FP32 scale of the tensor.
 "fp32" is amax / (largest number of the format); "pow2" is the same rounded up to a power of two: nothing overflows, and
-multiplying by it is exact. "static" is one fixed power of two for all of a tensor, whatever is in it: nothing looks for an amax.
+multiplying by it is exact. "static" is one fixed power of two for all of a tensor, whatever is in it: nothing looks for
+an amax.
 """
 
 from __future__ import annotations

@@ -72,8 +72,6 @@ def why_eager(
             return f'"{name}" is a {type(value).__name__}'
     if torch.is_autocast_enabled(engine.device.type):
         return "autocast is on"
-    if engine.inside_no_sync_ctxt:
-        return "gradients are reduced later"
     if not one_sequence_a_row(kwargs):
         return "rows are padded, or hold several documents: what attention computes differs from batch to batch"
     return None

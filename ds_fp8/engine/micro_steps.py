@@ -65,10 +65,10 @@ class MicroStepGraphs:
             monitor: Measured steps run eagerly.
         """
         self._engine, self._gather, self._health, self._monitor = engine, gather, health, monitor
-        self.device = engine.device
-        self.micro_step = MicroStep(engine)
+        self._device = engine.device
+        self._micro_step = MicroStep(engine)
         self._gradients, self._wire = gradients, wire
-        self.stock: Callable[..., Any] = engine.module._call_impl
+        self._stock: Callable[..., Any] = engine.module._call_impl
         self.off: str | None = None
         """Why nothing is captured any more."""
         self._graphs: dict[object, MicroStepGraph] = {}
@@ -113,15 +113,17 @@ class MicroStepGraphs:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns: computed by a graph, or eagerly where there is none for this call."""
         if torch.compiler.is_compiling() or self.off is not None:
-            return self.stock(*args, **kwargs)
+            return self._stock(*args, **kwargs)
         if not (self._engine.module.training and torch.is_grad_enabled()):
             self._evaluated = True
-            return self.stock(*args, **kwargs)
+            return self._stock(*args, **kwargs)
         if isinstance(kwargs.get(ITEMS), (int, float)):  # a number would be part of the graph
             kwargs[ITEMS] = torch.tensor(float(kwargs[ITEMS]))
         if torch.is_tensor(kwargs.get(ITEMS)):
-            kwargs[ITEMS] = kwargs[ITEMS].to(self.device)
+            kwargs[ITEMS] = kwargs[ITEMS].to(self._device)
         why, kind, graph = why_eager(self._engine, self._monitor, args, kwargs), None, None
+        if why is None and self._micro_step.reduced_later:
+            why = "gradients are reduced later"
         if why is None:
             # A mask is of ones only, and then transformers leaves it out as well.
             batch = {name: value for name, value in kwargs.items() if name != "attention_mask"}
@@ -130,16 +132,16 @@ class MicroStepGraphs:
             if any(other.pending for other in self._graphs.values()):  # all of them share their memory
                 why = "a forward ran before the backward of another"
         number = 0 if why is not None else zlib.crc32(repr(kind).encode()) + 1
-        usable = graph is not None and graph.addresses == self.addresses()
+        usable = graph is not None and graph.addresses == self._addresses()
         lowest, highest, usable = self._least(number, -number, usable)
         if not number or lowest != -highest:
             if why != MEASURED:
-                self._say(f"without CUDA graphs: {why or 'the batches of other ranks have other shapes'}")
+                self._say(f"without CUDA graphs: {why or 'other ranks have batches of other shapes, or run eagerly'}")
             return self._aside(args, kwargs)
         if not usable:
             self._seen[kind] = self._seen.get(kind, 0) + 1
             evaluated, self._evaluated = self._evaluated, False  # DeepSpeed may follow the order of that now
-            if self._seen[kind] <= EAGER_STEPS or evaluated or not self.micro_step.ready:
+            if self._seen[kind] <= EAGER_STEPS or evaluated or not self._micro_step.ready:
                 return self._aside(args, kwargs)
             if graph is None and len(self._graphs) == MOST_GRAPHS:
                 self._say(f"without CUDA graphs: batches of {MOST_GRAPHS} shapes are captured already")
@@ -148,10 +150,9 @@ class MicroStepGraphs:
                 self._forget_graphs()
             graph = self._captured(kind, batch)
             if graph is None:
-                return self.stock(*args, **kwargs)
+                return self._stock(*args, **kwargs)
         self._settle()
-        if self._engine.training_dataloader is None:  # as DeepSpeed does in a hook of the module
-            self._engine.tput_timer.start()
+        self._micro_step.start_clock()
         return graph.replay(batch)
 
     def _least(self, *numbers: int) -> list[int]:
@@ -162,20 +163,20 @@ class MicroStepGraphs:
         torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=self._group)
         return found.tolist()
 
-    def addresses(self) -> tuple[int, ...]:
+    def _addresses(self) -> tuple[int, ...]:
         """Return where all lies that a graph reads and writes besides its own memory."""
         gather = self._gather
         if gather is None:
-            return self.micro_step.addresses(lambda parameter: False)
-        return (*self.micro_step.addresses(gather.gathers), *gather.addresses())
+            return self._micro_step.addresses(lambda parameter: False)
+        return (*self._micro_step.addresses(gather.gathers), *gather.addresses())
 
     @contextlib.contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Capture what is enqueued inside, on DeepSpeed's streams too."""
-        sides = self.micro_step.side_streams()
+        sides = self._micro_step.side_streams()
         # Other threads (NCCL's watchdog, the loader of batches) may go on calling CUDA.
         captured = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        with captured, streams.capture(), self.micro_step.unthrottled(), masks_as_outside():
+        with captured, streams.capture(), self._micro_step.unthrottled(), masks_as_outside():
             for side in sides:
                 side.wait_stream(self._stream)
             yield
@@ -184,18 +185,18 @@ class MicroStepGraphs:
 
     def _settle(self) -> None:
         """Bring parameters and shards to the state in which graphs begin, on the current stream."""
-        self.micro_step.settle()
+        self._micro_step.settle()
         gather = self._gather
         if gather is not None:
             gather.settle()
 
     def _captured(self, kind: object, batch: Mapping[str, Any]) -> MicroStepGraph | None:
         """Capture a kind of micro-step; where a rank cannot, nothing is captured any more, on all ranks."""
-        gather, memory = self._gather, torch.cuda.memory_reserved(self.device)
+        gather, memory = self._gather, torch.cuda.memory_reserved(self._device)
         self._settle()
         if gather is not None:
             gather.pin_scales()
-        state, error = self.micro_step.remember(), None
+        state, error = self._micro_step.remember(), None
         try:
             with without_garbage_collection():
                 # Once in vain: with memory reused, torch ends the process where a capture of backward fails.
@@ -209,11 +210,11 @@ class MicroStepGraphs:
             error = found
             while error.__context__ is not None:  # what ended the capture, and not that it had ended
                 error = error.__context__
-            end_failed_capture(self.device)
+            end_failed_capture(self._device)
             if gather is not None:
                 gather.forget_gathered()
-            self.micro_step.abandon()
-            self.micro_step.restore(state)
+            self._micro_step.abandon()
+            self._micro_step.restore(state)
         if not self._least(error is None)[0]:
             self.reset()
             self.off = "another rank failed" if error is None else _in_one_line(error)
@@ -221,13 +222,13 @@ class MicroStepGraphs:
             self._health.say(f"CUDA graphs are off: {self.off}")
             return None
         self._graphs[kind] = graph
-        more = (torch.cuda.memory_reserved(self.device) - memory) / 2**30
+        more = (torch.cuda.memory_reserved(self._device) - memory) / 2**30
         self._say(f"forward and backward run as CUDA graphs from here on ({more:+.2f} GiB reserved)")
         return graph
 
     def _graph(self, batch: Mapping[str, Any]) -> MicroStepGraph:
         return MicroStepGraph(
-            self.stock, batch, self.micro_step, self._gradients, self._wire, self.addresses(), self._capturing
+            self._stock, batch, self._micro_step, self._gradients, self._wire, self._addresses(), self._capturing
         )
 
     def _kind(self, kwargs: Mapping[str, Any]) -> object:
@@ -236,10 +237,10 @@ class MicroStepGraphs:
             (name, tuple(value.shape), value.dtype, value.device.type) if torch.is_tensor(value) else (name, value)
             for name, value in sorted(kwargs.items())
         )
-        accumulates = self.micro_step.accumulates
+        accumulates = self._micro_step.accumulates
         # Gradients that arrive for the first time in a step are added to zeros, which clears them before.
         arrived = sorted(self._gradients.arrived) if accumulates else None
-        return batch, accumulates, arrived and tuple(arrived), self.micro_step.trained(), self.micro_step.training
+        return batch, accumulates, arrived and tuple(arrived), self._micro_step.trained, self._micro_step.training
 
     def _aside(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Call the module on the stream that graphs are captured on.
@@ -247,10 +248,10 @@ class MicroStepGraphs:
         Autograd adds a gradient up on the stream that its parameter was first used on, and remembers that for as long
         as somebody holds the loss of an earlier step. A capture must not come upon another stream there.
         """
-        outside = torch.cuda.current_stream(self.device)
+        outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
         with torch.cuda.stream(self._stream):
-            output = self.stock(*args, **kwargs)
+            output = self._stock(*args, **kwargs)
         outside.wait_stream(self._stream)
         return output
 

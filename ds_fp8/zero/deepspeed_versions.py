@@ -52,7 +52,7 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_STAGE3}:{OPTIMIZER}": (
             *(AVERAGE_GRADIENTS, FLUSH_BUCKET, "get_param_id"),
             *(*MASTER_UPDATES, *GRADIENT_WRITES, *STEP_METHODS),
-            *("offload_states", "reload_states", "_set_fp16_partitioned_groups_flat"),
+            *("offload_states", "reload_states", "_set_fp16_partitioned_groups_flat", "backward_epilogue"),
         ),
         f"{_COORDINATOR_MODULE}:{_COORDINATOR}": ("is_complete_trace",),
         "deepspeed.runtime.zero.parameter_offload": ("FWD_MODULE_STACK",),
@@ -100,6 +100,9 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_STAGE3}:{OPTIMIZER}.clear_backward_seen_flag": ("_epilogue_ran_this_backward",),
         f"{_STAGE3}:{OPTIMIZER}._link_all_hp_params": ("_z3_optimizer",),
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.__init__": ("_param_slice_mappings",),
+        "deepspeed.runtime.engine:DeepSpeedEngine.__init__": (
+            *("inside_no_sync_ctxt", "tput_timer", "training_dataloader"),
+        ),
         "deepspeed.runtime.engine:DeepSpeedEngine._configure_distributed_model": ("seq_data_parallel_group",),
         "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module": (
             "ds_z3_leaf_module",

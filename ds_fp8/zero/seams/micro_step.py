@@ -64,6 +64,7 @@ class MicroStep:
         """Return of every module whether it is in training mode."""
         return tuple(module.training for module in self._modules)
 
+    @property
     def trained(self) -> tuple[bool, ...]:
         """Return of every parameter whether it gets a gradient."""
         return tuple(parameter.requires_grad for parameter in self._parameters)
@@ -75,6 +76,16 @@ class MicroStep:
         """
         gathered = [p.ds_tensor for p in self._parameters if not (p.ds_persist or elsewhere(p))]
         return tuple(tensor.data_ptr() for tensor in (self._zero.grad_partitions_flat_buffer, *gathered))
+
+    @property
+    def reduced_later(self) -> bool:
+        """Return whether gradients stay with their parameters until the user has them reduced."""
+        return self._engine.inside_no_sync_ctxt
+
+    def start_clock(self) -> None:
+        """Do what DeepSpeed's throughput does before a forward, in a hook that a replay does not run."""
+        if self._engine.training_dataloader is None:
+            self._engine.tput_timer.start()
 
     def side_streams(self) -> list[object]:
         """Return the streams of gathers and reductions."""

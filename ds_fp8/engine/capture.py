@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import gc
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+_before_the_end: list[Callable[[], None]] = []
+
+
+def before_process_groups_end(callback: Callable[[], None]) -> Callable[[], None]:
+    """Call `callback` before torch.distributed ends process groups, and before the process ends.
+
+    NCCL ends no communicator while a graph that it is captured in exists: it would wait for ever.
+
+    Returns:
+        What takes this back.
+    """
+    if not hasattr(torch.distributed.destroy_process_group, "calls_first"):
+        torch.distributed.destroy_process_group = _calling_first(torch.distributed.destroy_process_group)
+    _before_the_end.append(callback)
+    atexit.register(callback)
+
+    def take_back() -> None:
+        _before_the_end.remove(callback)
+        atexit.unregister(callback)
+
+    return take_back
+
+
+def _calling_first(destroy_process_group: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(destroy_process_group)
+    def destroy(*args: Any, **kwargs: Any) -> None:
+        for callback in list(_before_the_end):
+            callback()
+        destroy_process_group(*args, **kwargs)
+
+    destroy.calls_first = True
+    return destroy
 
 
 def end_failed_capture(device: torch.device) -> None:
@@ -43,6 +79,22 @@ def streams_unrecorded() -> Iterator[None]:
         yield
     finally:
         torch.Tensor.record_stream = record_stream
+
+
+@contextlib.contextmanager
+def random_states_unread() -> Iterator[None]:
+    """Keep torch's activation checkpointing from reading the device's random state, which waits for the device.
+
+    For models that draw no random numbers in what is recomputed.
+    """
+    from torch.utils import checkpoint
+
+    get_device_states = checkpoint.get_device_states
+    checkpoint.get_device_states = lambda *_: ([], [])
+    try:
+        yield
+    finally:
+        checkpoint.get_device_states = get_device_states
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ from typing import Any
 
 import deepspeed
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.layers.linear import FP8Linear
@@ -60,8 +62,9 @@ def why_eager(
         return MEASURED
     if args:
         return "the batch is passed by position"
-    if getattr(engine.module, "is_gradient_checkpointing", False):
-        return "activations are recomputed, with the state of random numbers saved on the host"
+    why = why_not_recomputed(engine.module)
+    if why is not None:
+        return why
     for name, value in kwargs.items():
         if torch.is_tensor(value):
             if value.requires_grad:
@@ -74,6 +77,21 @@ def why_eager(
         return "autocast is on"
     if not one_sequence_a_row(kwargs):
         return "rows are padded, or hold several documents: what attention computes differs from batch to batch"
+    return None
+
+
+def why_not_recomputed(module: nn.Module) -> str | None:
+    """Return why a graph cannot recompute the activations of a model as Python does, or None; None where none are."""
+    recomputed = [part for part in module.modules() if getattr(part, "gradient_checkpointing", False)]
+    if not recomputed:
+        return None
+    functions = [getattr(part, "_gradient_checkpointing_func", None) for part in recomputed]
+    if any(getattr(function, "func", function) is not checkpoint for function in functions):
+        return "activations are recomputed by a function of the model's own, or kept on the host"
+    for part in module.modules():
+        dropout = part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "attention_dropout", 0)
+        if part.training and dropout:
+            return "activations are recomputed with dropout, whose random numbers the host repeats"
     return None
 
 

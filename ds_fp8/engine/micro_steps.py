@@ -6,7 +6,6 @@ So before every micro-step they compare what they are about to run, on the host 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import types
@@ -19,9 +18,11 @@ import torch
 from deepspeed import comm as dist
 
 from ds_fp8.engine.capture import (
+    before_process_groups_end,
     end_failed_capture,
     masks_as_outside,
     memory_of_other_streams_reused,
+    random_states_unread,
     streams_unrecorded,
     without_garbage_collection,
 )
@@ -75,6 +76,8 @@ class MicroStepGraphs:
         self._seen: dict[object, int] = {}
         self._said: set[str] = set()
         self._pool: object | None = None
+        self._kept = 0
+        """Bytes of the graphs' own memory."""
         # NCCL would have all ranks exchange addresses in a capture, where one may fail.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         self._group = torch.distributed.new_group(backend="gloo") if dist.get_world_size() > 1 else None
@@ -82,7 +85,7 @@ class MicroStepGraphs:
         seams.replace(engine, engine.module, "_call_impl", self)
         self._evaluated = False
         seams.on_destroy(engine, self._destroy)
-        atexit.register(self._forget_graphs)
+        self._ends_by_itself = before_process_groups_end(self._forget_graphs)
 
     def __reduce__(self) -> tuple:
         # A copy of a model under training has no engine, and computes by itself.
@@ -93,6 +96,10 @@ class MicroStepGraphs:
         """Return how many kinds of micro-steps are captured."""
         return len(self._graphs)
 
+    @property
+    def _pending(self) -> bool:
+        return any(graph.pending for graph in self._graphs.values())
+
     def reset(self) -> None:
         """Forget all graphs: what they were captured from has changed."""
         self._forget_graphs()
@@ -102,11 +109,11 @@ class MicroStepGraphs:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
-        self._pool = None
+        self._pool, self._kept = None, 0
 
     def _destroy(self) -> None:
         self.reset()
-        atexit.unregister(self._forget_graphs)
+        self._ends_by_itself()
         if self._group is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group(self._group)
 
@@ -116,6 +123,7 @@ class MicroStepGraphs:
             return self._stock(*args, **kwargs)
         if not (self._engine.module.training and torch.is_grad_enabled()):
             self._evaluated = True
+            self._make_room()
             return self._stock(*args, **kwargs)
         if isinstance(kwargs.get(ITEMS), (int, float)):  # a number would be part of the graph
             kwargs[ITEMS] = torch.tensor(float(kwargs[ITEMS]))
@@ -129,7 +137,7 @@ class MicroStepGraphs:
             batch = {name: value for name, value in kwargs.items() if name != "attention_mask"}
             kind = self._kind(batch)
             graph = self._graphs.get(kind)
-            if any(other.pending for other in self._graphs.values()):  # all of them share their memory
+            if self._pending:  # all graphs share their memory
                 why = "a forward ran before the backward of another"
         number = 0 if why is not None else zlib.crc32(repr(kind).encode()) + 1
         usable = graph is not None and graph.addresses == self._addresses()
@@ -176,7 +184,7 @@ class MicroStepGraphs:
         sides = self._micro_step.side_streams()
         # Other threads (NCCL's watchdog, the loader of batches) may go on calling CUDA.
         captured = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        with captured, streams.capture(), self._micro_step.unthrottled(), masks_as_outside():
+        with captured, streams.capture(), self._micro_step.unthrottled(), masks_as_outside(), random_states_unread():
             for side in sides:
                 side.wait_stream(self._stream)
             yield
@@ -192,7 +200,7 @@ class MicroStepGraphs:
 
     def _captured(self, kind: object, batch: Mapping[str, Any]) -> MicroStepGraph | None:
         """Capture a kind of micro-step; where a rank cannot, nothing is captured any more, on all ranks."""
-        gather, memory = self._gather, torch.cuda.memory_reserved(self._device)
+        gather = self._gather
         self._settle()
         if gather is not None:
             gather.pin_scales()
@@ -204,6 +212,8 @@ class MicroStepGraphs:
                 with streams_unrecorded():
                     self._graph(batch).close()
                 self._pool = pool
+                torch.cuda.empty_cache()
+                before = torch.cuda.memory_reserved(self._device)
                 with memory_of_other_streams_reused():
                     graph = self._graph(batch)
         except Exception as found:  # whatever a model does that no graph can hold: it is said, and runs eagerly
@@ -222,8 +232,9 @@ class MicroStepGraphs:
             self._health.say(f"CUDA graphs are off: {self.off}")
             return None
         self._graphs[kind] = graph
-        more = (torch.cuda.memory_reserved(self._device) - memory) / 2**30
-        self._say(f"forward and backward run as CUDA graphs from here on ({more:+.2f} GiB reserved)")
+        kept = torch.cuda.memory_reserved(self._device) - before
+        self._kept += kept
+        self._say(f"forward and backward run as CUDA graphs from here on, which keep {kept / 2**30:.2f} GiB")
         return graph
 
     def _graph(self, batch: Mapping[str, Any]) -> MicroStepGraph:
@@ -248,12 +259,26 @@ class MicroStepGraphs:
         Autograd adds a gradient up on the stream that its parameter was first used on, and remembers that for as long
         as somebody holds the loss of an earlier step. A capture must not come upon another stream there.
         """
+        self._make_room()
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
         with torch.cuda.stream(self._stream):
             output = self._stock(*args, **kwargs)
         outside.wait_stream(self._stream)
         return output
+
+    def _make_room(self) -> None:
+        """Free the graphs where their memory is needed to compute eagerly what they compute. They are captured again.
+
+        Their pool keeps the activations of one micro-step, and nothing outside of it is allocated there.
+        """
+        if not self._graphs or self._pending:
+            return
+        free, _ = torch.cuda.mem_get_info(self._device)
+        reserved, allocated = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
+        if free + reserved - allocated - self._kept < self._kept:
+            self._forget_graphs()
+            torch.cuda.empty_cache()
 
     def _say(self, line: str) -> None:
         if line not in self._said:  # once: it may be so at every step

@@ -109,7 +109,9 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
     on_gpu = device().type == "cuda"
     losses, durations = [], []
     for step in range(options.steps):
-        if step == options.warmup and on_gpu:
+        # Graphs take their memory while they are captured, before the steps that are timed.
+        if on_gpu and step == (0 if engine.fp8.graphs else options.warmup):
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         engine.fp8.wire.take()
         dist.barrier()
@@ -128,6 +130,8 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
         "step_seconds": seconds,
         "tokens_per_second_per_gpu": options.sequences * options.length * options.accumulation / seconds,
         "peak_bytes": slowest(float(torch.cuda.max_memory_allocated() + allocated_bytes())) if on_gpu else None,
+        "reserved_bytes": slowest(float(torch.cuda.max_memory_reserved() + allocated_bytes())) if on_gpu else None,
+        "graphs": (engine.fp8.graphs.off or engine.fp8.graphs.captured) if engine.fp8.graphs else None,
         "sent_bytes": sent,
         "losses": (curve / dist.get_world_size()).tolist(),
         "profile": None,
@@ -155,6 +159,7 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
             f"/ {rows[0]['variant']}",
             "peak GiB",
             f"/ {rows[0]['variant']}",
+            "reserved",
             "gather MB",
             "grad MB",
             "first loss",
@@ -168,6 +173,7 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
                 row["tokens_per_second_per_gpu"] / base,
                 row["peak_bytes"] and row["peak_bytes"] / 2**30,
                 row["peak_bytes"] and row["peak_bytes"] / rows[0]["peak_bytes"],
+                row["reserved_bytes"] and row["reserved_bytes"] / 2**30,
                 row["sent_bytes"] and row["sent_bytes"]["all_gather_bytes"] / 1e6,
                 row["sent_bytes"] and row["sent_bytes"]["grad_bytes"] / 1e6,
                 f"{row['losses'][0]:.4f}",

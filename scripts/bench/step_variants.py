@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.presets import PRESETS
@@ -35,14 +35,15 @@ CHOICES: dict[str, dict[str, Any]] = {
 PEERS = {
     "deepspeed": "zero3_baseline.py",
     "torchao": "fsdp2_torchao.py",
+    "fsdp2": "fsdp2_torchao.py",
     "te-fsdp2": "fsdp_te.py",
     "te-megatron": "fsdp_te.py",
 }
-"""Name -> its script: DeepSpeed ZeRO-3 BF16 with Liger and leaf layers; FSDP2 with torchao tensor-wise, compiled; torch
-FSDP2 and Megatron-FSDP with te.TransformerLayer, FP8 blocks."""
+"""Name -> script: DeepSpeed ZeRO-3 BF16 with Liger and leaf layers; FSDP2 with torchao tensor-wise and in BF16, both
+compiled; torch FSDP2 and Megatron-FSDP with te.TransformerLayer, FP8 blocks."""
 
-WARMUP = {"deepspeed": 3, "torchao": 5, "te-fsdp2": 3, "te-megatron": 3}
-"""Steps that a peer's script leaves out of its median; torchao's compiles in the first ones."""
+WARMUP = {"deepspeed": 3, "torchao": 5, "fsdp2": 5, "te-fsdp2": 3, "te-megatron": 3}
+"""Steps that a peer's script leaves out of its median; those that compile do so in the first ones."""
 
 
 def fp8_section(variant: str, monitor: int = 0) -> dict[str, Any]:
@@ -87,8 +88,10 @@ def peer_command(name: str, options: argparse.Namespace, result: Path) -> list[s
         if name == "deepspeed":
             shape |= {"size": options.size, "liger": 1, "leaf": 1, "ckpt": int(options.recompute)}
         else:
-            cannot = cannot or (options.recompute and "recompute") or (options.size != "7b" and "another size")
-            shape |= {"mode": "tensorwise"}
+            cannot = cannot or (options.recompute and "recompute")
+            shape |= {"mode": "tensorwise" if name == "torchao" else "bf16"}
+            if options.size != "7b":
+                shape["size"] = options.size
     cannot = cannot or (options.accumulation > 1 and "accumulation")
     if cannot:
         raise UserError(f"the script of {name} knows no {cannot}", key="--variants", remedy=f"leave out {name}")
@@ -114,6 +117,7 @@ def peer_row(name: str, output: str, result: Path) -> dict[str, Any]:
         "step_seconds": milliseconds / 1e3,
         "tokens_per_second_per_gpu": tokens,
         "peak_bytes": peak * 2**30,
+        "reserved_bytes": None,
         "sent_bytes": None,
         "losses": losses,
         "profile": None,
@@ -134,12 +138,15 @@ def run_ranks(command: list[str], ranks: int, seconds: float | None) -> tuple[in
 
 @contextlib.contextmanager
 def _killed_at_the_end(process: subprocess.Popen) -> Iterator[None]:
-    """End the session that `process` leads: a rank that waits for a collective outlives its launcher."""
+    """End all that `process` started: a rank that waits for a collective outlives its launcher."""
     try:
         yield
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(process.pid)
+            for one in (launcher, *launcher.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
         process.wait()
 
 

@@ -1,6 +1,10 @@
 """Micro-steps as CUDA graphs against the same ones launched by Python: every bit, and every way back."""
 
 import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ pytestmark = pytest.mark.gpu
 LENGTH, VOCABULARY = 256, 1024
 
 
-def engine_of(graph: str, preset: str, micro_batches: int, monitor: int):
+def engine_of(graph: str, preset: str, micro_batches: int, monitor: int, recompute: dict | None = None):
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     import ds_fp8
@@ -25,6 +29,8 @@ def engine_of(graph: str, preset: str, micro_batches: int, monitor: int):
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    if recompute is not None:
+        model.gradient_checkpointing_enable(recompute)
     section = {"preset": preset, "graph": graph, "monitor": {"every": monitor}, "linear": {"backend": "cublas"}}
     config = models.config(section, stage3_prefetch_bucket_size=10**6, stage3_max_reuse_distance=10**9)
     config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches}
@@ -44,6 +50,17 @@ def evaluate(engine, step):
         engine.train()
 
 
+def evaluate_with_little_memory(engine, step):
+    """The memory that graphs keep is needed for what runs beside them."""
+    if step == 5:
+        free, _ = torch.cuda.mem_get_info()
+        filler = torch.empty(free - 2**23, dtype=torch.uint8, device="cuda")
+        evaluate(engine, step)
+        assert engine.fp8.graphs is None or engine.fp8.graphs.captured == 0
+        del filler
+        torch.cuda.empty_cache()
+
+
 def save_and_load(folder, engine, step):
     """Go back to what was three steps ago, in the middle of replays."""
     if step == 4:
@@ -59,6 +76,15 @@ def read_on_the_host(engine, step):
 
     if step == 0:
         engine.module.model.layers[1].register_forward_pre_hook(read)
+
+
+def take_all_memory(engine, step):
+    def take(module, inputs):
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
+
+    if step == 0:
+        engine.module.model.layers[1].register_forward_pre_hook(take)
 
 
 def fail_in_backward(engine, step):
@@ -96,10 +122,17 @@ CASES = {
     "two shapes": {"lengths": (LENGTH, 2 * LENGTH)},
     "masks of ones, and positions": {"masked": True},
     "evaluation between": {"between": evaluate},
+    "evaluation where memory is short": {"between": evaluate_with_little_memory},
+    "recomputed activations": {"recompute": {"use_reentrant": False}},
+    "recomputed activations, reentrant": {"recompute": {"use_reentrant": True}, "micro_batches": 2},
     "two forwards": {"between": two_forwards},
     "a layer that goes on in BF16": {"between": move_a_layer},
 }
-BROKEN = {"a read on the host": read_on_the_host, "an error in backward": fail_in_backward}
+BROKEN = {
+    "a read on the host": read_on_the_host,
+    "an error in backward": fail_in_backward,
+    "no memory": take_all_memory,
+}
 
 
 def trained(*args, **kwargs):
@@ -109,10 +142,18 @@ def trained(*args, **kwargs):
 
 
 def train(
-    graph, preset="hybrid_fast", micro_batches=1, monitor=0, lengths=(LENGTH,), masked=False, between=None, steps=10
+    graph,
+    preset="hybrid_fast",
+    micro_batches=1,
+    monitor=0,
+    lengths=(LENGTH,),
+    masked=False,
+    between=None,
+    steps=10,
+    recompute=None,
 ):
     """Losses, gradient norms, masters, bytes on the wire, and what became of the graphs."""
-    engine = engine_of(graph, preset, micro_batches, monitor)
+    engine = engine_of(graph, preset, micro_batches, monitor, recompute)
     said = []
     engine.fp8.health.say = said.append
     losses, norms = [], []
@@ -157,7 +198,8 @@ def test_every_bit_is_that_of_python(gpu_ranks, world, case):
         assert_same(ours, theirs)
         off, count = ours[3]
         assert off is None
-        assert count == {"several micro-batches": 2, "two shapes": 2}.get(case, 1)
+        two = ("several micro-batches", "two shapes", "recomputed activations, reentrant")
+        assert count == 1 + (case in two)
 
 
 @pytest.mark.parametrize("world", worlds())
@@ -182,6 +224,17 @@ def test_what_no_graph_can_hold_runs_as_before_and_is_said_once(gpu_ranks, world
         assert_same(ours, theirs)
         assert ours[3][0] is not None
         assert len([line for line in ours[4] if line.startswith("CUDA graphs are off")]) == 1
+
+
+@pytest.mark.parametrize("world", worlds())
+def test_process_groups_can_end_before_the_engine(world, tmp_path):
+    """As at the end of a script: NCCL would wait for its graphs to be gone."""
+    script = Path(__file__).parents[2] / "scripts" / "bench" / "step.py"
+    options = ["--quick", "--gpus", str(world), "--variants", "infir2/graph/cublas", "--limit", "100"]
+    command = [sys.executable, script, *options, "--json", tmp_path / "step.json"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert json.loads((tmp_path / "step.json").read_text())["rows"][0]["graphs"] == 1
 
 
 def stale(_):

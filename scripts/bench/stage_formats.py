@@ -115,15 +115,19 @@ def print_runs(runs: list[dict[str, Any]], steps: int) -> None:
     lines = []
     for variant in dict.fromkeys(run["variant"] for run in runs):
         mine = [run for run in runs if run["variant"] == variant and run["seed"] in reference]
+        if not mine:
+            continue
         gaps = {
             key: [100 * (run[key] / reference[run["seed"]][key] - 1) for run in mine]
             for key in ("final_loss", "validation_loss")
         }
         cells: list[object] = [variant, len(mine)]
         for key, numbers in gaps.items():
-            cells += [f"{statistics.mean(run[key] for run in mine):.4f}", f"{statistics.mean(numbers):+.2f}"]
-        lines.append([*cells, " ".join(f"{gap:+.2f}" for gap in gaps["validation_loss"])])
-    columns = ("linears", "seeds", "final loss", "gap %", "validation", "gap %", "gap of each seed %")
+            mean = statistics.mean(run[key] for run in mine)
+            each = " ".join(f"{gap:+.2f}" for gap in numbers)
+            cells += [f"{mean:.4f}", f"{statistics.mean(numbers):+.2f}", each]
+        lines.append(cells)
+    columns = ("linears", "seeds", "final loss", "gap %", "each seed", "validation", "gap %", "each seed")
     print_table(f"{steps} steps", columns, lines)
 
 

@@ -76,8 +76,8 @@ class MicroStepGraphs:
         self._seen: dict[object, int] = {}
         self._said: set[str] = set()
         self._pool: object | None = None
-        self._kept = 0
-        """Bytes of the graphs' own memory."""
+        self.kept_bytes = 0
+        """Memory of the graphs' own."""
         # NCCL would have all ranks exchange addresses in a capture, where one may fail.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         self._group = torch.distributed.new_group(backend="gloo") if dist.get_world_size() > 1 else None
@@ -109,7 +109,7 @@ class MicroStepGraphs:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
-        self._pool, self._kept = None, 0
+        self._pool, self.kept_bytes = None, 0
 
     def _destroy(self) -> None:
         self.reset()
@@ -233,7 +233,7 @@ class MicroStepGraphs:
             return None
         self._graphs[kind] = graph
         kept = torch.cuda.memory_reserved(self._device) - before
-        self._kept += kept
+        self.kept_bytes += kept
         self._say(f"forward and backward run as CUDA graphs from here on, which keep {kept / 2**30:.2f} GiB")
         return graph
 
@@ -276,7 +276,7 @@ class MicroStepGraphs:
             return
         free, _ = torch.cuda.mem_get_info(self._device)
         reserved, allocated = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
-        if free + reserved - allocated - self._kept < self._kept:
+        if free + reserved - allocated - self.kept_bytes < self.kept_bytes:
             self._forget_graphs()
             torch.cuda.empty_cache()
 

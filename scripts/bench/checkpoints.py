@@ -3,9 +3,9 @@
     python scripts/bench/checkpoints.py --config ds_configs/infir2_1.5b/cpt.json --ranks 2 --out /fast/disk/bench
         [--steps 20] [--set data.path=synthetic ...]
 
-Trains the stage three times for a few steps through its own loop, each in processes of its own: with saves that it
-waits for, with `train.async_save`, and resumed from the last checkpoint. The folder that --out names is made, and
-deleted afterwards; the time of a save is that of its disk.
+Trains the stage three times for a few steps through its own loop, each in processes of its own: with
+`train.async_save`, resumed from the last checkpoint, and with saves that it waits for. The folder that --out names is
+made, and deleted afterwards; the time of a save is that of its disk.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 EVERY = 100
 """Steps between saves for which the pause is given as a share of the time."""
+WARMUP = 3
 WAITED = 4
 """Steps between saves that are waited for."""
 SAVES = 3
@@ -105,19 +106,14 @@ def report(options: argparse.Namespace, folder: Path) -> None:
     def saves(every: int, more: int) -> list[str]:
         return [f"train.save_every={every}", f"train.steps={every * SAVES + more}", "train.eval_batches=1"]
 
-    waiting = run("waiting", options, folder, *saves(WAITED, WAITED // 2))
-    step = median(waiting["step_seconds"].values())
-    print(
-        f"checkpoint of {waiting['bytes'] / 2**30:.2f} GiB on {options.ranks} ranks; a step takes {step:.3f} s",
-        flush=True,
-    )
-    # The last save is that of the end, for which training waits in any case.
-    print(f"save, waited for: {median(waiting['pauses'][1:SAVES]):.2f} s", flush=True)
-    shutil.rmtree(folder / "waiting")
-
     background = run("asynchronous", options, folder, *saves(every, every // 2), "train.async_save=true")
     pause, written = (median(background[key][1:SAVES]) for key in ("pauses", "written"))
     seconds = {int(number): value for number, value in background["step_seconds"].items()}
+    step = median(value for number, value in seconds.items() if WARMUP < number <= every)  # nothing is written yet
+    print(
+        f"checkpoint of {background['bytes'] / 2**30:.2f} GiB on {options.ranks} ranks; a step takes {step:.3f} s",
+        flush=True,
+    )
     slowed = sum(
         seconds[number] - step
         for save in range(2, SAVES + 1)
@@ -126,10 +122,16 @@ def report(options: argparse.Namespace, folder: Path) -> None:
     share = (pause + max(0.0, slowed)) / (EVERY * step)
     print(
         f"save, asynchronous: pause {pause:.2f} s, written after {written:.2f} s, steps meanwhile longer by "
-        f"{slowed:.2f} s in all: {share:.2%} of the time at a save every {EVERY} steps"
+        f"{slowed:.2f} s in all: {share:.2%} of the time at a save every {EVERY} steps",
+        flush=True,
     )
     resumed = run("resumed", options, folder, *saves(every, every // 2 + 1))["resume"]
-    print(f"resume: every byte checked in {resumed['settle']:.2f} s, loaded in {resumed['load']:.2f} s")
+    print(f"resume: every byte checked in {resumed['settle']:.2f} s, loaded in {resumed['load']:.2f} s", flush=True)
+    shutil.rmtree(folder / "asynchronous")
+
+    waiting = run("waiting", options, folder, *saves(WAITED, WAITED // 2))
+    # The last save is that of the end, for which training waits in any case.
+    print(f"save, waited for: {median(waiting['pauses'][1:SAVES]):.2f} s")
 
 
 def main() -> int:

@@ -64,9 +64,9 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def preset_recipe(preset: str) -> LinearRecipe:
-    """Return the recipe of `preset` on this machine, without the statistics that training takes."""
-    return LinearRecipe.from_config(parse_fp8({"fp8": {"preset": preset, "monitor": {"every": 0}}}))
+def preset_recipe(preset: str, **linear: Any) -> LinearRecipe:
+    """Return the recipe of `preset` with changes to "linear" on this machine, without statistics."""
+    return LinearRecipe.from_config(parse_fp8({"fp8": {"preset": preset, "linear": linear, "monitor": {"every": 0}}}))
 
 
 def distinct_presets(presets: Iterable[str]) -> dict[str, list[str]]:

@@ -1,6 +1,7 @@
 """The sizes at which FP8 stops paying: decoder layers over hidden sizes and tokens, against the same in BF16.
 
     python scripts/bench/crossover.py                         every preset
+    python scripts/bench/crossover.py --graphs                both as CUDA graphs, too: without the time of Python
     python scripts/bench/crossover.py --quick                 seconds on a CPU, with the emulated product
 
 Forward and backward of Qwen2 layers, as transformers runs them in BF16 and fused in FP8 with FP8 weights, as the
@@ -11,9 +12,12 @@ share a key-value head. Of presets that compute alike the first is measured.
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from common import (
     ModelSize,
     argument_parser,
@@ -43,15 +47,37 @@ def shape_of(hidden: int, tokens: int) -> Shape:
     return Shape(ModelSize(hidden, 4 * hidden, heads, heads // 2, HEAD_DIM), LAYERS, 1, tokens)
 
 
-def measure_crossover(presets: list[str], hidden: int, tokens: int, repeats: int) -> list[dict[str, Any]]:
+def captured(step: Callable[[], Any]) -> Callable[[], None]:
+    """Return the replay of a step as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def measure_step(step: Callable[[], Any], repeats: int, graphs: bool) -> tuple[float, float | None]:
+    """Milliseconds of a step that Python launches, and of its CUDA graph."""
+    time, _ = time_and_peak(step, repeats)
+    return time, time_and_peak(captured(step), repeats)[0] if graphs else None
+
+
+def measure_crossover(
+    presets: list[str], hidden: int, tokens: int, repeats: int, graphs: bool = False
+) -> list[dict[str, Any]]:
     """One result a preset, all against the same BF16 layers."""
     shape = shape_of(hidden, tokens)
     x, dy = operands(shape)
-    bf16_time, _ = time_and_peak(partial(transformers_layers(shape).step, x, dy), repeats)
+    bf16_time, bf16_captured = measure_step(partial(transformers_layers(shape).step, x, dy), repeats, graphs)
     rows = []
     for preset in presets:
         stack = our_layers(shape, preset, "fp8")
-        time, _ = time_and_peak(partial(stack.step, x, dy), repeats)
+        time, of_graph = measure_step(partial(stack.step, x, dy), repeats, graphs)
         rows.append(
             {
                 "preset": preset,
@@ -61,6 +87,10 @@ def measure_crossover(presets: list[str], hidden: int, tokens: int, repeats: int
                 "milliseconds": time,
                 "bf16_milliseconds": bf16_time,
                 "speedup": bf16_time / time,
+                "captured_milliseconds": of_graph,
+                "bf16_captured_milliseconds": bf16_captured,
+                "captured_speedup": of_graph and bf16_time / of_graph,
+                "both_captured_speedup": of_graph and bf16_captured / of_graph,
             }
         )
         del stack
@@ -68,12 +98,23 @@ def measure_crossover(presets: list[str], hidden: int, tokens: int, repeats: int
     return rows
 
 
+TABLES = {
+    "speedup": "both launched by Python",
+    "captured_speedup": "FP8 as a CUDA graph, BF16 launched by Python",
+    "both_captured_speedup": "both as CUDA graphs",
+}
+"""Key of a row -> how it was run."""
+
+
 def print_crossover(rows: list[dict[str, Any]]) -> None:
     tokens = sorted({row["tokens"] for row in rows})
-    for preset, backend in dict.fromkeys((row["preset"], row["backend"]) for row in rows):
-        mine = {(row["hidden"], row["tokens"]): row["speedup"] for row in rows if row["preset"] == preset}
+    kinds = dict.fromkeys((row["preset"], row["backend"]) for row in rows)
+    for (preset, backend), (key, how) in itertools.product(kinds, TABLES.items()):
+        mine = {(row["hidden"], row["tokens"]): row[key] for row in rows if row["preset"] == preset}
+        if None in mine.values():
+            continue
         print_table(
-            f"{preset}, {backend}: forward and backward of decoder layers, BF16 time / FP8 time (below 1 FP8 loses)",
+            f"{preset}, {backend}, {how}: forward and backward of layers, BF16 time / FP8 time (below 1 FP8 loses)",
             ("hidden", *(f"{count} tokens" for count in tokens)),
             [(hidden, *(mine[hidden, count] for count in tokens)) for hidden in sorted({h for h, _ in mine})],
         )
@@ -85,8 +126,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=integers, metavar="T,...", help="tokens of a micro-batch")
     parser.add_argument("--hidden", type=integers, metavar="H,...", help="hidden sizes, multiples of 256")
     parser.add_argument("--presets", type=words, metavar="NAME,...", help=f"default all: {','.join(PRESETS)}")
+    parser.add_argument("--graphs", action="store_true", help="measure CUDA graphs of both as well")
     options = parser.parse_args(arguments)
     options.presets = check_presets(options.presets)
+    if options.graphs and not torch.cuda.is_available():
+        parser.error("--graphs: needs a CUDA device")
     if not (options.quick or (options.tokens and options.hidden)):
         refuse_on_cpu("--hidden and --tokens")
     for hidden in options.hidden or ():
@@ -107,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
         row
         for hidden in options.hidden
         for tokens in options.tokens
-        for row in measure_crossover(presets, hidden, tokens, options.repeats)
+        for row in measure_crossover(presets, hidden, tokens, options.repeats, options.graphs)
     ]
     print_crossover(rows)
     if options.json:

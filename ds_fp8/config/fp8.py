@@ -189,8 +189,9 @@ class FP8Config(Section):
     attention: AttentionConfig = AttentionConfig()
     graph: Literal["off", "auto"] = "off"
     """off: Python launches every kernel. auto: forward and backward of a micro-batch run as CUDA graphs, for which the
-    GPU does not wait for Python, wherever the shapes of batches repeat on all ranks and every row is one sequence; the
-    start report, or one line in the log, says where not. For small models and few tokens."""
+    GPU does not wait for Python, wherever the shapes of batches repeat on all ranks and rows are not padded (rows of
+    several documents: with packed attention); the start report, or one line in the log, says where not. For small
+    models and few tokens."""
     loss: LossConfig = LossConfig()
     param_gather: ParameterGatherConfig = ParameterGatherConfig()
     grad_reduce: GradientReduceConfig = GradientReduceConfig()

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ds_fp8.layers import documents
+
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 _before_the_end: list[Callable[[], None]] = []
@@ -98,20 +100,28 @@ def random_states_unread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def masks_as_outside() -> Iterator[None]:
+def masks_as_outside(most: int = 0) -> Iterator[None]:
     """Let transformers build the attention mask that it builds without a graph.
 
     It would make masks of all tokens by all tokens, lest a graph bake in what it reads of a batch. Here every row is
-    known to be one causal sequence.
+    known to be one causal sequence, or to hold documents whose positions count from 0.
+
+    Args:
+        most: A bound of the number of documents of a batch, which "packed" attention reads from the positions at every
+            replay; 0 where every row is one.
     """
     from transformers import masking_utils
 
-    names = {"is_tracing": lambda *_: False, "find_packed_sequence_indices": lambda *_, **__: None}
+    def which_document(positions: torch.Tensor) -> torch.Tensor | None:
+        return (positions == 0).cumsum(-1) if most else None
+
+    names = {"is_tracing": lambda *_: False, "find_packed_sequence_indices": which_document}
     before = {name: getattr(masking_utils, name) for name in names}
     for name, value in names.items():
         setattr(masking_utils, name, value)
     try:
-        yield
+        with documents.fixed(most):
+            yield
     finally:
         for name, value in before.items():
             setattr(masking_utils, name, value)

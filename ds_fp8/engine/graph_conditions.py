@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.layers import documents
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.loss import LossFusion
 from ds_fp8.monitor.cast_monitor import CastMonitor
@@ -18,7 +19,11 @@ from ds_fp8.monitor.cast_monitor import CastMonitor
 MEASURED = "casts are measured"
 ITEMS = "num_items_in_batch"
 COPIED = frozenset({"input_ids", "labels", "shift_labels", "inputs_embeds", "position_ids", ITEMS})
-"""Tensors of a batch whose values decide nothing but numbers, once every row is known to be one whole sequence."""
+"""Tensors of a batch whose values decide nothing but numbers, once it is known what documents its rows hold."""
+PACKED = "packed"
+"""The attention implementation that reads on the device where documents end. "fp8_packed" computes rows of one document
+in FP8 and others in BF16, which a graph could not tell apart."""
+LEAST_DOCUMENTS = 16
 
 
 def why_no_graphs(
@@ -54,10 +59,7 @@ def why_no_graphs(
 def why_eager(
     engine: deepspeed.DeepSpeedEngine, monitor: CastMonitor, args: tuple, kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Return why a call of the engine's module in training cannot be a graph, or None.
-
-    The host waits for the device where masks or positions are given.
-    """
+    """Return why a call of the engine's module in training cannot be a graph whatever its rows hold, or None."""
     if monitor.active:
         return MEASURED
     if args:
@@ -75,8 +77,6 @@ def why_eager(
             return f'"{name}" is a {type(value).__name__}'
     if torch.is_autocast_enabled(engine.device.type):
         return "autocast is on"
-    if not one_sequence_a_row(kwargs):
-        return "rows are padded, or hold several documents: what attention computes differs from batch to batch"
     return None
 
 
@@ -95,13 +95,64 @@ def why_not_recomputed(module: nn.Module) -> str | None:
     return None
 
 
-def one_sequence_a_row(batch: Mapping[str, Any]) -> bool:
-    """Return whether no token of a batch is masked, and its positions count from 0; the host waits for the answer.
+def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, str | None]:
+    """Return what the graph of a batch must know of its rows, and why there can be none; the host waits for the device.
 
-    transformers waits as well when it builds the mask of such a batch.
+    Where the positions' documents were noted it does not wait, unless there is a mask. transformers waits as well when
+    it builds the mask of such a batch.
+
+    Args:
+        module: Of the engine.
+        batch: Its arguments.
+
+    Returns:
+        The number of documents of packed rows, or 0 where every row is one sequence; and the reason, or None.
     """
     mask, positions = (batch.get(name) for name in ("attention_mask", "position_ids"))
-    plain = [] if mask is None else [mask.all()]
-    if positions is not None:
-        plain.append((positions == torch.arange(positions.shape[-1], device=positions.device)).all())
-    return not plain or bool(torch.stack(plain).all())
+    if mask is not None and not bool(mask.all()):
+        return 0, "rows are padded: what attention computes differs from batch to batch"
+    if positions is None:
+        return 0, None
+    held = documents.count(positions)
+    if held == positions.shape[:-1].numel():
+        return 0, None
+    if not held:
+        return 0, "positions do not count from 0 in every document"
+    if positions.dim() != 2:
+        return 0, "rows hold several documents, and tokens several positions"
+    if mask is not None:
+        return 0, "rows hold several documents, and a mask says that they are one"
+    implementation = _attention_of(module)
+    if implementation != PACKED:
+        return 0, f'rows hold several documents, and attention is "{implementation}", not "{PACKED}"'
+    given = next(value for name in ("input_ids", "inputs_embeds") if (value := batch.get(name)) is not None)
+    return held * (len(given) // len(positions)), None
+
+
+def _attention_of(module: nn.Module) -> str | None:
+    """Return the attention implementation of a Hugging Face model."""
+    config = getattr(module, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    return getattr(config, "_attn_implementation", None)
+
+
+class Capacities:
+    """For how many documents the graphs of packed rows are captured.
+
+    Attention kernels take a little time for documents that are not there, and a graph is captured anew for more.
+    """
+
+    def __init__(self):
+        """Begin with rows that are one sequence each."""
+        self._seen: dict[object, int] = {}
+
+    def take(self, kind: object, held: int) -> int:
+        """Return for how many documents a micro-step is captured now; 0 where every row has always been one.
+
+        Args:
+            kind: Of micro-steps.
+            held: Documents of this batch, the most of any rank; 0 where every row of all ranks is one.
+        """
+        seen = self._seen[kind] = max(held, self._seen.get(kind, 0))
+        return max(LEAST_DOCUMENTS, 1 << (2 * seen - 1).bit_length()) if seen else 0

@@ -58,6 +58,7 @@ class MicroStepGraph:
         self,
         call: Callable[..., Any],
         batch: Mapping[str, Any],
+        most: int,
         micro_step: MicroStep,
         gradients: GradientShards,
         wire: WireMeter,
@@ -69,6 +70,7 @@ class MicroStepGraph:
         Args:
             call: The module, to be called with `batch` by name.
             batch: Tensors, whose values are copied at every replay, and plain values, which are part of the graph.
+            most: Documents that packed rows may hold; 0 where every row is one sequence.
             micro_step: DeepSpeed's part of it.
             gradients: What its reductions add to.
             wire: Counts the bytes.
@@ -76,6 +78,7 @@ class MicroStepGraph:
             capturing: Captures what is enqueued inside of it.
         """
         self._gradients, self._wire, self.addresses, self._micro_step = gradients, wire, addresses, micro_step
+        self.most = most
         self._batch = {
             name: value.detach().clone() if torch.is_tensor(value) else value for name, value in batch.items()
         }

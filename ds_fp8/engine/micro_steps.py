@@ -7,6 +7,7 @@ So before every micro-step they compare what they are about to run, on the host 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import types
 import zlib
@@ -26,7 +27,7 @@ from ds_fp8.engine.capture import (
     streams_unrecorded,
     without_garbage_collection,
 )
-from ds_fp8.engine.graph_conditions import ITEMS, MEASURED, why_eager
+from ds_fp8.engine.graph_conditions import ITEMS, MEASURED, Capacities, rows_in_a_graph, why_eager
 from ds_fp8.engine.health import Health
 from ds_fp8.engine.micro_step_graph import MicroStepGraph
 from ds_fp8.monitor.cast_monitor import CastMonitor
@@ -74,6 +75,7 @@ class MicroStepGraphs:
         """Why nothing is captured any more."""
         self._graphs: dict[object, MicroStepGraph] = {}
         self._seen: dict[object, int] = {}
+        self._capacities = Capacities()
         self._said: set[str] = set()
         self._pool: object | None = None
         self.kept_bytes = 0
@@ -129,7 +131,9 @@ class MicroStepGraphs:
             kwargs[ITEMS] = torch.tensor(float(kwargs[ITEMS]))
         if torch.is_tensor(kwargs.get(ITEMS)):
             kwargs[ITEMS] = kwargs[ITEMS].to(self._device)
-        why, kind, graph = why_eager(self._engine, self._monitor, args, kwargs), None, None
+        why, kind, graph, held = why_eager(self._engine, self._monitor, args, kwargs), None, None, 0
+        if why is None:
+            held, why = rows_in_a_graph(self._engine.module, kwargs)
         if why is None and self._micro_step.reduced_later:
             why = "gradients are reduced later"
         if why is None:
@@ -141,22 +145,24 @@ class MicroStepGraphs:
                 why = "a forward ran before the backward of another"
         number = 0 if why is not None else zlib.crc32(repr(kind).encode()) + 1
         usable = graph is not None and graph.addresses == self._addresses()
-        lowest, highest, usable = self._least(number, -number, usable)
+        lowest, highest, usable, most_held = self._least(number, -number, usable, -held)
         if not number or lowest != -highest:
             if why != MEASURED:
                 self._say(f"without CUDA graphs: {why or 'other ranks have batches of other shapes, or run eagerly'}")
             return self._aside(args, kwargs)
-        if not usable:
-            self._seen[kind] = self._seen.get(kind, 0) + 1
+        most = self._capacities.take(kind, -most_held)
+        if not (usable and graph.most >= -most_held):
+            seen = kind, most > 0  # packed rows have kernels of their own
+            self._seen[seen] = self._seen.get(seen, 0) + 1
             evaluated, self._evaluated = self._evaluated, False  # DeepSpeed may follow the order of that now
-            if self._seen[kind] <= EAGER_STEPS or evaluated or not self._micro_step.ready:
+            if self._seen[seen] <= EAGER_STEPS or evaluated or not self._micro_step.ready:
                 return self._aside(args, kwargs)
             if graph is None and len(self._graphs) == MOST_GRAPHS:
                 self._say(f"without CUDA graphs: batches of {MOST_GRAPHS} shapes are captured already")
                 return self._aside(args, kwargs)
-            if graph is not None:  # a checkpoint was loaded, or the like: all of them read elsewhere now
+            if graph is not None:  # more documents; or a checkpoint was loaded, and all of them read elsewhere now
                 self._forget_graphs()
-            graph = self._captured(kind, batch)
+            graph = self._captured(kind, batch, most)
             if graph is None:
                 return self._stock(*args, **kwargs)
         self._settle()
@@ -179,12 +185,13 @@ class MicroStepGraphs:
         return (*self._micro_step.addresses(gather.gathers), *gather.addresses())
 
     @contextlib.contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Capture what is enqueued inside, on DeepSpeed's streams too."""
+    def _capturing(self, most: int, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Capture what is enqueued inside, on DeepSpeed's streams too; for up to `most` documents of packed rows."""
         sides = self._micro_step.side_streams()
         # Other threads (NCCL's watchdog, the loader of batches) may go on calling CUDA.
         captured = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        with captured, streams.capture(), self._micro_step.unthrottled(), masks_as_outside(), random_states_unread():
+        unthrottled, masks = self._micro_step.unthrottled(), masks_as_outside(most)
+        with captured, streams.capture(), unthrottled, masks, random_states_unread():
             for side in sides:
                 side.wait_stream(self._stream)
             yield
@@ -198,7 +205,7 @@ class MicroStepGraphs:
         if gather is not None:
             gather.settle()
 
-    def _captured(self, kind: object, batch: Mapping[str, Any]) -> MicroStepGraph | None:
+    def _captured(self, kind: object, batch: Mapping[str, Any], most: int) -> MicroStepGraph | None:
         """Capture a kind of micro-step; where a rank cannot, nothing is captured any more, on all ranks."""
         gather = self._gather
         self._settle()
@@ -210,12 +217,12 @@ class MicroStepGraphs:
                 # Once in vain: with memory reused, torch ends the process where a capture of backward fails.
                 pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
                 with streams_unrecorded():
-                    self._graph(batch).close()
+                    self._graph(batch, most).close()
                 self._pool = pool
                 torch.cuda.empty_cache()
                 before = torch.cuda.memory_reserved(self._device)
                 with memory_of_other_streams_reused():
-                    graph = self._graph(batch)
+                    graph = self._graph(batch, most)
         except Exception as found:  # whatever a model does that no graph can hold: it is said, and runs eagerly
             error = found
             while error.__context__ is not None:  # what ended the capture, and not that it had ended
@@ -237,9 +244,10 @@ class MicroStepGraphs:
         self._say(f"forward and backward run as CUDA graphs from here on, which keep {kept / 2**30:.2f} GiB")
         return graph
 
-    def _graph(self, batch: Mapping[str, Any]) -> MicroStepGraph:
+    def _graph(self, batch: Mapping[str, Any], most: int) -> MicroStepGraph:
+        addresses, capturing = self._addresses(), functools.partial(self._capturing, most)
         return MicroStepGraph(
-            self._stock, batch, self._micro_step, self._gradients, self._wire, self._addresses(), self._capturing
+            self._stock, batch, most, self._micro_step, self._gradients, self._wire, addresses, capturing
         )
 
     def _kind(self, kwargs: Mapping[str, Any]) -> object:

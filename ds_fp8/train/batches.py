@@ -10,6 +10,7 @@ import torch
 from deepspeed import comm as dist
 
 from ds_fp8.data import IGNORED, PackedDataset, StageData, budgeted_micro_batches, local_micro_batches
+from ds_fp8.layers import documents
 from ds_fp8.train.stage import Stage
 
 Batch = dict[str, torch.Tensor]
@@ -30,8 +31,13 @@ class StepBatches:
     """Tokens over all ranks, padding included."""
 
     def to(self, device: torch.device) -> StepBatches:
-        """Return the same on a device; the host waits only where memory is not pinned."""
+        """Return the same on a device; the host waits only where memory is not pinned.
+
+        How many documents there are is counted here, and nobody has to wait for the device to know.
+        """
         batches = [{key: x.to(device, non_blocking=True) for key, x in batch.items()} for batch in self.batches]
+        for here, there in zip(self.batches, batches, strict=True):
+            documents.note(there["position_ids"], documents.count(here["position_ids"]))
         return StepBatches(batches, self.items.to(device, non_blocking=True), self.tokens)
 
 

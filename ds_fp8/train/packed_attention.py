@@ -4,6 +4,8 @@ A row of S tokens that holds many documents needs a mask of S x S elements for o
 tokens, and time for every element of it. Here the model's mask is where documents end, int32 [documents + 1], and
 attention runs over each document: in one variable-length kernel on a GPU, document by document elsewhere.
 
+In the capture of a CUDA graph the mask has a fixed length, and documents of no tokens at its end (layers/documents.py).
+
 It is installed through transformers' registries alone: models that build their mask there and pass it on to the
 attention function that their configuration names get it. Rows that are not packed, as in generation, are computed by
 scaled_dot_product_attention.
@@ -21,7 +23,14 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    sdpa_mask,
+)
+
+from ds_fp8.layers import documents
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -54,6 +63,9 @@ def packed_mask(
     """Return where the documents of a batch of rows end, counted through all rows: int32 [documents + 1], from 0.
 
     For a mask that is not one of packed documents, return what sdpa takes: None, or bool [B, 1, S, S].
+
+    Raises:
+        ValueError: In the capture of a graph: the mask of packed rows is more than their documents.
     """
     if not allow_is_causal_skip and attention_mask is None and not use_vmap and q_length == kv_length > 1:
         ends = _document_ends(mask_function, batch_size, q_length, device)
@@ -77,6 +89,8 @@ def _document_ends(
 ) -> torch.Tensor | None:
     """Return int32 [documents + 1], or None when `mask_function` is not causal attention within documents.
 
+    In the capture of a graph this must be so whatever the positions are, and their number is that of the graph.
+
     A document begins where a token does not see the one before it. That nothing else is masked shows at three places of
     the mask: each token sees its document's first, sees the one before it there, and does not see the next.
     """
@@ -89,12 +103,24 @@ def _document_ends(
 
     begins = ~sees((place - 1).clamp_min(0))
     begins[:, 0] = True
+    most = documents.fixed_at()
+    if most:
+        if not _is_of_documents(mask_function):
+            raise ValueError("attention to packed rows is not causal attention within each document, or has a window")
+        return documents.ends(begins, most)
     first = torch.where(begins, place, 0).cummax(dim=1).values
     beyond = sees((place + 1).clamp_max(length - 1))[:, :-1]
     if not bool(sees(first).all() & ~beyond.any()):
         return None
     starts = torch.nonzero(begins.reshape(-1)).flatten()
     return F.pad(starts, (0, 1), value=rows * length).to(torch.int32)
+
+
+def _is_of_documents(mask_function: Callable[..., torch.Tensor]) -> bool:
+    """Return whether a mask function is causal attention within documents by the parts that transformers made it of."""
+    parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+    within = packed_sequence_mask_function(torch.empty(0)).__code__
+    return len(parts) == 2 and parts[0] is causal_mask_function and getattr(parts[1], "__code__", None) is within
 
 
 def packed_attention(
@@ -151,6 +177,11 @@ def _in_one_kernel(
 def _document_by_document(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, dropout: float, scaling: float | None
 ) -> torch.Tensor:
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"packed rows are computed document by document with torch {torch.__version__}, {q.dtype}, heads of "
+            f"{q.shape[2]} features and dropout {dropout}: the host reads where they end"
+        )
     groups = q.shape[1] // k.shape[1]
     # [T, heads, D] -> [1, heads, T, D]
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -161,5 +192,6 @@ def _document_by_document(
             *(x[:, :, start:stop] for x in (q, k, v)), dropout_p=dropout, is_causal=True, scale=scaling
         )
         for start, stop in pairwise(places)
+        if start < stop
     ]
     return torch.cat(outputs, dim=2)[0].transpose(0, 1).contiguous()

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.capture import before_process_groups_end, random_states_unread
-from ds_fp8.engine.graph_conditions import one_sequence_a_row, why_not_recomputed
+from ds_fp8.engine.graph_conditions import LEAST_DOCUMENTS, Capacities, rows_in_a_graph, why_not_recomputed
 from ds_fp8.engine.micro_step_graph import only_differentiable
+from ds_fp8.train import packed_attention
 from ds_fp8.zero.wire import GATHER, WireMeter
 from tests.zero import models
 
@@ -30,28 +31,60 @@ def test_they_are_off_unless_asked_for():
 
 
 ROWS = torch.arange(6).expand(2, 6)
+PACKED_ROWS = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
 
 
 @pytest.mark.parametrize(
-    ("batch", "plain"),
+    ("batch", "held", "why"),
     [
-        ({}, True),
-        ({"attention_mask": torch.ones(2, 6)}, True),
-        ({"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}, False),
-        ({"position_ids": ROWS}, True),
-        ({"position_ids": ROWS[:1]}, True),
-        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, False),
-        ({"position_ids": ROWS + 1}, False),
-        ({"position_ids": ROWS, "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}, False),
+        ({}, 0, None),
+        ({"attention_mask": torch.ones(2, 6)}, 0, None),
+        ({"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}, 0, "padded"),
+        ({"position_ids": ROWS}, 0, None),
+        ({"position_ids": ROWS[:1]}, 0, None),
+        ({"position_ids": ROWS.expand(3, 2, 6)}, 0, None),
+        ({"position_ids": ROWS, "attention_mask": torch.ones(2, 6)}, 0, None),
+        ({"position_ids": PACKED_ROWS}, 3, None),
+        ({"position_ids": PACKED_ROWS[:1]}, 4, None),
+        ({"position_ids": PACKED_ROWS.expand(3, 2, 6)}, 0, "several positions"),
+        ({"position_ids": PACKED_ROWS, "attention_mask": torch.ones(2, 6)}, 0, "a mask says"),
+        ({"position_ids": ROWS + 1}, 0, "do not count from 0"),
+        ({"position_ids": ROWS // 2}, 0, "do not count from 0"),
+        ({"position_ids": ROWS, "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}, 0, "padded"),
     ],
 )
-def test_rows_of_one_sequence(batch, plain):
-    assert one_sequence_a_row(batch) is plain
+def test_what_rows_hold(batch, held, why):
+    found = rows_in_a_graph(small_model("packed"), {"input_ids": torch.zeros(2, 6), **batch})
+    assert found[0] == held
+    assert found[1] is None if why is None else why in found[1]
 
 
-def small_model(**more) -> nn.Module:
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "fp8_packed"])
+def test_packed_rows_are_captured_with_packed_attention_alone(attention):
+    model, tokens = small_model(attention), torch.zeros(2, 6)
+    assert rows_in_a_graph(model, {"input_ids": tokens, "position_ids": ROWS}) == (0, None)
+    held, why = rows_in_a_graph(model, {"input_ids": tokens, "position_ids": PACKED_ROWS})
+    assert held == 0
+    assert f'attention is "{attention}"' in why
+
+
+def test_a_graph_has_room_for_twice_the_documents_ever_seen():
+    capacities = Capacities()
+    assert [capacities.take("a", 0) for _ in range(3)] == [0, 0, 0]  # plain rows stay plain
+    assert capacities.take("a", 2) == LEAST_DOCUMENTS
+    assert capacities.take("b", 0) == 0
+    assert capacities.take("a", 16) == 32
+    assert capacities.take("a", 17) == 64
+    assert capacities.take("a", 0) == 64  # one document a row among packed ones
+    for held in range(1, 300):
+        assert 2 * held <= Capacities().take("a", held) <= max(LEAST_DOCUMENTS, 4 * held)
+
+
+def small_model(attention="sdpa", **more) -> nn.Module:
+    packed_attention.register()
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return AutoModelForCausalLM.from_config(Qwen2Config(**sizes, num_hidden_layers=2, vocab_size=32, **more)).train()
+    config = Qwen2Config(**sizes, num_hidden_layers=2, vocab_size=32, **more)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
 
 
 def test_what_is_recomputed_without_random_numbers_can_be_captured():

@@ -18,17 +18,21 @@ pytestmark = pytest.mark.gpu
 LENGTH, VOCABULARY = 256, 1024
 
 
-def engine_of(graph: str, preset: str, micro_batches: int, monitor: int, recompute: dict | None = None):
+def engine_of(
+    graph: str, preset: str, micro_batches: int, monitor: int, recompute: dict | None = None, attention: str = "sdpa"
+):
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     import ds_fp8
+    from ds_fp8.train import packed_attention
 
+    packed_attention.register()
     models.leave_modules_to_themselves()
     sizes = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape = Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=True)
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16, attn_implementation=attention)
     if recompute is not None:
         model.gradient_checkpointing_enable(recompute)
     section = {"preset": preset, "graph": graph, "monitor": {"every": monitor}, "linear": {"backend": "cublas"}}
@@ -40,6 +44,29 @@ def engine_of(graph: str, preset: str, micro_batches: int, monitor: int, recompu
 def batch(number: int, length: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
     return ((torch.randint(0, 97, (1, 1), generator=generator) + torch.arange(length)) * 7 % 97).cuda()
+
+
+def documents_of(step: int) -> list[int]:
+    """Lengths of the documents of a row of LENGTH tokens on this rank.
+
+    None is longer than a block of keys in attention's backward, which adds up over blocks in any order.
+    """
+    from deepspeed import comm as dist
+
+    lengths = [[100, 100, 56], [64] * 4, [1, 2, 3, 50, 100, 100], [17] * 15 + [1]][(step + dist.get_rank()) % 4]
+    if step == MANY_DOCUMENTS_AT and dist.get_rank() == 0:
+        lengths = [4] * 64
+    assert sum(lengths) == LENGTH
+    return lengths
+
+
+MANY_DOCUMENTS_AT = 7
+"""A step in which one rank has more documents than the graph has room for."""
+
+
+def one_document_first(step: int) -> list[int]:
+    """Lengths of documents: one a row until step 5, and now and then after it."""
+    return [LENGTH] if step < 5 or step % 3 == 0 else documents_of(step)
 
 
 def evaluate(engine, step):
@@ -128,6 +155,10 @@ CASES = {
     "evaluation where memory is short": {"between": evaluate_with_little_memory},
     "recomputed activations": {"recompute": {"use_reentrant": False}},
     "recomputed activations, reentrant": {"recompute": {"use_reentrant": True}, "micro_batches": 2},
+    "packed rows": {"attention": "packed"},
+    "packed rows, several micro-batches": {"attention": "packed", "micro_batches": 2},
+    "packed rows, measured steps between": {"attention": "packed", "monitor": 4},
+    "packed rows, recomputed activations": {"attention": "packed", "recompute": {"use_reentrant": False}},
     "two forwards": {"between": two_forwards},
     "a layer that goes on in BF16": {"between": move_a_layer},
 }
@@ -154,9 +185,11 @@ def train(
     between=None,
     steps=10,
     recompute=None,
+    attention="sdpa",
+    packed=documents_of,
 ):
     """Losses, gradient norms, masters, bytes on the wire, and what became of the graphs."""
-    engine = engine_of(graph, preset, micro_batches, monitor, recompute)
+    engine = engine_of(graph, preset, micro_batches, monitor, recompute, attention)
     said = []
     engine.fp8.health.say = said.append
     losses, norms = [], []
@@ -169,6 +202,8 @@ def train(
             if masked:
                 positions = torch.arange(tokens.shape[1], device="cuda")[None]
                 more = {"attention_mask": torch.ones_like(tokens), "position_ids": positions}
+            if attention == "packed":
+                more = {"position_ids": torch.cat([torch.arange(length) for length in packed(step)])[None].cuda()}
             loss = engine(input_ids=tokens, labels=tokens, use_cache=False, **more).loss
             engine.backward(loss)
             engine.step()
@@ -202,7 +237,18 @@ def test_every_bit_is_that_of_python(gpu_ranks, world, case):
         off, count = ours[3]
         assert off is None
         two = ("several micro-batches", "two shapes", "recomputed activations, reentrant")
-        assert count == 1 + (case in two)
+        assert count == 1 + case.endswith(two), ours[4]
+
+
+@pytest.mark.parametrize("world", worlds())
+def test_rows_of_one_document_come_to_packed_ones(gpu_ranks, world):
+    """Launched by Python they have a kernel of their own, and other sums."""
+    options = {"attention": "packed", "packed": one_document_first}
+    launched, captured = (gpu_ranks(world, functools.partial(trained, graph, **options)) for graph in ("off", "auto"))
+    for theirs, ours in zip(launched, captured, strict=True):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-2)
+        assert ours[3] == (None, 1), ours[4]
+        assert ours[0][:5] == theirs[0][:5]  # a graph of plain rows still
 
 
 @pytest.mark.parametrize("world", worlds())

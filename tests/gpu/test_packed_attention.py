@@ -37,6 +37,35 @@ def test_the_kernel_is_attention_within_each_document(lengths, heads, kv_heads, 
         torch.testing.assert_close(ours, expected, **BF16)
 
 
+@pytest.mark.parametrize("more", [1, 50])
+@pytest.mark.parametrize("lengths", DOCUMENTS)
+@pytest.mark.parametrize(("heads", "kv_heads", "features"), [(4, 4, 64), (8, 2, 128)])
+def test_documents_of_no_tokens_change_no_bit(lengths, heads, kv_heads, features, more):
+    torch.manual_seed(0)
+    count = sum(lengths)
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    shapes = (heads, kv_heads, kv_heads)
+    inputs = [torch.randn(count, h, features, device="cuda", dtype=torch.bfloat16) for h in shapes]
+    gradient = torch.randn(count, heads, features, device="cuda", dtype=torch.bfloat16)
+    found = []
+    for these in (ends, torch.cat([ends, ends[-1:].expand(more)])):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        output = packed_attention._in_one_kernel(*leaves, these, count, None)
+        output.backward(gradient)
+        found.append([output, *(leaf.grad for leaf in leaves)])
+    for name, ours, expected in zip(("output", "dq", "dk", "dv"), *found, strict=True):
+        # The kernel adds up dq in the order in which blocks of keys come, and within one of at least 64 there is none.
+        exact = name != "dq" or max(lengths) <= 64
+        torch.testing.assert_close(ours, expected, **({"rtol": 0, "atol": 0} if exact else BF16), msg=f"{name} differs")
+
+
+def test_what_no_kernel_computes_is_in_no_graph():
+    rows = torch.randn(1, 2, 8, 64, device="cuda")
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match="document by document"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        packed_attention.packed_attention(None, rows, rows, rows, ends)
+
+
 def test_a_packed_row_has_the_logits_of_its_documents_alone():
     packed_attention.register()
     torch.manual_seed(0)

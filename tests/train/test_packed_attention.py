@@ -1,10 +1,17 @@
 """The attention implementation "packed": as sdpa with a whole mask, in forward, backward and generation."""
 
+import contextlib
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.masking_utils import create_causal_mask
 
+from ds_fp8.engine.capture import masks_as_outside
+from ds_fp8.layers import documents
 from ds_fp8.train import packed_attention
+from ds_fp8.train.batches import StepBatches
 
 TOLERANCE = {"atol": 2e-5, "rtol": 1e-4}
 """FP32, sums in another order."""
@@ -121,3 +128,62 @@ def test_every_version_of_the_kernel_is_asked_for_the_same(scaling, window, gqa,
     expected = packed_attention._document_by_document(q, k, v, ends, 0.0, scaling)
     monkeypatch.setattr(packed_attention, "varlen_attn", varlen)
     torch.testing.assert_close(packed_attention._in_one_kernel(q, k, v, ends, 24, scaling), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("most", [8, 9, 40])
+@pytest.mark.parametrize("twins", ["llama", "qwen3"], indirect=True)
+def test_documents_of_no_tokens_change_no_bit(twins, batch, most, monkeypatch):
+    model, results = twins[0], []
+    for padded in (0, most):
+        model.zero_grad()
+        with masks_as_outside(padded) if padded else contextlib.nullcontext():
+            masks = masks_given(model, monkeypatch, **batch)
+            assert {len(mask) for mask in masks} == {(padded or 8) + 1}
+            loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss
+        loss.backward()
+        results.append([loss, *(parameter.grad for parameter in model.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("twins", ["llama"], indirect=True)
+def test_rows_of_one_document_are_packed_in_a_graph_of_packed_rows(twins, batch, monkeypatch):
+    plain = batch | {"position_ids": torch.arange(24).expand(3, 24)}
+    with masks_as_outside(4):
+        assert masks_given(twins[0], monkeypatch, **plain)[0].tolist() == [0, 24, 48, 72, 72]
+    with masks_as_outside():
+        assert masks_given(twins[0], monkeypatch, **plain) == [None, None]
+
+
+def mask_of(batch):
+    return create_causal_mask(
+        config=LlamaConfig(**SIZES, attn_implementation="packed"),
+        inputs_embeds=torch.empty(3, 24, 40),
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=batch["position_ids"],
+    )
+
+
+def test_a_mask_of_fixed_length_is_made_without_a_read(batch):
+    packed_attention.register()
+    assert mask_of(batch).tolist() == [0, 7, 12, 24, 48, 49, 50, 52, 72]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = {name: mode.from_tensor(x) for name, x in batch.items()}
+        with pytest.raises(Exception, match=r"aten\._local_scalar_dense|aten\.nonzero"):
+            mask_of(fake)
+        with masks_as_outside(16):
+            assert mask_of(fake).shape == (17,)
+
+
+@pytest.mark.parametrize("twins", ["sliding window"], indirect=True)
+def test_a_mask_that_is_more_than_documents_is_in_no_graph(twins, batch):
+    """Whatever the batch: here no document is as long as the window."""
+    positions = torch.arange(24).expand(3, 24) % 2
+    with masks_as_outside(64), pytest.raises(ValueError, match="has a window"):
+        twins[0](input_ids=batch["input_ids"], position_ids=positions, use_cache=False)
+
+
+def test_batches_know_their_documents_without_a_read(batch):
+    moved = StepBatches([batch], torch.ones(()), 72).to(torch.device("meta"))
+    assert documents.count(moved.batches[0]["position_ids"]) == 8

@@ -1,0 +1,77 @@
+"""Documents in packed rows, as position ids tell them: how many there are, and where they end.
+
+Positions count from 0 in every document, so that a token at 0 begins one. Padding is a document like others.
+
+    position_ids    0 1 2 0 1 0 | 0 1 2 3 0 1    two rows of 6 tokens
+    ends            0 3 5 6 10 12                through all rows, with the 0 before the first
+
+The shape of `ends` depends on the values of the positions, which a CUDA graph cannot do. Where one is captured, `ends`
+has a fixed length, and repeats the last value: documents of no tokens, which kernels for variable lengths skip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+_NOTE = "ds_fp8_documents"
+_fixed = 0
+
+
+def count(positions: torch.Tensor) -> int:
+    """Return how many documents rows hold; the host waits where the positions are on a device and were not noted.
+
+    Args:
+        positions: int [rows, tokens].
+
+    Returns:
+        At least one a row; 0 where the positions of some row do not count from 0 in every document.
+    """
+    known = getattr(positions, _NOTE, None)
+    if known is not None and known[1] == positions._version:
+        return known[0]
+    begins = positions == 0
+    counts_on = positions[..., 1:] == positions[..., :-1] + 1
+    told = begins[..., 0].all() & (begins[..., 1:] | counts_on).all()
+    return int(torch.where(told, begins.sum(), 0))
+
+
+def note(positions: torch.Tensor, documents: int) -> None:
+    """Remember what `count` returns for positions, as long as nobody writes to them.
+
+    Who builds a batch on the host counts there, and nobody waits for the device.
+    """
+    setattr(positions, _NOTE, (documents, positions._version))
+
+
+def ends(begins: torch.Tensor, most: int) -> torch.Tensor:
+    """Return where documents end, without waiting for the device.
+
+    Args:
+        begins: bool [rows, tokens]: which tokens are the first of a document; the first of every row is.
+        most: A bound of the number of documents. Nothing checks it: of more, the last ones are lost.
+
+    Returns:
+        int32 [most + 1], from 0 to rows * tokens, whose last value is repeated.
+    """
+    document = begins.reshape(-1).cumsum(0, dtype=torch.int32)  # of every token, from 1
+    numbers = torch.arange(1, most + 2, dtype=torch.int32, device=begins.device)
+    return torch.searchsorted(document, numbers, out_int32=True)
+
+
+@contextlib.contextmanager
+def fixed(most: int) -> Iterator[None]:
+    """Let attention masks built inside be `ends` of [most + 1], which nobody waits for; 0 changes nothing."""
+    global _fixed
+    before, _fixed = _fixed, most
+    try:
+        yield
+    finally:
+        _fixed = before
+
+
+def fixed_at() -> int:
+    """Return `most` inside of `fixed`, and 0 elsewhere."""
+    return _fixed

@@ -17,6 +17,7 @@ from ds_fp8.layers.loss import LossFusion
 from ds_fp8.monitor.cast_monitor import CastMonitor
 
 MEASURED = "casts are measured"
+COMPILED = "the module is compiled"
 ITEMS = "num_items_in_batch"
 COPIED = frozenset({"input_ids", "labels", "shift_labels", "inputs_embeds", "position_ids", ITEMS})
 """Tensors of a batch whose values decide nothing but numbers, once it is known what documents its rows hold."""
@@ -51,9 +52,14 @@ def why_no_graphs(
         "DeepSpeed times or profiles forward": engine.wall_clock_breakdown() or engine.flops_profiler_enabled(),
         "overlap_comm is false": engine.zero_optimization_stage() == 3 and not engine.zero_overlap_comm(),
         "layers are dropped at random": (getattr(getattr(engine.module, "config", None), "layerdrop", None) or 0) > 0,
-        "the module is compiled": engine.module._compiled_call_impl is not None,
+        COMPILED: is_compiled(engine.module),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a call of a module runs what torch.compile made of it (Module.compile, engine.compile)."""
+    return module._compiled_call_impl is not None
 
 
 def why_eager(

@@ -27,7 +27,15 @@ from ds_fp8.engine.capture import (
     streams_unrecorded,
     without_garbage_collection,
 )
-from ds_fp8.engine.graph_conditions import ITEMS, MEASURED, Capacities, rows_in_a_graph, why_eager
+from ds_fp8.engine.graph_conditions import (
+    COMPILED,
+    ITEMS,
+    MEASURED,
+    Capacities,
+    is_compiled,
+    rows_in_a_graph,
+    why_eager,
+)
 from ds_fp8.engine.health import Health
 from ds_fp8.engine.micro_step_graph import MicroStepGraph
 from ds_fp8.monitor.cast_monitor import CastMonitor
@@ -86,6 +94,7 @@ class MicroStepGraphs:
         self._stream = torch.cuda.Stream(engine.device)
         seams.replace(engine, engine.module, "_call_impl", self)
         self._evaluated = False
+        seams.on_step(engine, self._end_where_compiled)
         seams.on_destroy(engine, self._destroy)
         self._ends_by_itself = before_process_groups_end(self._forget_graphs)
 
@@ -106,6 +115,13 @@ class MicroStepGraphs:
         """Forget all graphs: what they were captured from has changed."""
         self._forget_graphs()
         self._seen.clear()
+
+    def _end_where_compiled(self) -> None:
+        """Say after a step that there are no graphs where the module was compiled after the start: it leaves them out."""
+        if self.off is None and is_compiled(self._engine.module):
+            self.reset()
+            self.off = COMPILED
+            self._health.say(f"CUDA graphs are off: {self.off}")
 
     def _forget_graphs(self) -> None:
         for graph in self._graphs.values():

@@ -1,16 +1,25 @@
 """CUDA graphs of micro-steps, as far as a machine without a GPU knows them; tests/gpu has the rest."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.engine.capture import before_process_groups_end, random_states_unread
-from ds_fp8.engine.graph_conditions import LEAST_DOCUMENTS, Capacities, rows_in_a_graph, why_not_recomputed
+from ds_fp8.engine.graph_conditions import (
+    LEAST_DOCUMENTS,
+    Capacities,
+    rows_in_a_graph,
+    why_no_graphs,
+    why_not_recomputed,
+)
 from ds_fp8.engine.micro_step_graph import only_differentiable
+from ds_fp8.layers.convert import convert
+from ds_fp8.layers.loss import LossFusion
 from ds_fp8.train import packed_attention
 from ds_fp8.zero.wire import GATHER, WireMeter
 from tests.zero import models
@@ -24,6 +33,62 @@ def reported(graph):
 @pytest.mark.parametrize(("graph", "why"), [("off", 'off: "graph" is "off"'), ("auto", "off: there is no CUDA device")])
 def test_the_report_says_why_there_are_none(ranks, graph, why):
     assert ranks(2, reported, graph) == [(why, None)] * 2
+
+
+def captures(fp8=None, loss=True, why_no_step=None, device="cuda", module=None, **answers):
+    """Why an engine of these answers captures nothing; by default it does."""
+    section = parse_fp8({"fp8": {"preset": "hybrid_fast", "graph": "auto", **(fp8 or {})}})
+    if module is None:
+        module = nn.Linear(2, 2)
+    methods = {
+        "wall_clock_breakdown": False,
+        "flops_profiler_enabled": False,
+        "zero_optimization_stage": 3,
+        "zero_overlap_comm": True,
+    }
+    engine = SimpleNamespace(
+        module=module,
+        device=torch.device(device),
+        sequence_parallel_size=answers.pop("sequence_parallel_size", 1),
+        **{name: lambda value=value: value for name, value in {**methods, **answers}.items()},
+    )
+    return why_no_graphs(engine, section, LossFusion(loss, ""), why_no_step)
+
+
+def linear(change, **casts):
+    """A module of one linear layer, changed."""
+    module = nn.Sequential(nn.Linear(128, 128, bias=False).bfloat16())
+    convert(module, parse_fp8({"fp8": {"linear": {"backend": "reference", **casts}}}))
+    change(module)
+    return module
+
+
+REASONS = {
+    '"graph" is "off"': {"fp8": {"graph": "off"}},
+    "there is no CUDA device": {"device": "cpu"},
+    "DeepSpeed's step stays: offloaded": {"why_no_step": "offloaded"},
+    "the loss is not fused": {"loss": False},
+    "rounded at random": {"fp8": {"grad_reduce": {"rounding": "stochastic"}}},
+    "one scale each": {"fp8": {"grad_reduce": {"scale": "tensor"}}},
+    "casts are emulated": {"module": lambda: linear(lambda m: None, input={"rounding": "stochastic"})},
+    "ranks share sequences": {"sequence_parallel_size": 2},
+    "DeepSpeed times or profiles": {"wall_clock_breakdown": True},
+    "profiles forward": {"flops_profiler_enabled": True},
+    "overlap_comm is false": {"zero_overlap_comm": False},
+    "dropped at random": {"module": lambda: linear(lambda m: setattr(m, "config", SimpleNamespace(layerdrop=0.1)))},
+    "the module is compiled": {"module": lambda: linear(lambda m: m.compile(backend="eager"))},
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_every_reason_is_given(reason):
+    answers = {name: value() if callable(value) else value for name, value in REASONS[reason].items()}
+    assert reason in captures(**answers)
+
+
+def test_there_may_be_no_reason():
+    assert captures() is None
+    assert captures(module=linear(lambda m: None)) is None
 
 
 def test_they_are_off_unless_asked_for():

@@ -275,6 +275,21 @@ def test_what_no_graph_can_hold_runs_as_before_and_is_said_once(gpu_ranks, world
         assert len([line for line in ours[4] if line.startswith("CUDA graphs are off")]) == 1
 
 
+def compile_the_module(engine, step):
+    if step == 4:
+        engine.compile(backend="eager")
+
+
+def test_a_module_compiled_on_the_way_leaves_its_graphs_and_says_so(gpu_ranks):
+    launched, captured = (
+        gpu_ranks(1, functools.partial(trained, graph, between=compile_the_module))[0] for graph in ("off", "auto")
+    )
+    assert captured[0] == pytest.approx(launched[0], rel=1e-2)
+    assert captured[0][:4] == launched[0][:4]
+    assert captured[3] == ("the module is compiled", 0)
+    assert captured[4].count("CUDA graphs are off: the module is compiled") == 1
+
+
 @pytest.mark.parametrize("world", worlds())
 def test_process_groups_can_end_before_the_engine(world, tmp_path):
     """As at the end of a script: NCCL would wait for its graphs to be gone."""

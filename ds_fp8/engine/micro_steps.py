@@ -117,7 +117,7 @@ class MicroStepGraphs:
         self._seen.clear()
 
     def _end_where_compiled(self) -> None:
-        """Say after a step that there are no graphs where the module was compiled after the start: it leaves them out."""
+        """Say after a step that a module compiled after the start leaves the graphs out."""
         if self.off is None and is_compiled(self._engine.module):
             self.reset()
             self.off = COMPILED

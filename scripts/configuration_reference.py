@@ -46,6 +46,8 @@ LINEARS = {
     "halo": "emulated: INT8 with one scale per tensor, Hadamard rotations of level 2 (arXiv 2501.02625)",
     "nvfp4": "emulated: E2M1 in groups of 16 with E4M3 scales, weights in 16x16 blocks, output gradients rounded "
     "stochastically, random Hadamard transforms of 16 in wgrad (arXiv 2509.25149)",
+    "quartet": "emulated: E2M1 in groups of 32 with power-of-two scales, of least squared error forward; Hadamard "
+    "transforms of 32 everywhere; backward from forward's operands, rounded stochastically (arXiv 2505.14669)",
 }
 """The linears of every preset in words, with the source; the other columns of the table follow from its values."""
 SECTIONS: dict[str, type[BaseModel]] = {

@@ -225,7 +225,7 @@ def test_a_section_that_is_no_object(section):
     [
         ("infir", "infir2"),
         ("tensor_wise", "tensorwise"),
-        ("zzz", "infir2, munit, mxfp8, nvfp4, rowwise, tensorwise"),
+        ("zzz", "infir2, munit, mxfp8, nvfp4, quartet, rowwise, tensorwise"),
     ],
 )
 def test_an_unknown_preset_names_the_nearest(preset, remedy):

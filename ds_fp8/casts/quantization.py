@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ds_fp8.casts.primitives import apply_factors, cast, infinite_to_nan, scales_for
+from ds_fp8.casts.primitives import apply_factors, cast, infinite_to_nan, per_element, scales_for
 from ds_fp8.casts.rotation import rotate
 from ds_fp8.casts.tensor import QuantizedTensor
 from ds_fp8.config.formats import (
@@ -39,7 +39,8 @@ def quantize(
         granularity: Elements that share a scale: "tensor", "row" (the last dimension), "1x128" (128 elements along the
             last dimension), "128x128", or smaller groups and blocks of 32 and 16. Ragged edges are groups of their own.
         scale: "pow2" (powers of two), "fp32", "e4m3" (E4M3 in units of one FP32 scale of the tensor), "static" (1), or
-            another fixed power of two, "static 2^-24"; static ones have granularity "tensor".
+            another fixed power of two, "static 2^-24"; static ones have granularity "tensor". "mse": as "pow2" or
+            half of it, by the smaller squared error.
         row_factor: [M], multiplied in FP32 into the rows of a matrix [M, K] before the cast.
         column_factor: [K], multiplied into its columns after that.
         rounding: "nearest", to even, or "stochastic", with torch's random numbers.
@@ -139,6 +140,15 @@ def quantize_both(
     if columnwise is None:
         return row, None
     return row, _reference(rotate(x, column_rotation).t().contiguous(), format, columnwise, scale, rounding)
+
+
+def clipped(x: torch.Tensor, q: QuantizedTensor) -> torch.Tensor:
+    """Return which elements saturated when x, as it was after factors and rotation, was cast to q: bool, of its shape.
+
+    Only scales of type "mse" and static ones let an element saturate.
+    """
+    in_units = per_element(torch.div, x.detach(), q.scale, q.granularity)
+    return in_units.abs_() > FORMATS[q.format].max
 
 
 def transpose(q: QuantizedTensor) -> QuantizedTensor:

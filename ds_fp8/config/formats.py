@@ -4,14 +4,15 @@ A cast is described by three words, which are also what a user writes in the JSO
 
     format        how one element is stored        e4m3 | e5m2 | one of EMULATED
     granularity   which elements share a scale     tensor | row | 1x128 | 128x128 | 1x32 | 32x32 | 1x16 | 16x16
-    scale         what values a scale may take     fp32 | pow2 | e4m3 | static
+    scale         what values a scale may take     fp32 | pow2 | e4m3 | mse | static
 
 E4M3 and E5M2 with the first four granularities and two scale types are what Hopper multiplies. All else is emulated: a
 byte an element, decoded for its products. MXFP8 and MXFP4 are e4m3 and e2m1 in groups of 32 with a power-of-two scale,
 NVFP4 is e2m1 in groups of 16 with scale type "e4m3": a scale of E4M3 each, in units of one FP32 scale of the tensor.
 "fp32" is amax / (largest number of the format); "pow2" is the same rounded up to a power of two: nothing overflows, and
-multiplying by it is exact. "static" is one fixed power of two for all of a tensor, whatever is in it: nothing looks for
-an amax.
+multiplying by it is exact. "mse" is that or half of it, whichever leaves the group the smaller squared error: with half
+of it the largest elements may saturate. "static" is one fixed power of two for all of a tensor, whatever is in it:
+nothing looks for an amax.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ EmulatedFormat = Literal[
 ]  # fmt: skip
 FormatName = Literal[NativeFormat, EmulatedFormat]
 Granularity = Literal["tensor", "row", "1x128", "128x128", "1x32", "32x32", "1x16", "16x16"]
-ScaleType = Literal["fp32", "pow2", "e4m3", "static"]
+ScaleType = Literal["fp32", "pow2", "e4m3", "mse", "static"]
 
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 SCALE_TYPES: tuple[str, ...] = get_args(ScaleType)
@@ -125,7 +126,7 @@ def fixed_scale(scale: str) -> float | None:
 
 def has_power_of_two_scales(scale: str) -> bool:
     """Return whether all scales of a type are powers of two."""
-    return scale == "pow2" or fixed_scale(scale) is not None
+    return scale in ("pow2", "mse") or fixed_scale(scale) is not None
 
 
 def check_scale_type(scale: str) -> None:
@@ -136,7 +137,7 @@ def check_scale_type(scale: str) -> None:
 
 def is_emulated(format: str, granularity: str, scale: str) -> bool:
     """Return whether no kernel and no product but the reference knows such a cast."""
-    return format not in NATIVE_FORMATS or granularity not in NATIVE_GRANULARITIES or scale == "e4m3"
+    return format not in NATIVE_FORMATS or granularity not in NATIVE_GRANULARITIES or scale in ("e4m3", "mse")
 
 
 def group_shape(granularity: str) -> tuple[int, int]:
@@ -162,6 +163,16 @@ class Rotation:
 
     def __str__(self) -> str:
         return f"rotated by {self.block}" + ("" if self.seed is None else f" with the signs of seed {self.seed}")
+
+
+@dataclass(frozen=True)
+class Recast:
+    """Second casts, for dgrad and wgrad, of what fprop multiplied."""
+
+    scale: str = "pow2"
+    rounding: str = "stochastic"
+    zero_clipped: bool = True
+    """Whether elements that fprop's cast clipped get no gradient."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +209,8 @@ class CastSpec:
             return f"{self.granularity} weights are cast along either contraction, from high precision"
         if self.rounding == "stochastic":
             return "weights rounded stochastically are cast where they are used"
+        if self.scale == "mse":
+            return 'scales of type "mse" follow from all of a group, of which a rank may have a part'
         return None
 
 

@@ -14,6 +14,7 @@ from ds_fp8.config.formats import (
     CastSpec,
     FormatName,
     Granularity,
+    Recast,
     Rotation,
     ScaleType,
     static_scale_type,
@@ -32,7 +33,8 @@ class Cast(Section):
     of the product the cast feeds, or a 128x128 block."""
     scale: ScaleType = "pow2"
     """pow2: scales are powers of two, and casting again what was cast loses nothing. fp32: any scale. e4m3: those of
-    groups are numbers of E4M3, in units of one FP32 scale of the tensor, as in NVFP4. static: 2^static_exponent, for
+    groups are numbers of E4M3, in units of one FP32 scale of the tensor, as in NVFP4. mse: as pow2 or half of it,
+    whichever leaves a group the smaller squared error, as Quartet. static: 2^static_exponent, for
     all of a tensor ("granularity": "tensor"), so that nothing looks for an amax; what is too large saturates. For
     models whose tensors stay near variance 1."""
     static_exponent: int = Field(0, ge=-100, le=100)
@@ -59,6 +61,12 @@ class Cast(Section):
                 f'scale "static" of format "{self.format}", whose codes hold no NaN: overflow would be hidden',
                 key="fp8.linear",
                 remedy=f'"format": {" or ".join(NATIVE_FORMATS)}, or another scale',
+            )
+        if self.scale == "mse" and self.rounding == "stochastic":
+            raise UserError(
+                'scale "mse" lets elements saturate, and stochastic rounding is no longer right on average',
+                key="fp8.linear",
+                remedy='"scale": "pow2", or "rounding": "nearest"',
             )
         if self.scale != "static" and self.static_exponent:
             raise UserError(
@@ -131,6 +139,28 @@ class RotationConfig(Section):
         return f"{products}, {'random ' if self.random else ''}Hadamard transforms of {self.block}"
 
 
+class RecastConfig(Section):
+    """Sources of the second casts of input and weight, for wgrad and dgrad, which contract over other dimensions."""
+
+    of: Literal["high_precision", "fprop"] = "high_precision"
+    """fprop: what fprop multiplied is cast again, as in Quartet (arXiv 2505.14669), so that the gradients are of the
+    function that forward computed; for weights in 1x32 or 1x16. high_precision: input and weight, cast as for fprop."""
+    scale: Literal["fp32", "pow2", "e4m3"] = "pow2"
+    """Of what is cast again."""
+    rounding: Literal["nearest", "stochastic"] = "stochastic"
+    """Of what is cast again; stochastic: right on average."""
+    clipped: Literal["zero", "pass"] = "zero"
+    """Gradient of elements that fprop's cast clipped (scale "mse"); zero keeps a byte an element of every input."""
+
+    @property
+    def spec(self) -> Recast | None:
+        """Return the same for casts, None where they are of high precision."""
+        return Recast(self.scale, self.rounding, self.clipped == "zero") if self.of == "fprop" else None
+
+    def __str__(self) -> str:
+        return f"fprop's for the others, {self.scale} {self.rounding}, clipped elements: {self.clipped}"
+
+
 class LinearCasts(Section):
     """The casts of the operands of a linear layer's three products."""
 
@@ -139,6 +169,38 @@ class LinearCasts(Section):
     grad_output: Cast = Cast()
     wgrad: WgradConfig = WgradConfig()
     rotation: RotationConfig = RotationConfig()
+    recast: RecastConfig = RecastConfig()
+
+    @model_validator(mode="after")
+    def _only_what_is_cast_twice_is_cast_again(self) -> LinearCasts:
+        key = "fp8.linear.recast"
+        if self.recast.of != "fprop":
+            if self.recast != RecastConfig():
+                raise UserError(
+                    "it says how fprop's operands are cast again, and they are not",
+                    key=key,
+                    remedy='"recast": {"of": "fprop"}',
+                )
+            return self
+        if self.weight.granularity not in ALONG_CONTRACTION:
+            raise UserError(
+                f"weights cast as {self.weight} are cast once for fprop and dgrad",
+                key=key,
+                remedy='"weight": {"granularity": "1x32"}, or remove "recast"',
+            )
+        if "stochastic" in (self.input.rounding, self.weight.rounding):
+            raise UserError(
+                "what fprop multiplied is made again in backward, and stochastic rounding makes it another",
+                key=key,
+                remedy='"rounding": "nearest" of input and weight',
+            )
+        if self.rotation.wgrad == "in_features":
+            raise UserError(
+                "what fprop multiplied is rotated along in_features already, where fprop is",
+                key=f"{key}, fp8.linear.rotation.wgrad",
+                remedy='"wgrad": "tokens"',
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_weight_is_rotated_one_way(self) -> LinearCasts:
@@ -165,7 +227,8 @@ class LinearCasts(Section):
         casts = [f"{name} {getattr(self, name)}" for name in ("input", "weight", "grad_output")]
         wgrad = [f"wgrad input {self.wgrad.input}"] if self.wgrad.input else []
         rotation = [f"rotated: {self.rotation}"] if self.rotation.products else []
-        return ", ".join(casts + wgrad + rotation)
+        recast = [f"recast: {self.recast}"] if self.recast.of == "fprop" else []
+        return ", ".join(casts + wgrad + rotation + recast)
 
 
 class LinearConfig(LinearCasts):

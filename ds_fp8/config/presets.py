@@ -76,6 +76,7 @@ _IN_BF16: dict[str, Any] = {"param_gather": {"format": "bf16"}, "grad_reduce": {
 _MXFP8 = {"format": "e4m3", "granularity": "1x32"}
 _INT8 = {"format": "int8", "granularity": "tensor", "scale": "fp32"}
 _NVFP4 = {"format": "e2m1", "granularity": "1x16", "scale": "e4m3"}
+_MXFP4 = {"format": "e2m1", "granularity": "1x32"}
 EMULATED_PRESETS: dict[str, dict[str, Any]] = {
     # OCP microscaling E4M3: 1x32 with power-of-two scales, every operand cast along its contraction. Emulated here.
     "mxfp8": {**_IN_BF16, "linear": dict.fromkeys(("input", "weight", "grad_output"), _MXFP8)},
@@ -100,6 +101,23 @@ EMULATED_PRESETS: dict[str, dict[str, Any]] = {
             "weight": {**_NVFP4, "granularity": "16x16"},
             "grad_output": {**_NVFP4, "rounding": "stochastic"},
             "rotation": {"wgrad": "tokens", "block": 16, "random": True},
+        },
+    },
+    # Quartet (arXiv 2505.14669, algorithm 1): MXFP4. Forward rotated by blocks of 32, to nearest with the scales of
+    # least squared error. Backward has what forward multiplied, rotated again with random signs, all of it rounded
+    # stochastically; clipped elements get no gradient. Scales are rounded up, so that nothing of it is clipped: the
+    # paper's, rounded down, take a factor of 3/4 before and 16/9 after for that. Signs stay the same, where the paper
+    # draws new ones at every step. Emulated here.
+    "quartet": {
+        **_IN_BF16,
+        "linear": {
+            **{name: {**_MXFP4, "scale": "mse"} for name in ("input", "weight")},
+            "grad_output": {**_MXFP4, "rounding": "stochastic"},
+            "rotation": {
+                **{"fprop": "in_features", "dgrad": "out_features", "wgrad": "tokens"},
+                **{"block": 32, "random": True},
+            },
+            "recast": {"of": "fprop"},
         },
     },
 }

@@ -157,11 +157,12 @@ def _smooth(model: nn.Module) -> Iterator[str]:
         if all(hasattr(mlp, part) for part in MLP_PARTS):
             down = getattr(mlp.down_proj, "base_layer", mlp.down_proj)  # below an adapter of PEFT's
             if isinstance(down, FP8Linear):
-                if down.recipe.rotations:
+                if down.recipe.rotations or down.recipe.recast is not None:
                     raise UserError(
-                        "fp8.linear.smooth_swiglu and fp8.linear.rotation both change what down_proj multiplies",
+                        "fp8.linear.smooth_swiglu and fp8.linear.rotation or recast both change down_proj's operands",
                         key="fp8.linear.smooth_swiglu",
-                        remedy=f'"smooth_swiglu": false, or "overrides": {{"*.down_proj": {NO_ROTATION}}}',
+                        remedy=f'"smooth_swiglu": false, or "overrides": {{"*.down_proj": {NO_ROTATION}}}, and of '
+                        '"recast" {"of": "high_precision"}',
                     )
                 down.recipe = replace(down.recipe, smooth=True)
                 yield f"{name}.down_proj"

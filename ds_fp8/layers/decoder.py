@@ -222,6 +222,8 @@ def _check_mlp(mlp: nn.Module) -> None:
 
 
 def _check_unrotated(recipe: LinearRecipe) -> None:
+    if recipe.recast is not None:
+        raise Unfusable("fp8.linear.recast: casts that are fused into other operations are not cast again")
     if recipe.rotations:
         raise Unfusable("fp8.linear.rotation: casts that are fused into other operations rotate nothing")
 

@@ -33,10 +33,12 @@ class _FP8LinearFunction(torch.autograd.Function):
         inverse = None if smoothing is None else smoothing.reciprocal()
         if needs_wgrad and save == "fp8":
             x_cast, x_KT = recipe.cast_input_both(x_TK, inverse)
-            ctx.save_for_backward(smoothing, x_KT.data, x_KT.scale)
+            saved = [x_KT.data, x_KT.scale]
         else:
             x_cast = recipe.cast_input(x_TK, column_factor=inverse)
-            ctx.save_for_backward(smoothing, *([x] if needs_wgrad else []))
+            saved = [x] if needs_wgrad else []
+        beyond = recipe.clipped_input(x_TK, x_cast) if save != "nothing" and ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(smoothing, beyond, *saved)
         y_TN = recipe.multiply(x_cast, weight_operand(weight, recipe, smoothing), x.dtype)
         # The weight is kept as the parameter itself, not through save_for_backward: its storage is released after
         # forward, and backward finds whatever has been gathered by then.
@@ -48,7 +50,7 @@ class _FP8LinearFunction(torch.autograd.Function):
     def backward(ctx, dy: torch.Tensor):
         recipe, weight = ctx.recipe, ctx.weight
         dy_TN = dy.reshape(-1, dy.shape[-1])
-        smoothing, *saved = ctx.saved_tensors
+        smoothing, beyond, *saved = ctx.saved_tensors
         inverse = None if smoothing is None else smoothing.reciprocal()
         dx = dw = w_KN = factor = None
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
@@ -56,7 +58,7 @@ class _FP8LinearFunction(torch.autograd.Function):
             w_KN, factor = dgrad_weight([weight], recipe, smoothing)
         dy_cast, dy_NT = recipe.cast_grad_output(dy_TN, needs_dgrad, needs_wgrad, factor)
         if needs_dgrad:
-            dx = recipe.dgrad_result(recipe.multiply(dy_cast, w_KN, ctx.input_dtype), len(dy_TN))
+            dx = recipe.dgrad_result(recipe.multiply(dy_cast, w_KN, ctx.input_dtype), len(dy_TN), beyond)
             dx = scale_columns(dx, inverse).view(ctx.input_shape)
         if needs_wgrad:
             if ctx.save == "fp8":
@@ -64,7 +66,8 @@ class _FP8LinearFunction(torch.autograd.Function):
             else:
                 (x,) = saved
                 x_KT = recipe.cast_input_columnwise(x.reshape(-1, x.shape[-1]), column_factor=inverse)
-            dw = scale_columns(recipe.wgrad_result(recipe.multiply(dy_NT, x_KT, weight.dtype)), smoothing)
+            dw = recipe.wgrad_result(recipe.multiply(dy_NT, x_KT, weight.dtype), weight)
+            dw = scale_columns(dw, smoothing)
         return dx, dw, None, None
 
 

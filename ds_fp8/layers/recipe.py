@@ -14,6 +14,12 @@ Rotations R (casts/rotation.py) come after the factors, and are named by the dim
            out_features  dx = (dy R)(Rᵀ w)           weights that are cast for each product only
     wgrad  tokens        dw = (Rᵀ dy)ᵀ (Rᵀ x)
            in_features   dw = (dyᵀ · x R) Rᵀ
+
+Quartet (arXiv 2505.14669, algorithm 1) casts what fprop multiplied again (`recast`), so that dx and dw, rounded
+stochastically, are on average the gradients of the function that fprop computed; F is fprop's rotation, R the others':
+
+    X = cast(x F)   W = cast(w F)   M = where that cast clips nothing, of X and of W
+    dx = ((cast(dy R) · cast(Rᵀ W)) ⊙ M) Fᵀ        dw = ((cast(Rᵀ dy)ᵀ · cast(Rᵀ X)) ⊙ M) Fᵀ
 """
 
 from __future__ import annotations
@@ -26,13 +32,14 @@ import torch
 from ds_fp8.casts import (
     QuantizedTensor,
     apply_factors,
+    clipped,
     quantize,
     quantize_both,
     quantize_columnwise,
     rotate,
     unrotate,
 )
-from ds_fp8.config.formats import ALONG_CONTRACTION, CastSpec, Rotation
+from ds_fp8.config.formats import ALONG_CONTRACTION, CastSpec, Recast, Rotation
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.linear import LinearCasts
 from ds_fp8.gemm import scaled_matmul, select_backend
@@ -61,8 +68,10 @@ class LinearRecipe:
     """activations.recompute: "none" or "mlp"."""
     monitor: CastMonitor = field(compare=False)
     wgrad_input_rotation: Rotation | None = None
-    """Of x [T, K] as wgrad's operand."""
+    """Of x [T, K], or with `recast` of its cast, as wgrad's operand."""
     wgrad_grad_output_rotation: Rotation | None = None
+    recast: Recast | None = None
+    """How fprop's x and w are cast again for wgrad and dgrad. None: those are casts of high precision."""
     smooth: bool = False
     """Whether channels of x are divided by factors, and columns of w multiplied (smoothing.py)."""
     site: str = field(default="", compare=False)
@@ -105,6 +114,7 @@ class LinearRecipe:
             monitor or CastMonitor(config.monitor.every),
             rotation.along(rotation.wgrad, "tokens"),
             rotation.along(rotation.wgrad, "tokens") if rotation.wgrad == "tokens" else None,
+            casts.recast.spec,
         )
 
     def at(self, site: str) -> LinearRecipe:
@@ -135,12 +145,8 @@ class LinearRecipe:
 
     def cast_weight(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
         """Return the cast of a weight [N, K] that is present in high precision, times its factors."""
-        spec = self.weight
-        words = spec.format, spec.granularity, spec.scale
-        quantized = quantize(
-            weight, *words, column_factor=column_factor, rounding=spec.rounding, rotation=spec.rotation
-        )
-        self.observe("weight", weight, quantized, None, column_factor, spec.rotation)
+        quantized = _cast(weight, self.weight, None, column_factor)
+        self.observe("weight", weight, quantized, None, column_factor, self.weight.rotation)
         return quantized
 
     def cast_weight_columnwise(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
@@ -149,6 +155,8 @@ class LinearRecipe:
         words = spec.format, spec.granularity, spec.scale
         of_dy = self.grad_output.rotation
         rotation = None if of_dy is None or of_dy.axis == 0 else replace(of_dy, axis=0)
+        if self.recast is not None:
+            return self._cast_again(_cast(weight, spec, None, column_factor), spec.granularity, rotation)
         return quantize_columnwise(
             weight, *words, column_factor=column_factor, rounding=spec.rounding, rotation=rotation
         )
@@ -156,22 +164,13 @@ class LinearRecipe:
     def kept_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
         """Return x as wgrad reads it, from the codes and scales that were kept of it."""
         emulated = None if data.dtype is not torch.uint8 else self.input.format
-        return QuantizedTensor(data, scale, self.wgrad_input, self.input.scale, emulated)
+        scale_type = self.input.scale if self.recast is None else self.recast.scale
+        return QuantizedTensor(data, scale, self.wgrad_input, scale_type, emulated)
 
     def cast_input(self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None) -> QuantizedTensor:
         """Cast x [T, K], times its factors, as fprop reads it."""
-        spec = self.input
-        quantized = quantize(
-            x,
-            spec.format,
-            spec.granularity,
-            spec.scale,
-            row_factor=row_factor,
-            column_factor=column_factor,
-            rounding=spec.rounding,
-            rotation=spec.rotation,
-        )
-        self.observe("input", x, quantized, row_factor, column_factor, spec.rotation)
+        quantized = _cast(x, self.input, row_factor, column_factor)
+        self.observe("input", x, quantized, row_factor, column_factor, self.input.rotation)
         return quantized
 
     def cast_input_columnwise(
@@ -179,6 +178,9 @@ class LinearRecipe:
     ) -> QuantizedTensor:
         """Cast x [T, K], times its factors, as wgrad reads it: [K, T]."""
         spec = self.input
+        if self.recast is not None:
+            cast = _cast(x, spec, row_factor, column_factor)
+            return self._cast_again(cast, self.wgrad_input, self.wgrad_input_rotation)
         return quantize_columnwise(
             x,
             spec.format,
@@ -193,6 +195,9 @@ class LinearRecipe:
     def cast_input_both(self, x: torch.Tensor, column_factor: Factor = None) -> tuple[QuantizedTensor, QuantizedTensor]:
         """Cast x [T, K], times its factors, as fprop reads it, and as wgrad does, in one pass."""
         spec = self.input
+        if self.recast is not None:
+            cast = self.cast_input(x, column_factor=column_factor)
+            return cast, self._cast_again(cast, self.wgrad_input, self.wgrad_input_rotation)
         words = spec.format, spec.granularity, self.wgrad_input, spec.scale
         rotations = spec.rotation, self.wgrad_input_rotation
         both = quantize_both(x, *words, None, column_factor, spec.rounding, *rotations)
@@ -226,15 +231,42 @@ class LinearRecipe:
             self.observe("grad_output", dy, both[0], None, column_factor, spec.rotation)
         return both
 
-    def dgrad_result(self, dx: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Return dx [tokens, K] as it is without rotations, from dgrad's product."""
+    def clipped_input(self, x: torch.Tensor, cast: QuantizedTensor) -> torch.Tensor | None:
+        """Return which elements of fprop's cast of x get no gradient, bool [T, K]; None if all of them do."""
+        return self._clipped(x, self.input, cast)
+
+    def _clipped(self, x: torch.Tensor, spec: CastSpec, cast: QuantizedTensor) -> torch.Tensor | None:
+        wanted = self.recast is not None and self.recast.zero_clipped
+        return clipped(rotate(x, spec.rotation), cast) if wanted else None
+
+    def _cast_again(self, cast: QuantizedTensor, granularity: str, rotation: Rotation | None) -> QuantizedTensor:
+        """Return what fprop multiplied [M, K] as dgrad or wgrad reads it: [K, M]."""
+        words = cast.format, granularity, self.recast.scale
+        numbers = cast.dequantize(torch.float32)
+        return quantize_columnwise(numbers, *words, rounding=self.recast.rounding, rotation=rotation)
+
+    def dgrad_result(self, dx: torch.Tensor, tokens: int, clipped_input: torch.Tensor | None = None) -> torch.Tensor:
+        """Return dx [tokens, K] as it is without rotations, from dgrad's product.
+
+        clipped_input: As of the function of this name.
+        """
         of_dy = self.grad_output.rotation
         if of_dy is not None and of_dy.axis == 0:
             dx = unrotate(dx, of_dy, tokens)
-        return dx if self.weight.granularity in ALONG_CONTRACTION else unrotate(dx, self.weight.rotation)
+        if clipped_input is not None:
+            dx = dx.masked_fill(clipped_input, 0)
+        if self.weight.granularity in ALONG_CONTRACTION and self.recast is None:
+            return dx
+        return unrotate(dx, self.weight.rotation)
 
-    def wgrad_result(self, dw: torch.Tensor) -> torch.Tensor:
-        """Return dw [N, K] as it is without rotations, from wgrad's product."""
+    def wgrad_result(self, dw: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return dw [N, K] as it is without rotations, from wgrad's product.
+
+        weight: [N, K]; read where there is a `recast` alone, in high precision.
+        """
+        if self.recast is not None:
+            beyond = self._clipped(weight, self.weight, _cast(weight, self.weight))
+            return unrotate(dw if beyond is None else dw.masked_fill(beyond, 0), self.input.rotation)
         of_x = self.wgrad_input_rotation
         return dw if of_x is None or of_x.axis == 0 else unrotate(dw, of_x)
 
@@ -255,6 +287,13 @@ class LinearRecipe:
         elif row_factor is not None or column_factor is not None:
             x = _factored(x, row_factor, column_factor)
         self.monitor.observe(tensor_class, x, quantized, self.site)
+
+
+def _cast(x: torch.Tensor, spec: CastSpec, row_factor: Factor = None, column_factor: Factor = None) -> QuantizedTensor:
+    """Return the cast of a matrix, times its factors."""
+    words = spec.format, spec.granularity, spec.scale
+    options = {"rounding": spec.rounding, "rotation": spec.rotation}
+    return quantize(x, *words, row_factor=row_factor, column_factor=column_factor, **options)
 
 
 def _factored(x: torch.Tensor, row_factor: Factor, column_factor: Factor) -> Rows:

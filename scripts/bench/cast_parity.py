@@ -8,7 +8,8 @@ A Llama in BF16 with FP32 masters reads bytes of Python sources (byte_training.p
 first --shared-steps steps in BF16 and see the same batches: they differ by the casts of their linears alone. A variant
 is "bf16", "perturbed" (BF16, and one weight that differs in its last bit: how far chance alone parts two runs), a
 preset, a format (of all operands, weights in blocks of 128x128, the rest in groups of 1x128), or one of BLOCK_FORMATS.
-nvfp4-paper is the preset nvfp4 with the last of --quick's two MLPs in BF16; the others leave an ingredient out.
+nvfp4-paper is the preset nvfp4 with the last of --quick's two MLPs in BF16; the others leave an ingredient out, of it
+or of quartet: scales of least error, the mask of clipped elements, stochastic rounding, the casts of casts, rotations.
 
 --outlier E plants in every MLP what long training makes (Fishman et al., arXiv 2409.12517): the gate and up rows of one
 channel are the same and lie along the mean of their inputs, so that its product is the square of its input: 2^E times
@@ -59,6 +60,7 @@ BF16 = "bf16"
 GATHER_IN_BF16 = {"param_gather": {"format": "bf16"}}
 _MXFP4 = {"format": "e2m1", "granularity": "1x32"}
 _NVFP4 = EMULATED_PRESETS["nvfp4"]["linear"]
+_QUARTET = EMULATED_PRESETS["quartet"]["linear"]
 _PAPER = {**_NVFP4, "overrides": {"model.layers.1.mlp.*": "bf16"}}
 BLOCK_FORMATS: dict[str, dict[str, Any]] = {
     "mxfp4": dict.fromkeys(("input", "weight", "grad_output"), _MXFP4),
@@ -67,6 +69,11 @@ BLOCK_FORMATS: dict[str, dict[str, Any]] = {
     "nvfp4-paper-unrotated": {**_PAPER, "rotation": {}},
     "nvfp4-paper-1x16-weights": {**_PAPER, "weight": _NVFP4["input"]},
     "nvfp4-paper-nearest": {**_PAPER, "grad_output": _NVFP4["input"]},
+    "quartet-pow2": {**_QUARTET, "input": _MXFP4, "weight": _MXFP4},
+    "quartet-unmasked": {**_QUARTET, "recast": {"of": "fprop", "clipped": "pass"}},
+    "quartet-nearest": {**_QUARTET, "grad_output": _MXFP4, "recast": {"of": "fprop", "rounding": "nearest"}},
+    "quartet-high-precision": {**_QUARTET, "recast": {}},
+    "quartet-unrotated": {**_QUARTET, "rotation": {}},
 }
 """Sections "linear" of what is no preset."""
 CHANNEL = 3

@@ -40,9 +40,11 @@ def test_casts_are_bit_equal_where_sums_are_exact(shape, granularity, scale, for
         assert torch.equal(result.data.cpu().view(torch.uint8), expected.data.view(torch.uint8))
 
 
-@pytest.mark.parametrize("preset", ["infir2", "tensorwise", "rowwise", "halo", "nvfp4"])
+@pytest.mark.parametrize("preset", ["infir2", "tensorwise", "rowwise", "halo", "nvfp4", "quartet"])
 def test_a_linear_computes_as_on_a_cpu(preset):
-    rotation = {} if preset in ("halo", "nvfp4") else {"fprop": "in_features", "dgrad": "tokens", "wgrad": "tokens"}
+    rotation = (
+        {} if preset in ("halo", "nvfp4", "quartet") else {"fprop": "in_features", "dgrad": "tokens", "wgrad": "tokens"}
+    )
     linear = fp8_linear(
         384, 256, preset=preset, linear={"backend": "reference", "rotation": rotation}, monitor={"every": 0}
     )
@@ -55,6 +57,7 @@ def test_a_linear_computes_as_on_a_cpu(preset):
         results.append(
             [part.cpu().float() for part in (y, *torch.autograd.grad(y, [leaf, linear.weight], dy.to(where)))]
         )
-    bound = 0.3 if preset == "nvfp4" else 0.02  # stochastic rounding draws other numbers there
+    # Stochastic rounding draws other numbers there; two draws on a CPU part by 0.19 and 0.32.
+    bound = {"nvfp4": 0.3, "quartet": 0.45}.get(preset, 0.02)
     for host, device in zip(*results, strict=True):
         assert (device - host).norm() < bound * host.norm()

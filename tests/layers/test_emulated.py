@@ -20,6 +20,7 @@ SECTIONS = {
     "mxfp8": ({"preset": "mxfp8"}, 0.04),
     "nvfp4": ({"preset": "nvfp4"}, 0.25),
     "halo": ({"preset": "halo"}, 0.03),
+    "quartet": ({"preset": "quartet"}, 0.25),
     "int8 by rows": ({**IN_BF16, "linear": {"input": INT8, "weight": INT8, "grad_output": INT8}}, 0.03),
     "log8": ({**IN_BF16, "linear": {name: {"format": "log8"} for name in ("input", "weight", "grad_output")}}, 0.06),
 }
@@ -44,7 +45,7 @@ def test_a_model_costs_what_its_format_costs(section, bound, fuse):
     exact, cast = causal_lm("qwen2"), causal_lm("qwen2")
     conversion = convert(cast, parse_fp8({"fp8": {**section, "fuse": fuse, "monitor": {"every": 0}}}))
     rotated = conversion.recipe.rotations
-    assert bool(rotated) == (section.get("preset") in ("nvfp4", "halo"))
+    assert bool(rotated) == (section.get("preset") in ("nvfp4", "halo", "quartet"))
     assert len(conversion.fusion.layers) == (2 if fuse == "auto" and not rotated else 0)
     assert conversion.recipe.backend == "reference"
     for result, expected in zip(logits_and_gradient(cast), logits_and_gradient(exact), strict=True):

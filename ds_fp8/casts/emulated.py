@@ -113,10 +113,6 @@ def encode_stochastically(x: torch.Tensor, draw: torch.Tensor, format: Format) -
     draw: numbers in [0, 1), the shape of x.
     """
     magnitudes = numbers(format, x.device, torch.float32)[: len(format.magnitudes)]
-    if x.device.type == "cuda":
-        from ds_fp8.casts.emulated_triton import encode_elements_stochastically
-
-        return encode_elements_stochastically(x, draw, magnitudes, format.bits)
     magnitude = x.abs().clamp_max(format.max)
     count, beyond = _cells_below(format, x.device)
     cell = magnitude.view(torch.int32).flatten() >> 16
@@ -130,8 +126,4 @@ def encode_stochastically(x: torch.Tensor, draw: torch.Tensor, format: Format) -
 def decode(codes: torch.Tensor, format: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the numbers of uint8 codes, of their shape."""
     table = numbers(format, codes.device, dtype)
-    if codes.device.type == "cuda":
-        from ds_fp8.casts.emulated_triton import decode_elements
-
-        return decode_elements(codes, table)
     return table.index_select(0, codes.contiguous().flatten().int()).view(codes.shape)

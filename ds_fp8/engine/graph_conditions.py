@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed import comm as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +16,7 @@ from ds_fp8.layers import documents
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.loss import LossFusion
 from ds_fp8.monitor.cast_monitor import CastMonitor
+from ds_fp8.zero.nodes import ranks_of_this_host
 
 MEASURED = "casts are measured"
 COMPILED = "the module is compiled"
@@ -25,6 +27,8 @@ PACKED = "packed"
 """The attention implementation that reads on the device where documents end. "fp8_packed" computes rows of one document
 in FP8 and others in BF16, which a graph could not tell apart."""
 LEAST_DOCUMENTS = 16
+KNOWN_PACKAGES = frozenset({"torch", "transformers", "deepspeed", "ds_fp8", "liger_kernel"})
+"""Whose modules and hooks do the same in Python at every step of one shape."""
 
 
 def why_no_graphs(
@@ -54,7 +58,43 @@ def why_no_graphs(
         "layers are dropped at random": (getattr(getattr(engine.module, "config", None), "layerdrop", None) or 0) > 0,
         COMPILED: is_compiled(engine.module),
     }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    found = next((reason for reason, applies in reasons.items() if applies), None)
+    if found is None and fp8.graph == "auto":
+        found = why_not_by_itself(engine.module)
+    return found
+
+
+def why_not_by_itself(module: nn.Module) -> str | None:
+    """Return why "auto" captures nothing of a model, or None."""
+    if ranks_of_this_host() < dist.get_world_size():
+        return 'the ranks are on several hosts, where graphs have not been tried; to do so set "graph": "on"'
+    why = code_of_others(module)
+    return why and f'{why}; if nothing but the shape of a batch decides what it does, set "graph": "on"'
+
+
+def code_of_others(module: nn.Module) -> str | None:
+    """Return which part of a model has Python code that nobody knows, or None.
+
+    A graph runs it at its capture alone. Known are modules and hooks of KNOWN_PACKAGES.
+    """
+    for name, part in module.named_modules():
+        if _package(type(part)) not in KNOWN_PACKAGES:
+            return f"{name or 'the model'} is a {type(part).__name__} of {type(part).__module__}"
+        hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+        for hook in (hook for registered in hooks for hook in registered.values()):
+            if _package(hook) not in KNOWN_PACKAGES:
+                return f"{name or 'the model'} has a hook of {_module_of(hook)}"
+    return None
+
+
+def _package(code: object) -> str:
+    return _module_of(code).partition(".")[0]
+
+
+def _module_of(code: object) -> str:
+    """Return the Python module that a class, a function or a callable object comes from."""
+    code = getattr(code, "func", code)  # of a functools.partial
+    return getattr(code, "__module__", None) or type(code).__module__
 
 
 def is_compiled(module: nn.Module) -> bool:

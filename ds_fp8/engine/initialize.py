@@ -152,10 +152,16 @@ def initialize(
     if conversion is not None:
         state.health = Health(engine, monitor, fp8)
         _install(engine, state)
-        state.why_no_graphs = why_no_graphs(engine, fp8, loss, state.why_no_step)
+        state.why_no_graphs = _of_any_rank(why_no_graphs(engine, fp8, loss, state.why_no_step))
         if state.why_no_graphs is None:
             state.graphs = MicroStepGraphs(
-                engine, state.step.gradients, state.parameter_gather, state.wire, state.health, monitor
+                engine,
+                state.step.gradients,
+                state.parameter_gather,
+                state.wire,
+                state.health,
+                monitor,
+                fp8.graph == "auto",
             )
             state.health.on_move = state.graphs.reset
         if engine.zero_optimization_partition_weights():
@@ -225,6 +231,13 @@ def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> No
         vectors = [index for index, segment in enumerate(segments) if segment.is_vector]
         optimizer.set_segments(shard, [segment.numel for segment in segments], vectors)
     seams.before_moment_write(engine, optimizer.expand_moments)
+
+
+def _of_any_rank(reason: str | None) -> str | None:
+    """Return the reason of the first rank that has one. Collective."""
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return next(filter(None, reasons), None)
 
 
 def _install(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:

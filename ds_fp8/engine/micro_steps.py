@@ -35,6 +35,7 @@ from ds_fp8.engine.graph_conditions import (
     is_compiled,
     rows_in_a_graph,
     why_eager,
+    why_not_by_itself,
 )
 from ds_fp8.engine.health import Health
 from ds_fp8.engine.micro_step_graph import MicroStepGraph
@@ -47,6 +48,9 @@ from ds_fp8.zero.wire import WireMeter
 
 EAGER_STEPS = 2
 """Micro-steps of a kind that run eagerly before one is captured: kernels are compiled, memory is allocated in them."""
+
+HEADROOM = 0.03
+"""Share of the GPU's memory that must be free beside graphs, or there are none."""
 
 MOST_GRAPHS = 8
 """Kinds of micro-steps that are captured: every graph keeps buffers of its own."""
@@ -63,6 +67,7 @@ class MicroStepGraphs:
         wire: WireMeter,
         health: Health,
         monitor: CastMonitor,
+        known_only: bool,
     ):
         """Install the graphs; `why_no_graphs` must have returned None.
 
@@ -73,9 +78,10 @@ class MicroStepGraphs:
             wire: Counts the bytes.
             health: Says what there is to say.
             monitor: Measured steps run eagerly.
+            known_only: Whether nothing is captured of models with code of others, also where it came later.
         """
         self._engine, self._gather, self._health, self._monitor = engine, gather, health, monitor
-        self._device = engine.device
+        self._device, self._known_only = engine.device, known_only
         self._micro_step = MicroStep(engine)
         self._gradients, self._wire = gradients, wire
         self._stock: Callable[..., Any] = engine.module._call_impl
@@ -229,6 +235,9 @@ class MicroStepGraphs:
             gather.pin_scales()
         state, error = self._micro_step.remember(), None
         try:
+            why = why_not_by_itself(self._engine.module) if self._known_only else None
+            if why is not None:
+                raise ValueError(why)
             with without_garbage_collection():
                 # Once in vain: with memory reused, torch ends the process where a capture of backward fails.
                 pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
@@ -239,6 +248,8 @@ class MicroStepGraphs:
                 before = torch.cuda.memory_reserved(self._device)
                 with memory_of_other_streams_reused():
                     graph = self._graph(batch, most)
+            kept = torch.cuda.memory_reserved(self._device) - before
+            self._check_room(graph, kept)
         except Exception as found:  # whatever a model does that no graph can hold: it is said, and runs eagerly
             error = found
             while error.__context__ is not None:  # what ended the capture, and not that it had ended
@@ -255,7 +266,6 @@ class MicroStepGraphs:
             self._health.say(f"CUDA graphs are off: {self.off}")
             return None
         self._graphs[kind] = graph
-        kept = torch.cuda.memory_reserved(self._device) - before
         self.kept_bytes += kept
         self._say(f"forward and backward run as CUDA graphs from here on, which keep {kept / 2**30:.2f} GiB")
         return graph
@@ -290,6 +300,16 @@ class MicroStepGraphs:
             output = self._stock(*args, **kwargs)
         outside.wait_stream(self._stream)
         return output
+
+    def _check_room(self, graph: MicroStepGraph, kept: int) -> None:
+        """Raise torch.OutOfMemoryError where a new graph leaves little memory for what is not part of it: the step."""
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        if free < HEADROOM * total:
+            graph.close()
+            raise torch.OutOfMemoryError(
+                f"graphs would keep {(self.kept_bytes + kept) / 2**30:.2f} GiB and leave {free / 2**30:.2f} free"
+            )
 
     def _make_room(self) -> None:
         """Free the graphs where their memory is needed to compute eagerly what they compute. They are captured again.

@@ -13,31 +13,26 @@ class HostCopies:
     """Host memory for the copies, kept from one save to the next: pinned for tensors of an accelerator."""
 
     def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
-        self._used = 0
+        self._buffers: dict[tuple[int, bool], list[torch.Tensor]] = {}
+        """By bytes and whether they are pinned, which takes seconds."""
 
     @torch.no_grad()
     def copy(self, state: Any) -> Any:
         """Return nested dicts, lists and tuples with their tensors in this memory, valid until the next call."""
-        self._used = 0
-        copied = self._copy(state)
+        free, self._buffers = self._buffers, {}
+        copied = self._copy(state, free)
         if get_accelerator().device_name() != "cpu":
             get_accelerator().current_stream().synchronize()
         return copied
 
-    def _copy(self, value: Any) -> Any:
+    def _copy(self, value: Any, free: dict[tuple[int, bool], list[torch.Tensor]]) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._buffer(value).view(value.dtype).view(value.shape).copy_(value, non_blocking=True)
+            size = value.nbytes, value.device.type != "cpu"
+            buffer = free[size].pop() if free.get(size) else torch.empty(size[0], dtype=torch.uint8, pin_memory=size[1])
+            self._buffers.setdefault(size, []).append(buffer)
+            return buffer.view(value.dtype).view(value.shape).copy_(value, non_blocking=True)
         if isinstance(value, dict):
-            return type(value)((key, self._copy(inner)) for key, inner in value.items())
+            return type(value)((key, self._copy(inner, free)) for key, inner in value.items())
         if type(value) in (list, tuple):
-            return type(value)(self._copy(inner) for inner in value)
+            return type(value)(self._copy(inner, free) for inner in value)
         return copy.copy(value)
-
-    def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return as many bytes as `tensor` has: those of the same place in the last state, where they fit."""
-        place, self._used = self._used, self._used + 1
-        if place == len(self._buffers) or self._buffers[place].numel() != tensor.nbytes:
-            pinned = tensor.device.type != "cpu"
-            self._buffers[place:] = [torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=pinned)]
-        return self._buffers[place]

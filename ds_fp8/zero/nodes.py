@@ -20,6 +20,11 @@ class Nodes:
     count: int
 
 
+def ranks_of_this_host() -> int:
+    """Return how many ranks the launcher started on this host; all of them where it does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or dist.get_world_size())
+
+
 def find_nodes(hierarchy: str, ranks_per_node: int | None = None) -> Nodes | None:
     """Return the two-level groups, or None for one flat all-to-all (one node, nodes of unequal size, or if asked for).
 
@@ -27,7 +32,7 @@ def find_nodes(hierarchy: str, ranks_per_node: int | None = None) -> Nodes | Non
     """
     world = dist.get_world_size()
     if ranks_per_node is None:
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world)
+        ranks_per_node = ranks_of_this_host()
     sizes: list = [None] * world
     dist.all_gather_object(sizes, ranks_per_node)
     if hierarchy == "flat" or len(set(sizes)) > 1 or ranks_per_node in (1, world) or world % ranks_per_node:

@@ -245,7 +245,9 @@ def main(arguments: list[str] | None = None) -> int:
         # Transformer Engine is loaded before torch loads cuDNN's kernels: after them it finds those of another cuDNN.
         if (why := fp8_attention_cudnn.unavailable()) is not None:
             raise UserError(f"attention in FP8 cannot run here: {why}", remedy="a Hopper GPU with Transformer Engine")
-        facts["cudnn"] = str(torch.backends.cudnn.version())
+        from transformer_engine.pytorch.utils import get_cudnn_version
+
+        facts["cudnn"] = ".".join(map(str, get_cudnn_version()))  # of the one that is loaded
     print_banner(facts)
     rows = [row for name in options.size for shape in options.shapes for row in measure_shape(name, shape, options)]
     if options.json:

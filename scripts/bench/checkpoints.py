@@ -26,16 +26,14 @@ EVERY = 100
 WARMUP = 3
 WAITED = 4
 """Steps between saves that are waited for."""
-SAVES = 3
-"""The first of which is left out: it takes the host memory that later ones reuse."""
 
 
 def measure(config: str, overrides: list[str], out: Path) -> None:
     """Train on this rank; rank 0 writes to `out` what the saves and a resume took, in seconds."""
-    from ds_fp8.train import checkpoints, load_stage, loop, resume, train
+    from ds_fp8.train import checkpoints, load_stage, loop, resume, saving, train
     from ds_fp8.train.metrics import read_metrics
 
-    found: dict[str, Any] = {"pauses": [], "written": [], "resume": {}}
+    found: dict[str, Any] = {"pauses": [], "copied": [], "written": [], "resume": {}}
 
     class Timed(loop.CheckpointWriter):
         def save(self, *args: Any) -> None:
@@ -54,6 +52,13 @@ def measure(config: str, overrides: list[str], out: Path) -> None:
             super()._write(*args)
             found["written"].append(time.perf_counter() - self.began)
 
+    class TimedCopies(saving.HostCopies):
+        def copy(self, state: Any) -> Any:
+            began = time.perf_counter()
+            copied = super().copy(state)
+            found["copied"].append(time.perf_counter() - began)
+            return copied
+
     def timed(owner: Any, name: str) -> None:
         function = getattr(owner, name)
 
@@ -65,7 +70,7 @@ def measure(config: str, overrides: list[str], out: Path) -> None:
 
         setattr(owner, name, wrapped)
 
-    loop.CheckpointWriter = Timed
+    loop.CheckpointWriter, saving.HostCopies = Timed, TimedCopies
     timed(resume, "settle")
     timed(checkpoints, "load")
     stage = load_stage(config, overrides)
@@ -101,13 +106,13 @@ def run(part: str, options: argparse.Namespace, folder: Path, *overrides: str) -
 
 def report(options: argparse.Namespace, folder: Path) -> None:
     """Measure the three runs and print a line each."""
-    every = options.steps
+    every, count = options.steps, options.saves
 
     def saves(every: int, more: int) -> list[str]:
-        return [f"train.save_every={every}", f"train.steps={every * SAVES + more}", "train.eval_batches=1"]
+        return [f"train.save_every={every}", f"train.steps={every * count + more}", "train.eval_batches=1"]
 
     background = run("asynchronous", options, folder, *saves(every, every // 2), "train.async_save=true")
-    pause, written = (median(background[key][1:SAVES]) for key in ("pauses", "written"))
+    pause, copied, written = (median(background[key][1:count]) for key in ("pauses", "copied", "written"))
     seconds = {int(number): value for number, value in background["step_seconds"].items()}
     step = median(value for number, value in seconds.items() if WARMUP < number <= every)  # nothing is written yet
     print(
@@ -116,13 +121,14 @@ def report(options: argparse.Namespace, folder: Path) -> None:
     )
     slowed = sum(
         seconds[number] - step
-        for save in range(2, SAVES + 1)
+        for save in range(2, count + 1)
         for number in range(save * every + 1, min((save + 1) * every, max(seconds)) + 1)
-    ) / (SAVES - 1)
+    ) / (count - 1)
     share = (pause + max(0.0, slowed)) / (EVERY * step)
     print(
-        f"save, asynchronous: pause {pause:.2f} s, written after {written:.2f} s, steps meanwhile longer by "
-        f"{slowed:.2f} s in all: {share:.2%} of the time at a save every {EVERY} steps",
+        f"save, asynchronous: pause {pause:.2f} s, {copied:.2f} of it copies to the host; written after "
+        f"{written:.2f} s, steps meanwhile longer by {slowed:.2f} s in all: {share:.2%} of "
+        f"the time at a save every {EVERY} steps",
         flush=True,
     )
     resumed = run("resumed", options, folder, *saves(every, every // 2 + 1))["resume"]
@@ -131,7 +137,7 @@ def report(options: argparse.Namespace, folder: Path) -> None:
 
     waiting = run("waiting", options, folder, *saves(WAITED, WAITED // 2))
     # The last save is that of the end, for which training waits in any case.
-    print(f"save, waited for: {median(waiting['pauses'][1:SAVES]):.2f} s")
+    print(f"save, waited for: {median(waiting['pauses'][1:count]):.2f} s")
 
 
 def main() -> int:
@@ -143,6 +149,12 @@ def main() -> int:
         type=int,
         default=20,
         help="between two saves in the background, longer than a save takes (default 20)",
+    )
+    parser.add_argument(
+        "--saves",
+        type=int,
+        default=3,
+        help="of which the first is left out: it takes the host memory that later ones reuse (default 3)",
     )
     parser.add_argument("--out", metavar="FOLDER", default="bench-checkpoints")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the stage")

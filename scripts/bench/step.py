@@ -205,6 +205,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--measure-every", type=int, default=0, help="fp8.monitor.every (default 0: never)")
     parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size, where not as it is by default")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing of whole layers")
+    parser.add_argument("--deterministic", action="store_true", help="attention that adds up in one order (MATH)")
     parser.add_argument("--text", metavar="FILE", help="train on the bytes of this file")
     parser.add_argument("--profile", action="store_true", help="of one more step: the host's waits, the GPU's time")
     parser.add_argument("--trace", metavar="FILE", help="with --profile: write rank 0's last trace there")
@@ -255,6 +256,9 @@ def measure_here(options: argparse.Namespace) -> None:
             remedy="name one, or start this script without a launcher",
         )
     options.accumulation = micro_batches(options, dist.get_world_size())
+    if options.deterministic:
+        for kernel in ("cudnn", "flash", "mem_efficient"):
+            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
     rows = [measure_variant(options.variants[0], options, Batches(options))]
     facts = banner()
     if is_first():
@@ -264,7 +268,17 @@ def measure_here(options: argparse.Namespace) -> None:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the figures depend on, of the command line."""
-    names = ("size", "layers", "vocabulary", "sequences", "length", "accumulation", "recompute", "prefetch")
+    names = (
+        "size",
+        "layers",
+        "vocabulary",
+        "sequences",
+        "length",
+        "accumulation",
+        "recompute",
+        "prefetch",
+        "deterministic",
+    )
     return {**{name: getattr(options, name) for name in names}, "monitor": options.measure_every}
 
 

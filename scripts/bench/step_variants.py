@@ -27,7 +27,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "bf16-wire": {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}},
     "copy-engine": {"param_gather": {"transport": "copy_engine"}},
     "fp8-head": {"loss": {"head": "fp8"}},
-    "graph": {"graph": "auto"},
+    "graph": {"graph": "on"},
     "fp8-attention": {"attention": {"format": "e4m3"}},
     **{backend: {"linear": {"backend": backend}} for backend in BACKENDS},
 }
@@ -57,7 +57,7 @@ def fp8_section(variant: str, monitor: int = 0) -> dict[str, Any]:
             raise UserError(
                 f'unknown variant "{variant}"', key="--variants", remedy=nearest(name, ["bf16", *PEERS, *PRESETS])
             )
-    section: dict[str, Any] = {"preset": preset, "monitor": {"every": monitor}}
+    section: dict[str, Any] = {"preset": preset, "monitor": {"every": monitor}, "graph": "off"}
     if optimizer:
         section["optimizer"] = PRESETS[optimizer].get("optimizer", {})
     for choice in choices:

@@ -73,7 +73,7 @@ def trained(rows, graphs):
     fp8, said, log = engine.fp8, [], None
     fp8.health.say = said.append
     if graphs:
-        fp8.graphs = Graphs(engine, fp8.step.gradients, fp8.parameter_gather, fp8.wire, fp8.health, fp8.monitor)
+        fp8.graphs = Graphs(engine, fp8.step.gradients, fp8.parameter_gather, fp8.wire, fp8.health, fp8.monitor, False)
         log = fp8.graphs.log
     losses = []
     for step, lengths in enumerate(rows):

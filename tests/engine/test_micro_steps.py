@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
+from ds_fp8.engine import graph_conditions
 from ds_fp8.engine.capture import before_process_groups_end, random_states_unread
 from ds_fp8.engine.graph_conditions import (
     LEAST_DOCUMENTS,
@@ -33,6 +34,24 @@ def reported(graph):
 @pytest.mark.parametrize(("graph", "why"), [("off", 'off: "graph" is "off"'), ("auto", "off: there is no CUDA device")])
 def test_the_report_says_why_there_are_none(ranks, graph, why):
     assert ranks(2, reported, graph) == [(why, None)] * 2
+
+
+def of_one_rank(_):
+    from deepspeed import comm as dist
+
+    from ds_fp8.engine.initialize import _of_any_rank
+
+    return _of_any_rank("here" if dist.get_rank() == 1 else None)
+
+
+def test_a_reason_of_one_rank_holds_for_all(ranks):
+    assert ranks(2, of_one_rank, None) == ["here"] * 2
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """One rank, of this process itself."""
+    monkeypatch.setattr(graph_conditions.dist, "get_world_size", lambda: 1)
 
 
 def captures(fp8=None, loss=True, why_no_step=None, device="cuda", module=None, **answers):
@@ -91,8 +110,30 @@ def test_there_may_be_no_reason():
     assert captures(module=linear(lambda m: None)) is None
 
 
-def test_they_are_off_unless_asked_for():
-    assert FP8Config().graph == "off"
+def test_code_of_others_is_captured_only_if_asked_for():
+    """What it does in Python would be done once, at the capture."""
+
+    class Counting(nn.Module):
+        def forward(self, x):
+            return x
+
+    hooked, own = linear(lambda m: m[0].register_forward_hook(lambda *_: None)), linear(lambda m: m.append(Counting()))
+    assert "0 has a hook of tests.engine.test_micro_steps" in captures(module=hooked)
+    assert "1 is a Counting of tests.engine.test_micro_steps" in captures(module=own)
+    for module in (hooked, own):
+        assert captures(module=module, fp8={"graph": "on"}) is None
+    assert captures(module=small_model()) is None
+
+
+def test_several_hosts_are_captured_only_if_asked_for(monkeypatch):
+    monkeypatch.setattr(graph_conditions, "ranks_of_this_host", lambda: 1)
+    monkeypatch.setattr(graph_conditions.dist, "get_world_size", lambda: 2)
+    assert "several hosts" in captures()
+    assert captures(fp8={"graph": "on"}) is None
+
+
+def test_they_are_on_where_they_can_be():
+    assert FP8Config().graph == "auto"
 
 
 ROWS = torch.arange(6).expand(2, 6)

@@ -229,9 +229,7 @@ def worlds():
 @pytest.mark.parametrize("world", worlds())
 @pytest.mark.parametrize("case", CASES)
 def test_every_bit_is_that_of_python(gpu_ranks, world, case):
-    launched, captured = (
-        gpu_ranks(world, functools.partial(trained, graph, **CASES[case])) for graph in ("off", "auto")
-    )
+    launched, captured = (gpu_ranks(world, functools.partial(trained, graph, **CASES[case])) for graph in ("off", "on"))
     for theirs, ours in zip(launched, captured, strict=True):
         assert_same(ours, theirs)
         off, count = ours[3]
@@ -244,7 +242,7 @@ def test_every_bit_is_that_of_python(gpu_ranks, world, case):
 def test_rows_of_one_document_come_to_packed_ones(gpu_ranks, world):
     """Launched by Python they have a kernel of their own, and other sums."""
     options = {"attention": "packed", "packed": one_document_first}
-    launched, captured = (gpu_ranks(world, functools.partial(trained, graph, **options)) for graph in ("off", "auto"))
+    launched, captured = (gpu_ranks(world, functools.partial(trained, graph, **options)) for graph in ("off", "on"))
     for theirs, ours in zip(launched, captured, strict=True):
         assert ours[0] == pytest.approx(theirs[0], rel=1e-2)
         assert ours[3] == (None, 1), ours[4]
@@ -257,7 +255,7 @@ def test_what_a_checkpoint_brings_is_trained_on(gpu_ranks, world, tmp_path):
         gpu_ranks(
             world, functools.partial(trained, graph, between=functools.partial(save_and_load, str(tmp_path / graph)))
         )
-        for graph in ("off", "auto")
+        for graph in ("off", "on")
     )
     for theirs, ours in zip(launched, captured, strict=True):
         assert_same(ours, theirs)
@@ -267,12 +265,26 @@ def test_what_a_checkpoint_brings_is_trained_on(gpu_ranks, world, tmp_path):
 @pytest.mark.parametrize("fault", BROKEN)
 def test_what_no_graph_can_hold_runs_as_before_and_is_said_once(gpu_ranks, world, fault):
     launched, captured = (
-        gpu_ranks(world, functools.partial(trained, graph, between=BROKEN[fault])) for graph in ("off", "auto")
+        gpu_ranks(world, functools.partial(trained, graph, between=BROKEN[fault])) for graph in ("off", "on")
     )
     for theirs, ours in zip(launched, captured, strict=True):
         assert_same(ours, theirs)
         assert ours[3][0] is not None
         assert len([line for line in ours[4] if line.startswith("CUDA graphs are off")]) == 1
+
+
+def hook_of_others(engine, step):
+    if step == 0:
+        engine.module.model.layers[1].register_forward_hook(lambda *_: None)
+
+
+def test_by_itself_only_known_code_is_captured(gpu_ranks):
+    known, hooked = (
+        gpu_ranks(1, functools.partial(trained, "auto", between=between))[0] for between in (None, hook_of_others)
+    )
+    assert known[3] == (None, 1)
+    assert "model.layers.1 has a hook of tests.gpu.test_micro_steps" in hooked[3][0]
+    assert_same(hooked, known)
 
 
 def compile_the_module(engine, step):
@@ -282,7 +294,7 @@ def compile_the_module(engine, step):
 
 def test_a_module_compiled_on_the_way_leaves_its_graphs_and_says_so(gpu_ranks):
     launched, captured = (
-        gpu_ranks(1, functools.partial(trained, graph, between=compile_the_module))[0] for graph in ("off", "auto")
+        gpu_ranks(1, functools.partial(trained, graph, between=compile_the_module))[0] for graph in ("off", "on")
     )
     assert captured[0] == pytest.approx(launched[0], rel=1e-2)
     assert captured[0][:4] == launched[0][:4]
@@ -303,7 +315,7 @@ def test_process_groups_can_end_before_the_engine(world, tmp_path):
 
 def stale(_):
     """Errors of a backward that comes twice."""
-    engine = engine_of("auto", "hybrid_fast", 1, 0)
+    engine = engine_of("on", "hybrid_fast", 1, 0)
     found = None
     for step in range(5):
         tokens = batch(step, LENGTH)
@@ -332,6 +344,6 @@ def apart(graph):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_ranks_with_other_shapes_agree(gpu_ranks):
-    for theirs, ours in zip(gpu_ranks(2, apart, "off"), gpu_ranks(2, apart, "auto"), strict=True):
+    for theirs, ours in zip(gpu_ranks(2, apart, "off"), gpu_ranks(2, apart, "on"), strict=True):
         assert_same(ours, theirs)
         assert "without CUDA graphs: other ranks have batches of other shapes, or run eagerly" in ours[4]

@@ -8,7 +8,7 @@ def test_larger_layers_need_fewer_tokens():
     needed = [tokens_needed(hidden) for hidden in (1024, 1536, 2048, 3584, 4096, 16384)]
     assert needed == sorted(needed, reverse=True)
     assert set(needed) == set(BREAK_EVEN.values())
-    assert tokens_needed(1023) is None
+    assert tokens_needed(511) is None
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         report["notes"].append(f"emulated, in one byte an element: {formats}; nothing here computes with them natively")
     if recipe.backend == "reference":
         report["notes"].append("emulated arithmetic: the numerics of FP8, slower than BF16")
-    elif (slow := break_even.warning(break_even.typical_hidden(linears), tokens)) is not None:
+    elif state.why_no_graphs and (slow := break_even.warning(break_even.typical_hidden(linears), tokens)) is not None:
         report["notes"].append(slow)
     return report
 

@@ -109,9 +109,10 @@ def report(options: argparse.Namespace, folder: Path) -> None:
     every, count = options.steps, options.saves
 
     def saves(every: int, more: int) -> list[str]:
-        return [f"train.save_every={every}", f"train.steps={every * count + more}", "train.eval_batches=1"]
+        # One interval more than saves count, or training would wait at its end for the last of them.
+        return [f"train.save_every={every}", f"train.steps={every * (count + 1) + more}", "train.eval_batches=1"]
 
-    background = run("asynchronous", options, folder, *saves(every, every // 2), "train.async_save=true")
+    background = run("asynchronous", options, folder, *saves(every, 0), "train.async_save=true")
     pause, copied, written = (median(background[key][1:count]) for key in ("pauses", "copied", "written"))
     seconds = {int(number): value for number, value in background["step_seconds"].items()}
     step = median(value for number, value in seconds.items() if WARMUP < number <= every)  # nothing is written yet
@@ -131,12 +132,11 @@ def report(options: argparse.Namespace, folder: Path) -> None:
         f"the time at a save every {EVERY} steps",
         flush=True,
     )
-    resumed = run("resumed", options, folder, *saves(every, every // 2 + 1))["resume"]
+    resumed = run("resumed", options, folder, *saves(every, 1))["resume"]
     print(f"resume: every byte checked in {resumed['settle']:.2f} s, loaded in {resumed['load']:.2f} s", flush=True)
     shutil.rmtree(folder / "asynchronous")
 
-    waiting = run("waiting", options, folder, *saves(WAITED, WAITED // 2))
-    # The last save is that of the end, for which training waits in any case.
+    waiting = run("waiting", options, folder, *saves(WAITED, 0))
     print(f"save, waited for: {median(waiting['pauses'][1:count]):.2f} s")
 
 

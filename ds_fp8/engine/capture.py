@@ -8,8 +8,8 @@ import functools
 import gc
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -17,38 +17,37 @@ from ds_fp8.layers import documents
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-_before_the_end: list[Callable[[], None]] = []
+_before_the_end: list[weakref.WeakMethod] = []
 
 
-def before_process_groups_end(callback: Callable[[], None]) -> Callable[[], None]:
-    """Call `callback` before torch.distributed ends process groups, and before the process ends.
+def before_process_groups_end(method: Callable[[], None]) -> None:
+    """Call a method before torch.distributed ends process groups, and before the process ends.
 
-    NCCL ends no communicator while a graph that it is captured in exists: it would wait for ever.
-
-    Returns:
-        What takes this back.
+    Its object may be gone by then. NCCL ends no communicator while a graph that it is captured in exists: it would
+    wait for ever.
     """
-    if not hasattr(torch.distributed.destroy_process_group, "calls_first"):
-        torch.distributed.destroy_process_group = _calling_first(torch.distributed.destroy_process_group)
-    _before_the_end.append(callback)
-    atexit.register(callback)
-
-    def take_back() -> None:
-        _before_the_end.remove(callback)
-        atexit.unregister(callback)
-
-    return take_back
+    if not hasattr(torch.distributed.ProcessGroup.shutdown, "calls_first"):
+        # Whoever has imported destroy_process_group by its name comes here as well.
+        torch.distributed.ProcessGroup.shutdown = _calling_first(torch.distributed.ProcessGroup.shutdown)
+        atexit.register(_call_all)
+    _before_the_end.append(weakref.WeakMethod(method))
 
 
-def _calling_first(destroy_process_group: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(destroy_process_group)
-    def destroy(*args: Any, **kwargs: Any) -> None:
-        for callback in list(_before_the_end):
-            callback()
-        destroy_process_group(*args, **kwargs)
+def _call_all() -> None:
+    found = [reference() for reference in _before_the_end]
+    _before_the_end[:] = [reference for reference, method in zip(_before_the_end, found, strict=True) if method]
+    for method in filter(None, found):
+        method()
 
-    destroy.calls_first = True
-    return destroy
+
+def _calling_first(shutdown: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(shutdown)
+    def after_calls(group: torch.distributed.ProcessGroup) -> None:
+        _call_all()
+        shutdown(group)
+
+    after_calls.calls_first = True
+    return after_calls
 
 
 def end_failed_capture(device: torch.device) -> None:
@@ -57,6 +56,11 @@ def end_failed_capture(device: torch.device) -> None:
     # Its random numbers are left in the state of a capture that never ends.
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
+
+
+def random_numbers_drawn(device: torch.device) -> int:
+    """Return how far the random numbers of a GPU are; the host does not wait. 0 for other devices."""
+    return torch.cuda.default_generators[device.index].get_offset() if device.type == "cuda" else 0
 
 
 @contextlib.contextmanager
@@ -84,15 +88,21 @@ def streams_unrecorded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def random_states_unread() -> Iterator[None]:
+def random_states_unread(drawn: bool) -> Iterator[None]:
     """Keep torch's activation checkpointing from reading the device's random state, which waits for the device.
 
-    For models that draw no random numbers in what is recomputed.
+    Args:
+        drawn: Whether the model draws random numbers; recomputation is a RuntimeError then, since it would draw others.
     """
     from torch.utils import checkpoint
 
+    def no_states(*_: object) -> tuple[list, list]:
+        if drawn:
+            raise RuntimeError("activations are recomputed with random numbers, whose state the host repeats")
+        return [], []
+
     get_device_states = checkpoint.get_device_states
-    checkpoint.get_device_states = lambda *_: ([], [])
+    checkpoint.get_device_states = no_states
     try:
         yield
     finally:

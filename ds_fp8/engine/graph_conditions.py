@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.known_code import code_of_others
 from ds_fp8.layers import documents
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.loss import LossFusion
@@ -20,6 +21,7 @@ from ds_fp8.zero.nodes import ranks_of_this_host
 
 MEASURED = "casts are measured"
 COMPILED = "the module is compiled"
+SAVED_ELSEWHERE = "what backward needs is saved by hooks of the caller's"
 ITEMS = "num_items_in_batch"
 COPIED = frozenset({"input_ids", "labels", "shift_labels", "inputs_embeds", "position_ids", ITEMS})
 """Tensors of a batch whose values decide nothing but numbers, once it is known what documents its rows hold."""
@@ -27,8 +29,6 @@ PACKED = "packed"
 """The attention implementation that reads on the device where documents end. "fp8_packed" computes rows of one document
 in FP8 and others in BF16, which a graph could not tell apart."""
 LEAST_DOCUMENTS = 16
-KNOWN_PACKAGES = frozenset({"torch", "transformers", "deepspeed", "ds_fp8", "liger_kernel"})
-"""Whose modules and hooks do the same in Python at every step of one shape."""
 
 
 def why_no_graphs(
@@ -72,31 +72,6 @@ def why_not_by_itself(module: nn.Module) -> str | None:
     return why and f'{why}; if nothing but the shape of a batch decides what it does, set "graph": "on"'
 
 
-def code_of_others(module: nn.Module) -> str | None:
-    """Return which part of a model has Python code that nobody knows, or None.
-
-    A graph runs it at its capture alone. Known are modules and hooks of KNOWN_PACKAGES.
-    """
-    for name, part in module.named_modules():
-        if _package(type(part)) not in KNOWN_PACKAGES:
-            return f"{name or 'the model'} is a {type(part).__name__} of {type(part).__module__}"
-        hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-        for hook in (hook for registered in hooks for hook in registered.values()):
-            if _package(hook) not in KNOWN_PACKAGES:
-                return f"{name or 'the model'} has a hook of {_module_of(hook)}"
-    return None
-
-
-def _package(code: object) -> str:
-    return _module_of(code).partition(".")[0]
-
-
-def _module_of(code: object) -> str:
-    """Return the Python module that a class, a function or a callable object comes from."""
-    code = getattr(code, "func", code)  # of a functools.partial
-    return getattr(code, "__module__", None) or type(code).__module__
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a call of a module runs what torch.compile made of it (Module.compile, engine.compile)."""
     return module._compiled_call_impl is not None
@@ -123,6 +98,8 @@ def why_eager(
             return f'"{name}" is a {type(value).__name__}'
     if torch.is_autocast_enabled(engine.device.type):
         return "autocast is on"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return SAVED_ELSEWHERE
     return None
 
 

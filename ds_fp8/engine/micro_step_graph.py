@@ -149,7 +149,10 @@ class MicroStepGraph:
         if self._token is None or self._token() is not token:
             raise RuntimeError(f"this forward has had its backward, or another forward has followed it: {OFF}")
         if self._before != (self._micro_step.accumulates, self._gradients.arrived) or self._micro_step.reducing:
-            raise RuntimeError(f"gradients of another forward came between this one and its backward: {OFF}")
+            raise RuntimeError(
+                f"gradients of another forward came between this one and its backward, as where one backward has the "
+                f"losses of several forwards: {OFF}"
+            )
         self._token = None
         self._gradient.copy_(gradient)
         self._backward.replay()
@@ -165,4 +168,6 @@ def only_differentiable(leaves: list[Any]) -> tuple[int, torch.Tensor]:
     places = [place for place, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
     if len(places) != 1:
         raise ValueError(f"the model returns {len(places)} tensors with a gradient, and a graph knows one loss")
+    if leaves[places[0]].numel() != 1:
+        raise ValueError("the model returns no loss, but what the caller makes one of: its gradient would be kept")
     return places[0], leaves[places[0]]

@@ -6,31 +6,23 @@ So before every micro-step they compare what they are about to run, on the host 
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import types
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed import comm as dist
 
-from ds_fp8.engine.capture import (
-    before_process_groups_end,
-    end_failed_capture,
-    masks_as_outside,
-    memory_of_other_streams_reused,
-    random_states_unread,
-    streams_unrecorded,
-    without_garbage_collection,
-)
+from ds_fp8.engine.capture import before_process_groups_end, end_failed_capture, random_numbers_drawn
+from ds_fp8.engine.captured_graphs import MOST_EVICTIONS, CapturedGraphs
+from ds_fp8.engine.eager_forwards import EagerForwards
 from ds_fp8.engine.graph_conditions import (
     COMPILED,
     ITEMS,
     MEASURED,
+    SAVED_ELSEWHERE,
     Capacities,
     is_compiled,
     rows_in_a_graph,
@@ -38,9 +30,11 @@ from ds_fp8.engine.graph_conditions import (
     why_not_by_itself,
 )
 from ds_fp8.engine.health import Health
+from ds_fp8.engine.known_code import fingerprint
 from ds_fp8.engine.micro_step_graph import MicroStepGraph
+from ds_fp8.engine.rank_agreement import RankAgreement
 from ds_fp8.monitor.cast_monitor import CastMonitor
-from ds_fp8.zero import seams, streams
+from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_shards import GradientShards
 from ds_fp8.zero.parameter_gather import ParameterGather
 from ds_fp8.zero.seams.micro_step import MicroStep
@@ -48,9 +42,6 @@ from ds_fp8.zero.wire import WireMeter
 
 EAGER_STEPS = 2
 """Micro-steps of a kind that run eagerly before one is captured: kernels are compiled, memory is allocated in them."""
-
-HEADROOM = 0.03
-"""Share of the GPU's memory that must be free beside graphs, or there are none."""
 
 MOST_GRAPHS = 8
 """Kinds of micro-steps that are captured: every graph keeps buffers of its own."""
@@ -87,22 +78,24 @@ class MicroStepGraphs:
         self._stock: Callable[..., Any] = engine.module._call_impl
         self.off: str | None = None
         """Why nothing is captured any more."""
-        self._graphs: dict[object, MicroStepGraph] = {}
+        self._graphs = CapturedGraphs(engine.device, self._micro_step)
         self._seen: dict[object, int] = {}
         self._capacities = Capacities()
         self._said: set[str] = set()
-        self._pool: object | None = None
-        self.kept_bytes = 0
-        """Memory of the graphs' own."""
+        self._eager = EagerForwards()
+        self._draws = False
+        """Whether forward draws random numbers."""
+        self._code = 0
+        """Of the model when the graphs were captured."""
         # NCCL would have all ranks exchange addresses in a capture, where one may fail.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-        self._group = torch.distributed.new_group(backend="gloo") if dist.get_world_size() > 1 else None
-        self._stream = torch.cuda.Stream(engine.device)
+        self._agreement = RankAgreement(engine.device)
         seams.replace(engine, engine.module, "_call_impl", self)
         self._evaluated = False
         seams.on_step(engine, self._end_where_compiled)
+        seams.before_load(engine, self.reset)
         seams.on_destroy(engine, self._destroy)
-        self._ends_by_itself = before_process_groups_end(self._forget_graphs)
+        before_process_groups_end(self._graphs.forget)
 
     def __reduce__(self) -> tuple:
         # A copy of a model under training has no engine, and computes by itself.
@@ -114,32 +107,29 @@ class MicroStepGraphs:
         return len(self._graphs)
 
     @property
-    def _pending(self) -> bool:
-        return any(graph.pending for graph in self._graphs.values())
+    def kept_bytes(self) -> int:
+        """Return the memory of the graphs' own."""
+        return self._graphs.kept_bytes
 
     def reset(self) -> None:
-        """Forget all graphs: what they were captured from has changed."""
-        self._forget_graphs()
+        """Forget all graphs: what they were captured from has changed, or is about to."""
+        self._graphs.forget()
         self._seen.clear()
+
+    def _end(self, why: str) -> None:
+        """Capture nothing any more, and say so. On all ranks alike."""
+        self.reset()
+        self.off = why
+        self._health.say(f"CUDA graphs are off: {why}")
 
     def _end_where_compiled(self) -> None:
         """Say after a step that a module compiled after the start leaves the graphs out."""
         if self.off is None and is_compiled(self._engine.module):
-            self.reset()
-            self.off = COMPILED
-            self._health.say(f"CUDA graphs are off: {self.off}")
-
-    def _forget_graphs(self) -> None:
-        for graph in self._graphs.values():
-            graph.close()
-        self._graphs.clear()
-        self._pool, self.kept_bytes = None, 0
+            self._end(COMPILED)
 
     def _destroy(self) -> None:
         self.reset()
-        self._ends_by_itself()
-        if self._group is not None and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group(self._group)
+        self._agreement.close()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns: computed by a graph, or eagerly where there is none for this call."""
@@ -147,57 +137,67 @@ class MicroStepGraphs:
             return self._stock(*args, **kwargs)
         if not (self._engine.module.training and torch.is_grad_enabled()):
             self._evaluated = True
-            self._make_room()
+            self._graphs.make_room(_tokens(kwargs), with_logits=True)
             return self._stock(*args, **kwargs)
         if isinstance(kwargs.get(ITEMS), (int, float)):  # a number would be part of the graph
             kwargs[ITEMS] = torch.tensor(float(kwargs[ITEMS]))
         if torch.is_tensor(kwargs.get(ITEMS)):
             kwargs[ITEMS] = kwargs[ITEMS].to(self._device)
-        why, kind, graph, held = why_eager(self._engine, self._monitor, args, kwargs), None, None, 0
+        why, held = self._why_eager(args, kwargs)
+        # A mask is of ones only, and then transformers leaves it out as well.
+        batch = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+        kind, graph = None, None
         if why is None:
-            held, why = rows_in_a_graph(self._engine.module, kwargs)
-        if why is None and self._micro_step.reduced_later:
-            why = "gradients are reduced later"
-        if why is None:
-            # A mask is of ones only, and then transformers leaves it out as well.
-            batch = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+            self._forget_other_code()
             kind = self._kind(batch)
             graph = self._graphs.get(kind)
-            if self._pending:  # all graphs share their memory
-                why = "a forward ran before the backward of another"
         number = 0 if why is not None else zlib.crc32(repr(kind).encode()) + 1
         usable = graph is not None and graph.addresses == self._addresses()
-        lowest, highest, usable, most_held = self._least(number, -number, usable, -held)
+        lowest, highest, usable, most_held = self._agreement.least(number, -number, usable, -held)
         if not number or lowest != -highest:
             if why != MEASURED:
                 self._say(f"without CUDA graphs: {why or 'other ranks have batches of other shapes, or run eagerly'}")
-            return self._aside(args, kwargs)
+            return self._launched(args, kwargs, why == SAVED_ELSEWHERE)
         most = self._capacities.take(kind, -most_held)
         if not (usable and graph.most >= -most_held):
-            seen = kind, most > 0  # packed rows have kernels of their own
-            self._seen[seen] = self._seen.get(seen, 0) + 1
-            evaluated, self._evaluated = self._evaluated, False  # DeepSpeed may follow the order of that now
-            if self._seen[seen] <= EAGER_STEPS or evaluated or not self._micro_step.ready:
-                return self._aside(args, kwargs)
-            if graph is None and len(self._graphs) == MOST_GRAPHS:
-                self._say(f"without CUDA graphs: batches of {MOST_GRAPHS} shapes are captured already")
-                return self._aside(args, kwargs)
-            if graph is not None:  # more documents; or a checkpoint was loaded, and all of them read elsewhere now
-                self._forget_graphs()
+            if not self._to_be_captured(kind, most, graph):
+                return self._launched(args, kwargs)
+            # Those that there are keep less memory than a second pool, or read elsewhere now.
+            if graph is not None:
+                self._graphs.forget()
             graph = self._captured(kind, batch, most)
             if graph is None:
                 return self._stock(*args, **kwargs)
         self._settle()
         self._micro_step.start_clock()
-        return graph.replay(batch)
+        return self._graphs.replay(graph, batch)
 
-    def _least(self, *numbers: int) -> list[int]:
-        """Return the least of every number over all ranks. The host waits for the other hosts, for no device."""
-        if self._group is None:
-            return list(numbers)
-        found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=self._group)
-        return found.tolist()
+    def _why_eager(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[str | None, int]:
+        """Return why this rank cannot run a micro-step as a graph, or None; and the documents of packed rows."""
+        module, held = self._engine.module, 0
+        why = why_eager(self._engine, self._monitor, args, kwargs)
+        if why is None:
+            held, why = rows_in_a_graph(module, kwargs)
+        if why is None and self._micro_step.reduced_later:
+            why = "gradients are reduced later"
+        if why is None and (self._graphs.pending or self._eager.pending):
+            # A replay adds its gradients to none of another forward's, and all graphs share their memory.
+            why = "a forward ran before the backward of another"
+        return why, held
+
+    def _to_be_captured(self, kind: object, most: int, graph: MicroStepGraph | None) -> bool:
+        """Return whether a micro-step of a kind is captured now, for which all ranks must be ready."""
+        seen = kind, most > 0  # packed rows have kernels of their own
+        self._seen[seen] = self._seen.get(seen, 0) + 1
+        evaluated, self._evaluated = self._evaluated, False  # DeepSpeed may follow the order of that now
+        ready = self._seen[seen] > EAGER_STEPS and not evaluated and self._micro_step.ready
+        room = graph is not None or len(self._graphs) < MOST_GRAPHS
+        ready, room, memory = self._agreement.least(ready, room, self._graphs.evictions < MOST_EVICTIONS)
+        if not memory:
+            self._end("they were freed again and again, for memory that is short or a model that changes")
+        elif not room:
+            self._say(f"without CUDA graphs: batches of {MOST_GRAPHS} shapes are captured already")
+        return bool(ready and room and memory)
 
     def _addresses(self) -> tuple[int, ...]:
         """Return where all lies that a graph reads and writes besides its own memory."""
@@ -205,20 +205,6 @@ class MicroStepGraphs:
         if gather is None:
             return self._micro_step.addresses(lambda parameter: False)
         return (*self._micro_step.addresses(gather.gathers), *gather.addresses())
-
-    @contextlib.contextmanager
-    def _capturing(self, most: int, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Capture what is enqueued inside, on DeepSpeed's streams too; for up to `most` documents of packed rows."""
-        sides = self._micro_step.side_streams()
-        # Other threads (NCCL's watchdog, the loader of batches) may go on calling CUDA.
-        captured = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        unthrottled, masks = self._micro_step.unthrottled(), masks_as_outside(most)
-        with captured, streams.capture(), unthrottled, masks, random_states_unread():
-            for side in sides:
-                side.wait_stream(self._stream)
-            yield
-            for side in sides:
-                self._stream.wait_stream(side)
 
     def _settle(self) -> None:
         """Bring parameters and shards to the state in which graphs begin, on the current stream."""
@@ -234,23 +220,19 @@ class MicroStepGraphs:
         if gather is not None:
             gather.pin_scales()
         state, error = self._micro_step.remember(), None
+
+        def make(capturing: Callable) -> MicroStepGraph:
+            addresses = self._addresses()
+            return MicroStepGraph(
+                self._stock, batch, most, self._micro_step, self._gradients, self._wire, addresses, capturing
+            )
+
         try:
             why = why_not_by_itself(self._engine.module) if self._known_only else None
             if why is not None:
                 raise ValueError(why)
-            with without_garbage_collection():
-                # Once in vain: with memory reused, torch ends the process where a capture of backward fails.
-                pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
-                with streams_unrecorded():
-                    self._graph(batch, most).close()
-                self._pool = pool
-                torch.cuda.empty_cache()
-                before = torch.cuda.memory_reserved(self._device)
-                with memory_of_other_streams_reused():
-                    graph = self._graph(batch, most)
-            kept = torch.cuda.memory_reserved(self._device) - before
-            self._check_room(graph, kept)
-        except Exception as found:  # whatever a model does that no graph can hold: it is said, and runs eagerly
+            graph, kept = self._graphs.capture(make, most, self._draws)
+        except BaseException as found:  # whatever a model does that no graph can hold: it is said, and runs eagerly
             error = found
             while error.__context__ is not None:  # what ended the capture, and not that it had ended
                 error = error.__context__
@@ -259,25 +241,19 @@ class MicroStepGraphs:
                 gather.forget_gathered()
             self._micro_step.abandon()
             self._micro_step.restore(state)
-        if not self._least(error is None)[0]:
-            self.reset()
-            self.off = "another rank failed" if error is None else _in_one_line(error)
+            if not isinstance(found, Exception):  # the user's interrupt
+                raise
+        if not self._agreement.least(error is None)[0]:
+            why = "another rank failed" if error is None else _in_one_line(error)
             error = _without_frames(error)
-            self._health.say(f"CUDA graphs are off: {self.off}")
+            self._end(why)
             return None
-        self._graphs[kind] = graph
-        self.kept_bytes += kept
+        self._graphs.add(kind, graph, kept, _tokens(batch))
         self._say(f"forward and backward run as CUDA graphs from here on, which keep {kept / 2**30:.2f} GiB")
         return graph
 
-    def _graph(self, batch: Mapping[str, Any], most: int) -> MicroStepGraph:
-        addresses, capturing = self._addresses(), functools.partial(self._capturing, most)
-        return MicroStepGraph(
-            self._stock, batch, most, self._micro_step, self._gradients, self._wire, addresses, capturing
-        )
-
     def _kind(self, kwargs: Mapping[str, Any]) -> object:
-        """Return what two micro-steps have in common that one graph can run."""
+        """Return what two micro-steps have in common that one graph can run, on all ranks alike."""
         batch = tuple(
             (name, tuple(value.shape), value.dtype, value.device.type) if torch.is_tensor(value) else (name, value)
             for name, value in sorted(kwargs.items())
@@ -287,42 +263,38 @@ class MicroStepGraphs:
         arrived = sorted(self._gradients.arrived) if accumulates else None
         return batch, accumulates, arrived and tuple(arrived), self._micro_step.trained, self._micro_step.training
 
+    def _forget_other_code(self) -> None:
+        """Free the graphs of a model whose hooks or settings have been changed since, on this rank."""
+        config = getattr(self._engine.module, "config", None)
+        code = fingerprint(self._micro_step.modules, self._micro_step.parameters, config)
+        if code != self._code and len(self._graphs):
+            self._graphs.evict()
+        self._code = code
+
+    def _launched(self, args: tuple, kwargs: Mapping[str, Any], where_called: bool = False) -> Any:
+        """Call the module; remember until its backward that it has run.
+
+        where_called: On the caller's stream, and not on that of the graphs.
+        """
+        self._graphs.make_room(_tokens(kwargs), with_logits=False)
+        drawn = random_numbers_drawn(self._device)
+        output = self._stock(*args, **kwargs) if where_called else self._aside(args, kwargs)
+        self._draws = self._draws or random_numbers_drawn(self._device) != drawn
+        self._eager.add(output)
+        return output
+
     def _aside(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Call the module on the stream that graphs are captured on.
 
         Autograd adds a gradient up on the stream that its parameter was first used on, and remembers that for as long
         as somebody holds the loss of an earlier step. A capture must not come upon another stream there.
         """
-        self._make_room()
-        outside = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(outside)
-        with torch.cuda.stream(self._stream):
+        outside, stream = torch.cuda.current_stream(self._device), self._graphs.stream
+        stream.wait_stream(outside)
+        with torch.cuda.stream(stream):
             output = self._stock(*args, **kwargs)
-        outside.wait_stream(self._stream)
+        outside.wait_stream(stream)
         return output
-
-    def _check_room(self, graph: MicroStepGraph, kept: int) -> None:
-        """Raise torch.OutOfMemoryError where a new graph leaves little memory for what is not part of it: the step."""
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        if free < HEADROOM * total:
-            graph.close()
-            raise torch.OutOfMemoryError(
-                f"graphs would keep {(self.kept_bytes + kept) / 2**30:.2f} GiB and leave {free / 2**30:.2f} free"
-            )
-
-    def _make_room(self) -> None:
-        """Free the graphs where their memory is needed to compute eagerly what they compute. They are captured again.
-
-        Their pool keeps the activations of one micro-step, and nothing outside of it is allocated there.
-        """
-        if not self._graphs or self._pending:
-            return
-        free, _ = torch.cuda.mem_get_info(self._device)
-        reserved, allocated = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
-        if free + reserved - allocated - self.kept_bytes < self.kept_bytes:
-            self._forget_graphs()
-            torch.cuda.empty_cache()
 
     def _say(self, line: str) -> None:
         if line not in self._said:  # once: it may be so at every step
@@ -332,6 +304,12 @@ class MicroStepGraphs:
 
 def _plain_call(module: torch.nn.Module) -> Callable[..., Any]:
     return types.MethodType(torch.nn.Module._call_impl, module)
+
+
+def _tokens(kwargs: Mapping[str, Any]) -> int:
+    """Return the tokens of a batch, 0 where that is not known."""
+    tokens = kwargs.get("input_ids")
+    return tokens.numel() if torch.is_tensor(tokens) else 0
 
 
 def _without_frames(error: BaseException | None) -> None:

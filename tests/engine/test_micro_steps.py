@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed import destroy_process_group
+from torch.utils import checkpoint
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
@@ -216,6 +218,13 @@ def test_activations_kept_on_the_host_are_not_captured():
     assert "kept on the host" in why_not_recomputed(model)
 
 
+def test_recomputation_with_random_numbers_ends_a_capture():
+    checkpoint.get_device_states()
+    with random_states_unread(drawn=True), pytest.raises(RuntimeError, match="recomputed with random numbers"):
+        checkpoint.get_device_states()
+    checkpoint.get_device_states()
+
+
 def test_recomputation_works_while_random_states_are_not_read():
     model, tokens = small_model(), torch.arange(8)[None]
     gradients = []
@@ -223,19 +232,30 @@ def test_recomputation_works_while_random_states_are_not_read():
         if recompute:
             model.gradient_checkpointing_enable()
         model.zero_grad()
-        with random_states_unread():
+        with random_states_unread(drawn=False):
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+class Ended:
+    """Counts how often a process group is about to end."""
+
+    def __init__(self):
+        self.done = []
+
+    def end(self):
+        self.done.append(torch.distributed.is_initialized())
+
+
 def ended(_):
-    """What is done before a process group ends, and not once it is taken back."""
-    done = []
-    take_back = before_process_groups_end(lambda: done.append(torch.distributed.is_initialized()))
-    torch.distributed.destroy_process_group(torch.distributed.new_group())
-    take_back()
-    torch.distributed.destroy_process_group(torch.distributed.new_group())
+    """What is done before a process group ends, and not once its object is gone."""
+    one = Ended()
+    before_process_groups_end(one.end)
+    destroy_process_group(torch.distributed.new_group())
+    done = one.done
+    del one
+    destroy_process_group(torch.distributed.new_group())
     return done
 
 

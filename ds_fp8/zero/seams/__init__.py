@@ -20,6 +20,7 @@ know and has every name.
 
 from ds_fp8.zero.seams.checkpoints import (
     CHECKPOINT_CLASSES,
+    before_load,
     checkpoint_files,
     consolidated_state_dict,
     copy_recovery_scripts,
@@ -64,6 +65,7 @@ __all__ = [
     "Shard",
     "StockReduceScatter",
     "around_master_update",
+    "before_load",
     "before_moment_write",
     "begin_gather",
     "bf16_shard",

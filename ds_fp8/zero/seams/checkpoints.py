@@ -106,6 +106,17 @@ def in_checkpoints(
     replace(engine, engine, "load_checkpoint", load_with_state)
 
 
+def before_load(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
+    """Call `callback` on all ranks before the engine loads a checkpoint."""
+    load_checkpoint = engine.load_checkpoint
+
+    def call_and_load(*args, **kwargs):
+        callback()
+        return load_checkpoint(*args, **kwargs)
+
+    replace(engine, engine, "load_checkpoint", call_and_load)
+
+
 def consolidated_state_dict(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor] | None:
     """Return the whole BF16 state dict on rank 0's CPU, None on the other ranks. Collective in ZeRO stage 3."""
     if engine.zero_optimization_partition_weights():

@@ -36,8 +36,8 @@ class MicroStep:
     def __init__(self, engine: deepspeed.DeepSpeedEngine):
         self._engine, self._zero = engine, engine.optimizer
         self._coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
-        self._modules = list(engine.module.modules())
-        self._parameters = list(engine.module.parameters())
+        self.modules = list(engine.module.modules())
+        self.parameters = list(engine.module.parameters())
 
     @property
     def ready(self) -> bool:
@@ -52,7 +52,7 @@ class MicroStep:
     @property
     def persistent(self) -> list[torch.nn.Parameter]:
         """Return the parameters that stay whole between micro-steps."""
-        return [parameter for parameter in self._parameters if parameter.ds_persist]
+        return [parameter for parameter in self.parameters if parameter.ds_persist]
 
     @property
     def reducing(self) -> bool:
@@ -62,19 +62,19 @@ class MicroStep:
     @property
     def training(self) -> tuple[bool, ...]:
         """Return of every module whether it is in training mode."""
-        return tuple(module.training for module in self._modules)
+        return tuple(module.training for module in self.modules)
 
     @property
     def trained(self) -> tuple[bool, ...]:
         """Return of every parameter whether it gets a gradient."""
-        return tuple(parameter.requires_grad for parameter in self._parameters)
+        return tuple(parameter.requires_grad for parameter in self.parameters)
 
     def addresses(self, elsewhere: Callable[[torch.nn.Parameter], bool]) -> tuple[int, ...]:
         """Return where the shards lie that a micro-step gathers, and the gradients it writes.
 
         elsewhere: says of a parameter that it is gathered from other shards than DeepSpeed's.
         """
-        gathered = [p.ds_tensor for p in self._parameters if not (p.ds_persist or elsewhere(p))]
+        gathered = [p.ds_tensor for p in self.parameters if not (p.ds_persist or elsewhere(p))]
         return tuple(tensor.data_ptr() for tensor in (self._zero.grad_partitions_flat_buffer, *gathered))
 
     @property
@@ -143,7 +143,7 @@ class MicroStep:
     def partition(self) -> None:
         """Partition every parameter that is available and not persistent."""
         self.finish_gathers()
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter.ds_status == ZeroParamStatus.AVAILABLE and not parameter.ds_persist:
                 parameter.ds_active_sub_modules.clear()
                 parameter.partition()
@@ -154,7 +154,7 @@ class MicroStep:
         return {
             "backward": dict(vars(self._zero._backward_hook_state)),
             "epilogue": self._zero.averaged_gradients,
-            "modules": [{name: vars(m)[name] for name in _COUNTERS if name in vars(m)} for m in self._modules],
+            "modules": [{name: vars(m)[name] for name in _COUNTERS if name in vars(m)} for m in self.modules],
             "stack": list(parameter_offload.FWD_MODULE_STACK),
         }
 
@@ -162,7 +162,7 @@ class MicroStep:
         """Put the counters back to what they were."""
         vars(self._zero._backward_hook_state).update(state["backward"])
         self._zero.averaged_gradients = state["epilogue"]
-        for module, counters in zip(self._modules, state["modules"], strict=True):
+        for module, counters in zip(self.modules, state["modules"], strict=True):
             vars(module).update(counters)
         parameter_offload.FWD_MODULE_STACK[:] = state["stack"]
 
@@ -172,7 +172,7 @@ class MicroStep:
         getattr(self._coordinator, ACTIVE_BACKWARD).clear()
         for bucket in self._zero.ipg_buckets.values():
             bucket.clear_params()
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
             parameter.ds_active_sub_modules.clear()
             if not parameter.ds_persist and parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE:

@@ -1,0 +1,164 @@
+"""The CUDA graphs of an engine, and the memory that they share.
+
+They are captured on one stream into one pool, which keeps the activations of one micro-step. Nothing outside of a graph
+is allocated there, so what Python launches beside them (evaluation, measured micro-steps, longer batches) needs memory
+of its own. Where that is short the graphs are freed, and captured again later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ds_fp8.engine.capture import (
+    masks_as_outside,
+    memory_of_other_streams_reused,
+    random_states_unread,
+    streams_unrecorded,
+    without_garbage_collection,
+)
+from ds_fp8.engine.micro_step_graph import MicroStepGraph
+from ds_fp8.zero import streams
+from ds_fp8.zero.seams.micro_step import MicroStep
+
+HEADROOM = 0.03
+"""Share of the GPU's memory that must be free beside graphs, or there are none."""
+
+MOST_EVICTIONS = 3
+"""Times in a row that graphs are freed before they have paid, after which there are none: capturing takes time, too."""
+
+PAID_AFTER = 100
+"""Replays after which graphs have saved more time than their capture took."""
+
+Make = Callable[[Callable[[torch.cuda.CUDAGraph], AbstractContextManager]], MicroStepGraph]
+
+
+class CapturedGraphs:
+    """Graphs by the kind of micro-step."""
+
+    def __init__(self, device: torch.device, micro_step: MicroStep):
+        self._device, self._micro_step = device, micro_step
+        self.stream = torch.cuda.Stream(device)
+        """On which graphs are captured."""
+        self._graphs: dict[object, MicroStepGraph] = {}
+        self._pool: object | None = None
+        self.kept_bytes = 0
+        """Memory of the graphs' own."""
+        self._tokens = 0
+        """Of the largest batch that is captured."""
+        self.evictions = 0
+        """Times in a row that they were freed, for what happened beside them, before they had paid."""
+        self._replays = 0
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def get(self, kind: object) -> MicroStepGraph | None:
+        """Return the graph of a kind of micro-step, if there is one."""
+        return self._graphs.get(kind)
+
+    @property
+    def pending(self) -> bool:
+        """Return whether a forward may still get its backward: its activations are in the memory of all graphs."""
+        return any(graph.pending for graph in self._graphs.values())
+
+    def forget(self) -> None:
+        """Free all graphs and their memory."""
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+        self._pool, self.kept_bytes, self._tokens = None, 0, 0
+
+    def evict(self) -> None:
+        """Free all graphs for what happens beside them."""
+        self.evictions = self.evictions + 1 if self._replays < PAID_AFTER else 0
+        self._replays = 0
+        self.forget()
+        torch.cuda.empty_cache()
+
+    def replay(self, graph: MicroStepGraph, batch: Mapping[str, Any]) -> Any:
+        """Return what the model returns for a batch, by one of these graphs."""
+        self._replays += 1
+        return graph.replay(batch)
+
+    def capture(self, make: Make, most: int, drawn: bool) -> tuple[MicroStepGraph, int]:
+        """Return a graph and the bytes that it keeps; it is not known before `add`.
+
+        Args:
+            make: Makes it, with what captures.
+            most: Documents that packed rows may hold.
+            drawn: Whether the model draws random numbers.
+
+        Raises:
+            torch.OutOfMemoryError: It leaves too little memory for the optimizer's step and what is beside it.
+            Exception: What the model raises.
+        """
+
+        def capturing(graph: torch.cuda.CUDAGraph) -> AbstractContextManager:
+            return self._capturing(graph, most, drawn)
+
+        with without_garbage_collection():
+            # Once in vain: with memory reused, torch ends the process where a capture of backward fails.
+            pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+            try:
+                with streams_unrecorded():
+                    vain = make(capturing)
+                self._check_headroom(vain)
+                vain.close()
+            finally:
+                self._pool = pool
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved(self._device)
+            with memory_of_other_streams_reused():
+                graph = make(capturing)
+        self._check_headroom(graph)
+        return graph, torch.cuda.memory_reserved(self._device) - before
+
+    def add(self, kind: object, graph: MicroStepGraph, kept: int, tokens: int) -> None:
+        """Keep a graph of so many bytes, captured for batches of so many tokens."""
+        self._graphs[kind] = graph
+        self.kept_bytes += kept
+        self._tokens = max(self._tokens, tokens)
+
+    @contextlib.contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph, most: int, drawn: bool) -> Iterator[None]:
+        """Capture what is enqueued inside, on DeepSpeed's streams too."""
+        sides = self._micro_step.side_streams()
+        # Other threads (NCCL's watchdog, the loader of batches) may go on calling CUDA.
+        captured = torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local")
+        unthrottled, masks = self._micro_step.unthrottled(), masks_as_outside(most)
+        with captured, streams.capture(), unthrottled, masks, random_states_unread(drawn):
+            for side in sides:
+                side.wait_stream(self.stream)
+            yield
+            for side in sides:
+                self.stream.wait_stream(side)
+
+    def _check_headroom(self, graph: MicroStepGraph) -> None:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        if free < HEADROOM * total:
+            graph.close()
+            raise torch.OutOfMemoryError(f"CUDA graphs would leave {free / 2**30:.2f} GiB of the GPU's memory free")
+
+    def make_room(self, tokens: int, with_logits: bool) -> None:
+        """Free the graphs where they leave less memory than what comes beside them may need.
+
+        What it needs is not known: as much as graphs keep for as many tokens, and twice that where there are logits,
+        which training has not.
+
+        Args:
+            tokens: Of its batch, 0 where that is not known.
+            with_logits: Whether it may be evaluation.
+        """
+        if not self._graphs or self.pending:
+            return
+        free, _ = torch.cuda.mem_get_info(self._device)
+        reserved, allocated = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
+        needed = self.kept_bytes * max(1.0, tokens / max(self._tokens, 1)) * (1 + with_logits)
+        if free + reserved - allocated - self.kept_bytes < needed:
+            self.evict()

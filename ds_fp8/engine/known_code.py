@@ -1,0 +1,82 @@
+"""Python code of a model, which a CUDA graph runs at its capture alone: whose it is, and whether it has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as of_all_modules
+
+KNOWN_PACKAGES = frozenset({"torch", "transformers", "deepspeed", "ds_fp8", "liger_kernel"})
+"""Whose modules and hooks do the same in Python at every step of one shape."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_SETTINGS = ("gradient_checkpointing", "p", "attention_dropout", "hidden_dropout")
+
+
+def code_of_others(module: nn.Module) -> str | None:
+    """Return which part of a model has Python code that nobody knows, or None.
+
+    Known are the classes, their forward, and the hooks of KNOWN_PACKAGES.
+    """
+    for hook in _global_hooks():
+        if _package(hook) not in KNOWN_PACKAGES:
+            return f"all modules have a hook of {_module_of(hook)}"
+    for name, part in module.named_modules():
+        where = name or "the model"
+        if _package(type(part)) not in KNOWN_PACKAGES:
+            return f"{where} is a {type(part).__name__} of {type(part).__module__}"
+        for forward in (type(part).forward, vars(part).get("forward")):
+            if forward is not None and _package(forward) not in KNOWN_PACKAGES:
+                return f"{where} has a forward of {_module_of(forward)}"
+        for hook in _hooks(part, _HOOKS):
+            if _package(hook) not in KNOWN_PACKAGES:
+                return f"{where} has a hook of {_module_of(hook)}"
+    for name, parameter in module.named_parameters():
+        for hook in _hooks(parameter, _HOOKS_OF_PARAMETERS):
+            if _package(hook) not in KNOWN_PACKAGES:
+                return f"{name} has a hook of {_module_of(hook)}"
+    return None
+
+
+def fingerprint(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter], config: Any) -> int:
+    """Return a number that changes where a model's Python code or its settings have been changed.
+
+    Args:
+        modules: All of the model.
+        parameters: All of them.
+        config: Of a Hugging Face model, or None: which outputs and which attention.
+    """
+    seen: list[object] = [tuple(_global_hooks())]
+    for part in modules:
+        own = vars(part)
+        # Every hook has a number of its own.
+        hooks = [number for name in _HOOKS if own[name] for number in own[name]]
+        seen.append((*hooks, own.get("forward"), *(own[name] for name in _SETTINGS if name in own)))
+    for parameter in parameters:
+        seen += [tuple(hooks) for name in _HOOKS_OF_PARAMETERS if (hooks := getattr(parameter, name, None))]
+    names = ("_attn_implementation", "output_hidden_states", "output_attentions", "use_cache", "return_dict")
+    seen.append(tuple(repr(getattr(config, name, None)) for name in names))
+    return hash(tuple(seen))
+
+
+def _global_hooks() -> Iterator[object]:
+    for name in _HOOKS:
+        yield from getattr(of_all_modules, f"_global{name}", {}).values()
+
+
+def _hooks(owner: object, names: tuple[str, ...]) -> Iterator[object]:
+    for name in names:
+        yield from (getattr(owner, name, None) or {}).values()
+
+
+def _package(code: object) -> str:
+    return _module_of(code).partition(".")[0]
+
+
+def _module_of(code: object) -> str:
+    """Return the Python module that a class, a function or a callable object comes from."""
+    code = getattr(code, "func", code)  # of a functools.partial
+    return getattr(code, "__module__", None) or type(code).__module__

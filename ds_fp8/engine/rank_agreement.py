@@ -1,0 +1,38 @@
+"""Agreement of all ranks on numbers, on the host: no device is waited for."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from deepspeed import comm as dist
+
+LEAST_TIMEOUT = timedelta(minutes=30)
+"""How long ranks wait for the slowest of them at least: it may be saving or loading."""
+
+
+class RankAgreement:
+    """A process group of all ranks over gloo. Making one is collective."""
+
+    def __init__(self, device: torch.device):
+        """Make the group; its ranks wait for each other as long as in the collectives of `device`, if that is long."""
+        self._group = None
+        if dist.get_world_size() > 1:
+            backend = torch.distributed.group.WORLD._get_backend(device)
+            given = getattr(getattr(backend, "options", None), "_timeout", None)
+            timeout = max(LEAST_TIMEOUT, given or LEAST_TIMEOUT)
+            self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+
+    def least(self, *numbers: int) -> list[int]:
+        """Return the least of every number over all ranks. Collective."""
+        if self._group is None:
+            return list(numbers)
+        found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=self._group)
+        return found.tolist()
+
+    def close(self) -> None:
+        """End the group. Collective."""
+        if self._group is not None and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group(self._group)
+        self._group = None

@@ -1,0 +1,202 @@
+"""Which micro-steps run as graphs: ranks agree, no gradient is lost, and what has changed is captured anew."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_fp8.engine import micro_steps
+from ds_fp8.engine.captured_graphs import MOST_EVICTIONS, PAID_AFTER, CapturedGraphs
+from ds_fp8.engine.known_code import code_of_others, fingerprint
+from ds_fp8.engine.rank_agreement import LEAST_TIMEOUT, RankAgreement
+from tests.engine.graphs_in_python import Graphs, engine_of
+
+REPLAYED = "replayed for 0"
+
+
+def forward(engine, length=64, step=0, padded=False):
+    tokens = (torch.arange(length) * 7 + step)[None] % 128
+    more = {}
+    if padded:
+        more["attention_mask"] = (torch.arange(length) >= 8)[None].long()
+    return engine(input_ids=tokens, labels=tokens, use_cache=False, **more).loss
+
+
+def train(engine, *losses):
+    engine.backward(sum(losses))
+    engine.step()
+    return sum(losses).item(), float(engine.get_global_grad_norm())
+
+
+def several_forwards(graphs, order):
+    """Loss and gradient norm of steps of one forward, then of one step of two."""
+    engine, _ = engine_of()
+    log = []
+    if graphs:
+        engine.fp8.graphs = Graphs(engine)
+        log = engine.fp8.graphs.log
+    found = [train(engine, forward(engine, step=step)) for step in range(4)]
+    lengths = {"eager first": [(48, True), (64, False)], "graph first": [(64, False), (48, True)]}[order]
+    try:
+        found.append(train(engine, *(forward(engine, length, 9, padded) for length, padded in lengths)))
+    except RuntimeError as error:
+        found.append(str(error))
+    log = list(log)
+    engine.destroy()
+    return found, log
+
+
+def test_no_gradient_is_lost_where_two_forwards_share_a_backward(ranks):
+    launched, (found, log) = (ranks(1, several_forwards, graphs, "eager first")[0] for graphs in (False, True))
+    assert log[-3:] == [REPLAYED, "eager", "eager"]
+    assert found == launched[0]
+
+
+def test_a_graph_and_another_forward_cannot_share_a_backward(ranks):
+    found, _ = ranks(1, several_forwards, True, "graph first")[0]
+    assert "the losses of several forwards" in found[-1]
+    assert '"graph": "off"' in found[-1]
+
+
+def of_one_rank(what, most=None):
+    """What becomes of steps when something happens on rank 0 alone."""
+    from deepspeed import comm as dist
+
+    engine, said = engine_of()
+    before, micro_steps.MOST_GRAPHS = micro_steps.MOST_GRAPHS, most or micro_steps.MOST_GRAPHS
+    graphs = engine.fp8.graphs = Graphs(engine)
+    losses = [train(engine, forward(engine, length, step))[0] for step, length in enumerate((64, 64, 64, 48, 48))]
+    if dist.get_rank() == 0:
+        what(graphs)
+    losses += [train(engine, forward(engine, 48, step))[0] for step in (5, 6)]
+    micro_steps.MOST_GRAPHS = before
+    log = list(graphs.log)
+    engine.destroy()
+    return log, losses, said
+
+
+def evict(graphs):
+    graphs._graphs.evict()
+
+
+def evaluate(graphs):
+    graphs._evaluated = True
+
+
+def evict_often(graphs):
+    graphs._graphs.evictions = MOST_EVICTIONS
+
+
+def test_ranks_agree_although_one_has_freed_its_graphs(ranks):
+    ours, theirs = ranks(2, of_one_rank, evict, 1)
+    assert [one for one in ours[0] if one != "closed"] == theirs[0]
+    assert theirs[0][-2:] == ["eager", "eager"]  # the other has as many as there may be
+    assert any("are captured already" in line for line in ours[2])
+
+
+def test_ranks_agree_although_one_has_evaluated(ranks):
+    ours, theirs = ranks(2, of_one_rank, evaluate)
+    assert ours[0] == theirs[0]
+    assert theirs[0][-3:] == ["eager", "captured for 0", REPLAYED]
+
+
+def test_no_rank_captures_what_one_frees_again_and_again(ranks):
+    ours, theirs = ranks(2, of_one_rank, evict_often)
+    assert [one for one in ours[0] if one != "closed"] == [one for one in theirs[0] if one != "closed"]
+    assert any("freed again and again" in line for line in theirs[2])
+
+
+def changed(_):
+    """What becomes of steps in which somebody changes the model."""
+    engine, said = engine_of()
+    graphs = engine.fp8.graphs = Graphs(engine)
+    log = []
+    for step in range(12):
+        if step == 4:
+            engine.module.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+        if step == 6:
+            engine.module.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: None)
+        if step == 8:
+            engine.module.config.output_attentions = False
+            engine.module.model.layers[0].self_attn.attention_dropout = 0.1
+            engine.module.model.layers[0].self_attn.attention_dropout = 0.0
+        if step == 10:
+            engine.module.gradient_checkpointing_enable()
+        graphs.log.clear()
+        train(engine, forward(engine, step=step))
+        log.append(", ".join(graphs.log))
+    engine.destroy()
+    return log, said
+
+
+def test_what_has_changed_in_python_is_captured_anew(ranks):
+    log, said = ranks(1, changed, None)[0]
+    captured = f"captured for 0, {REPLAYED}"
+    anew = f"closed, {captured}"
+    assert log[:8] == ["eager", "eager", captured, REPLAYED, anew, REPLAYED, anew, REPLAYED]
+    assert log[8:10] == [REPLAYED, REPLAYED]
+    assert log[10].startswith("closed")
+    assert any(line.startswith("CUDA graphs are off: they were freed again and again") for line in said)
+
+
+def loaded(folder):
+    """What there is of graphs when a checkpoint's shards are read."""
+    engine, _ = engine_of()
+    graphs = engine.fp8.graphs = Graphs(engine)
+    for step in range(4):
+        train(engine, forward(engine, step=step))
+    engine.save_checkpoint(folder)
+    found, load = [graphs.captured], engine._load_checkpoint
+
+    def watched(*args, **kwargs):
+        found.append(graphs.captured)
+        return load(*args, **kwargs)
+
+    engine._load_checkpoint = watched
+    engine.load_checkpoint(folder)
+    engine.destroy()
+    return found
+
+
+def test_memory_of_graphs_is_free_while_a_checkpoint_is_loaded(ranks, tmp_path):
+    assert ranks(1, loaded, str(tmp_path))[0] == [1, 0]
+
+
+def test_graphs_that_have_paid_may_be_freed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    graphs, graph = CapturedGraphs(torch.device("cpu"), None), SimpleNamespace(replay=lambda batch: batch)
+    for _ in range(2):
+        graphs.evict()
+    assert graphs.evictions == 2
+    assert [graphs.replay(graph, number) for number in range(PAID_AFTER)] == list(range(PAID_AFTER))
+    graphs.evict()
+    assert graphs.evictions == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m.weight.register_hook(lambda g: g), "weight has a hook of tests.engine.test_graph_decisions"),
+        (lambda m: setattr(m, "forward", lambda x: x), "the model has a forward of tests.engine.test_graph_decisions"),
+        (lambda m: m.register_full_backward_hook(lambda *_: None), "the model has a hook of tests.engine"),
+    ],
+)
+def test_code_of_others_is_found_wherever_it_is(change, words):
+    module = torch.nn.Linear(2, 2)
+    assert code_of_others(module) is None
+    before = fingerprint([module], list(module.parameters()), None)
+    assert before == fingerprint([module], list(module.parameters()), None)
+    change(module)
+    assert words in code_of_others(module)
+    assert before != fingerprint([module], list(module.parameters()), None)
+
+
+def timeout(_):
+    agreement = RankAgreement(torch.device("cpu"))
+    found = agreement._group._get_backend(torch.device("cpu")).options._timeout
+    agreement.close()
+    return found
+
+
+def test_ranks_wait_for_each_other_for_long(ranks):
+    assert ranks(2, timeout, None) == [LEAST_TIMEOUT] * 2

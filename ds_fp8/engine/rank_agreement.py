@@ -22,6 +22,7 @@ class RankAgreement:
             given = getattr(getattr(backend, "options", None), "_timeout", None)
             timeout = max(LEAST_TIMEOUT, given or LEAST_TIMEOUT)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+            self.least(0)  # a rank that closes it early must not leave another that is still connecting
 
     def least(self, *numbers: int) -> list[int]:
         """Return the least of every number over all ranks. Collective."""

@@ -18,6 +18,8 @@ as relative errors (Frobenius norm, all linears of the decoder as one vector), o
                      linears); of gradients: those that dgrad's weight gives, else as "forward", from "forward"
     "outliers"       wgrad's product alone, of the exact x and dy of every linear, with every 64th token of x or dy
                      times 2^E; mean over linears
+    "kept"           of the other tokens' part of that gradient: its coefficient in the product less the outliers' exact
+                     part; 1 where nothing of it is lost but for noise
 """
 
 from __future__ import annotations
@@ -132,25 +134,34 @@ def inconsistency(model: nn.Module, found: dict[str, tuple[torch.Tensor, torch.T
     return {"weight": sum(of_weight) / len(of_weight), "dx": sum(of_dx) / len(of_dx)}
 
 
-def wgrad_errors(
+def wgrad_of_outliers(
     model: nn.Module, found: dict[str, tuple[torch.Tensor, torch.Tensor]], exponents: list[int], seed: int
-) -> dict[str, float]:
-    """Return the errors of wgrad's products by planted outliers, such as "x 2^4"; "none" where nothing is planted."""
+) -> dict[str, dict[str, float]]:
+    """Return "outliers" and "kept" by what is planted, such as "x 2^4", and "none"."""
     torch.manual_seed(seed)
-    errors: dict[str, list[float]] = {}
-    for place, exponent in [("none", 0), *((place, exponent) for place in ("x", "dy") for exponent in exponents)]:
-        for name, layer in linears(model).items():
-            if not isinstance(layer, FP8Linear):
-                continue
-            x, dy = (tensor.clone() for tensor in found[name])
-            (dy if place == "dy" else x)[::PLANTED_EVERY] *= 2.0**exponent
-            recipe = layer.recipe
-            product = recipe.multiply(
-                recipe.cast_grad_output(dy, dgrad=False)[1], recipe.cast_input_columnwise(x), torch.float32
-            )
-            label = place if place == "none" else f"{place} 2^{exponent}"
-            errors.setdefault(label, []).append(relative(recipe.wgrad_result(product, layer.weight), dy.t() @ x))
-    return {label: sum(values) / len(values) for label, values in errors.items()}
+    planted = [("none", 0), *((place, exponent) for place in ("x", "dy") for exponent in exponents)]
+    quantized = {name: layer for name, layer in linears(model).items() if isinstance(layer, FP8Linear)}
+    errors, kept = {}, {}
+    for place, exponent in planted:
+        label = place if place == "none" else f"{place} 2^{exponent}"
+        pairs = [_wgrad_of_outliers(layer, *found[name], place == "dy", exponent) for name, layer in quantized.items()]
+        errors[label], kept[label] = (sum(values) / len(values) for values in zip(*pairs, strict=True))
+    return {"outliers": errors, "kept": kept}
+
+
+def _wgrad_of_outliers(
+    layer: FP8Linear, x: torch.Tensor, dy: torch.Tensor, in_dy: bool, exponent: int
+) -> tuple[float, float]:
+    """Return the error of one wgrad of x [T, K] and dy [T, N], and how much of the ordinary tokens' part it keeps."""
+    x, dy = x.clone(), dy.clone()
+    (dy if in_dy else x)[::PLANTED_EVERY] *= 2.0**exponent
+    recipe = layer.recipe
+    dy_NT, x_KT = recipe.cast_grad_output(dy, dgrad=False)[1], recipe.cast_input_columnwise(x)
+    dw = recipe.wgrad_result(recipe.multiply(dy_NT, x_KT, torch.float32), layer.weight)
+    of_outliers = dy[::PLANTED_EVERY].t() @ x[::PLANTED_EVERY]
+    exact = dy.t() @ x
+    ordinary = exact - of_outliers
+    return relative(dw, exact), ((dw - of_outliers) * ordinary).sum().item() / ordinary.square().sum().item()
 
 
 def measure(seed: int, text: torch.Tensor, options: argparse.Namespace) -> dict[str, Any]:
@@ -175,7 +186,7 @@ def measure(seed: int, text: torch.Tensor, options: argparse.Namespace) -> dict[
         consistent, read_by_dgrad = references["forward"], gradients(with_exact_products(own, True, False), first)
         row["inconsistency"]["gradients"] = relative(read_by_dgrad, consistent)
         row["loss"] = 100 * (mean_loss(own, batches) / without_casts - 1)
-        row["outliers"] = wgrad_errors(own, found, options.outliers, seed)
+        row |= wgrad_of_outliers(own, found, options.outliers, seed)
         if variant in (RECIPE, NEAREST):
             each = {"exact": exact, **{name: [gradients(m, b) for b in batches] for name, m in models.items()}}
             sums = {name: torch.stack(of_batches).cumsum(0) for name, of_batches in each.items()}
@@ -219,7 +230,7 @@ def print_figures(seeds: list[dict[str, Any]]) -> None:
     single = {f"one draw vs {name}": ("one_draw", name) for name in REFERENCES}
     means = {f"mean vs {name}": ("means", name, -1) for name in REFERENCES}
     table("relative errors of gradients, each seed", {"loss %": ("loss",), **single, **means})
-    for key in ("parts", "inconsistency", "outliers"):
+    for key in ("parts", "inconsistency", "outliers", "kept"):
         table(key, {name: (key, name) for name in seeds[0]["variants"][RECIPE][key]})
     for over in ("means", "batches"):
         counts = [2**power for power in range(len(seeds[0]["variants"][RECIPE][over]["exact"]).bit_length())]

@@ -107,8 +107,10 @@ class CapturedGraphs:
             try:
                 with streams_unrecorded():
                     vain = make(capturing)
-                self._check_headroom(vain)
+                if not self._graphs:  # others would share their memory with it
+                    self._check_headroom(vain)
                 vain.close()
+                del vain
             finally:
                 self._pool = pool
             torch.cuda.empty_cache()
@@ -145,20 +147,21 @@ class CapturedGraphs:
             graph.close()
             raise torch.OutOfMemoryError(f"CUDA graphs would leave {free / 2**30:.2f} GiB of the GPU's memory free")
 
-    def make_room(self, tokens: int, with_logits: bool) -> None:
+    def make_room(self, tokens: int, evaluates: bool) -> None:
         """Free the graphs where they leave less memory than what comes beside them may need.
 
-        What it needs is not known: as much as graphs keep for as many tokens, and twice that where there are logits,
-        which training has not.
+        What it needs is not known. Taken is as much as graphs keep, and of a batch with more tokens than theirs as many
+        times more; of evaluation, which keeps nothing between layers but has logits, a quarter of that.
 
         Args:
             tokens: Of its batch, 0 where that is not known.
-            with_logits: Whether it may be evaluation.
+            evaluates: Whether it needs no gradients.
         """
         if not self._graphs or self.pending:
             return
         free, _ = torch.cuda.mem_get_info(self._device)
         reserved, allocated = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
-        needed = self.kept_bytes * max(1.0, tokens / max(self._tokens, 1)) * (1 + with_logits)
+        times = tokens / self._tokens if tokens and self._tokens else 1.0
+        needed = self.kept_bytes * max(1.0, times / 4 if evaluates else times)
         if free + reserved - allocated - self.kept_bytes < needed:
             self.evict()

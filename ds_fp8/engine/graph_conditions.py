@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -78,14 +78,22 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def why_eager(
-    engine: deepspeed.DeepSpeedEngine, monitor: CastMonitor, args: tuple, kwargs: Mapping[str, Any]
+    modules: Sequence[nn.Module], monitor: CastMonitor, device: torch.device, args: tuple, kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Return why a call of the engine's module in training cannot be a graph whatever its rows hold, or None."""
+    """Return why a call of a model in training cannot be a graph whatever its rows hold, or None.
+
+    Args:
+        modules: All of the model.
+        monitor: Says whether casts are measured.
+        device: Of the model.
+        args: Of the call.
+        kwargs: Of the call.
+    """
     if monitor.active:
         return MEASURED
     if args:
         return "the batch is passed by position"
-    why = why_not_recomputed(engine.module)
+    why = why_not_recomputed(modules)
     if why is not None:
         return why
     for name, value in kwargs.items():
@@ -96,22 +104,23 @@ def why_eager(
                 return f'the values of "{name}" may decide what is computed'
         elif value is not None and not isinstance(value, (bool, int, float, str)):
             return f'"{name}" is a {type(value).__name__}'
-    if torch.is_autocast_enabled(engine.device.type):
+    if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return SAVED_ELSEWHERE
     return None
 
 
-def why_not_recomputed(module: nn.Module) -> str | None:
+def why_not_recomputed(modules: Sequence[nn.Module]) -> str | None:
     """Return why a graph cannot recompute the activations of a model as Python does, or None; None where none are."""
-    recomputed = [part for part in module.modules() if getattr(part, "gradient_checkpointing", False)]
+    # Looked up where transformers sets it: asking a module for what it lacks is slow.
+    recomputed = [part for part in modules if vars(part).get("gradient_checkpointing")]
     if not recomputed:
         return None
     functions = [getattr(part, "_gradient_checkpointing_func", None) for part in recomputed]
     if any(getattr(function, "func", function) is not checkpoint for function in functions):
         return "activations are recomputed by a function of the model's own, or kept on the host"
-    for part in module.modules():
+    for part in modules:
         dropout = part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "attention_dropout", 0)
         if part.training and dropout:
             return "activations are recomputed with dropout, whose random numbers the host repeats"

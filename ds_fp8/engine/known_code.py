@@ -13,7 +13,8 @@ KNOWN_PACKAGES = frozenset({"torch", "transformers", "deepspeed", "ds_fp8", "lig
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_SETTINGS = ("gradient_checkpointing", "p", "attention_dropout", "hidden_dropout")
+_SETTINGS = ("gradient_checkpointing", "p", "dropout", "attention_dropout", "hidden_dropout", "layerdrop")
+"""Attributes of modules that decide what is computed."""
 
 
 def code_of_others(module: nn.Module) -> str | None:
@@ -42,23 +43,31 @@ def code_of_others(module: nn.Module) -> str | None:
 
 
 def fingerprint(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter], config: Any) -> int:
-    """Return a number that changes where a model's Python code or its settings have been changed.
+    """Return a number that changes where a model's hooks, its code or settings of its modules have been changed.
+
+    Hooks are counted and not told apart: some programs remove DeepSpeed's for generation, and put the same ones back.
 
     Args:
         modules: All of the model.
         parameters: All of them.
         config: Of a Hugging Face model, or None: which outputs and which attention.
     """
-    seen: list[object] = [tuple(_global_hooks())]
+    seen: list[object] = [len(list(_global_hooks()))]
     for part in modules:
         own = vars(part)
-        # Every hook has a number of its own.
-        hooks = [number for name in _HOOKS if own[name] for number in own[name]]
-        seen.append((*hooks, own.get("forward"), *(own[name] for name in _SETTINGS if name in own)))
+        for name in _HOOKS:
+            seen.append(len(own[name]))
+        seen += (id(type(part).forward), id(own.get("forward")))
+        for name in _SETTINGS:
+            if name in own:
+                seen.append(repr(own[name]))
     for parameter in parameters:
-        seen += [tuple(hooks) for name in _HOOKS_OF_PARAMETERS if (hooks := getattr(parameter, name, None))]
+        for name in _HOOKS_OF_PARAMETERS:
+            seen.append(len(getattr(parameter, name, None) or ()))
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
     names = ("_attn_implementation", "output_hidden_states", "output_attentions", "use_cache", "return_dict")
-    seen.append(tuple(repr(getattr(config, name, None)) for name in names))
+    seen += (repr(getattr(config, name, None)) for name in names)
     return hash(tuple(seen))
 
 

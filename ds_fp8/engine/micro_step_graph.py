@@ -116,6 +116,7 @@ class MicroStepGraph:
         self._token = None
         self._forward.reset()
         self._backward.reset()
+        self.loss = self._gradient = None
         self._leaves.clear()
         self._batch.clear()
         self._persistent.clear()

@@ -137,13 +137,14 @@ class MicroStepGraphs:
             return self._stock(*args, **kwargs)
         if not (self._engine.module.training and torch.is_grad_enabled()):
             self._evaluated = True
-            self._graphs.make_room(_tokens(kwargs), with_logits=True)
+            self._graphs.make_room(_tokens(kwargs), evaluates=True)
             return self._stock(*args, **kwargs)
         if isinstance(kwargs.get(ITEMS), (int, float)):  # a number would be part of the graph
             kwargs[ITEMS] = torch.tensor(float(kwargs[ITEMS]))
         if torch.is_tensor(kwargs.get(ITEMS)):
             kwargs[ITEMS] = kwargs[ITEMS].to(self._device)
-        why, held = self._why_eager(args, kwargs)
+        pending = self._graphs.pending or self._eager.pending
+        why, held = self._why_eager(args, kwargs, pending)
         # A mask is of ones only, and then transformers leaves it out as well.
         batch = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         kind, graph = None, None
@@ -153,7 +154,13 @@ class MicroStepGraphs:
             graph = self._graphs.get(kind)
         number = 0 if why is not None else zlib.crc32(repr(kind).encode()) + 1
         usable = graph is not None and graph.addresses == self._addresses()
-        lowest, highest, usable, most_held = self._agreement.least(number, -number, usable, -held)
+        one_by_one = not pending or len(self._graphs) > 0
+        lowest, highest, usable, most_held, one_by_one = self._agreement.least(
+            number, -number, usable, -held, one_by_one
+        )
+        if not one_by_one:  # before anything is captured: it is how this training goes
+            self._end("one backward has the losses of several forwards")
+            return self._stock(*args, **kwargs)
         if not number or lowest != -highest:
             if why != MEASURED:
                 self._say(f"without CUDA graphs: {why or 'other ranks have batches of other shapes, or run eagerly'}")
@@ -172,15 +179,15 @@ class MicroStepGraphs:
         self._micro_step.start_clock()
         return self._graphs.replay(graph, batch)
 
-    def _why_eager(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[str | None, int]:
+    def _why_eager(self, args: tuple, kwargs: Mapping[str, Any], pending: bool) -> tuple[str | None, int]:
         """Return why this rank cannot run a micro-step as a graph, or None; and the documents of packed rows."""
         module, held = self._engine.module, 0
-        why = why_eager(self._engine, self._monitor, args, kwargs)
+        why = why_eager(self._micro_step.modules, self._monitor, self._device, args, kwargs)
         if why is None:
             held, why = rows_in_a_graph(module, kwargs)
         if why is None and self._micro_step.reduced_later:
             why = "gradients are reduced later"
-        if why is None and (self._graphs.pending or self._eager.pending):
+        if why is None and pending:
             # A replay adds its gradients to none of another forward's, and all graphs share their memory.
             why = "a forward ran before the backward of another"
         return why, held
@@ -242,6 +249,7 @@ class MicroStepGraphs:
             self._micro_step.abandon()
             self._micro_step.restore(state)
             if not isinstance(found, Exception):  # the user's interrupt
+                error = None
                 raise
         if not self._agreement.least(error is None)[0]:
             why = "another rank failed" if error is None else _in_one_line(error)
@@ -267,16 +275,18 @@ class MicroStepGraphs:
         """Free the graphs of a model whose hooks or settings have been changed since, on this rank."""
         config = getattr(self._engine.module, "config", None)
         code = fingerprint(self._micro_step.modules, self._micro_step.parameters, config)
-        if code != self._code and len(self._graphs):
-            self._graphs.evict()
-        self._code = code
+        if code != self._code:
+            if len(self._graphs):
+                self._graphs.evict()
+            self._seen.clear()
+            self._code, self._draws = code, False
 
     def _launched(self, args: tuple, kwargs: Mapping[str, Any], where_called: bool = False) -> Any:
         """Call the module; remember until its backward that it has run.
 
         where_called: On the caller's stream, and not on that of the graphs.
         """
-        self._graphs.make_room(_tokens(kwargs), with_logits=False)
+        self._graphs.make_room(_tokens(kwargs), evaluates=False)
         drawn = random_numbers_drawn(self._device)
         output = self._stock(*args, **kwargs) if where_called else self._aside(args, kwargs)
         self._draws = self._draws or random_numbers_drawn(self._device) != drawn
@@ -308,8 +318,8 @@ def _plain_call(module: torch.nn.Module) -> Callable[..., Any]:
 
 def _tokens(kwargs: Mapping[str, Any]) -> int:
     """Return the tokens of a batch, 0 where that is not known."""
-    tokens = kwargs.get("input_ids")
-    return tokens.numel() if torch.is_tensor(tokens) else 0
+    given = (kwargs.get(name) for name in ("input_ids", "labels", "inputs_embeds"))
+    return next((value.shape[:2].numel() for value in given if torch.is_tensor(value)), 0)
 
 
 def _without_frames(error: BaseException | None) -> None:

@@ -58,6 +58,22 @@ def test_a_graph_and_another_forward_cannot_share_a_backward(ranks):
     assert '"graph": "off"' in found[-1]
 
 
+def always_several(_):
+    """Steps of two forwards from the start."""
+    engine, said = engine_of()
+    graphs = engine.fp8.graphs = Graphs(engine)
+    for step in range(5):
+        train(engine, forward(engine, 64, step), forward(engine, 48, step))
+    engine.destroy()
+    return graphs.log, said
+
+
+def test_training_that_always_has_several_forwards_captures_nothing(ranks):
+    log, said = ranks(1, always_several, None)[0]
+    assert set(log) == {"eager"}
+    assert said == ["CUDA graphs are off: one backward has the losses of several forwards"]
+
+
 def of_one_rank(what, most=None):
     """What becomes of steps when something happens on rank 0 alone."""
     from deepspeed import comm as dist
@@ -111,16 +127,16 @@ def changed(_):
     engine, said = engine_of()
     graphs = engine.fp8.graphs = Graphs(engine)
     log = []
-    for step in range(12):
+    for step in range(18):
         if step == 4:
             engine.module.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-        if step == 6:
-            engine.module.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: None)
         if step == 8:
+            engine.module.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: None)
+        if step == 12:
             engine.module.config.output_attentions = False
             engine.module.model.layers[0].self_attn.attention_dropout = 0.1
             engine.module.model.layers[0].self_attn.attention_dropout = 0.0
-        if step == 10:
+        if step == 14:
             engine.module.gradient_checkpointing_enable()
         graphs.log.clear()
         train(engine, forward(engine, step=step))
@@ -132,10 +148,10 @@ def changed(_):
 def test_what_has_changed_in_python_is_captured_anew(ranks):
     log, said = ranks(1, changed, None)[0]
     captured = f"captured for 0, {REPLAYED}"
-    anew = f"closed, {captured}"
-    assert log[:8] == ["eager", "eager", captured, REPLAYED, anew, REPLAYED, anew, REPLAYED]
-    assert log[8:10] == [REPLAYED, REPLAYED]
-    assert log[10].startswith("closed")
+    anew = ["closed, eager", "eager", captured, REPLAYED]
+    assert log[:12] == ["eager", "eager", captured, REPLAYED, *anew, *anew]
+    assert log[12:14] == [REPLAYED, REPLAYED]
+    assert log[14].startswith("closed")
     assert any(line.startswith("CUDA graphs are off: they were freed again and again") for line in said)
 
 
@@ -189,6 +205,34 @@ def test_code_of_others_is_found_wherever_it_is(change, words):
     change(module)
     assert words in code_of_others(module)
     assert before != fingerprint([module], list(module.parameters()), None)
+
+
+def test_settings_that_cannot_be_hashed_are_read():
+    module = torch.nn.Linear(2, 2)
+    module.p = [0.1]
+    before = fingerprint([module], [], None)
+    module.p = [0.2]
+    assert fingerprint([module], [], None) != before
+
+
+def module_only(folder):
+    """Whether a load of the module alone reads what FP8 keeps in checkpoints, after `before_load`."""
+    from ds_fp8.zero import seams
+
+    engine, _ = engine_of()
+    train(engine, forward(engine))
+    found = []
+    seams.before_load(engine, lambda: found.append("before"))
+    seams.in_checkpoints(engine, "ours", dict, lambda state: found.append("loaded"))
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder, load_module_only=True)
+    engine.load_checkpoint(folder)
+    engine.destroy()
+    return found
+
+
+def test_a_load_of_the_module_alone_stays_one(ranks, tmp_path):
+    assert ranks(1, module_only, str(tmp_path))[0] == ["before", "before", "loaded"]
 
 
 def timeout(_):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -94,6 +95,7 @@ def in_checkpoints(
     def save_with_state(save_dir, tag=None, client_state=None, *args, **kwargs):
         return save_checkpoint(save_dir, tag, {**(client_state or {}), key: save()}, *args, **kwargs)
 
+    @functools.wraps(load_checkpoint)  # whoever wraps it next reads its signature
     def load_with_state(*args, **kwargs):
         path, client_state = load_checkpoint(*args, **kwargs)
         state = client_state.pop(key, None) if client_state else None
@@ -110,6 +112,7 @@ def before_load(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None])
     """Call `callback` on all ranks before the engine loads a checkpoint."""
     load_checkpoint = engine.load_checkpoint
 
+    @functools.wraps(load_checkpoint)
     def call_and_load(*args, **kwargs):
         callback()
         return load_checkpoint(*args, **kwargs)

@@ -172,7 +172,7 @@ class Recast:
     scale: str = "pow2"
     rounding: str = "stochastic"
     zero_clipped: bool = True
-    """Whether elements that fprop's cast clipped get no gradient."""
+    """True: elements that fprop's cast clipped get no gradient."""
 
 
 @dataclass(frozen=True)

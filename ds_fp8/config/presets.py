@@ -103,7 +103,7 @@ EMULATED_PRESETS: dict[str, dict[str, Any]] = {
             "rotation": {"wgrad": "tokens", "block": 16, "random": True},
         },
     },
-    # Quartet (arXiv 2505.14669, algorithm 1): MXFP4. Forward rotated by blocks of 32, to nearest with the scales of
+    # Quartet (arXiv 2505.14669): MXFP4. Forward rotated by blocks of 32, to nearest with the scales of
     # least squared error. Backward has what forward multiplied, rotated again with random signs, all of it rounded
     # stochastically; clipped elements get no gradient. Scales are rounded up, so that nothing of it is clipped: the
     # paper's, rounded down, take a factor of 3/4 before and 16/9 after for that. Signs stay the same, where the paper

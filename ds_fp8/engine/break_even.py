@@ -36,8 +36,8 @@ def warning(hidden: int | None, tokens: int | None) -> str | None:
     needed = tokens_needed(hidden)
     if needed is None:
         return (
-            f"layers with {hidden} features are too small for FP8 to be faster than BF16 ({MEASURED}) without "
-            '"graph": "auto": expect less memory and fewer bytes sent, not more tokens/s'
+            f"layers with {hidden} features are too small for FP8 to be faster than BF16 ({MEASURED}) without CUDA "
+            "graphs: expect less memory and fewer bytes sent, not more tokens/s"
         )
     if tokens is None:
         return f"with {hidden} features FP8 is faster than BF16 from {needed} tokens a GPU and micro-batch ({MEASURED})"
@@ -45,7 +45,7 @@ def warning(hidden: int | None, tokens: int | None) -> str | None:
         return (
             f"{tokens} tokens a GPU and micro-batch are too few for FP8 to be faster than BF16 with {hidden} features: "
             f"that begins at {needed} ({MEASURED}); larger micro-batches, longer sequences or "
-            '"graph": "auto" help'
+            "CUDA graphs help"
         )
     return None
 

@@ -43,13 +43,13 @@ class CapturedGraphs:
     def __init__(self, device: torch.device, micro_step: MicroStep):
         self._device, self._micro_step = device, micro_step
         self.stream = torch.cuda.Stream(device)
-        """On which graphs are captured."""
+        """Stream on which graphs are captured."""
         self._graphs: dict[object, MicroStepGraph] = {}
         self._pool: object | None = None
         self.kept_bytes = 0
         """Memory of the graphs' own."""
         self._tokens = 0
-        """Of the largest batch that is captured."""
+        """Tokens of the largest batch that is captured."""
         self.evictions = 0
         """Times in a row that they were freed, for what happened beside them, before they had paid."""
         self._replays = 0

@@ -77,21 +77,21 @@ class MicroStepGraphs:
         self._gradients, self._wire = gradients, wire
         self._stock: Callable[..., Any] = engine.module._call_impl
         self.off: str | None = None
-        """Why nothing is captured any more."""
+        """Reason for which nothing is captured any more."""
         self._graphs = CapturedGraphs(engine.device, self._micro_step)
         self._seen: dict[object, int] = {}
         self._capacities = Capacities()
         self._said: set[str] = set()
         self._eager = EagerForwards()
         self._draws = False
-        """Whether forward draws random numbers."""
+        """True once a forward has drawn random numbers."""
         self._code = 0
-        """Of the model when the graphs were captured."""
+        """Fingerprint of the model's code at the last micro-step that could be a graph."""
         # NCCL would have all ranks exchange addresses in a capture, where one may fail.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         self._agreement = RankAgreement(engine.device)
         seams.replace(engine, engine.module, "_call_impl", self)
-        self._evaluated = False
+        self._evaluated = self._captured_once = False
         seams.on_step(engine, self._end_where_compiled)
         seams.before_load(engine, self.reset)
         seams.on_destroy(engine, self._destroy)
@@ -154,7 +154,7 @@ class MicroStepGraphs:
             graph = self._graphs.get(kind)
         number = 0 if why is not None else zlib.crc32(repr(kind).encode()) + 1
         usable = graph is not None and graph.addresses == self._addresses()
-        one_by_one = not pending or len(self._graphs) > 0
+        one_by_one = not pending or self._captured_once
         lowest, highest, usable, most_held, one_by_one = self._agreement.least(
             number, -number, usable, -held, one_by_one
         )
@@ -257,6 +257,7 @@ class MicroStepGraphs:
             self._end(why)
             return None
         self._graphs.add(kind, graph, kept, _tokens(batch))
+        self._captured_once = True
         self._say(f"forward and backward run as CUDA graphs from here on, which keep {kept / 2**30:.2f} GiB")
         return graph
 

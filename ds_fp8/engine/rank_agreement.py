@@ -8,7 +8,7 @@ import torch
 from deepspeed import comm as dist
 
 LEAST_TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait for the slowest of them at least: it may be saving or loading."""
+"""Least time for which ranks wait for the slowest of them: it may be saving or loading."""
 
 
 class RankAgreement:

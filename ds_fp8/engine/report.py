@@ -128,7 +128,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     if recipe.backend == "reference":
         report["notes"].append("emulated arithmetic: the numerics of FP8, slower than BF16")
     elif state.why_no_graphs and (slow := break_even.warning(break_even.typical_hidden(linears), tokens)) is not None:
-        report["notes"].append(slow)
+        report["notes"].append(f'{slow} ("graph": "auto")' if fp8.graph == "off" else slow)
     return report
 
 

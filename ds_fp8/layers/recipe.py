@@ -15,7 +15,7 @@ Rotations R (casts/rotation.py) come after the factors, and are named by the dim
     wgrad  tokens        dw = (Rᵀ dy)ᵀ (Rᵀ x)
            in_features   dw = (dyᵀ · x R) Rᵀ
 
-Quartet (arXiv 2505.14669, algorithm 1) casts what fprop multiplied again (`recast`), so that dx and dw, rounded
+Quartet (arXiv 2505.14669) casts what fprop multiplied again (`recast`), so that dx and dw, rounded
 stochastically, are on average the gradients of the function that fprop computed; F is fprop's rotation, R the others':
 
     X = cast(x F)   W = cast(w F)   M = where that cast clips nothing, of X and of W
@@ -71,7 +71,7 @@ class LinearRecipe:
     """Of x [T, K], or with `recast` of its cast, as wgrad's operand."""
     wgrad_grad_output_rotation: Rotation | None = None
     recast: Recast | None = None
-    """How fprop's x and w are cast again for wgrad and dgrad. None: those are casts of high precision."""
+    """Second casts of fprop's x and w, for wgrad and dgrad. None: those are casts of high precision."""
     smooth: bool = False
     """Whether channels of x are divided by factors, and columns of w multiplied (smoothing.py)."""
     site: str = field(default="", compare=False)

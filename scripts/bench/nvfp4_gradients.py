@@ -1,4 +1,4 @@
-"""What each ingredient of NVFP4 pre-training (arXiv 2509.25149) does to the gradients of one trained model.
+"""Gradients of one trained model with and without each ingredient of NVFP4 pre-training (arXiv 2509.25149).
 
     python scripts/bench/nvfp4_gradients.py --seeds 0,1,2 --json gradients.json      minutes a seed on a CPU
 

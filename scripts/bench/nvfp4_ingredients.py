@@ -1,4 +1,4 @@
-"""What each ingredient of NVFP4 pre-training (arXiv 2509.25149) brings: a Llama that learns the bytes of a file.
+"""Losses with and without each ingredient of NVFP4 pre-training (arXiv 2509.25149): a Llama that learns a file's bytes.
 
     python scripts/bench/nvfp4_ingredients.py FILE --jobs 6 --output runs.jsonl                           one GPU
     python scripts/bench/nvfp4_ingredients.py FILE --quick --steps 20 --seeds 0 --output runs.jsonl      any machine
@@ -50,7 +50,7 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
     "no-hadamard": {"rotation": {}},
     "no-bf16-layers": {"overrides": {}},
 }
-"""What replaces parts of the recipe's section "linear"."""
+"""Replacements of parts of the recipe's section "linear"."""
 VARIANTS = [BF16, RECIPE, *LEFT_OUT, OTHER_DRAWS]
 LEARNING_RATE = 6e-4
 FIRST, TIMED = 10, 20

@@ -90,6 +90,7 @@ class Graphs(micro_steps.MicroStepGraphs):
         self._agreement.least(True)  # whether all could
         graph = Relaunched(self._stock, batch, most, self._micro_step, self._gradients, self._addresses(), self.log)
         self._graphs.add(kind, graph, 0, 0)
+        self._captured_once = True
         return graph
 
     def _aside(self, args, kwargs):

@@ -1,4 +1,4 @@
-"""Which micro-steps run as graphs: ranks agree, no gradient is lost, and what has changed is captured anew."""
+"""Decisions on graphs of micro-steps: ranks agree, no gradient is lost, and what has changed is captured anew."""
 
 from types import SimpleNamespace
 
@@ -75,7 +75,7 @@ def test_training_that_always_has_several_forwards_captures_nothing(ranks):
 
 
 def of_one_rank(what, most=None):
-    """What becomes of steps when something happens on rank 0 alone."""
+    """Run steps between which something happens on rank 0 alone; return what became of them, losses, what was said."""
     from deepspeed import comm as dist
 
     engine, said = engine_of()
@@ -123,7 +123,7 @@ def test_no_rank_captures_what_one_frees_again_and_again(ranks):
 
 
 def changed(_):
-    """What becomes of steps in which somebody changes the model."""
+    """Run steps in which somebody changes the model; return what became of each, and what was said."""
     engine, said = engine_of()
     graphs = engine.fp8.graphs = Graphs(engine)
     log = []
@@ -156,7 +156,7 @@ def test_what_has_changed_in_python_is_captured_anew(ranks):
 
 
 def loaded(folder):
-    """What there is of graphs when a checkpoint's shards are read."""
+    """Return how many graphs there are before a load, and while a checkpoint's shards are read."""
     engine, _ = engine_of()
     graphs = engine.fp8.graphs = Graphs(engine)
     for step in range(4):
@@ -216,7 +216,7 @@ def test_settings_that_cannot_be_hashed_are_read():
 
 
 def module_only(folder):
-    """Whether a load of the module alone reads what FP8 keeps in checkpoints, after `before_load`."""
+    """Load the module alone, then all of a checkpoint; return what was called."""
     from ds_fp8.zero import seams
 
     engine, _ = engine_of()

@@ -13,17 +13,24 @@ BF16 = {"atol": 2e-2, "rtol": 2e-2}
 DOCUMENTS = ((1,), (300,), (1, 2, 127, 128, 129), (5, 1000, 19), (64,) * 16)
 
 
-@pytest.mark.parametrize("lengths", DOCUMENTS)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 1)])
-@pytest.mark.parametrize("features", [64, 128, 256])
-@pytest.mark.parametrize("scaling", [None, 0.05])
-def test_the_kernel_is_attention_within_each_document(lengths, heads, kv_heads, features, scaling):
+def operands(lengths, heads, kv_heads, features):
+    """Return q, k and v of packed documents, the output's gradient, and where the documents end."""
     torch.manual_seed(0)
     count = sum(lengths)
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
     shapes = (heads, kv_heads, kv_heads)
     inputs = [torch.randn(count, h, features, device="cuda", dtype=torch.bfloat16) for h in shapes]
     gradient = torch.randn(count, heads, features, device="cuda", dtype=torch.bfloat16)
+    return inputs, gradient, ends
+
+
+@pytest.mark.parametrize("lengths", DOCUMENTS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 1)])
+@pytest.mark.parametrize("features", [64, 128, 256])
+@pytest.mark.parametrize("scaling", [None, 0.05])
+def test_the_kernel_is_attention_within_each_document(lengths, heads, kv_heads, features, scaling):
+    inputs, gradient, ends = operands(lengths, heads, kv_heads, features)
+    count = sum(lengths)
     found = []
     for attention in (
         lambda q, k, v: packed_attention._in_one_kernel(q, k, v, ends, count, scaling),
@@ -41,12 +48,8 @@ def test_the_kernel_is_attention_within_each_document(lengths, heads, kv_heads, 
 @pytest.mark.parametrize("lengths", DOCUMENTS)
 @pytest.mark.parametrize(("heads", "kv_heads", "features"), [(4, 4, 64), (8, 2, 128)])
 def test_documents_of_no_tokens_change_no_bit(lengths, heads, kv_heads, features, more):
-    torch.manual_seed(0)
+    inputs, gradient, ends = operands(lengths, heads, kv_heads, features)
     count = sum(lengths)
-    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
-    shapes = (heads, kv_heads, kv_heads)
-    inputs = [torch.randn(count, h, features, device="cuda", dtype=torch.bfloat16) for h in shapes]
-    gradient = torch.randn(count, heads, features, device="cuda", dtype=torch.bfloat16)
     found = []
     for these in (ends, torch.cat([ends, ends[-1:].expand(more)])):
         leaves = [x.clone().requires_grad_() for x in inputs]

@@ -187,7 +187,7 @@ class FP8Config(Section):
     """auto: decoder layers of the usual structure run as a few fused operations instead of linear by linear. off: every
     layer keeps its own forward."""
     attention: AttentionConfig = AttentionConfig()
-    graph: Literal["off", "auto", "on"] = "off"
+    graph: Literal["off", "auto", "on"] = "auto"
     """auto: forward and backward of a micro-batch run as CUDA graphs, for which the GPU does not wait for Python,
     wherever the shapes of batches repeat on all ranks and rows are not padded (rows of several documents: with packed
     attention). Python then runs at the capture alone, so all modules and hooks must be transformers' or torch's, and

@@ -3,9 +3,9 @@
     python scripts/bench/checkpoints.py --config ds_configs/infir2_1.5b/cpt.json --ranks 2 --out /fast/disk/bench
         [--steps 20] [--set data.path=synthetic ...]
 
-Trains the stage three times for a few steps through its own loop, each in processes of its own: with
-`train.async_save`, resumed from the last checkpoint, and with saves that it waits for. The folder that --out names is
-made, and deleted afterwards; the time of a save is that of its disk.
+Trains the stage three times for a few steps through its own loop, each in processes of its own: with saves that it
+waits for, resumed from the last of them, and with `train.async_save` (left out with --waiting). The folder that --out
+names is made, and deleted afterwards; the time of a save is that of its disk.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def run(part: str, options: argparse.Namespace, folder: Path, *overrides: str) -
     from ds_fp8.cluster.local_launch import deepspeed_command
 
     out = folder / f"{part}.json"
-    run_dir = folder / ("asynchronous" if part == "resumed" else part)
+    run_dir = folder / ("waiting" if part == "resumed" else part)
     changes = [*options.set, f"train.run_dir={run_dir}", "train.keep_last=1", "train.log_every=1"]
     changes += ["train.schedule.warmup=1", "train.schedule.decay=1", *overrides]
     command = [*deepspeed_command(options.ranks), str(Path(__file__).resolve()), "--config", options.config]
@@ -105,21 +105,32 @@ def run(part: str, options: argparse.Namespace, folder: Path, *overrides: str) -
 
 
 def report(options: argparse.Namespace, folder: Path) -> None:
-    """Measure the three runs and print a line each."""
+    """Measure the runs and print a line each."""
     every, count = options.steps, options.saves
 
     def saves(every: int, more: int) -> list[str]:
         # One interval more than saves count, or training would wait at its end for the last of them.
         return [f"train.save_every={every}", f"train.steps={every * (count + 1) + more}", "train.eval_batches=1"]
 
+    waiting = run("waiting", options, folder, *saves(WAITED, 0))
+    print(
+        f"checkpoint of {waiting['bytes'] / 2**30:.2f} GiB on {options.ranks} ranks; save, waited for: "
+        f"{median(waiting['pauses'][1:]):.2f} s",
+        flush=True,
+    )
+    resumed = run("resumed", options, folder, *saves(WAITED, 1))["resume"]
+    print(
+        f"resume: every byte checked in {resumed['settle']:.2f} s, loaded in {resumed['load']:.2f} s",
+        flush=True,
+    )
+    shutil.rmtree(folder / "waiting")
+    if options.waiting:
+        return
+
     background = run("asynchronous", options, folder, *saves(every, 0), "train.async_save=true")
     pause, copied, written = (median(background[key][1:count]) for key in ("pauses", "copied", "written"))
     seconds = {int(number): value for number, value in background["step_seconds"].items()}
     step = median(value for number, value in seconds.items() if WARMUP < number <= every)  # nothing is written yet
-    print(
-        f"checkpoint of {background['bytes'] / 2**30:.2f} GiB on {options.ranks} ranks; a step takes {step:.3f} s",
-        flush=True,
-    )
     slowed = sum(
         seconds[number] - step
         for save in range(2, count + 1)
@@ -127,17 +138,11 @@ def report(options: argparse.Namespace, folder: Path) -> None:
     ) / (count - 1)
     share = (pause + max(0.0, slowed)) / (EVERY * step)
     print(
-        f"save, asynchronous: pause {pause:.2f} s, {copied:.2f} of it copies to the host; written after "
-        f"{written:.2f} s, steps meanwhile longer by {slowed:.2f} s in all: {share:.2%} of "
+        f"save, asynchronous, at steps of {step:.3f} s: pause {pause:.2f} s, {copied:.2f} of it copies to the host; "
+        f"written after {written:.2f} s, steps meanwhile longer by {slowed:.2f} s in all: {share:.2%} of "
         f"the time at a save every {EVERY} steps",
         flush=True,
     )
-    resumed = run("resumed", options, folder, *saves(every, 1))["resume"]
-    print(f"resume: every byte checked in {resumed['settle']:.2f} s, loaded in {resumed['load']:.2f} s", flush=True)
-    shutil.rmtree(folder / "asynchronous")
-
-    waiting = run("waiting", options, folder, *saves(WAITED, 0))
-    print(f"save, waited for: {median(waiting['pauses'][1:count]):.2f} s")
 
 
 def main() -> int:
@@ -156,6 +161,7 @@ def main() -> int:
         default=3,
         help="of which the first is left out: it takes the host memory that later ones reuse (default 3)",
     )
+    parser.add_argument("--waiting", action="store_true", help="leave out the saves in the background")
     parser.add_argument("--out", metavar="FOLDER", default="bench-checkpoints")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the stage")
     parser.add_argument("--measure", metavar="FILE", help=argparse.SUPPRESS)

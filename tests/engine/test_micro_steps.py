@@ -134,8 +134,8 @@ def test_several_hosts_are_captured_only_if_asked_for(monkeypatch):
     assert captures(fp8={"graph": "on"}) is None
 
 
-def test_they_are_off_unless_asked_for():
-    assert FP8Config().graph == "off"
+def test_they_are_made_unless_declined():
+    assert FP8Config().graph == "auto"
 
 
 ROWS = torch.arange(6).expand(2, 6)

@@ -22,6 +22,7 @@ SEAMS = {
         "installation",
         "micro_step",
         "parameters",
+        "persistent",
         "step",
         "updates",
     )

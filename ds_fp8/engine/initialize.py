@@ -146,6 +146,10 @@ def initialize(
 
     state = engine.fp8 = FP8State(engine, fp8, monitor)
     state.conversion, state.loss = conversion, loss
+    if conversion is not None:
+        state.why_no_step = why_not(engine, getattr(engine, "basic_optimizer", None))
+        if state.why_no_step is None:
+            seams.gather_persistent_together(engine)
     if "fp8" in raw and engine.zero_optimization_partition_weights():
         state.wire = WireMeter()
         seams.on_gather(engine, functools.partial(state.wire.count, GATHER, "all_gather"))
@@ -245,7 +249,6 @@ def _install(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
     fp8 = state.config
     if engine.zero_optimization_partition_weights():
         give_inputs_gradients(engine)
-    state.why_no_step = why_not(engine, getattr(engine, "basic_optimizer", None))
     own_step = state.why_no_step is None
     if own_step:
         _count_reductions(engine, state.wire)

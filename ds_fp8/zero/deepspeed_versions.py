@@ -90,6 +90,7 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
             *("reduce_and_partition_stream", "averaged_gradients", "params_already_reduced", "dp_process_group"),
             *("offload_optimizer", "offload_param", "use_muon", "model_parallel_group", "torch_autocast_gradscaler"),
             *("contiguous_gradients", "_global_grad_norm", "zenflow", "parameter_offload", "param_reduce_events"),
+            "persistent_parameters",
         ),
         f"{_STAGE3}:{OPTIMIZER}._create_fp16_partitions_with_defragmentation": ("lp_param_buffer",),
         f"{_STAGE3}:{OPTIMIZER}._setup_for_real_optimizer": (GRADIENT_PARTITIONS, "grad_partitions_flat_buffer"),
@@ -111,7 +112,7 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_PARTITIONS}:Init._convert_to_deepspeed_param": (
             *("all_gather_coalesced", "all_gather", "partition"),
             *("ds_id", "ds_persist", "ds_tensor", "ds_numel", "ds_shape", "ds_status", "ds_process_group"),
-            *("ds_active_sub_modules", "ds_summary"),
+            *("ds_active_sub_modules", "ds_summary", "ds_secondary_tensor"),
         ),
     }
 }

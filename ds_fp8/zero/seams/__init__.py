@@ -7,6 +7,7 @@ ZeRO-3 (`deepspeed.runtime.zero`) is entered at these places:
     gradients.py      stage3 calls the module-level `reduce_scatter_coalesced(gradients, group) -> local slices`
     updates.py        methods of the ZeRO-3 optimizer after which the FP32 master shards may differ
     checkpoints.py    save_checkpoint and load_checkpoint of the engine
+    persistent.py     DeepSpeed's step gathers what stays whole by the closure of the first of its persistent parameters
     step.py           DeepSpeed's ZeRO-3 optimizer as this package's step uses it
     micro_step.py     forward and backward of one micro-batch, as a CUDA graph captures them
     bf16_shards.py    the BF16 shards that DeepSpeed keeps beside the masters
@@ -49,6 +50,7 @@ from ds_fp8.zero.seams.parameters import (
     shard_of,
     wrap_closure,
 )
+from ds_fp8.zero.seams.persistent import gather_persistent_together
 from ds_fp8.zero.seams.updates import (
     around_master_update,
     before_moment_write,
@@ -79,6 +81,7 @@ __all__ = [
     "flat_parameters",
     "full_shape",
     "gather_behind_writes",
+    "gather_persistent_together",
     "has_optimizer",
     "in_checkpoints",
     "in_use",

@@ -1,0 +1,79 @@
+"""The parameters that ZeRO-3 keeps whole between steps, gathered in one launch when a step has written their shards.
+
+DeepSpeed gathers them one collective each, and the host then waits for the device: with biases and norms of 28 layers
+that is 141 launches at the end of every step, behind which the GPU has nothing to do until Python has come round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from ds_fp8.zero import grouped
+from ds_fp8.zero.seams.installation import replace
+
+_ALIGNMENT = 512
+"""Bytes that the beginning of every parameter is a multiple of, as if torch had allocated it by itself."""
+
+
+def gather_persistent_together(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Gather persistent parameters as one, and let the current stream wait for them in place of the host.
+
+    For a ZeRO-3 engine whose gathers begin behind its steps (`gather_behind_writes`) and whose step is this package's.
+    Call before others wrap the parameters' closures.
+    """
+    persistent = engine.optimizer.persistent_parameters
+    if not persistent:
+        return
+    ours = set(map(id, persistent))
+    stock = persistent[0].all_gather  # what DeepSpeed's step calls, with all of them
+
+    def all_gather(param_list: Sequence[torch.nn.Parameter] | None = None, async_op: bool = False, **words):
+        missing = [p for p in param_list or () if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        if async_op or not missing or not all(id(p) in ours for p in missing) or not _alike(missing):
+            return stock(param_list, async_op=async_op, **words)
+        _gather(missing)
+        return None
+
+    replace(engine, persistent[0], "all_gather", all_gather)
+
+
+def _alike(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Return whether one group has plain shards of one dtype of all these parameters on the device."""
+    first = parameters[0]
+    return all(
+        p.ds_process_group is first.ds_process_group
+        and p.ds_secondary_tensor is None
+        and p.ds_tensor.dtype == first.ds_tensor.dtype
+        and p.ds_tensor.device == first.device == p.device
+        and not hasattr(p.ds_tensor, "ds_quant_scale")
+        for p in parameters
+    )
+
+
+@torch.no_grad()
+def _gather(parameters: Sequence[torch.nn.Parameter]) -> None:
+    group = parameters[0].ds_process_group
+    shards, world = [p.ds_tensor.detach() for p in parameters], dist.get_world_size(group)
+    if world == 1:
+        wholes = shards
+    else:
+        wholes = _aligned([shard.numel() * world for shard in shards], shards[0])
+        grouped.all_gather(wholes, shards, group).wait()
+    for parameter, whole in zip(parameters, wholes, strict=True):
+        parameter.data = whole[: parameter.ds_numel].view(parameter.ds_shape)
+        parameter.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def _aligned(numels: Sequence[int], like: torch.Tensor) -> list[torch.Tensor]:
+    """Return flat tensors of one allocation, uninitialised."""
+    step = _ALIGNMENT // like.element_size()
+    starts = [0]
+    for numel in numels:
+        starts.append(starts[-1] + -(-numel // step) * step)
+    memory = torch.empty(starts[-1], dtype=like.dtype, device=like.device)
+    return [memory[start : start + numel] for start, numel in zip(starts, numels, strict=False)]

@@ -1,0 +1,61 @@
+"""Parameters that stay whole are gathered as one after a step, and hold what DeepSpeed gathers."""
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_fp8.zero import grouped
+from tests.zero import models
+
+SECTION = {"monitor": {"every": 0}}
+
+
+def persistent(threshold, together):
+    """Values of persistent parameters after three steps, launches of gathers and waits of the host in the last."""
+    engine = models.build(models.config(SECTION, stage3_param_persistence_threshold=threshold))
+    whole = {name: p for name, p in engine.module.named_parameters() if p.ds_persist}
+    if not together:
+        first, second, *_ = engine.optimizer.persistent_parameters
+        first.all_gather = second.all_gather  # DeepSpeed's, which only the first one's is not
+    losses = models.train(engine, 2)
+    launched, gather, waits = [], grouped.all_gather, []
+    grouped.all_gather = lambda *words: launched.append(len(words[0])) or gather(*words)
+    accelerator, synchronize = get_accelerator(), get_accelerator().synchronize
+    accelerator.synchronize = lambda *words: waits.append(1) or synchronize(*words)
+    try:
+        losses += models.train(engine, 1, start=2)
+    finally:
+        grouped.all_gather = gather
+        del accelerator.synchronize
+    values = {name: parameter.detach().clone() for name, parameter in whole.items()}
+    rounded = {name: models.full_master(parameter).bfloat16() for name, parameter in whole.items()}
+    return losses, values, rounded, launched, len(waits)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("threshold", [400, 100_000])
+def test_they_hold_the_new_masters_and_travel_in_one_launch(ranks, world, threshold):
+    ours, theirs = (ranks(world, persistent, threshold, together) for together in (True, False))
+    for (losses, values, rounded, launched, waits), (expected, stock, *_) in zip(ours, theirs, strict=True):
+        assert losses == expected
+        assert values.keys() == rounded.keys()
+        assert len(values) > 2
+        for name, value in values.items():
+            assert torch.equal(value, rounded[name]), name
+            assert torch.equal(value, stock[name]), name
+        assert launched.count(len(values)) == (world > 1)
+        assert waits == 0
+
+
+def destroyed(_):
+    engine = models.build(models.config(SECTION, stage3_param_persistence_threshold=400))
+    first = engine.optimizer.persistent_parameters[0]
+    wrapped = "ds_fp8" in first.all_gather.__module__
+    engine.destroy()
+    return wrapped, first.all_gather.__module__
+
+
+def test_it_ends_with_the_engine(ranks):
+    wrapped, after = ranks(1, destroyed, None)[0]
+    assert wrapped
+    assert "ds_fp8" not in after

@@ -11,6 +11,7 @@ names is made, and deleted afterwards; the time of a save is that of its disk.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -28,8 +29,12 @@ WAITED = 4
 """Steps between saves that are waited for."""
 
 
-def measure(config: str, overrides: list[str], out: Path) -> None:
-    """Train on this rank; rank 0 writes to `out` what the saves and a resume took, in seconds."""
+class Resumed(Exception):
+    """The checkpoint is loaded: no more is to be measured."""
+
+
+def measure(config: str, overrides: list[str], out: Path, resumes: bool) -> None:
+    """Train on this rank, or only resume; rank 0 writes to `out` what the saves or the resume took, in seconds."""
     from ds_fp8.train import checkpoints, load_stage, loop, resume, saving, train
     from ds_fp8.train.metrics import read_metrics
 
@@ -66,6 +71,8 @@ def measure(config: str, overrides: list[str], out: Path) -> None:
             began = time.perf_counter()
             result = function(*args, **kwargs)
             found["resume"][name] = time.perf_counter() - began
+            if resumes and name == "load":
+                raise Resumed
             return result
 
         setattr(owner, name, wrapped)
@@ -74,8 +81,11 @@ def measure(config: str, overrides: list[str], out: Path) -> None:
     timed(resume, "settle")
     timed(checkpoints, "load")
     stage = load_stage(config, overrides)
-    train(stage)
-    if int(os.environ["RANK"]) == 0:
+    with contextlib.suppress(Resumed):
+        train(stage)
+    if int(os.environ["RANK"]) == 0 and resumes:
+        out.write_text(json.dumps(found))
+    elif int(os.environ["RANK"]) == 0:
         records = [r for r in read_metrics(stage.run_dir / checkpoints.METRICS, 10**9) if "step_seconds" in r]
         found["step_seconds"] = {record["step"]: record["step_seconds"] for record in records}
         found["bytes"] = checkpoints.survey(stage.run_dir)[0][0][1].bytes
@@ -91,7 +101,12 @@ def run(part: str, options: argparse.Namespace, folder: Path, *overrides: str) -
     changes = [*options.set, f"train.run_dir={run_dir}", "train.keep_last=1", "train.log_every=1"]
     changes += ["train.schedule.warmup=1", "train.schedule.decay=1", *overrides]
     command = [*deepspeed_command(options.ranks), str(Path(__file__).resolve()), "--config", options.config]
-    command += ["--measure", str(out), *(part for change in changes for part in ("--set", change))]
+    command += [
+        "--measure",
+        str(out),
+        *["--resumes"] * (part == "resumed"),
+        *(part for change in changes for part in ("--set", change)),
+    ]
     began, log = time.perf_counter(), folder / f"{part}.log"
     try:
         with log.open("w") as lines:
@@ -115,7 +130,7 @@ def report(options: argparse.Namespace, folder: Path) -> None:
     waiting = run("waiting", options, folder, *saves(WAITED, 0))
     print(
         f"checkpoint of {waiting['bytes'] / 2**30:.2f} GiB on {options.ranks} ranks; save, waited for: "
-        f"{median(waiting['pauses'][1:]):.2f} s",
+        f"{median(waiting['pauses'][-count:]):.2f} s",
         flush=True,
     )
     resumed = run("resumed", options, folder, *saves(WAITED, 1))["resume"]
@@ -165,17 +180,18 @@ def main() -> int:
     parser.add_argument("--out", metavar="FOLDER", default="bench-checkpoints")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the stage")
     parser.add_argument("--measure", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--resumes", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        measure(options.config, options.set, Path(options.measure))
+        measure(options.config, options.set, Path(options.measure), options.resumes)
         return 0
     folder = Path(options.out).resolve()
     folder.mkdir(parents=True)
     try:
         report(options, folder)
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # ranks may still be ending
     return 0
 
 

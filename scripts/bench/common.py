@@ -41,6 +41,8 @@ class ModelSize(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    tied: bool = False
+    """Whether embedding and head are one matrix."""
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """(output features N, input features K) by name; q, k, v and gate, up are each one product."""
@@ -54,7 +56,7 @@ class ModelSize(NamedTuple):
 
 SIZES = {
     "7b": ModelSize(3584, 18944, 28, 4, 128),  # Qwen2.5-7B
-    "1.5b": ModelSize(1536, 8960, 12, 2, 128),  # Qwen2.5-1.5B
+    "1.5b": ModelSize(1536, 8960, 12, 2, 128, tied=True),  # Qwen2.5-1.5B
     "tiny": ModelSize(256, 512, 4, 2, 64),
 }
 

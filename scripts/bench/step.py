@@ -15,6 +15,9 @@ coat), infir2/bf16-wire (gathering and reducing in BF16) or infir2/fp8-attention
 folder --peers (all names: step_variants.py). Weak scaling is the default (--tokens per GPU); --global-tokens fixes the
 tokens of a step for strong scaling. --profile prints where the time of one more step goes, for this library's variants.
 
+A step's time is that from its end to the end of the next on the GPU, medians; the host runs as far ahead as the code
+lets it, as in training.
+
 The model is Qwen2-like with random weights of seed 0, made on the GPU. Tokens are synthetic (a noisy counter, quickly
 learnt) or the bytes of --text FILE. Every variant of this library sees the same tokens in the same order.
 """
@@ -27,7 +30,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from deepspeed import comm as dist
 from step_profile import marked, print_profiles, profiled
 from step_variants import PEERS, failure, fp8_section, peer_command, peer_row, run_ranks
 from zero_ranks import (
+    Intervals,
     causal_lm_config,
     is_first,
     join_ranks,
@@ -92,11 +95,11 @@ class Batches:
         return tokens.to(device())
 
 
-def train_step(engine: Any, batches: Batches, step: int, accumulation: int) -> torch.Tensor:
+def train_step(engine: Any, batches: list[torch.Tensor], step: int, accumulation: int) -> torch.Tensor:
     """One optimizer step; the mean loss of its micro-batches, on the device."""
     losses = []
     for micro in range(accumulation):
-        tokens = batches(step * accumulation + micro)
+        tokens = batches[step * accumulation + micro]
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
@@ -107,19 +110,19 @@ def train_step(engine: Any, batches: Batches, step: int, accumulation: int) -> t
 def measure_variant(variant: str, options: argparse.Namespace, batches: Batches) -> dict[str, Any]:
     engine = engine_of(variant, options)
     on_gpu = device().type == "cuda"
-    losses, durations = [], []
+    tokens = [batches(number) for number in range((options.steps + 1) * options.accumulation)]
+    losses, intervals = [], Intervals()
+    dist.barrier()
+    intervals.mark()
     for step in range(options.steps):
         # Graphs take their memory while they are captured, before the steps that are timed.
         if on_gpu and step == (0 if engine.fp8.graphs else options.warmup):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         engine.fp8.wire.take()
-        dist.barrier()
-        synchronize()
-        begin = time.perf_counter()
-        losses.append(train_step(engine, batches, step, options.accumulation))
-        synchronize()
-        durations.append(time.perf_counter() - begin)
+        losses.append(train_step(engine, tokens, step, options.accumulation))
+        intervals.mark()
+    durations = intervals.seconds()
     sent = engine.fp8.wire.take()
     seconds = slowest(statistics.median(durations[options.warmup :]))
     curve = torch.stack(losses)
@@ -139,7 +142,7 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
     if options.profile:
 
         def one_more() -> None:
-            train_step(engine, batches, options.steps, options.accumulation)
+            train_step(engine, tokens, options.steps, options.accumulation)
             synchronize()
 
         with marked(engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -52,6 +53,29 @@ def link() -> str:
 def synchronize() -> None:
     if device().type == "cuda":
         torch.cuda.synchronize()
+
+
+class Intervals:
+    """Seconds from one mark to the next as the device meets them: the host waits for nothing in between."""
+
+    def __init__(self):
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Mark the end of all that is enqueued; on a CPU, now."""
+        if device().type != "cuda":
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> list[float]:
+        """Return the intervals; the host waits for the last mark."""
+        synchronize()
+        if device().type != "cuda":
+            return [end - begin for begin, end in itertools.pairwise(self._marks)]
+        return [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(self._marks)]
 
 
 def timed(function: Callable[[], Any], repeats: int) -> float:
@@ -105,5 +129,5 @@ def causal_lm_config(size: str, layers: int, vocabulary: int, positions: int) ->
         num_key_value_heads=shape.kv_heads,
         max_position_embeddings=positions,
         use_cache=False,
-        tie_word_embeddings=False,
+        tie_word_embeddings=shape.tied,
     )

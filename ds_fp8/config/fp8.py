@@ -190,9 +190,9 @@ class FP8Config(Section):
     graph: Literal["off", "auto", "on"] = "auto"
     """auto: forward and backward of a micro-batch run as CUDA graphs, for which the GPU does not wait for Python,
     wherever the shapes of batches repeat on all ranks and rows are not padded (rows of several documents: with packed
-    attention). Python then runs at the capture alone, so all modules and hooks must be transformers' or torch's, and
-    the ranks on one host; on: whatever they are. The start report, or one line in the log, says where there are no
-    graphs. off: Python launches every kernel. For small models and few tokens."""
+    attention). Python then runs at the capture alone, so all modules and hooks must be known ones (of torch,
+    transformers, DeepSpeed, Liger), and the ranks on one host; on: whatever they are. The start report, or one line in
+    the log, says where there are no graphs. off: Python launches every kernel."""
     loss: LossConfig = LossConfig()
     param_gather: ParameterGatherConfig = ParameterGatherConfig()
     grad_reduce: GradientReduceConfig = GradientReduceConfig()

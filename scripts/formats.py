@@ -52,9 +52,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_fp8.config.errors import UserError, main_entry
-from ds_fp8.data import DataConfig, PackedDataset, build_data, build_tokenizer
+from ds_fp8.data import DataConfig, PackedDataset, build_data, build_tokenizer, default_cache_dir
 from ds_fp8.train import packed_attention
-from ds_fp8.train.loop import cache_dir
 
 DEFAULT = ("e4m3", "e5m2", "e3m4", "e2m5", "int8", "log8", "e2m3", "e3m2", "int6", "e2m1", "int4", *NAMED)
 
@@ -68,7 +67,7 @@ def read_rows(options: argparse.Namespace, device: str) -> tuple[list[Batch], li
         sequence_length=options.length,
         validation_fraction=0.5,
     )
-    data = build_data(config, build_tokenizer(config, cache_dir()), cache_dir())
+    data = build_data(config, build_tokenizer(config, default_cache_dir()), default_cache_dir())
     halves = []
     for dataset in (data.train, data.validation):
         count = min(options.rows, len(dataset))

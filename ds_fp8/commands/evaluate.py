@@ -129,11 +129,10 @@ def _on_stage(model: PreTrainedModel, stage: Stage, batches: int, problems: int)
 
     Raises UserError where the stage's chat template has tokens that the model lacks.
     """
-    from ds_fp8.data import build_data, build_tokenizer
+    from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
     from ds_fp8.train.evaluation import exact_match, validation_loss
-    from ds_fp8.train.loop import cache_dir
 
-    tokenizer = build_tokenizer(stage.data, cache_dir())
+    tokenizer = build_tokenizer(stage.data, default_cache_dir())
     known = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > known:
         raise UserError(
@@ -141,7 +140,7 @@ def _on_stage(model: PreTrainedModel, stage: Stage, batches: int, problems: int)
             key="data.chat_template",
             remedy="evaluate a model that was trained with this template, or give that of the model's tokenizer",
         )
-    data = build_data(stage.data, tokenizer, cache_dir())
+    data = build_data(stage.data, tokenizer, default_cache_dir())
     engine = _alone(model)
     loss = validation_loss(engine, stage, data.validation, batches, lambda: None)
     rows = min(batches * stage.global_batch, len(data.validation))

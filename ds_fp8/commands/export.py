@@ -147,15 +147,14 @@ def _model_of_stage(stage_file: Path, checkpoint: Path) -> tuple[PretrainedConfi
     """Return the same for a run that has not finished, from its stage."""
     from transformers import GenerationConfig
 
-    from ds_fp8.data import build_tokenizer, save_tokenizer, stop_tokens
+    from ds_fp8.data import build_tokenizer, default_cache_dir, save_tokenizer, stop_tokens
     from ds_fp8.train import load_stage
-    from ds_fp8.train.loop import cache_dir
     from ds_fp8.train.model import load_model_config
 
     # The stage's batch is checked against the ranks that trained it.
     ranks = len(list(checkpoint.glob("*_optim_states.pt")))
     stage = load_stage(stage_file, world=ranks)
-    tokenizer = build_tokenizer(stage.data, cache_dir())
+    tokenizer = build_tokenizer(stage.data, default_cache_dir())
     config = load_model_config(stage, tokenizer)
     generation = GenerationConfig.from_model_config(config)
     generation.eos_token_id = stop_tokens(tokenizer, stage.data.format == "chat")

@@ -70,10 +70,9 @@ def _with_length(stage: Stage) -> Stage:
     schedule = stage.train.schedule
     if stage.train.steps is not None or max(schedule.warmup, schedule.decay) < 1:
         return stage
-    from ds_fp8.data import build_data, build_tokenizer
-    from ds_fp8.train.loop import cache_dir
+    from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
 
-    data = build_data(stage.data, build_tokenizer(stage.data, cache_dir()), cache_dir())
+    data = build_data(stage.data, build_tokenizer(stage.data, default_cache_dir()), default_cache_dir())
     return stage.with_length(len(data.train))
 
 

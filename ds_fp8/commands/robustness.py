@@ -95,7 +95,7 @@ def _measure(stage: Stage, cell: Cell, out: Path, batches: int) -> None:
     from transformers import AutoModelForCausalLM
 
     import ds_fp8
-    from ds_fp8.data import build_data, load_tokenizer
+    from ds_fp8.data import build_data, default_cache_dir, load_tokenizer
     from ds_fp8.layers import munit
     from ds_fp8.report.robustness import SHARPNESS
     from ds_fp8.report.runs import RunRecord
@@ -103,7 +103,6 @@ def _measure(stage: Stage, cell: Cell, out: Path, batches: int) -> None:
     from ds_fp8.train.batches import micro_batches
     from ds_fp8.train.checkpoints import MODEL
     from ds_fp8.train.durable import write_atomically
-    from ds_fp8.train.loop import cache_dir
     from ds_fp8.train.sharpness import logit_sharpness
 
     folder = cell.folder(out)
@@ -118,7 +117,7 @@ def _measure(stage: Stage, cell: Cell, out: Path, batches: int) -> None:
     ).to(get_accelerator().current_device_name())
     if cell.kind == "fp8":
         ds_fp8.convert(model, stage.fp8)
-    rows = build_data(stage.data, load_tokenizer(str(folder / MODEL)), cache_dir()).validation
+    rows = build_data(stage.data, load_tokenizer(str(folder / MODEL)), default_cache_dir()).validation
     chosen = range(min(batches * stage.global_batch, len(rows)))
     found = logit_sharpness(model, micro_batches(stage, rows, chosen, model.device))
     write_atomically(folder / SHARPNESS, json.dumps(found, indent=2) + "\n")

@@ -6,7 +6,7 @@ from ds_fp8.data.order import budgeted_micro_batches, local_micro_batches, rows_
 from ds_fp8.data.packing import PackedDataset, Plan, plan_rows
 from ds_fp8.data.questions import Question, extract_answer
 from ds_fp8.data.sources import ExampleStream, read_examples
-from ds_fp8.data.stage import StageData, build_data, describe
+from ds_fp8.data.stage import StageData, build_data, default_cache_dir, describe
 from ds_fp8.data.synthetic import Problem, chat_prompt, document_prompt, problems
 from ds_fp8.data.token_store import TokenStore
 from ds_fp8.data.tokenise import tokenise_source
@@ -27,6 +27,7 @@ __all__ = [
     "build_data",
     "build_tokenizer",
     "chat_prompt",
+    "default_cache_dir",
     "describe",
     "document_prompt",
     "encode_documents",

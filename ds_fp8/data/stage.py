@@ -47,6 +47,11 @@ class StageData:
         return rows_of_step(step, self.train.rows_by_source, global_batch, seed, self.weights)
 
 
+def default_cache_dir() -> Path:
+    """Return the folder that keeps tokenizers and prepared data between runs: DS_FP8_CACHE, or ~/.cache/ds_fp8."""
+    return Path(os.environ.get("DS_FP8_CACHE", "~/.cache/ds_fp8")).expanduser()
+
+
 def build_data(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, report: Report | None = None
 ) -> StageData:

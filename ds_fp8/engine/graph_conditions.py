@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.engine.known_code import code_of_others
+from ds_fp8.engine.known_code import code_of_others, text_config
 from ds_fp8.layers import documents
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.loss import LossFusion
@@ -163,10 +163,7 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
 
 def _attention_of(module: nn.Module) -> str | None:
     """Return the attention implementation of a Hugging Face model."""
-    config = getattr(module, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    return getattr(config, "_attn_implementation", None)
+    return getattr(text_config(getattr(module, "config", None)), "_attn_implementation", None)
 
 
 class Capacities:

@@ -64,11 +64,15 @@ def fingerprint(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
     for parameter in parameters:
         for name in _HOOKS_OF_PARAMETERS:
             seen.append(len(getattr(parameter, name, None) or ()))
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
+    config = text_config(config)
     names = ("_attn_implementation", "output_hidden_states", "output_attentions", "use_cache", "return_dict")
     seen += (repr(getattr(config, name, None)) for name in names)
     return hash(tuple(seen))
+
+
+def text_config(config: Any) -> Any:
+    """Return the part of a Hugging Face model's configuration that is about text; None of None."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _global_hooks() -> Iterator[object]:

@@ -33,10 +33,9 @@ from ds_fp8.config.errors import main_entry
 from ds_fp8.config.formats import FORMATS
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import EMULATED_PRESETS, PRESETS
-from ds_fp8.data import IGNORED, PackedDataset, StageData, build_data, build_tokenizer
+from ds_fp8.data import IGNORED, PackedDataset, StageData, build_data, build_tokenizer, default_cache_dir
 from ds_fp8.layers.convert import convert
 from ds_fp8.optim import AdamW
-from ds_fp8.train.loop import cache_dir
 from ds_fp8.train.model import build_model, load_model_config
 from ds_fp8.train.schedules import learning_rate_factor
 from ds_fp8.train.stage import Stage, load_stage
@@ -150,8 +149,8 @@ def main(arguments: list[str] | None = None) -> int:
     facts = begin()
     for seed in options.seeds:
         stage = stage_of(options, seed)
-        tokenizer = build_tokenizer(stage.data, cache_dir())
-        data, config = build_data(stage.data, tokenizer, cache_dir()), load_model_config(stage, tokenizer)
+        tokenizer = build_tokenizer(stage.data, default_cache_dir())
+        data, config = build_data(stage.data, tokenizer, default_cache_dir()), load_model_config(stage, tokenizer)
         for variant in options.variants:
             if any((run["variant"], run["seed"], run["steps"]) == (variant, seed, options.steps)
                    for run in read_runs(options.output)):  # fmt: skip

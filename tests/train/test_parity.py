@@ -11,12 +11,11 @@ import pytest
 from ds_fp8 import train as train_room
 from ds_fp8.commands import parity as command
 from ds_fp8.config.errors import UserError
-from ds_fp8.data import build_data, build_tokenizer
+from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
 from ds_fp8.report import charts
 from ds_fp8.report.parity import compare, comparisons_in, run_folder, twin_overrides
 from ds_fp8.report.verdict import judge, judge_all, judge_seeds, seed_noise
 from ds_fp8.train import load_stage
-from ds_fp8.train.loop import cache_dir
 from tests.report.runs import finished_run
 from tests.train.conftest import ROOT
 
@@ -125,7 +124,7 @@ def test_a_schedule_in_steps_is_shortened_where_the_stage_counts_epochs(tiny, wr
     tiny["train"] |= {"steps": None, "epochs": 40, "schedule": {"type": "wsd", "warmup": 6, "decay": 12}}
     file = write(tiny)
     stage = load_stage(file)
-    rows = len(build_data(stage.data, build_tokenizer(stage.data, cache_dir()), cache_dir()).train)
+    rows = len(build_data(stage.data, build_tokenizer(stage.data, default_cache_dir()), default_cache_dir()).train)
     steps = stage.with_length(rows).train.steps
     changes = planned(file, "--steps", "4", "--ranks", "1")[-1]
     assert f"train.schedule.warmup={6 / steps}" in changes

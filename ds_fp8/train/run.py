@@ -1,0 +1,144 @@
+"""Run a stage: prepare data, model and engine, train from the last saved step, and write the result."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from transformers import PreTrainedTokenizerBase
+
+import ds_fp8
+from ds_fp8.cluster import watchdog
+from ds_fp8.config.errors import UserError
+from ds_fp8.data import StageData, build_data, build_tokenizer, default_cache_dir, describe
+from ds_fp8.data.tokenise import tokenizer_identity
+from ds_fp8.monitor.records import layers_in_bf16
+from ds_fp8.train import checkpoints, processes, resume
+from ds_fp8.train.checkpoints import RunState
+from ds_fp8.train.durable import write_atomically
+from ds_fp8.train.interrupt import Interrupt, Interrupted
+from ds_fp8.train.loop import TrainingLoop
+from ds_fp8.train.metrics import MetricsLog, read_metrics
+from ds_fp8.train.model import build_sharded_model, load_model_config, parameters_to_train
+from ds_fp8.train.progress import RunProgress, TokeniserProgress
+from ds_fp8.train.result import write_result
+from ds_fp8.train.run_lock import only_run_in
+from ds_fp8.train.schedules import learning_rate_scheduler
+from ds_fp8.train.stage import Stage
+
+
+def train(stage: Stage) -> dict[str, Any]:
+    """Run the stage on this rank, from where its run folder left off, and return its result. Collective.
+
+    Nothing is written before every check has passed. Raises UserError, on all ranks alike, for a mistake in the stage,
+    and Interrupted after a signal, once the checkpoint is saved.
+    """
+    processes.set_single_process_env()
+    watchdog.beat("preparing data and model", slow=True)
+    rank = int(os.environ["RANK"])
+    try:
+        state = resume.inspect_run(stage)
+        if state.result is not None:
+            if rank == 0:
+                print(f"{stage.run_dir} has finished its {state.step} steps: nothing to do", flush=True)
+            return state.result
+        tokenizer = build_tokenizer(stage.data, default_cache_dir())
+        with TokeniserProgress() as report:
+            data = build_data(stage.data, tokenizer, default_cache_dir(), report)
+        stage = stage.with_length(len(data.train))
+        resume.check_length(stage, state)
+        _check_problems(stage, data)
+        config = load_model_config(stage, tokenizer)
+        processes.init_distributed()
+        processes.check_same_everywhere(
+            "the data it prepared",
+            {"tokenizer": tokenizer_identity(tokenizer), **data.report},
+            key="data.path",
+            remedy="give every host the same files; what was prepared earlier from others lies in DS_FP8_CACHE",
+        )
+        model = build_sharded_model(stage, config)
+        say = RunProgress.say_on(rank == 0)
+        with only_run_in(stage.run_dir, say):
+            return _train(stage, data, tokenizer, model, resume.settle(stage, say))
+    except UserError as error:
+        raise error.located(stage.file) from None
+
+
+def _train(
+    stage: Stage,
+    data: StageData,
+    tokenizer: PreTrainedTokenizerBase,
+    model: torch.nn.Module,
+    state: RunState,
+) -> dict[str, Any]:
+    """Train from `state`, whose run folder is this run's alone, and return the result. Collective."""
+    rank = dist.get_rank()
+    records = read_metrics(stage.run_dir / checkpoints.METRICS, state.step if state.step else -1)
+    if rank == 0:
+        _prepare_wandb(stage)
+    engine, _, _, _ = ds_fp8.initialize(
+        model=model,
+        model_parameters=parameters_to_train(stage, model),
+        lr_scheduler=learning_rate_scheduler(stage.train.steps, stage.train.schedule),
+        # Bytes on the wire are measured where there is a section, FP8 or not.
+        config={"fp8": {"enabled": False}, **stage.raw},
+    )
+    if engine.fp8.optimizer is not None:
+        engine.fp8.optimizer.compact = stage.train.compact_checkpoints
+    if rank == 0:
+        stage.run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(stage.run_dir / checkpoints.CONFIG, json.dumps(stage.raw, indent=2) + "\n")
+    if engine.fp8.health is not None:
+        engine.fp8.health.move_to_bf16(layers_in_bf16(records))
+    if state.checkpoint is not None:
+        checkpoints.load(engine, stage, state)
+        if not state.step:
+            engine.skipped_steps = 0  # those before were the other run's
+    log = MetricsLog(stage.run_dir / checkpoints.METRICS, records, writes=rank == 0)
+    with RunProgress(stage.run_dir.name, stage.train.steps, state.step, shown=rank == 0) as progress:
+        describe(data.report, progress.say)
+        run = TrainingLoop(stage, data, tokenizer, engine, log, progress, Interrupt(engine.device), state)
+        try:
+            run.all_steps()
+        except Interrupted:
+            run.save()
+            run.finish_save()
+            run.draw()
+            progress.say(
+                f"interrupted: {run.step} steps are done and {'saved' if run.saved.step == run.step else 'not saved'}; "
+                "the same command resumes"
+            )
+            raise
+    watchdog.beat("writing the result", slow=True)
+    result = write_result(stage, engine, tokenizer, log, data.report, progress.say)
+    dist.barrier()
+    return result
+
+
+def _check_problems(stage: Stage, data: StageData) -> None:
+    wanted, there = stage.train.exact_match_problems, len(data.questions)
+    if not there:
+        return  # data without known answers: the run says so and measures the loss alone
+    if wanted > there:
+        raise UserError(
+            f"{wanted} problems are to be answered, and the data has {there} held-out ones",
+            key="train.exact_match_problems",
+            remedy=f"at most {there}",
+        )
+
+
+def _prepare_wandb(stage: Stage) -> None:
+    section = stage.raw.get("wandb", {})
+    if not section.get("enabled"):
+        return
+    stage.run_dir.mkdir(parents=True, exist_ok=True)  # wandb writes elsewhere when its folder does not exist
+    os.environ.setdefault("WANDB_DIR", str(stage.run_dir))
+    if "WANDB_API_KEY" not in os.environ and "WANDB_MODE" not in os.environ:
+        os.environ["WANDB_MODE"] = "offline"
+        print(
+            f"wandb: no WANDB_API_KEY, so the run is logged offline in {stage.run_dir}; WANDB_MODE=online overrides",
+            flush=True,
+        )

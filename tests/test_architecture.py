@@ -21,6 +21,6 @@ def test_names_in_files(file, name):
     assert re.search(rf"^ *(def |class )?{name}\b", (ROOT / "ds_fp8" / file).read_text(), re.MULTILINE)
 
 
-def test_every_room_is_told_of():
-    rooms = [folder.name for folder in (ROOT / "ds_fp8").iterdir() if (folder / "__init__.py").exists()]
-    assert [room for room in rooms if f"`{room}/`" not in TEXT] == []
+def test_every_package_is_told_of():
+    packages = [folder.name for folder in (ROOT / "ds_fp8").iterdir() if (folder / "__init__.py").exists()]
+    assert [package for package in packages if f"`{package}/`" not in TEXT] == []

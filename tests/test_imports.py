@@ -1,6 +1,6 @@
 """Imports point one way, and only the listed files name what DeepSpeed does not document.
 
-The rooms and their order stand in pyproject.toml (tool.importlinter); `lint-imports` shows the same by hand.
+The packages and their order stand in pyproject.toml (tool.importlinter); `lint-imports` shows the same by hand.
 """
 
 import ast
@@ -64,7 +64,7 @@ PLANTED = {
         "from ds_fp8.casts import primitives_triton\n",
         "No cycles are allowed in ds_fp8.casts",
     ),
-    "a room without a place": ("attic/__init__.py", "", "attic"),
+    "a package without a place": ("attic/__init__.py", "", "attic"),
 }
 """What is planted -> the file, its text, and what is said of it."""
 
@@ -85,7 +85,7 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess:
     )
 
 
-def test_rooms_import_downwards_and_files_in_no_circle():
+def test_packages_import_downwards_and_files_in_no_circle():
     result = lint_imports(ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 ELEMENTS = 1024
-"""Of one program."""
+"""Elements of one program."""
 
 
 @triton.jit

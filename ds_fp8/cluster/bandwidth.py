@@ -29,7 +29,7 @@ class Exchange:
     bytes_sent: int
     """By one rank to the others."""
     seconds: float
-    """Of the slowest rank, median of several."""
+    """Seconds of the slowest rank, median of several."""
 
     @property
     def gigabytes_per_second(self) -> float:

@@ -22,7 +22,7 @@ TRAIN = ("--module", "ds_fp8.commands.train")
 _LAUNCH = "deepspeed.launcher.launch"
 """Between `deepspeed` and its ranks."""
 _PR_SET_CHILD_SUBREAPER = 36
-"""Of prctl(2)."""
+"""Option of prctl(2)."""
 
 
 def train_here(arguments: Sequence[str], ranks: int, max_restarts: int = 0) -> int:

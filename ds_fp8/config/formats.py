@@ -63,7 +63,7 @@ class Format:
     smallest_subnormal: float
     bits: int = 8
     magnitudes: tuple[float, ...] = ()
-    """Of an emulated format: the numbers it has, from 0 upwards. The code of magnitudes[i] is i, that of its negative
+    """Numbers of an emulated format, from 0 upwards. The code of magnitudes[i] is i, that of its negative
     i + 2^(bits - 1)."""
 
     @functools.cached_property
@@ -157,7 +157,7 @@ class Rotation:
     block: int = BLOCK
     """Neighbours that are transformed together, one of ROTATION_BLOCKS."""
     seed: int | None = None
-    """Of the signs that the elements of every block are multiplied by before it; None: no signs."""
+    """Seed of the signs that the elements of every block are multiplied by before it; None: no signs."""
     axis: int = 1
     """Dimension of the matrix along which blocks lie: 1 its columns, 0 its rows."""
 

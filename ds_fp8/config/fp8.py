@@ -69,7 +69,7 @@ class GradientReduceConfig(Section):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """stochastic: up or down at random, right on average."""
     seed: Seed = 0
-    """Of stochastic rounding: with the same seed and ranks a run repeats bit for bit."""
+    """Seed of stochastic rounding: with the same seed and ranks a run repeats bit for bit."""
     error_feedback: Literal["off", "bf16", "fp32"] = "off"
     """Add what the cast of a gradient lost to the next gradient. Every rank keeps that for the whole model in this
     precision, 2 or 4 bytes a parameter that are not sharded; it is not in checkpoints and starts afresh."""
@@ -101,10 +101,10 @@ class OptimizerStateConfig(Section):
     shards of master weights in FP32, so there the values change and the memory does not. Compressed moments beside them
     have "granularity": "tensor"."""
     exp_avg: CodecName = "fp32"
-    """Of the first moment. e4m3_expanded (COAT): the range of each group is stretched over E4M3's. Those after it in
-    this list are emulated: a byte an element, by torch."""
+    """Format of the first moment. e4m3_expanded (COAT): the range of each group is stretched over E4M3's. Those after
+    it in this list are emulated: a byte an element, by torch."""
     exp_avg_sq: CodecName = "fp32"
-    """Of the second moment."""
+    """Format of the second moment."""
     granularity: StateGranularity = "1x128"
     """Which elements of a moment share a scale: 128 in a row of the flat shard, or a rank's part of a tensor."""
     scale: StateScale = "fp32"
@@ -114,7 +114,7 @@ class OptimizerStateConfig(Section):
     """What is rounded up or down at random, right on average: some of exp_avg, exp_avg_sq and master; true: all. auto:
     moments in a byte (but not exp_avg in e4m3_expanded) and FP16 masters, for nearest rounding loses small changes."""
     seed: Seed = 0
-    """Of stochastic rounding."""
+    """Seed of stochastic rounding."""
     implementation: Literal["auto", "ds_fp8"] = "auto"
     """auto: this package's AdamW where state is compressed, and under ZeRO-3 without optimizer offload, where it
     moves fewer bytes; elsewhere DeepSpeed's. ds_fp8: always this package's."""
@@ -188,11 +188,11 @@ class FP8Config(Section):
     layer keeps its own forward."""
     attention: AttentionConfig = AttentionConfig()
     graph: Literal["off", "auto", "on"] = "auto"
-    """auto: forward and backward of a micro-batch run as CUDA graphs, for which the GPU does not wait for Python,
-    wherever the shapes of batches repeat on all ranks and rows are not padded (rows of several documents: with packed
-    attention). Python then runs at the capture alone, so all modules and hooks must be known ones (of torch,
-    transformers, DeepSpeed, Liger), and the ranks on one host; on: whatever they are. The start report, or one line in
-    the log, says where there are no graphs. off: Python launches every kernel."""
+    """auto: forward and backward of a micro-batch are captured as CUDA graphs once its shape has come twice, so that
+    the GPU does not wait for Python. Needs batches of the same shapes on all ranks, rows without padding (packed
+    attention where rows hold several documents), only modules and hooks of torch, transformers, DeepSpeed, Liger and
+    ds_fp8, and one host. on: also with other code and on several hosts. off: never. The start report or a line in the
+    log says why there are none."""
     loss: LossConfig = LossConfig()
     param_gather: ParameterGatherConfig = ParameterGatherConfig()
     grad_reduce: GradientReduceConfig = GradientReduceConfig()

@@ -38,7 +38,7 @@ class Cast(Section):
     all of a tensor ("granularity": "tensor"), so that nothing looks for an amax; what is too large saturates. For
     models whose tensors stay near variance 1."""
     static_exponent: int = Field(0, ge=-100, le=100)
-    """Of a static scale."""
+    """Exponent of a static scale, which is 2^static_exponent."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """stochastic: up or down at random, right on average, with torch's own random numbers."""
 
@@ -97,7 +97,7 @@ class WgradConfig(Section):
     """Granularity of wgrad's input, cast along the tokens; the output gradient has that of `grad_output`."""
 
     input: Granularity | None = None
-    """Of the input, cast along the tokens; null: as linear.input."""
+    """Granularity of the input, cast along the tokens; null: as linear.input."""
 
 
 class RotationConfig(Section):
@@ -108,20 +108,20 @@ class RotationConfig(Section):
     """
 
     fprop: Literal["in_features"] | None = None
-    """Of input and weight. The weight is gathered so, and dgrad's result transformed back; ZeRO-3's shards must be
-    whole blocks for that."""
+    """Transforms input and weight. The weight is gathered so, and dgrad's result transformed back; ZeRO-3's shards must
+    be whole blocks for that."""
     dgrad: Literal["tokens", "out_features"] | None = None
-    """tokens: of the output gradient, transformed back in the result. out_features: of output gradient and weight, for
+    """tokens: the output gradient, transformed back in the result. out_features: output gradient and weight, for
     weights in 1x32 or 1x16, which are cast for each product; a weight cast once serves both and cannot be."""
     wgrad: Literal["tokens", "in_features"] | None = None
-    """tokens: of output gradient and input, as in NVFP4. in_features: of the input, transformed back in the result."""
+    """tokens: output gradient and input, as in NVFP4. in_features: the input, transformed back in the result."""
     block: Literal[16, 32, 64, 128] = 128
     """Elements that are transformed together. in_features and out_features must be multiples of it; tokens are padded
     with zeros."""
     random: bool = False
     """Whether elements of a block change their signs before, the same in all blocks, layers and steps."""
     seed: Seed = 0
-    """Of those signs."""
+    """Seed of the random signs."""
 
     @property
     def products(self) -> dict[str, str]:
@@ -146,9 +146,9 @@ class RecastConfig(Section):
     """fprop: what fprop multiplied is cast again, as in Quartet (arXiv 2505.14669), so that the gradients are of the
     function that forward computed; for weights in 1x32 or 1x16. high_precision: input and weight, cast as for fprop."""
     scale: Literal["fp32", "pow2", "e4m3"] = "pow2"
-    """Of what is cast again."""
+    """Scales of operands that are cast again."""
     rounding: Literal["nearest", "stochastic"] = "stochastic"
-    """Of what is cast again; stochastic: right on average."""
+    """Rounding of operands that are cast again; stochastic: right on average."""
     clipped: Literal["zero", "pass"] = "zero"
     """Gradient of elements that fprop's cast clipped (scale "mse"); zero keeps a byte an element of every input."""
 

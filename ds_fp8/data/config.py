@@ -11,9 +11,10 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.schema import Section, Seed
 
 MAX_TOKENS = 1 << 24
-"""Of a micro-batch on one GPU."""
+"""Most tokens of a micro-batch on one GPU."""
 SMALLEST_VOCABULARY = 384
-"""Of the built-in tokenizer: 256 bytes, the special tokens, every character of the built-in corpus, some merges."""
+"""Tokens of the built-in tokenizer, at the least: 256 bytes, the special tokens, every character of the built-in
+corpus, some merges."""
 
 
 class SourceConfig(Section):

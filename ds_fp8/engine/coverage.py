@@ -26,7 +26,7 @@ class Kept:
     reason: str
     parameters: int = 0
     names: list[str] = field(default_factory=list)
-    """Of the tensors."""
+    """Names of the tensors."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ _UNFIT = {
     "musgd": "muP's optimizers need a model with its base shapes",
 }
 MAX_WEIGHT = 100.0
-"""Of a weight of 1 after three steps with gradients of at most 1: larger ones end in infinity or NaN."""
+"""Largest magnitude of a weight of 1 after three steps with gradients of at most 1: larger ones end in infinity or
+NaN."""
 
 
 def check_optimizer(raw: Mapping[str, Any], file: str | os.PathLike | None = None, *, own: bool = False) -> None:

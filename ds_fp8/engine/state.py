@@ -21,7 +21,7 @@ from ds_fp8.zero.step import Step
 from ds_fp8.zero.wire import WireMeter
 
 CHECKPOINT_KEY = "ds_fp8"
-"""Of the state among what DeepSpeed's checkpoints call client state."""
+"""Key of the state in the client state of DeepSpeed's checkpoints."""
 
 STARTS_ANEW = "starts anew"
 

@@ -23,7 +23,7 @@ from ds_fp8.layers.selection import unconverted
 from ds_fp8.zero.safe_load import tensors_only
 
 _DEFAULT_THRESHOLD = 100_000
-"""Of stage3_param_persistence_threshold, in DeepSpeed."""
+"""Default of stage3_param_persistence_threshold in DeepSpeed."""
 
 MAPPED_BYTES = 256 << 20
 """Master weights that are read before the checkpoint's files are unmapped."""

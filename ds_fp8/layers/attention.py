@@ -44,9 +44,9 @@ class NormedHeads:
 
     layout: HeadLayout
     eps: float
-    """Of the RMSNorm before the product."""
+    """Epsilon of the RMSNorm before the product."""
     head_eps: float
-    """Of the RMSNorm of each head, where there is one."""
+    """Epsilon of the RMSNorm of each head, where there is one."""
     recipe: LinearRecipe
 
 

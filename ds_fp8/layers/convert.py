@@ -40,7 +40,7 @@ class Conversion:
     """Result of `convert`: names of the linears that became FP8, and of those that did not with the reason."""
 
     recipe: LinearRecipe
-    """Of the layers that no override matches."""
+    """Recipe of the layers that no override matches."""
     converted: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)

@@ -55,9 +55,9 @@ class GatedMLP:
     activation: str
     """One of activations.ACTIVATIONS."""
     gate_up: LinearRecipe
-    """Of the product of gate and up."""
+    """Recipe of the product of gate and up."""
     down: LinearRecipe
-    """Of the product of down."""
+    """Recipe of the product of down."""
 
     def forward(
         self, n: QuantizedTensor, weights: MLPWeights, dtype: torch.dtype, keep: bool

@@ -54,10 +54,10 @@ class LinearRecipe:
     """Casts and products of a linear layer, shared by FP8 linears and fused parts; only `site` differs."""
 
     input: CastSpec
-    """Of x as fprop's operand, rotation included."""
+    """Cast of x as fprop's operand, rotation included."""
     weight: CastSpec
     grad_output: CastSpec
-    """Of dy as dgrad's operand; wgrad's, cast along the tokens, has the same but for the rotation."""
+    """Cast of dy as dgrad's operand; wgrad's, cast along the tokens, has the same but for the rotation."""
     wgrad_input: str
     """Granularity of x as wgrad's operand, cast along the tokens."""
     backend: str
@@ -68,7 +68,7 @@ class LinearRecipe:
     """activations.recompute: "none" or "mlp"."""
     monitor: CastMonitor = field(compare=False)
     wgrad_input_rotation: Rotation | None = None
-    """Of x [T, K], or with `recast` of its cast, as wgrad's operand."""
+    """Rotation of x [T, K], or with `recast` of its cast, as wgrad's operand."""
     wgrad_grad_output_rotation: Rotation | None = None
     recast: Recast | None = None
     """Second casts of fprop's x and w, for wgrad and dgrad. None: those are casts of high precision."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 MAX_EXPONENT = 60
-"""Of a factor: a weight times it stays far from the end of FP32."""
+"""Largest exponent of a factor: a weight times it stays far from the end of FP32."""
 
 
 def channel_factors(product: torch.Tensor) -> torch.Tensor:

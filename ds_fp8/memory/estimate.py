@@ -54,8 +54,8 @@ KINDS = (
 """Every kind of memory, in the order of tables and pictures."""
 
 SLACK = 0.08
-"""Of what comes and goes: what the caching allocator holds in pieces that fit nothing. An assumption; sweeps measure it
-(reserved_bytes beside peak_bytes)."""
+"""Share of the transient memory: what the caching allocator holds in pieces that fit nothing. An assumption; sweeps
+measure it (reserved_bytes beside peak_bytes)."""
 CONTEXT = 1 << 30
 """CUDA's context, its loaded kernels, and NCCL's buffers, which are not torch's. An assumption too."""
 

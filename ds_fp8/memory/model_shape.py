@@ -31,7 +31,7 @@ class ParameterShape:
 
     numel: int
     cast: CastSpec | None
-    """Of the weight of an FP8 linear."""
+    """Cast of the weight of an FP8 linear."""
     trainable: bool
 
     @property

@@ -39,7 +39,7 @@ class Workload:
     fp8: FP8Config
     gpus: int
     rows: int
-    """Of a micro-batch."""
+    """Rows of a micro-batch."""
     sequence_length: int
     zero: DeepSpeedZeroConfig
     accumulation_bytes: int

@@ -44,7 +44,7 @@ class Codec:
     dtype: torch.dtype
     mantissa_bits: int = 0
     min_exponent: int = 0
-    """Of the smallest normal number; of emulated formats neither is asked for."""
+    """Exponent of the smallest normal number. Emulated formats need neither of the two."""
     max: float | None = None
     """What the largest magnitude of a group is brought to; None: there are no scales."""
     expanded: bool = False

@@ -82,7 +82,7 @@ class Comparison:
     """A run, beside its twin where there is one."""
 
     name: str
-    """Of the stage or the seed."""
+    """Name of the stage or the seed."""
     run: RunRecord
     twin: RunRecord | None = None
 

@@ -57,7 +57,7 @@ class RunState:
     ranks: int | None = None
     """How many ranks wrote it."""
     result: dict[str, Any] | None = None
-    """Of a run that has finished."""
+    """Result of a run that has finished."""
 
 
 def survey(run_dir: Path) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]:

@@ -14,7 +14,7 @@ from ds_fp8.config.schema import shown
 from ds_fp8.engine.deepspeed_values import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, check_values
 
 MAX_ROWS = 1 << 24
-"""Of a step: more than any training uses, and few enough to be listed."""
+"""Most rows of a step: more than any training uses, and few enough to be listed."""
 
 _NOT_IN_A_STAGE = {
     "scheduler": "the learning-rate schedule belongs to the stage: set train.schedule",

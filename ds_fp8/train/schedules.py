@@ -30,7 +30,8 @@ class Schedule(Section):
     decay: float = Field(0.2, ge=0)
     """The last part of a wsd run; the other types do not read it."""
     decay_shape: Literal["cosine", "linear", "1-sqrt"] = "cosine"
-    """Of a wsd run: half a cosine wave, a straight line, or one minus the square root of the progress."""
+    """Shape of the decay of a wsd run: half a cosine wave, a straight line, or one minus the square root of the
+    progress."""
     min_ratio: float = Field(0.1, ge=0, le=1)
     """The last step's share of the peak learning rate."""
 

@@ -59,7 +59,7 @@ class TrainConfig(Section):
     epochs: float | None = Field(None, gt=0)
     """In place of `steps`: how often to go through the training data."""
     seed: Seed = 1236
-    """Of untrained weights, of dropout and of the order of the data."""
+    """Seed of untrained weights, of dropout and of the order of the data."""
     schedule: Schedule = Schedule()
     log_every: int = Field(1, gt=0)
     """Steps between lines of metrics.jsonl. In between losses are read, and spikes and signals noticed, at the latest

@@ -19,7 +19,7 @@ from ds_fp8.config.formats import BLOCK
 from ds_fp8.zero.message import SPAN, Message, Target, span_count
 
 WARPS = 8
-"""Of a program: 16 elements a thread, whose codes of one row are one access."""
+"""Warps of a program: 16 elements a thread, whose codes of one row are one access."""
 ALIGNMENT = 16
 """Elements that all places must be a multiple of for accesses of 16 bytes."""
 

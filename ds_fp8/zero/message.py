@@ -61,7 +61,7 @@ class CastOptions:
 
     format: str
     key: int | None = None
-    """Of stochastic rounding, 31 bits; None rounds to nearest even."""
+    """Key of stochastic rounding, 31 bits; None rounds to nearest even."""
     scale: torch.Tensor | None = None
     """FP32 [], one scale for the whole gradient, with saturation; None gives every group of 128 its own."""
     clipped: torch.Tensor | None = None

@@ -104,7 +104,7 @@ class ShardedWeight:
 
 
 Source = Callable[[ShardedWeight], torch.Tensor]
-"""Of a weight the flat numbers to cast: [at least shard.valid], FP32 or BF16, on any device."""
+"""Returns the flat numbers of a weight to cast: [at least shard.valid], FP32 or BF16, on any device."""
 
 
 def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed_versions import ACTIVE_BACKWARD, AVAILABLE_PARAMETERS, FETCH_EVENTS, GATHER_STREAM, IN_FLIGHT
 
 _COUNTERS = ("ds_grads_remaining", "applied_pre_backward_ref_cnt")
-"""Of modules: what DeepSpeed's hooks count between forward and backward."""
+"""Attributes of modules in which DeepSpeed's hooks count between forward and backward."""
 
 
 class _Discarded(deque):

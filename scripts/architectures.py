@@ -94,7 +94,7 @@ def tiny_config(architecture: str) -> Any:
 
 
 def train(architecture: str, fp8: dict | None) -> dict[str, Any]:
-    """Train a model for STEPS steps on this rank. Returns its losses, averaged over ranks, and the start report."""
+    """Train a model for STEPS steps on this rank. Return its losses, averaged over ranks, and the start report."""
     import torch
     from deepspeed import comm as dist
     from transformers import AutoModelForCausalLM

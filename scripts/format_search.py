@@ -65,7 +65,7 @@ class Choice(NamedTuple):
 
 
 def choice_of(word: str) -> Choice:
-    """Return what a word stands for, but for "bf16". Raises UserError for one that means nothing."""
+    """Return what a word stands for, but for "bf16". Raise UserError for one that means nothing."""
     format, *rest = NAMED.get(word, word).split(":")
     granularity, scale = (*rest, "pow2")[:2] if rest else ("row", "fp32")
     for part, known in ((format, [*FORMATS, *NAMED]), (granularity, GRANULARITIES), (scale, SCALE_BITS)):

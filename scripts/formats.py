@@ -59,7 +59,7 @@ DEFAULT = ("e4m3", "e5m2", "e3m4", "e2m5", "int8", "log8", "e2m3", "e3m2", "int6
 
 
 def read_rows(options: argparse.Namespace, device: str) -> tuple[list[Batch], list[Batch]]:
-    """Return rows of the text to select by, and as many others. Raises UserError for a text that is too short."""
+    """Return rows of the text to select by, and as many others. Raise UserError for a text that is too short."""
     config = DataConfig(
         path=options.data,
         format="documents",
@@ -158,7 +158,7 @@ def stage_of(mix: dict[str, str], options: argparse.Namespace) -> dict[str, Any]
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises UserError for a format that does not exist."""
+    """Parse the command line. Raise UserError for a format that does not exist."""
 
     def words(text: str) -> list[str]:
         return [part.strip() for part in text.split(",") if part.strip()]

@@ -103,7 +103,7 @@ def known_paths() -> list[tuple[str, ...]]:
 
 @st.composite
 def changed(draw: st.DrawFn, raw: Any, more: list[tuple[str, ...]]) -> Any:
-    """`raw` with one to three changes: values replaced, moved, removed, misspelt, or added at a path of `more`."""
+    """Draw `raw` with one to three changes: values replaced, moved, removed, misspelt, or added at a path of `more`."""
     raw = copy.deepcopy(raw)
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from([*paths(raw)] or [("a",)]))
@@ -151,7 +151,7 @@ INSERTED = [
 
 @st.composite
 def damaged(draw: st.DrawFn, content: bytes) -> bytes:
-    """`content` with one to three damages: cut, overwritten, repeated, or with something put in."""
+    """Draw `content` with one to three damages: cut, overwritten, repeated, or with something put in."""
     for _ in range(draw(st.integers(1, 3))):
         place, length = draw(st.integers(0, len(content))), draw(st.sampled_from([1, 1, 2, 8, 100, 10_000]))
         put = draw(st.binary(max_size=8) | st.sampled_from(INSERTED))
@@ -177,7 +177,7 @@ OVERRIDE_VALUES = (
 
 @st.composite
 def overrides(draw: st.DrawFn, known: list[tuple[str, ...]]) -> list[str]:
-    """One or two arguments of --set: values of another stage, or odd ones, at keys that exist, and odd keys."""
+    """Draw one or two arguments of --set: values of another stage, or odd ones, at keys that exist, and odd keys."""
     stages = list(map(json.loads, STAGES.values()))
     existing = {".".join(map(str, path)): at(raw, path) for raw in stages for path in paths(raw)}
     if draw(st.integers(0, 3)) == 0:
@@ -215,7 +215,7 @@ def contents() -> dict[str, bytes]:
 
 @st.composite
 def data_files(draw: st.DrawFn) -> tuple[str, bytes, str]:
-    """(ending, content, format) of a file that is damaged, before or after it was compressed, or wrongly named."""
+    """Draw (ending, content, format) of a file that is damaged, before or after it was compressed, or wrongly named."""
     good = contents()
     kind, compression = draw(st.sampled_from(sorted(good))), draw(st.sampled_from(["", *COMPRESSED]))
     content = good[kind]
@@ -246,7 +246,7 @@ class Judges:
     """Each method takes a case as it was drawn, and lets the package accept or refuse it."""
 
     def __init__(self, folder: Path):
-        """folder: for the files that the cases are made of."""
+        """Make judges that write the files of their cases to `folder`."""
         self.folder = folder
         self._known: list | None = None
 
@@ -258,7 +258,7 @@ class Judges:
 
     @property
     def known(self) -> list[tuple[str, ...]]:
-        """`known_paths`, listed once."""
+        """Return `known_paths`, listed once."""
         self._known = self._known or known_paths()
         return self._known
 

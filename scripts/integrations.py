@@ -67,7 +67,7 @@ def trainer_label_smoothing(folder, fp8):
 
 
 def trainer_save_only_model(folder, fp8):
-    """The loss of the stored model, loaded again."""
+    """Return the loss of the stored model, loaded again."""
     import torch
     from deepspeed import comm as dist
     from transformers import AutoModelForCausalLM
@@ -81,7 +81,7 @@ def trainer_save_only_model(folder, fp8):
 
 
 def trainer_generation(folder, fp8):
-    """Losses, after which all ranks generate together."""
+    """Return losses, after which all ranks have generated together."""
     import torch
     from transformers import Trainer
 

@@ -181,12 +181,12 @@ def _decode(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 def _heads(x: QuantizedTensor, groups: int = 1) -> torch.Tensor:
-    """[B, S, heads, D] -> FP32 [B, heads · groups, S, D]."""
+    """Return x [B, S, heads, D] decoded to FP32 [B, heads · groups, S, D], every head `groups` times."""
     return x.dequantize().transpose(1, 2).repeat_interleave(groups, dim=1)
 
 
 def _scores(q: QuantizedTensor, k: QuantizedTensor, scaling: float) -> torch.Tensor:
-    """FP32 [B, heads, S, S], -inf after the diagonal."""
+    """Return the masked scores, FP32 [B, heads, S, S], -inf after the diagonal."""
     s = scaling * (_heads(q) @ _heads(k, q.shape[2] // k.shape[2]).mT)
     return s.masked_fill(torch.ones_like(s[0, 0], dtype=torch.bool).triu(1), -torch.inf)
 

@@ -209,13 +209,18 @@ def gated_backward_cast(
     recipe: LinearRecipe,
     down: LinearRecipe,
 ) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
-    """Casts of dgate_up [T, 2F] and [2F, T] and of the product [F, T]; T and F are multiples of 128.
-
-    recipe, down: of the product of gate and up, and of down_proj's.
+    """Return the casts of dgate_up [T, 2F] and [2F, T] and of the product [F, T]; T and F are multiples of 128.
 
     One launch casts along the features and another along the tokens: one that did both would need more registers than
     there are, and reading twice what backward reads costs less. The first also finds the amax of the product's tiles,
     if it is to have a scale a tile: the second holds a few features at once, for narrow tiles are the fastest.
+
+    Args:
+        dproduct: [T, F], the gradient of the product.
+        saved: gate_up [T, 2F] in high precision, or as forward kept it in FP8.
+        activation: Name of the activation of gate.
+        recipe: Of the product of gate and up.
+        down: Of down_proj's product.
     """
     M, F = dproduct.shape
     dproduct = dproduct.contiguous()

@@ -74,10 +74,16 @@ class GradientReduce:
         clock: Callable[[], int] | None = None,
         observe: Observer | None = None,
     ):
-        """nodes: how reductions over all ranks go in two levels; those over fewer ranks are flat.
+        """Make a reduce-scatter with these settings.
 
-        clock: a number that differs between micro-batches, and is the same again when a checkpoint is resumed. Without
-        one the reductions are counted. observe: is shown every gradient that is cast.
+        Args:
+            stock: DeepSpeed's own reduce-scatter, for gradients that are not cast.
+            config: The section "grad_reduce", of an FP8 format.
+            wire: Counts the bytes that this rank sends.
+            nodes: Groups of two levels for reductions over all ranks; those over fewer ranks are flat.
+            clock: Returns a number that differs between micro-batches, and is the same again when a checkpoint is
+                resumed. Without one the reductions are counted.
+            observe: Is shown every gradient that is cast.
         """
         self._observe, self._left_out = observe, frozenset[str]()
         self._stock, self._config, self._wire, self._nodes = stock, config, wire, nodes

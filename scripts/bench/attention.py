@@ -53,13 +53,13 @@ NAMES = ("output", "dq", "dk", "dv")
 
 
 def torch_attention(kernel: SDPBackend | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """scaled_dot_product_attention with one of its kernels."""
+    """Return the output of scaled_dot_product_attention with one of its kernels; None: torch chooses."""
     with sdpa_kernel(kernel) if kernel is not None else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """In FP32, by a kernel that does not hold all scores."""
+    """Compute attention in FP32, by a kernel that does not hold all scores."""
     groups = q.shape[1] // k.shape[1]
     q, k, v = q.float(), *(x.float().repeat_interleave(groups, dim=1) for x in (k, v))
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION if q.is_cuda else SDPBackend.MATH]):
@@ -67,7 +67,7 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 
 
 def of_transformer_engine(size: ModelSize, fp8: bool) -> Attention:
-    """te.DotProductAttention in BF16, or in FP8 with its delayed scaling."""
+    """Return te.DotProductAttention in BF16, or in FP8 with its delayed scaling."""
     from transformer_engine.common.recipe import DelayedScaling
     from transformer_engine.pytorch import DotProductAttention, fp8_autocast
 
@@ -168,7 +168,7 @@ def measure_kernels(operands: list[torch.Tensor], gradient: torch.Tensor, millis
 
 
 def floating_point_operations(size: ModelSize, rows: int, length: int) -> int:
-    """Return those of the two products of forward, half of each masked; backward has five of them."""
+    """Return the FLOPs of forward's two products, half of each masked; backward has five of them."""
     return 2 * 2 * rows * size.heads * size.head_dim * length * length // 2
 
 

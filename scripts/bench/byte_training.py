@@ -77,7 +77,7 @@ def refuse_full_on_cpu(options: argparse.Namespace) -> None:
 
 
 def read_sources(length: int) -> torch.Tensor:
-    """The first `length` bytes of the Python sources of this environment, uint8. Raises UserError for too few."""
+    """Read the first `length` bytes of the Python sources of this environment, uint8. Raise UserError for too few."""
     text, found = bytearray(), 0
     for folder in ("stdlib", "purelib"):
         for file in sorted(Path(sysconfig.get_path(folder)).rglob("*.py")):
@@ -93,7 +93,7 @@ def read_sources(length: int) -> torch.Tensor:
 
 
 def batch(text: torch.Tensor, scale: Scale, seed: int) -> torch.Tensor:
-    """Rows of bytes [rows, length] from places that depend on `seed` alone."""
+    """Return rows of bytes [rows, length] from places that depend on `seed` alone."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, len(text) - scale.length, (scale.rows, 1), generator=generator)
     return text[starts + torch.arange(scale.length)].long().to(device())
@@ -110,7 +110,7 @@ def build_model(scale: Scale, seed: int) -> LlamaForCausalLM:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over a twentieth of the steps, then a cosine to a tenth of the peak."""
+    """Return a step's learning rate: warm-up over a twentieth of the steps, then a cosine to a tenth of the peak."""
     warmup = max(1, steps // 20)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -119,7 +119,10 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Without it two runs of one seed end 0.2% apart on a GPU, nearly as far as any state may be from FP32's."""
+    """Run torch's deterministic kernels within this context.
+
+    Without them two runs of one seed end 0.2% apart on a GPU, nearly as far as any state may be from FP32's.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -209,7 +212,7 @@ def figures(
     seed: int, curve: list[float], optimizer: AdamW, model: LlamaForCausalLM, seconds: float, scale: Scale,
     text: torch.Tensor,
 ) -> dict[str, Any]:  # fmt: skip
-    """The row of one run."""
+    """Return the row of one run."""
     model.eval()
     held_out = text[len(text) * 99 // 100 :]
     with torch.no_grad():

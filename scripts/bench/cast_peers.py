@@ -37,13 +37,13 @@ def quantizer(format: str, rowwise: str | None, columnwise: str | None) -> Any |
 
 
 def cast(x: torch.Tensor, format: str, rowwise: str | None, columnwise: str | None) -> Peer:
-    """The casts of a matrix x."""
+    """Return a function that casts a matrix x."""
     casts = quantizer(format, rowwise, columnwise)
     return None if casts is None else lambda: casts(x)
 
 
 def swiglu(gate_up: torch.Tensor, format: str, rowwise: str | None, columnwise: str | None) -> Peer:
-    """silu(gate) · up and its casts."""
+    """Return a function that computes silu(gate) · up and its casts."""
     casts = quantizer(format, rowwise, columnwise)
     if casts is None:
         return None
@@ -55,7 +55,7 @@ def swiglu(gate_up: torch.Tensor, format: str, rowwise: str | None, columnwise: 
 def swiglu_backward(
     dproduct: torch.Tensor, gate_up: torch.Tensor, format: str, rowwise: str | None, columnwise: str | None
 ) -> Peer:
-    """The gradients of gate and up and their casts, from gate_up in BF16."""
+    """Return a function that computes the gradients of gate and up and their casts, from gate_up in BF16."""
     casts = quantizer(format, rowwise, columnwise)
     if casts is None:
         return None
@@ -65,7 +65,7 @@ def swiglu_backward(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, format: str, rowwise: str) -> Peer:
-    """RMSNorm and the row-wise cast of its result."""
+    """Return a function that computes RMSNorm and the row-wise cast of its result."""
     casts = quantizer(format, rowwise, None)
     if casts is None:
         return None
@@ -76,7 +76,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, format: str, row
 
 
 def rope(qkv: torch.Tensor, layout: HeadLayout) -> Peer:
-    """The rotation of q and k of one sequence [S, N], without a bias."""
+    """Return a function that rotates q and k of one sequence [S, N], without a bias."""
     if unavailable("transformer_engine") is not None:
         return None
     from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb

@@ -79,18 +79,18 @@ class Operation:
 
     @property
     def bytes(self) -> int:
-        """Bytes that have to move at least."""
+        """Return the bytes that have to move at least."""
         return round(self.elements * self.bytes_per_element)
 
 
 def in_words(rowwise: QuantizedTensor | None, columnwise: QuantizedTensor | None = None) -> str:
-    """Both casts of a matrix, "rows 1x128, columns 128x128"."""
+    """Describe the casts of a matrix along rows and columns: "rows 1x128, columns 128x128"."""
     parts = {"rows": rowwise, "columns": columnwise}
     return ", ".join(f"{along} {describe_cast(q)}" for along, q in parts.items() if q is not None)
 
 
 def cast_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[Operation]:
-    """The casts of an input x [T, F], of an output gradient dy [T, F] and of a weight w [2F, H]."""
+    """Yield the casts of an input x [T, F], of an output gradient dy [T, F] and of a weight w [2F, H]."""
     x, w = normal(tokens, size.intermediate), normal(2 * size.intermediate, size.hidden, std=WEIGHT_STD)
     of_x, of_dy, of_w = recipe.input, recipe.grad_output, recipe.weight
     wgrad_x, wgrad_dy = recipe.wgrad_input, recipe.grad_output.granularity
@@ -117,7 +117,7 @@ def cast_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Itera
 
 
 def norm_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[Operation]:
-    """RMSNorm of x [T, H], with and without the residual add before it."""
+    """Yield RMSNorm of x [T, H], with and without the residual add before it."""
     x, residual, weight = normal(tokens, size.hidden), normal(tokens, size.hidden), normal(size.hidden)
     of_x = recipe.input
     _, rstd, cast = rms_norm_cast(x, weight, EPS, recipe)
@@ -135,7 +135,7 @@ def norm_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Itera
 
 
 def swiglu_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[Operation]:
-    """SwiGLU of gate_up [T, 2F] with the casts of its product [T, F], and its backward with all casts."""
+    """Yield SwiGLU of gate_up [T, 2F] with the casts of its product [T, F], and its backward with all casts."""
     gate_up, dproduct = normal(tokens, 2 * size.intermediate), normal(tokens, size.intermediate)
     of_x, of_dy, elements = recipe.input, recipe.grad_output, dproduct.numel()
 
@@ -165,7 +165,7 @@ def swiglu_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Ite
 
 
 def rope_operations(size: ModelSize, tokens: int) -> Iterator[Operation]:
-    """The rotation of q, k and v [T, N] with their bias, and back; it casts nothing."""
+    """Yield the rotation of q, k and v [T, N] with their bias, and back; it casts nothing."""
     layout = HeadLayout(size.heads, size.kv_heads, size.head_dim)
     qkv, bias = normal(tokens, sum(layout.sizes)), normal(sum(layout.sizes))
     angles = torch.rand(1, tokens, size.head_dim, device=qkv.device) * 6
@@ -182,7 +182,7 @@ def rope_operations(size: ModelSize, tokens: int) -> Iterator[Operation]:
 
 
 def operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[Operation]:
-    """All of them, one at a time: the operands of one are freed before the next are made."""
+    """Yield all operations, one at a time: the operands of one are freed before the next are made."""
     for kind in (cast_operations, norm_operations, swiglu_operations):
         yield from kind(recipe, size, tokens)
     yield from rope_operations(size, tokens)
@@ -190,14 +190,14 @@ def operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[O
 
 @functools.cache
 def copy_time(bytes: int, milliseconds: float) -> float:
-    """Milliseconds of a copy that reads and writes `bytes` together."""
+    """Return the milliseconds of a copy that reads and writes `bytes` together."""
     source = torch.zeros(max(1, bytes // 2), dtype=torch.uint8, device=device())
     target = torch.empty_like(source)
     return measure(lambda: target.copy_(source), milliseconds=milliseconds)
 
 
 def peer_time(operation: Operation, milliseconds: float) -> float | None:
-    """Milliseconds of Transformer Engine's counterpart; None, having said why, where it fails."""
+    """Return the milliseconds of Transformer Engine's counterpart; where it fails, print why and return None."""
     if operation.peer is None:
         return None
     try:
@@ -208,7 +208,7 @@ def peer_time(operation: Operation, milliseconds: float) -> float | None:
 
 
 def measure_operation(operation: Operation, milliseconds: float) -> dict[str, Any]:
-    """One row."""
+    """Measure one operation and return its row."""
     time, copy = measure(operation.run, milliseconds=milliseconds), copy_time(operation.bytes, milliseconds)
     peer = peer_time(operation, milliseconds)
     return {
@@ -226,7 +226,7 @@ def measure_operation(operation: Operation, milliseconds: float) -> dict[str, An
 
 
 def rotated(preset: str, size: ModelSize, tokens: int) -> Iterator[Operation]:
-    """The casts of a preset behind rotations."""
+    """Yield the casts of a preset behind rotations."""
     for operation in cast_operations(preset_recipe(preset, rotation=ROTATION), size, tokens):
         yield replace(operation, name=f"{operation.name}, rotated", peer=None)
 
@@ -234,7 +234,7 @@ def rotated(preset: str, size: ModelSize, tokens: int) -> Iterator[Operation]:
 def measure_presets(
     presets: list[str], size: ModelSize, tokens: int, milliseconds: float, rotations: bool = False
 ) -> list[dict[str, Any]]:
-    """One row for every distinct operation of `presets`; with `rotations` those of their casts behind them, too."""
+    """Return a row for every distinct operation of `presets`; with `rotations` also of their casts behind rotations."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for preset in presets:
         more = rotated(preset, size, tokens) if rotations else ()
@@ -261,7 +261,7 @@ def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line, with the defaults that follow from --quick and the machine filled in."""
+    """Parse the command line and fill in the defaults that follow from --quick and the machine."""
     parser = argument_parser(__doc__)
     parser.add_argument("--size", choices=list(SIZES), help="whose tensors to cast (default 7b, --quick: tiny)")
     parser.add_argument("--tokens", type=positive, metavar="T", help="tokens of a micro-batch (default 16384)")

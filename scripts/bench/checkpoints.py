@@ -163,7 +163,7 @@ def report(options: argparse.Namespace, folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE", help="a stage")
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1, help="processes (default 1)")
     parser.add_argument(
         "--steps",
         type=int,
@@ -177,7 +177,12 @@ def main() -> int:
         help="of which the first is left out: it takes the host memory that later ones reuse (default 3)",
     )
     parser.add_argument("--waiting", action="store_true", help="leave out the saves in the background")
-    parser.add_argument("--out", metavar="FOLDER", default="bench-checkpoints")
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        default="bench-checkpoints",
+        help="folder to make and delete (default bench-checkpoints)",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the stage")
     parser.add_argument("--measure", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--resumes", action="store_true", help=argparse.SUPPRESS)

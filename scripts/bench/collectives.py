@@ -63,7 +63,7 @@ def engine_of(size: str, fp8: dict[str, Any] | None) -> Any:
 
 
 def groups_of(engine: Any) -> dict[str, list[nn.Parameter]]:
-    """The weights that are gathered together, by name: each alone, then the layer."""
+    """Return the weights that are gathered together, by name: each alone, then the layer."""
     linears = engine.module.linears
     return {**{name: [m.weight] for name, m in linears.items()}, "layer": [m.weight for m in linears.values()]}
 
@@ -73,7 +73,7 @@ def allocated() -> int | None:
 
 
 def measure_gathers(size: str, fp8: dict[str, Any] | None, repeats: int) -> dict[str, Measured]:
-    """By group of weights, and of a refresh in FP8."""
+    """Measure the gather of each group of weights, and in FP8 a refresh."""
     engine = engine_of(size, fp8)
     found = {}
     for name, weights in groups_of(engine).items():
@@ -101,7 +101,7 @@ def measure_gathers(size: str, fp8: dict[str, Any] | None, repeats: int) -> dict
 
 
 def measure_reductions(size: str, options: dict[str, Any] | None, repeats: int) -> dict[str, Measured]:
-    """By group of gradients; options of "grad_reduce", None for DeepSpeed's own."""
+    """Measure the reduction of each group of gradients; options of "grad_reduce", None for DeepSpeed's own."""
     shapes = list(SIZES[size].linears().items())
     wire = WireMeter()
     stock = counted(seams.stock_reduce_scatter(), wire)

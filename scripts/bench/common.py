@@ -45,7 +45,7 @@ class ModelSize(NamedTuple):
     """Whether embedding and head are one matrix."""
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(output features N, input features K) by name; q, k, v and gate, up are each one product."""
+        """Return (output features N, input features K) by name; q, k, v and gate, up are each one product."""
         return {
             "qkv": ((self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden),
             "o": (self.hidden, self.heads * self.head_dim),
@@ -62,7 +62,7 @@ SIZES = {
 
 
 def device() -> torch.device:
-    """The device benchmarks run on: the current GPU where there is one, else the CPU."""
+    """Return the device that benchmarks run on: the current GPU where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -72,9 +72,9 @@ def preset_recipe(preset: str, **linear: Any) -> LinearRecipe:
 
 
 def distinct_presets(presets: Iterable[str]) -> dict[str, list[str]]:
-    """The first of every few presets that compute alike (and differ in the optimizer, say), with all of its few.
+    """Group presets that compute alike (and differ in the optimizer, say) under the first of each group.
 
-    Without those of static scales, which are for models whose numbers are all near 1, and not for any numbers.
+    Presets of static scales are left out: they are for models whose numbers are all near 1, and not for any numbers.
     """
     alike: dict[LinearRecipe, list[str]] = {}
     for preset in presets:
@@ -85,15 +85,15 @@ def distinct_presets(presets: Iterable[str]) -> dict[str, list[str]]:
 
 
 def describe_cast(q: QuantizedTensor) -> str:
-    """A cast in words: its granularity, and format and scale type where they are not e4m3 and pow2."""
+    """Describe a cast in words: its granularity, and format and scale type where they are not e4m3 and pow2."""
     unusual = [q.format] * (q.format != "e4m3") + [f"{q.scale_type} scale"] * (q.scale_type != "pow2")
     return " ".join([q.granularity, *unusual])
 
 
 def able_backends(wanted: list[str] | None) -> list[str]:
-    """The backends to measure: those asked for, else all that run here; the emulation only where nothing else runs.
+    """Return the backends to measure: those asked for, else all that run here; the emulation only as the last resort.
 
-    Raises UserError for one that does not exist or does not run here, with the reason.
+    Raise UserError for one that does not exist or does not run here, with the reason.
     """
     if wanted is None:
         able = [name for name in BACKENDS if unavailable(name) is None]
@@ -111,18 +111,18 @@ def able_backends(wanted: list[str] | None) -> list[str]:
 
 
 def normal(*shape: int, std: float = 1.0, seed: int = 0) -> torch.Tensor:
-    """Normally distributed BF16 numbers, the same on every call with one seed."""
+    """Return normally distributed BF16 numbers, the same on every call with one seed."""
     generator = torch.Generator(device()).manual_seed(seed)
     return torch.empty(shape, device=device(), dtype=torch.bfloat16).normal_(0, std, generator=generator)
 
 
 def random_operands(tokens: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """BF16 x [T, K], w [N, K] and dy [T, N], the same on every call."""
+    """Return BF16 x [T, K], w [N, K] and dy [T, N], the same on every call."""
     return normal(tokens, k, seed=0), normal(n, k, std=WEIGHT_STD, seed=1), normal(tokens, n, std=GRADIENT_STD, seed=2)
 
 
 def measure(function: Callable[[], Any], *, milliseconds: float = 120.0, warmup_milliseconds: float = 25.0) -> float:
-    """Median duration of `function()` in milliseconds, over about `milliseconds` of repetitions after a warm-up.
+    """Return the median duration of `function()` in ms, over about `milliseconds` of repetitions after a warm-up.
 
     On a GPU between CUDA events, with the L2 cache flushed before every repetition; on a CPU by the wall clock.
     """
@@ -138,7 +138,7 @@ def measure(function: Callable[[], Any], *, milliseconds: float = 120.0, warmup_
 
 
 def banner() -> dict[str, str]:
-    """The machine and the versions of what a figure depends on; packages that are not installed are left out."""
+    """Return the machine and the versions of what a figure depends on; packages that are not installed are left out."""
     facts = {"device": torch.cuda.get_device_name() if device().type == "cuda" else _processor()}
     if torch.version.cuda:
         facts["cuda"] = torch.version.cuda
@@ -161,7 +161,7 @@ def _processor() -> str:
 
 
 def print_banner(facts: dict[str, str]) -> None:
-    """One line: the device, then every version."""
+    """Print one line: the device, then every version."""
     rest = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "device")
     print(f"{facts['device']}, {rest}", flush=True)
 
@@ -174,7 +174,7 @@ def begin() -> dict[str, str]:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A title and below it a Markdown table, columns of numbers right-aligned, cells as `format_cell` writes them."""
+    """Print a title and a Markdown table, columns of numbers right-aligned, cells as `format_cell` writes them."""
     table = Table(*columns, box=box.MARKDOWN)
     cells = [list(row) for row in rows]
     for column, values in zip(table.columns, zip(*cells, strict=True), strict=False):
@@ -190,7 +190,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 def format_cell(value: object) -> str:
-    """A table cell's text: floats with 3 significant digits (1148, 10.3, 0.907, 1.7e-03), None as a dash."""
+    """Format a table cell: floats with 3 significant digits (1148, 10.3, 0.907, 1.7e-03), None as a dash."""
     if value is None:
         return "-"
     if not isinstance(value, float):
@@ -201,7 +201,7 @@ def format_cell(value: object) -> str:
 
 
 def write_json(path: str | os.PathLike, **sections: Any) -> None:
-    """Write `sections` (banner=..., rows=...) as one JSON object. Raises UserError where the file cannot be written."""
+    """Write `sections` (banner=..., rows=...) as one JSON object. Raise UserError where the file cannot be written."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(sections, indent=1) + "\n")
@@ -212,7 +212,7 @@ def write_json(path: str | os.PathLike, **sections: Any) -> None:
 
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
-    """A parser with what every benchmark understands."""
+    """Return a parser with the arguments that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small shapes and few repetitions, for any machine")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
@@ -220,7 +220,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
 
 
 def check_presets(wanted: list[str] | None) -> list[str]:
-    """The presets asked for, all of them by default. Raises UserError for one that does not exist."""
+    """Return the presets asked for, all by default. Raise UserError for one that does not exist."""
     for preset in wanted or ():
         if preset not in PRESETS:
             raise UserError(f'unknown preset "{preset}"', key="--presets", remedy=nearest(preset, PRESETS))
@@ -242,7 +242,7 @@ def first_line(error: Exception) -> str:
 
 
 def positive(text: str) -> int:
-    """A positive integer. Raises ValueError for anything else, for argparse."""
+    """Parse a positive integer. Raise ValueError for anything else, for argparse."""
     value = int(text)
     if value < 1:
         raise ValueError(f"{value} is below 1")
@@ -250,12 +250,12 @@ def positive(text: str) -> int:
 
 
 def integers(text: str) -> list[int]:
-    """The positive integers of a comma-separated argument. Raises ValueError for anything else, for argparse."""
+    """Parse the positive integers of a comma-separated argument. Raise ValueError for anything else, for argparse."""
     return [positive(part) for part in text.split(",")]
 
 
 def whole_numbers(text: str) -> list[int]:
-    """The integers of a comma-separated argument; for a first one below 0 write --option=-3,-2."""
+    """Parse the integers of a comma-separated argument; for a first one below 0 write --option=-3,-2."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -263,5 +263,5 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def words(text: str) -> list[str]:
-    """The words of a comma-separated argument."""
+    """Split a comma-separated argument into its words."""
     return [part.strip() for part in text.split(",") if part.strip()]

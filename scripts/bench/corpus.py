@@ -29,7 +29,7 @@ END, SPECIAL = "<|endoftext|>", ["<|im_start|>", "<|im_end|>"]
 
 
 def documents() -> list[Path]:
-    """Installed files, one of those with the same name and size, shuffled by a fixed seed."""
+    """Return installed files, one of those with the same name and size, shuffled by a fixed seed."""
     found: dict[tuple[str, int], Path] = {}
     for folder in ("purelib", "stdlib"):
         for file in sorted(Path(sysconfig.get_path(folder)).rglob("*")):
@@ -41,7 +41,7 @@ def documents() -> list[Path]:
 
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE whose digits stand alone."""
+    """Train a byte-level BPE whose digits stand alone."""
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Split(Regex(r"\d"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])

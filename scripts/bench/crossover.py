@@ -42,7 +42,7 @@ LAYERS = 2
 
 
 def shape_of(hidden: int, tokens: int) -> Shape:
-    """One sequence of `tokens` through layers of `hidden` features, a multiple of 256."""
+    """Return the shape of one sequence of `tokens` through layers of `hidden` features, a multiple of 256."""
     heads = hidden // HEAD_DIM
     return Shape(ModelSize(hidden, 4 * hidden, heads, heads // 2, HEAD_DIM), LAYERS, 1, tokens)
 
@@ -62,7 +62,7 @@ def captured(step: Callable[[], Any]) -> Callable[[], None]:
 
 
 def measure_step(step: Callable[[], Any], repeats: int, graphs: bool) -> tuple[float, float | None]:
-    """Milliseconds of a step that Python launches, and of its CUDA graph."""
+    """Return the milliseconds of a step that Python launches, and of its CUDA graph (None without `graphs`)."""
     time, _ = time_and_peak(step, repeats)
     return time, time_and_peak(captured(step), repeats)[0] if graphs else None
 
@@ -70,7 +70,7 @@ def measure_step(step: Callable[[], Any], repeats: int, graphs: bool) -> tuple[f
 def measure_crossover(
     presets: list[str], hidden: int, tokens: int, repeats: int, graphs: bool = False
 ) -> list[dict[str, Any]]:
-    """One result a preset, all against the same BF16 layers."""
+    """Return one result a preset, all against the same BF16 layers."""
     shape = shape_of(hidden, tokens)
     x, dy = operands(shape)
     bf16_time, bf16_captured = measure_step(partial(transformers_layers(shape).step, x, dy), repeats, graphs)
@@ -121,7 +121,7 @@ def print_crossover(rows: list[dict[str, Any]]) -> None:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line, with the defaults that follow from --quick and the machine filled in."""
+    """Parse the command line and fill in the defaults that follow from --quick and the machine."""
     parser = argument_parser(__doc__)
     parser.add_argument("--tokens", type=integers, metavar="T,...", help="tokens of a micro-batch")
     parser.add_argument("--hidden", type=integers, metavar="H,...", help="hidden sizes, multiples of 256")

@@ -100,7 +100,7 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> list[tuple]:
 
 
 def _corpus(file: Path, megabytes: float) -> Path:
-    """Documents of the sources of the standard library, as often as it takes."""
+    """Write documents of the standard library's sources to `file`, again and again up to its size, and return it."""
     written, limit = 0, megabytes * 1e6
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     with file.open("w") as out:
@@ -116,7 +116,7 @@ def _corpus(file: Path, megabytes: float) -> Path:
 
 
 def _map(path: str | Path, tokenizer: PreTrainedTokenizerBase, workers: int, folder: Path) -> datasets.Dataset:
-    """The corpus tokenised by `Dataset.map`."""
+    """Tokenise the corpus by `Dataset.map`."""
     table = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(folder / "datasets"))
 
     def tokenise(batch: dict) -> dict:
@@ -126,7 +126,7 @@ def _map(path: str | Path, tokenizer: PreTrainedTokenizerBase, workers: int, fol
 
 
 def _cut(mapped: datasets.Dataset, length: int, rows: int) -> Iterator[np.ndarray]:
-    """Up to `rows` rows of `length` tokens, documents one after the other, again from the start where they end."""
+    """Yield up to `rows` rows of `length` tokens of consecutive documents, from the first again after the last."""
     waiting = np.empty(0, dtype=np.int64)
     while True:
         for example in mapped.with_format("numpy"):

@@ -44,7 +44,7 @@ class Shape:
 
 
 def recompute_in_backward(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """function(x), of which nothing is kept but x."""
+    """Return function(x), keeping nothing for backward but x."""
     return checkpoint(function, x, use_reentrant=False)
 
 
@@ -66,7 +66,7 @@ class Stack:
     def step(
         self, x: torch.Tensor, dy: torch.Tensor, recompute: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(y, dx) of a forward and a backward; gradients of the weights are computed and dropped."""
+        """Return (y, dx) of a forward and a backward; gradients of the weights are computed and dropped."""
         x = x.detach().requires_grad_()
         with self.context():
             y = x
@@ -94,7 +94,7 @@ class Contestant:
 
 
 def transformers_layers(shape: Shape) -> Stack:
-    """Qwen2 layers as they come, with the fastest attention that runs."""
+    """Return unchanged Qwen2 layers with the fastest attention that runs."""
     size = shape.size
     config = Qwen2Config(
         hidden_size=size.hidden,
@@ -126,14 +126,14 @@ def _fastest_attention() -> AbstractContextManager:
 
 
 def compiled(stack: Stack) -> Stack:
-    """The same stack with each layer compiled."""
+    """Compile each layer of a stack and return the stack."""
     for layer in stack.layers:
         layer.compile()
     return stack
 
 
 def torchao_layers(shape: Shape, recipe: str) -> Stack:
-    """Qwen2 layers with torchao's FP8 linears, compiled."""
+    """Return Qwen2 layers with torchao's FP8 linears, compiled."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     stack = transformers_layers(shape)
@@ -142,7 +142,7 @@ def torchao_layers(shape: Shape, recipe: str) -> Stack:
 
 
 def transformer_engine_layers(shape: Shape, recipe: str, weights: str) -> Stack:
-    """te.TransformerLayer: fused norms, SwiGLU and attention of its own; no biases."""
+    """Return layers of te.TransformerLayer: fused norms, SwiGLU and attention of its own; no biases."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
     from transformer_engine.pytorch.attention import RotaryPositionEmbedding
@@ -184,9 +184,9 @@ def transformer_engine_layers(shape: Shape, recipe: str, weights: str) -> Stack:
 def our_layers(
     shape: Shape, preset: str, weights: str, activations: dict[str, Any] | None = None, backend: str = "auto"
 ) -> Stack:
-    """Qwen2 layers after `convert`; weights "fp8" as ZeRO-3's FP8 gather leaves them.
+    """Return Qwen2 layers after `convert`; weights "fp8" as ZeRO-3's FP8 gather leaves them.
 
-    Raises UserError where a layer could not be fused.
+    Raise UserError where a layer could not be fused.
     """
     stack = transformers_layers(shape)
     section = {"preset": preset, "monitor": {"every": 0}, "activations": activations or {}}
@@ -228,7 +228,7 @@ def _torchao_missing() -> str | None:
 
 
 def contestants() -> list[Contestant]:
-    """All of them, in the order of the table; of presets that compute alike the first."""
+    """Return all contestants, in the order of the table; of presets that compute alike the first."""
 
     def never() -> None:
         return None

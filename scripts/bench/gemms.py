@@ -65,7 +65,7 @@ class Product(NamedTuple):
 
     @property
     def casts(self) -> str:
-        """Both casts in words, "1x128 · 128x128"."""
+        """Return both casts in words, "1x128 · 128x128"."""
         return f"{describe_cast(self.a)} · {describe_cast(self.b)}"
 
     def has_fast_accumulation(self, backend: str) -> bool:
@@ -73,12 +73,12 @@ class Product(NamedTuple):
         return backend != "reference" and not {self.a.granularity, self.b.granularity} & {"1x128", "128x128"}
 
     def teraflops(self, milliseconds: float) -> float:
-        """TFLOP/s of one product that takes `milliseconds`."""
+        """Return the TFLOP/s of one product that takes `milliseconds`."""
         return 2 * self.a.shape[0] * self.b.shape[0] * self.a.shape[1] / milliseconds / 1e9
 
 
 def products(recipe: LinearRecipe, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> list[Product]:
-    """The three products of a linear, x [T, K], w [N, K], dy [T, N] cast as `recipe` says."""
+    """Return the three products of a linear, x [T, K], w [N, K], dy [T, N] cast as `recipe` says."""
     x_TK, x_KT = recipe.cast_input_both(x)
     w_NK = recipe.cast_weight(w)
     w_KN, factor = dgrad_operand(w_NK)
@@ -91,7 +91,7 @@ def products(recipe: LinearRecipe, x: torch.Tensor, w: torch.Tensor, dy: torch.T
 
 
 def sampled_errors(result: torch.Tensor, product: Product) -> dict[str, float]:
-    """Relative errors of `result` [M, N] on evenly spaced rows and columns, as the module's docstring names them."""
+    """Return relative errors of `result` [M, N] on evenly spaced rows and columns, named as in the module docstring."""
     rows, columns = (
         torch.linspace(0, length - 1, min(length, SAMPLE), device=result.device).long() for length in result.shape
     )
@@ -121,7 +121,7 @@ def report_gaps(presets: list[str], backends: list[str]) -> set[tuple[str, str]]
 def measure_linear(
     size: ModelSize, linear: str, tokens: int, presets: list[str], backends: list[str], milliseconds: float
 ) -> list[dict[str, Any]]:
-    """One row for every distinct product of a linear under `presets`, times accumulation, times backend."""
+    """Return a row for every distinct product of a linear under `presets`, times accumulation, times backend."""
     n, k = size.linears()[linear]
     x, w, dy = random_operands(tokens, n, k)
     bf16_times = {
@@ -202,7 +202,7 @@ def print_totals(rows: list[dict[str, Any]]) -> None:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line, with the defaults that follow from --quick and the machine filled in."""
+    """Parse the command line and fill in the defaults that follow from --quick and the machine."""
     parser = argument_parser(__doc__)
     parser.add_argument("--size", choices=list(SIZES), help="whose linears to measure (default 7b, --quick: tiny)")
     parser.add_argument("--tokens", type=integers, metavar="T,...", help="tokens of a micro-batch (default 16384)")

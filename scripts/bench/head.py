@@ -45,7 +45,7 @@ REFERENCE_TOKENS = 512
 
 
 def in_chunks_of(tokens: int, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """linear_cross_entropy with a chunk of so many tokens."""
+    """Return linear_cross_entropy in chunks of `tokens` tokens."""
     before = cross_entropy.chunk_tokens
     cross_entropy.chunk_tokens = lambda *_: tokens
     try:
@@ -55,7 +55,7 @@ def in_chunks_of(tokens: int, hidden: torch.Tensor, weight: torch.Tensor, target
 
 
 def liger(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Liger's fused linear cross entropy, the weight's gradient summed in FP32."""
+    """Return Liger's fused linear cross entropy, the weight's gradient summed in FP32."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     arguments = (hidden, weight, targets, None, None, IGNORED, 0.0, 0.0, "sum", None, False, torch.float32)
@@ -63,7 +63,7 @@ def liger(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
 
 
 def cut(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Apple's cut cross entropy, which skips what is negligible of the softmax."""
+    """Return Apple's cut cross entropy, which skips what is negligible of the softmax."""
     from cut_cross_entropy import linear_cross_entropy as compute
 
     return compute(hidden, weight, targets, reduction="sum", ignore_index=IGNORED)

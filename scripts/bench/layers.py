@@ -77,7 +77,7 @@ class Row:
 
 
 def time_and_peak(step: Callable[[], Any], repeats: int) -> tuple[float, float | None]:
-    """(median milliseconds of step(), peak of allocated GiB: None on a CPU) over `repeats` steps after a warm-up."""
+    """Return (median ms of step(), peak of allocated GiB: None on a CPU) over `repeats` steps after a warm-up."""
     for _ in range(WARMUP):
         step()
     if device().type != "cuda":
@@ -101,7 +101,7 @@ def time_and_peak(step: Callable[[], Any], repeats: int) -> tuple[float, float |
 
 
 def sampled_difference(result: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """FP64 result - start [SAMPLE, H] of evenly spaced tokens of [B, S, H]."""
+    """Return result - start, FP64 [SAMPLE, H], of evenly spaced tokens of [B, S, H]."""
     result, start = result.flatten(0, 1), start.flatten(0, 1)
     tokens = torch.linspace(0, len(result) - 1, min(len(result), SAMPLE), device=result.device).long()
     return result[tokens].double() - start[tokens].double()
@@ -112,7 +112,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def measure_row(row: Row, shape: Shape, repeats: int, exact: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
-    """Time, peak memory and errors of one row; `exact` is what hf's layers add to x and to dy."""
+    """Return time, peak memory and errors of one row; `exact` is what hf's layers add to x and to dy."""
     x, dy = operands(shape)
     stack = row.build(shape)
     y, dx = stack.step(x, dy, row.recompute == "layer")
@@ -132,7 +132,7 @@ def measure_row(row: Row, shape: Shape, repeats: int, exact: tuple[torch.Tensor,
 
 
 def operands(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and dy [B, S, H]."""
+    """Return x and dy [B, S, H]."""
     sizes = shape.sequences, shape.length, shape.size.hidden
     return normal(*sizes, seed=0), normal(*sizes, std=GRADIENT_STD, seed=1)
 
@@ -145,7 +145,7 @@ def free_memory() -> None:
 
 
 def measure_rows(rows: list[Row], shape: Shape, repeats: int) -> Iterator[dict[str, Any]]:
-    """One result a row; a peer that fails is said to and left out."""
+    """Yield one result a row; of a peer that fails print the reason instead."""
     x, dy = operands(shape)
     y, dx = contestants()[0].build(shape).step(x, dy)
     exact = sampled_difference(y, x), sampled_difference(dx, dy)
@@ -194,7 +194,7 @@ def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def choose_rows(only: list[str] | None, recompute: bool, with_compiled: bool) -> list[Row]:
-    """The rows to measure, those that cannot be said to be missing. Raises UserError for an unknown name."""
+    """Return the rows to measure, and print which cannot be. Raise UserError for an unknown name."""
     known = contestants()
     names = list(dict.fromkeys(contestant.name for contestant in known))
     first_of = {preset: first for first, few in distinct_presets(PRESETS).items() for preset in few}
@@ -218,7 +218,7 @@ def choose_rows(only: list[str] | None, recompute: bool, with_compiled: bool) ->
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line, with the defaults that follow from --quick filled in."""
+    """Parse the command line and fill in the defaults that follow from --quick."""
     parser = argument_parser(__doc__)
     parser.add_argument("--sizes", type=words, metavar="NAME,...", help=f"of {', '.join(SIZES)} (default 7b,1.5b)")
     parser.add_argument("--layers", type=positive, metavar="L", help="how many (default 4)")

@@ -42,7 +42,7 @@ class Part:
 
 
 def random_tensors(part: Part, shape: tuple[int, ...]) -> Tensors:
-    """BF16 tensors on the CPU, the same on every call; weights keep the size of what they multiply."""
+    """Return BF16 tensors on the CPU, the same on every call; weights keep the size of what they multiply."""
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, sizes in part.inputs(*shape).items():
@@ -96,7 +96,7 @@ MLP = Part(
 
 
 def _rotation(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin [1, S, D] for x [1, S, H]."""
+    """Return cos, sin [1, S, D] for x [1, S, H]."""
     frequencies = 1e-4 ** (torch.arange(LAYOUT.head_dim // 2) / (LAYOUT.head_dim // 2))
     angles = torch.outer(torch.arange(x.shape[1]), frequencies).repeat(1, 2)[None]
     return angles.cos().to(x), angles.sin().to(x)

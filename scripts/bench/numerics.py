@@ -52,12 +52,12 @@ class ExactRecipe(LinearRecipe):
 
 
 def exact(recipe: LinearRecipe) -> ExactRecipe:
-    """`recipe` with products summed in FP64."""
+    """Return `recipe` with products summed in FP64."""
     return ExactRecipe(**{field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)})
 
 
 def outputs_and_gradients(part: Part, recipe: LinearRecipe | None, tensors: Tensors, where: torch.device) -> Tensors:
-    """FP64 results by name ("y", "dx", ...) of a part in FP8, or plainly where `recipe` is None, and its backward."""
+    """Return FP64 results ("y", "dx", ...) of a part and its backward, in FP8 or, where `recipe` is None, plainly."""
     leaves = {name: torch.nn.Parameter(tensor.to(where)) for name, tensor in tensors.items()}
     outputs = part.plain(leaves) if recipe is None else part.fp8(recipe, leaves)
     generator = torch.Generator().manual_seed(1)
@@ -75,7 +75,7 @@ def kind_of(part: Part, result: str) -> str:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what was expected, or alone where that is nothing."""
+    """Return the norm of the difference over that of `expected`, or the former alone where `expected` is zero."""
     norm = expected.norm().item()
     return (found - expected).norm().item() / (norm or 1.0)
 
@@ -83,7 +83,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def measure_part(
     name: str, part: Part, shape: tuple[int, ...], preset: str, backends: list[str]
 ) -> list[dict[str, Any]]:
-    """A row for every result of a part of one size, times backend."""
+    """Return a row for every result of a part of one size, times backend."""
     recipe, tensors = preset_recipe(preset), random_tensors(part, shape)
     fp64 = outputs_and_gradients(part, exact(recipe), tensors, torch.device("cpu"))
     bf16 = outputs_and_gradients(part, None, tensors, device())
@@ -105,7 +105,7 @@ def measure_part(
 
 
 def worst(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of the rows that differ in size or name of the result only, the largest of each error; NaN is the largest."""
+    """Merge rows that differ in size or name of the result only, with the largest of each error; NaN is the largest."""
     found: dict[tuple, dict[str, Any]] = {}
     for row in rows:
         key = row["part"], row["kind"], row["preset"], row["backend"]

@@ -218,7 +218,7 @@ def crossing(stochastic: list[float], nearest: list[float]) -> int | None:
 
 
 def print_figures(seeds: list[dict[str, Any]]) -> None:
-    """Tables of all measures: every seed's figure, separated by spaces."""
+    """Print tables of all measures: every seed's figure, separated by spaces."""
 
     def each(variant: str, *path: str | int) -> str:
         return " ".join(f"{_at(seed['variants'][variant], path):.4f}" for seed in seeds)

@@ -101,7 +101,7 @@ def context(options: argparse.Namespace) -> AbstractContextManager:
 
 
 def read_text(file: Path, scale: Scale) -> torch.Tensor:
-    """Return the bytes of a file, uint8. Raises UserError where its last hundredth is less than a row."""
+    """Return the bytes of a file, uint8. Raise UserError where its last hundredth is less than a row."""
     text = bytearray(file.read_bytes())
     if len(text) < 200 * scale.length:
         raise UserError(f"{file} has {len(text)} bytes", remedy=f"a text of more than {200 * scale.length} bytes")
@@ -146,7 +146,7 @@ def all_runs(options: argparse.Namespace, wanted: list[tuple[str, int]]) -> list
 
 
 def print_differences(runs: list[dict[str, Any]]) -> None:
-    """A line for each variant but BF16: how much its loss is above the recipe's of the same seed."""
+    """Print for each variant but BF16 how much its loss is above the recipe's of the same seed."""
     recipe = {run["seed"]: run for run in runs if run["variant"] == RECIPE}
     lines = []
     for variant in [name for name in VARIANTS if name not in (BF16, RECIPE)]:

@@ -93,7 +93,7 @@ def train(
     trunk: Trunk | None = None,
     last: int | None = None,
 ) -> tuple[list[float], AdamW, LlamaForCausalLM, float]:
-    """Steps up to `last`, from `trunk` on: (the losses of all, the optimizer, the model, seconds a step)."""
+    """Train from `trunk` to step `last`; return (the losses of all steps, the optimizer, the model, seconds a step)."""
     model = build_model(scale, seed)
     forward = torch.compile(model) if options.compile else model
     optimizer = AdamW(
@@ -113,7 +113,7 @@ def train(
 
 
 def grow_trunk(scale: Scale, text: torch.Tensor, seed: int, options: argparse.Namespace) -> Trunk | None:
-    """The first --shared-steps steps with FP32 state."""
+    """Train the first --shared-steps steps with FP32 state; return None where there are none to share."""
     if not options.shared_steps:
         return None
     losses, optimizer, model, _ = train("infir2", scale, text, seed, options, last=options.shared_steps)
@@ -146,7 +146,7 @@ def print_rows(rows: list[dict[str, Any]], parameters: int, scale: Scale) -> Non
 
 
 def plot(file: str, rows: list[dict[str, Any]]) -> None:
-    """Training losses of the first seed, and how far each is from the reference, averaged over fiftieths of the run."""
+    """Plot training losses of the first seed and their distance from the reference, means of fiftieths of the run."""
     import matplotlib
 
     matplotlib.use("Agg")

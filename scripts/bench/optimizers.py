@@ -64,7 +64,7 @@ Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def peers() -> dict[str, Make]:
-    """Other packages' optimizers by name, those that are installed; they are imported when made."""
+    """Return other packages' optimizers by name; the packages are imported when an optimizer is made."""
 
     def torch_fused(parameters):
         return torch.optim.AdamW(parameters, **HYPERPARAMETERS, fused=device().type == "cuda")
@@ -114,7 +114,7 @@ def ours(kept: dict[str, Any], check_finite: bool = False) -> Make:
 
 
 def measure_steps(make: Make, numel: int, milliseconds: float) -> dict[str, float]:
-    """Time and memory of a step of the optimizer that `make` makes."""
+    """Return time and memory of a step of the optimizer that `make` makes."""
     on_gpu = device().type == "cuda"
     allocated = torch.cuda.memory_allocated if on_gpu else lambda: 0
     generator = torch.Generator(device()).manual_seed(0)
@@ -143,7 +143,7 @@ def measure_steps(make: Make, numel: int, milliseconds: float) -> dict[str, floa
 
 
 def measure_all(optimizers: dict[str, Make], numel: int, milliseconds: float) -> list[dict[str, Any]]:
-    """A row for every optimizer that can be imported; the others are named with the reason."""
+    """Return a row for every optimizer that can be imported; print the others with the reason."""
     rows = []
     for name, make in optimizers.items():
         try:
@@ -176,7 +176,7 @@ def print_steps(rows: list[dict[str, Any]], numel: int) -> None:
 
 
 def sweep(numel: int, milliseconds: float) -> list[dict[str, Any]]:
-    """Times of e4m3_expanded by the shape of the kernel's programs, torch's fused AdamW first."""
+    """Return the times of e4m3_expanded by the shape of the kernel's programs, torch's fused AdamW first."""
     from ds_fp8.optim import adamw_step_triton as kernels
 
     chosen = kernels.ROWS, kernels.WARPS
@@ -192,7 +192,7 @@ def sweep(numel: int, milliseconds: float) -> list[dict[str, Any]]:
 
 
 def load_moments(file: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(exp_avg, exp_avg_sq) of every tensor in `file`, flat FP32."""
+    """Return (exp_avg, exp_avg_sq) of every tensor in `file`, flat FP32."""
     try:
         content = torch.load(file, map_location=device(), weights_only=True).values()
         return [(entry["exp_avg"].flatten().float(), entry["exp_avg_sq"].flatten().float()) for entry in content]
@@ -205,7 +205,7 @@ def load_moments(file: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def synthetic_moments() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Moments after 60 steps of random gradients whose size differs by row and element, where there is no real run."""
+    """Return moments after 60 steps of random gradients whose size differs by row and element, if no run gives any."""
     generator = torch.Generator(device()).manual_seed(0)
     shape = 64, 1000
     size = torch.randn(shape[0], 1, generator=generator, device=device()).exp() * 1e-4
@@ -219,7 +219,7 @@ def synthetic_moments() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def measure_errors(moments: list[tuple[torch.Tensor, torch.Tensor]], eps: float = 1e-8) -> list[dict[str, Any]]:
-    """A row for every way to keep moments: mean relative errors over all tensors."""
+    """Return a row for every way to keep moments: mean relative errors over all tensors."""
     rows = []
     for name, granularity, scale in ERRORS:
         codec = CODECS[name]

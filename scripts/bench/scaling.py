@@ -55,7 +55,7 @@ class Model(NamedTuple):
 
     @property
     def embedding_parameters(self) -> int:
-        """Of embeddings and head."""
+        """Return the parameters of embeddings and head."""
         return 2 * self.vocabulary * self.layer.hidden
 
     @property
@@ -89,24 +89,24 @@ class Layer(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Forward and backward, communication behind compute where it fits."""
+        """Return the seconds of forward and backward, communication behind compute where it fits."""
         return max(self.compute, self.gather) + max(2 * self.compute, self.gather + self.reduce)
 
 
 def between_nodes(sent: float, gpus: int, cost: argparse.Namespace) -> float:
-    """Seconds that a node's ports take to send what other nodes need of `sent` bytes."""
+    """Return the seconds that a node's ports take to send what other nodes need of `sent` bytes."""
     nodes = max(1, gpus // NODE)
     return sent * (nodes - 1) / nodes / (cost.ports * cost.network)
 
 
 def ring(sent: float, gpus: int, cost: argparse.Namespace) -> float:
-    """Seconds of an all-gather or reduce-scatter of `sent` bytes in all, over rings through all ports of a node."""
+    """Return the seconds of an all-gather or reduce-scatter of `sent` bytes, over rings through a node's ports."""
     between = between_nodes(sent, gpus, cost)
     return max(sent * (gpus - 1) / gpus / cost.nvlink, between) + (gpus - 1) * cost.latency
 
 
 def two_levels(sent: float, gpus: int, cost: argparse.Namespace) -> float:
-    """Seconds of an all-to-all of `sent` bytes inside the node, then of the node's share between nodes."""
+    """Return the seconds of an all-to-all of `sent` bytes inside the node, then of the node's share between nodes."""
     nodes, inside = max(1, gpus // NODE), min(gpus, NODE)
     peers = inside - 1 + nodes - 1
     first = sent * (inside - 1) / inside / cost.nvlink
@@ -114,7 +114,7 @@ def two_levels(sent: float, gpus: int, cost: argparse.Namespace) -> float:
 
 
 def layer_cost(parameters: int, flops: float, variant: Variant, gpus: int, cost: argparse.Namespace) -> Layer:
-    """Seconds of a layer of so many parameters, whose forward takes `flops` seconds."""
+    """Return the seconds of a layer of `parameters` parameters, whose forward takes `flops` seconds."""
     if not variant.fp8_wire:
         return Layer(flops, ring(2 * parameters, gpus, cost), ring(2 * parameters, gpus, cost))
     copies, casts = 2 * parameters / cost.memory, (2 + 1 + 1) * parameters / cost.memory
@@ -126,7 +126,7 @@ def layer_cost(parameters: int, flops: float, variant: Variant, gpus: int, cost:
 
 
 def step_seconds(model: Model, variant: Variant, gpus: int, cost: argparse.Namespace) -> float:
-    """Seconds of a training step on one micro-batch of cost.tokens tokens a GPU."""
+    """Return the seconds of a training step on one micro-batch of cost.tokens tokens a GPU."""
     rate = cost.fp8 if variant.fp8_compute else cost.bf16
     linears = 2 * model.layer_parameters * cost.tokens / rate
     attention = 2 * cost.length * model.layer.heads * model.layer.head_dim * cost.tokens / cost.attention
@@ -188,7 +188,7 @@ class Point(NamedTuple):
 
 
 def read_point(pair: str) -> Point:
-    """Read STEP.json:COLLECTIVES.json. Raises UserError for files that do not belong together."""
+    """Read STEP.json:COLLECTIVES.json. Raise UserError for files that do not belong together."""
     parts = pair.split(":")
     if len(parts) != 2:
         raise UserError(f'"{pair}" is no pair of files', key="--measured", remedy="STEP.json:COLLECTIVES.json")
@@ -221,7 +221,7 @@ def read_point(pair: str) -> Point:
 
 
 def predicted(point: Point, variant: str, compute: float) -> float:
-    """Seconds of a step whose layers' forward, with a share of all the rest, takes `compute` seconds."""
+    """Return the seconds of a step whose layers' forward, with a share of all the rest, takes `compute` seconds."""
     in_fp8 = variant != "bf16" and not variant.endswith("/bf16-wire")
     gather, reduce, refresh = point.collectives["fp8" if in_fp8 else "bf16"]
     return point.layers * point.accumulation * Layer(compute, gather, reduce).total + refresh
@@ -237,7 +237,7 @@ def solve(function: Callable[[float], float], target: float) -> float:
 
 
 def check(points: list[Point]) -> list[dict[str, Any]]:
-    """Predicted against measured steps, for all points but the first, which gives the compute times."""
+    """Return predicted and measured steps of all points but the first, which gives the compute times."""
     first, *others = points
     compute = {
         variant: solve(lambda c, v=variant: predicted(first, v, c), seconds) for variant, seconds in first.steps.items()

@@ -46,7 +46,7 @@ VALIDATION_ROWS = 64
 
 
 def stage_of(options: argparse.Namespace, seed: int) -> Stage:
-    """The stage as `--ranks` ranks would read it."""
+    """Return the stage as `--ranks` ranks would read it."""
     os.environ["WORLD_SIZE"] = str(options.ranks)
     try:
         return load_stage(options.stage, [f"train.steps={options.steps}", f"train.seed={seed}"])
@@ -55,7 +55,7 @@ def stage_of(options: argparse.Namespace, seed: int) -> Stage:
 
 
 def batch_of(dataset: PackedDataset, rows: list[int]) -> dict[str, Any]:
-    """Rows of a dataset as the model takes them, with the number of tokens that their loss is the mean over."""
+    """Return rows of a dataset as the model takes them, with the number of tokens that their loss is the mean over."""
     items = [dataset[row] for row in rows]
     batch = {name: torch.stack([item[name] for item in items]).to(device()) for name in items[0]}
     # With a cache transformers would attend across the documents of a row.
@@ -64,7 +64,7 @@ def batch_of(dataset: PackedDataset, rows: list[int]) -> dict[str, Any]:
 
 @torch.no_grad()
 def validation_loss(model: PreTrainedModel, data: StageData, rows_at_once: int) -> float:
-    """Mean loss per token of the first VALIDATION_ROWS held-out rows."""
+    """Return the mean loss per token of the first VALIDATION_ROWS held-out rows."""
     total = count = 0.0
     last = min(VALIDATION_ROWS, len(data.validation))
     model.eval()
@@ -104,12 +104,12 @@ def train(variant: str, stage: Stage, data: StageData, model: PreTrainedModel) -
 
 
 def read_runs(file: Path) -> list[dict[str, Any]]:
-    """The runs that have ended."""
+    """Return the runs that have ended."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def print_runs(runs: list[dict[str, Any]], steps: int) -> None:
-    """A line for each variant: means over its seeds, and the gap of every seed."""
+    """Print a line for each variant: means over its seeds, and the gap of every seed."""
     reference = {run["seed"]: run for run in runs if run["variant"] == BF16}
     lines = []
     for variant in dict.fromkeys(run["variant"] for run in runs):

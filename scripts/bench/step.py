@@ -12,11 +12,12 @@ hosts start them yourself, one variant at a time: deepspeed --hostfile HOSTS scr
 
 A variant is "bf16" (plain DeepSpeed), PRESET[+OPTIMIZER][/CHOICE...] such as hybrid_fast+coat (the optimizer section of
 coat), infir2/bf16-wire (gathering and reducing in BF16) or infir2/fp8-attention, or a peer whose script lies in the
-folder --peers (all names: step_variants.py). Weak scaling is the default (--tokens per GPU); --global-tokens fixes the
-tokens of a step for strong scaling. --profile prints where the time of one more step goes, for this library's variants.
+folder --peers (all names: step_variants.py). Weak scaling is the default (--sequences x --length x --accumulation
+tokens a GPU); --global-tokens fixes the tokens of a step for strong scaling. --profile prints where the time of one
+more step goes, for this library's variants.
 
-A step's time is that from its end to the end of the next on the GPU, medians; the host runs as far ahead as the code
-lets it, as in training.
+The time of a step is that from the end of the step before to its own end, on the GPU; medians are shown. The host runs
+as far ahead as the code lets it, as in training.
 
 The model is Qwen2-like with random weights of seed 0, made on the GPU. Tokens are synthetic (a noisy counter, quickly
 learnt) or the bytes of --text FILE. Every variant of this library sees the same tokens in the same order.
@@ -96,7 +97,7 @@ class Batches:
 
 
 def train_step(engine: Any, batches: list[torch.Tensor], step: int, accumulation: int) -> torch.Tensor:
-    """One optimizer step; the mean loss of its micro-batches, on the device."""
+    """Take one optimizer step and return the mean loss of its micro-batches, on the device."""
     losses = []
     for micro in range(accumulation):
         tokens = batches[step * accumulation + micro]
@@ -236,7 +237,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def micro_batches(options: argparse.Namespace, ranks: int) -> int:
-    """Of a step and GPU."""
+    """Return the micro-batches of a step on one GPU."""
     if not options.global_tokens:
         return options.accumulation
     tokens = options.sequences * options.length * ranks
@@ -250,7 +251,7 @@ def micro_batches(options: argparse.Namespace, ranks: int) -> int:
 
 
 def measure_here(options: argparse.Namespace) -> None:
-    """The one variant of `options`, as a rank that somebody started."""
+    """Measure the one variant of `options` as a rank that a launcher started."""
     join_ranks()
     if len(options.variants) > 1:
         raise UserError(
@@ -270,7 +271,7 @@ def measure_here(options: argparse.Namespace) -> None:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the figures depend on, of the command line."""
+    """Return the options that the figures depend on."""
     names = (
         "size",
         "layers",
@@ -294,7 +295,7 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def _as_written(variant: str, output: str, file: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a rank of this script would have written, of a peer too. Raises ValueError, KeyError or OSError."""
+    """Return what a rank of this script would have written, of a peer too. Raise ValueError, KeyError or OSError."""
     if variant not in PEERS:
         return json.loads(file.read_text())
     return {
@@ -306,7 +307,7 @@ def _as_written(variant: str, output: str, file: Path, options: argparse.Namespa
 
 
 def measure_apart(arguments: list[str], options: argparse.Namespace) -> int:
-    """Every variant in a run of its own. The exit status of the first that fails; the others are reported."""
+    """Measure every variant in processes of its own; return the exit status of the first failure."""
     ranks = options.gpus or max(torch.cuda.device_count(), 1)
     micro_batches(options, ranks)  # or every variant would find the mistake by itself
     failed, found = 0, {}

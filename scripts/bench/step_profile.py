@@ -37,7 +37,7 @@ PARTS = (*NAMED, *MARKS, "other")
 
 
 def profiled(run: Callable[[], None], trace: str | None = None) -> dict[str, Any]:
-    """Of one `run()`, which ends with the GPU: waits by kind and caller, and the GPU's time. `trace`: a file."""
+    """Profile one `run()`, which ends with the GPU: waits by kind and caller, and the GPU's time. `trace`: a file."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device().type == "cuda")
     with profile(activities=activities) as profiler, callers_of_waits() as callers:
         run()
@@ -118,7 +118,7 @@ def split_of_step(kernels: list[tuple[str, float, float]], marks: Mapping[str, l
 
 
 def gpu_time(kernels: list[tuple[str, float, float]]) -> dict[str, Any]:
-    """Milliseconds of kernels (name, start, end in microseconds): of NCCL's, of all others, of neither; by name.
+    """Return the ms of kernels (name, start, end in microseconds): of NCCL's, of all others, of neither; by name.
 
     Copies count as compute.
     """
@@ -142,7 +142,7 @@ def gpu_time(kernels: list[tuple[str, float, float]]) -> dict[str, Any]:
 
 
 def covered(intervals: Iterable[Interval]) -> float:
-    """The length of the union of intervals."""
+    """Return the length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -152,7 +152,7 @@ def covered(intervals: Iterable[Interval]) -> float:
 
 @contextlib.contextmanager
 def callers_of_waits() -> Iterator[Counter[str]]:
-    """Counts each wait for an event, a stream or the device that Python code asks for, by the function that does."""
+    """Count each wait for an event, a stream or the device that Python code asks for, by the function that does."""
     callers: Counter[str] = Counter()
     waits = [(torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda, "synchronize")]
     before = [getattr(owner, name) for owner, name in waits]
@@ -177,7 +177,7 @@ def callers_of_waits() -> Iterator[Counter[str]]:
 
 
 def print_profiles(profiles: Mapping[str, dict[str, Any]], layers: int) -> None:
-    """Tables of what `profiled` found, by variant."""
+    """Print tables of what `profiled` found, by variant."""
     print_table(
         f"how often the host waits in one step ({layers} layers)",
         ("variant", *WAITS),

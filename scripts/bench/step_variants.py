@@ -47,7 +47,7 @@ WARMUP = {"deepspeed": 3, "torchao": 5, "fsdp2": 5, "te-fsdp2": 3, "te-megatron"
 
 
 def fp8_section(variant: str, monitor: int = 0) -> dict[str, Any]:
-    """Return the "fp8" section of a variant, measured every `monitor` steps. Raises UserError for an unknown name."""
+    """Return the "fp8" section of a variant, measured every `monitor` steps. Raise UserError for an unknown name."""
     if variant == "bf16":
         return {"enabled": False}
     base, *choices = variant.split("/")
@@ -70,7 +70,7 @@ def fp8_section(variant: str, monitor: int = 0) -> dict[str, Any]:
 def peer_command(name: str, options: argparse.Namespace, result: Path) -> list[str]:
     """Return the arguments that run a peer with the shape of `options`; fsdp_te.py writes the file `result`.
 
-    Raises UserError for a shape that its script cannot be told.
+    Raise UserError for a shape that its script cannot be told.
     """
     script = Path(options.peers) / PEERS[name]
     if not script.is_file():
@@ -99,7 +99,7 @@ def peer_command(name: str, options: argparse.Namespace, result: Path) -> list[s
 
 
 def peer_row(name: str, output: str, result: Path) -> dict[str, Any]:
-    """Return a row as step.py writes them from what a peer's script printed or wrote. Raises ValueError for neither."""
+    """Return a row as step.py writes them from what a peer's script printed or wrote. Raise ValueError for neither."""
     if PEERS[name] == "fsdp_te.py":
         found = json.loads(result.read_text())
         milliseconds, tokens = found["step_ms"], found["tokens_per_second_per_gpu"]

@@ -45,7 +45,7 @@ def is_first() -> bool:
 
 
 def link() -> str:
-    """What the ranks are joined by, as far as the environment says."""
+    """Describe what the ranks are joined by, as far as the environment says."""
     switches = [f"{name}={os.environ[name]}" for name in LINK_SWITCHES if name in os.environ]
     return " ".join(switches) or ("as NCCL chooses" if device().type == "cuda" else "gloo on one host")
 
@@ -79,7 +79,7 @@ class Intervals:
 
 
 def timed(function: Callable[[], Any], repeats: int) -> float:
-    """Median milliseconds of `function()`, begun by all ranks together; the slowest rank's. Collective."""
+    """Return the median milliseconds of `function()`, begun by all ranks together; the slowest rank's. Collective."""
     durations = []
     for _ in range(WARMUP + repeats):
         dist.barrier()
@@ -92,14 +92,14 @@ def timed(function: Callable[[], Any], repeats: int) -> float:
 
 
 def slowest(value: float) -> float:
-    """The largest of all ranks' values. Collective."""
+    """Return the largest of all ranks' values. Collective."""
     agreed = torch.tensor([value], dtype=torch.float64, device=device())
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
     return agreed.item()
 
 
 def zero3_config(micro_batch: int = 1, accumulation: int = 1, fp8: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A DeepSpeed configuration of ZeRO-3 in BF16 with FP32 gradients, prefetch and overlap; fp8 section as given."""
+    """Return a DeepSpeed configuration of ZeRO-3 in BF16 with FP32 gradients and overlap; fp8 section as given."""
     config = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
@@ -114,7 +114,7 @@ def zero3_config(micro_batch: int = 1, accumulation: int = 1, fp8: dict[str, Any
 
 
 def causal_lm_config(size: str, layers: int, vocabulary: int, positions: int) -> Any:
-    """The configuration of a Qwen2-like model of one of SIZES, with as many layers as asked for."""
+    """Return the configuration of a Qwen2-like model of one of SIZES, with `layers` layers."""
     from transformers import Qwen2Config
 
     if size not in SIZES:

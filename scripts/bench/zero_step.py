@@ -41,7 +41,7 @@ SMALL = [(256, 512), (128, 512), (512, 256)]
 
 
 def gradients(shapes: list[tuple[int, int]]) -> dict[str, tuple[Callable[[], object], int]]:
-    """Parts of the reduction of one layer: (function, bytes it must move)."""
+    """Return the parts of the reduction of one layer: (function, bytes it must move)."""
     numels = [math.prod(shape) for shape in shapes]
     places, width = [], 0
     for numel in numels:
@@ -83,7 +83,7 @@ def gradients(shapes: list[tuple[int, int]]) -> dict[str, tuple[Callable[[], obj
 
 
 def optimizer(numel: int, kept: dict[str, str]) -> dict[str, tuple[Callable[[], object], int]]:
-    """Parts of AdamW over one flat shard."""
+    """Return the parts of AdamW over one flat shard: (function, bytes it must move)."""
     p = torch.nn.Parameter(torch.randn(numel, device=device()) * 0.02)
     gradient = torch.randn(numel, device=device()) * 1e-3
     adam = AdamW([p], lr=1e-4, check_finite=False, **kept)
@@ -105,7 +105,7 @@ def optimizer(numel: int, kept: dict[str, str]) -> dict[str, tuple[Callable[[], 
 
 
 def shard_casts(shapes: list[tuple[int, int]]) -> dict[str, tuple[Callable[[], object], int]]:
-    """Both halves of the cast of one layer's shards."""
+    """Return both halves of the cast of one layer's shards: (function, bytes it must move)."""
     weights, masters, start = [], [], 0
     for shape in shapes:
         numel = math.prod(shape) // RANKS
@@ -152,7 +152,7 @@ def measure_parts(options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def measure_gather(options: argparse.Namespace) -> list[dict[str, object]]:
-    """The gather of all weights of a layer, in milliseconds: in one piece, with copies after it, and in place."""
+    """Measure the gather of a layer's weights in ms: in one piece, with copies after it, and in place."""
     world, group = dist.get_world_size(), dist.get_world_group()
     shapes = SMALL if options.quick else LAYER
     stacks = [(0, 1), (2,)] if options.quick else STACKS

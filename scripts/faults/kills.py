@@ -44,7 +44,7 @@ class Victim:
         self.resumed_from: list[int] = []
 
     def kill(self, whom: str, in_save: bool) -> bool | None:
-        """Start or resume the run and kill it. Returns whether a save was cut, None where the run ended first."""
+        """Start or resume the run and kill it. Return whether a save was cut, None where the run ended first."""
         self._look_back()
         started = time.time_ns()
         run = self._command() if whom == "launcher" else ForkedRun.start(self.stage, self.run_dir, self.output)
@@ -109,7 +109,7 @@ class Victim:
         return True
 
     def _wait_until(self, condition, run: ForkedRun | subprocess.Popen) -> bool:
-        """Wait for the condition; returns False when the run ended before."""
+        """Wait for the condition; return False when the run ended before."""
         while not condition():
             ended = run.poll() is not None if isinstance(run, subprocess.Popen) else run.has_ended()
             if ended:
@@ -168,7 +168,7 @@ def main() -> int:
 
 
 def kill_again_and_again(preset: str, stage: Path, folder: Path, arguments: argparse.Namespace) -> bool:
-    """Kill and finish runs of a stage until there are as many kills as wanted; returns whether all ended equal."""
+    """Kill and finish runs of a stage until there are as many kills as wanted; return whether all ended equal."""
     rng = random.Random(arguments.seed)
     whole = Victim(stage, folder / f"{preset}-whole", rng)
     whole.finish()

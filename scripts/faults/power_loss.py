@@ -40,7 +40,7 @@ def newest_good(run_dir: Path) -> tuple[int | None, list[str]]:
 
 
 def record(disk: RecordedDisk, stage: Path, keep_last: int) -> list[tuple[int, int]]:
-    """Train on the disk; returns (place in the log, step) of every save, when the run reports it as done."""
+    """Train on the disk; return (place in the log, step) of every save, when the run reports it as done."""
     saved, known = disk.mount / RUN / "saved.json", 0
     reported: list[tuple[int, int]] = []
     output = disk.mount.with_name("output.txt")

@@ -77,7 +77,7 @@ class ForkedRun:
         return cls(launcher, ranks)
 
     def kill(self, *processes: int) -> None:
-        """SIGKILL these processes of the run."""
+        """Send SIGKILL to these processes of the run."""
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """The parameters that ZeRO-3 keeps whole between steps, gathered in one launch when a step has written their shards.
 
-DeepSpeed gathers them one collective each, and the host then waits for the device: with biases and norms of 28 layers
-that is 141 launches at the end of every step, behind which the GPU has nothing to do until Python has come round.
+DeepSpeed gathers them one collective each, and the host then waits for the device. With 28 layers of Qwen2.5 these are
+141 launches a step, after which the GPU is idle until Python has issued the next kernels.
 """
 
 from __future__ import annotations

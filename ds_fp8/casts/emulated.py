@@ -110,7 +110,13 @@ def encode_reference(x: torch.Tensor, format: Format) -> torch.Tensor:
 def encode_stochastically(x: torch.Tensor, draw: torch.Tensor, format: Format) -> torch.Tensor:
     """Return codes of FP32 numbers x, of one of the two neighbours each, with chances that keep the expectation.
 
-    draw: numbers in [0, 1), the shape of x.
+    Args:
+        x: FP32, of any shape.
+        draw: Numbers in [0, 1), the shape of x.
+        format: Format of the codes.
+
+    Returns:
+        uint8 codes, the shape of x.
     """
     magnitudes = numbers(format, x.device, torch.float32)[: len(format.magnitudes)]
     magnitude = x.abs().clamp_max(format.max)

@@ -220,7 +220,10 @@ def cast(
 def decode(data: torch.Tensor, dtype: torch.dtype = torch.float32, format: str | None = None) -> torch.Tensor:
     """Return codes as numbers (scale 1), exact in FP32 and, but for those of log8, in BF16.
 
-    format: Of codes in uint8; FP8 dtypes say theirs.
+    Args:
+        data: FP8, or uint8 codes of an emulated format.
+        dtype: Of the numbers.
+        format: Name of the format of uint8 codes; FP8 dtypes say theirs.
     """
     if data.dtype is torch.uint8:
         return emulated.decode(data, FORMATS[format], dtype)

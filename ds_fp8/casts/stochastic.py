@@ -33,9 +33,15 @@ def uniform(index: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def round_stochastically(x: torch.Tensor, draw: torch.Tensor, format: str) -> torch.Tensor:
-    """Round x (FP32, within the format's range) to the grid of `format`, up or down so that its expectation stays.
+    """Round x to the grid of a format, up or down so that its expectation stays.
 
-    draw: numbers in [0, 1), the shape of x. NaN stays NaN.
+    Args:
+        x: FP32, within the format's range. NaN stays NaN.
+        draw: Numbers in [0, 1), the shape of x.
+        format: Name of the format.
+
+    Returns:
+        FP32 numbers of the format, the shape of x.
     """
     target = FORMATS[format]
     binade = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^e of every element

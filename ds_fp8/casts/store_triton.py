@@ -23,8 +23,24 @@ def store_cast(
 ):
     """Cast a tile and store it in a result [num_across, num_along] whose contraction lies along `AXIS` of the tile.
 
-    along, across: indices of the tile's elements in the contraction and in the other dimension of the result.
-    scale_along, scale_across: strides of the scales per group along, per row (TILE: block of rows) across.
+    Args:
+        tile: FP32 numbers, [across, along] where AXIS is 1, else [along, across].
+        along: Indices of the tile's elements in the contraction.
+        across: Indices of the tile's elements in the other dimension of the result.
+        num_along: Length of the contraction.
+        num_across: Length of the other dimension.
+        data: Pointer to the result's codes, contiguous.
+        scale: Pointer to the result's scales.
+        amax: Pointer to the amax bits of every row across (ROW) or of the whole tensor; not read by GROUP and TILE.
+        scale_along: Stride of the scales per group along.
+        scale_across: Stride of the scales per row across, of TILE per block of rows.
+        AXIS: Axis of the tile that is the contraction.
+        MODE: What shares a scale: GROUP, TILE, ROW or TENSOR.
+        DTYPE: Of the codes.
+        LARGEST: Largest number of the format.
+        SMALLEST: Smallest scale.
+        POW2: Whether scales are powers of two.
+        EVEN: Whether the tile lies inside the result.
     """
     if MODE == GROUP:
         bits = amax_bits(tile, AXIS)

@@ -22,13 +22,14 @@ def block_scales(rows: int, columns: int, device: torch.device | str | None = No
 class QuantizedTensor:
     """A tensor x stored as x ≈ data * scale.
 
-    data: FP8, or uint8 codes of an emulated format, the shape of x. scale: FP32 dequantisation factors of shape
-    `scale_shape(x.shape, granularity)`.
-    Raises ValueError when the two shapes do not belong together.
+    Raises:
+        ValueError: The shapes of data and scale do not belong together.
     """
 
     data: torch.Tensor
+    """FP8, or uint8 codes of an emulated format, the shape of x."""
     scale: torch.Tensor
+    """FP32 dequantisation factors of shape `scale_shape(x.shape, granularity)`."""
     granularity: str
     scale_type: str = "fp32"
     """"pow2" and the static ones promise that every scale is a power of two."""

@@ -28,18 +28,16 @@ _PORT = 29500
 
 @dataclass(frozen=True)
 class Launch:
-    """A job to start, and how often to start it again.
-
-    command: the script and its arguments, the same on all hosts.
-    options: further options of the deepspeed command, such as `--master_port 29501`.
-    max_restarts: how often to start it again after a loss.
-    min_hosts: how many hosts must be left for that; None for all of them.
-    """
+    """A job to start, and how often to start it again."""
 
     command: Sequence[str]
+    """The script and its arguments, the same on all hosts."""
     options: Sequence[str] = ()
+    """Further options of the deepspeed command, such as `--master_port 29501`."""
     max_restarts: int = 0
+    """Times that it is started again after a loss."""
     min_hosts: int | None = None
+    """Hosts that must be left for that; None for all of them."""
 
 
 def launch(hostfile: str | os.PathLike, job: Launch) -> int:

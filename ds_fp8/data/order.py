@@ -14,10 +14,22 @@ BLOCK = 4096
 def rows_of_step(
     step: int, num_rows: int | Sequence[int], global_batch: int, seed: int, weights: Sequence[float] = (1.0,)
 ) -> list[int]:
-    """Return the `global_batch` row indices of optimizer step `step` (from 0), a function of its arguments alone.
+    """Return the row indices of an optimizer step, a function of the arguments alone.
 
-    num_rows: of each source; row indices count through all sources. weights: their shares of the rows of training.
     Every epoch of a source visits each of its rows once in an order of its own; a step may end one and begin the next.
+
+    Args:
+        step: Number of the step, from 0.
+        num_rows: Rows of each source, or of the only one.
+        global_batch: Rows of a step.
+        seed: Of the orders in which rows are visited.
+        weights: Shares of the sources in the rows of training.
+
+    Returns:
+        `global_batch` indices, which count through the rows of all sources.
+
+    Raises:
+        ValueError: The step is negative, the batch empty, or a source without rows or weight.
     """
     counts = (num_rows,) if isinstance(num_rows, int) else tuple(num_rows)
     if min(counts, default=0) < 1 or global_batch < 1 or step < 0 or len(counts) != len(weights):
@@ -49,10 +61,22 @@ def local_micro_batches(
 def budgeted_micro_batches(
     rows: Sequence[int], tokens: Sequence[int], world: int, budget: int
 ) -> list[list[list[int]]]:
-    """Return for each of `world` ranks the micro-batches that it takes of `rows`, each of at most `budget` tokens.
+    """Return for each rank the micro-batches that it takes of some rows, each of at most `budget` tokens.
 
-    tokens: of each row, none above `budget`. All ranks get equally many micro-batches, those they run at the same time
-    alike in tokens; one may be empty when there are fewer rows than ranks.
+    All ranks get equally many micro-batches, those they run at the same time alike in tokens; one may be empty when
+    there are fewer rows than ranks.
+
+    Args:
+        rows: Indices of the rows.
+        tokens: Tokens of each row.
+        world: Number of ranks.
+        budget: Most tokens of a micro-batch.
+
+    Returns:
+        Rows by rank and micro-batch.
+
+    Raises:
+        ValueError: A row has more tokens than `budget`.
     """
     if max(tokens, default=0) > budget:
         raise ValueError(f"a row of {max(tokens)} tokens does not fit into {budget}")

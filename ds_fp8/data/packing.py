@@ -84,10 +84,15 @@ def plan_rows(
     together: bool = True,
     all_carry_loss: bool = True,
 ) -> Plan:
-    """Return the plan of rows of at most `sequence_length` tokens from the examples `chosen` (int64, in this order).
+    """Return the plan of rows of at most `sequence_length` tokens. Every row has a token that carries loss.
 
-    together: each example goes into the fullest row that still has room for it; otherwise into a row of its own.
-    all_carry_loss: whether every token of the store carries loss. Every row has at least one that does.
+    Args:
+        store: Tokens of the examples.
+        chosen: int64 indices of the examples to pack, in this order.
+        sequence_length: Most tokens of a row.
+        overlong: What happens to an example longer than a row: "split" into pieces, "cut" to a row, or "drop".
+        together: Whether an example goes into the fullest row that still has room for it; else into a row of its own.
+        all_carry_loss: Whether every token of the store carries loss.
     """
     lengths = store.lengths()
     pieces: list[tuple[int, int, int]] = []

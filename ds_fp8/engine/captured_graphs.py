@@ -121,7 +121,14 @@ class CapturedGraphs:
         return graph, torch.cuda.memory_reserved(self._device) - before
 
     def add(self, kind: object, graph: MicroStepGraph, kept: int, tokens: int) -> None:
-        """Keep a graph of so many bytes, captured for batches of so many tokens."""
+        """Keep a graph that `capture` returned.
+
+        Args:
+            kind: The kind of micro-step that it runs.
+            graph: The graph.
+            kept: Bytes that it keeps.
+            tokens: Tokens of the batch that it was captured for.
+        """
         self._graphs[kind] = graph
         self.kept_bytes += kept
         self._tokens = max(self._tokens, tokens)

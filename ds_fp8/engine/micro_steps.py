@@ -283,10 +283,7 @@ class MicroStepGraphs:
             self._code, self._draws = code, False
 
     def _launched(self, args: tuple, kwargs: Mapping[str, Any], where_called: bool = False) -> Any:
-        """Call the module; remember until its backward that it has run.
-
-        where_called: On the caller's stream, and not on that of the graphs.
-        """
+        """Call the module, on the caller's stream if `where_called`; remember until its backward that it has run."""
         self._graphs.make_room(_tokens(kwargs), evaluates=False)
         drawn = random_numbers_drawn(self._device)
         output = self._stock(*args, **kwargs) if where_called else self._aside(args, kwargs)

@@ -31,7 +31,10 @@ from ds_fp8.zero.gradient_reduce import residual_bytes
 def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int | None) -> dict[str, Any]:
     """Return facts about an initialised engine, ready for JSON. Counts are of the whole model; bytes as their keys say.
 
-    tokens: of a micro-batch on one GPU, None where it is not known.
+    Args:
+        engine: The engine.
+        state: FP8 state of the engine.
+        tokens: Tokens of a micro-batch on one GPU, None where that is not known.
     """
     parameters = list(engine.module.parameters())
     total = sum(math.prod(seams.full_shape(p)) for p in parameters)

@@ -102,9 +102,18 @@ def normed_heads(
     rotation: tuple[torch.Tensor, torch.Tensor],
     heads: NormedHeads,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x [B, S, H] -> (q [B, heads, S, D], k and v [B, kv_heads, S, D], x), q and k rotated.
+    """Normalise x, multiply it into q, k and v, and rotate q and k.
 
-    rotation: cos, sin [B or 1, S, D]. Use the returned x, not the given one, as the residual.
+    Args:
+        x: [B, S, H].
+        norm: Weight [H] of the RMSNorm before the product.
+        projections: q_proj, k_proj and v_proj.
+        head_norms: Weights [D] of the RMSNorm of each head of q and of k, or None.
+        rotation: cos, sin [B or 1, S, D].
+        heads: Settings of the product.
+
+    Returns:
+        (q [B, heads, S, D], k and v [B, kv_heads, S, D], x). Use this x, not the given one, as the residual.
     """
     parameters = [p.weight for p in projections] + [p.bias for p in projections]
     return _NormedHeads.apply(x, norm, *rotation, *head_norms, heads, torch.is_grad_enabled(), *parameters)

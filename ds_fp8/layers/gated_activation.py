@@ -102,10 +102,16 @@ def gated_activation_backward(
     dgrad_factor: torch.Tensor | None = None,
     product_factor: torch.Tensor | None = None,
 ) -> GatedGradients:
-    """Return the casts of backward from dproduct [T, F].
+    """Return the casts of backward.
 
-    recipe, down: of the product of gate and up, and of down_proj's. dgrad_factor [2F], product_factor [F]: multiplied
-    into dgate_up for dgrad, and into the product for wgrad.
+    Args:
+        dproduct: [T, F], the gradient of the product.
+        saved: gate_up [T, 2F] as forward kept it.
+        activation: Name of the activation of gate.
+        recipe: Of the product of gate and up.
+        down: Of down_proj's product.
+        dgrad_factor: [2F], multiplied into dgate_up for dgrad.
+        product_factor: [F], multiplied into the product for wgrad.
     """
     if dproduct.device.type == "cuda":
         from ds_fp8.layers.gated_activation_triton import gated_backward, gated_backward_cast

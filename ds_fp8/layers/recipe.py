@@ -246,9 +246,12 @@ class LinearRecipe:
         return quantize_columnwise(numbers, *words, rounding=self.recast.rounding, rotation=rotation)
 
     def dgrad_result(self, dx: torch.Tensor, tokens: int, clipped_input: torch.Tensor | None = None) -> torch.Tensor:
-        """Return dx [tokens, K] as it is without rotations, from dgrad's product.
+        """Return the gradient of the input as it is without rotations.
 
-        clipped_input: As of the function of this name.
+        Args:
+            dx: [tokens, K], dgrad's product.
+            tokens: Number of its rows.
+            clipped_input: What the method of this name returned for the input.
         """
         of_dy = self.grad_output.rotation
         if of_dy is not None and of_dy.axis == 0:
@@ -260,9 +263,11 @@ class LinearRecipe:
         return unrotate(dx, self.weight.rotation)
 
     def wgrad_result(self, dw: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return dw [N, K] as it is without rotations, from wgrad's product.
+        """Return the gradient of the weight as it is without rotations.
 
-        weight: [N, K]; read where there is a `recast` alone, in high precision.
+        Args:
+            dw: [N, K], wgrad's product.
+            weight: [N, K]; read only where there is a `recast`, in high precision.
         """
         if self.recast is not None:
             beyond = self._clipped(weight, self.weight, _cast(weight, self.weight))

@@ -75,9 +75,16 @@ def softmax_gradient(
     block: int = BLOCK,
     warps: int = WARPS,
 ) -> torch.Tensor:
-    """Return the loss of each row of logits [C, V], FP32 [C]; with `gradient` the logits become their gradient.
+    """Return the loss of each row of logits, FP32 [C].
 
-    normalisers: FP32 [C], where to write logsumexp of each row, zero of one that is ignored.
+    Args:
+        logits: [C, V].
+        targets: [C], the index of each row's target.
+        ignored: Target of rows that have no loss.
+        gradient: Whether the logits become their gradient, in place.
+        normalisers: FP32 [C], where to write logsumexp of each row, zero of one that is ignored.
+        block: Most logits that a program holds at once.
+        warps: Most warps of a program.
     """
     tokens, vocabulary = logits.shape
     losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)

@@ -46,8 +46,11 @@ def weight_operand(
 ) -> QuantizedTensor:
     """Return the FP8 weight [N, K]: what the gather brought, or a cast of a weight present in high precision.
 
-    column_factor: FP32 [K], powers of two. Gathered codes are multiplied by them and cast again; with power-of-two
-    scales that loses no bits but of numbers that leave the format's range.
+    Args:
+        weight: [N, K], gathered in FP8 or present in high precision.
+        recipe: Of the cast.
+        column_factor: FP32 [K], powers of two that the columns are multiplied by. Gathered codes are multiplied and
+            cast again; with power-of-two scales that loses no bits but of numbers that leave the format's range.
     """
     gathered = getattr(weight, GATHERED, None)
     if gathered is None:
@@ -100,9 +103,15 @@ def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> Qu
 def dgrad_weight(
     weights: Sequence[nn.Parameter], recipe: LinearRecipe, column_factor: torch.Tensor | None = None
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-    """Return dgrad's operand of the stacked rows of all weights [N_i, K]: (operand [K, N], factor [N] or None).
+    """Return dgrad's operand of the stacked rows of all weights.
 
-    The factor is to be multiplied into dy before its cast. column_factor: FP32 [K], into the columns of a weight alone.
+    Args:
+        weights: Weights [N_i, K] of one product.
+        recipe: Of the casts.
+        column_factor: FP32 [K], multiplied into the columns; only with a single weight.
+
+    Returns:
+        (operand [K, N], factor [N] or None). The factor is to be multiplied into dy before its cast.
     """
     if recipe.weight.granularity in ALONG_CONTRACTION:
         return recipe.cast_weight_columnwise(torch.cat([weight.detach() for weight in weights]), column_factor), None

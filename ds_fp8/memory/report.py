@@ -77,9 +77,14 @@ def best_of(records: Sequence[Record]) -> Record | None:
 def write_report(
     folder: Path, records: Sequence[Record], raw: Mapping[str, Any], title: str, description: str = ""
 ) -> list[Path]:
-    """Write sweep.csv, report.html and, when a point ran, best.json into `folder`; the files that were written.
+    """Write sweep.csv, report.html and, when a point ran, best.json; return the files that were written.
 
-    raw: the stage's JSON that the points change.
+    Args:
+        folder: Where to write them.
+        records: The points and what they took.
+        raw: The stage's JSON that the points change.
+        title: Title of the page.
+        description: Text below the title.
     """
     files = {CSV: table_csv(records), HTML: page(records, title, description)}
     best = best_of(records)

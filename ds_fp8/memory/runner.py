@@ -63,9 +63,17 @@ def run_point(
     timeout: float,
     tick: Callable[[int], None] = lambda step: None,
 ) -> Outcome:
-    """Measure `steps` steps of a stage on `gpus` ranks, in `folder`, within `timeout` seconds.
+    """Measure some steps of a stage. An earlier run in the same folder is ended and forgotten.
 
-    tick: called with the number of steps done. An earlier run in the same folder is ended and forgotten.
+    Args:
+        program: What the deepspeed launcher starts on every rank.
+        stage_file: The stage's JSON.
+        overrides: KEY=VALUE changes of the stage.
+        gpus: Number of ranks.
+        steps: Steps to measure.
+        folder: Where the run writes.
+        timeout: Seconds after which the run is ended.
+        tick: Called with the number of steps done.
     """
     end_leftover(folder)
     shutil.rmtree(folder, ignore_errors=True)

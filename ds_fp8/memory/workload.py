@@ -105,8 +105,15 @@ def read_workload(
 
     Any DeepSpeed configuration will do when `model` and `sequence_length` are given.
 
-    gpus: the data-parallel ranks; without it WORLD_SIZE, or 1. device: what the ranks compute on.
-    Raises UserError with file, key and remedy.
+    Args:
+        config: DeepSpeed configuration, in any form that `read_config` takes.
+        gpus: The data-parallel ranks; without it WORLD_SIZE, or 1.
+        model: Configuration of the model, in place of the stage's.
+        sequence_length: Tokens of a row, in place of the stage's.
+        device: What the ranks compute on.
+
+    Raises:
+        UserError: The stage is wrong or says too little; with file, key and remedy.
     """
     raw, file = read_config(config)
     try:

@@ -97,9 +97,14 @@ class CastMonitor:
         site: str = "",
         elements: int | None = None,
     ) -> None:
-        """Add one cast of a matrix x, or of what x gives by rows, to the statistics of a class at a site.
+        """Add one cast of a matrix to the statistics of a class at a site.
 
-        elements: of x, where it has zeros that are no part of the tensor.
+        Args:
+            tensor_class: Class of the tensor, one of TENSOR_CLASSES.
+            x: What was cast [M, K], or what gives its rows.
+            quantized: The cast.
+            site: Name of what multiplies it.
+            elements: Elements of x, where it has zeros that are no part of the tensor.
         """
         if not self.active:
             return

@@ -38,10 +38,16 @@ def add_cast_statistics(
     peaks: torch.Tensor,
     elements: int | None = None,
 ) -> None:
-    """Add SUMS of a cast of x [M, K], not empty, to `sums` [5] and raise `peaks` [3] to its PEAKS; FP64, in place.
+    """Add the statistics of a cast to those of earlier ones, in place.
 
-    Scales of groups that hold only zeros or a NaN do not count: they say nothing of the numbers. elements: of x, where
-    it has zeros that are no part of the tensor.
+    Scales of groups that hold only zeros or a NaN do not count: they say nothing of the numbers.
+
+    Args:
+        x: What was cast [M, K], not empty, or what gives its rows.
+        quantized: The cast.
+        sums: FP64 [5], to which SUMS are added.
+        peaks: FP64 [3], raised to PEAKS.
+        elements: Elements of x, where it has zeros that are no part of the tensor.
     """
     sums[:1] += quantized.data.numel() if elements is None else elements
     if quantized.data.is_cuda and not is_emulated(quantized.format, quantized.granularity, quantized.scale_type):

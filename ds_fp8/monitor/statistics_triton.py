@@ -74,9 +74,14 @@ def _count(
 
 
 def count(x: torch.Tensor, quantized: QuantizedTensor, limit: float, sums: torch.Tensor, peaks: torch.Tensor) -> None:
-    """Add to `sums` [5] all but the first, which is the number of elements, and raise `peaks` [3]; FP64, any stride.
+    """Add SUMS of a cast but for the first, the number of elements, and raise PEAKS, in place.
 
-    x [M, K] in any floating point dtype, and its cast. limit: in units of a scale, what is beyond it is saturated.
+    Args:
+        x: What was cast [M, K], in any floating point dtype.
+        quantized: The cast.
+        limit: In units of a scale; what is beyond it is saturated.
+        sums: FP64 [5], of any stride.
+        peaks: FP64 [3], of any stride.
     """
     (M, K), scale = quantized.shape, quantized.scale
     x = x if x.stride(1) == 1 else x.contiguous()

@@ -123,10 +123,16 @@ def encode(
     noise: torch.Tensor | None = None,
     exponent: torch.Tensor | None = None,
 ) -> Encoded:
-    """Encode flat FP32 x [n], rounding to nearest even.
+    """Encode flat numbers, rounding to nearest even.
 
-    noise: uniform numbers in [0, 1), FP32 [n]: round stochastically, up where the noise exceeds what is missing.
-    exponent: uint8 [groups]: use these instead of finding the group's own (decoded numbers came from them).
+    Args:
+        x: FP32 [n].
+        codec: How a number is coded.
+        granularity: "1x128" or "tensor": what shares a scale.
+        scale_type: "fp32" or "pow2", of the scales.
+        never_zero: Whether positive numbers stay above zero.
+        noise: Uniform numbers in [0, 1), FP32 [n]: round stochastically, up where the noise exceeds what is missing.
+        exponent: uint8 [groups]: use these instead of finding the group's own (decoded numbers came from them).
     """
     if codec.name == "fp32":
         return Encoded(x.clone(), None, None)

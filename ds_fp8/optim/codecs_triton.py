@@ -125,7 +125,7 @@ def encode_store(
     STEPS: tl.constexpr, LARGEST_STEPS: tl.constexpr, SIGNED: tl.constexpr, NOISE: tl.constexpr,
     TENSOR: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):
-    """Encode the tile x and store its codes, scales and exponents. `amax`: bits of the tensor's, where TENSOR.
+    """Encode the tile x and store its codes, scales and exponents; where TENSOR, `amax` has the bits of the tensor's.
 
     Where `codes` points to FP32, what scaled codes stand for is stored in their place, and `scale` may be None.
     """

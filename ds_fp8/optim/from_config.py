@@ -152,10 +152,16 @@ def _state(fp8: FP8Config, rank: Callable[[], int]) -> dict[str, Any]:
 def make_adamw(
     raw: Mapping[str, Any], fp8: FP8Config, file: str | os.PathLike | None, rank: Callable[[], int]
 ) -> Callable[[Iterable], AdamW]:
-    """Return a function of parameters that makes the AdamW of `raw`'s "optimizer" section, with the state of `fp8`.
+    """Return a function of parameters that makes the AdamW that a configuration asks for.
 
-    rank: asked when the optimizer is made; ranks draw different random numbers. Raises UserError, here and not later,
-    for a section that does not describe Adam with decoupled weight decay.
+    Args:
+        raw: DeepSpeed's configuration, whose "optimizer" section is read.
+        fp8: Says in what formats the state is kept.
+        file: Of the configuration, for errors.
+        rank: Asked for this process's rank when the optimizer is made; ranks draw different random numbers.
+
+    Raises:
+        UserError: Here and not later: the section does not describe Adam with decoupled weight decay.
     """
     section = section_of(raw, "optimizer")
     name, params = section.get("type"), dict(section_of(section, "params"))

@@ -117,9 +117,12 @@ class Moment:
     def encode(
         self, numbers: torch.Tensor, exponent: torch.Tensor | None = None, noise: torch.Generator | None = None
     ) -> None:
-        """Replace all numbers; `exponent` uint8 [groups] as `numbers` were decoded with, where that is known.
+        """Replace all numbers.
 
-        noise: round stochastically with numbers drawn from this generator.
+        Args:
+            numbers: The new ones, in their order.
+            exponent: uint8 [groups], those that `numbers` were decoded with, where they are known.
+            noise: Round stochastically with numbers drawn from this generator; None: to the nearest.
         """
         flat = numbers.reshape(-1)
         device = self.codes.device

@@ -118,7 +118,10 @@ class GradientReduce:
     def __call__(self, tensors: list[torch.Tensor], group: object, names: list[str]) -> list[torch.Tensor]:
         """Return of each gradient this rank's slice of ceil(numel / world) elements, averaged over ranks, unpadded.
 
-        names: of the parameters, the same on every rank.
+        Args:
+            tensors: Full gradients of any shape, FP32 or BF16.
+            group: Process group.
+            names: Of the parameters, the same on every rank.
         """
         slices: list[torch.Tensor | None] = [None] * len(tensors)
         large = [i for i, t in enumerate(tensors) if self.casts(t.shape, names[i])]

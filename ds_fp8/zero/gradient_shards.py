@@ -50,7 +50,17 @@ class GradientShards:
         names: Sequence[str],
         accumulate: bool,
     ) -> None:
-        """Add the rows of a message, divided, to the gradients of `names`, which lie in it at `slices`."""
+        """Add the rows of a message, divided, to the gradients of some parameters.
+
+        Args:
+            message: uint8 [rows, row bytes], as received.
+            shape: Of the message; one place.
+            format: Of the codes.
+            divisor: What the sum over rows is divided by.
+            slices: Place in the message of each gradient.
+            names: Of the parameters, in the order of `slices`.
+            accumulate: Add to this step's gradients rather than replace them.
+        """
         self._expect(names, accumulate)
         targets = []
         for place, name in zip(slices, names, strict=True):
@@ -60,7 +70,13 @@ class GradientShards:
         add_rows(message, shape, format, divisor, targets, self._flat, self._squares, accumulate)
 
     def add_slices(self, slices: Sequence[torch.Tensor], names: Sequence[str], accumulate: bool) -> None:
-        """Add slices without padding, in any floating point dtype, to the gradients of `names`."""
+        """Add slices of gradients that did not travel in a message.
+
+        Args:
+            slices: This rank's part of each gradient, without padding, in any floating point dtype.
+            names: Of the parameters, in the order of `slices`.
+            accumulate: Add to this step's gradients rather than replace them.
+        """
         self._expect(names, accumulate)
         for part, name in zip(slices, names, strict=True):
             start, numel = self._places[name]

@@ -26,9 +26,11 @@ def ranks_of_this_host() -> int:
 
 
 def find_nodes(hierarchy: str, ranks_per_node: int | None = None) -> Nodes | None:
-    """Return the two-level groups, or None for one flat all-to-all (one node, nodes of unequal size, or if asked for).
+    """Return the two-level groups, or None for one flat all-to-all. Collective.
 
-    ranks_per_node: read from the launcher's LOCAL_WORLD_SIZE or LOCAL_SIZE when None. Collective.
+    Args:
+        hierarchy: "flat", or "auto": two levels if there are several nodes of equal size with several ranks each.
+        ranks_per_node: Read from the launcher's LOCAL_WORLD_SIZE or LOCAL_SIZE when None.
     """
     world = dist.get_world_size()
     if ranks_per_node is None:

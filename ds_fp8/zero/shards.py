@@ -138,7 +138,9 @@ def place_scales(stacks: list[list[ShardedWeight]]) -> int:
 def without_padding(stack: list[ShardedWeight], landed: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the codes [numel] of every weight of a stack, adjacent: views, or copies where padding parts them.
 
-    landed: of every weight all ranks' shards [W * n], adjacent.
+    Args:
+        stack: Weights whose rows are stacked.
+        landed: Of every weight all ranks' shards [W * n], adjacent.
     """
     codes = [shards[: weight.numel] for weight, shards in zip(stack, landed, strict=True)]
     if any(len(mine) < len(shards) for mine, shards in zip(codes[:-1], landed, strict=False)):

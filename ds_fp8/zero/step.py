@@ -41,7 +41,13 @@ class Step:
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, optimizer: AdamW, reduce: GradientReduce | None):
-        """Install the step; `why_not` must have returned None. reduce: None where gradients travel in BF16."""
+        """Install the step; `why_not` must have returned None.
+
+        Args:
+            engine: ZeRO-3 engine.
+            optimizer: Its basic optimizer.
+            reduce: Reduces gradients in FP8; None where they travel in BF16.
+        """
         self._zero, self._optimizer, self._reduce = ZeroStep(engine), optimizer, reduce
         self.gradients = GradientShards(self._zero.flat_gradient, self._zero.gradient_places())
         self._zero.replace_reduction(self._add)

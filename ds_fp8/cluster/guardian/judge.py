@@ -47,15 +47,13 @@ class _Rank:
 
 @dataclass
 class Judge:
-    """Judges the job of `world` ranks.
-
-    hosts: name of each rank's host, where the launcher tells.
-    arrival: seconds in which all ranks must have reported for the first time.
-    """
+    """Judges the job of `world` ranks."""
 
     world: int
     hosts: list[str]
+    """Name of each rank's host, where the launcher tells."""
     arrival: float
+    """Seconds in which all ranks must have reported for the first time."""
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _findings: dict[int, tuple[str, str]] = field(default_factory=dict)
     """By rank: what befell it, and the details."""

@@ -14,7 +14,12 @@ _MISSING = object()
 
 
 def on_destroy(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
-    """Call `callback` when the engine is destroyed, the last one first."""
+    """Call `callback` when the engine is destroyed.
+
+    Args:
+        engine: Engine to be destroyed.
+        callback: Called without arguments, after DeepSpeed's destroy(); the callback added last is called first.
+    """
     if _INSTALLED not in vars(engine):
         setattr(engine, _INSTALLED, ExitStack())
         destroy = engine.destroy
@@ -30,7 +35,14 @@ def on_destroy(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) 
 
 
 def replace(engine: deepspeed.DeepSpeedEngine, owner: object, name: str, value: object) -> None:
-    """Set an attribute of an instance until its engine is destroyed."""
+    """Set an attribute of an instance until its engine is destroyed.
+
+    Args:
+        engine: Engine whose destroy() restores the attribute.
+        owner: The instance: the engine, its optimizer, a module or a parameter.
+        name: Name of the attribute.
+        value: Its value until then. Afterwards it has the former one, or is deleted where the instance had none.
+    """
     before = vars(owner).get(name, _MISSING)
 
     def restore() -> None:

@@ -72,7 +72,8 @@ class MicroStep:
     def addresses(self, elsewhere: Callable[[torch.nn.Parameter], bool]) -> tuple[int, ...]:
         """Return where the shards lie that a micro-step gathers, and the gradients it writes.
 
-        elsewhere: says of a parameter that it is gathered from other shards than DeepSpeed's.
+        Args:
+            elsewhere: Says of a parameter that it is gathered from other shards than DeepSpeed's.
         """
         gathered = [p.ds_tensor for p in self.parameters if not (p.ds_persist or elsewhere(p))]
         return tuple(tensor.data_ptr() for tensor in (self._zero.grad_partitions_flat_buffer, *gathered))

@@ -114,12 +114,24 @@ def wrap_closure(
     name: str,
     wrapper: Callable[[Callable], Callable],
 ) -> None:
-    """Replace the closure `name` of a partitioned parameter by `wrapper(closure)` until its engine is destroyed."""
+    """Replace a closure that DeepSpeed put on a partitioned parameter, until the engine is destroyed.
+
+    Args:
+        engine: Engine of the parameter.
+        parameter: Parameter that ZeRO-3 has partitioned.
+        name: Name of the closure, such as "all_gather" or "partition".
+        wrapper: Called once with the present closure; returns what takes its place.
+    """
     replace(engine, parameter, name, wrapper(getattr(parameter, name)))
 
 
 def on_gather(engine: deepspeed.DeepSpeedEngine, callback: Callable[[int, object], None]) -> None:
-    """Call `callback(nbytes, group)` before DeepSpeed gathers parameters: the bytes of this rank's shards, by group."""
+    """Call `callback` before DeepSpeed gathers parameters.
+
+    Args:
+        engine: ZeRO-3 engine.
+        callback: Called as callback(nbytes, group): the bytes of this rank's shards to gather, by process group.
+    """
 
     def count(parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         nbytes: defaultdict[object, int] = defaultdict(int)
@@ -192,7 +204,10 @@ class _Watched(dict):
 def on_external_parameter(engine: deepspeed.DeepSpeedEngine, callback: Callable[[torch.nn.Parameter], None]) -> None:
     """Call `callback` with every parameter that a module reads which does not own it.
 
-    Those registered already, and those that the user registers or ZeRO-3 finds from now on.
+    Args:
+        engine: ZeRO-3 engine.
+        callback: Called now with the parameters that are registered already, and later with those that the user
+            registers or ZeRO-3 finds.
     """
     for module in engine.module.modules():
         registered = getattr(module, "_external_params", {})

@@ -17,7 +17,7 @@ _MOMENT_WRITES = ("set_full_hp_param", "set_local_hp_param")
 def _around_method(
     engine: deepspeed.DeepSpeedEngine, name: str, before: Callable[[], None] | None, after: Callable[[], None]
 ) -> None:
-    """Call `before` and `after` around a method of the engine's optimizer."""
+    """Call `before`, if there is one, and `after` around a method of the engine's optimizer."""
     method = getattr(engine.optimizer, name)
 
     def wrapped(*args, **kwargs):
@@ -36,7 +36,14 @@ def call_around(
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
 ) -> None:
-    """Call `before` and `after` around a method of the engine's optimizer, until the engine is destroyed."""
+    """Call `before` and `after` around a method of the engine's optimizer, until the engine is destroyed.
+
+    Args:
+        engine: Engine with an optimizer.
+        name: Name of the method.
+        before: Called before the method, if given.
+        after: Called after the method has returned, if given; not if it raised.
+    """
     _around_method(engine, name, before, after or (lambda: None))
 
 
@@ -53,8 +60,12 @@ def around_master_update(
 ) -> None:
     """Call `before` and `after` around everything that may change the FP32 master shards of a ZeRO-3 engine.
 
-    `after` is not called for a step that DeepSpeed left out because of an overflow, on all ranks alike. Where the user
-    overwrites the masters of one parameter (safe_set_full_fp32_param and its kin) `after_one` is called instead.
+    Args:
+        engine: ZeRO-3 engine; nothing is installed on one without an optimizer.
+        before: Called before the masters may change.
+        after: Called afterwards, but not for a step that DeepSpeed left out because of an overflow, on all ranks alike.
+        after_one: Called in place of `after` with the parameter whose masters the user overwrote
+            (safe_set_full_fp32_param and its kin).
     """
 
     def one(method: Callable) -> Callable:
@@ -81,7 +92,12 @@ def around_master_update(
 
 
 def on_step(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
-    """Call `callback` after every optimizer step, of any ZeRO stage."""
+    """Call `callback` after every optimizer step.
+
+    Args:
+        engine: Engine of any ZeRO stage; nothing is installed on one without an optimizer.
+        callback: Called without arguments, also after a step that DeepSpeed left out because of an overflow.
+    """
     if has_optimizer(engine):
         _around_method(engine, "step", None, callback)
 
@@ -105,7 +121,12 @@ def refuse_state_offload(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 def before_moment_write(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
-    """Call `callback` before the user overwrites a part of a moment of a ZeRO-3 optimizer (safe_set_..._state)."""
+    """Call `callback` before the user overwrites a part of a moment (safe_set_..._state).
+
+    Args:
+        engine: ZeRO-3 engine with an optimizer.
+        callback: Called without arguments.
+    """
 
     def announced(method: Callable) -> Callable:
         def wrapped(value, param, optim_state_key=None):

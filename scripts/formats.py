@@ -109,7 +109,12 @@ def compare(
 ) -> dict[str, Any]:
     """Return a choice for all layers beside the best mix of its bits, and beside the best one choice of those bits.
 
-    judges: of the rows that select, and of those that the figures are of.
+    Args:
+        model: The model in BF16.
+        judges: Of the rows that select, and of those that the figures are of.
+        layers: Its linears.
+        found: What was measured of the choices.
+        word: The choice.
     """
     limit = mean_bits(layers, uniform(layers, word))
     added = found["sensitivities"]

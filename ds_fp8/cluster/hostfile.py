@@ -54,7 +54,15 @@ def read_hostfile(path: str | os.PathLike) -> list[Host]:
 
 
 def parse_hostfile(text: str, file: Path) -> list[Host]:
-    """Parse a hostfile's text; `file` is for errors. Raises UserError as `read_hostfile`."""
+    """Parse a hostfile's text.
+
+    Args:
+        text: What the file holds.
+        file: Its name, for errors.
+
+    Raises:
+        UserError: As of `read_hostfile`.
+    """
     hosts: dict[str, tuple[int, Host]] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         words = line.partition("#")[0].split()

@@ -93,7 +93,10 @@ def deepspeed_command(ranks: int) -> list[str]:
     """Return the command that a script's path and arguments are appended to: `deepspeed` with `ranks` local processes.
 
     They take a port that is free and the first of the GPUs that CUDA_VISIBLE_DEVICES numbers, which `deepspeed
-    --num_gpus` would ignore. Raises UserError where that variable has fewer, or names that `deepspeed` cannot read.
+    --num_gpus` would ignore.
+
+    Raises:
+        UserError: That variable has fewer GPUs, or names that `deepspeed` cannot read.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

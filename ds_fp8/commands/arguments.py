@@ -32,7 +32,11 @@ def add_stage(parser: argparse.ArgumentParser, changes: bool = True) -> None:
 
 
 def stage_file(arguments: argparse.Namespace) -> Path:
-    """Return the stage's JSON that `add_stage` was given. Raises UserError where there is none."""
+    """Return the stage's JSON that `add_stage` was given.
+
+    Raises:
+        UserError: There is none.
+    """
     given = [name for name in (arguments.stage, arguments.deepspeed_config) if name is not None]
     if len(given) != 1:
         raise UserError(
@@ -72,12 +76,20 @@ def shipped_configs() -> list[str]:
 
 
 def count(text: str) -> int:
-    """Return the whole number of at least 1 that `text` is. Raises ArgumentTypeError, which argparse shows."""
+    """Return the whole number of at least 1 that `text` is.
+
+    Raises:
+        ArgumentTypeError: It is none; argparse shows the error.
+    """
     return _whole(text, 1)
 
 
 def count_or_none(text: str) -> int:
-    """Return the whole number of at least 0 that `text` is. Raises ArgumentTypeError, which argparse shows."""
+    """Return the whole number of at least 0 that `text` is.
+
+    Raises:
+        ArgumentTypeError: It is none; argparse shows the error.
+    """
     return _whole(text, 0)
 
 
@@ -92,7 +104,11 @@ def _whole(text: str, least: int) -> int:
 
 
 def amount(text: str) -> float:
-    """Return the finite number above 0 that `text` is. Raises ArgumentTypeError, which argparse shows."""
+    """Return the finite number above 0 that `text` is.
+
+    Raises:
+        ArgumentTypeError: It is none; argparse shows the error.
+    """
     try:
         number = float(text)
     except ValueError:

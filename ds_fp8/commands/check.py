@@ -9,7 +9,11 @@ from ds_fp8.commands.arguments import add_stage, count, parser_of, stage_file
 
 
 def main() -> int:
-    """Print what the configuration asks for. Raises UserError for its first mistake."""
+    """Print what the configuration asks for.
+
+    Raises:
+        UserError: For its first mistake.
+    """
     parser = parser_of(__doc__)
     add_stage(parser)
     parser.add_argument("--gpus", type=count, default=1, help="data-parallel ranks (default 1)")

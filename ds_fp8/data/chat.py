@@ -47,8 +47,10 @@ def tokenize_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -
     """Return token ids of a conversation and its labels, both of the same length.
 
     A label is the token id itself inside an assistant turn, its end-of-turn token included, and -100 elsewhere.
-    Raises UserError (key data.tokenizer) when the tokenizer cannot tell where in the text its tokens are, or when its
-    template has no {% generation %} mark and renders a turn differently once another follows it.
+
+    Raises:
+        UserError: With the key data.tokenizer: the tokenizer cannot tell where in the text its tokens are, or its
+            template has no {% generation %} mark and renders a turn differently once another follows it.
     """
     return tokenize_chats(tokenizer, [messages])[0]
 

@@ -48,9 +48,20 @@ def rows_of_step(
 def local_micro_batches(
     rows: Sequence[int], rank: int, world: int, micro_batch: int, accumulation: int
 ) -> list[list[int]]:
-    """Return the `accumulation` micro-batches of `micro_batch` rows that `rank` of `world` takes of a step's `rows`.
+    """Return the micro-batches that a rank takes of a step's rows.
 
-    Raises ValueError unless len(rows) == world * micro_batch * accumulation.
+    Args:
+        rows: Rows of the step.
+        rank: This rank.
+        world: Number of ranks.
+        micro_batch: Rows of a micro-batch.
+        accumulation: Micro-batches of a step.
+
+    Returns:
+        `accumulation` lists of `micro_batch` rows.
+
+    Raises:
+        ValueError: len(rows) is not world * micro_batch * accumulation.
     """
     if len(rows) != world * micro_batch * accumulation:
         raise ValueError(f"{len(rows)} rows do not make {world} x {micro_batch} x {accumulation}")

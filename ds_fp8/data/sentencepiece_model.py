@@ -20,7 +20,8 @@ CONTROL_PIECE, USER_DEFINED_PIECE = 3, 4
 def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     """Return the tokenizer stored at `path`; its special tokens are the model's control pieces.
 
-    Raises UserError (key data.tokenizer) when the file is no sentencepiece model, or one of words or characters.
+    Raises:
+        UserError: With the key data.tokenizer: the file is no sentencepiece model, or one of words or characters.
     """
     model = sentencepiece_model_pb2.ModelProto()
     try:

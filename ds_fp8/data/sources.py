@@ -27,8 +27,10 @@ class ExampleStream:
     """The examples of one source in order: texts for format "documents", lists of messages for "chat".
 
     Iterating leaves out empty texts. `state()` says how far it has come, in a form that JSON can hold, and a stream
-    made with that state goes on right there. Raises UserError when the source cannot be read, the column is missing or
-    a conversation is malformed.
+    made with that state goes on right there.
+
+    Raises:
+        UserError: The source cannot be read, the column is missing or a conversation is malformed.
     """
 
     def __init__(self, config: DataConfig, state: dict[str, Any] | None = None):
@@ -68,7 +70,11 @@ class ExampleStream:
 
 
 def read_examples(config: DataConfig) -> list[Text] | list[Chat]:
-    """Return all examples of one source at once. Raises UserError as `ExampleStream` does, and when there are none."""
+    """Return all examples of one source at once.
+
+    Raises:
+        UserError: As of `ExampleStream`, or there are none.
+    """
     examples = list(ExampleStream(config))
     if not examples:
         raise empty(config.path)

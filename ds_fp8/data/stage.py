@@ -57,9 +57,16 @@ def build_data(
 ) -> StageData:
     """Tokenise what `config` names unless that has been done, split it, and plan its rows. Deterministic.
 
-    Every process of a machine may call at once: one works, all share its files in `cache_dir` (`data.cache_dir` where
-    that is given). Raises UserError for data that is missing, malformed, or too little to hold back a validation
-    example.
+    Every process of a machine may call at once: one works, all share its files.
+
+    Args:
+        config: The section "data".
+        tokenizer: Of the model.
+        cache_dir: Where the files are kept, unless `data.cache_dir` says otherwise.
+        report: Told what is done.
+
+    Raises:
+        UserError: Data are missing, malformed, or too few to hold back a validation example.
     """
     cache_dir = Path(config.cache_dir or cache_dir).expanduser()
     check_writable(cache_dir, "data.cache_dir" if config.cache_dir else "DS_FP8_CACHE")

@@ -36,7 +36,9 @@ def build_tokenizer(config: DataConfig, cache_dir: Path) -> PreTrainedTokenizerB
     A tokenizer without a chat template gets ChatML for format "chat", as does any with `data.chat_template` "chatml".
     Its two markers become special tokens where they are none yet: the tokenizer may then be larger than the model's
     vocabulary (compare `len(tokenizer)`).
-    Raises UserError (key data.tokenizer) when there is no such tokenizer or it has no end-of-text token.
+
+    Raises:
+        UserError: With the key data.tokenizer: there is no such tokenizer or it has no end-of-text token.
     """
     if config.tokenizer == "synthetic":
         tokenizer = from_sentencepiece(_synthetic_model(config.vocab_size, Path(cache_dir)))

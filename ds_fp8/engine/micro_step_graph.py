@@ -162,7 +162,11 @@ class MicroStepGraph:
 
 
 def only_differentiable(leaves: list[Any]) -> tuple[int, torch.Tensor]:
-    """Return the one output that has a gradient, and its place. Raises ValueError for several, or none."""
+    """Return the one output that has a gradient, and its place.
+
+    Raises:
+        ValueError: There are several, or none.
+    """
     for leaf in leaves:
         if not (leaf is None or torch.is_tensor(leaf) or isinstance(leaf, (bool, int, float, str))):
             raise ValueError(f'the model returns a {type(leaf).__name__}: pass "use_cache": False, if it is a cache')

@@ -47,7 +47,11 @@ class Unfusable(Exception):
 
 
 def head_layout_of(attention: nn.Module) -> HeadLayout:
-    """Return the heads of an attention with q_proj, k_proj, v_proj and o_proj. Raises Unfusable for any other."""
+    """Return the heads of an attention with q_proj, k_proj, v_proj and o_proj.
+
+    Raises:
+        Unfusable: It is no such attention, or one whose heads cannot be fused.
+    """
     parts = dict(attention.named_children())
     _expect(parts, ATTENTION_PARTS, HEAD_NORMS, "attention")
     linears = [_fp8_linear(parts[name], name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
@@ -73,7 +77,11 @@ def head_layout_of(attention: nn.Module) -> HeadLayout:
 
 
 def gated_activation_of(mlp: nn.Module) -> str:
-    """Return the activation, one of ACTIVATIONS, of an MLP with gate_proj, up_proj and down_proj. Raises Unfusable."""
+    """Return the activation, one of ACTIVATIONS, of an MLP with gate_proj, up_proj and down_proj.
+
+    Raises:
+        Unfusable: It is no such MLP, or has a bias or another activation.
+    """
     parts = dict(mlp.named_children())
     function = parts.pop("act_fn", None) or parts.pop("activation_fn", None) or getattr(mlp, "act_fn", None)
     _expect(parts, MLP_PARTS, set(), "MLP")
@@ -102,7 +110,11 @@ def changes_in_place(module: nn.Module) -> bool:
 
 
 def norm_eps(norm: nn.Module) -> float:
-    """Return eps of an RMSNorm under either of its usual names. Raises Unfusable for a norm that has none."""
+    """Return eps of an RMSNorm under either of its usual names.
+
+    Raises:
+        Unfusable: It has none.
+    """
     for name in ("variance_epsilon", "eps"):
         if isinstance(getattr(norm, name, None), float):
             return getattr(norm, name)
@@ -111,7 +123,11 @@ def norm_eps(norm: nn.Module) -> float:
 
 @torch.no_grad()
 def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str) -> bool:
-    """Compare the layer's own forward with the formula; return whether it returns a tuple. Raises Unfusable."""
+    """Compare the layer's own forward with the formula; return whether it returns a tuple.
+
+    Raises:
+        Unfusable: They differ, or it cannot be called.
+    """
     _expect(dict(layer.named_children()), LAYER_PARTS, set(), "layer")
     attention = layer.self_attn
     small_attention = _stand_in(attention)
@@ -143,7 +159,11 @@ def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str) -> bool:
 
 @torch.no_grad()
 def prove_mlp(mlp: nn.Module, activation: str) -> None:
-    """Compare the MLP's own forward with the formula. Raises Unfusable."""
+    """Compare the MLP's own forward with the formula.
+
+    Raises:
+        Unfusable: They differ, or it cannot be called.
+    """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         small, x = _small_mlp(mlp), torch.randn(2, TOKENS, HIDDEN)

@@ -75,7 +75,8 @@ def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> Qu
 
     Scales per tensor become scales per row, unless they are static: those are the same for all.
 
-    Raises ValueError for weights whose blocks would straddle two of them (`can_stack`).
+    Raises:
+        ValueError: Blocks would straddle two weights (`can_stack`).
     """
     operands = [weight_operand(weight, recipe) for weight in weights]
     if len(operands) == 1:

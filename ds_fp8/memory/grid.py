@@ -93,7 +93,8 @@ class Point:
 def read_sweep(file: str | os.PathLike, gpus: int) -> tuple[SweepConfig, list[Point]]:
     """Return the sweep in `file` and its points; `gpus` where they do not say how many.
 
-    Raises UserError for a file that is malformed, has no point or too many, or two points of one name.
+    Raises:
+        UserError: The file is malformed, has no point or too many, or two points of one name.
     """
     try:
         config = parse_section(SweepConfig, read_json(file), key="sweep", file=file)
@@ -103,7 +104,11 @@ def read_sweep(file: str | os.PathLike, gpus: int) -> tuple[SweepConfig, list[Po
 
 
 def check_points(points: Sequence[Point], stage_file: str | os.PathLike) -> None:
-    """Load the stage as every point changes it. Raises UserError naming the point and what is wrong with it."""
+    """Load the stage as every point changes it.
+
+    Raises:
+        UserError: A point is wrong; named, with what is wrong.
+    """
     for point in points:
         try:
             with _world(point.gpus):

@@ -108,8 +108,9 @@ class ModelShape:
 def model_shape(config: PretrainedConfig, fp8: FP8Config) -> ModelShape:
     """Return the shape of the model that `config` describes, trained with `fp8`. No weight is allocated.
 
-    Raises UserError for a model whose layers are not attention (q, k, v, o) and a gated MLP (gate, up, down), and for
-    what `ds_fp8.convert` refuses.
+    Raises:
+        UserError: The layers are not attention (q, k, v, o) and a gated MLP (gate, up, down), or `ds_fp8.convert`
+            refuses the model.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -56,7 +56,11 @@ def _last_byte(stream: Any) -> bytes:
 
 @contextmanager
 def only_driver(folder: Path) -> Iterator[None]:
-    """Hold the folder of a sweep. Raises UserError while another process does; a killed one does not any more."""
+    """Hold the folder of a sweep; a process that is killed lets it go.
+
+    Raises:
+        UserError: Another process holds it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         try:

@@ -81,9 +81,10 @@ class Sweep:
     def find_max(self, point: Point, what: Size, memory_bytes: int) -> Record | None:
         """Return the record of `point` with the largest micro-batch, or sequence, that runs.
 
-        Every try is a result, too.
+        The search begins at what the estimate says fits. Every try is a result, too.
 
-        The search begins at what the estimate says fits. Raises UserError where a try fails for another reason.
+        Raises:
+            UserError: A try fails for another reason than memory.
         """
         unit, best = MULTIPLE[what], None
 
@@ -213,7 +214,8 @@ def describe(record: Record) -> str:
 def gpu_bytes(gigabytes: float | None) -> int:
     """Return the memory of a GPU in bytes: what is given, in GiB, or else this machine's.
 
-    Raises UserError without either.
+    Raises:
+        UserError: None is given, and this machine has no GPU.
     """
     if gigabytes is not None:
         return round(gigabytes * 2**30)

@@ -59,7 +59,11 @@ def check(state_dict: dict[str, Any]) -> None:
 
 
 def imported(saved: dict[str, Any], p: torch.Tensor) -> SavedState:
-    """Return the state of the parameter p in a checkpoint. Raises UserError if it is incomplete or does not fit."""
+    """Return the state of the parameter p in a checkpoint.
+
+    Raises:
+        UserError: It is incomplete or does not fit.
+    """
     numbers = {}
     for key in MOMENTS if p.dtype is torch.float32 or MASTER not in saved else (*MOMENTS, MASTER):
         if key not in saved:

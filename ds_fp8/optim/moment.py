@@ -171,7 +171,8 @@ class Moment:
 def shared_layout(fp16_masters: Layout | None, *states: torch.Tensor | Moment) -> Layout | None:
     """Return the layout whose pieces are whole groups of all states; None if no state has groups.
 
-    Raises ValueError if there is none: groups of 128 may lie across tensors that have scales of their own.
+    Raises:
+        ValueError: There is none: groups of 128 may lie across tensors that have scales of their own.
     """
     layouts = [state.layout for state in states if isinstance(state, Moment)]
     layouts += [] if fp16_masters is None else [fp16_masters]

@@ -44,7 +44,11 @@ def run_folder(folder: Path, kind: str, seed: int) -> Path:
 
 
 def comparisons_in(folder: Path, seeds: Sequence[int]) -> list[Comparison]:
-    """Return the finished twins of every seed. Raises UserError where one is missing."""
+    """Return the finished twins of every seed.
+
+    Raises:
+        UserError: One is missing.
+    """
     return [
         Comparison(f"seed_{seed}", *(RunRecord(run_folder(folder, kind, seed)) for kind in KINDS)) for seed in seeds
     ]

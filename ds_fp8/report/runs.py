@@ -21,7 +21,11 @@ class RunRecord:
     """The record of a finished run, read from its folder."""
 
     def __init__(self, folder: Path):
-        """Read `folder`. Raises UserError where the run has not finished or a file is damaged."""
+        """Read `folder`.
+
+        Raises:
+            UserError: The run has not finished or a file is damaged.
+        """
         self.folder = folder
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}", remedy="give the train.run_dir of a finished run")

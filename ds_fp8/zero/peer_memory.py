@@ -41,7 +41,11 @@ class PeerMemory:
     """A buffer of the same size on every rank of a group, each of which can read all others'."""
 
     def __init__(self, numel: int, device: torch.device, group: object):
-        """Allocate uint8 [numel], zeros, and exchange addresses. Collective; raises RuntimeError where it cannot."""
+        """Allocate uint8 [numel], zeros, and exchange addresses. Collective.
+
+        Raises:
+            RuntimeError: The ranks cannot share memory.
+        """
         from torch.distributed import _symmetric_memory as symmetric
 
         # Nothing here needs multicast, whose set-up fails on some hosts.

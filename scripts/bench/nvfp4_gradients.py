@@ -85,7 +85,9 @@ def errors_of_means(
 ) -> dict[str, list[float]]:
     """Return by reference the relative errors of the mean of the first, the first two, ... of some gradients.
 
-    exact: Called with the index of the last of them; returns what their mean is to be.
+    Args:
+        found: The gradients.
+        exact: Called with the index of the last of them; returns what their mean is to be, by reference.
     """
     total, errors = torch.zeros(()), {}
     for index, gradient in enumerate(found):
@@ -209,9 +211,11 @@ def mean_loss(model: nn.Module, batches: list[torch.Tensor]) -> float:
 
 
 def crossing(stochastic: list[float], nearest: list[float]) -> int | None:
-    """Return how many are averaged when the error is first below nearest rounding's, of as many; None if it never is.
+    """Return how many are averaged when the error is first below nearest rounding's; None if it never is.
 
-    nearest: A single number where all draws are the same.
+    Args:
+        stochastic: Errors of means of one, two, ... gradients.
+        nearest: Those of as many with nearest rounding; a single number where all draws are the same.
     """
     pairs = zip(stochastic, nearest * len(stochastic) if len(nearest) == 1 else nearest, strict=True)
     return next((number for number, (found, limit) in enumerate(pairs, 1) if found < limit), None)

@@ -60,7 +60,10 @@ FIRST, TIMED = 10, 20
 def linear_section(variant: str, layers: int, kept: int) -> dict[str, Any]:
     """Return the section "linear" of a variant that is not BF16.
 
-    kept: Layers that stay in BF16, the last of `layers`.
+    Args:
+        variant: Name of the variant.
+        layers: Decoder layers of the model.
+        kept: How many of the last layers stay in BF16.
     """
     in_bf16 = {f"model.layers.{number}.*": "bf16" for number in range(layers - kept, layers)}
     return {**_NVFP4, "overrides": in_bf16, **LEFT_OUT.get(variant, {})}

@@ -37,7 +37,12 @@ PARTS = (*NAMED, *MARKS, "other")
 
 
 def profiled(run: Callable[[], None], trace: str | None = None) -> dict[str, Any]:
-    """Profile one `run()`, which ends with the GPU: waits by kind and caller, and the GPU's time. `trace`: a file."""
+    """Profile one run: waits by kind and caller, and the GPU's time.
+
+    Args:
+        run: What to profile; it ends with the GPU.
+        trace: File to write the trace to.
+    """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device().type == "cuda")
     with profile(activities=activities) as profiler, callers_of_waits() as callers:
         run()

@@ -91,7 +91,11 @@ def leaf_module_of(parameter: torch.nn.Parameter) -> torch.nn.Module | None:
 
 
 def begin_gather(parameter: torch.nn.Parameter) -> None:
-    """Mark a gather as started. Raises RuntimeError when the parameter is not in its partitioned state."""
+    """Mark a gather as started.
+
+    Raises:
+        RuntimeError: The parameter is not in its partitioned state.
+    """
     status = partition_parameters.ZeroParamStatus
     if parameter.ds_status != status.NOT_AVAILABLE:
         raise RuntimeError(f"cannot gather a parameter that is not partitioned: {parameter.ds_summary()}")

@@ -111,7 +111,7 @@ def compare(
 
     Args:
         model: The model in BF16.
-        judges: Of the rows that select, and of those that the figures are of.
+        judges: One of the rows that select, one of those that the figures are of.
         layers: Its linears.
         found: What was measured of the choices.
         word: The choice.

@@ -222,7 +222,7 @@ def decode(data: torch.Tensor, dtype: torch.dtype = torch.float32, format: str |
 
     Args:
         data: FP8, or uint8 codes of an emulated format.
-        dtype: Of the numbers.
+        dtype: Dtype of the numbers.
         format: Name of the format of uint8 codes; FP8 dtypes say theirs.
     """
     if data.dtype is torch.uint8:

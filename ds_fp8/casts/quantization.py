@@ -44,7 +44,7 @@ def quantize(
         row_factor: [M], multiplied in FP32 into the rows of a matrix [M, K] before the cast.
         column_factor: [K], multiplied into its columns after that.
         rounding: "nearest", to even, or "stochastic", with torch's random numbers.
-        rotation: Of a matrix, after the factors and before the cast (rotation.py).
+        rotation: Rotation of a matrix, after the factors and before the cast (rotation.py).
 
     Returns:
         The cast, of the shape of x (rotated along its rows: padded); a group that holds Inf or NaN is NaN as a whole,
@@ -110,8 +110,8 @@ def quantize_both(
         row_factor: As for `quantize`.
         column_factor: As for `quantize`.
         rounding: As for `quantize`.
-        row_rotation: Of x [M, K] before its first cast.
-        column_rotation: Of x [M, K] before its second cast.
+        row_rotation: Rotation of x [M, K] before its first cast.
+        column_rotation: Rotation of x [M, K] before its second cast.
 
     Returns:
         (x cast along K or None, x cast along M or None).

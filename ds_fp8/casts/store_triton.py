@@ -36,7 +36,7 @@ def store_cast(
         scale_across: Stride of the scales per row across, of TILE per block of rows.
         AXIS: Axis of the tile that is the contraction.
         MODE: What shares a scale: GROUP, TILE, ROW or TENSOR.
-        DTYPE: Of the codes.
+        DTYPE: Dtype of the codes.
         LARGEST: Largest number of the format.
         SMALLEST: Smallest scale.
         POW2: Whether scales are powers of two.

@@ -234,7 +234,7 @@ def scale_shape(shape: tuple[int, ...] | torch.Size, granularity: str) -> tuple[
     128x128 [M, K] -> [ceil(M/128), ceil(K/128)]; others alike. Ragged last groups and blocks have a scale of their own.
 
     Args:
-        shape: Of the tensor that is cast.
+        shape: Shape of the tensor that is cast.
         granularity: Elements that share a scale.
 
     Raises:

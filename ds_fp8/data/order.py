@@ -22,7 +22,7 @@ def rows_of_step(
         step: Number of the step, from 0.
         num_rows: Rows of each source, or of the only one.
         global_batch: Rows of a step.
-        seed: Of the orders in which rows are visited.
+        seed: Seed of the orders in which rows are visited.
         weights: Shares of the sources in the rows of training.
 
     Returns:

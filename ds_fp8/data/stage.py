@@ -61,7 +61,7 @@ def build_data(
 
     Args:
         config: The section "data".
-        tokenizer: Of the model.
+        tokenizer: Tokenizer of the model.
         cache_dir: Where the files are kept, unless `data.cache_dir` says otherwise.
         report: Told what is done.
 

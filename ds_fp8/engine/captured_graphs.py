@@ -161,7 +161,7 @@ class CapturedGraphs:
         times more; of evaluation, which keeps nothing between layers but has logits, a quarter of that.
 
         Args:
-            tokens: Of its batch, 0 where that is not known.
+            tokens: Tokens of its batch, 0 where that is not known.
             evaluates: Whether it needs no gradients.
         """
         if not self._graphs or self.pending:

@@ -37,7 +37,7 @@ def why_no_graphs(
     """Return what keeps this engine from capturing any micro-step, or None.
 
     Args:
-        engine: Of any ZeRO stage.
+        engine: Engine of any ZeRO stage.
         fp8: Its "fp8" section.
         loss: How its loss was fused.
         why_no_step: Why DeepSpeed's optimizer step stays, or None.
@@ -83,11 +83,11 @@ def why_eager(
     """Return why a call of a model in training cannot be a graph whatever its rows hold, or None.
 
     Args:
-        modules: All of the model.
+        modules: All modules of the model.
         monitor: Says whether casts are measured.
-        device: Of the model.
-        args: Of the call.
-        kwargs: Of the call.
+        device: Device of the model.
+        args: Positional arguments of the call.
+        kwargs: Its arguments by name.
     """
     if monitor.active:
         return MEASURED
@@ -134,7 +134,7 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
     it builds the mask of such a batch.
 
     Args:
-        module: Of the engine.
+        module: Module of the engine.
         batch: Its arguments.
 
     Returns:
@@ -180,7 +180,7 @@ class Capacities:
         """Return for how many documents a micro-step is captured now; 0 where every row has always been one.
 
         Args:
-            kind: Of micro-steps.
+            kind: Kind of micro-steps.
             held: Documents of this batch, the most of any rank; 0 where every row of all ranks is one.
         """
         seen = self._seen[kind] = max(held, self._seen.get(kind, 0))

@@ -50,7 +50,7 @@ def fingerprint(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
     Args:
         modules: All of the model.
         parameters: All of them.
-        config: Of a Hugging Face model, or None: which outputs and which attention.
+        config: Configuration of a Hugging Face model, or None: which outputs and which attention.
     """
     seen: list[object] = [len(list(_global_hooks()))]
     for part in modules:

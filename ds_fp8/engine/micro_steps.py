@@ -63,7 +63,7 @@ class MicroStepGraphs:
         """Install the graphs; `why_no_graphs` must have returned None.
 
         Args:
-            engine: Of ZeRO stage 3.
+            engine: Engine of ZeRO stage 3.
             gradients: What its reductions add to.
             gather: What gathers its weights in FP8, if anything does.
             wire: Counts the bytes.

@@ -54,7 +54,7 @@ def export_checkpoint(
         config: The model's configuration.
         fp8: The "fp8" section of the training.
         layout: "bf16", "fp8" or "compressed-tensors".
-        deepspeed_config: Of the training, for the weights that ZeRO-3 kept whole in BF16; DeepSpeed's defaults without.
+        deepspeed_config: The training's, for the weights that ZeRO-3 kept whole in BF16; DeepSpeed's defaults without.
         generation: Defaults for generate().
         tokenizer: Saves the tokenizer into a folder.
         force: Replace an existing folder.

@@ -99,7 +99,7 @@ def scaled_matmul(
         a: The left operand.
         b: The right operand, with the contraction as its last dimension too.
         backend: A key of BACKENDS.
-        out_dtype: Of the result.
+        out_dtype: Dtype of the result.
         fast_accumulation: Let Hopper's tensor cores sum tensor- and row-wise products in fewer bits.
 
     Returns:

@@ -88,7 +88,7 @@ def fp8_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: fl
         q: Queries [B, heads, S, D], BF16, of any strides; [B, S, heads, D] seen through `transpose` is not copied.
         k: Keys [B, kv_heads, S, D]; heads is a multiple of kv_heads.
         v: Values [B, kv_heads, S, D].
-        scaling: Of q kᵀ; D^(-1/2) by default.
+        scaling: Factor of q kᵀ; D^(-1/2) by default.
 
     Returns:
         The output [B, S, heads, D] in the dtype of v, differentiable.
@@ -149,7 +149,7 @@ def gradient_scales(
         q: [B, S, heads, D].
         k: [B, S, kv_heads, D].
         v_norm: max_j ‖v_j‖.
-        scaling: Of q kᵀ.
+        scaling: Factor of q kᵀ.
     """
     groups = q.shape[2] // k.shape[2]
     norms = torch.linalg.vector_norm(do, dim=-1, dtype=torch.float32)

@@ -108,8 +108,8 @@ def gated_activation_backward(
         dproduct: [T, F], the gradient of the product.
         saved: gate_up [T, 2F] as forward kept it.
         activation: Name of the activation of gate.
-        recipe: Of the product of gate and up.
-        down: Of down_proj's product.
+        recipe: Recipe of the product of gate and up.
+        down: Recipe of down_proj's product.
         dgrad_factor: [2F], multiplied into dgate_up for dgrad.
         product_factor: [F], multiplied into the product for wgrad.
     """

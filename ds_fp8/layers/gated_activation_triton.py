@@ -219,8 +219,8 @@ def gated_backward_cast(
         dproduct: [T, F], the gradient of the product.
         saved: gate_up [T, 2F] in high precision, or as forward kept it in FP8.
         activation: Name of the activation of gate.
-        recipe: Of the product of gate and up.
-        down: Of down_proj's product.
+        recipe: Recipe of the product of gate and up.
+        down: Recipe of down_proj's product.
     """
     M, F = dproduct.shape
     dproduct = dproduct.contiguous()

@@ -58,7 +58,7 @@ def parameter_groups(model: PreTrainedModel, learning_rate: float) -> list[dict[
     """Return groups for an Adam: the matrices of the layers by their fan_in, and all other parameters.
 
     Args:
-        model: Of MODEL_TYPES, also with parameters that ZeRO-3 has partitioned.
+        model: Model of one of MODEL_TYPES, also with parameters that ZeRO-3 has partitioned.
         learning_rate: That of embedding, head, norms and biases, and of the matrices at the base width.
     """
     base = model.config.munit_base_width

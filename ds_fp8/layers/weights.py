@@ -48,7 +48,7 @@ def weight_operand(
 
     Args:
         weight: [N, K], gathered in FP8 or present in high precision.
-        recipe: Of the cast.
+        recipe: Recipe of the cast.
         column_factor: FP32 [K], powers of two that the columns are multiplied by. Gathered codes are multiplied and
             cast again; with power-of-two scales that loses no bits but of numbers that leave the format's range.
     """
@@ -108,7 +108,7 @@ def dgrad_weight(
 
     Args:
         weights: Weights [N_i, K] of one product.
-        recipe: Of the casts.
+        recipe: Recipe of the casts.
         column_factor: FP32 [K], multiplied into the columns; only with a single weight.
 
     Returns:

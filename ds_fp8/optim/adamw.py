@@ -63,7 +63,7 @@ class AdamW(torch.optim.Optimizer):
             elements of exp_avg_sq by less than half of E4M3's spacing, which nearest rounding loses, and their steps
             come out too long; exp_avg lags behind gradients that point the same way for a while. Only an exp_avg that
             is expanded does without, being finer.
-        seed: Of stochastic rounding: the same numbers on the same device, also after a resume.
+        seed: Seed of stochastic rounding: the same numbers on the same device, also after a resume.
         check_finite: Skip the step on non-finite gradients, without a host sync; all gradients are read once more.
             `skipped_steps` counts them. DeepSpeed and GradScaler check by themselves.
 

@@ -157,7 +157,7 @@ def make_adamw(
     Args:
         raw: DeepSpeed's configuration, whose "optimizer" section is read.
         fp8: Says in what formats the state is kept.
-        file: Of the configuration, for errors.
+        file: File of the configuration, for errors.
         rank: Asked for this process's rank when the optimizer is made; ranks draw different random numbers.
 
     Raises:

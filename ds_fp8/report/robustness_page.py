@@ -33,7 +33,7 @@ def write_robustness(
         found: What came of all runs.
         facts: What they have in common: "steps", "device", "relative" (size of the box of the sharpness), "versions".
         folder: Where to write.
-        title: Of the page.
+        title: Title of the page.
 
     Returns:
         Both paths, and the sentence that the page begins with.

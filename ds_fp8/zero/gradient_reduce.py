@@ -121,7 +121,7 @@ class GradientReduce:
         Args:
             tensors: Full gradients of any shape, FP32 or BF16.
             group: Process group.
-            names: Of the parameters, the same on every rank.
+            names: Names of the parameters, the same on every rank.
         """
         slices: list[torch.Tensor | None] = [None] * len(tensors)
         large = [i for i, t in enumerate(tensors) if self.casts(t.shape, names[i])]
@@ -147,7 +147,7 @@ class GradientReduce:
             shards: What receives the mean over ranks of this rank's slice of every gradient.
             tensors: Full gradients of any shape, FP32 or BF16; read once, and not kept.
             group: Process group of the shards.
-            names: Of the parameters, the same on every rank.
+            names: Names of the parameters, the same on every rank.
             accumulate: Add to what the shards hold rather than replace it.
         """
         message, shape, places = self._send(tensors, group, names)

@@ -54,11 +54,11 @@ class GradientShards:
 
         Args:
             message: uint8 [rows, row bytes], as received.
-            shape: Of the message; one place.
-            format: Of the codes.
+            shape: Shape of the message; one place.
+            format: Format of the codes.
             divisor: What the sum over rows is divided by.
             slices: Place in the message of each gradient.
-            names: Of the parameters, in the order of `slices`.
+            names: Names of the parameters, in the order of `slices`.
             accumulate: Add to this step's gradients rather than replace them.
         """
         self._expect(names, accumulate)
@@ -74,7 +74,7 @@ class GradientShards:
 
         Args:
             slices: This rank's part of each gradient, without padding, in any floating point dtype.
-            names: Of the parameters, in the order of `slices`.
+            names: Names of the parameters, in the order of `slices`.
             accumulate: Add to this step's gradients rather than replace them.
         """
         self._expect(names, accumulate)

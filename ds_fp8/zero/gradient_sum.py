@@ -34,8 +34,8 @@ def add_rows(
 
     Args:
         message: uint8 [rows, row bytes].
-        shape: Of the message; one place.
-        format: Of the codes.
+        shape: Shape of the message; one place.
+        format: Format of the codes.
         divisor: What the sum is divided by.
         targets: Slices of the message to add; none may overlap another.
         gradient: Flat shards of all gradients, FP32 or BF16 [n], written in place.

@@ -23,7 +23,7 @@ def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: 
     Args:
         gradient: FP32 or BF16, of any shape.
         message: uint8 [rows, row bytes], written in place: codes and scales, zeros behind the ends of slices.
-        shape: Of the message.
+        shape: Shape of the message.
         slices: Where the gradient lies in it.
         options: How it is cast.
     """
@@ -92,7 +92,7 @@ def sum_rows(message: torch.Tensor, shape: Message, format: str, divisor: int = 
 
     Args:
         message: uint8 [rows, row bytes].
-        shape: Of the message.
+        shape: Shape of the message.
         format: FP8 format of its codes.
         divisor: What the sum is divided by at last.
 

@@ -140,7 +140,7 @@ def without_padding(stack: list[ShardedWeight], landed: list[torch.Tensor]) -> l
 
     Args:
         stack: Weights whose rows are stacked.
-        landed: Of every weight all ranks' shards [W * n], adjacent.
+        landed: All ranks' shards [W * n] of every weight, adjacent.
     """
     codes = [shards[: weight.numel] for weight, shards in zip(stack, landed, strict=True)]
     if any(len(mine) < len(shards) for mine, shards in zip(codes[:-1], landed, strict=False)):

@@ -83,13 +83,13 @@ def measure(config: str, overrides: list[str], out: Path, resumes: bool) -> None
     stage = load_stage(config, overrides)
     with contextlib.suppress(Resumed):
         train(stage)
-    if int(os.environ["RANK"]) == 0 and resumes:
-        out.write_text(json.dumps(found))
-    elif int(os.environ["RANK"]) == 0:
+    if int(os.environ["RANK"]):
+        return
+    if not resumes:
         records = [r for r in read_metrics(stage.run_dir / checkpoints.METRICS, 10**9) if "step_seconds" in r]
         found["step_seconds"] = {record["step"]: record["step_seconds"] for record in records}
         found["bytes"] = checkpoints.survey(stage.run_dir)[0][0][1].bytes
-        out.write_text(json.dumps(found))
+    out.write_text(json.dumps(found))
 
 
 def run(part: str, options: argparse.Namespace, folder: Path, *overrides: str) -> dict[str, Any]:

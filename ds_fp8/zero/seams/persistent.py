@@ -32,10 +32,10 @@ def gather_persistent_together(engine: deepspeed.DeepSpeedEngine) -> None:
     ours = set(map(id, persistent))
     stock = persistent[0].all_gather  # what DeepSpeed's step calls, with all of them
 
-    def all_gather(param_list: Sequence[torch.nn.Parameter] | None = None, async_op: bool = False, **words):
+    def all_gather(param_list: Sequence[torch.nn.Parameter] | None = None, async_op: bool = False, hierarchy: int = 0):
         missing = [p for p in param_list or () if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         if async_op or not missing or not all(id(p) in ours for p in missing) or not _alike(missing):
-            return stock(param_list, async_op=async_op, **words)
+            return stock(param_list, async_op, hierarchy)
         _gather(missing)
         return None
 

@@ -175,7 +175,7 @@ class ZeroStep:
         """Close a step that was taken.
 
         Args:
-            norm: Of the gradients without loss scale, for get_global_grad_norm().
+            norm: Norm of the gradients without loss scale, for get_global_grad_norm().
         """
         zero = self._zero
         zero.overflow = False

@@ -170,6 +170,26 @@ class LinearCasts(Section):
     wgrad: WgradConfig = WgradConfig()
     rotation: RotationConfig = RotationConfig()
     recast: RecastConfig = RecastConfig()
+    outlier_channels: int = Field(0, ge=0, le=64)
+    """Channels of the input, those of the largest mean square, that fprop also multiplies with what the casts of input
+    and weight lose there, in one more block of 128 of its contraction; for inputs in 1x128 and weights in 128x128. 64
+    make the block full; it takes the time of 128 more input features."""
+
+    @model_validator(mode="after")
+    def _outliers_are_of_blocks(self) -> LinearCasts:
+        x, w = self.input, self.weight
+        fits = (x.granularity, w.granularity, x.format, w.format) == ("1x128", "128x128", "e4m3", "e4m3")
+        fits &= {x.scale, w.scale} <= {"pow2", "fp32"} and {x.rounding, w.rounding} == {"nearest"}
+        if self.outlier_channels and not (fits and not self.rotation.fprop and self.recast.of != "fprop"):
+            raise UserError(
+                f"outlier channels are multiplied in blocks of E4M3, and input is {x}, weight {w}"
+                + (", rotated" if self.rotation.fprop else "")
+                + (", cast again" if self.recast.of == "fprop" else ""),
+                key="fp8.linear.outlier_channels",
+                remedy='"outlier_channels": 0, or "input": {"granularity": "1x128"}, "weight": {"granularity": '
+                '"128x128"}, both "e4m3" and rounded to nearest',
+            )
+        return self
 
     @model_validator(mode="after")
     def _only_what_is_cast_twice_is_cast_again(self) -> LinearCasts:
@@ -228,7 +248,8 @@ class LinearCasts(Section):
         wgrad = [f"wgrad input {self.wgrad.input}"] if self.wgrad.input else []
         rotation = [f"rotated: {self.rotation}"] if self.rotation.products else []
         recast = [f"recast: {self.recast}"] if self.recast.of == "fprop" else []
-        return ", ".join(casts + wgrad + rotation + recast)
+        outliers = [f"{self.outlier_channels} outlier channels"] if self.outlier_channels else []
+        return ", ".join(casts + wgrad + rotation + recast + outliers)
 
 
 class LinearConfig(LinearCasts):

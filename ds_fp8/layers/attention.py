@@ -27,7 +27,7 @@ from ds_fp8.layers.heads import HeadLayout, HeadNorms
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.rms_norm import rms_norm_backward, rms_norm_cast, rms_norm_columnwise
 from ds_fp8.layers.rotary import rotate, rotate_backward
-from ds_fp8.layers.weights import dgrad_weight, split_rows, stacked_operand
+from ds_fp8.layers.weights import dgrad_weight, fprop_weight, split_rows
 
 FASTEST_FIRST = {
     SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
@@ -56,7 +56,7 @@ class _NormedHeads(torch.autograd.Function):
         recipe, layout = heads.recipe, heads.layout
         weights, biases = weights_and_biases[:3], weights_and_biases[3:]
         _, rstd, cast = rms_norm_cast(x.reshape(-1, x.shape[-1]), norm, heads.eps, recipe)
-        qkv = recipe.multiply(cast, stacked_operand(weights, recipe), x.dtype)
+        qkv = recipe.multiply(cast, fprop_weight(weights, recipe), x.dtype)
         bias = None if biases[0] is None else torch.cat(biases)
         norms = None if q_norm is None else HeadNorms(q_norm, k_norm, heads.head_eps)
         rotated = rotate(qkv, cos, sin, layout, bias, norms)

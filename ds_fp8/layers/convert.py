@@ -157,6 +157,12 @@ def _smooth(model: nn.Module) -> Iterator[str]:
         if all(hasattr(mlp, part) for part in MLP_PARTS):
             down = getattr(mlp.down_proj, "base_layer", mlp.down_proj)  # below an adapter of PEFT's
             if isinstance(down, FP8Linear):
+                if down.recipe.outlier_channels:
+                    raise UserError(
+                        "fp8.linear.smooth_swiglu and fp8.linear.outlier_channels both treat down_proj's outliers",
+                        key="fp8.linear.smooth_swiglu",
+                        remedy='"smooth_swiglu": false',
+                    )
                 if down.recipe.rotations or down.recipe.recast is not None:
                     raise UserError(
                         "fp8.linear.smooth_swiglu and fp8.linear.rotation or recast both change down_proj's operands",

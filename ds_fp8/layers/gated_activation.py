@@ -17,6 +17,7 @@ import torch
 from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.config.formats import BLOCK, fixed_scale
 from ds_fp8.layers.activations import activate
+from ds_fp8.layers.outliers import product_with_outliers
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.smoothing import channel_factors
 
@@ -28,7 +29,7 @@ class GatedCast(NamedTuple):
     """Result of `gated_activation_cast`."""
 
     product: QuantizedTensor
-    """[T, F], as fprop reads it."""
+    """[T, F], as fprop reads it; with an outlier block, where the recipe has one, wider."""
     saved: Saved | None
     """What to keep for backward."""
     smoothing: torch.Tensor | None
@@ -83,6 +84,7 @@ def gated_activation_cast(gate_up: torch.Tensor, activation: str, recipe: Linear
         cast = recipe.cast_input(product, column_factor=None if smoothing is None else smoothing.reciprocal())
     elif recipe.monitor.active:
         recipe.observe("input", lambda rows: gated_product_reference(gate_up[rows], activation), cast)
+    cast = product_with_outliers(recipe, cast, gate_up, activation)
     return GatedCast(cast, gate_up if keep and not in_fp8 else saved, smoothing)
 
 

@@ -22,10 +22,11 @@ from torch.autograd.function import once_differentiable
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.layers.gated_activation import Saved, gated_activation_backward, gated_activation_cast
+from ds_fp8.layers.outliers import with_outliers
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.rms_norm import rms_norm_backward, rms_norm_cast, rms_norm_columnwise
 from ds_fp8.layers.smoothing import scale_columns
-from ds_fp8.layers.weights import dgrad_weight, split_rows, stacked_operand, weight_operand
+from ds_fp8.layers.weights import dgrad_weight, fprop_weight, split_rows
 
 
 class MLPWeights(NamedTuple):
@@ -67,7 +68,7 @@ class GatedMLP:
         keep = keep and self.gate_up.recompute != "mlp"
         product, saved, smoothing = gated_activation_cast(gate_up, self.activation, self.down, keep)
         del gate_up
-        y = self.down.multiply(product, weight_operand(weights.down, self.down, smoothing), dtype)
+        y = self.down.multiply(product, fprop_weight(weights[2:], self.down, smoothing), dtype)
         return y, Kept(saved, smoothing)
 
     def backward(
@@ -104,7 +105,7 @@ class GatedMLP:
         return dn, (dgate, dup, ddown)
 
     def _gate_up(self, n: QuantizedTensor, weights: MLPWeights, dtype: torch.dtype) -> torch.Tensor:
-        return self.gate_up.multiply(n, stacked_operand(weights[:2], self.gate_up), dtype)
+        return self.gate_up.multiply(n, fprop_weight(weights[:2], self.gate_up), dtype)
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -114,7 +115,7 @@ class _GatedMLP(torch.autograd.Function):
         # Recomputing needs x row-wise as well as column-wise, which only x itself has.
         in_fp8 = keep and recipe.save == "fp8" and recipe.recompute == "none"
         cast, columnwise = recipe.cast_input_both(x_TH) if in_fp8 else (recipe.cast_input(x_TH), None)
-        y, kept = mlp.forward(cast, weights, x.dtype, keep)
+        y, kept = mlp.forward(with_outliers(recipe, cast, x_TH), weights, x.dtype, keep)
         ctx.mlp, ctx.weights, ctx.in_fp8 = mlp, weights, in_fp8
         if keep:
             ctx.save_for_backward(*(_pack(columnwise) if in_fp8 else (x, None)), *_pack_kept(kept))
@@ -127,7 +128,8 @@ class _GatedMLP(torch.autograd.Function):
         mlp, recipe = ctx.mlp, ctx.mlp.gate_up
 
         def x_rowwise() -> QuantizedTensor:
-            return recipe.cast_input(first.reshape(-1, first.shape[-1]))
+            x_TH = first.reshape(-1, first.shape[-1])
+            return with_outliers(recipe, recipe.cast_input(x_TH), x_TH)
 
         def x_columnwise() -> QuantizedTensor:
             if ctx.in_fp8:
@@ -160,7 +162,7 @@ class _NormedMLP(torch.autograd.Function):
             dy_TH,
             ctx.weights,
             _unpack(kept),
-            lambda: recipe.cast_input(hidden, rstd, norm),
+            lambda: with_outliers(recipe, recipe.cast_input(hidden, rstd, norm), hidden, rstd, norm),
             lambda: rms_norm_columnwise(hidden, norm, rstd, recipe),
         )
         dhidden, dnorm = rms_norm_backward(dn, hidden, norm, rstd, dy_TH)

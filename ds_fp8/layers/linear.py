@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ds_fp8.layers.outliers import with_outliers
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.smoothing import channel_factors, scale_columns
-from ds_fp8.layers.weights import dgrad_weight, weight_operand
+from ds_fp8.layers.weights import dgrad_weight, fprop_weight
 
 
 class _FP8LinearFunction(torch.autograd.Function):
@@ -39,7 +40,8 @@ class _FP8LinearFunction(torch.autograd.Function):
             saved = [x] if needs_wgrad else []
         beyond = recipe.clipped_input(x_TK, x_cast) if save != "nothing" and ctx.needs_input_grad[0] else None
         ctx.save_for_backward(smoothing, beyond, *saved)
-        y_TN = recipe.multiply(x_cast, weight_operand(weight, recipe, smoothing), x.dtype)
+        x_cast = with_outliers(recipe, x_cast, x_TK)
+        y_TN = recipe.multiply(x_cast, fprop_weight([weight], recipe, smoothing), x.dtype)
         # The weight is kept as the parameter itself, not through save_for_backward: its storage is released after
         # forward, and backward finds whatever has been gathered by then.
         ctx.weight, ctx.recipe, ctx.save, ctx.input_shape, ctx.input_dtype = weight, recipe, save, x.shape, x.dtype

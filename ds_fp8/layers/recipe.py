@@ -43,6 +43,7 @@ from ds_fp8.config.formats import ALONG_CONTRACTION, CastSpec, Recast, Rotation
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.linear import LinearCasts
 from ds_fp8.gemm import scaled_matmul, select_backend
+from ds_fp8.layers.outliers import OutlierChannels
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.statistics import Rows
 
@@ -74,6 +75,10 @@ class LinearRecipe:
     """Second casts of fprop's x and w, for wgrad and dgrad. None: those are casts of high precision."""
     smooth: bool = False
     """Whether channels of x are divided by factors, and columns of w multiplied (smoothing.py)."""
+    outlier_channels: int = 0
+    """Channels of the input that fprop multiplies with the residuals of their casts."""
+    outliers: OutlierChannels | None = field(default=None, compare=False)
+    """Which they are, of one site."""
     site: str = field(default="", compare=False)
     """Name of what multiplies with this recipe, for statistics."""
 
@@ -115,11 +120,13 @@ class LinearRecipe:
             rotation.along(rotation.wgrad, "tokens"),
             rotation.along(rotation.wgrad, "tokens") if rotation.wgrad == "tokens" else None,
             casts.recast.spec,
+            outlier_channels=casts.outlier_channels,
         )
 
     def at(self, site: str) -> LinearRecipe:
         """Return the same recipe at another site."""
-        return replace(self, site=site)
+        outliers = OutlierChannels(self.outlier_channels) if self.outlier_channels else None
+        return replace(self, site=site, outliers=outliers)
 
     @property
     def emulated(self) -> list[CastSpec]:

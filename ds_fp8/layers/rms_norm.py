@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ds_fp8.casts import QuantizedTensor
+from ds_fp8.layers.outliers import with_outliers
 from ds_fp8.layers.recipe import LinearRecipe
 
 
@@ -26,7 +27,7 @@ class NormedCast(NamedTuple):
     rstd: torch.Tensor
     """FP32 [T], 1 / root mean square of each token."""
     cast: QuantizedTensor
-    """[T, H], the normalised tokens as fprop reads them."""
+    """[T, H], the normalised tokens as fprop reads them; with an outlier block, where the recipe has one, wider."""
 
 
 def rms_norm_cast(
@@ -41,9 +42,10 @@ def rms_norm_cast(
         hidden = x if residual is None else x + residual
         rstd, cast = torch.rsqrt(hidden.float().square().mean(-1) + eps), None
     if cast is None:
-        return NormedCast(hidden, rstd, recipe.cast_input(hidden, rstd, weight))
-    recipe.observe("input", hidden, cast, rstd, weight)
-    return NormedCast(hidden, rstd, cast)
+        cast = recipe.cast_input(hidden, rstd, weight)
+    else:
+        recipe.observe("input", hidden, cast, rstd, weight)
+    return NormedCast(hidden, rstd, with_outliers(recipe, cast, hidden, rstd, weight))
 
 
 def rms_norm_columnwise(

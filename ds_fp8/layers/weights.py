@@ -16,6 +16,7 @@ from torch import nn
 from ds_fp8.casts import QuantizedTensor, quantize, transpose
 from ds_fp8.casts.tensor import block_scales
 from ds_fp8.config.formats import ALONG_CONTRACTION, SQUARE, fixed_scale, group_shape
+from ds_fp8.layers.outliers import weights_with_outliers
 from ds_fp8.layers.recipe import LinearRecipe
 
 GATHERED = "fp8_gathered"
@@ -99,6 +100,20 @@ def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> Qu
         return replace(first, data=data, scale=torch.cat([operand.scale for operand in operands]))
     scale = _stacked([operand.scale.expand(operand.shape[0], 1) for operand in operands])
     return replace(first, data=data, scale=scale, granularity="row")
+
+
+def fprop_weight(
+    weights: Sequence[nn.Parameter], recipe: LinearRecipe, column_factor: torch.Tensor | None = None
+) -> QuantizedTensor:
+    """Return fprop's operand of the stacked rows of all weights, with their outlier block where the recipe has one.
+
+    Args:
+        weights: Weights [N_i, K] of one product.
+        recipe: Recipe of the casts.
+        column_factor: FP32 [K], multiplied into the columns; only with a single weight.
+    """
+    whole = stacked_operand(weights, recipe) if len(weights) > 1 else weight_operand(weights[0], recipe, column_factor)
+    return weights_with_outliers(weights, whole, recipe)
 
 
 def dgrad_weight(

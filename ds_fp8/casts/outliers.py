@@ -1,0 +1,171 @@
+"""Outlier blocks: one more block of 128 along the contraction that multiplies a few channels with the errors of casts.
+
+A few channels O of a layer's input hold most of its energy, and the errors of their casts, of the input and of the
+weight's columns that meet them, most of the error of the product. With residuals r(x) = x - cast(x) and r(w) alike,
+
+    x wᵀ = cast(x) cast(w)ᵀ + x r(w)ᵀ + r(x) cast(w)ᵀ
+
+and the last two terms, kept for the channels of O alone, are 128 more elements along the contraction:
+
+    input   [cast(x) | cast([x_O | r(x_O)])]         [T, P + 128]     P is K in whole blocks, zeros fill the last
+    weight  [cast(w) | cast([r(w_O) | cast(w_O)])]   [N, P + 128]
+
+What is cast again loses its own 3%, of an error of 3%. One product of the same kernel computes all of it. The halves of
+the block share the scale of a group (a token's) or of a block (of 128 rows): residuals are up to 2^-4 of the numbers
+beside them, well within a format of 17 binades.
+
+Weights that ZeRO-3 shards have their residuals cast where their masters are (zero/outlier_residuals.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ds_fp8.casts.primitives import apply_factors, cast, decode, scale_from_amax
+from ds_fp8.casts.tensor import QuantizedTensor, block_scales
+from ds_fp8.config.formats import BLOCK, FORMATS
+
+HALF = BLOCK // 2
+"""Most channels of an outlier block."""
+
+
+def padded_to_blocks(columns: int) -> int:
+    """Return `columns` rounded up to whole blocks: where an outlier block begins."""
+    return -(-columns // BLOCK) * BLOCK
+
+
+def channel_energy(x: QuantizedTensor) -> torch.Tensor:
+    """Return the sum of squares of every column of a cast matrix [T, K]: FP32 [K]; 0 where it is not finite."""
+    energy = torch.zeros(x.shape[1], device=x.data.device)
+    for first in range(0, x.shape[0], 1024):  # in parts: in FP32 all of it would be four times the size
+        rows = slice(first, first + 1024)
+        energy += replace(x, data=x.data[rows], scale=x.scale[rows]).dequantize().square_().sum(0)
+    return energy.nan_to_num_(nan=0.0, posinf=0.0)
+
+
+def largest_channels(energy: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the `count` channels of the largest energy, int32, in ascending order; all of them if there are fewer."""
+    # Stable, so that equal energies give the same channels on every rank and device.
+    order = torch.sort(energy, descending=True, stable=True).indices[:count]
+    return order.sort().values.to(torch.int32)
+
+
+def residual_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Return the scales of the outlier block of a weight: FP32 [N/128], the largest of its scales [N/128, K/128]."""
+    return scale.amax(1)
+
+
+def residual_codes(
+    values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, row_scale: torch.Tensor, format: str
+) -> torch.Tensor:
+    """Return the cast of what a cast lost: cast((values - codes * scale) / row_scale).
+
+    Args:
+        values: Numbers [N, C] in high precision.
+        codes: Their codes [N, C].
+        scale: FP32 [N, C], the scale of each code.
+        row_scale: FP32 [N, 1], the scale of each result.
+        format: Name of the number format.
+
+    Returns:
+        Codes [N, C].
+    """
+    return _cast_units((values.float() - decode(codes) * scale) / row_scale, format)
+
+
+def weight_residual(weight: torch.Tensor, w: QuantizedTensor, channels: torch.Tensor) -> torch.Tensor:
+    """Return the residual codes [N, C] of the columns `channels` of a weight [N, K] in high precision, cast as `w`."""
+    of_row = residual_scale(w.scale).repeat_interleave(BLOCK)[: w.shape[0], None]
+    at = channels.long()
+    scale = w.scale[:, at // BLOCK].repeat_interleave(BLOCK, 0)[: w.shape[0]]
+    codes = w.data.view(torch.uint8)[:, at].view(w.data.dtype)
+    return residual_codes(weight.detach()[:, at], codes, scale, of_row, w.format)
+
+
+def extend_weight(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Tensor) -> QuantizedTensor:
+    """Return a weight with its outlier block.
+
+    Args:
+        w: [N, K] in 128x128 blocks.
+        residual: Codes [N, C] of its columns' residuals, in units of `residual_scale`.
+        channels: int32 [C], at most HALF, ascending.
+
+    Returns:
+        [N, P + 128], [cast(w) | residual, cast(w_O)].
+    """
+    if w.data.device.type == "cuda":
+        from ds_fp8.casts.outliers_triton import extend_weight_tiles
+
+        return extend_weight_tiles(w, residual, channels)
+    return extend_weight_reference(w, residual, channels)
+
+
+def extend_weight_reference(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Tensor) -> QuantizedTensor:
+    """Do extend_weight in torch; the oracle of the kernel."""
+    N, K = w.shape
+    at, start = channels.long(), padded_to_blocks(K)
+    of_block = residual_scale(w.scale)
+    of_row = of_block.repeat_interleave(BLOCK)[:N, None]
+    columns = decode(w.data.view(torch.uint8)[:, at].view(w.data.dtype))
+    columns = columns * w.scale[:, at // BLOCK].repeat_interleave(BLOCK, 0)[:N]
+    data = torch.zeros(N, start + BLOCK, dtype=torch.uint8, device=w.data.device)
+    data[:, :K] = w.data.view(torch.uint8)
+    data[:, start : start + len(at)] = residual.view(torch.uint8)
+    again = _cast_units(columns / of_row, w.format)
+    data[:, start + HALF : start + HALF + len(at)] = again.view(torch.uint8)
+    scale = block_scales(len(of_block), start // BLOCK + 1, w.data.device)
+    scale[:, :-1], scale[:, -1] = w.scale, of_block
+    return QuantizedTensor(data.view(w.data.dtype), scale, w.granularity, w.scale_type)
+
+
+def extend_input(
+    x: QuantizedTensor,
+    source: torch.Tensor,
+    channels: torch.Tensor,
+    row_factor: torch.Tensor | None = None,
+    column_factor: torch.Tensor | None = None,
+) -> QuantizedTensor:
+    """Return an input with its outlier block.
+
+    Args:
+        x: [T, K] in 1x128 groups, the cast of `source` times its factors.
+        source: [T, K] in high precision.
+        channels: int32 [C], at most HALF, ascending.
+        row_factor: [T] that rows were multiplied by before the cast, or None.
+        column_factor: [K] that columns were multiplied by then, or None.
+
+    Returns:
+        [T, P + 128], [cast(x) | cast([x_O | r(x_O)])].
+    """
+    if x.data.device.type == "cuda":
+        from ds_fp8.casts.outliers_triton import extend_input_tiles
+
+        return extend_input_tiles(x, source, channels, row_factor, column_factor)
+    at = channels.long()
+    factor = None if column_factor is None else column_factor[at]
+    return extend_input_reference(x, apply_factors(source[:, at], row_factor, factor), channels)
+
+
+def extend_input_reference(x: QuantizedTensor, values: torch.Tensor, channels: torch.Tensor) -> QuantizedTensor:
+    """Do extend_input in torch, with the numbers [T, C] of the channels before the cast; the oracle of the kernels."""
+    T, K = x.shape
+    at, start = channels.long(), padded_to_blocks(K)
+    codes = decode(x.data.view(torch.uint8)[:, at].view(x.data.dtype))
+    values = values.detach().float()
+    block = torch.zeros(T, BLOCK, device=x.data.device)
+    block[:, : len(at)] = values
+    block[:, HALF : HALF + len(at)] = values - codes * x.scale[:, at // BLOCK]
+    own = scale_from_amax(values.abs().amax(1).nan_to_num(nan=torch.inf, posinf=torch.inf), x.format, x.scale_type)
+    data = torch.zeros(T, start + BLOCK, dtype=torch.uint8, device=x.data.device)
+    data[:, :K] = x.data.view(torch.uint8)
+    data[:, start:] = cast(block, own[:, None], x.format, "row").view(torch.uint8)
+    scale = torch.empty(start // BLOCK + 1, T, device=x.data.device).t()
+    scale[:, :-1], scale[:, -1] = x.scale, own
+    return QuantizedTensor(data.view(FORMATS[x.format].dtype), scale, "1x128", x.scale_type)
+
+
+def _cast_units(x: torch.Tensor, format: str) -> torch.Tensor:
+    """Return the codes of numbers that are in units of their scales already."""
+    return cast(x, torch.ones((), device=x.device), format, "tensor")

@@ -1,0 +1,150 @@
+"""Outlier blocks in Triton; outliers.py has the maths and the references.
+
+A program copies a tile of 128 x 128 codes to its place in the wider operand; the last in each row of programs writes
+the outlier block of 128 rows instead:
+
+    v      = source[m, channels[c]] (times its factors)         c = 0 .. 63, and again for the other half
+    block  = [v | v - code * scale]                             codes and scales of the same channels, already cast
+    scale  = f(max over the block),  data = cast(block / scale)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_fp8.casts.outliers import padded_to_blocks, residual_scale
+from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, scale_of, to_fp8
+from ds_fp8.casts.store_triton import tiles
+from ds_fp8.casts.tensor import QuantizedTensor, block_scales
+from ds_fp8.config.formats import BLOCK
+
+
+@triton.jit
+def copy_tile(data, wide, m, tile, M, K, width):
+    """Copy the codes of a tile from [M, K] into [M, width], with zeros beyond K."""
+    k = tile * 128 + tl.arange(0, 128)
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    codes = tl.load(data + m[:, None].to(tl.int64) * K + k[None, :], mask=inside, other=0)
+    tl.store(wide + m[:, None].to(tl.int64) * width + k[None, :], codes, mask=(m < M)[:, None])
+
+
+@triton.jit
+def gather_codes(data, scale, m, channel, inside, K, scale_m, scale_k, DTYPE: tl.constexpr):
+    """Return the numbers that codes [M, K] and their scales stand for at rows m and columns `channel`, FP32."""
+    codes = tl.load(data + m[:, None].to(tl.int64) * K + channel[None, :], mask=inside, other=0)
+    factor = tl.load(scale + m[:, None] * scale_m + (channel // 128)[None, :] * scale_k, mask=inside, other=0.0)
+    return codes.to(DTYPE, bitcast=True).to(tl.float32) * factor
+
+
+@triton.jit
+def store_outlier_block(
+    value, rounded, m, M, wide, wide_scale, width,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):
+    """Cast and store [value | value - rounded], of which `value` has both halves: FP32 [rows, 128]."""
+    column = tl.arange(0, 128)
+    block = tl.where((column < 64)[None, :], value, value - rounded)
+    scale, divisor = scale_of(amax_bits(value, 1), LARGEST, SMALLEST, POW2)
+    codes = to_fp8(block, divisor[:, None], DTYPE, POW2).to(tl.uint8, bitcast=True)
+    start = width - 128
+    tl.store(wide + m[:, None].to(tl.int64) * width + (start + column)[None, :], codes, mask=(m < M)[:, None])
+    tl.store(wide_scale + start // 128 * M + m, scale, mask=m < M)
+
+
+@triton.jit
+def _extend_input(
+    data, scale, source, row_factor, column_factor, channels, wide, wide_scale, M, K, width, stride, scale_m, scale_k,
+    COUNT: tl.constexpr, FACTORS: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    m = tl.program_id(1) * 128 + tl.arange(0, 128)
+    if tile < tl.num_programs(0) - 1:
+        copy_tile(data, wide, m, tile, M, K, width)
+        factor = tl.load(scale + m * scale_m + tile * scale_k, mask=m < M)
+        tl.store(wide_scale + tile * M + m, factor, mask=m < M)
+    else:
+        place = tl.arange(0, 128) % 64
+        channel = tl.load(channels + place, mask=place < COUNT, other=0)
+        inside = (m < M)[:, None] & (place < COUNT)[None, :]
+        value = tl.load(source + m[:, None].to(tl.int64) * stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        if FACTORS & 1:
+            value *= tl.load(row_factor + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
+        if FACTORS & 2:
+            value *= tl.load(column_factor + channel).to(tl.float32)[None, :]
+        rounded = gather_codes(data, scale, m, channel, inside, K, scale_m, scale_k, DTYPE)
+        store_outlier_block(value, rounded, m, M, wide, wide_scale, width, DTYPE, LARGEST, SMALLEST, POW2)
+
+
+@triton.jit
+def _extend_weight(
+    data, scale, row_scale, residual, channels, wide, wide_scale, N, K, width, scale_n, wide_scale_n,
+    COUNT: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Write the outlier block as [residual | cast(w_O / row_scale)]; row_scale and the scales are of 128 rows each."""
+    tile, rows = tl.program_id(0), tl.program_id(1)
+    n = rows * 128 + tl.arange(0, 128)
+    if tile < tl.num_programs(0) - 1:
+        copy_tile(data, wide, n, tile, N, K, width)
+        tl.store(wide_scale + rows * wide_scale_n + tile, tl.load(scale + rows * scale_n + tile))
+    else:
+        column = tl.arange(0, 128)
+        place = column % 64
+        channel = tl.load(channels + place, mask=place < COUNT, other=0)
+        inside = (n < N)[:, None] & (place < COUNT)[None, :]
+        of_row = tl.load(row_scale + rows)
+        codes = tl.load(data + n[:, None].to(tl.int64) * K + channel[None, :], mask=inside, other=0)
+        factor = tl.load(scale + rows * scale_n + channel // 128)
+        number = codes.to(DTYPE, bitcast=True).to(tl.float32) * factor[None, :]
+        again = to_fp8(number, of_row, DTYPE, False).to(tl.uint8, bitcast=True)
+        first = tl.load(residual + n[:, None].to(tl.int64) * COUNT + place[None, :], mask=inside, other=0)
+        block = tl.where((column < 64)[None, :], first, again)
+        block = tl.where(inside, block, 0)
+        start = width - 128
+        tl.store(wide + n[:, None].to(tl.int64) * width + (start + column)[None, :], block, mask=(n < N)[:, None])
+        tl.store(wide_scale + rows * wide_scale_n + start // 128, of_row)
+
+
+def empty_wide_input(x: QuantizedTensor) -> QuantizedTensor:
+    """Return an uninitialised operand for a row-wise cast x [T, K] and its outlier block: [T, P + 128]."""
+    width = padded_to_blocks(x.shape[1]) + BLOCK
+    data = torch.empty(x.shape[0], width, dtype=x.data.dtype, device=x.data.device)
+    scale = torch.empty(width // BLOCK, x.shape[0], device=x.data.device).t()
+    return QuantizedTensor(data, scale, "1x128", x.scale_type)
+
+
+def extend_input_tiles(
+    x: QuantizedTensor,
+    source: torch.Tensor,
+    channels: torch.Tensor,
+    row_factor: torch.Tensor | None = None,
+    column_factor: torch.Tensor | None = None,
+) -> QuantizedTensor:
+    """Do extend_input of outliers.py in one launch."""
+    wide = empty_wide_input(x)
+    M, K = x.shape
+    source = source if source.stride(-1) == 1 else source.contiguous()
+    if M:
+        _extend_input[wide.shape[1] // BLOCK, tiles(M)](
+            x.data.view(torch.uint8), x.scale, source, row_factor, column_factor, channels,
+            wide.data.view(torch.uint8), wide.scale, M, K, wide.shape[1], source.stride(0), *x.scale.stride(),
+            COUNT=len(channels), FACTORS=(row_factor is not None) + 2 * (column_factor is not None), num_warps=8,
+            **format_arguments(x.format, x.scale_type),
+        )
+    return wide
+
+
+def extend_weight_tiles(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Tensor) -> QuantizedTensor:
+    """Do extend_weight of outliers.py in one launch."""
+    N, K = w.shape
+    width = padded_to_blocks(K) + BLOCK
+    data = torch.empty(N, width, dtype=torch.uint8, device=w.data.device)
+    scale = block_scales(tiles(N), width // BLOCK, w.data.device)
+    _extend_weight[width // BLOCK, tiles(N)](
+        w.data.view(torch.uint8), w.scale, residual_scale(w.scale), residual.view(torch.uint8), channels,
+        data, scale, N, K, width, w.scale.stride(0), scale.stride(0), COUNT=len(channels),
+        DTYPE=format_arguments(w.format, w.scale_type)["DTYPE"], num_warps=8,
+    )
+    return QuantizedTensor(data.view(w.data.dtype), scale, w.granularity, w.scale_type)

@@ -1,0 +1,131 @@
+"""Residuals of the outlier channels' columns of sharded weights, which every rank keeps whole (casts/outliers.py).
+
+    codes[n, c] = cast((master[n, k] - code[n, k] * scale) / row_scale[n])     k = channels[c]
+
+Only the rank that holds the master of an element knows what its cast has lost. Each writes its own residuals into a
+zeroed buffer of all of them, and one all-reduce adds up what no two ranks have both written: 64 bytes a row of a
+weight, where its gather takes K. After that they stay until the masters change again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from deepspeed import comm as dist
+
+from ds_fp8.casts.outliers import residual_codes, residual_scale
+from ds_fp8.config.formats import BLOCK, FORMATS
+from ds_fp8.layers.outliers import RESIDUAL, OutlierChannels
+from ds_fp8.zero.shards import ShardedWeight, Source, on_device
+from ds_fp8.zero.wire import GATHER, WireMeter
+
+
+class OutlierWeight(NamedTuple):
+    """A sharded weight with outlier channels."""
+
+    weight: ShardedWeight
+    outliers: OutlierChannels
+    residual: torch.Tensor
+    """Codes [N, C] of all rows, as bytes; a view of the buffer of all residuals."""
+
+
+class ResidualCast(Protocol):
+    """The residuals of a fixed list of weights, for the part of each that this rank has a shard of."""
+
+    def write(self, weights: Sequence[OutlierWeight], scales: torch.Tensor, source: Source) -> None:
+        """Write residuals of the shards' elements.
+
+        Args:
+            weights: Those to write; their channels are known, and their residuals zero.
+            scales: Flat FP32 buffer of the scales of all weights.
+            source: Numbers that the codes of a weight were cast from.
+        """
+
+
+class ReferenceResidualCast:
+    """ResidualCast in torch, on any device; the oracle of the kernel."""
+
+    def write(self, weights: Sequence[OutlierWeight], scales: torch.Tensor, source: Source) -> None:
+        """Write residuals of the shards' elements, as ResidualCast says."""
+        for weight, outliers, residual in weights:
+            write_residual(weight, outliers, residual, scales, source)
+
+
+def write_residual(
+    weight: ShardedWeight, outliers: OutlierChannels, residual: torch.Tensor, scales: torch.Tensor, source: Source
+) -> None:
+    """Write the residuals of one weight's shard into `residual`, uint8 [N, C]."""
+    shard, at = weight.shard, outliers.channels.long()
+    if not shard.valid:
+        return
+    columns = shard.shape[1]
+    rows = slice(shard.start // columns, -(-(shard.start + shard.valid) // columns))
+    row = torch.arange(rows.start, rows.stop, device=at.device)[:, None]
+    place = row * columns + at - shard.start
+    inside = (place >= 0) & (place < shard.valid)
+    place = place.clamp(0, shard.valid - 1)
+    scale = weight.scales_in(scales)
+    values = on_device(source(weight), at.device)[place]
+    codes = weight.data[place].view(FORMATS[weight.spec.format].dtype)
+    of_row = residual_scale(scale)[row // BLOCK]
+    found = residual_codes(values, codes, scale[row // BLOCK, at // BLOCK], of_row, weight.spec.format)
+    residual[rows] = torch.where(inside, found.view(torch.uint8), residual[rows])
+
+
+class OutlierResiduals:
+    """Keeps the residuals of all weights with outlier channels up to date."""
+
+    def __init__(
+        self, weights: Sequence[tuple[ShardedWeight, OutlierChannels]], device: torch.device, wire: WireMeter
+    ) -> None:
+        """Allocate the residuals.
+
+        Args:
+            weights: In the order of the shards, in which those of one product are neighbours.
+            device: Where they lie.
+            wire: Counts the bytes.
+        """
+        shapes = [(w.shard.shape[0], min(o.count, w.shard.shape[1])) for w, o in weights]
+        numels = [rows * columns for rows, columns in shapes]
+        self._buffer = torch.zeros(sum(numels), dtype=torch.uint8, device=device)
+        views = [flat.view(shape) for flat, shape in zip(self._buffer.split(numels), shapes, strict=True)]
+        self._weights = [OutlierWeight(*pair, view) for pair, view in zip(weights, views, strict=True)]
+        self._wire = wire
+        if device.type == "cuda":
+            from ds_fp8.zero.outlier_residuals_triton import TritonResidualCast
+
+            self._cast: ResidualCast = TritonResidualCast()
+        else:
+            self._cast = ReferenceResidualCast()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all residuals, which every rank keeps."""
+        return self._buffer.nbytes
+
+    def write(self, scales: torch.Tensor, source: Source, only: OutlierChannels | None = None) -> None:
+        """Cast the residuals again, of all weights whose channels are known or those of one product. Collective.
+
+        On the current stream, behind the cast of the shards.
+
+        Args:
+            scales: Flat FP32 buffer of the scales of all weights.
+            source: Numbers that the codes of a weight were cast from.
+            only: The product whose weights to cast.
+        """
+        known = [one for one in self._weights if one.outliers.channels is not None and only in (None, one.outliers)]
+        if not known:
+            return
+        # One collective for all of them: what lies between belongs to products without channels, and is zero.
+        first, last = known[0].residual, known[-1].residual
+        start, stop = first.storage_offset(), last.storage_offset() + last.numel()
+        part = self._buffer[start:stop].zero_()
+        self._cast.write(known, scales, source)
+        for group in {id(one.weight.shard.group): one.weight.shard.group for one in known}.values():
+            dist.all_reduce(part, group=group)
+            self._wire.count(GATHER, "all_reduce", part.nbytes, group)
+        for one in known:
+            dtype = FORMATS[one.weight.spec.format].dtype
+            setattr(one.weight.parameter, RESIDUAL, one.residual.view(dtype))

@@ -1,0 +1,123 @@
+"""Outlier blocks: the exactness they buy, on awkward sizes, and the kernels beside the references."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_fp8.casts import QuantizedTensor, quantize
+from ds_fp8.casts.outliers import (
+    HALF,
+    channel_energy,
+    extend_input,
+    extend_input_reference,
+    extend_weight,
+    extend_weight_reference,
+    largest_channels,
+    weight_residual,
+)
+from ds_fp8.casts.primitives import apply_factors
+from tests.casts.test_kernels import DEVICE, assert_same
+
+SIZES = [(1, 128, 64), (130, 576, 64), (257, 200, 17), (128, 384, 64), (5, 40, 40)]
+"""Rows, columns, channels."""
+SCALES = ["pow2", "fp32"]
+
+
+def with_outliers(rows: int, columns: int, channels: int, seed: int = 0) -> torch.Tensor:
+    """Return numbers [rows, columns] of which some columns are 50 times the others."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    x[:, torch.randperm(columns, generator=generator)[:channels]] *= 50
+    return x.bfloat16()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("rows", "columns", "count"), SIZES)
+def test_products_of_outlier_channels_are_exact_to_second_order(rows, columns, count, scale):
+    x, w = with_outliers(rows, columns, count), torch.randn(96, columns).bfloat16()
+    x_cast, w_cast = quantize(x, granularity="1x128", scale=scale), quantize(w, granularity="128x128", scale=scale)
+    channels = largest_channels(channel_energy(x_cast), count)
+    wide_x = extend_input(x_cast, x, channels)
+    wide_w = extend_weight(w_cast, weight_residual(w, w_cast, channels), channels)
+    at = channels.long()
+    exact = x.float()[:, at] @ w.float()[:, at].t()
+    plain = x_cast.dequantize()[:, at] @ w_cast.dequantize()[:, at].t()
+    block = wide_x.dequantize()[:, -128:] @ wide_w.dequantize()[:, -128:].t()
+    assert (plain + block - exact).norm() < 0.004 * exact.norm()
+    assert (plain - exact).norm() > 0.01 * exact.norm()  # what the block is for
+    # What stands before the block is as it was, with zeros up to it.
+    torch.testing.assert_close(wide_x.dequantize()[:, :columns], x_cast.dequantize(), rtol=0, atol=0)
+    torch.testing.assert_close(wide_w.dequantize()[:, :columns], w_cast.dequantize(), rtol=0, atol=0)
+    assert not wide_x.dequantize()[:, columns:-128].any()
+    assert not wide_w.dequantize()[:, columns:-128].any()
+
+
+def test_channels_are_those_of_the_largest_energy_in_ascending_order():
+    x = with_outliers(200, 300, 5)
+    largest = x.float().square().sum(0).topk(5).indices.sort().values
+    assert largest_channels(channel_energy(quantize(x)), 5).tolist() == largest.tolist()
+    assert largest_channels(torch.zeros(3), 64).tolist() == [0, 1, 2]
+    assert largest_channels(torch.tensor([1.0, 2.0, 2.0, 2.0]), 2).tolist() == [1, 2]  # the first of equals
+
+
+def test_energy_of_what_is_not_finite_counts_for_nothing():
+    x = with_outliers(4, 256, 2)
+    x[0, 3] = torch.inf
+    energy = channel_energy(quantize(x))
+    assert energy[:128].tolist() == [0.0] * 128  # the group is NaN
+    assert energy[128:].gt(0).all()
+
+
+def test_infinity_and_nan_stay_visible():
+    x = with_outliers(3, 256, 8)
+    channels = largest_channels(channel_energy(quantize(x)), 8)
+    x[1, channels[0]] = torch.nan
+    wide = extend_input(quantize(x), x, channels).dequantize()
+    assert wide[1, -128:].isnan().all()
+    assert wide[[0, 2]].isfinite().all()
+
+
+def test_zeros_stay_zero():
+    x = torch.zeros(4, 256, dtype=torch.bfloat16)
+    channels = torch.arange(HALF, dtype=torch.int32)
+    assert not extend_input(quantize(x), x, channels).dequantize().any()
+    w = quantize(x, granularity="128x128")
+    assert not extend_weight(w, weight_residual(x, w, channels), channels).dequantize().any()
+
+
+def on_cpu(x: QuantizedTensor) -> QuantizedTensor:
+    return replace(x, data=x.data.cpu(), scale=x.scale.cpu())
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("factors", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "count"), SIZES)
+def test_kernel_of_inputs_is_its_reference(rows, columns, count, factors, scale):
+    from ds_fp8.casts.outliers_triton import extend_input_tiles
+
+    x = with_outliers(rows, columns, count).to(DEVICE)
+    row = torch.rand(rows, device=DEVICE) + 0.5 if factors else None
+    column = torch.rand(columns, device=DEVICE).bfloat16() + 0.5 if factors else None
+    cast = quantize(apply_factors(x, row, column), scale=scale)
+    channels = largest_channels(channel_energy(cast), count)
+    at = channels.long()
+    values = apply_factors(x[:, at], row, None if column is None else column[at])
+    expected = extend_input_reference(cast, values, channels)
+    result = extend_input_tiles(cast, x, channels, row, column)
+    assert_same(result, on_cpu(expected))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("rows", "columns", "count"), SIZES)
+def test_kernel_of_weights_is_its_reference(rows, columns, count, scale):
+    from ds_fp8.casts.outliers_triton import extend_weight_tiles
+
+    weight = with_outliers(rows, columns, count).to(DEVICE)
+    w = quantize(weight, granularity="128x128", scale=scale)
+    channels = torch.randperm(columns)[:count].sort().values.int().to(DEVICE)
+    residual = weight_residual(weight, w, channels)
+    expected, result = extend_weight_reference(w, residual, channels), extend_weight_tiles(w, residual, channels)
+    assert_same(result, on_cpu(expected))

@@ -82,7 +82,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "grad_reduce": fp8.grad_reduce.format,
         "grad_cast": {key: getattr(fp8.grad_reduce, key) for key in ("scale", "rounding", "error_feedback")},
         "grad_residual_bytes_per_rank": residual_bytes(
-            (seams.full_shape(p) for p in parameters if p.requires_grad), fp8.grad_reduce.error_feedback
+            (seams.full_shape(p) for p in parameters if seams.is_trained(p)), fp8.grad_reduce.error_feedback
         ),
         "grad_hierarchy": "flat"
         if state.nodes is None
@@ -110,6 +110,8 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         report["notes"].append(
             f"the weights of {read} FP8 linears are gathered in BF16, because other modules read them"
         )
+    if seams.has_optimizer(engine) and report["zero_stage"] == 3:
+        report["notes"] += _untrained(engine)
     if state.optimizer and fp8.optimizer.master == "fp16_scaled" and report["zero_stage"]:
         report["notes"].append(
             "master weights take the values of scaled FP16, in the FP32 shards that ZeRO holds: no memory is saved"
@@ -133,6 +135,18 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     elif state.why_no_graphs and (slow := break_even.warning(break_even.typical_hidden(linears), tokens)) is not None:
         report["notes"].append(f'{slow} ("graph": "auto")' if fp8.graph == "off" else slow)
     return report
+
+
+def _untrained(engine: deepspeed.DeepSpeedEngine) -> list[str]:
+    """Return a note on the parameters that have gradients for which there is no optimizer."""
+    names = [n for n, p in engine.module.named_parameters() if p.requires_grad and p.ds_numel and not seams.is_trained(p)]
+    if not names:
+        return []
+    count = "1 parameter that requires" if len(names) == 1 else f"{len(names)} parameters that require"
+    return [
+        f"the optimizer lacks {count} gradients, {names[0]}{' among them' * (len(names) > 1)}: their whole gradients are "
+        "computed and kept on every rank; to train them pass them in model_parameters, otherwise requires_grad_(False)"
+    ]
 
 
 def _attention(attention: AttentionFormat | None) -> dict[str, Any]:

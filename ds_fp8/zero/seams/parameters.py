@@ -86,7 +86,9 @@ def is_trained(parameter: torch.nn.Parameter) -> bool:
 def _master_position(parameter: torch.nn.Parameter) -> list[int] | None:
     """Return (sub-group, first element, elements) of this rank's masters of a parameter; None where there are none."""
     optimizer = getattr(parameter, "_z3_optimizer", None)
-    return optimizer and getattr(optimizer, "grad_position", {}).get(optimizer.get_param_id(parameter))
+    if not hasattr(optimizer, "grad_position"):  # an engine without an optimizer
+        return None
+    return optimizer.grad_position.get(optimizer.get_param_id(parameter))
 
 
 def bf16_shard(parameter: torch.nn.Parameter) -> torch.Tensor:

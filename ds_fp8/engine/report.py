@@ -139,12 +139,13 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
 
 def _untrained(engine: deepspeed.DeepSpeedEngine) -> list[str]:
     """Return a note on the parameters that have gradients for which there is no optimizer."""
-    names = [n for n, p in engine.module.named_parameters() if p.requires_grad and p.ds_numel and not seams.is_trained(p)]
+    forgotten = (p.requires_grad and p.ds_numel and not seams.is_trained(p) for p in engine.module.parameters())
+    names = [name for (name, _), lacks in zip(engine.module.named_parameters(), forgotten, strict=True) if lacks]
     if not names:
         return []
     count = "1 parameter that requires" if len(names) == 1 else f"{len(names)} parameters that require"
     return [
-        f"the optimizer lacks {count} gradients, {names[0]}{' among them' * (len(names) > 1)}: their whole gradients are "
+        f"the optimizer lacks {count} gradients, {names[0]}{' among them' * (len(names) > 1)}: whole gradients are "
         "computed and kept on every rank; to train them pass them in model_parameters, otherwise requires_grad_(False)"
     ]
 

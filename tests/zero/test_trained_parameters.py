@@ -1,4 +1,4 @@
-"""What learns is what the optimizer was given: some of a model's parameters, in several groups, with a bias forgotten."""
+"""What learns is what the optimizer was given: a part of a model, several groups, all but a forgotten bias."""
 
 import pytest
 import torch

@@ -35,6 +35,7 @@ from ds_fp8.optim import AdamW
 from ds_fp8.optim.from_config import choose_madam, choose_optimizer, is_madam, uses_own_optimizer
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import GradientReduce
+from ds_fp8.zero.hosts import find_hosts
 from ds_fp8.zero.leaf_modules import give_inputs_gradients, weights_read_in_leaf_modules
 from ds_fp8.zero.nodes import find_nodes
 from ds_fp8.zero.parameter_gather import ParameterGather
@@ -155,8 +156,9 @@ def initialize(
         seams.on_gather(engine, functools.partial(state.wire.count, GATHER, "all_gather"))
     if conversion is not None:
         state.health = Health(engine, monitor, fp8)
+        state.hosts = find_hosts()
         _install(engine, state)
-        state.why_no_graphs = _of_any_rank(why_no_graphs(engine, fp8, loss, state.why_no_step))
+        state.why_no_graphs = _of_any_rank(why_no_graphs(engine, fp8, loss, state.why_no_step, state.hosts.count))
         if state.why_no_graphs is None:
             state.graphs = MicroStepGraphs(
                 engine,
@@ -253,7 +255,7 @@ def _install(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
     if own_step:
         _count_reductions(engine, state.wire)
     if fp8.grad_reduce.format != "bf16" and seams.has_optimizer(engine):
-        state.nodes = find_nodes(fp8.grad_reduce.hierarchy)
+        state.nodes = find_nodes(fp8.grad_reduce.hierarchy, state.hosts)
 
         def reduction(stock: seams.StockReduceScatter) -> GradientReduce:
             observe = state.health.observe_gradient

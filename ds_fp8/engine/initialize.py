@@ -21,6 +21,7 @@ from ds_fp8.engine.compatibility import check_deepspeed, check_parallelism
 from ds_fp8.engine.deepspeed_values import check_values
 from ds_fp8.engine.graph_conditions import why_no_graphs
 from ds_fp8.engine.health import Health
+from ds_fp8.engine.launch import check_launch
 from ds_fp8.engine.micro_steps import MicroStepGraphs
 from ds_fp8.engine.optimizer_section import check_optimizer
 from ds_fp8.engine.report import print_report, start_report
@@ -123,6 +124,8 @@ def initialize(
     if conversion is not None and conversion.fusion.classes:
         # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
         set_z3_leaf_modules(model, sorted(conversion.fusion.classes, key=lambda fused: fused.__name__))
+    if fp8.enabled:
+        check_launch()
     if not dist.is_initialized():
         seams.disable_shm_build()
     if getattr(args, "deepspeed_config", None) is not None:

@@ -1,16 +1,14 @@
 """Which ranks share a host, and which of them can share memory."""
 
 import os
-from contextlib import contextmanager
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-import torch
 from deepspeed import comm as dist
 
 from ds_fp8.zero import hosts, peer_memory
 from ds_fp8.zero.hosts import Hosts, find_hosts, identity
+from tests.zero.gpus import Memory, gpus
 
 
 def hosts_where(ids, remove=()):
@@ -63,18 +61,6 @@ def test_hosts_of_one_name_are_told_apart(monkeypatch, tmp_path):
     assert identity() not in found
 
 
-class Memory:
-    """Memory that ranks share in name only."""
-
-    problem = None
-
-    def __init__(self, numel, device, group):
-        self.overlapping = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
-
-    def why_wrong(self):
-        return self.problem
-
-
 class Refused:
     def __init__(self, numel, device, group):
         if dist.get_rank() == 1:
@@ -84,23 +70,6 @@ class Refused:
 
 class Wrong(Memory):
     problem = "wrong"
-
-
-@contextmanager
-def gpus(visible, index, memory=Memory, accessible=True):
-    """Let this rank see GPUs of these UUIDs, as torch shows them."""
-
-    def can_access(device, peer):
-        assert peer < len(visible), "Invalid peer device id"  # as torch does
-        return accessible
-
-    with (
-        patch.object(torch.cuda, "device_count", lambda: len(visible)),
-        patch.object(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=visible[i])),
-        patch.object(torch.cuda, "can_device_access_peer", can_access),
-        patch.object(peer_memory, "PeerMemory", memory),
-    ):
-        yield torch.device("cuda", index)
 
 
 def shared(visible_of_rank, index_of_rank, options):

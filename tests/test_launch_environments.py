@@ -48,7 +48,6 @@ def job(launch: Launch, rank: Rank, connection: Connection) -> None:
     enter(launch, rank)
     import logging
 
-    import deepspeed
     import torch
     from deepspeed import comm as dist
 

@@ -26,6 +26,7 @@ from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.optim.codecs import moment_bytes
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import residual_bytes
+from ds_fp8.zero.nodes import why_flat
 
 
 def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int | None) -> dict[str, Any]:
@@ -84,9 +85,9 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "grad_residual_bytes_per_rank": residual_bytes(
             (seams.full_shape(p) for p in parameters if seams.is_trained(p)), fp8.grad_reduce.error_feedback
         ),
-        "grad_hierarchy": "flat"
-        if state.nodes is None
-        else f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}",
+        "hosts": state.hosts.count,
+        "ranks_of_hosts": str(state.hosts),
+        "grad_hierarchy": _hierarchy(state),
         "optimizer": "ds_fp8.optim.AdamW" if state.optimizer else _name_of_optimizer(engine),
         "optimizer_step": "ds_fp8" if state.step else f"DeepSpeed's: {state.why_no_step}",
         "graphs": f"off: {state.why_no_graphs}"
@@ -150,6 +151,14 @@ def _untrained(engine: deepspeed.DeepSpeedEngine) -> list[str]:
     ]
 
 
+def _hierarchy(state: FP8State) -> str:
+    """Return the levels of the reduction, with the reason where several hosts have one."""
+    if state.nodes is not None:
+        return f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}"
+    several = state.hosts.count > 1 and state.gradient_reduce is not None
+    return f"flat: {why_flat(state.config.grad_reduce.hierarchy, state.hosts)}" if several else "flat"
+
+
 def _attention(attention: AttentionFormat | None) -> dict[str, Any]:
     """Return what of attention is in FP8, and when."""
     if attention is None:
@@ -203,6 +212,7 @@ def print_report(report: dict[str, Any]) -> None:
         table.add_row(
             "experts", f"[bold]{kept[0]['parameters'] / total:.0%} of the parameters stay BF16: experts[/bold]"
         )
+    table.add_row("hosts x ranks", report["ranks_of_hosts"])
     share = report["fp8_parameters"] / total
     table.add_row("linears in FP8", f"{report['fp8_linears']} ({share:.1%} of {total:,} parameters)")
     for part in kept:

@@ -28,12 +28,17 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _worker(rank: int, world: int, port: int, accelerator: str, connection: Any, crash_file: str) -> None:
+def _worker(
+    rank: int, world: int, port: int, accelerator: str, connection: Any, crash_file: str, one_gpu: bool
+) -> None:
     # Open until the process ends: what every thread was doing when native code aborts.
     faulthandler.enable(open(crash_file, "w"), all_threads=True)  # noqa: SIM115
+    local_rank = 0 if one_gpu else rank
+    if one_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(local_rank),
         WORLD_SIZE=str(world),
         LOCAL_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
@@ -56,7 +61,7 @@ def _worker(rank: int, world: int, port: int, accelerator: str, connection: Any,
 
     disable_shm_build()
     if accelerator == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(local_rank)
     deepspeed.init_distributed(dist_backend="nccl" if accelerator == "cuda" else "gloo", verbose=False)
     while True:
         try:
@@ -74,9 +79,12 @@ class RankDied(Exception):
 
 
 class RankPool:
-    """`world` processes joined by gloo (accelerator "cpu") or NCCL ("cuda")."""
+    """`world` processes joined by gloo (accelerator "cpu") or NCCL ("cuda").
 
-    def __init__(self, world: int, accelerator: str = "cpu"):
+    one_gpu: whether each sees its own GPU only, as under srun --gpus-per-task=1.
+    """
+
+    def __init__(self, world: int, accelerator: str = "cpu", one_gpu: bool = False):
         self.world = world
         # Ranks on CPUs are forked from one process that has imported everything; CUDA does not survive a fork.
         context = multiprocessing.get_context("forkserver" if accelerator == "cpu" else "spawn")
@@ -87,7 +95,7 @@ class RankPool:
         self._crashes = tempfile.TemporaryDirectory(prefix="ranks-")
         for rank in range(world):
             ours, theirs = context.Pipe()
-            args = (rank, world, port, accelerator, theirs, self._crash_file(rank))
+            args = (rank, world, port, accelerator, theirs, self._crash_file(rank), one_gpu)
             process = context.Process(target=_worker, args=args, daemon=True)
             process.start()
             theirs.close()

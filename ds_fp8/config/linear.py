@@ -256,7 +256,8 @@ class LinearConfig(LinearCasts):
     """The linear layers: casts, GEMM backend and accumulation, and the layers that stay in high precision."""
 
     backend: Literal["auto", "deep_gemm", "cublas", "transformer_engine", "reference"] = "auto"
-    """Who multiplies; auto: the first of the others that can on this machine. reference emulates FP8 anywhere."""
+    """Who multiplies; auto: the first of the others that can on this machine, which a small product of each pair of
+    casts tells. reference emulates FP8 anywhere; auto takes it for emulated formats, and where there is no GPU."""
     accumulation: Literal["fp32", "fast"] = "fp32"
     """fast: Hopper's tensor cores sum tensor- and row-wise products in fewer bits and finish earlier: relative
     error about 1e-3 at K = 4096, 3e-3 at 16384. Block-scaled products are summed in FP32 either way."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed import comm as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,10 +16,10 @@ from ds_fp8.layers import documents
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.loss import LossFusion
 from ds_fp8.monitor.cast_monitor import CastMonitor
-from ds_fp8.zero.nodes import ranks_of_this_host
 
 MEASURED = "casts are measured"
 COMPILED = "the module is compiled"
+SEVERAL_HOSTS = 'the ranks are on several hosts, where graphs have not been tried; to do so set "graph": "on"'
 SAVED_ELSEWHERE = "what backward needs is saved by hooks of the caller's"
 ITEMS = "num_items_in_batch"
 COPIED = frozenset({"input_ids", "labels", "shift_labels", "inputs_embeds", "position_ids", ITEMS})
@@ -32,7 +31,7 @@ LEAST_DOCUMENTS = 16
 
 
 def why_no_graphs(
-    engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, loss: LossFusion | None, why_no_step: str | None
+    engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, loss: LossFusion | None, why_no_step: str | None, hosts: int = 1
 ) -> str | None:
     """Return what keeps this engine from capturing any micro-step, or None.
 
@@ -41,6 +40,7 @@ def why_no_graphs(
         fp8: Its "fp8" section.
         loss: How its loss was fused.
         why_no_step: Why DeepSpeed's optimizer step stays, or None.
+        hosts: Number of hosts that the ranks are on.
     """
     recipes = [module.recipe for module in engine.module.modules() if isinstance(module, FP8Linear)]
     casts = [cast for recipe in recipes for cast in (recipe.input, recipe.weight, recipe.grad_output)]
@@ -60,14 +60,12 @@ def why_no_graphs(
     }
     found = next((reason for reason, applies in reasons.items() if applies), None)
     if found is None and fp8.graph == "auto":
-        found = why_not_by_itself(engine.module)
+        found = SEVERAL_HOSTS if hosts > 1 else why_not_by_itself(engine.module)
     return found
 
 
 def why_not_by_itself(module: nn.Module) -> str | None:
     """Return why "auto" captures nothing of a model, or None."""
-    if ranks_of_this_host() < dist.get_world_size():
-        return 'the ranks are on several hosts, where graphs have not been tried; to do so set "graph": "on"'
     why = code_of_others(module)
     return why and f'{why}; if nothing but the shape of a batch decides what it does, set "graph": "on"'
 

@@ -21,6 +21,7 @@ from ds_fp8.engine.compatibility import check_deepspeed, check_parallelism
 from ds_fp8.engine.deepspeed_values import check_values
 from ds_fp8.engine.graph_conditions import why_no_graphs
 from ds_fp8.engine.health import Health
+from ds_fp8.engine.launch import check_launch
 from ds_fp8.engine.micro_steps import MicroStepGraphs
 from ds_fp8.engine.optimizer_section import check_optimizer
 from ds_fp8.engine.report import print_report, start_report
@@ -35,6 +36,7 @@ from ds_fp8.optim import AdamW
 from ds_fp8.optim.from_config import choose_madam, choose_optimizer, is_madam, uses_own_optimizer
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import GradientReduce
+from ds_fp8.zero.hosts import find_hosts
 from ds_fp8.zero.leaf_modules import give_inputs_gradients, weights_read_in_leaf_modules
 from ds_fp8.zero.nodes import find_nodes
 from ds_fp8.zero.parameter_gather import ParameterGather
@@ -122,6 +124,8 @@ def initialize(
     if conversion is not None and conversion.fusion.classes:
         # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
         set_z3_leaf_modules(model, sorted(conversion.fusion.classes, key=lambda fused: fused.__name__))
+    if fp8.enabled:
+        check_launch()
     if not dist.is_initialized():
         seams.disable_shm_build()
     if getattr(args, "deepspeed_config", None) is not None:
@@ -155,8 +159,9 @@ def initialize(
         seams.on_gather(engine, functools.partial(state.wire.count, GATHER, "all_gather"))
     if conversion is not None:
         state.health = Health(engine, monitor, fp8)
+        state.hosts = find_hosts()
         _install(engine, state)
-        state.why_no_graphs = _of_any_rank(why_no_graphs(engine, fp8, loss, state.why_no_step))
+        state.why_no_graphs = _of_any_rank(why_no_graphs(engine, fp8, loss, state.why_no_step, state.hosts.count))
         if state.why_no_graphs is None:
             state.graphs = MicroStepGraphs(
                 engine,
@@ -253,7 +258,7 @@ def _install(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
     if own_step:
         _count_reductions(engine, state.wire)
     if fp8.grad_reduce.format != "bf16" and seams.has_optimizer(engine):
-        state.nodes = find_nodes(fp8.grad_reduce.hierarchy)
+        state.nodes = find_nodes(fp8.grad_reduce.hierarchy, state.hosts)
 
         def reduction(stock: seams.StockReduceScatter) -> GradientReduce:
             observe = state.health.observe_gradient

@@ -26,6 +26,7 @@ from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.optim.codecs import moment_bytes
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import residual_bytes
+from ds_fp8.zero.nodes import why_flat
 
 
 def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int | None) -> dict[str, Any]:
@@ -82,11 +83,11 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "grad_reduce": fp8.grad_reduce.format,
         "grad_cast": {key: getattr(fp8.grad_reduce, key) for key in ("scale", "rounding", "error_feedback")},
         "grad_residual_bytes_per_rank": residual_bytes(
-            (seams.full_shape(p) for p in parameters if p.requires_grad), fp8.grad_reduce.error_feedback
+            (seams.full_shape(p) for p in parameters if seams.is_trained(p)), fp8.grad_reduce.error_feedback
         ),
-        "grad_hierarchy": "flat"
-        if state.nodes is None
-        else f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}",
+        "hosts": state.hosts.count,
+        "ranks_of_hosts": str(state.hosts),
+        "grad_hierarchy": _hierarchy(state),
         "optimizer": "ds_fp8.optim.AdamW" if state.optimizer else _name_of_optimizer(engine),
         "optimizer_step": "ds_fp8" if state.step else f"DeepSpeed's: {state.why_no_step}",
         "graphs": f"off: {state.why_no_graphs}"
@@ -110,6 +111,8 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         report["notes"].append(
             f"the weights of {read} FP8 linears are gathered in BF16, because other modules read them"
         )
+    if seams.has_optimizer(engine) and report["zero_stage"] == 3:
+        report["notes"] += _untrained(engine)
     if state.optimizer and fp8.optimizer.master == "fp16_scaled" and report["zero_stage"]:
         report["notes"].append(
             "master weights take the values of scaled FP16, in the FP32 shards that ZeRO holds: no memory is saved"
@@ -133,6 +136,27 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     elif state.why_no_graphs and (slow := break_even.warning(break_even.typical_hidden(linears), tokens)) is not None:
         report["notes"].append(f'{slow} ("graph": "auto")' if fp8.graph == "off" else slow)
     return report
+
+
+def _untrained(engine: deepspeed.DeepSpeedEngine) -> list[str]:
+    """Return a note on the parameters that have gradients for which there is no optimizer."""
+    forgotten = (p.requires_grad and p.ds_numel and not seams.is_trained(p) for p in engine.module.parameters())
+    names = [name for (name, _), lacks in zip(engine.module.named_parameters(), forgotten, strict=True) if lacks]
+    if not names:
+        return []
+    count = "1 parameter that requires" if len(names) == 1 else f"{len(names)} parameters that require"
+    return [
+        f"the optimizer lacks {count} gradients, {names[0]}{' among them' * (len(names) > 1)}: whole gradients are "
+        "computed and kept on every rank; to train them pass them in model_parameters, otherwise requires_grad_(False)"
+    ]
+
+
+def _hierarchy(state: FP8State) -> str:
+    """Return the levels of the reduction, with the reason where several hosts have one."""
+    if state.nodes is not None:
+        return f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}"
+    several = state.hosts.count > 1 and state.gradient_reduce is not None
+    return f"flat: {why_flat(state.config.grad_reduce.hierarchy, state.hosts)}" if several else "flat"
 
 
 def _attention(attention: AttentionFormat | None) -> dict[str, Any]:
@@ -188,6 +212,7 @@ def print_report(report: dict[str, Any]) -> None:
         table.add_row(
             "experts", f"[bold]{kept[0]['parameters'] / total:.0%} of the parameters stay BF16: experts[/bold]"
         )
+    table.add_row("hosts x ranks", report["ranks_of_hosts"])
     share = report["fp8_parameters"] / total
     table.add_row("linears in FP8", f"{report['fp8_linears']} ({share:.1%} of {total:,} parameters)")
     for part in kept:

@@ -15,6 +15,7 @@ from ds_fp8.layers.loss import LossFusion
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.optim import AdamW
 from ds_fp8.zero.gradient_reduce import GradientReduce
+from ds_fp8.zero.hosts import Hosts
 from ds_fp8.zero.nodes import Nodes
 from ds_fp8.zero.parameter_gather import ParameterGather
 from ds_fp8.zero.step import Step
@@ -38,6 +39,8 @@ class FP8State:
         self.health: Health | None = None
         self.parameter_gather: ParameterGather | None = None
         self.gradient_reduce: GradientReduce | None = None
+        self.hosts: Hosts | None = None
+        """Which ranks share a host; known with FP8 enabled."""
         self.nodes: Nodes | None = None
         self.optimizer: AdamW | None = None
         """The optimizer inside DeepSpeed's, where it is this package's."""

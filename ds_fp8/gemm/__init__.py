@@ -4,11 +4,13 @@
 
 Both operands lie with the contraction K as their last dimension, the only layout Hopper's FP8 units take; fprop, dgrad
 and wgrad are three calls with different operands (see ds_fp8.layers.linear).
+
+A backend is chosen at the start, by one small product of every pair of casts that it is to multiply (trial.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 import torch
@@ -16,7 +18,7 @@ import torch
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
-from ds_fp8.gemm import cublas, deep_gemm, reference, transformer_engine
+from ds_fp8.gemm import cublas, deep_gemm, reference, transformer_engine, trial
 
 __all__ = ["BACKENDS", "DESCRIPTIONS", "scaled_matmul", "select_backend", "unavailable"]
 
@@ -48,6 +50,8 @@ def unavailable(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -
     reason = module.unavailable()
     for a, b in products:
         reason = reason or _emulated(name, a, b) or module.unsupported(a.format, a.granularity, b.format, b.granularity)
+        if name != "reference":
+            reason = reason or trial.why_not(module.scaled_matmul, a, b)
     return reason
 
 
@@ -65,11 +69,12 @@ def select_backend(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()
         products: Casts of the operands (a, b) of each product.
 
     Raises:
-        UserError: The named backend is unknown, or cannot run them; with the reason and what can.
+        UserError: The named backend is unknown, or cannot run them; with the reason and what can. Also where "auto"
+            finds none but the emulation on a machine with a GPU, unless the casts are emulated whatever multiplies.
     """
     products = list(products)
     if name == "auto":
-        return next(backend for backend in BACKENDS if unavailable(backend, products) is None)
+        return _first_able(products)
     if name not in BACKENDS:
         raise UserError(
             f'unknown GEMM backend "{name}"', key="fp8.linear.backend", remedy=f"use auto or {', '.join(BACKENDS)}"
@@ -77,12 +82,46 @@ def select_backend(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()
     reason = unavailable(name, products)
     if reason is not None:
         able = [backend for backend in BACKENDS if unavailable(backend, products) is None]
+        emulate = able == ["reference"] and torch.cuda.is_available()
         raise UserError(
             f'the GEMM backend "{name}" cannot run here: {reason}',
             key="fp8.linear.backend",
-            remedy=f"use {' or '.join(able)}, or auto",
+            remedy=_remedy(products) if emulate else f"use {' or '.join(able)}, or auto",
         )
     return name
+
+
+def _first_able(products: Sequence[tuple[CastSpec, CastSpec]]) -> str:
+    """Return the first backend that can run all products: no emulation that a machine with a GPU was not asked for."""
+    reasons: dict[str, str] = {}
+    for backend in BACKENDS:
+        if backend == "reference":
+            break
+        reason = unavailable(backend, products)
+        if reason is None:
+            return backend
+        reasons[backend] = reason
+    if torch.cuda.is_available() and not any(cast.emulated for pair in products for cast in pair):
+        listed = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
+        raise UserError(
+            f"no FP8 products on this machine ({listed})", key="fp8.linear.backend", remedy=_remedy(products)
+        )
+    return "reference"
+
+
+def _remedy(products: Sequence[tuple[CastSpec, CastSpec]]) -> str:
+    """Return what to change where no backend but the emulation multiplies these casts."""
+    emulate = '"backend": "reference" emulates FP8, slower than BF16'
+    for preset, cast in (
+        ("rowwise", CastSpec("e4m3", "row", "pow2")),
+        ("tensorwise", CastSpec("e4m3", "tensor", "pow2")),
+    ):
+        if (cast, cast) not in products and unavailable("cublas", [(cast, cast)]) is None:
+            return f'"preset": "{preset}", whose scales this machine multiplies; {emulate}'
+    return (
+        "block scales need a Hopper GPU, torch >= 2.10 built for CUDA 12.9 or later, other FP8 products an Ada GPU or "
+        f"later; {emulate}"
+    )
 
 
 def scaled_matmul(

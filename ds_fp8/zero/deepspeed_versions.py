@@ -34,11 +34,11 @@ STEP_METHODS = (
 )
 BF16_READERS = {
     "load_state_dict": "load_state_dict",
-    "refresh_fp32_params": "refresh_fp32_params",
+    "_restore_from_bit16_weights": "_restore_from_bit16_weights",
     "offload_states": "reload_states",
 }
 """Methods that read or write the flat BF16 shards: from the call of the first to the return of the second."""
-MASTER_UPDATES = ("step", "load_state_dict", "refresh_fp32_params", "set_full_hp_param", "set_local_hp_param")
+MASTER_UPDATES = ("step", "load_state_dict", "_restore_from_bit16_weights", "set_full_hp_param", "set_local_hp_param")
 
 _STAGE3 = "deepspeed.runtime.zero.stage3"
 _PARTITIONS = "deepspeed.runtime.zero.partition_parameters"

@@ -1,31 +1,25 @@
-"""The FP8 shards of all weights that are gathered in FP8, and their scales: cast from the masters after each change.
+"""The FP8 shards of all weights that are gathered in FP8: cast from the masters after each change (cast_set.py).
 
-    amax[b]  = max over all ranks of |master[i]|, i in block b     one all-reduce MAX, all parameters together
-    shard    = cast(master shard, scale(amax))                     local, one byte a parameter
-
-Weights with a static scale need no amax and no all-reduce.
-The result is bit-equal to casting the whole master tensor (Micikevicius et al. cast whole tensors; a block on the edge
-of two shards is why its amax must be agreed). It happens on a stream of its own, right after an optimizer step, beside
-whatever comes before the first gather.
+Weights that the optimizer does not train are cast once, and again only when somebody has written to them. It happens on
+a stream of its own, right after an optimizer step, beside whatever comes before the first gather.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from torch import nn
 
-from ds_fp8.casts import QuantizedTensor, scale_from_amax
+from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import CastSpec, fixed_scale
+from ds_fp8.config.formats import CastSpec
 from ds_fp8.zero import seams, streams
+from ds_fp8.zero.cast_set import CastSet, in_runs
 from ds_fp8.zero.peer_memory import PeerMemory, share
-from ds_fp8.zero.shard_cast import make_shard_cast
-from ds_fp8.zero.shards import ShardedWeight, on_device, place_scales, stacks_of
-from ds_fp8.zero.wire import GATHER, WireMeter
+from ds_fp8.zero.shards import ShardedWeight, on_device, stacks_of
+from ds_fp8.zero.wire import WireMeter
 
 
 class FP8Shards:
@@ -42,39 +36,34 @@ class FP8Shards:
         self._wire = wire
         # Sorted, so that all ranks agree on the order.
         ordered = sorted(weights, key=lambda weight: seams.order(weight[0]))
-        runs = in_runs(
-            stacks_of(ShardedWeight(p, seams.shard_of(p), spec) for p, spec in ordered),
-            lambda stack: (id(stack[0].shard.group), str(stack[0].spec)),
-        )
-        stacks = [stack for run in runs for stack in run]
+        stacks = stacks_of(ShardedWeight(p, seams.shard_of(p), spec) for p, spec in ordered)
+        trained = [stack for stack in stacks if any(seams.is_trained(weight.parameter) for weight in stack)]
+        rest = [stack for stack in stacks if stack not in trained]
+        self._sets = [CastSet(some) for some in (trained, rest) if some]
+        self._trained = self._sets[0] if trained else None
         # Keyed by id: a Parameter compares element by element.
-        self.weights = {id(weight.parameter): weight for stack in stacks for weight in stack}
-        self._num_scales = place_scales(stacks)
-        ends = [run[0][0].scale_start for run in runs[1:]] + [self._num_scales]
-        self._runs = [(run[0][0].shard.group, run[0][0].spec, end) for run, end in zip(runs, ends, strict=True)]
-        """Process group and cast of successive weights, and where their scales end."""
+        self.weights = {id(weight.parameter): weight for some in self._sets for weight in some.weights}
+        self._set_of = {id(weight.parameter): some for some in self._sets for weight in some.weights}
         # Shards that are fetched together lie side by side: what is sent is a view.
         numels = [weight.shard.numel for weight in self.weights.values()]
         device = stacks[0][0].parameter.device
-        groups = list({id(group): group for group, *_ in self._runs}.values())
+        groups = list({id(weight.shard.group): weight.shard.group for weight in self.weights.values()}.values())
         self.peers, self.transport = _peer_memory(sum(numels), device, groups, transport)
         """How the bytes travel, and why not by copy engines where they do not: for the start report."""
         self.codes = self.peers.local if self.peers else torch.zeros(sum(numels), dtype=torch.uint8, device=device)
         for weight, data in zip(self.weights.values(), self.codes.split(numels), strict=True):
             weight.data = data
-        self._shard_casts = [
-            (make_shard_cast(same, self.codes, same[0].spec), same[0].spec)
-            for same in in_runs(self.weights.values(), lambda weight: str(weight.spec))
-        ]
+        for some in self._sets:
+            some.place(self.codes)
         self._modified: set[int] = set()
         self._stream = streams.new_stream()
         self._gather_stream = self._changed = self._refreshed = None
-        self._pinned: torch.Tensor | None = None
+        self._pinned = False
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of this rank's FP8 shards and of the scales of all weights."""
-        return self.codes.nbytes + self._num_scales * torch.float32.itemsize
+        return self.codes.nbytes + sum(some.num_scales for some in self._sets) * torch.float32.itemsize
 
     def observe(self, show: Callable[[nn.Parameter, torch.Tensor, QuantizedTensor, int], None]) -> None:
         """Call `show(weight, rows, cast, elements)` for every weight that this rank has a part of. Between steps.
@@ -99,77 +88,57 @@ class FP8Shards:
 
         Between steps. Until then every cast has scales of its own, so that whoever holds the earlier ones keeps them.
         """
-        if self._pinned is None:
+        if not self._pinned:
             self.refresh_if_stale()
             self.wait_for_refresh()
-            self._pinned = torch.zeros(self._num_scales, device=self.codes.device)
-            for weight in self.weights.values():
-                pinned = weight.scales_in(self._pinned)
-                weight.scale = pinned.copy_(weight.scale)
+            for some in self._sets:
+                some.pin_scales()
+            self._pinned = True
 
     def masters_updated(self) -> None:
-        """Note that the masters were written on the current stream: the next gather needs another cast."""
-        self._stale = True
+        """Note that an optimizer step wrote masters on the current stream: those that are trained need another cast."""
+        if self._trained is not None:
+            self._trained.stale = True
+            self._modified.difference_update(id(weight.parameter) for weight in self._trained.weights)
+            self._changed = streams.record_event()
+
+    def loaded(self) -> None:
+        """Note that all masters and BF16 shards may have been written on the current stream."""
+        for some in self._sets:
+            some.stale = True
         self._modified.clear()
         self._changed = streams.record_event()
 
     def master_written(self, parameter: nn.Parameter) -> None:
-        """Note that the user wrote this weight's masters: what was written to its BF16 shard counts no longer."""
-        self._stale = True
-        self._modified.discard(id(parameter))
-        self._changed = streams.record_event()
-
-    def refresh_if_stale(self) -> None:
-        """Cast all shards if masters or BF16 shards were written since they were. Collective."""
-        if self._stale:
-            self.refresh()
+        """Note that the user wrote a parameter's masters: what was written to its BF16 shard counts no longer."""
+        if id(parameter) in self._set_of:
+            self._set_of[id(parameter)].stale = True
+            self._modified.discard(id(parameter))
+            self._changed = streams.record_event()
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Cast all shards again from the master shards. Collective; the host waits for nothing.
+    def refresh_if_stale(self) -> None:
+        """Cast again what masters or BF16 shards of were written since it was. Collective; the host waits for nothing.
 
         Begins behind `_changed`, an event on the stream that the masters were written on, which the products, readers
         of the scales, lie in too, and behind all gathers, which read the shards: also those that were prefetched and
-        that no product has waited for. Gathers begin behind `_refreshed`. Offloaded masters are copied here first, and
-        for that the host does wait.
+        that no product has waited for. Gathers begin behind `_refreshed`.
         """
+        stale = [some for some in self._sets if some.stale]
+        if not stale:
+            return
         with streams.on_stream(self._stream):
             streams.wait_event(self._changed)
             streams.wait_stream(self._gather_stream)
             if self.peers:
                 self.peers.wait_for_reads()
-                if all(fixed_scale(spec.scale) is not None for _, spec in self._shard_casts):
+                if not all(some.agrees for some in stale):
                     self.peers.barrier()  # no all-reduce of amax waits for the reads of the other ranks
-            amax = torch.zeros(self._num_scales, device=self.codes.device)
-            for shard_cast, spec in self._shard_casts:
-                if fixed_scale(spec.scale) is None:
-                    shard_cast.write_amax(amax, self._source)
-            scales, start = torch.empty_like(amax), 0
-            for group, spec, end in self._runs:
-                fixed = fixed_scale(spec.scale)
-                if fixed is not None:
-                    scales[start:end] = fixed
-                    start = end
-                    continue
-                dist.all_reduce(amax[start:end], op=dist.ReduceOp.MAX, group=group)
-                self._wire.count(GATHER, "all_reduce", amax[start:end].nbytes, group)
-                if spec.scale != "e4m3":
-                    scales[start:end] = scale_from_amax(amax[start:end], spec.format, spec.scale)
-                start = end
-            for weight in self.weights.values():
-                if weight.spec.scale == "e4m3":  # in units of one scale of the whole weight
-                    own = scale_from_amax(weight.scales_in(amax), weight.spec.format, "e4m3")
-                    weight.scales_in(scales).copy_(own)
-            if self._pinned is not None:
-                scales = self._pinned.copy_(scales)
-            for shard_cast, _ in self._shard_casts:
-                shard_cast.cast(scales, self._source)
-            for weight in self.weights.values():
-                weight.scale = weight.scales_in(scales)
+            for some in stale:
+                some.cast(self._source, self._wire)
             if self.peers:
                 self.peers.barrier()
             self._refreshed = streams.record_event()
-        self._stale = False
 
     def _source(self, weight: ShardedWeight) -> torch.Tensor:
         modified = id(weight.parameter) in self._modified
@@ -200,7 +169,7 @@ class FP8Shards:
             for (weight, _), flag in zip(pairs, flags.tolist(), strict=True):
                 if flag:
                     self._modified.add(id(weight.parameter))
-                    self._stale = True
+                    self._set_of[id(weight.parameter)].stale = True
 
 
 def _peer_memory(
@@ -222,11 +191,3 @@ def _peer_memory(
             remedy='"transport": "nccl"',
         )
     return None, f"by collectives: {shared}"
-
-
-def in_runs(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
-    """Return the items in lists of one key each, in the order they come."""
-    runs: dict[Any, list[Any]] = {}
-    for item in items:
-        runs.setdefault(key(item), []).append(item)
-    return list(runs.values())

@@ -14,8 +14,7 @@ class GradientShards:
     """Accumulates reduced gradients in DeepSpeed's own buffer, and knows the sum of their squares.
 
     A gradient that arrives as a message has its sums of squares from the pass that adds it. The others, few and small,
-    are read once at the step. What users write into the buffer themselves must be announced (`written`): the sum is
-    then taken over all of it.
+    are read once at the step, as are those that users write into the buffer themselves, who must say so (`written`).
 
     A gradient that no micro-batch of a step brought is zero in that step; DeepSpeed would take the last one again.
     """
@@ -38,7 +37,8 @@ class GradientShards:
         """Names, in the order of their arrival, for the last bit of the sum depends on it."""
         self._arrived: set[str] = set()
         """Names of the gradients that were added since the last step."""
-        self._written = False
+        self._written: dict[str, None] = {}
+        """Names of the gradients that somebody else wrote since the last step, in order."""
 
     def add_message(
         self,
@@ -110,8 +110,7 @@ class GradientShards:
 
     def close_step(self, frozen: Iterable[str]) -> None:
         """Clear the gradients that did not arrive since the last step, and those of the parameters `frozen`."""
-        missing = set() if self._written else self._places.keys() - self._arrived
-        self.clear(missing.union(frozen))
+        self.clear((self._places.keys() - self._arrived).union(frozen))
         self._arrived.clear()
 
     def clear(self, names: Iterable[str]) -> None:
@@ -121,19 +120,22 @@ class GradientShards:
             self._flat[start : start + numel] = 0
             self._squares[self._spans[name] : self._spans[name] + span_count(numel)] = 0
 
-    def written(self) -> None:
-        """Note that somebody else changed gradients since they were added."""
-        self._written = True
+    def written(self, names: Iterable[str]) -> None:
+        """Note that somebody else has changed these gradients: this step has them, whoever brought them before."""
+        known = dict.fromkeys(name for name in names if name in self._places)
+        self._written.update(known)
+        self._arrived.update(known)
 
     def sum_of_squares(self) -> torch.Tensor:
         """Return the sum of the squares of all gradients of this rank, FP64 []. The host waits for nothing."""
-        if self._written:
-            self._written = False
-            return torch.linalg.vector_norm(self._flat, dtype=torch.float64).square()
+        for name in self._written:  # the sums there are older than what was written, or of a micro-batch after it
+            self._squares[self._spans[name] : self._spans[name] + span_count(self._places[name][1])] = 0
         total = self._squares.sum()
-        if self._unsummed:
+        names = [*self._unsummed, *(name for name in self._written if name not in self._unsummed)]
+        self._written.clear()
+        if names:
             # Sliced again: offload_states and reload_states move the buffer.
-            places = [self._places[name] for name in self._unsummed]
+            places = [self._places[name] for name in names]
             parts = [self._flat[start : start + numel] for start, numel in places]
             norms = torch._foreach_norm(parts, 2, torch.float64)
             total = total + torch.stack(norms).square().sum()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from deepspeed import comm as dist
+
+from ds_fp8.zero.hosts import Hosts
 
 
 @dataclass(frozen=True)
@@ -20,26 +21,33 @@ class Nodes:
     count: int
 
 
-def ranks_of_this_host() -> int:
-    """Return how many ranks the launcher started on this host; all of them where it does not say."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or dist.get_world_size())
+def why_flat(hierarchy: str, hosts: Hosts) -> str | None:
+    """Return why the reduction has one level, or None where it has two.
+
+    Args:
+        hierarchy: "flat", or "auto": two levels if there are several hosts of equal size with several ranks each.
+        hosts: The hosts of all ranks.
+    """
+    if hierarchy == "flat":
+        return '"hierarchy" is "flat"'
+    if hosts.count == 1:
+        return "one host"
+    if hosts.ranks_per_host is None:
+        return "the hosts have different numbers of ranks, or ranks are not numbered host by host"
+    return "one rank a host" if hosts.ranks_per_host == 1 else None
 
 
-def find_nodes(hierarchy: str, ranks_per_node: int | None = None) -> Nodes | None:
+def find_nodes(hierarchy: str, hosts: Hosts) -> Nodes | None:
     """Return the two-level groups, or None for one flat all-to-all. Collective.
 
     Args:
-        hierarchy: "flat", or "auto": two levels if there are several nodes of equal size with several ranks each.
-        ranks_per_node: Read from the launcher's LOCAL_WORLD_SIZE or LOCAL_SIZE when None.
+        hierarchy: As of `why_flat`.
+        hosts: The hosts of all ranks.
     """
-    world = dist.get_world_size()
-    if ranks_per_node is None:
-        ranks_per_node = ranks_of_this_host()
-    sizes: list = [None] * world
-    dist.all_gather_object(sizes, ranks_per_node)
-    if hierarchy == "flat" or len(set(sizes)) > 1 or ranks_per_node in (1, world) or world % ranks_per_node:
+    ranks_per_node = hosts.ranks_per_host
+    if ranks_per_node is None or why_flat(hierarchy, hosts) is not None:
         return None
-    count, rank = world // ranks_per_node, dist.get_rank()
+    count, rank = hosts.count, dist.get_rank()
     inside = [dist.new_group([n * ranks_per_node + i for i in range(ranks_per_node)]) for n in range(count)]
     between = [dist.new_group([n * ranks_per_node + i for n in range(count)]) for i in range(ranks_per_node)]
     return Nodes(inside[rank // ranks_per_node], between[rank % ranks_per_node], ranks_per_node, count)

@@ -19,7 +19,8 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.layers.weights import GATHERED
 from ds_fp8.zero import grouped, seams, streams
-from ds_fp8.zero.fp8_shards import FP8Shards, in_runs
+from ds_fp8.zero.cast_set import in_runs
+from ds_fp8.zero.fp8_shards import FP8Shards
 from ds_fp8.zero.seams.bf16_shards import Bf16Shards
 from ds_fp8.zero.shards import ShardedWeight, stacks_of, without_padding
 from ds_fp8.zero.wire import GATHER, WireMeter
@@ -75,9 +76,12 @@ class ParameterGather:
         # Whoever reads a weight that is not its own wants numbers, not FP8 codes.
         seams.on_external_parameter(engine, lambda parameter: self.leave_out([parameter]))
         shards = self._shards
-        seams.around_master_update(engine, shards.wait_for_refresh, shards.masters_updated, shards.master_written)
+        seams.around_master_update(
+            engine, shards.wait_for_refresh, shards.masters_updated, shards.loaded, shards.master_written
+        )
         seams.on_step(engine, self._shards.refresh_if_stale)
-        self._shards.masters_updated()
+        seams.before_load(engine, shards.loaded)
+        self._shards.loaded()
 
     def free_bf16_shards(self, engine: deepspeed.DeepSpeedEngine) -> Bf16Shards:
         """Keep no BF16 shards of the weights gathered in FP8. For engines whose step writes the others' only."""
@@ -110,10 +114,6 @@ class ParameterGather:
         """Drop the gathered weights, without a word to DeepSpeed."""
         for weight in self._weights.values():
             setattr(weight.parameter, GATHERED, None)
-
-    def refresh(self) -> None:
-        """Cast all shards again from the master shards. Collective."""
-        self._shards.refresh()
 
     def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gather these weights in BF16 from now on, on all ranks alike; those gathered in FP8 stay so until released.

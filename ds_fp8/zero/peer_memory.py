@@ -9,14 +9,16 @@ shards before all ranks have written theirs, and nobody writes while another rea
 from __future__ import annotations
 
 import os
-import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from deepspeed import comm as dist
 
 from ds_fp8.zero import streams
+from ds_fp8.zero.hosts import identity
 
 _live: weakref.WeakSet[PeerMemory] = weakref.WeakSet()
 
@@ -60,6 +62,18 @@ class PeerMemory:
         self._stream, self._done = streams.new_stream(), None
         _live.add(self)
 
+    def why_wrong(self) -> str | None:
+        """Return that some memory is not the rank's that it should be, or None; the memory is zeros again. Collective.
+
+        The host waits.
+        """
+        self.local[:1] = dist.get_rank(self.group) + 1
+        self.barrier()
+        read = [int(memory[0]) for memory in self._of_rank]
+        self.barrier()
+        self.local[:1] = 0
+        return None if read == list(range(1, len(read) + 1)) else "another rank's memory holds what it did not write"
+
     def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Copies:
         """Begin to copy all ranks' shards into every output, behind what the current stream holds.
 
@@ -87,23 +101,75 @@ class PeerMemory:
         dist.all_reduce(torch.zeros(1, device=self.local.device), group=self.group)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """The GPU that a rank computes on."""
+
+    host: str
+    index: int
+    """Number that its process calls it by."""
+    gpu: str
+    """Its UUID."""
+
+
 def share(numel: int, device: torch.device, group: object) -> PeerMemory | str:
     """Return memory that the ranks of a group share, or why they cannot. Collective, with one answer on all ranks."""
     if device.type != "cuda":
         return "there is no CUDA device"
-    names: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(names, socket.gethostname(), group=group)
-    if len(names) == 1 or len(set(names)) > 1:
+    visible = tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count()))
+    places: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(places, _Place(identity(), device.index, visible[device.index]), group=group)
+    if len(places) == 1 or len({place.host for place in places}) > 1:
         return "the ranks are not several of one host"
-    memory, problem = None, None
-    if not all(torch.cuda.can_device_access_peer(device.index, i) for i in range(len(names)) if i != device.index):
-        problem = "the GPUs cannot read each other's memory"
-    problems: list = [None] * len(names)
-    dist.all_gather_object(problems, problem, group=group)
-    if not any(problems):
-        try:
+    gpus = {place.gpu for place in places}
+    if len(gpus) < len(places):
+        return "several ranks share a GPU"
+    problem = _of_any(_why_unreadable(device.index, visible, gpus), group)
+    if problem is not None:
+        return problem
+    memory, alike = None, len({place.index for place in places}) < len(places)
+    try:
+        with _equal_numbers() if alike else nullcontext():
             memory = PeerMemory(numel, device, group)
-        except RuntimeError as error:
-            problem = str(error).partition("\n")[0]
-        dist.all_gather_object(problems, problem, group=group)
-    return next(filter(None, problems), None) or memory
+    except RuntimeError as error:
+        problem = str(error).partition("\n")[0]
+    problem = _of_any(problem, group)
+    if problem is None:
+        problem = _of_any(memory.why_wrong(), group)
+    return memory if problem is None else problem
+
+
+def _of_any(problem: str | None, group: object) -> str | None:
+    """Return the problem of the first rank that has one. Collective."""
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    return next(filter(None, problems), None)
+
+
+def _why_unreadable(device: int, visible: tuple[str, ...], gpus: set[str]) -> str | None:
+    """Return why this rank's GPU cannot read the memory of one of the others, or None.
+
+    CUDA answers for GPUs that this process sees only; whether the memory of others can be mapped, mapping it tells.
+    """
+    for index, uuid in enumerate(visible):
+        if index != device and uuid in gpus and not torch.cuda.can_device_access_peer(device, index):
+            return "the GPUs cannot read each other's memory"
+    return None
+
+
+@contextmanager
+def _equal_numbers() -> Iterator[None]:
+    """Let torch share memory of ranks that call their GPUs by one number, as those do that each see one GPU only.
+
+    torch takes equal numbers for one GPU, and refuses. CUDA maps memory of GPUs that a process does not see, too.
+    """
+    name = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

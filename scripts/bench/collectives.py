@@ -29,6 +29,7 @@ from ds_fp8.config.errors import main_entry
 from ds_fp8.config.fp8 import GradientReduceConfig
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import GradientReduce
+from ds_fp8.zero.hosts import find_hosts
 from ds_fp8.zero.nodes import find_nodes
 from ds_fp8.zero.wire import WireMeter, counted
 
@@ -111,7 +112,7 @@ def measure_reductions(size: str, options: dict[str, Any] | None, repeats: int) 
             stock(gradients, None)
     else:
         config = GradientReduceConfig(**options)
-        ours = GradientReduce(stock, config, wire, find_nodes(config.hierarchy))
+        ours = GradientReduce(stock, config, wire, find_nodes(config.hierarchy, find_hosts()))
 
         def reduce(gradients: list[torch.Tensor]) -> None:
             ours(gradients, None, [str(index) for index in range(len(gradients))])

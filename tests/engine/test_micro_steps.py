@@ -11,7 +11,6 @@ from torch.utils import checkpoint
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
-from ds_fp8.engine import graph_conditions
 from ds_fp8.engine.capture import before_process_groups_end, random_states_unread
 from ds_fp8.engine.graph_conditions import (
     LEAST_DOCUMENTS,
@@ -50,13 +49,7 @@ def test_a_reason_of_one_rank_holds_for_all(ranks):
     assert ranks(2, of_one_rank, None) == ["here"] * 2
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """One rank, of this process itself."""
-    monkeypatch.setattr(graph_conditions.dist, "get_world_size", lambda: 1)
-
-
-def captures(fp8=None, loss=True, why_no_step=None, device="cuda", module=None, **answers):
+def captures(fp8=None, loss=True, why_no_step=None, device="cuda", module=None, hosts=1, **answers):
     """Why an engine of these answers captures nothing; by default it does."""
     section = parse_fp8({"fp8": {"preset": "hybrid_fast", "graph": "auto", **(fp8 or {})}})
     if module is None:
@@ -73,7 +66,7 @@ def captures(fp8=None, loss=True, why_no_step=None, device="cuda", module=None, 
         sequence_parallel_size=answers.pop("sequence_parallel_size", 1),
         **{name: lambda value=value: value for name, value in {**methods, **answers}.items()},
     )
-    return why_no_graphs(engine, section, LossFusion(loss, ""), why_no_step)
+    return why_no_graphs(engine, section, LossFusion(loss, ""), why_no_step, hosts)
 
 
 def linear(change, **casts):
@@ -127,11 +120,9 @@ def test_code_of_others_is_captured_only_if_asked_for():
     assert captures(module=small_model()) is None
 
 
-def test_several_hosts_are_captured_only_if_asked_for(monkeypatch):
-    monkeypatch.setattr(graph_conditions, "ranks_of_this_host", lambda: 1)
-    monkeypatch.setattr(graph_conditions.dist, "get_world_size", lambda: 2)
-    assert "several hosts" in captures()
-    assert captures(fp8={"graph": "on"}) is None
+def test_several_hosts_are_captured_only_if_asked_for():
+    assert "several hosts" in captures(hosts=2)
+    assert captures(fp8={"graph": "on"}, hosts=2) is None
 
 
 def test_they_are_made_unless_declined():

@@ -8,7 +8,8 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import GradientReduceConfig
 from ds_fp8.zero.automatic_scale import GROWTH, AutomaticScale
 from ds_fp8.zero.gradient_reduce import SMALLEST, GradientReduce
-from ds_fp8.zero.nodes import find_nodes
+from ds_fp8.zero.hosts import Hosts, find_hosts
+from ds_fp8.zero.nodes import find_nodes, why_flat
 from ds_fp8.zero.seams import stock_reduce_scatter
 from ds_fp8.zero.wire import WireMeter
 
@@ -39,7 +40,7 @@ def exact_mean(shape, world):
 
 
 def reduced(options, ranks_per_node=None):
-    nodes = find_nodes("auto", ranks_per_node) if ranks_per_node else None
+    nodes = find_nodes("auto", hosts_of(ranks_per_node)) if ranks_per_node else None
     gradients = [gradient(shape, dist.get_rank()) for shape in SHAPES]
     ours = reducer(nodes, **options)([g.clone() for g in gradients], None, [str(shape) for shape in SHAPES])
     theirs = stock([g.clone() for g in gradients], None)
@@ -90,26 +91,33 @@ def test_two_levels_agree_with_the_exact_mean(ranks, option):
         assert (ours - exact).norm() / exact.norm() < 2 * TOLERANCE["e4m3"]
 
 
-def node_layout(hierarchy, ranks_per_node):
-    nodes = find_nodes(hierarchy, ranks_per_node)
+def hosts_of(ranks_per_host):
+    return Hosts(tuple(rank // ranks_per_host for rank in range(dist.get_world_size())))
+
+
+def node_layout(hierarchy, host_of_rank):
+    hosts = find_hosts() if host_of_rank is None else Hosts(host_of_rank)
+    nodes = find_nodes(hierarchy, hosts)
+    assert (nodes is None) == (why_flat(hierarchy, hosts) is not None)
     if nodes is None:
         return None
     return (nodes.count, nodes.ranks_per_node, dist.get_world_size(nodes.inside), dist.get_world_size(nodes.between))
 
 
 @pytest.mark.parametrize(
-    ("hierarchy", "ranks_per_node", "expected"),
+    ("hierarchy", "host_of_rank", "expected"),
     [
-        ("auto", 2, (2, 2, 2, 2)),
-        ("auto", 4, None),
-        ("auto", 3, None),
-        ("auto", 1, None),
-        ("flat", 2, None),
+        ("auto", (0, 0, 1, 1), (2, 2, 2, 2)),
+        ("auto", (0, 0, 0, 0), None),
+        ("auto", (0, 0, 0, 1), None),
+        ("auto", (0, 1, 0, 1), None),
+        ("auto", (0, 1, 2, 3), None),
+        ("flat", (0, 0, 1, 1), None),
         ("auto", None, None),
     ],
 )
-def test_nodes(ranks, hierarchy, ranks_per_node, expected):
-    assert ranks(4, node_layout, hierarchy, ranks_per_node) == [expected] * 4
+def test_nodes(ranks, hierarchy, host_of_rank, expected):
+    assert ranks(4, node_layout, hierarchy, host_of_rank) == [expected] * 4
 
 
 def one_bad_gradient(value, options):

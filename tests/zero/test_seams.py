@@ -97,13 +97,13 @@ def test_a_supported_version_is_let_through(version):
 def test_a_missing_name_is_named_with_the_version():
     script = (
         "import deepspeed, deepspeed.runtime.zero.stage3 as s\n"
-        "del s.DeepSpeedZeroOptimizer_Stage3.refresh_fp32_params\n"
+        "del s.DeepSpeedZeroOptimizer_Stage3._restore_from_bit16_weights\n"
         "import ds_fp8, ds_fp8.engine.compatibility as c\n"
         "c.check_deepspeed({}, ds_fp8.FP8Config(enabled=False))\n"
         "try:\n    c.check_deepspeed({}, ds_fp8.FP8Config())\n"
         "except ds_fp8.UserError as error:\n    print(error)\n"
     )
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert "DeepSpeedZeroOptimizer_Stage3.refresh_fp32_params" in printed
+    assert "DeepSpeedZeroOptimizer_Stage3._restore_from_bit16_weights" in printed
     assert deepspeed.__version__ in printed
     assert "0.19.8" in printed

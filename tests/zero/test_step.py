@@ -5,7 +5,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_local_grad
+from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
 
 import ds_fp8.engine.initialize
 from ds_fp8.config.errors import UserError
@@ -29,7 +29,7 @@ CASES = {
 }
 
 
-def engine_of(case, own=True, clip=0.0):
+def engine_of(case, own=True, clip=0.0, sizes=(131, 301)):
     """An engine with the own step, or with DeepSpeed's around the same optimizer."""
     options = CASES[case]
     config = models.config({**SECTION, **options.get("fp8", {})}, **options.get("zero", {}))
@@ -38,7 +38,7 @@ def engine_of(case, own=True, clip=0.0):
     if not own:
         ds_fp8.engine.initialize.why_not = lambda *_: "for comparison"
     try:
-        engine = models.build(config, prepare=options.get("prepare"))
+        engine = models.build(config, prepare=options.get("prepare"), sizes=sizes)
     finally:
         ds_fp8.engine.initialize.why_not = why_not
     assert (engine.fp8.step is not None) == own
@@ -192,6 +192,43 @@ def test_what_no_micro_batch_reaches_has_no_gradient(ranks, micro_batches):
         assert missing == 0
         assert first > 0
         assert again > 0
+
+
+def written_and_left_out(when):
+    """Of the second step of two, whose backward reaches all but a layer: norms, and the gradients of three weights.
+
+    The user halves the embeddings' gradient after the backward, or before its second micro-batch.
+    """
+    # DeepSpeed sets whole gradients only where they divide by the ranks.
+    engine = engine_of("plain", sizes=(132, 300))
+    engine.set_train_batch_size(2 * 2 * 2)
+    models.train(engine, 1)
+    left_out, written = engine.module.layers[1].up, engine.module.embedding.weight
+    left_out.forward = lambda x: x.new_ones(*x.shape[:-1], 300)
+    for micro in range(2):
+        backward(engine, 2 + micro)
+        if micro == ("between micro-batches", "before the step").index(when):
+            before = safe_get_full_grad(written)
+            safe_set_full_grad(written, before / 2)
+            halved = safe_get_full_grad(written)
+        if micro == 0:
+            engine.step()
+    after = safe_get_full_grad(written)
+    engine.step()
+    weights = left_out.weight, engine.module.layers[0].up.weight
+    others = [float(safe_get_full_grad(weight).norm()) for weight in weights]
+    return norm_of_gradients(engine), before, halved, after, safe_get_full_grad(written), others
+
+
+@pytest.mark.parametrize("when", ["between micro-batches", "before the step"])
+def test_a_gradient_that_the_user_writes_brings_back_no_others(ranks, when):
+    for (norm, expected), before, halved, after, seen, (missing, other) in ranks(2, written_and_left_out, when):
+        assert torch.equal(halved, before / 2)
+        assert torch.equal(seen, after)
+        assert torch.equal(seen, halved) == (when == "before the step")
+        assert missing == 0
+        assert other > 0
+        assert norm == pytest.approx(expected, rel=1e-9)
 
 
 def accumulator_of(section):

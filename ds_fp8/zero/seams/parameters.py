@@ -67,12 +67,28 @@ def master_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
 
     As safe_get_local_fp32_param gives it, which makes the host wait for the stream of the gradients at every call.
     """
-    optimizer = getattr(parameter, "_z3_optimizer", None)
-    position = optimizer and getattr(optimizer, "grad_position", {}).get(optimizer.get_param_id(parameter))
-    if position is None:  # frozen when the optimizer was made
+    position = _master_position(parameter)
+    if position is None:
         return bf16_shard(parameter)
     group, start, numel = position
-    return optimizer.fp32_partitioned_groups_flat[group].detach().narrow(0, start, numel)
+    return parameter._z3_optimizer.fp32_partitioned_groups_flat[group].detach().narrow(0, start, numel)
+
+
+def is_trained(parameter: torch.nn.Parameter) -> bool:
+    """Return whether the ZeRO-3 optimizer of the parameter's engine has masters of it, which its step updates.
+
+    `requires_grad` tells neither: an optimizer may be given some of a model's parameters only, and what is frozen after
+    the start keeps its masters.
+    """
+    return _master_position(parameter) is not None
+
+
+def _master_position(parameter: torch.nn.Parameter) -> list[int] | None:
+    """Return (sub-group, first element, elements) of this rank's masters of a parameter; None where there are none."""
+    optimizer = getattr(parameter, "_z3_optimizer", None)
+    if not hasattr(optimizer, "grad_position"):  # an engine without an optimizer
+        return None
+    return optimizer.grad_position.get(optimizer.get_param_id(parameter))
 
 
 def bf16_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -238,11 +254,11 @@ def flat_parameters(engine: deepspeed.DeepSpeedEngine) -> list[tuple[torch.Tenso
     if engine.zero_optimization_stage() == 3:
         spans: list[dict[int, Segment]] = [{} for _ in optimizer.fp32_partitioned_groups_flat]
         for parameter in engine.module.parameters():
-            if parameter.requires_grad:
-                group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                # Of tensors that have nothing here the place is another's.
-                if shard_of(parameter).valid:
-                    spans[group][start] = Segment(shard_of(parameter).valid, len(full_shape(parameter)) <= 1)
+            position = _master_position(parameter)
+            # Of tensors that have nothing here the place is another's.
+            if position is not None and shard_of(parameter).valid:
+                group, start, _ = position
+                spans[group][start] = Segment(shard_of(parameter).valid, len(full_shape(parameter)) <= 1)
         flat = optimizer.fp32_partitioned_groups_flat
     elif engine.zero_optimization_stage() in (1, 2):
         vectors = {name for name, parameter in engine.module.named_parameters() if parameter.dim() <= 1}

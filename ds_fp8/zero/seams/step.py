@@ -20,7 +20,7 @@ from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed_versions import AVERAGE_GRADIENTS, FLUSH_BUCKET, GRADIENT_PARTITIONS, GRADIENT_WRITES
 from ds_fp8.zero.seams.installation import replace
 from ds_fp8.zero.seams.parameters import shard_of
-from ds_fp8.zero.seams.updates import call_around, has_optimizer
+from ds_fp8.zero.seams.updates import has_optimizer
 
 Reduce = Callable[[list[torch.nn.Parameter], Callable[[list[torch.nn.Parameter]], list[torch.Tensor]], bool], None]
 """(parameters with full gradients, DeepSpeed's reduction of some of them to slices, whether to accumulate)."""
@@ -127,10 +127,18 @@ class ZeroStep:
 
         self._replace("independent_gradient_partition_epilogue", epilogue)
 
-    def on_gradient_write(self, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever the user overwrites a gradient (safe_set_full_grad and its kin)."""
+    def on_gradient_write(self, callback: Callable[[list[str]], None]) -> None:
+        """Call `callback` with the names of parameters whose gradients a user has overwritten (safe_set_full_grad)."""
+
+        def wrapped(method: Callable) -> Callable:
+            def write(value: object, written: torch.nn.Parameter | list[torch.nn.Parameter]) -> None:
+                method(value, written)
+                callback([self.name(p) for p in (written if isinstance(written, list) else [written])])
+
+            return write
+
         for name in GRADIENT_WRITES:
-            call_around(self._engine, name, after=callback)
+            self._replace(name, wrapped(getattr(self._zero, name)))
 
     # ---------------------------------------------------------------- the step
 

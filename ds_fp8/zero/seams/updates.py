@@ -55,16 +55,18 @@ def has_optimizer(engine: deepspeed.DeepSpeedEngine) -> bool:
 def around_master_update(
     engine: deepspeed.DeepSpeedEngine,
     before: Callable[[], None],
+    after_step: Callable[[], None],
     after: Callable[[], None],
     after_one: Callable[[torch.nn.Parameter], None],
 ) -> None:
-    """Call `before` and `after` around everything that may change the FP32 master shards of a ZeRO-3 engine.
+    """Call functions around everything that may change the FP32 master shards of a ZeRO-3 engine.
 
     Args:
         engine: ZeRO-3 engine; nothing is installed on one without an optimizer.
         before: Called before the masters may change.
-        after: Called afterwards, but not for a step that DeepSpeed left out because of an overflow, on all ranks alike.
-        after_one: Called in place of `after` with the parameter whose masters the user overwrote
+        after_step: Called after a step, but not after one that was left out because of an overflow, on all ranks alike.
+        after: Called after anything else that may change all of them.
+        after_one: Called with the parameter whose masters the user overwrote
             (safe_set_full_fp32_param and its kin).
     """
 
@@ -79,16 +81,16 @@ def around_master_update(
 
         return wrapped
 
-    def after_step() -> None:
+    def after_taken_step() -> None:
         if not engine.optimizer.overflow:
-            after()
+            after_step()
 
     if has_optimizer(engine):
         for name in deepspeed_versions.MASTER_UPDATES:
             if name in _MOMENT_WRITES:
                 replace(engine, engine.optimizer, name, one(getattr(engine.optimizer, name)))
             else:
-                _around_method(engine, name, before, after_step if name == "step" else after)
+                _around_method(engine, name, before, after_taken_step if name == "step" else after)
 
 
 def on_step(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:

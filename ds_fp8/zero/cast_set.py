@@ -1,0 +1,108 @@
+"""Weights whose FP8 shards are cast together: those that the optimizer trains, or those that it does not.
+
+    amax[b]  = max over all ranks of |master[i]|, i in block b     one all-reduce MAX, all weights of the set together
+    shard    = cast(master shard, scale(amax))                     local, one byte a parameter
+
+Weights with a static scale need no amax and no all-reduce. The result is bit-equal to casting the whole master tensor
+(Micikevicius et al. cast whole tensors; a block on the edge of two shards is why its amax must be agreed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+from ds_fp8.casts import scale_from_amax
+from ds_fp8.config.formats import fixed_scale
+from ds_fp8.zero.shard_cast import make_shard_cast
+from ds_fp8.zero.shards import ShardedWeight, Source, place_scales
+from ds_fp8.zero.wire import GATHER, WireMeter
+
+
+class CastSet:
+    """Weights with scales in one buffer, and whether what they are cast from has changed since they were."""
+
+    def __init__(self, stacks: Iterable[list[ShardedWeight]]):
+        """Order the weights and their scales.
+
+        Args:
+            stacks: Weights of one fused product each, in an order that all ranks agree on.
+        """
+        runs = in_runs(stacks, lambda stack: (id(stack[0].shard.group), str(stack[0].spec)))
+        ordered = [stack for run in runs for stack in run]
+        self.weights = [weight for stack in ordered for weight in stack]
+        self.num_scales = place_scales(ordered)
+        ends = [run[0][0].scale_start for run in runs[1:]] + [self.num_scales]
+        self._runs = [(run[0][0].shard.group, run[0][0].spec, end) for run, end in zip(runs, ends, strict=True)]
+        """Process group and cast of successive weights, and where their scales end."""
+        self.agrees = any(fixed_scale(spec.scale) is None for _, spec, _ in self._runs)
+        """Whether all ranks come together before the first shard is written."""
+        self.stale = True
+        self._pinned: torch.Tensor | None = None
+
+    def place(self, codes: torch.Tensor) -> None:
+        """Keep the shards in `codes`, the buffer that every weight's `data` is a view of."""
+        self._shard_casts = [
+            (make_shard_cast(same, codes, same[0].spec), same[0].spec)
+            for same in in_runs(self.weights, lambda weight: str(weight.spec))
+        ]
+        self._device = codes.device
+
+    def pin_scales(self) -> None:
+        """Keep the scales where they are from now on: later casts write them in place, for CUDA graphs read them."""
+        if self._pinned is None:
+            self._pinned = torch.zeros(self.num_scales, device=self._device)
+            for weight in self.weights:
+                weight.scale = weight.scales_in(self._pinned).copy_(weight.scale)
+
+    def cast(self, source: Source, wire: WireMeter) -> None:
+        """Cast all shards from their numbers, on the current stream. Collective; the host waits for nothing.
+
+        Args:
+            source: Returns the numbers of a weight; offloaded ones are copied here first, and for that the host waits.
+            wire: Counts the bytes of amax.
+        """
+        amax = torch.zeros(self.num_scales, device=self._device)
+        for shard_cast, spec in self._shard_casts:
+            if fixed_scale(spec.scale) is None:
+                shard_cast.write_amax(amax, source)
+        scales = self._agreed(amax, wire)
+        if self._pinned is not None:
+            scales = self._pinned.copy_(scales)
+        for shard_cast, _ in self._shard_casts:
+            shard_cast.cast(scales, source)
+        # Views of a new buffer, where they are not pinned: a product whose weight was gathered before this cast goes
+        # on reading the scales that it was gathered with.
+        for weight in self.weights:
+            weight.scale = weight.scales_in(scales)
+        self.stale = False
+
+    def _agreed(self, amax: torch.Tensor, wire: WireMeter) -> torch.Tensor:
+        """Return the scales that all ranks cast with."""
+        scales, start = torch.empty_like(amax), 0
+        for group, spec, end in self._runs:
+            fixed = fixed_scale(spec.scale)
+            if fixed is not None:
+                scales[start:end] = fixed
+            else:
+                dist.all_reduce(amax[start:end], op=dist.ReduceOp.MAX, group=group)
+                wire.count(GATHER, "all_reduce", amax[start:end].nbytes, group)
+                if spec.scale != "e4m3":
+                    scales[start:end] = scale_from_amax(amax[start:end], spec.format, spec.scale)
+            start = end
+        for weight in self.weights:
+            if weight.spec.scale == "e4m3":  # in units of one scale of the whole weight
+                own = scale_from_amax(weight.scales_in(amax), weight.spec.format, "e4m3")
+                weight.scales_in(scales).copy_(own)
+        return scales
+
+
+def in_runs(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+    """Return the items in lists of one key each, in the order they come."""
+    runs: dict[Any, list[Any]] = {}
+    for item in items:
+        runs.setdefault(key(item), []).append(item)
+    return list(runs.values())

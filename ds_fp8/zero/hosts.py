@@ -1,0 +1,65 @@
+"""The hosts of a job. Launchers tell which ranks share one each in its own way, or not at all: ranks ask each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed import comm as dist
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NETWORK = Path("/proc/self/ns/net")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a job, numbered in the order of their first ranks."""
+
+    of_rank: tuple[int, ...]
+    """Number of each rank's host."""
+
+    @property
+    def count(self) -> int:
+        """Return the number of hosts."""
+        return len(set(self.of_rank))
+
+    @property
+    def ranks_per_host(self) -> int | None:
+        """Return how many ranks every host has, numbered host by host; None where that is not so."""
+        ranks = len(self.of_rank) // self.count
+        return ranks if self.of_rank == tuple(rank // ranks for rank in range(self.count * ranks)) else None
+
+    def __str__(self) -> str:
+        sizes = sorted(Counter(self.of_rank).values())
+        return f"{self.count} x {sizes[0]}" if sizes[0] == sizes[-1] else f"{self.count} x {sizes[0]} to {sizes[-1]}"
+
+
+def identity() -> str:
+    """Return the name of this process's host: no process on another host has the same.
+
+    NCCL tells hosts apart alike: by hostname and the kernel's boot id, or by NCCL_HOSTID where that is set. Containers
+    of one machine with a network each are hosts of their own, under one hostname too.
+    """
+    given = os.environ.get("NCCL_HOSTID")
+    if given:
+        return given
+    try:
+        boot = BOOT_ID.read_text().strip()
+    except OSError:  # not Linux, or hidden in a container
+        boot = ""
+    try:
+        network = os.readlink(NETWORK)
+    except OSError:
+        network = ""
+    return f"{socket.gethostname()} {boot} {network}"
+
+
+def find_hosts() -> Hosts:
+    """Return the hosts of all ranks. Collective."""
+    names: list = [None] * dist.get_world_size()
+    dist.all_gather_object(names, identity())
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return Hosts(tuple(numbers[name] for name in names))

@@ -1,0 +1,149 @@
+"""Which backend is chosen on machines with GPUs of other generations and other versions of CUDA and torch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import CastSpec
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.gemm import deep_gemm, select_backend, transformer_engine, trial, unavailable
+from ds_fp8.layers.recipe import LinearRecipe
+
+NOT_HOPPER = "DeepSeek style (1x128, 128x128) scaling only supported in CUDA for SM90"
+OLD_CUBLAS = "DeepSeek style (1x128, 128x128) scaling requires cublasLt >= 12.9"
+BLOCKS = [(CastSpec(), CastSpec(granularity="128x128"))]
+ROWS = [(CastSpec(granularity="row"), CastSpec(granularity="row"))]
+
+
+class Machine:
+    """A GPU as torch shows it, whose products of block scales raise what torch raises there."""
+
+    def __init__(self, monkeypatch, capability, blocks_fail=None, has_scaled_mm=True):
+        self.products, self._blocks_fail = [], blocks_fail
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+        monkeypatch.setattr(trial, "_device", lambda: torch.device("cpu"))
+        if has_scaled_mm:
+            monkeypatch.setattr(F, "scaled_mm", self._scaled_mm, raising=False)
+        else:
+            monkeypatch.delattr(F, "scaled_mm", raising=False)
+
+    def _scaled_mm(self, a, b, a_scale, a_kind, b_scale, b_kind, output_dtype, use_fast_accum):
+        self.products.append((a_kind.name, b_kind.name))
+        if self._blocks_fail and "Block" in a_kind.name + b_kind.name:
+            raise NotImplementedError(f"{self._blocks_fail}\nException raised from somewhere")
+        return (a.float() @ b.float()).to(output_dtype)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    caches = [trial._why_not, deep_gemm.unavailable, transformer_engine.unavailable]
+    for cache in caches:
+        cache.cache_clear()
+    yield lambda *arguments, **options: Machine(monkeypatch, *arguments, **options)
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_hopper_with_a_new_cublas_multiplies_blocks(machine):
+    hopper = machine((9, 0))
+    assert select_backend("auto", BLOCKS) == "cublas"
+    assert hopper.products == [("BlockWise1x128", "BlockWise128x128")]
+
+
+def test_every_kind_of_product_is_tried_once(machine):
+    hopper = machine((9, 0))
+    for _ in range(3):
+        assert LinearRecipe.from_config(FP8Config()).backend == "cublas"
+    assert sorted(hopper.products) == [("BlockWise1x128", "BlockWise128x128"), ("BlockWise1x128", "BlockWise1x128")]
+
+
+@pytest.mark.parametrize(("capability", "error"), [((10, 0), NOT_HOPPER), ((12, 0), NOT_HOPPER), ((9, 0), OLD_CUBLAS)])
+def test_the_default_preset_is_refused_at_the_start_where_block_products_fail(machine, capability, error):
+    machine(capability, error)
+    with pytest.raises(UserError) as refusal:
+        LinearRecipe.from_config(FP8Config())
+    assert error in refusal.value.problem
+    assert "somewhere" not in refusal.value.problem
+    for backend in ("cublas", "deep_gemm", "transformer_engine"):
+        assert f"{backend}: " in refusal.value.problem
+    assert refusal.value.key == "fp8.linear.backend"
+    assert '"preset": "rowwise"' in refusal.value.remedy
+    assert '"backend": "reference"' in refusal.value.remedy
+
+
+@pytest.mark.parametrize("preset", ["rowwise", "tensorwise", "munit"])
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
+def test_scales_per_row_and_tensor_run_where_blocks_do_not(machine, capability, preset):
+    machine(capability, NOT_HOPPER)
+    assert LinearRecipe.from_config(FP8Config.from_preset(preset)).backend == "cublas"
+
+
+def test_emulation_is_there_for_who_asks_for_it(machine):
+    blackwell = machine((10, 0), NOT_HOPPER)
+    assert select_backend("reference", BLOCKS) == "reference"
+    assert not blackwell.products
+
+
+def test_emulated_formats_need_no_fp8_products(machine):
+    machine((10, 0), NOT_HOPPER)
+    assert LinearRecipe.from_config(FP8Config.from_preset("nvfp4")).backend == "reference"
+
+
+def test_torch_without_scaled_mm_is_refused_with_its_version(machine):
+    machine((9, 0), has_scaled_mm=False)
+    with pytest.raises(UserError) as refusal:
+        select_backend("auto", ROWS)
+    assert f"torch {torch.__version__} has no scaled_mm" in refusal.value.problem
+    assert "torch >= 2.10" in refusal.value.remedy
+
+
+def test_a_gpu_without_fp8_units_is_refused_with_its_name(machine):
+    ampere = machine((8, 0))
+    with pytest.raises(UserError, match="a GPU has no FP8 units"):
+        select_backend("auto", ROWS)
+    assert not ampere.products
+
+
+def test_a_backend_that_is_asked_for_is_refused_with_the_error_of_its_product(machine):
+    machine((9, 0), OLD_CUBLAS)
+    with pytest.raises(UserError) as refusal:
+        select_backend("cublas", BLOCKS)
+    assert OLD_CUBLAS in refusal.value.problem
+    assert '"preset": "rowwise"' in refusal.value.remedy
+    assert "auto" not in refusal.value.remedy
+
+
+def test_a_product_that_is_wrong_counts_as_a_failure(machine, monkeypatch):
+    machine((9, 0))
+    monkeypatch.setattr(F, "scaled_mm", lambda a, b, *_, output_dtype, **__: torch.zeros(128, 128, dtype=output_dtype))
+    assert "its result is wrong" in unavailable("cublas", ROWS)
+
+
+def test_an_error_without_words_is_named_by_its_type(machine):
+    machine((9, 0))
+
+    def fails(*_):
+        raise AssertionError
+
+    assert trial.why_not(fails, *ROWS[0]).endswith("fails: AssertionError")
+
+
+def test_without_a_gpu_products_are_emulated(machine, monkeypatch):
+    machine((9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert select_backend("auto", BLOCKS) == "reference"
+
+
+def test_the_trial_runs_on_the_gpu_that_deepspeed_will_make_current(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert trial._device() == torch.device("cuda", 3)
+    monkeypatch.setenv("LOCAL_RANK", "7")  # of a rank that sees one GPU only
+    assert trial._device() == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert trial._device() == torch.device("cuda", 2)

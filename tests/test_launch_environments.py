@@ -1,0 +1,190 @@
+"""Real ranks in the environments of launchers: hosts, transport, levels of the reduction, graphs."""
+
+import os
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch.multiprocessing as multiprocessing
+
+from tests.launchers import LAUNCHES, Launch, Rank, accelerate, deepspeed, torchrun, torchrun_virtual_local_rank
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "CUDA_VISIBLE", "NCCL_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC")
+TIMEOUT = 120
+
+
+def mpi(rank: Rank) -> ModuleType:
+    """Stand in for mpi4py: what MPI tells DeepSpeed of a job."""
+    hosts = [f"host{other // rank.per_host}" for other in range(rank.ranks)]
+    world = SimpleNamespace(
+        Get_rank=lambda: rank.rank,
+        Get_size=lambda: rank.ranks,
+        bcast=lambda value, root: "127.0.0.1",
+        allgather=lambda name: hosts,
+    )
+    module = ModuleType("mpi4py")
+    module.__spec__ = SimpleNamespace()
+    module.MPI = SimpleNamespace(COMM_WORLD=world, Get_processor_name=lambda: hosts[rank.rank])
+    return module
+
+
+def enter(launch: Launch, rank: Rank) -> None:
+    """Leave this process with the launcher's variables, and a host of its own by the name that NCCL would take."""
+    for name in [name for name in os.environ if name.startswith(OURS)]:
+        del os.environ[name]
+    os.environ.update(launch.variables(rank))
+    if rank.hosts > 1:
+        os.environ["NCCL_HOSTID"] = f"host{rank.host}"
+    if launch.asks_mpi:
+        sys.modules["mpi4py"] = mpi(rank)
+
+
+def job(launch: Launch, rank: Rank, connection: Connection) -> None:
+    enter(launch, rank)
+    import logging
+
+    import torch
+    from deepspeed import comm as dist
+
+    import ds_fp8
+    from ds_fp8.config.fp8 import parse_fp8
+    from ds_fp8.engine.graph_conditions import why_no_graphs
+    from ds_fp8.layers.loss import LossFusion
+    from ds_fp8.zero import peer_memory
+    from tests.zero.gpus import gpus
+    from tests.zero.models import Net, config
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    engine = ds_fp8.initialize(
+        model=Net(), config=config({"preset": "infir2", "linear": {"skip": []}}), distributed_port=rank.port
+    )[0]
+    report = engine.fp8.report
+
+    # This host's GPUs, which a rank sees as CUDA_VISIBLE_DEVICES says.
+    seen = [f"host{rank.host} GPU {n}" for n in os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")]
+    with gpus(seen, int(os.environ["LOCAL_RANK"])) as device:
+        shared = peer_memory.share(16, device, None)
+    on_gpu = SimpleNamespace(
+        module=torch.nn.Linear(2, 2),
+        device=device,
+        sequence_parallel_size=1,
+        wall_clock_breakdown=lambda: False,
+        flops_profiler_enabled=lambda: False,
+        zero_optimization_stage=lambda: 3,
+        zero_overlap_comm=lambda: True,
+    )
+    why_not = why_no_graphs(on_gpu, parse_fp8({"fp8": {}}), LossFusion(True, ""), None, engine.fp8.hosts.count)
+    x = torch.zeros(2, 8, dtype=torch.int64)
+    loss = engine(x).float().mean()
+    engine.backward(loss)
+    engine.step()
+    found = {
+        "ranks": report["ranks"],
+        "hosts": report["hosts"],
+        "hierarchy": report["grad_hierarchy"],
+        "transport": shared if isinstance(shared, str) else "copy engines",
+        "graphs": why_not,
+        "rank": dist.get_rank(),
+    }
+    connection.send(found)
+    dist.barrier()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run(launch: Launch) -> list[dict]:
+    """Start the ranks, and return what each found."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    port, per_host = free_port(), launch.ranks // launch.hosts
+    processes, connections = [], []
+    for number in range(launch.ranks):
+        rank = Rank(number, number % per_host, number // per_host, launch.ranks, launch.hosts, port)
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=job, args=(launch, rank, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        connections.append(ours)
+    try:
+        assert all(connection.poll(TIMEOUT) for connection in connections)
+        return [connection.recv() for connection in connections]
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_ranks_find_hosts_transport_and_levels(name):
+    launch = LAUNCHES[name]
+    for rank, found in enumerate(run(launch)):
+        assert found["rank"] == rank
+        assert (found["ranks"], found["hosts"]) == (launch.ranks, launch.hosts)
+        assert (found["transport"], found["hierarchy"]) == (launch.transport, launch.hierarchy)
+        if launch.graphs:
+            assert found["graphs"] is None
+        else:
+            assert "several hosts" in found["graphs"]
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_the_table_of_the_documents_has_it(name):
+    launch, table = LAUNCHES[name], (ROOT / "docs" / "many_hosts.md").read_text()
+    row = next(line for line in table.splitlines() if line.startswith(f"| {name} |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[2:] == [
+        f"{launch.hosts} x {launch.ranks // launch.hosts}",
+        "copy engines" if launch.transport == "copy engines" else "collectives",
+        "two levels" if "x" in launch.hierarchy else "flat",
+        "yes" if launch.graphs else '`"on"`',
+    ]
+
+
+COMMANDS = {
+    "deepspeed": (
+        deepspeed,
+        "-m deepspeed.launcher.runner --num_gpus 2 --master_port PORT --no_python --no_local_rank",
+    ),
+    "torchrun": (torchrun, "-m torch.distributed.run --nproc-per-node 2 --master-port PORT --no-python"),
+    "one GPU a rank": (
+        torchrun_virtual_local_rank,
+        "-m torch.distributed.run --nproc-per-node 2 --master-port PORT --virtual-local-rank --no-python",
+    ),
+    "accelerate": (
+        accelerate,
+        "-m accelerate.commands.launch --use_deepspeed --num_processes 2 --num_machines 1 --mixed_precision no "
+        "--dynamo_backend no --main_process_port PORT --no_python",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_launchers_set_these_variables(name, tmp_path):
+    """The launchers that are installed, asked: each rank writes its environment down."""
+    variables, command = COMMANDS[name]
+    port = free_port()
+    script = tmp_path / "rank"
+    script.write_text(f'#!/bin/sh\nenv > "{tmp_path}/$RANK.env"\n')
+    script.chmod(0o755)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
+    words = [sys.executable, *command.replace("PORT", str(port)).split(), str(script)]
+    done = subprocess.run(words, env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for number in range(2):
+        found = dict(
+            line.split("=", 1) for line in (tmp_path / f"{number}.env").read_text().splitlines() if "=" in line
+        )
+        expected = variables(Rank(number, number, 0, 2, 1, port))
+        # The GPUs that are visible, where a host has some, and the name that a launcher gives this host.
+        for key in expected.keys() - {"CUDA_VISIBLE_DEVICES", "MASTER_ADDR"}:
+            assert found.get(key) == expected[key], key

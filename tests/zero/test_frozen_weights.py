@@ -1,0 +1,182 @@
+"""Weights that nothing trains are cast once, and again when somebody has written to them; steps leave them alone."""
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_set_full_fp32_param
+from peft import LoraConfig, get_peft_model
+
+from ds_fp8.casts import quantize
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.weights import GATHERED
+from ds_fp8.zero.shard_cast import ReferenceShardCast
+from tests.layers.hugging_face import causal_lm
+from tests.zero import models
+
+SECTION = {"monitor": {"every": 0}}
+
+
+def freeze_two_layers(model):
+    for layer in model.layers[:2]:
+        for parameter in layer.parameters():
+            parameter.requires_grad_(False)
+
+
+class Casts:
+    """Counts the elements that are cast while it is entered."""
+
+    def __enter__(self):
+        self.elements, self._stock = 0, ReferenceShardCast.cast
+
+        def cast(shard_cast, *args):
+            self.elements += sum(weight.shard.valid for weight in shard_cast._weights)
+            return self._stock(shard_cast, *args)
+
+        ReferenceShardCast.cast = cast
+        return self
+
+    def __exit__(self, *_):
+        ReferenceShardCast.cast = self._stock
+
+
+def over_all_ranks(number):
+    total = torch.tensor(number)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def gathered(weight):
+    weight.all_gather_coalesced([weight]).wait()
+    numbers = getattr(weight, GATHERED).dequantize()
+    weight.partition()
+    return numbers
+
+
+def lora_step():
+    """Of the step of a LoRA run: bytes for parameters, those of adapters and vectors, elements cast, adapters."""
+    import ds_fp8
+
+    torch.manual_seed(dist.get_rank())
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(causal_lm("qwen2"), LoraConfig(r=4, target_modules=targets)).bfloat16()
+    # What is small stays whole: all adapters here, and vectors.
+    config = models.config(SECTION, stage3_param_persistence_threshold=2000)
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    for step in range(2):
+        tokens = models.batch(step, dist.get_rank())
+        engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        engine.fp8.wire.take()
+        with Casts() as casts:
+            engine.step()
+    whole = [p for p in engine.module.parameters() if p.ds_persist]
+    adapters = [p for name, p in engine.module.named_parameters() if "lora" in name]
+    assert {id(p) for p in adapters} <= {id(p) for p in whole}
+    sent = engine.fp8.wire.take()["all_gather_bytes"]
+    kept = sum(p.ds_tensor.nbytes for p in whole)
+    return sent, kept, kept / sum(p.ds_tensor.nbytes for p in adapters), over_all_ranks(casts.elements)
+
+
+def test_a_step_of_lora_sends_adapters_and_no_weights(ranks):
+    for sent, kept, share, cast in ranks(2, lora_step):
+        assert sent == kept
+        assert 1 < share < 1.1
+        assert cast == 0
+
+
+def casts_of_steps():
+    """Elements cast at the start, in a step, and how many there are by whether they learn; bytes of a step's amax."""
+    with Casts() as casts:
+        engine = models.build(models.config(SECTION, stage3_param_persistence_threshold=0), prepare=freeze_two_layers)
+    started, stepped = casts.elements, []
+    for step in range(2):
+        engine.backward(engine(models.batch(step, dist.get_rank())))
+        engine.fp8.wire.take()
+        with Casts() as casts:
+            engine.step()
+        stepped.append((over_all_ranks(casts.elements), engine.fp8.wire.take()["all_gather_bytes"]))
+    weights = [module.weight for module in engine.module.modules() if isinstance(module, FP8Linear)]
+    counts = [sum(w.ds_numel for w in weights if w.requires_grad is learns) for learns in (True, False)]
+    return over_all_ranks(started), stepped, counts
+
+
+def test_a_step_casts_what_it_has_changed(ranks):
+    for started, stepped, (learning, frozen) in ranks(2, casts_of_steps):
+        assert started in (0, learning + frozen)  # at the start, or with the first gather
+        assert frozen > learning > 0
+        scales = 2 * 3 * 4 + 2  # of up [301, 131] and down [131, 301], rows of scales padded to 4, and the stack's end
+        assert [elements for elements, _ in stepped] == [learning] * 2
+        assert all(0 < sent <= 4 * scales for _, sent in stepped)
+
+
+def writes(how, folder):
+    """A frozen and a trained weight, as gathered after a write, and what they should be then: the cast of BF16."""
+    engine = models.build(models.config(SECTION), prepare=freeze_two_layers, sizes=(132, 300))
+    frozen, trained = engine.module.layers[0].up.weight, engine.module.layers[2].up.weight
+    if how.startswith("load"):
+        engine.save_checkpoint(folder)
+    models.train(engine, 2)
+    before = gathered(frozen)
+    if how == "GatheredParameters":
+        with deepspeed.zero.GatheredParameters([frozen], modifier_rank=0):
+            if dist.get_rank() == 0:
+                frozen.data.mul_(3)
+    elif how.startswith("load"):
+        with deepspeed.zero.GatheredParameters([frozen], modifier_rank=0):
+            if dist.get_rank() == 0:
+                frozen.data.fill_(5)
+        assert (gathered(frozen) == 5).all()
+        engine.load_checkpoint(folder, load_module_only="only" in how)
+    elif how == "masters":
+        safe_set_full_fp32_param(trained, 3 * models.full_master(trained))
+    elif how == "unfrozen":
+        frozen.requires_grad_(True)
+        models.train(engine, 2, start=2)
+    result = []
+    for weight in (frozen, trained):
+        with deepspeed.zero.GatheredParameters([weight]):
+            bf16 = weight.detach().float().clone()
+        whole = models.full_master(weight) if weight is trained else bf16
+        result.append((gathered(weight), quantize(whole, "e4m3", "128x128").dequantize()))
+    return result, before
+
+
+@pytest.mark.parametrize("how", ["GatheredParameters", "load", "load module only", "masters", "unfrozen"])
+def test_what_somebody_writes_is_cast_again(ranks, tmp_path, how):
+    for pairs, before in ranks(2, writes, how, str(tmp_path)):
+        for ours, expected in pairs:
+            assert torch.equal(ours, expected)
+        times = 3 if how == "GatheredParameters" else 1
+        torch.testing.assert_close(pairs[0][0], times * before, rtol=0.1, atol=1e-3)
+
+
+def mixed():
+    """Losses of a run in which one weight of a fused product is frozen, and whether every weight is cast aright."""
+    engine = models.build(models.config(SECTION), layers=[branches], prepare=freeze_a_branch)
+    losses = models.train(engine, 3)
+    linears = [module.weight for module in engine.module.modules() if isinstance(module, FP8Linear)]
+    wholes = [models.full_master(weight) if weight.requires_grad else bf16(weight) for weight in linears]
+    return losses, [
+        torch.equal(gathered(weight), quantize(whole, "e4m3", "128x128").dequantize())
+        for weight, whole in zip(linears, wholes, strict=True)
+    ]
+
+
+def bf16(weight):
+    with deepspeed.zero.GatheredParameters([weight]):
+        return weight.detach().float().clone()
+
+
+def branches(hidden):
+    return models.Branches(hidden, (256, 128, 128))
+
+
+def freeze_a_branch(model):
+    model.layers[0].weights()[0].requires_grad_(False)
+
+
+def test_a_fused_product_may_be_frozen_in_part(ranks):
+    (losses, right), (expected, _) = ranks(2, mixed)[0], ranks(3, mixed)[0]
+    assert len(right) == 4
+    assert all(right)
+    assert len(losses) == len(expected) == 3

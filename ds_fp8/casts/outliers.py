@@ -24,16 +24,11 @@ from dataclasses import replace
 import torch
 
 from ds_fp8.casts.primitives import apply_factors, cast, decode, scale_from_amax
-from ds_fp8.casts.tensor import QuantizedTensor, block_scales
+from ds_fp8.casts.tensor import QuantizedTensor, block_scales, whole_blocks
 from ds_fp8.config.formats import BLOCK, FORMATS
 
 HALF = BLOCK // 2
 """Most channels of an outlier block."""
-
-
-def padded_to_blocks(columns: int) -> int:
-    """Return `columns` rounded up to whole blocks: where an outlier block begins."""
-    return -(-columns // BLOCK) * BLOCK
 
 
 def channel_energy(x: QuantizedTensor) -> torch.Tensor:
@@ -98,14 +93,14 @@ def extend_weight(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Te
     if w.data.device.type == "cuda":
         from ds_fp8.casts.outliers_triton import extend_weight_tiles
 
-        return extend_weight_tiles(w, residual, channels)
+        return extend_weight_tiles(w, residual, channels, residual_scale(w.scale))
     return extend_weight_reference(w, residual, channels)
 
 
 def extend_weight_reference(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Tensor) -> QuantizedTensor:
     """Do extend_weight in torch; the oracle of the kernel."""
     N, K = w.shape
-    at, start = channels.long(), padded_to_blocks(K)
+    at, start = channels.long(), whole_blocks(K)
     of_block = residual_scale(w.scale)
     of_row = of_block.repeat_interleave(BLOCK)[:N, None]
     columns = decode(w.data.view(torch.uint8)[:, at].view(w.data.dtype))
@@ -151,7 +146,7 @@ def extend_input(
 def extend_input_reference(x: QuantizedTensor, values: torch.Tensor, channels: torch.Tensor) -> QuantizedTensor:
     """Do extend_input in torch, with the numbers [T, C] of the channels before the cast; the oracle of the kernels."""
     T, K = x.shape
-    at, start = channels.long(), padded_to_blocks(K)
+    at, start = channels.long(), whole_blocks(K)
     codes = decode(x.data.view(torch.uint8)[:, at].view(x.data.dtype))
     values = values.detach().float()
     block = torch.zeros(T, BLOCK, device=x.data.device)

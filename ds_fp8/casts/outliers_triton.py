@@ -14,10 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_fp8.casts.outliers import padded_to_blocks, residual_scale
 from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, scale_of, to_fp8
 from ds_fp8.casts.store_triton import tiles
-from ds_fp8.casts.tensor import QuantizedTensor, block_scales
+from ds_fp8.casts.tensor import QuantizedTensor, block_scales, whole_blocks
 from ds_fp8.config.formats import BLOCK
 
 
@@ -109,7 +108,7 @@ def _extend_weight(
 
 def empty_wide_input(x: QuantizedTensor) -> QuantizedTensor:
     """Return an uninitialised operand for a row-wise cast x [T, K] and its outlier block: [T, P + 128]."""
-    width = padded_to_blocks(x.shape[1]) + BLOCK
+    width = whole_blocks(x.shape[1]) + BLOCK
     data = torch.empty(x.shape[0], width, dtype=x.data.dtype, device=x.data.device)
     scale = torch.empty(width // BLOCK, x.shape[0], device=x.data.device).t()
     return QuantizedTensor(data, scale, "1x128", x.scale_type)
@@ -136,14 +135,16 @@ def extend_input_tiles(
     return wide
 
 
-def extend_weight_tiles(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Tensor) -> QuantizedTensor:
-    """Do extend_weight of outliers.py in one launch."""
+def extend_weight_tiles(
+    w: QuantizedTensor, residual: torch.Tensor, channels: torch.Tensor, row_scale: torch.Tensor
+) -> QuantizedTensor:
+    """Do extend_weight of outliers.py in one launch; row_scale [N/128] of its block."""
     N, K = w.shape
-    width = padded_to_blocks(K) + BLOCK
+    width = whole_blocks(K) + BLOCK
     data = torch.empty(N, width, dtype=torch.uint8, device=w.data.device)
     scale = block_scales(tiles(N), width // BLOCK, w.data.device)
     _extend_weight[width // BLOCK, tiles(N)](
-        w.data.view(torch.uint8), w.scale, residual_scale(w.scale), residual.view(torch.uint8), channels,
+        w.data.view(torch.uint8), w.scale, row_scale, residual.view(torch.uint8), channels,
         data, scale, N, K, width, w.scale.stride(0), scale.stride(0), COUNT=len(channels),
         DTYPE=format_arguments(w.format, w.scale_type)["DTYPE"], num_warps=8,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ds_fp8.casts import primitives
-from ds_fp8.config.formats import FORMATS, SQUARE, CastSpec, format_of, scale_shape
+from ds_fp8.config.formats import BLOCK, FORMATS, SQUARE, CastSpec, format_of, scale_shape
 
 
 def block_scales(rows: int, columns: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -16,6 +16,11 @@ def block_scales(rows: int, columns: int, device: torch.device | str | None = No
     Rows lie a multiple of 4 floats apart; the view is what it seems, its storage a little larger.
     """
     return torch.empty(rows, -(-columns // 4) * 4, device=device)[:, :columns]
+
+
+def whole_blocks(columns: int) -> int:
+    """Return `columns` rounded up to whole blocks."""
+    return -(-columns // BLOCK) * BLOCK
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.layers.convert import layer_of, restore
 from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.outlier_channels import look_again, sites_of
 from ds_fp8.monitor.cast_monitor import CastMonitor, Measurement
 from ds_fp8.monitor.thresholds import Degradation, Thresholds
 from ds_fp8.zero import seams
@@ -48,12 +49,18 @@ class Health:
         self.on_move: Callable[[], None] = lambda: None
         """Called when a layer has moved to BF16."""
         self._model, self._monitor, self._config = engine.module, monitor, config
+        self._device = engine.device
         self._thresholds = Thresholds(config.monitor)
         linears = {name: module for name, module in engine.module.named_modules() if isinstance(module, FP8Linear)}
         self._site_of = {id(linear.weight): linear.recipe.site for linear in linears.values()}
         self._name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self._site_of_gradient = {self._name_of[id(linear.weight)]: linear.recipe.site for linear in linears.values()}
-        over_all_ranks = functools.partial(_over_all_ranks, seams.data_parallel_group(engine))
+        self._outliers = dict(sites_of(engine.module))
+        group = seams.data_parallel_group(engine)
+        self._add_over_ranks = functools.partial(_add_over_ranks, group)
+        for outliers in self._outliers.values():
+            outliers.add_over_ranks = self._add_over_ranks
+        over_all_ranks = functools.partial(_over_all_ranks, group)
         monitor.attach(engine.module, dict.fromkeys(self._site_of.values()), engine.device, over_all_ranks)
 
     def observe_gradient(self, gradient: torch.Tensor, name: str, scale: torch.Tensor | None) -> None:
@@ -76,6 +83,8 @@ class Health:
         measurement = self._monitor.end_step()
         if measurement is None:
             return
+        if look_again(self._outliers.values(), self._add_over_ranks):
+            self._write_residuals()
         degraded = self._thresholds.check(measurement)
         for degradation in degraded:
             self.say(f"warning: step {self._monitor.steps}: FP8 degrades in {degradation}")
@@ -90,6 +99,11 @@ class Health:
         """Return the layers moved to BF16 and the monitor's counters, in plain values; the same on all ranks."""
         return {
             "layers_in_bf16": list(self.layers_in_bf16),
+            "outlier_channels": {
+                name: outliers.channels.tolist()
+                for name, outliers in self._outliers.items()
+                if outliers.channels is not None
+            },
             "monitor": {**self._monitor.state_dict(), **self._thresholds.state_dict()},
         }
 
@@ -99,6 +113,10 @@ class Health:
         Layers that have moved to BF16 meanwhile stay there.
         """
         self.move_to_bf16(state.get("layers_in_bf16", ()))
+        for name, channels in state.get("outlier_channels", {}).items():
+            if name in self._outliers:
+                self._outliers[name].load(channels, self._device)
+        self._write_residuals()
         self._monitor.load_state_dict(state.get("monitor", {}))
         self._thresholds.load_state_dict(state.get("monitor", {}))
 
@@ -119,15 +137,24 @@ class Health:
             self.on_move()
             self.say(f"{name} goes on in BF16")
 
+    def _write_residuals(self) -> None:
+        if self.parameter_gather is not None:
+            self.parameter_gather.write_residuals()
+
     def _observe_weight(self, weight: nn.Parameter, rows: torch.Tensor, cast: QuantizedTensor, elements: int) -> None:
         self._monitor.observe("weight", rows, cast, self._site_of[id(weight)], elements)
 
 
-def _over_all_ranks(group: object, sums: torch.Tensor, peaks: torch.Tensor) -> None:
+def _add_over_ranks(group: object, sums: torch.Tensor) -> None:
+    """Add up over all ranks, in place."""
     dist.all_reduce(sums, group=group)
-    dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
     # What follows is decided by every rank for itself: not one bit may differ.
     dist.broadcast(sums, dist.get_global_rank(group, 0), group=group)
+
+
+def _over_all_ranks(group: object, sums: torch.Tensor, peaks: torch.Tensor) -> None:
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
+    _add_over_ranks(group, sums)
 
 
 def _print_on_first_rank(line: str) -> None:

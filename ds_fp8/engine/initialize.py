@@ -275,7 +275,7 @@ def _install(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
     if fp8.param_gather.format != "bf16":
         read = {id(weight) for weight in weights_read_in_leaf_modules(engine.module)}
         weights = [
-            (module.weight, module.recipe.weight)
+            (module.weight, module.recipe.weight, module.recipe.outliers)
             for module in engine.module.modules()
             if isinstance(module, FP8Linear)
             and module.recipe.weight.why_not_gathered is None

@@ -43,7 +43,7 @@ from ds_fp8.config.formats import ALONG_CONTRACTION, CastSpec, Recast, Rotation
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.linear import LinearCasts
 from ds_fp8.gemm import scaled_matmul, select_backend
-from ds_fp8.layers.outliers import OutlierChannels
+from ds_fp8.layers.outlier_channels import OutlierChannels
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.statistics import Rows
 

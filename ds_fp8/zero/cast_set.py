@@ -17,6 +17,8 @@ from deepspeed import comm as dist
 
 from ds_fp8.casts import scale_from_amax
 from ds_fp8.config.formats import fixed_scale
+from ds_fp8.layers.outlier_channels import OutlierChannels
+from ds_fp8.zero.outlier_residuals import OutlierResiduals
 from ds_fp8.zero.shard_cast import make_shard_cast
 from ds_fp8.zero.shards import ShardedWeight, Source, place_scales
 from ds_fp8.zero.wire import GATHER, WireMeter
@@ -50,6 +52,8 @@ class CastSet:
             for same in in_runs(self.weights, lambda weight: str(weight.spec))
         ]
         self._device = codes.device
+        with_outliers = [weight for weight in self.weights if weight.outliers is not None]
+        self._residuals = OutlierResiduals(with_outliers, codes.device) if with_outliers else None
 
     def pin_scales(self) -> None:
         """Keep the scales where they are from now on: later casts write them in place, for CUDA graphs read them."""
@@ -78,7 +82,23 @@ class CastSet:
         # on reading the scales that it was gathered with.
         for weight in self.weights:
             weight.scale = weight.scales_in(scales)
+        self._scales = scales
+        self.write_residuals(source, wire)
         self.stale = False
+
+    def write_residuals(self, source: Source, wire: WireMeter, only: OutlierChannels | None = None) -> None:
+        """Cast the residuals of outlier channels, of all products that know theirs or of one. Collective.
+
+        On the current stream, behind the cast of the shards.
+        """
+        if self._residuals is not None:
+            self._residuals.write(self._scales, source, wire, only)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of scales and residuals, which every rank has of whole weights."""
+        residuals = 0 if self._residuals is None else self._residuals.nbytes
+        return self.num_scales * torch.float32.itemsize + residuals
 
     def _agreed(self, amax: torch.Tensor, wire: WireMeter) -> torch.Tensor:
         """Return the scales that all ranks cast with."""

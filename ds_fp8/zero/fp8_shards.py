@@ -15,6 +15,7 @@ from torch import nn
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
+from ds_fp8.layers.outlier_channels import OutlierChannels
 from ds_fp8.zero import seams, streams
 from ds_fp8.zero.cast_set import CastSet, in_runs
 from ds_fp8.zero.peer_memory import PeerMemory, share
@@ -25,18 +26,23 @@ from ds_fp8.zero.wire import WireMeter
 class FP8Shards:
     """This rank's FP8 shards, in one buffer, and the scales of whole weights, the same on all ranks."""
 
-    def __init__(self, weights: Iterable[tuple[nn.Parameter, CastSpec]], wire: WireMeter, transport: str):
+    def __init__(
+        self,
+        weights: Iterable[tuple[nn.Parameter, CastSpec, OutlierChannels | None]],
+        wire: WireMeter,
+        transport: str,
+    ):
         """Allocate the shards.
 
         Args:
-            weights: each with its cast.
+            weights: each with its cast, and the outlier channels of its input where those are multiplied exactly.
             wire: counts the bytes of amax.
             transport: as of fp8.param_gather; UserError for "copy_engine" where that cannot be.
         """
         self._wire = wire
         # Sorted, so that all ranks agree on the order.
         ordered = sorted(weights, key=lambda weight: seams.order(weight[0]))
-        stacks = stacks_of(ShardedWeight(p, seams.shard_of(p), spec) for p, spec in ordered)
+        stacks = stacks_of(ShardedWeight(p, seams.shard_of(p), spec, outliers) for p, spec, outliers in ordered)
         trained = [stack for stack in stacks if any(seams.is_trained(weight.parameter) for weight in stack)]
         rest = [stack for stack in stacks if stack not in trained]
         self._sets = [CastSet(some) for some in (trained, rest) if some]
@@ -55,6 +61,9 @@ class FP8Shards:
             weight.data = data
         for some in self._sets:
             some.place(self.codes)
+        for weight in self.weights.values():
+            if weight.outliers is not None:
+                weight.outliers.on_found = self.write_residuals
         self._modified: set[int] = set()
         self._stream = streams.new_stream()
         self._gather_stream = self._changed = self._refreshed = None
@@ -62,8 +71,8 @@ class FP8Shards:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of this rank's FP8 shards and of the scales of all weights."""
-        return self.codes.nbytes + sum(some.num_scales for some in self._sets) * torch.float32.itemsize
+        """Return the bytes of this rank's FP8 shards, and of scales and outlier channels' residuals of all weights."""
+        return self.codes.nbytes + sum(some.nbytes for some in self._sets)
 
     def observe(self, show: Callable[[nn.Parameter, torch.Tensor, QuantizedTensor, int], None]) -> None:
         """Call `show(weight, rows, cast, elements)` for every weight that this rank has a part of. Between steps.
@@ -139,6 +148,14 @@ class FP8Shards:
             if self.peers:
                 self.peers.barrier()
             self._refreshed = streams.record_event()
+
+    @torch.no_grad()
+    def write_residuals(self, only: OutlierChannels | None = None) -> None:
+        """Cast residuals again after outlier channels have changed, of all products or of one. Collective."""
+        self.wait_for_refresh()
+        for some in self._sets:
+            if not some.stale:  # or else its next cast writes them
+                some.write_residuals(self._source, self._wire, only)
 
     def _source(self, weight: ShardedWeight) -> torch.Tensor:
         modified = id(weight.parameter) in self._modified

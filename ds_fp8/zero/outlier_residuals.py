@@ -17,7 +17,8 @@ from deepspeed import comm as dist
 
 from ds_fp8.casts.outliers import residual_codes, residual_scale
 from ds_fp8.config.formats import BLOCK, FORMATS
-from ds_fp8.layers.outliers import RESIDUAL, OutlierChannels
+from ds_fp8.layers.outlier_channels import OutlierChannels
+from ds_fp8.layers.outliers import RESIDUAL
 from ds_fp8.zero.shards import ShardedWeight, Source, on_device
 from ds_fp8.zero.wire import GATHER, WireMeter
 
@@ -26,7 +27,6 @@ class OutlierWeight(NamedTuple):
     """A sharded weight with outlier channels."""
 
     weight: ShardedWeight
-    outliers: OutlierChannels
     residual: torch.Tensor
     """Codes [N, C] of all rows, as bytes; a view of the buffer of all residuals."""
 
@@ -49,15 +49,13 @@ class ReferenceResidualCast:
 
     def write(self, weights: Sequence[OutlierWeight], scales: torch.Tensor, source: Source) -> None:
         """Write residuals of the shards' elements, as ResidualCast says."""
-        for weight, outliers, residual in weights:
-            write_residual(weight, outliers, residual, scales, source)
+        for weight, residual in weights:
+            write_residual(weight, residual, scales, source)
 
 
-def write_residual(
-    weight: ShardedWeight, outliers: OutlierChannels, residual: torch.Tensor, scales: torch.Tensor, source: Source
-) -> None:
+def write_residual(weight: ShardedWeight, residual: torch.Tensor, scales: torch.Tensor, source: Source) -> None:
     """Write the residuals of one weight's shard into `residual`, uint8 [N, C]."""
-    shard, at = weight.shard, outliers.channels.long()
+    shard, at = weight.shard, weight.outliers.channels.long()
     if not shard.valid:
         return
     columns = shard.shape[1]
@@ -77,22 +75,18 @@ def write_residual(
 class OutlierResiduals:
     """Keeps the residuals of all weights with outlier channels up to date."""
 
-    def __init__(
-        self, weights: Sequence[tuple[ShardedWeight, OutlierChannels]], device: torch.device, wire: WireMeter
-    ) -> None:
+    def __init__(self, weights: Sequence[ShardedWeight], device: torch.device) -> None:
         """Allocate the residuals.
 
         Args:
-            weights: In the order of the shards, in which those of one product are neighbours.
-            device: Where they lie.
-            wire: Counts the bytes.
+            weights: Those with outlier channels, in the order of the shards: those of one product are neighbours.
+            device: Where the residuals lie.
         """
-        shapes = [(w.shard.shape[0], min(o.count, w.shard.shape[1])) for w, o in weights]
+        shapes = [(w.shard.shape[0], min(w.outliers.count, w.shard.shape[1])) for w in weights]
         numels = [rows * columns for rows, columns in shapes]
         self._buffer = torch.zeros(sum(numels), dtype=torch.uint8, device=device)
         views = [flat.view(shape) for flat, shape in zip(self._buffer.split(numels), shapes, strict=True)]
-        self._weights = [OutlierWeight(*pair, view) for pair, view in zip(weights, views, strict=True)]
-        self._wire = wire
+        self._weights = [OutlierWeight(weight, view) for weight, view in zip(weights, views, strict=True)]
         if device.type == "cuda":
             from ds_fp8.zero.outlier_residuals_triton import TritonResidualCast
 
@@ -105,7 +99,7 @@ class OutlierResiduals:
         """Return the bytes of all residuals, which every rank keeps."""
         return self._buffer.nbytes
 
-    def write(self, scales: torch.Tensor, source: Source, only: OutlierChannels | None = None) -> None:
+    def write(self, scales: torch.Tensor, source: Source, wire: WireMeter, only: OutlierChannels | None = None) -> None:
         """Cast the residuals again, of all weights whose channels are known or those of one product. Collective.
 
         On the current stream, behind the cast of the shards.
@@ -113,9 +107,14 @@ class OutlierResiduals:
         Args:
             scales: Flat FP32 buffer of the scales of all weights.
             source: Numbers that the codes of a weight were cast from.
+            wire: Counts the bytes.
             only: The product whose weights to cast.
         """
-        known = [one for one in self._weights if one.outliers.channels is not None and only in (None, one.outliers)]
+        known = [
+            one
+            for one in self._weights
+            if one.weight.outliers.channels is not None and only in (None, one.weight.outliers)
+        ]
         if not known:
             return
         # One collective for all of them: what lies between belongs to products without channels, and is zero.
@@ -125,7 +124,7 @@ class OutlierResiduals:
         self._cast.write(known, scales, source)
         for group in {id(one.weight.shard.group): one.weight.shard.group for one in known}.values():
             dist.all_reduce(part, group=group)
-            self._wire.count(GATHER, "all_reduce", part.nbytes, group)
+            wire.count(GATHER, "all_reduce", part.nbytes, group)
         for one in known:
             dtype = FORMATS[one.weight.spec.format].dtype
             setattr(one.weight.parameter, RESIDUAL, one.residual.view(dtype))

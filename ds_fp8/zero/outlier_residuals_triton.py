@@ -17,7 +17,6 @@ import triton.language as tl
 
 from ds_fp8.casts.primitives_triton import TRITON_DTYPES, to_fp8
 from ds_fp8.config.formats import BLOCK
-from ds_fp8.layers.outliers import OutlierChannels
 from ds_fp8.zero.shards import ShardedWeight, Source, on_device
 
 FIELDS = (
@@ -65,13 +64,13 @@ class TritonResidualCast:
 
     def write(
         self,
-        weights: Sequence[tuple[ShardedWeight, OutlierChannels, torch.Tensor]],
+        weights: Sequence[tuple[ShardedWeight, torch.Tensor]],
         scales: torch.Tensor,
         source: Source,
     ) -> None:
         """Write residuals of the shards' elements, as ResidualCast says."""
         rows, programs, kept = [], 0, []
-        for weight, outliers, residual in weights:
+        for weight, residual in weights:
             shard = weight.shard
             if not shard.valid:
                 continue
@@ -81,10 +80,10 @@ class TritonResidualCast:
             kept.append(numbers)  # a copy must outlive the launch below
             columns = shard.shape[1]
             stop = shard.start + shard.valid
-            addresses = (t.data_ptr() for t in (weight.data, outliers.channels, residual))
+            addresses = (t.data_ptr() for t in (weight.data, weight.outliers.channels, residual))
             rows.append((
                 numbers.data_ptr(), int(numbers.dtype is torch.bfloat16), *addresses, shard.start, stop, columns,
-                len(outliers.channels), weight.scale_start, weight.scale_strides[0], programs,
+                len(weight.outliers.channels), weight.scale_start, weight.scale_strides[0], programs,
             ))  # fmt: skip
             programs += (stop - 1) // columns // BLOCK - shard.start // columns // BLOCK + 1
         if not rows:

@@ -17,6 +17,7 @@ from torch import nn
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import CastSpec
+from ds_fp8.layers.outlier_channels import OutlierChannels
 from ds_fp8.layers.weights import GATHERED
 from ds_fp8.zero import grouped, seams, streams
 from ds_fp8.zero.cast_set import in_runs
@@ -46,7 +47,7 @@ class ParameterGather:
     def __init__(
         self,
         engine: deepspeed.DeepSpeedEngine,
-        weights: Iterable[tuple[nn.Parameter, CastSpec]],
+        weights: Iterable[tuple[nn.Parameter, CastSpec, OutlierChannels | None]],
         wire: WireMeter,
         transport: str = "nccl",
     ):
@@ -54,7 +55,7 @@ class ParameterGather:
 
         Args:
             engine: of ZeRO stage 3.
-            weights: each with its cast, which is the one its products read.
+            weights: each with its cast, which is the one its products read, and the outlier channels of its input.
             wire: counts the bytes.
             transport: as of fp8.param_gather; UserError for "copy_engine" where that cannot be.
         """
@@ -101,6 +102,10 @@ class ParameterGather:
         """Let the current stream wait until all shards are cast from the present masters, if need be by a cast."""
         self._shards.refresh_if_stale()
         self._shards.wait_for_refresh()
+
+    def write_residuals(self) -> None:
+        """Cast residuals again after outlier channels have changed. Collective, between steps."""
+        self._shards.write_residuals()
 
     def pin_scales(self) -> None:
         """Keep the scales where they are, as FP8Shards.pin_scales does."""

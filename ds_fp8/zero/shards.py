@@ -16,6 +16,7 @@ from torch import nn
 from ds_fp8.casts import rotate
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import SQUARE, CastSpec, group_shape, scale_shape
+from ds_fp8.layers.outlier_channels import OutlierChannels
 from ds_fp8.layers.weights import group_of, placeholder
 from ds_fp8.zero import seams
 
@@ -31,6 +32,8 @@ class ShardedWeight:
     parameter: nn.Parameter
     shard: seams.Shard
     spec: CastSpec
+    outliers: OutlierChannels | None = None
+    """Outlier channels of the input that it is multiplied with."""
     data: torch.Tensor = field(init=False)
     """uint8 [shard.numel], the FP8 codes of the shard; a slice of the buffer of all shards."""
     scale: torch.Tensor = field(init=False)

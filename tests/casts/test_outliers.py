@@ -16,6 +16,7 @@ from ds_fp8.casts.outliers import (
     extend_weight,
     extend_weight_reference,
     largest_channels,
+    residual_scale,
     weight_residual,
 )
 from ds_fp8.casts.primitives import apply_factors
@@ -119,5 +120,8 @@ def test_kernel_of_weights_is_its_reference(rows, columns, count, scale):
     w = quantize(weight, granularity="128x128", scale=scale)
     channels = torch.randperm(columns)[:count].sort().values.int().to(DEVICE)
     residual = weight_residual(weight, w, channels)
-    expected, result = extend_weight_reference(w, residual, channels), extend_weight_tiles(w, residual, channels)
+    expected, result = (
+        extend_weight_reference(w, residual, channels),
+        extend_weight_tiles(w, residual, channels, residual_scale(w.scale)),
+    )
     assert_same(result, on_cpu(expected))

@@ -1,0 +1,99 @@
+"""Outlier channels of a layer's input: which they are.
+
+The channels of the largest energy are found on the first input that a layer sees, on all ranks together, and looked for
+again on the steps that are measured anyway. They hardly ever change: most stand out because of the weights before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.casts.outliers import channel_energy, largest_channels
+
+ENOUGH = 0.9
+"""Channels stay while they hold this share of the energy of those that hold the most."""
+
+
+class OutlierChannels:
+    """Outlier channels of the input of one product."""
+
+    def __init__(self, count: int):
+        self.count = count
+        """Number of channels, of all products alike; narrower inputs have fewer."""
+        self.channels: torch.Tensor | None = None
+        """int32 [C], ascending; None before the first input. Changed in place: CUDA graphs read it."""
+        self.energy: torch.Tensor | None = None
+        """FP32 [K], of the inputs of the step that is being measured on this rank; None outside measured steps."""
+        self.add_over_ranks: Callable[[torch.Tensor], None] = _alone
+        """Adds a tensor up over all ranks, in place, with the same bits on each."""
+        self.on_found: Callable[[OutlierChannels], None] = _alone
+        """Called when channels were found for the first time, on all ranks."""
+
+    def __getstate__(self) -> dict:
+        # A copy of a model under training belongs to no engine.
+        return {**vars(OutlierChannels(self.count)), "channels": self.channels}
+
+    def observe(self, cast: QuantizedTensor, measured: bool) -> torch.Tensor:
+        """Return the channels for an input [T, K], found now if there were none. Collective the first time.
+
+        Args:
+            cast: The input, cast.
+            measured: Whether this step is one to look for other channels.
+        """
+        if self.channels is None:
+            energy = channel_energy(cast)
+            self.add_over_ranks(energy)
+            self.channels = largest_channels(energy, self.count)
+            self.on_found(self)
+        elif measured:
+            energy = channel_energy(cast)
+            self.energy = energy if self.energy is None else self.energy.add_(energy)
+        return self.channels
+
+    def load(self, channels: Sequence[int], device: torch.device) -> None:
+        """Take channels of a checkpoint."""
+        loaded = torch.tensor(channels, dtype=torch.int32, device=device)
+        if self.channels is None:
+            self.channels = loaded
+        else:
+            self.channels.copy_(loaded)
+
+
+def look_again(sites: Iterable[OutlierChannels], add_over_ranks: Callable[[torch.Tensor], None]) -> bool:
+    """Change the channels of which others now hold much more energy; return whether any were looked at. Collective.
+
+    The host waits for nothing, and all ranks decide alike.
+
+    Args:
+        sites: Outlier channels of all products, in the same order on all ranks.
+        add_over_ranks: Adds a tensor up over all ranks, in place, with the same bits on each.
+    """
+    measured = [site for site in sites if site.energy is not None]
+    if not measured:
+        return False
+    energies = torch.cat([site.energy for site in measured])
+    add_over_ranks(energies)
+    for site, energy in zip(measured, energies.split([len(site.energy) for site in measured]), strict=True):
+        best = largest_channels(energy, site.count)
+        held = energy[site.channels.long()].sum() >= ENOUGH * energy[best.long()].sum()
+        site.channels.copy_(torch.where(held, site.channels, best))
+        site.energy = None
+    return True
+
+
+def sites_of(model: nn.Module) -> Iterator[tuple[str, OutlierChannels]]:
+    """Yield (name, outlier channels) of every product of a converted model that has some, once each."""
+    seen = set()
+    for module in model.modules():
+        outliers = getattr(getattr(module, "recipe", None), "outliers", None)
+        if outliers is not None and id(outliers) not in seen:
+            seen.add(id(outliers))
+            yield module.recipe.site, outliers
+
+
+def _alone(_: object) -> None:
+    """Do nothing: there are no other ranks, and no shards."""

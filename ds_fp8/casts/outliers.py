@@ -1,17 +1,18 @@
-"""Outlier blocks: one more block of 128 along the contraction that multiplies a few channels with the errors of casts.
+"""Outlier blocks: more of the contraction, which multiplies a few channels with what their casts have lost.
 
 A few channels O of a layer's input hold most of its energy, and the errors of their casts, of the input and of the
 weight's columns that meet them, most of the error of the product. With residuals r(x) = x - cast(x) and r(w) alike,
 
     x wᵀ = cast(x) cast(w)ᵀ + x r(w)ᵀ + r(x) cast(w)ᵀ
 
-and the last two terms, kept for the channels of O alone, are 128 more elements along the contraction:
+and the last two terms, kept for the channels of O alone, are more elements along the contraction, a block of 128 for
+every 64 channels:
 
-    input   [cast(x) | cast([x_O | r(x_O)])]         [T, P + 128]     P is K in whole blocks, zeros fill the last
-    weight  [cast(w) | cast([r(w_O) | cast(w_O)])]   [N, P + 128]
+    input   [cast(x) | cast([x_O | r(x_O)])]         [T, P + 128 B]    P is K in whole blocks, zeros fill the last
+    weight  [cast(w) | cast([r(w_O) | cast(w_O)])]   [N, P + 128 B]
 
 What is cast again loses its own 3%, of an error of 3%. One product of the same kernel computes all of it. The halves of
-the block share the scale of a group (a token's) or of a block (of 128 rows): residuals are up to 2^-4 of the numbers
+a block share the scale of a group (a token's) or of a block (of 128 rows): residuals are up to 2^-4 of the numbers
 beside them, well within a format of 17 binades.
 
 Weights that ZeRO-3 shards have their residuals cast where their masters are (zero/outlier_residuals.py).
@@ -23,12 +24,12 @@ from dataclasses import replace
 
 import torch
 
-from ds_fp8.casts.primitives import apply_factors, cast, decode, scale_from_amax
-from ds_fp8.casts.tensor import QuantizedTensor, block_scales, whole_blocks
+from ds_fp8.casts.primitives import apply_factors, cast, decode, group_amax, scale_from_amax
+from ds_fp8.casts.tensor import QuantizedTensor, block_scales, whole_blocks, width_with_outliers
 from ds_fp8.config.formats import BLOCK, FORMATS
 
 HALF = BLOCK // 2
-"""Most channels of an outlier block."""
+"""Channels of an outlier block."""
 
 
 def channel_energy(x: QuantizedTensor) -> torch.Tensor:
@@ -85,10 +86,10 @@ def extend_weight(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Te
     Args:
         w: [N, K] in 128x128 blocks.
         residual: Codes [N, C] of its columns' residuals, in units of `residual_scale`.
-        channels: int32 [C], at most HALF, ascending.
+        channels: int32 [C], ascending.
 
     Returns:
-        [N, P + 128], [cast(w) | residual, cast(w_O)].
+        [N, P + 128 B], [cast(w) | residual, cast(w_O)].
     """
     if w.data.device.type == "cuda":
         from ds_fp8.casts.outliers_triton import extend_weight_tiles
@@ -100,18 +101,18 @@ def extend_weight(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Te
 def extend_weight_reference(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Tensor) -> QuantizedTensor:
     """Do extend_weight in torch; the oracle of the kernel."""
     N, K = w.shape
-    at, start = channels.long(), whole_blocks(K)
+    start, width = whole_blocks(K), width_with_outliers(K, len(channels))
+    at = channels.long()
     of_block = residual_scale(w.scale)
     of_row = of_block.repeat_interleave(BLOCK)[:N, None]
     columns = decode(w.data.view(torch.uint8)[:, at].view(w.data.dtype))
     columns = columns * w.scale[:, at // BLOCK].repeat_interleave(BLOCK, 0)[:N]
-    data = torch.zeros(N, start + BLOCK, dtype=torch.uint8, device=w.data.device)
-    data[:, :K] = w.data.view(torch.uint8)
-    data[:, start : start + len(at)] = residual.view(torch.uint8)
     again = _cast_units(columns / of_row, w.format)
-    data[:, start + HALF : start + HALF + len(at)] = again.view(torch.uint8)
-    scale = block_scales(len(of_block), start // BLOCK + 1, w.data.device)
-    scale[:, :-1], scale[:, -1] = w.scale, of_block
+    data = torch.zeros(N, width, dtype=torch.uint8, device=w.data.device)
+    data[:, :K] = w.data.view(torch.uint8)
+    data[:, start:] = _halves(residual.view(torch.uint8), again.view(torch.uint8))
+    scale = block_scales(len(of_block), width // BLOCK, w.data.device)
+    scale[:, : start // BLOCK], scale[:, start // BLOCK :] = w.scale, of_block[:, None]
     return QuantizedTensor(data.view(w.data.dtype), scale, w.granularity, w.scale_type)
 
 
@@ -127,12 +128,12 @@ def extend_input(
     Args:
         x: [T, K] in 1x128 groups, the cast of `source` times its factors.
         source: [T, K] in high precision.
-        channels: int32 [C], at most HALF, ascending.
+        channels: int32 [C], ascending.
         row_factor: [T] that rows were multiplied by before the cast, or None.
         column_factor: [K] that columns were multiplied by then, or None.
 
     Returns:
-        [T, P + 128], [cast(x) | cast([x_O | r(x_O)])].
+        [T, P + 128 B], [cast(x) | cast([x_O | r(x_O)])].
     """
     if x.data.device.type == "cuda":
         from ds_fp8.casts.outliers_triton import extend_input_tiles
@@ -146,19 +147,28 @@ def extend_input(
 def extend_input_reference(x: QuantizedTensor, values: torch.Tensor, channels: torch.Tensor) -> QuantizedTensor:
     """Do extend_input in torch, with the numbers [T, C] of the channels before the cast; the oracle of the kernels."""
     T, K = x.shape
-    at, start = channels.long(), whole_blocks(K)
+    start, width = whole_blocks(K), width_with_outliers(K, len(channels))
+    at = channels.long()
     codes = decode(x.data.view(torch.uint8)[:, at].view(x.data.dtype))
     values = values.detach().float()
-    block = torch.zeros(T, BLOCK, device=x.data.device)
-    block[:, : len(at)] = values
-    block[:, HALF : HALF + len(at)] = values - codes * x.scale[:, at // BLOCK]
-    own = scale_from_amax(values.abs().amax(1).nan_to_num(nan=torch.inf, posinf=torch.inf), x.format, x.scale_type)
-    data = torch.zeros(T, start + BLOCK, dtype=torch.uint8, device=x.data.device)
+    blocks = _halves(values, values - codes * x.scale[:, at // BLOCK])
+    own = scale_from_amax(group_amax(_halves(values, values), "1x128"), x.format, x.scale_type)
+    data = torch.zeros(T, width, dtype=torch.uint8, device=x.data.device)
     data[:, :K] = x.data.view(torch.uint8)
-    data[:, start:] = cast(block, own[:, None], x.format, "row").view(torch.uint8)
-    scale = torch.empty(start // BLOCK + 1, T, device=x.data.device).t()
-    scale[:, :-1], scale[:, -1] = x.scale, own
+    data[:, start:] = cast(blocks, own, x.format, "1x128").view(torch.uint8)
+    scale = torch.empty(width // BLOCK, T, device=x.data.device).t()
+    scale[:, : start // BLOCK], scale[:, start // BLOCK :] = x.scale, own
     return QuantizedTensor(data.view(FORMATS[x.format].dtype), scale, "1x128", x.scale_type)
+
+
+def _halves(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return [rows, 128 B] with HALF columns of the one and of the other by turns, zeros where they end."""
+    rows, columns = first.shape
+    result = first.new_zeros(rows, -(-columns // HALF), 2, HALF)
+    for half, numbers in enumerate((first, second)):
+        padded = torch.nn.functional.pad(numbers, (0, -columns % HALF))
+        result[:, :, half] = padded.view(rows, -1, HALF)
+    return result.flatten(1)
 
 
 def _cast_units(x: torch.Tensor, format: str) -> torch.Tensor:

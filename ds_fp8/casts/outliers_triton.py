@@ -1,9 +1,9 @@
 """Outlier blocks in Triton; outliers.py has the maths and the references.
 
-A program copies a tile of 128 x 128 codes to its place in the wider operand; the last in each row of programs writes
-the outlier block of 128 rows instead:
+A program copies a tile of 128 x 128 codes to its place in the wider operand; those beyond the last tile write an
+outlier block of 128 rows each:
 
-    v      = source[m, channels[c]] (times its factors)         c = 0 .. 63, and again for the other half
+    v      = source[m, channels[c]] (times its factors)         64 channels c, and again for the other half
     block  = [v | v - code * scale]                             codes and scales of the same channels, already cast
     scale  = f(max over the block),  data = cast(block / scale)
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, scale_of, to_fp8
 from ds_fp8.casts.store_triton import tiles
-from ds_fp8.casts.tensor import QuantizedTensor, block_scales, whole_blocks
+from ds_fp8.casts.tensor import QuantizedTensor, block_scales, width_with_outliers
 from ds_fp8.config.formats import BLOCK
 
 
@@ -38,8 +38,14 @@ def gather_codes(data, scale, m, channel, inside, K, scale_m, scale_k, DTYPE: tl
 
 
 @triton.jit
+def place_of(block):
+    """Return which channels the columns of an outlier block are of: 64 of them, twice."""
+    return block * 64 + tl.arange(0, 128) % 64
+
+
+@triton.jit
 def store_outlier_block(
-    value, rounded, m, M, wide, wide_scale, width,
+    value, rounded, m, M, wide, wide_scale, tile, width,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
     """Cast and store [value | value - rounded], of which `value` has both halves: FP32 [rows, 128]."""
@@ -47,9 +53,8 @@ def store_outlier_block(
     block = tl.where((column < 64)[None, :], value, value - rounded)
     scale, divisor = scale_of(amax_bits(value, 1), LARGEST, SMALLEST, POW2)
     codes = to_fp8(block, divisor[:, None], DTYPE, POW2).to(tl.uint8, bitcast=True)
-    start = width - 128
-    tl.store(wide + m[:, None].to(tl.int64) * width + (start + column)[None, :], codes, mask=(m < M)[:, None])
-    tl.store(wide_scale + start // 128 * M + m, scale, mask=m < M)
+    tl.store(wide + m[:, None].to(tl.int64) * width + (tile * 128 + column)[None, :], codes, mask=(m < M)[:, None])
+    tl.store(wide_scale + tile * M + m, scale, mask=m < M)
 
 
 @triton.jit
@@ -60,12 +65,12 @@ def _extend_input(
 ):
     tile = tl.program_id(0)
     m = tl.program_id(1) * 128 + tl.arange(0, 128)
-    if tile < tl.num_programs(0) - 1:
+    if tile * 128 < K:
         copy_tile(data, wide, m, tile, M, K, width)
         factor = tl.load(scale + m * scale_m + tile * scale_k, mask=m < M)
         tl.store(wide_scale + tile * M + m, factor, mask=m < M)
     else:
-        place = tl.arange(0, 128) % 64
+        place = place_of(tile - (K + 127) // 128)
         channel = tl.load(channels + place, mask=place < COUNT, other=0)
         inside = (m < M)[:, None] & (place < COUNT)[None, :]
         value = tl.load(source + m[:, None].to(tl.int64) * stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -74,7 +79,7 @@ def _extend_input(
         if FACTORS & 2:
             value *= tl.load(column_factor + channel).to(tl.float32)[None, :]
         rounded = gather_codes(data, scale, m, channel, inside, K, scale_m, scale_k, DTYPE)
-        store_outlier_block(value, rounded, m, M, wide, wide_scale, width, DTYPE, LARGEST, SMALLEST, POW2)
+        store_outlier_block(value, rounded, m, M, wide, wide_scale, tile, width, DTYPE, LARGEST, SMALLEST, POW2)
 
 
 @triton.jit
@@ -85,12 +90,12 @@ def _extend_weight(
     """Write the outlier block as [residual | cast(w_O / row_scale)]; row_scale and the scales are of 128 rows each."""
     tile, rows = tl.program_id(0), tl.program_id(1)
     n = rows * 128 + tl.arange(0, 128)
-    if tile < tl.num_programs(0) - 1:
+    if tile * 128 < K:
         copy_tile(data, wide, n, tile, N, K, width)
         tl.store(wide_scale + rows * wide_scale_n + tile, tl.load(scale + rows * scale_n + tile))
     else:
         column = tl.arange(0, 128)
-        place = column % 64
+        place = place_of(tile - (K + 127) // 128)
         channel = tl.load(channels + place, mask=place < COUNT, other=0)
         inside = (n < N)[:, None] & (place < COUNT)[None, :]
         of_row = tl.load(row_scale + rows)
@@ -101,14 +106,13 @@ def _extend_weight(
         first = tl.load(residual + n[:, None].to(tl.int64) * COUNT + place[None, :], mask=inside, other=0)
         block = tl.where((column < 64)[None, :], first, again)
         block = tl.where(inside, block, 0)
-        start = width - 128
-        tl.store(wide + n[:, None].to(tl.int64) * width + (start + column)[None, :], block, mask=(n < N)[:, None])
-        tl.store(wide_scale + rows * wide_scale_n + start // 128, of_row)
+        tl.store(wide + n[:, None].to(tl.int64) * width + (tile * 128 + column)[None, :], block, mask=(n < N)[:, None])
+        tl.store(wide_scale + rows * wide_scale_n + tile, of_row)
 
 
-def empty_wide_input(x: QuantizedTensor) -> QuantizedTensor:
-    """Return an uninitialised operand for a row-wise cast x [T, K] and its outlier block: [T, P + 128]."""
-    width = whole_blocks(x.shape[1]) + BLOCK
+def empty_wide_input(x: QuantizedTensor, channels: int) -> QuantizedTensor:
+    """Return an uninitialised operand for a row-wise cast x [T, K] and its outlier blocks."""
+    width = width_with_outliers(x.shape[1], channels)
     data = torch.empty(x.shape[0], width, dtype=x.data.dtype, device=x.data.device)
     scale = torch.empty(width // BLOCK, x.shape[0], device=x.data.device).t()
     return QuantizedTensor(data, scale, "1x128", x.scale_type)
@@ -122,7 +126,7 @@ def extend_input_tiles(
     column_factor: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """Do extend_input of outliers.py in one launch."""
-    wide = empty_wide_input(x)
+    wide = empty_wide_input(x, len(channels))
     M, K = x.shape
     source = source if source.stride(-1) == 1 else source.contiguous()
     if M:
@@ -140,7 +144,7 @@ def extend_weight_tiles(
 ) -> QuantizedTensor:
     """Do extend_weight of outliers.py in one launch; row_scale [N/128] of its block."""
     N, K = w.shape
-    width = whole_blocks(K) + BLOCK
+    width = width_with_outliers(K, len(channels))
     data = torch.empty(N, width, dtype=torch.uint8, device=w.data.device)
     scale = block_scales(tiles(N), width // BLOCK, w.data.device)
     _extend_weight[width // BLOCK, tiles(N)](

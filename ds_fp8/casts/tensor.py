@@ -23,6 +23,11 @@ def whole_blocks(columns: int) -> int:
     return -(-columns // BLOCK) * BLOCK
 
 
+def width_with_outliers(columns: int, channels: int) -> int:
+    """Return the length of the contraction with its outlier blocks."""
+    return whole_blocks(columns) + whole_blocks(2 * channels)
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """A tensor x stored as x ≈ data * scale.

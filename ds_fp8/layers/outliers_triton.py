@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.casts.outliers_triton import copy_tile, empty_wide_input, gather_codes, store_outlier_block
+from ds_fp8.casts.outliers_triton import copy_tile, empty_wide_input, gather_codes, place_of, store_outlier_block
 from ds_fp8.casts.primitives_triton import format_arguments
 from ds_fp8.casts.store_triton import tiles
 from ds_fp8.config.formats import BLOCK
@@ -23,11 +23,11 @@ def _extend_product(
     """Do _extend_input of casts/outliers_triton.py for v = act(gate) · up, computed again from [M, 2F]."""
     tile = tl.program_id(0)
     m = tl.program_id(1) * 128 + tl.arange(0, 128)
-    if tile < tl.num_programs(0) - 1:
+    if tile * 128 < F:
         copy_tile(data, wide, m, tile, M, F, width)
         tl.store(wide_scale + tile * M + m, tl.load(scale + m * scale_m + tile * scale_k, mask=m < M), mask=m < M)
     else:
-        place = tl.arange(0, 128) % 64
+        place = place_of(tile - (F + 127) // 128)
         channel = tl.load(channels + place, mask=place < COUNT, other=0)
         inside = (m < M)[:, None] & (place < COUNT)[None, :]
         address = gate_up + m[:, None].to(tl.int64) * stride + channel[None, :]
@@ -35,14 +35,14 @@ def _extend_product(
         up = tl.load(address + F, mask=inside, other=0.0).to(tl.float32)
         activated, _ = activate(gate, ACTIVATION)
         rounded = gather_codes(data, scale, m, channel, inside, F, scale_m, scale_k, DTYPE)
-        store_outlier_block(activated * up, rounded, m, M, wide, wide_scale, width, DTYPE, LARGEST, SMALLEST, POW2)
+        store_outlier_block(activated * up, rounded, m, M, wide, wide_scale, tile, width, DTYPE, LARGEST, SMALLEST, POW2)
 
 
 def extend_product_tiles(
     cast: QuantizedTensor, gate_up: torch.Tensor, activation: str, channels: torch.Tensor
 ) -> QuantizedTensor:
     """Return the cast [T, F] of act(gate) · up, gate_up [T, 2F], with the outlier block of `channels`."""
-    wide = empty_wide_input(cast)
+    wide = empty_wide_input(cast, len(channels))
     M, F = cast.shape
     gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
     if M:

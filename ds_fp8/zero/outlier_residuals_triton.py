@@ -1,6 +1,6 @@
 """Residuals of all weights in one launch; outlier_residuals.py has the maths and the reference.
 
-A program takes 128 rows of a weight that this rank has a part of. It finds its weight through `owner`, and what it
+A program takes 128 rows, and 64 outlier channels, of a weight that this rank has a part of. It finds its weight through `owner`, and what it
 needs of it in a row of `table`:
 
     owner    int32 [programs]       the weight a program works for
@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ds_fp8.casts.outliers import HALF
 from ds_fp8.casts.primitives_triton import TRITON_DTYPES, to_fp8
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.zero.shards import ShardedWeight, Source, on_device
@@ -38,7 +39,7 @@ def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.const
     scale = scales + tl.load(fields + 9) + block * tl.load(fields + 10)
 
     n = block * 128 + tl.arange(0, 128)
-    place = tl.arange(0, 64)
+    place = tl.program_id(1) * 64 + tl.arange(0, 64)
     channel = tl.load(channels + place, mask=place < count, other=0).to(tl.int64)
     index = n[:, None] * columns + channel[None, :]
     inside = (index >= start) & (index < stop) & (place < count)[None, :]
@@ -92,7 +93,8 @@ class TritonResidualCast:
             self._send(rows, programs, scales.device)
         groups = triton.next_power_of_2(max(-(-row[7] // BLOCK) for row in rows))
         format = weights[0][0].spec.format
-        _write_residuals[(programs,)](
+        blocks = max(-(-row[8] // HALF) for row in rows)
+        _write_residuals[programs, blocks](
             self._owner, self._table, scales, GROUPS=groups, DTYPE=TRITON_DTYPES[format], num_warps=8
         )
 

@@ -111,6 +111,8 @@ def initialize(
             # Before the model is converted: an optimizer that is refused leaves the model as it was.
             optimizer = choose_optimizer(raw, fp8, file, optimizer, model_parameters, _rank)
         conversion = _located(file, convert, model, fp8, monitor)
+        if not conversion.converted:
+            monitor.every = 0  # a measured step runs outside graphs, and there is no cast to measure
         rope_notes = restore_inverse_frequencies(model)
         # DeepSpeed would drain the device twice a step to print its throughput to the millisecond.
         raw.setdefault("timers", {}).setdefault("throughput", {}).setdefault("synchronized", False)

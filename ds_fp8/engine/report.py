@@ -97,7 +97,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "stochastic_parts": list(precision.stochastic_parts) if precision.compressed else [],
         "moment_bytes_per_parameter": moment_bytes(precision),
         "loss": state.loss.description if state.loss else "the model's own",
-        "monitor": fp8.monitor.model_dump(),
+        "monitor": {**fp8.monitor.model_dump(), "every": state.monitor.every},
         # The list itself: what is written of this report after training names the layers that moved on the way.
         "moved_to_bf16": state.health.layers_in_bf16,
         "notes": [],
@@ -117,7 +117,9 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         report["notes"].append(
             "master weights take the values of scaled FP16, in the FP32 shards that ZeRO holds: no memory is saved"
         )
-    if (warning := covered.warning()) is not None:
+    if not linears:
+        report["notes"].append("no linear layer is in FP8: fp8.linear.overrides keeps them in BF16")
+    elif (warning := covered.warning()) is not None:
         report["notes"].append(warning)
     if state.conversion.unmatched:
         report["notes"].append(f"fp8.linear.skip names no linear with {', '.join(state.conversion.unmatched)}")
@@ -131,9 +133,13 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     if report["emulated"]:
         formats = ", ".join(report["emulated"])
         report["notes"].append(f"emulated, in one byte an element: {formats}; nothing here computes with them natively")
-    if recipe.backend == "reference":
+    if recipe.backend == "reference" and linears:
         report["notes"].append("emulated arithmetic: the numerics of FP8, slower than BF16")
-    elif state.why_no_graphs and (slow := break_even.warning(break_even.typical_hidden(linears), tokens)) is not None:
+    elif (
+        linears
+        and state.why_no_graphs
+        and (slow := break_even.warning(break_even.typical_hidden(linears), tokens)) is not None
+    ):
         report["notes"].append(f'{slow} ("graph": "auto")' if fp8.graph == "off" else slow)
     return report
 

@@ -76,8 +76,8 @@ def convert(
         The names of all linear layers, converted or with the reason why not, and the fused layers.
 
     Raises:
-        UserError: no linear layer can be converted, an override means no layer, or this machine cannot run what
-            `config` asks for.
+        UserError: no linear layer can be converted and no override keeps one in BF16, an override means no layer, or
+            this machine cannot run what `config` asks for.
     """
     config = config or FP8Config()
     recipe = LinearRecipe.from_config(config, monitor)
@@ -109,7 +109,7 @@ def convert(
         result.smoothed.extend(_smooth(model))
     if "skip" in config.linear.model_fields_set:
         result.unmatched.extend(p for p in config.linear.skip if not any(matches(name, p) for name in layers))
-    if not result.converted:
+    if not result.converted and not any(reason.startswith(OVERRIDDEN) for reason in result.left.values()):
         first = {reason: name for name, reason in reversed(result.left.items())}
         reasons = "; ".join(f"{name}: {reason}" for reason, name in reversed(first.items()))
         raise UserError(

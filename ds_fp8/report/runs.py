@@ -35,8 +35,9 @@ class RunRecord:
 
     @property
     def kind(self) -> str:
-        """Return "fp8" or "bf16"."""
-        return "fp8" if self.result["fp8"]["enabled"] else "bf16"
+        """Return "fp8" or "bf16": that also of a run whose overrides leave no linear in FP8."""
+        report = self.result["fp8"]
+        return "fp8" if report["enabled"] and report.get("fp8_linears") != 0 else "bf16"
 
     @property
     def label(self) -> str:

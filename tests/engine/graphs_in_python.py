@@ -98,8 +98,8 @@ class Graphs(micro_steps.MicroStepGraphs):
         return self._stock(*args, **kwargs)
 
 
-def engine_of(attention: str = "sdpa"):
-    """An engine of a small Qwen2, and the list of what it says."""
+def engine_of(attention: str = "sdpa", fp8: dict | None = None):
+    """An engine of a small Qwen2, with this "fp8" section, and the list of what it says."""
     import ds_fp8
 
     models.leave_modules_to_themselves()
@@ -107,7 +107,7 @@ def engine_of(attention: str = "sdpa"):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen2Config(**sizes, num_hidden_layers=1, vocab_size=128)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
-    section = models.config({"monitor": {"every": 0}}) | {"train_micro_batch_size_per_gpu": 1}
+    section = models.config({"monitor": {"every": 0}, **(fp8 or {})}) | {"train_micro_batch_size_per_gpu": 1}
     engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=section)[0]
     said = []
     engine.fp8.health.say = said.append

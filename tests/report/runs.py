@@ -42,7 +42,12 @@ def finished_run(
         "device": "cpu",
         "parameters": 12345,
         "versions": {"torch": "2.13.0"},
-        "fp8": {"enabled": enabled, "casts": {"input": "e4m3 1x128 pow2"}, "notes": ["a <note> & more"]},
+        "fp8": {
+            "enabled": enabled,
+            "fp8_linears": 14 * enabled,
+            "casts": {"input": "e4m3 1x128 pow2"},
+            "notes": ["a <note> & more"],
+        },
         **more,
     }
     (folder / "result.json").write_text(json.dumps(result))

@@ -1,0 +1,81 @@
+"""A BF16 run through this package's step and graphs: overrides that keep every linear layer in BF16."""
+
+import deepspeed
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.layers.convert import convert
+from tests.engine.graphs_in_python import Graphs, engine_of
+from tests.engine.test_graph_decisions import REPLAYED, forward, train
+from tests.layers.hugging_face import causal_lm
+from tests.zero import models
+
+IN_BF16 = {
+    "linear": {"overrides": {"*": "bf16"}},
+    "param_gather": {"format": "bf16"},
+    "grad_reduce": {"format": "bf16"},
+    "monitor": {"every": 1},
+}
+STEPS = 8
+
+
+def deepspeeds(_):
+    """Losses and gradient norms of DeepSpeed's BF16 training."""
+    models.leave_modules_to_themselves()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(**sizes, num_hidden_layers=1, vocab_size=128)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    section = models.config() | {"train_micro_batch_size_per_gpu": 1}
+    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=section)[0]
+    return trained(engine)
+
+
+def trained(engine):
+    rank = engine.global_rank
+    return [train(engine, forward(engine, step=10 * step + rank)) for step in range(STEPS)]
+
+
+def ours(graphs):
+    """The same through this package, what its graphs did, and what the engine says of itself."""
+    engine, _ = engine_of(fp8=IN_BF16)
+    log = []
+    if graphs:
+        engine.fp8.graphs = Graphs(engine)
+        log = engine.fp8.graphs.log
+    found = trained(engine)
+    report, log, own_step = engine.fp8.report, list(log), engine.fp8.step is not None
+    engine.destroy()
+    return found, log, own_step, report
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_its_losses_are_those_of_deepspeeds_bf16(ranks, graphs):
+    theirs = ranks(2, deepspeeds, None)
+    for (found, log, own_step, report), expected in zip(ranks(2, ours, graphs), theirs, strict=True):
+        assert own_step
+        assert report["graphs"] == "off: there is no CUDA device"  # the only reason
+        assert (report["fp8_linears"], report["monitor"]["every"]) == (0, 0)
+        assert any("no linear layer is in FP8" in note for note in report["notes"])
+        assert (REPLAYED in log) == graphs
+        for (loss, norm), (their_loss, their_norm) in zip(found, expected, strict=True):
+            assert loss == pytest.approx(their_loss, rel=2e-3)  # the loss is summed in another order
+            assert norm == pytest.approx(their_norm, rel=1e-2)
+        assert found[-1][0] != found[0][0]
+
+
+def test_without_an_override_a_model_with_no_linear_in_fp8_is_an_error():
+    with pytest.raises(UserError, match="no linear layer that can run in FP8"):
+        convert(causal_lm("llama"), parse_fp8({"fp8": {"linear": {"skip": ["*"]}}}))
+
+
+def test_it_is_no_fp8_run_to_a_report(tmp_path):
+    from ds_fp8.report.runs import RunRecord
+    from tests.report.runs import finished_run
+
+    in_bf16 = {"enabled": True, "fp8_linears": 0, "notes": []}
+    assert RunRecord(finished_run(tmp_path / "own", 2.0, 10, 0.5, fp8=in_bf16)).kind == "bf16"
+    assert RunRecord(finished_run(tmp_path / "fp8", 2.0, 10, 0.5)).kind == "fp8"

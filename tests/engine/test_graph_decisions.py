@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_fp8.engine import micro_steps
-from ds_fp8.engine.captured_graphs import MOST_EVICTIONS, PAID_AFTER, CapturedGraphs
+from ds_fp8.engine.captured_graphs import MAX_EVICTIONS, PAID_AFTER, CapturedGraphs
 from ds_fp8.engine.known_code import code_of_others, fingerprint
 from ds_fp8.engine.rank_agreement import LEAST_TIMEOUT, RankAgreement
 from tests.engine.graphs_in_python import Graphs, engine_of
@@ -79,13 +79,13 @@ def of_one_rank(what, most=None):
     from deepspeed import comm as dist
 
     engine, said = engine_of()
-    before, micro_steps.MOST_GRAPHS = micro_steps.MOST_GRAPHS, most or micro_steps.MOST_GRAPHS
+    before, micro_steps.MAX_GRAPHS = micro_steps.MAX_GRAPHS, most or micro_steps.MAX_GRAPHS
     graphs = engine.fp8.graphs = Graphs(engine)
     losses = [train(engine, forward(engine, length, step))[0] for step, length in enumerate((64, 64, 64, 48, 48))]
     if dist.get_rank() == 0:
         what(graphs)
     losses += [train(engine, forward(engine, 48, step))[0] for step in (5, 6)]
-    micro_steps.MOST_GRAPHS = before
+    micro_steps.MAX_GRAPHS = before
     log = list(graphs.log)
     engine.destroy()
     return log, losses, said
@@ -100,7 +100,7 @@ def evaluate(graphs):
 
 
 def evict_often(graphs):
-    graphs._graphs.evictions = MOST_EVICTIONS
+    graphs._graphs.evictions = MAX_EVICTIONS
 
 
 def test_ranks_agree_although_one_has_freed_its_graphs(ranks):

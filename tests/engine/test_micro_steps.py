@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.engine.capture import before_process_groups_end, random_states_unread
 from ds_fp8.engine.graph_conditions import (
-    LEAST_DOCUMENTS,
+    MIN_DOCUMENTS,
     Capacities,
     rows_in_a_graph,
     why_no_graphs,
@@ -170,13 +170,13 @@ def test_packed_rows_are_captured_with_packed_attention_alone(attention):
 def test_a_graph_has_room_for_twice_the_documents_ever_seen():
     capacities = Capacities()
     assert [capacities.take("a", 0) for _ in range(3)] == [0, 0, 0]  # plain rows stay plain
-    assert capacities.take("a", 2) == LEAST_DOCUMENTS
+    assert capacities.take("a", 2) == MIN_DOCUMENTS
     assert capacities.take("b", 0) == 0
     assert capacities.take("a", 16) == 32
     assert capacities.take("a", 17) == 64
     assert capacities.take("a", 0) == 64  # one document a row among packed ones
     for held in range(1, 300):
-        assert 2 * held <= Capacities().take("a", held) <= max(LEAST_DOCUMENTS, 4 * held)
+        assert 2 * held <= Capacities().take("a", held) <= max(MIN_DOCUMENTS, 4 * held)
 
 
 def small_model(attention="sdpa", **more) -> nn.Module:

@@ -1,7 +1,7 @@
 """Which micro-steps of packed rows become graphs, and for how many documents, on two ranks with rows of their own.
 
-A machine without a GPU captures nothing. What stands in for a graph here launches the module again, under the masks of
-a capture: which micro-step meets which graph is decided as always, and its losses are those of the module.
+A machine without a GPU captures nothing. What stands in for a graph here is a list of operations, recorded under the
+masks of a capture: which micro-step meets which graph is decided as always, and its losses are those of the module.
 """
 
 import torch
@@ -38,18 +38,18 @@ ONE = [LENGTH]
 ROWS = [
     (ONE, ONE, "eager"),
     (ONE, ONE, "eager"),
-    (ONE, ONE, "captured for 0, replayed for 0"),
+    (ONE, ONE, "captured for 0, checked, eager"),
     (ONE, ONE, "replayed for 0"),
     ([20, 44], ONE, "eager"),
     ([1] * 64, [63, 1], "eager"),
-    ([30, 34], [9, 55], "closed, captured for 128, replayed for 128"),
+    ([30, 34], [9, 55], "closed, captured for 128, checked, eager"),
     ([5] * 12 + [4], [31, 33], "replayed for 128"),
 ]
 MORE = [
     ([20, 44], [1, 63], "eager"),
     ([21, 43], [64], "eager"),
-    ([22, 42], [2, 62], "captured for 16, replayed for 16"),
-    ([4] * 16, [2] * 32, "closed, captured for 64, replayed for 64"),
+    ([22, 42], [2, 62], "captured for 16, checked, eager"),
+    ([4] * 16, [2] * 32, "closed, captured for 64, checked, eager"),
     ([22, 42], [1] * 64, "replayed for 64"),
 ]
 

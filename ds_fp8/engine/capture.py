@@ -71,7 +71,9 @@ def _collectives() -> dict[str, int]:
 
 
 def end_failed_capture(device: torch.device) -> None:
-    """Bring torch back to work after a capture that ended in an error."""
+    """Bring torch back to work after a capture that ended in an error; nothing to do but on a GPU."""
+    if device.type != "cuda":
+        return
     torch.cuda.synchronize(device)
     # Its random numbers are left in the state of a capture that never ends.
     generator = torch.cuda.default_generators[device.index]

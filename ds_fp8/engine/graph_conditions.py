@@ -25,9 +25,7 @@ in FP8 and others in BF16, which a graph could not tell apart."""
 MIN_DOCUMENTS = 16
 
 
-def why_no_graphs(
-    engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, why_no_step: str | None
-) -> str | None:
+def why_no_graphs(engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, why_no_step: str | None) -> str | None:
     """Return what keeps this engine from capturing any micro-step, or None.
 
     Args:

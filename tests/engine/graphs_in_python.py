@@ -118,7 +118,7 @@ class RecordedGraphs(CapturedGraphs):
         def capturing(graph):
             recording, state = _Recording(graph), torch.get_rng_state()
             # Collectives are waited for when they are recorded; gloo's wait would copy what it has received once more.
-            waited = mock.patch.object(torch.distributed.Work, "wait", lambda *_: True)
+            waited = mock.patch.object(torch.distributed.Work, "wait", return_value=True)
             with masks_as_outside(max_documents), waited, recording:
                 yield
             recordings.append(recording)

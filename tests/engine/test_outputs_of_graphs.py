@@ -1,4 +1,4 @@
-"""Graphs of models whose loss the caller computes, of PEFT's adapters, and of DPO: a forward without gradients between."""
+"""Graphs of models whose loss the caller computes, of PEFT's adapters, and of DPO with its reference forward."""
 
 import pytest
 import torch
@@ -38,7 +38,9 @@ def smoothed(engine, step):
     """Label smoothing, as Trainer computes it: the model gets no labels."""
     tokens = batch(step)
     logits = engine(**tokens).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens["input_ids"][:, 1:].flatten(), label_smoothing=0.1)
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), tokens["input_ids"][:, 1:].flatten(), label_smoothing=0.1
+    )
 
 
 def by_position(engine, step):

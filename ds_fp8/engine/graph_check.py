@@ -9,43 +9,21 @@ buffers alone, which are put back, so that training has the same bits with and w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ds_fp8.engine.micro_step_graph import MicroStepGraph
 from ds_fp8.engine.rank_agreement import RankAgreement
 from ds_fp8.zero.seams.micro_step import MicroStep
-
-if TYPE_CHECKING:
-    from ds_fp8.engine.micro_step_graph import MicroStepGraph
-
-MAX_INTERVAL = 512
-"""Replays after which a graph is checked at the latest."""
 
 SPREAD_REPLAYS = 16
 """Replays of one batch that show how far apart kernels are that sum in no fixed order."""
 
 SPREAD_FACTOR = 8
 """Times that spread by which a replay and Python may differ: a spread of few runs is a low guess."""
-
-
-class CheckSchedule:
-    """When a graph is checked: before its first replay, after 1, 2, 4, 8, ... replays, and every MAX_INTERVAL."""
-
-    def __init__(self) -> None:
-        self.replays = 0
-        self._next = 0
-
-    @property
-    def due(self) -> bool:
-        """Return whether the next micro-step checks the graph."""
-        return self.replays >= self._next
-
-    def checked(self) -> None:
-        """Note that the graph has been checked."""
-        self._next = self.replays + min(max(self.replays, 1), MAX_INTERVAL)
 
 
 class ForwardState:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ds_fp8.engine.graph_check import CheckSchedule
+from ds_fp8.engine.check_schedule import CheckSchedule
 from ds_fp8.zero.gradient_shards import GradientShards
 from ds_fp8.zero.seams.micro_step import MicroStep
 from ds_fp8.zero.wire import WireMeter

@@ -32,6 +32,10 @@ def _alias(tensor):
     return tensor.detach() if torch.is_tensor(tensor) else tensor
 
 
+def _already(*_):
+    return True
+
+
 class OperationList:
     """In place of a CUDAGraph."""
 
@@ -118,7 +122,7 @@ class RecordedGraphs(CapturedGraphs):
         def capturing(graph):
             recording, state = _Recording(graph), torch.get_rng_state()
             # Collectives are waited for when they are recorded; gloo's wait would copy what it has received once more.
-            waited = mock.patch.object(torch.distributed.Work, "wait", return_value=True)
+            waited = mock.patch.object(torch.distributed.Work, "wait", _already)
             with masks_as_outside(max_documents), waited, recording:
                 yield
             recordings.append(recording)

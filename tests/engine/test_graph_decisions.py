@@ -7,7 +7,7 @@ import torch
 
 from ds_fp8.engine import micro_steps
 from ds_fp8.engine.captured_graphs import MAX_EVICTIONS, PAID_AFTER, CapturedGraphs
-from ds_fp8.engine.graph_check import CheckSchedule
+from ds_fp8.engine.check_schedule import CheckSchedule
 from ds_fp8.engine.known_code import code_of_others, fingerprint, hook_of_others
 from ds_fp8.engine.rank_agreement import LEAST_TIMEOUT, RankAgreement
 from tests.engine.graphs_in_python import Graphs, engine_of

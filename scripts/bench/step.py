@@ -12,9 +12,9 @@ hosts start them yourself, one variant at a time: deepspeed --hostfile HOSTS scr
 
 A variant is "bf16" (plain DeepSpeed), PRESET[+OPTIMIZER][/CHOICE...] such as hybrid_fast+coat (the optimizer section of
 coat), infir2/bf16-wire (gathering and reducing in BF16), infir2/graph-auto or infir2/fp8-attention, or a peer whose
-script lies in the folder --peers (all names: step_variants.py). Weak scaling is the default (--sequences x --length x --accumulation
-tokens a GPU); --global-tokens fixes the tokens of a step for strong scaling. --profile prints where the time of one
-more step goes, for this library's variants.
+script lies in the folder --peers (all names: step_variants.py). Weak scaling is the default (--sequences x --length x
+--accumulation tokens a GPU); --global-tokens fixes the tokens of a step for strong scaling. --profile prints where the
+time of one more step goes, for this library's variants.
 
 The time of a step is that from the end of the step before to its own end, on the GPU; medians are shown. The host runs
 as far ahead as the code lets it, as in training.

@@ -1,4 +1,4 @@
-"""When a CUDA graph is compared with Python: often at first, for that is cheap, and never less than now and then."""
+"""Schedule of the checks of CUDA graphs: often at first, for that is cheap, and now and then for ever."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ MAX_INTERVAL = 512
 
 
 class CheckSchedule:
-    """When a graph is checked: before its first replay, after 1, 2, 4, 8, ... replays, and every MAX_INTERVAL."""
+    """Schedule of the checks of a graph: before its first replay, after 1, 2, 4, 8, ..., and every MAX_INTERVAL."""
 
     def __init__(self) -> None:
         self.replays = 0

@@ -27,7 +27,7 @@ SPREAD_FACTOR = 8
 
 
 class ForwardState:
-    """What a forward can change beside its outputs: random states, and buffers of the model."""
+    """Random states and buffers of the model, which a forward can change beside its outputs."""
 
     def __init__(self, module: nn.Module, device: torch.device):
         """Remember them."""

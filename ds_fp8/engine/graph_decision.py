@@ -1,4 +1,4 @@
-"""What is done with one micro-step, as a function of facts that all ranks have agreed on."""
+"""Decision on one micro-step, as a pure function of facts that all ranks have agreed on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Action(Enum):
-    """What is done with a micro-step."""
+    """Things to do with a micro-step."""
 
     EAGER = "eager"
     """Python launches it."""
@@ -23,7 +23,7 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a micro-step. Each holds only if it does on every rank."""
+    """Facts of a micro-step. Each holds only if it does on every rank."""
 
     alike: bool = False
     """Every rank could run it as a graph, and all of one signature."""

@@ -190,9 +190,9 @@ class FP8Config(Section):
     graph: Literal["off", "auto", "on"] = "auto"
     """auto: forward and backward of a micro-batch are captured as CUDA graphs once its shape has come twice, so that
     the GPU does not wait for Python. Needs batches of the same shapes on all ranks, rows without padding (packed
-    attention where rows hold several documents), only modules and hooks of torch, transformers, DeepSpeed, Liger and
-    ds_fp8, and one host. on: also with other code and on several hosts. off: never. The start report or a line in the
-    log says why there are none."""
+    attention where rows hold several documents), no hooks of unknown packages, and a forward that changes no attribute
+    of its modules. Graphs are compared with Python now and then, and end where they differ. on: also with such code.
+    off: never. The start report or a line in the log says why there are none."""
     loss: LossConfig = LossConfig()
     param_gather: ParameterGatherConfig = ParameterGatherConfig()
     grad_reduce: GradientReduceConfig = GradientReduceConfig()

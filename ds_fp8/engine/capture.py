@@ -1,4 +1,4 @@
-"""Circumstances of the capture of a CUDA graph: memory, and decisions that others take from what they see."""
+"""Context managers used during CUDA graph capture: allocator, RNG, GC, attention masks, process groups."""
 
 from __future__ import annotations
 
@@ -17,41 +17,63 @@ from ds_fp8.layers import documents
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-_before_the_end: list[weakref.WeakMethod] = []
+_at_the_end: list[weakref.WeakMethod] = []
 
 
-def before_process_groups_end(method: Callable[[], None]) -> None:
-    """Call a method before torch.distributed ends process groups, and before the process ends.
+def before_process_groups_end(method: Callable[[torch.distributed.ProcessGroup | None], None]) -> None:
+    """Call a method before torch.distributed ends a process group, and before the process ends.
 
-    Its object may be gone by then. NCCL ends no communicator while a graph that it is captured in exists: it would
-    wait for ever.
+    NCCL ends no communicator while a graph that has captured it exists: it would wait for ever.
+
+    Args:
+        method: Called with the group, or None at the end of the process. Its object may be gone by then.
     """
     if not hasattr(torch.distributed.ProcessGroup.shutdown, "calls_first"):
         # Whoever has imported destroy_process_group by its name comes here as well.
         torch.distributed.ProcessGroup.shutdown = _calling_first(torch.distributed.ProcessGroup.shutdown)
-        atexit.register(_call_all)
-    _before_the_end.append(weakref.WeakMethod(method))
+        atexit.register(_call_all, None)
+    _at_the_end.append(weakref.WeakMethod(method))
 
 
-def _call_all() -> None:
-    found = [reference() for reference in _before_the_end]
-    _before_the_end[:] = [reference for reference, method in zip(_before_the_end, found, strict=True) if method]
+def _call_all(group: torch.distributed.ProcessGroup | None) -> None:
+    found = [reference() for reference in _at_the_end]
+    _at_the_end[:] = [reference for reference, method in zip(_at_the_end, found, strict=True) if method]
     for method in filter(None, found):
-        method()
+        method(group)
 
 
 def _calling_first(shutdown: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(shutdown)
     def after_calls(group: torch.distributed.ProcessGroup) -> None:
-        _call_all()
+        _call_all(group)
         shutdown(group)
 
     after_calls.calls_first = True
     return after_calls
 
 
+@contextlib.contextmanager
+def process_groups_used(names: set[str]) -> Iterator[None]:
+    """Add the names of the process groups that ran a collective inside; the groups count them."""
+    before = _collectives()
+    try:
+        yield
+    finally:
+        names.update(name for name, number in _collectives().items() if number != before.get(name))
+
+
+def _collectives() -> dict[str, int]:
+    """Return the number of collectives of each process group so far, by the name of the group."""
+    if not torch.distributed.is_initialized():
+        return {}
+    groups = torch.distributed.distributed_c10d._world.pg_names
+    return {group.group_name: group._get_sequence_number_for_group() for group in groups}
+
+
 def end_failed_capture(device: torch.device) -> None:
-    """Bring torch back to work after a capture that ended in an error."""
+    """Bring torch back to work after a capture that ended in an error; nothing to do but on a GPU."""
+    if device.type != "cuda":
+        return
     torch.cuda.synchronize(device)
     # Its random numbers are left in the state of a capture that never ends.
     generator = torch.cuda.default_generators[device.index]
@@ -110,27 +132,27 @@ def random_states_unread(drawn: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def masks_as_outside(most: int = 0) -> Iterator[None]:
+def masks_as_outside(max_documents: int = 0) -> Iterator[None]:
     """Let transformers build the attention mask that it builds without a graph.
 
-    It would make masks of all tokens by all tokens, lest a graph bake in what it reads of a batch. Here every row is
-    known to be one causal sequence, or to hold documents whose positions count from 0.
+    It would make masks of all tokens by all tokens, so that no batch-dependent mask is baked into the graph. Here every
+    row is known to be one causal sequence, or to hold documents whose positions count from 0.
 
     Args:
-        most: A bound of the number of documents of a batch, which "packed" attention reads from the positions at every
-            replay; 0 where every row is one.
+        max_documents: Bound of the number of documents of a batch, which "packed" attention reads from the positions at
+            every replay; 0 where every row is one.
     """
     from transformers import masking_utils
 
     def which_document(positions: torch.Tensor) -> torch.Tensor | None:
-        return (positions == 0).cumsum(-1) if most else None
+        return (positions == 0).cumsum(-1) if max_documents else None
 
     names = {"is_tracing": lambda *_: False, "find_packed_sequence_indices": which_document}
     before = {name: getattr(masking_utils, name) for name in names}
     for name, value in names.items():
         setattr(masking_utils, name, value)
     try:
-        with documents.fixed(most):
+        with documents.fixed(max_documents):
             yield
     finally:
         for name, value in before.items():

@@ -17,6 +17,7 @@ import torch
 from ds_fp8.engine.capture import (
     masks_as_outside,
     memory_of_other_streams_reused,
+    process_groups_used,
     random_states_unread,
     streams_unrecorded,
     without_garbage_collection,
@@ -28,7 +29,7 @@ from ds_fp8.zero.seams.micro_step import MicroStep
 HEADROOM = 0.03
 """Share of the GPU's memory that must be free beside graphs, or there are none."""
 
-MOST_EVICTIONS = 3
+MAX_EVICTIONS = 3
 """Times in a row that graphs are freed before they have paid, after which there are none: capturing takes time, too."""
 
 PAID_AFTER = 100
@@ -38,7 +39,7 @@ Make = Callable[[Callable[[torch.cuda.CUDAGraph], AbstractContextManager]], Micr
 
 
 class CapturedGraphs:
-    """Graphs by the kind of micro-step."""
+    """Graphs by the signature of their micro-steps."""
 
     def __init__(self, device: torch.device, micro_step: MicroStep):
         self._device, self._micro_step = device, micro_step
@@ -46,6 +47,10 @@ class CapturedGraphs:
         """Stream on which graphs are captured."""
         self._graphs: dict[object, MicroStepGraph] = {}
         self._pool: object | None = None
+        self._groups = {group.group_name for group in micro_step.groups}
+        """Names of the process groups whose collectives are in graphs."""
+        self.needs_dry_run = True
+        """Whether the next capture is tried out first."""
         self.kept_bytes = 0
         """Memory of the graphs' own."""
         self._tokens = 0
@@ -57,9 +62,9 @@ class CapturedGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def get(self, kind: object) -> MicroStepGraph | None:
-        """Return the graph of a kind of micro-step, if there is one."""
-        return self._graphs.get(kind)
+    def get(self, signature: object) -> MicroStepGraph | None:
+        """Return the graph of a signature, if there is one."""
+        return self._graphs.get(signature)
 
     @property
     def pending(self) -> bool:
@@ -73,6 +78,11 @@ class CapturedGraphs:
         self._graphs.clear()
         self._pool, self.kept_bytes, self._tokens = None, 0, 0
 
+    def process_group_ends(self, group: torch.distributed.ProcessGroup | None) -> None:
+        """Free the graphs if their collectives use a process group that is about to end; None: the process ends."""
+        if group is None or group.group_name in self._groups:
+            self.forget()
+
     def evict(self) -> None:
         """Free all graphs for what happens beside them."""
         self.evictions = self.evictions + 1 if self._replays < PAID_AFTER else 0
@@ -83,15 +93,17 @@ class CapturedGraphs:
     def replay(self, graph: MicroStepGraph, batch: Mapping[str, Any]) -> Any:
         """Return what the model returns for a batch, by one of these graphs."""
         self._replays += 1
+        graph.schedule.replays += 1
         return graph.replay(batch)
 
-    def capture(self, make: Make, most: int, drawn: bool) -> tuple[MicroStepGraph, int]:
+    def capture(self, make: Make, max_documents: int, drawn: bool, ordered: bool) -> tuple[MicroStepGraph, int]:
         """Return a graph and the bytes that it keeps; it is not known before `add`.
 
         Args:
             make: Makes it, with what captures.
-            most: Documents that packed rows may hold.
+            max_documents: Documents that packed rows may hold.
             drawn: Whether the model draws random numbers.
+            ordered: Whether DeepSpeed knows the order of modules; otherwise it learns it from the dry run.
 
         Raises:
             torch.OutOfMemoryError: It leaves too little memory for the optimizer's step and what is beside it.
@@ -99,20 +111,15 @@ class CapturedGraphs:
         """
 
         def capturing(graph: torch.cuda.CUDAGraph) -> AbstractContextManager:
-            return self._capturing(graph, most, drawn)
+            return self._capturing(graph, max_documents, drawn)
 
-        with without_garbage_collection():
-            # Once in vain: with memory reused, torch ends the process where a capture of backward fails.
-            pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
-            try:
-                with streams_unrecorded():
-                    vain = make(capturing)
-                if not self._graphs:  # others would share their memory with it
-                    self._check_headroom(vain)
-                vain.close()
-                del vain
-            finally:
-                self._pool = pool
+        with without_garbage_collection(), process_groups_used(self._groups):
+            if not ordered:
+                with self._micro_step.order_recorded():
+                    self._dry_run(make, capturing)
+            elif self.needs_dry_run:
+                self._dry_run(make, capturing)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved(self._device)
             with memory_of_other_streams_reused():
@@ -120,26 +127,38 @@ class CapturedGraphs:
         self._check_headroom(graph)
         return graph, torch.cuda.memory_reserved(self._device) - before
 
-    def add(self, kind: object, graph: MicroStepGraph, kept: int, tokens: int) -> None:
+    def _dry_run(self, make: Make, capturing: Callable[[torch.cuda.CUDAGraph], AbstractContextManager]) -> None:
+        """Capture into a pool that is thrown away: with stream reuse on, torch aborts if a backward capture fails."""
+        pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
+        try:
+            with streams_unrecorded():
+                graph = make(capturing)
+            if not self._graphs:  # others would share their memory with it
+                self._check_headroom(graph)
+            graph.close()
+        finally:
+            self._pool = pool
+
+    def add(self, signature: object, graph: MicroStepGraph, kept: int, tokens: int) -> None:
         """Keep a graph that `capture` returned.
 
         Args:
-            kind: The kind of micro-step that it runs.
+            signature: Signature of its micro-steps.
             graph: The graph.
             kept: Bytes that it keeps.
             tokens: Tokens of the batch that it was captured for.
         """
-        self._graphs[kind] = graph
+        self._graphs[signature] = graph
         self.kept_bytes += kept
         self._tokens = max(self._tokens, tokens)
 
     @contextlib.contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph, most: int, drawn: bool) -> Iterator[None]:
+    def _capturing(self, graph: torch.cuda.CUDAGraph, max_documents: int, drawn: bool) -> Iterator[None]:
         """Capture what is enqueued inside, on DeepSpeed's streams too."""
         sides = self._micro_step.side_streams()
         # Other threads (NCCL's watchdog, the loader of batches) may go on calling CUDA.
         captured = torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local")
-        unthrottled, masks = self._micro_step.unthrottled(), masks_as_outside(most)
+        unthrottled, masks = self._micro_step.unthrottled(), masks_as_outside(max_documents)
         with captured, streams.capture(), unthrottled, masks, random_states_unread(drawn):
             for side in sides:
                 side.wait_stream(self.stream)
@@ -164,11 +183,13 @@ class CapturedGraphs:
             tokens: Tokens of its batch, 0 where that is not known.
             evaluates: Whether it needs no gradients.
         """
-        if not self._graphs or self.pending:
-            return
+        if self._graphs and not self.pending and not self.has_room(tokens, evaluates):
+            self.evict()
+
+    def has_room(self, tokens: int, evaluates: bool = False) -> bool:
+        """Return whether graphs leave the memory that `make_room` is for."""
         free, _ = torch.cuda.mem_get_info(self._device)
         reserved, allocated = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
         times = tokens / self._tokens if tokens and self._tokens else 1.0
         needed = self.kept_bytes * max(1.0, times / 4 if evaluates else times)
-        if free + reserved - allocated - self.kept_bytes < needed:
-            self.evict()
+        return free + reserved - allocated - self.kept_bytes >= needed

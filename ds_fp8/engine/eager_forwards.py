@@ -1,40 +1,114 @@
 """Forwards that Python launched and whose backward may still come: no graph runs meanwhile.
 
-A graph's backward adds to the gradients of no other forward that is under way, or writes over them.
+Replaying a backward would overwrite gradients of another forward in flight.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ds_fp8.engine.capture import random_numbers_drawn
+from ds_fp8.engine.known_code import PythonState
 
 
 class _Forward:
-    """Lives as long as a loss of its own, or until that has its backward."""
+    """Lives as long as an output of its own, or until that has its backward."""
 
-    done = False
+    def __init__(self, used: set[int]):
+        self._used = used
+        self.done = False
 
-    def backward_begins(self, gradient: torch.Tensor) -> None:
+    def gradient_arrives(self, place: int, gradient: torch.Tensor) -> None:
+        self._used.add(place)
         self.done = True
 
 
 class EagerForwards:
-    """Those of one engine, in training."""
+    """Eager forwards of one engine in training, and what they show: which outputs get a gradient, what they change."""
 
-    def __init__(self):
-        """Begin with none."""
+    def __init__(self, module: nn.Module, call: Callable[..., Any], device: torch.device, stream: torch.cuda.Stream):
+        """Begin with none.
+
+        Args:
+            module: Module of the engine.
+            call: Calls it.
+            device: Its device.
+            stream: Stream that graphs are captured on.
+        """
+        self._module, self._call, self._device, self._stream = module, call, device, stream
         self._forwards: list[weakref.ref[_Forward]] = []
+        self._used: dict[object, set[int]] = {}
+        self.draws = False
+        """True once a forward has drawn random numbers."""
+        self.changes: str | None = None
+        """Attribute of a module of others that a forward has changed."""
 
-    def add(self, output: Any) -> None:
-        """Remember a forward by what it returned, until that is gone or gets a gradient."""
-        forward = _Forward()
-        for leaf in tree_leaves(output):
-            if torch.is_tensor(leaf) and leaf.requires_grad:
-                leaf.register_hook(forward.backward_begins)
+    def launch(
+        self, args: tuple, kwargs: Mapping[str, Any], signature: object, where_called: bool, watches: bool
+    ) -> Any:
+        """Call the module, and remember until its backward that it has run.
+
+        Args:
+            args: Arguments by position.
+            kwargs: Arguments by name.
+            signature: Signature of the micro-step, for `used`.
+            where_called: Stay on the caller's stream.
+            watches: Note in `changes` which attribute of a module of others the forward changes.
+        """
+        state = PythonState(self._module) if watches else None
+        drawn = random_numbers_drawn(self._device)
+        output = self._call(*args, **kwargs) if where_called else self._aside(args, kwargs)
+        self.draws = self.draws or random_numbers_drawn(self._device) != drawn
+        if state is not None:
+            self.changes = self.changes or state.changed()
+        return self.add(output, signature)
+
+    def _aside(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Call the module on the stream that graphs are captured on.
+
+        Autograd adds a gradient up on the stream that its parameter was first used on, and remembers that for as long
+        as somebody holds the loss of an earlier step. A capture must not come upon another stream there.
+        """
+        outside = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            output = self._call(*args, **kwargs)
+        outside.wait_stream(self._stream)
+        return output
+
+    def add(self, output: Any, signature: object = None) -> Any:
+        """Remember a forward by what it returned, until that is gone or gets a gradient.
+
+        Args:
+            output: What the model returned.
+            signature: Signature of its micro-step, for `used`.
+
+        Returns:
+            The same outputs. Where several have gradients they are aliases: an output may be what another one is
+            computed from, and gets a gradient from that as well.
+        """
+        forward = _Forward(self._used.setdefault(signature, set()))
+        leaves, structure = tree_flatten(output)
+        places = [place for place, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
+        if len(places) > 1:
+            for place in places:
+                leaves[place] = leaves[place].view_as(leaves[place])
+            output = tree_unflatten(leaves, structure)
+        for place in places:
+            leaves[place].register_hook(functools.partial(forward.gradient_arrives, place))
         self._forwards = [*self._pending(), weakref.ref(forward)]
+        return output
+
+    def used(self, signature: object) -> frozenset[int]:
+        """Return the places of the outputs that have got a gradient from the caller, in forwards of a signature."""
+        return frozenset(self._used.get(signature, ()))
 
     @property
     def pending(self) -> bool:

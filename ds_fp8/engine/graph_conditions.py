@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,36 +12,26 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.engine.known_code import code_of_others, text_config
+from ds_fp8.engine.known_code import hook_of_others, text_config
 from ds_fp8.layers import documents
 from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.loss import LossFusion
-from ds_fp8.monitor.cast_monitor import CastMonitor
 
-MEASURED = "casts are measured"
 COMPILED = "the module is compiled"
-SEVERAL_HOSTS = 'the ranks are on several hosts, where graphs have not been tried; to do so set "graph": "on"'
 SAVED_ELSEWHERE = "what backward needs is saved by hooks of the caller's"
 ITEMS = "num_items_in_batch"
-COPIED = frozenset({"input_ids", "labels", "shift_labels", "inputs_embeds", "position_ids", ITEMS})
-"""Tensors of a batch whose values decide nothing but numbers, once it is known what documents its rows hold."""
 PACKED = "packed"
 """The attention implementation that reads on the device where documents end. "fp8_packed" computes rows of one document
 in FP8 and others in BF16, which a graph could not tell apart."""
-LEAST_DOCUMENTS = 16
+MIN_DOCUMENTS = 16
 
 
-def why_no_graphs(
-    engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, loss: LossFusion | None, why_no_step: str | None, hosts: int = 1
-) -> str | None:
+def why_no_graphs(engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, why_no_step: str | None) -> str | None:
     """Return what keeps this engine from capturing any micro-step, or None.
 
     Args:
         engine: Engine of any ZeRO stage.
         fp8: Its "fp8" section.
-        loss: How its loss was fused.
         why_no_step: Why DeepSpeed's optimizer step stays, or None.
-        hosts: Number of hosts that the ranks are on.
     """
     recipes = [module.recipe for module in engine.module.modules() if isinstance(module, FP8Linear)]
     casts = [cast for recipe in recipes for cast in (recipe.input, recipe.weight, recipe.grad_output)]
@@ -48,7 +39,6 @@ def why_no_graphs(
         '"graph" is "off"': fp8.graph == "off",
         "there is no CUDA device": engine.device.type != "cuda",
         f"DeepSpeed's step stays: {why_no_step}": why_no_step is not None,
-        "the loss is not fused: logits may have gradients of their own": loss is None or not loss.fused,
         "gradients are rounded at random, with a key of every micro-batch": fp8.grad_reduce.rounding == "stochastic",
         "gradients have one scale each, which adapts over time": fp8.grad_reduce.scale == "tensor",
         "casts are emulated, operation by operation": any(cast.by_torch for cast in casts),
@@ -60,14 +50,14 @@ def why_no_graphs(
     }
     found = next((reason for reason, applies in reasons.items() if applies), None)
     if found is None and fp8.graph == "auto":
-        found = SEVERAL_HOSTS if hosts > 1 else why_not_by_itself(engine.module)
+        found = why_auto_disabled(engine.module)
     return found
 
 
-def why_not_by_itself(module: nn.Module) -> str | None:
+def why_auto_disabled(module: nn.Module) -> str | None:
     """Return why "auto" captures nothing of a model, or None."""
-    why = code_of_others(module)
-    return why and f'{why}; if nothing but the shape of a batch decides what it does, set "graph": "on"'
+    why = hook_of_others(module)
+    return why and f'{why}, which graphs would not call; if it need not be called at every step, set "graph": "on"'
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -75,20 +65,15 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
-def why_eager(
-    modules: Sequence[nn.Module], monitor: CastMonitor, device: torch.device, args: tuple, kwargs: Mapping[str, Any]
-) -> str | None:
+def why_eager(modules: Sequence[nn.Module], device: torch.device, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
     """Return why a call of a model in training cannot be a graph whatever its rows hold, or None.
 
     Args:
         modules: All modules of the model.
-        monitor: Says whether casts are measured.
-        device: Device of the model.
+        device: Device of the model. What lies there can be read by no Python without a wait, which ends a capture.
         args: Positional arguments of the call.
         kwargs: Its arguments by name.
     """
-    if monitor.active:
-        return MEASURED
     if args:
         return "the batch is passed by position"
     why = why_not_recomputed(modules)
@@ -98,8 +83,10 @@ def why_eager(
         if torch.is_tensor(value):
             if value.requires_grad:
                 return f'"{name}" has a gradient of its own'
-            if name not in COPIED and not (name == "attention_mask" and value.dim() == 2):
-                return f'the values of "{name}" may decide what is computed'
+            if value.device.type != device.type:
+                return f'"{name}" is on the host, where its values may decide what is computed'
+            if name == "attention_mask" and value.dim() != 2:
+                return "the attention mask is not one of tokens"
         elif value is not None and not isinstance(value, (bool, int, float, str)):
             return f'"{name}" is a {type(value).__name__}'
     if torch.is_autocast_enabled(device.type):
@@ -107,6 +94,15 @@ def why_eager(
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return SAVED_ELSEWHERE
     return None
+
+
+def by_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return the arguments of a call with those passed by position given their names, where forward has names."""
+    parameters = list(inspect.signature(module.forward).parameters.values()) if args else []
+    named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(named) or kwargs.keys() & set(named[: len(args)]):
+        return args, kwargs
+    return (), dict(zip(named, args, strict=False)) | kwargs
 
 
 def why_not_recomputed(modules: Sequence[nn.Module]) -> str | None:
@@ -143,10 +139,10 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
         return 0, "rows are padded: what attention computes differs from batch to batch"
     if positions is None:
         return 0, None
-    held = documents.count(positions)
-    if held == positions.shape[:-1].numel():
+    found = documents.count(positions)
+    if found == positions.shape[:-1].numel():
         return 0, None
-    if not held:
+    if not found:
         return 0, "positions do not count from 0 in every document"
     if positions.dim() != 2:
         return 0, "rows hold several documents, and tokens several positions"
@@ -156,7 +152,7 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
     if implementation != PACKED:
         return 0, f'rows hold several documents, and attention is "{implementation}", not "{PACKED}"'
     given = next(value for name in ("input_ids", "inputs_embeds") if (value := batch.get(name)) is not None)
-    return held * (len(given) // len(positions)), None
+    return found * (len(given) // len(positions)), None
 
 
 def _attention_of(module: nn.Module) -> str | None:
@@ -167,19 +163,19 @@ def _attention_of(module: nn.Module) -> str | None:
 class Capacities:
     """For how many documents the graphs of packed rows are captured.
 
-    Attention kernels take a little time for documents that are not there, and a graph is captured anew for more.
+    Attention kernels take a little time for documents that are not there, and a graph is captured again for more.
     """
 
     def __init__(self):
         """Begin with rows that are one sequence each."""
-        self._seen: dict[object, int] = {}
+        self._max_seen: dict[object, int] = {}
 
-    def take(self, kind: object, held: int) -> int:
+    def take(self, signature: object, documents: int) -> int:
         """Return for how many documents a micro-step is captured now; 0 where every row has always been one.
 
         Args:
-            kind: Kind of micro-steps.
-            held: Documents of this batch, the most of any rank; 0 where every row of all ranks is one.
+            signature: Signature of the micro-step.
+            documents: Documents of this batch, the most of any rank; 0 where every row of all ranks is one.
         """
-        seen = self._seen[kind] = max(held, self._seen.get(kind, 0))
-        return max(LEAST_DOCUMENTS, 1 << (2 * seen - 1).bit_length()) if seen else 0
+        seen = self._max_seen[signature] = max(documents, self._max_seen.get(signature, 0))
+        return max(MIN_DOCUMENTS, 1 << (2 * seen - 1).bit_length()) if seen else 0

@@ -163,7 +163,7 @@ def initialize(
         state.health = Health(engine, monitor, fp8)
         state.hosts = find_hosts()
         _install(engine, state)
-        state.why_no_graphs = _of_any_rank(why_no_graphs(engine, fp8, loss, state.why_no_step, state.hosts.count))
+        state.why_no_graphs = _of_any_rank(why_no_graphs(engine, fp8, state.why_no_step))
         if state.why_no_graphs is None:
             state.graphs = MicroStepGraphs(
                 engine,

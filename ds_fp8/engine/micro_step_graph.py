@@ -10,21 +10,22 @@ launched at once. What it reads and writes must stay where it was captured:
     gathered weights,
     activations              memory of the graph
 
-DeepSpeed's hooks run at the capture alone. So does everything else that Python does: a micro-step that Python would do
-in another way the next time (a measured one, another shape, a layer that has moved to BF16) runs as always, or is
-captured anew. The kernels are the same, and so are their results bit for bit.
+DeepSpeed's hooks run at the capture alone, and so does all other Python. A micro-step that Python would do in another
+way the next time (a measured one, another shape, a layer that has moved to BF16) runs eagerly, or is captured again.
+The kernels are the same, and so are their results bit for bit; graph_check.py compares them now and then.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ds_fp8.engine.check_schedule import CheckSchedule
 from ds_fp8.zero.gradient_shards import GradientShards
 from ds_fp8.zero.seams.micro_step import MicroStep
 from ds_fp8.zero.wire import WireMeter
@@ -37,28 +38,30 @@ class _Token:
 
 
 class _Replay(torch.autograd.Function):
-    """The forward that has been replayed, as autograd sees it: one loss, whose backward replays the other graph."""
+    """The forward that has been replayed, as autograd sees it: outputs, whose backward replays the other graph."""
 
     @staticmethod
-    def forward(ctx, anchor: torch.Tensor, graph: MicroStepGraph, token: _Token) -> torch.Tensor:
+    def forward(ctx, anchor: torch.Tensor, graph: MicroStepGraph, token: _Token) -> tuple[torch.Tensor, ...]:
         ctx.graph, ctx.token = graph, token
-        return graph.loss.clone()
+        ctx.set_materialize_grads(False)
+        return graph.copies(graph.differentiable)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient: torch.Tensor):
-        ctx.graph.replay_backward(gradient, ctx.token)
+    def backward(ctx, *gradients: torch.Tensor | None):
+        ctx.graph.replay_backward(gradients, ctx.token)
         return None, None, None
 
 
 class MicroStepGraph:
-    """Both graphs of one kind of micro-step, and the memory that connects them to the world."""
+    """The graphs of forward and backward of one signature, and the memory that connects them to the world."""
 
     def __init__(
         self,
         call: Callable[..., Any],
         batch: Mapping[str, Any],
-        most: int,
+        max_documents: int,
+        used: Collection[int],
         micro_step: MicroStep,
         gradients: GradientShards,
         wire: WireMeter,
@@ -70,15 +73,17 @@ class MicroStepGraph:
         Args:
             call: The module, to be called with `batch` by name.
             batch: Tensors, whose values are copied at every replay, and plain values, which are part of the graph.
-            most: Documents that packed rows may hold; 0 where every row is one sequence.
+            max_documents: Documents that packed rows may hold; 0 where every row is one sequence.
+            used: Places of the outputs that get a gradient.
             micro_step: DeepSpeed's part of it.
-            gradients: What its reductions add to.
+            gradients: Gradient shards that its reductions add to.
             wire: Counts the bytes.
-            addresses: Where all lies now that the graphs do not own.
+            addresses: Addresses of the memory outside the graphs that they read and write.
             capturing: Captures what is enqueued inside of it.
         """
         self._gradients, self._wire, self.addresses, self._micro_step = gradients, wire, addresses, micro_step
-        self.most = most
+        self.max_documents = max_documents
+        self.schedule = CheckSchedule()
         self._batch = {
             name: value.detach().clone() if torch.is_tensor(value) else value for name, value in batch.items()
         }
@@ -94,13 +99,17 @@ class MicroStepGraph:
             with capturing(self._forward):
                 output = call(**self._batch)
                 leaves, self._structure = tree_flatten(output)
-                self._place, loss = only_differentiable(leaves)
+                self.differentiable = differentiable(leaves)
+                self._used = [place for place in self.differentiable if place in used]
+                if not self._used:
+                    raise ValueError("no output of the model has had a gradient")
                 self._leaves = [leaf.detach() if torch.is_tensor(leaf) else leaf for leaf in leaves]
                 micro_step.finish_gathers()
-            self.loss, self._gradient = self._leaves[self._place], torch.ones_like(loss)
+            roots = [leaves[place] for place in self._used]
+            self._output_gradients = [torch.ones_like(self._leaves[place]) for place in self._used]
             del output, leaves
             with capturing(self._backward):
-                torch.autograd.backward([loss], [self._gradient])
+                torch.autograd.backward(roots, self._output_gradients)
                 micro_step.finish_backward()
         finally:
             for (parameter, _), data in zip(self._persistent, outside, strict=True):
@@ -116,7 +125,7 @@ class MicroStepGraph:
         self._token = None
         self._forward.reset()
         self._backward.reset()
-        self.loss = self._gradient = None
+        self._output_gradients = []
         self._leaves.clear()
         self._batch.clear()
         self._persistent.clear()
@@ -127,25 +136,40 @@ class MicroStepGraph:
         return self._token is not None and self._token() is not None
 
     def replay(self, batch: Mapping[str, Any]) -> Any:
-        """Return what the model returns for a batch of this kind."""
-        pairs = [(mine, batch[name]) for name, mine in self._batch.items() if torch.is_tensor(mine)]
-        for mine, given in pairs:
-            mine.copy_(given, non_blocking=True)
-        if self._persistent:
-            torch._foreach_copy_([mine for _, mine in self._persistent], [p.data for p, _ in self._persistent])
-        self._forward.replay()
+        """Return what the model returns for a batch of this signature."""
+        self.launch_forward(batch)
         token = _Token()
         self._token = weakref.ref(token)
         self._before = self._micro_step.accumulates, self._gradients.arrived
-        leaves = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in self._leaves]
-        leaves[self._place] = _Replay.apply(self._anchor, self, token)
+        with_gradient = iter(_Replay.apply(self._anchor, self, token))
+        others = iter(self.copies([place for place in range(len(self._leaves)) if place not in self.differentiable]))
+        leaves = [next(with_gradient if place in self.differentiable else others) for place in range(len(self._leaves))]
         return tree_unflatten(leaves, self._structure)
 
-    def replay_backward(self, gradient: torch.Tensor, token: _Token) -> None:
+    def launch_forward(self, batch: Mapping[str, Any]) -> None:
+        """Compute the outputs of a batch in the memory of the graph; they are `copies`."""
+        for name, mine in self._batch.items():
+            if torch.is_tensor(mine):
+                mine.copy_(batch[name], non_blocking=True)
+        if self._persistent:
+            torch._foreach_copy_([mine for _, mine in self._persistent], [p.data for p, _ in self._persistent])
+        self._forward.replay()
+
+    def copies(self, places: Iterable[int] | None = None) -> tuple[Any, ...]:
+        """Return the outputs of the last forward, all or those at some places, in memory of their own."""
+        chosen = self._leaves if places is None else [self._leaves[place] for place in places]
+        return tuple(leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in chosen)
+
+    def replay_backward(self, gradients: Sequence[torch.Tensor | None], token: _Token) -> None:
         """Add the gradients of a replayed forward to the shards.
 
+        Args:
+            gradients: Gradients of the differentiable outputs; None of those that the loss does not depend on.
+            token: Token of the forward.
+
         Raises:
-            RuntimeError: The forward is not the last one, or has had its backward; or another one came in between.
+            RuntimeError: The forward is not the last one, or has had its backward; another one came in between; or an
+                output has a gradient that had none before the capture.
         """
         if self._token is None or self._token() is not token:
             raise RuntimeError(f"this forward has had its backward, or another forward has followed it: {OFF}")
@@ -154,25 +178,34 @@ class MicroStepGraph:
                 f"gradients of another forward came between this one and its backward, as where one backward has the "
                 f"losses of several forwards: {OFF}"
             )
+        given = {place: x for place, x in zip(self.differentiable, gradients, strict=True) if x is not None}
+        unexpected = sorted(given.keys() - set(self._used))
+        if unexpected:
+            raise RuntimeError(
+                f"output {unexpected[0]} of the model has a gradient, and had none when its CUDA graph was captured; "
+                'set "graph": "off"'
+            )
         self._token = None
-        self._gradient.copy_(gradient)
+        for place, mine in zip(self._used, self._output_gradients, strict=True):
+            if place in given:
+                mine.copy_(given[place])
+            else:
+                mine.zero_()
         self._backward.replay()
         self._gradients.arrived |= self._arrives
         self._wire.add(self._sends)
 
 
-def only_differentiable(leaves: list[Any]) -> tuple[int, torch.Tensor]:
-    """Return the one output that has a gradient, and its place.
+def differentiable(leaves: Sequence[Any]) -> list[int]:
+    """Return the places of the outputs that have a gradient.
 
     Raises:
-        ValueError: There are several, or none.
+        ValueError: An output is neither a tensor nor a plain value, or none has a gradient.
     """
     for leaf in leaves:
         if not (leaf is None or torch.is_tensor(leaf) or isinstance(leaf, (bool, int, float, str))):
             raise ValueError(f'the model returns a {type(leaf).__name__}: pass "use_cache": False, if it is a cache')
     places = [place for place, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
-    if len(places) != 1:
-        raise ValueError(f"the model returns {len(places)} tensors with a gradient, and a graph knows one loss")
-    if leaves[places[0]].numel() != 1:
-        raise ValueError("the model returns no loss, but what the caller makes one of: its gradient would be kept")
-    return places[0], leaves[places[0]]
+    if not places:
+        raise ValueError("the model returns no tensor with a gradient")
+    return places

@@ -1,36 +1,40 @@
 """Micro-steps of an engine as CUDA graphs: which ones are captured, when, and why others are not.
 
-All ranks do the same: a graph's collectives are NCCL's, and nobody says that a captured one may meet one that is not.
-So before every micro-step they compare what they are about to run, on the host and beside the device.
+All ranks do the same: NCCL does not document that a captured collective may match an eager one on another rank. So
+before every micro-step they compare facts, on the host and beside the device; graph_decision.py decides from them.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import types
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import deepspeed
 import torch
 
-from ds_fp8.engine.capture import before_process_groups_end, end_failed_capture, random_numbers_drawn
-from ds_fp8.engine.captured_graphs import MOST_EVICTIONS, CapturedGraphs
+from ds_fp8.engine.capture import before_process_groups_end, end_failed_capture
+from ds_fp8.engine.captured_graphs import MAX_EVICTIONS, CapturedGraphs
 from ds_fp8.engine.eager_forwards import EagerForwards
+from ds_fp8.engine.graph_check import GraphChecks
 from ds_fp8.engine.graph_conditions import (
     COMPILED,
     ITEMS,
-    MEASURED,
     SAVED_ELSEWHERE,
     Capacities,
+    by_name,
     is_compiled,
     rows_in_a_graph,
+    why_auto_disabled,
     why_eager,
-    why_not_by_itself,
 )
+from ds_fp8.engine.graph_decision import Action, Facts, decide
 from ds_fp8.engine.health import Health
-from ds_fp8.engine.known_code import fingerprint
+from ds_fp8.engine.known_code import code_of_others, fingerprint
 from ds_fp8.engine.micro_step_graph import MicroStepGraph
 from ds_fp8.engine.rank_agreement import RankAgreement
 from ds_fp8.monitor.cast_monitor import CastMonitor
@@ -41,10 +45,41 @@ from ds_fp8.zero.seams.micro_step import MicroStep
 from ds_fp8.zero.wire import WireMeter
 
 EAGER_STEPS = 2
-"""Micro-steps of a kind that run eagerly before one is captured: kernels are compiled, memory is allocated in them."""
+"""Micro-steps of a signature that run eagerly before one is captured: kernels are compiled, memory is allocated."""
 
-MOST_GRAPHS = 8
-"""Kinds of micro-steps that are captured: every graph keeps buffers of its own."""
+UNORDERED_STEPS = 6
+"""The same where DeepSpeed never learns the order of modules, because forwards without gradients come between."""
+
+MAX_GRAPHS = 8
+"""Signatures that are captured: every graph keeps buffers of its own."""
+
+OTHERS_DIFFER = "other ranks have batches of other shapes, or run eagerly"
+
+
+@dataclass
+class _Call:
+    """A call of the module in training, and what this rank knows of it."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    pending: bool
+    """Another forward may still get its backward."""
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of a graph."""
+    why: str | None = None
+    """Why this rank cannot run it as a graph, or None."""
+    signature: object = None
+    documents: int = 0
+    """Documents of packed rows, 0 where every row is one."""
+    max_documents: int = 0
+    """Documents that a graph is captured for; known once the ranks have compared."""
+    ordered: bool = True
+    """On all ranks DeepSpeed knows the order of modules."""
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of the batch, 0 where that is not known."""
+        return _tokens(self.kwargs)
 
 
 class MicroStepGraphs:
@@ -58,44 +93,44 @@ class MicroStepGraphs:
         wire: WireMeter,
         health: Health,
         monitor: CastMonitor,
-        known_only: bool,
+        auto: bool,
     ):
         """Install the graphs; `why_no_graphs` must have returned None.
 
         Args:
             engine: Engine of ZeRO stage 3.
-            gradients: What its reductions add to.
-            gather: What gathers its weights in FP8, if anything does.
+            gradients: Gradient shards that its reductions add to.
+            gather: Gathers its weights in FP8; None where nothing does.
             wire: Counts the bytes.
-            health: Says what there is to say.
+            health: Receives log lines.
             monitor: Measured steps run eagerly.
-            known_only: Whether nothing is captured of models with code of others, also where it came later.
+            auto: Whether conditions of "auto" hold, also for what comes later.
         """
         self._engine, self._gather, self._health, self._monitor = engine, gather, health, monitor
-        self._device, self._known_only = engine.device, known_only
+        self._device, self._auto = engine.device, auto
         self._micro_step = MicroStep(engine)
         self._gradients, self._wire = gradients, wire
         self._stock: Callable[..., Any] = engine.module._call_impl
         self.off: str | None = None
         """Reason for which nothing is captured any more."""
         self._graphs = CapturedGraphs(engine.device, self._micro_step)
-        self._seen: dict[object, int] = {}
+        self._eager_runs: dict[object, int] = {}
         self._capacities = Capacities()
-        self._said: set[str] = set()
-        self._eager = EagerForwards()
-        self._draws = False
-        """True once a forward has drawn random numbers."""
+        self._logged: set[str] = set()
+        self._eager = EagerForwards(engine.module, self._stock, engine.device, self._graphs.stream)
         self._code = 0
         """Fingerprint of the model's code at the last micro-step that could be a graph."""
+        self._code_of_others: str | None = None
         # NCCL would have all ranks exchange addresses in a capture, where one may fail.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         self._agreement = RankAgreement(engine.device)
+        self._checks = GraphChecks(engine.module, engine.device, self._micro_step, self._agreement)
         seams.replace(engine, engine.module, "_call_impl", self)
         self._evaluated = self._captured_once = False
         seams.on_step(engine, self._end_where_compiled)
         seams.before_load(engine, self.reset)
         seams.on_destroy(engine, self._destroy)
-        before_process_groups_end(self._graphs.forget)
+        before_process_groups_end(self._graphs.process_group_ends)
 
     def __reduce__(self) -> tuple:
         # A copy of a model under training has no engine, and computes by itself.
@@ -103,7 +138,7 @@ class MicroStepGraphs:
 
     @property
     def captured(self) -> int:
-        """Return how many kinds of micro-steps are captured."""
+        """Return how many signatures are captured."""
         return len(self._graphs)
 
     @property
@@ -114,22 +149,7 @@ class MicroStepGraphs:
     def reset(self) -> None:
         """Forget all graphs: what they were captured from has changed, or is about to."""
         self._graphs.forget()
-        self._seen.clear()
-
-    def _end(self, why: str) -> None:
-        """Capture nothing any more, and say so. On all ranks alike."""
-        self.reset()
-        self.off = why
-        self._health.say(f"CUDA graphs are off: {why}")
-
-    def _end_where_compiled(self) -> None:
-        """Say after a step that a module compiled after the start leaves the graphs out."""
-        if self.off is None and is_compiled(self._engine.module):
-            self._end(COMPILED)
-
-    def _destroy(self) -> None:
-        self.reset()
-        self._agreement.close()
+        self._eager_runs.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns: computed by a graph, or eagerly where there is none for this call."""
@@ -139,75 +159,88 @@ class MicroStepGraphs:
             self._evaluated = True
             self._graphs.make_room(_tokens(kwargs), evaluates=True)
             return self._stock(*args, **kwargs)
+        args, kwargs = by_name(self._engine.module, args, kwargs)
         if isinstance(kwargs.get(ITEMS), (int, float)):  # a number would be part of the graph
             kwargs[ITEMS] = torch.tensor(float(kwargs[ITEMS]))
         if torch.is_tensor(kwargs.get(ITEMS)):
             kwargs[ITEMS] = kwargs[ITEMS].to(self._device)
-        pending = self._graphs.pending or self._eager.pending
-        why, held = self._why_eager(args, kwargs, pending)
-        # A mask is of ones only, and then transformers leaves it out as well.
-        batch = {name: value for name, value in kwargs.items() if name != "attention_mask"}
-        kind, graph = None, None
-        if why is None:
-            self._forget_other_code()
-            kind = self._kind(batch)
-            graph = self._graphs.get(kind)
-        number = 0 if why is not None else zlib.crc32(repr(kind).encode()) + 1
-        usable = graph is not None and graph.addresses == self._addresses()
-        one_by_one = not pending or self._captured_once
-        lowest, highest, usable, most_held, one_by_one = self._agreement.least(
-            number, -number, usable, -held, one_by_one
-        )
-        if not one_by_one:  # before anything is captured: it is how this training goes
-            self._end("one backward has the losses of several forwards")
+        here = _Call(args, kwargs, pending=self._graphs.pending or self._eager.pending)
+        self._inspect(here)
+        action, reason = self._decide(here)
+        if action is Action.CAPTURE and self._capture(here):
+            action, reason = self._decide(here)
+        if action is Action.END:
+            self._end(reason)
+        elif reason is not None:
+            self._log(f"without CUDA graphs: {reason}")
+        if action is Action.REPLAY:
+            self._settle()
+            self._micro_step.start_clock()
+            return self._graphs.replay(self._graphs.get(here.signature), here.batch)
+        if action is Action.CHECK:
+            return self._launch_and_check(here)
+        if self.off is not None:
             return self._stock(*args, **kwargs)
-        if not number or lowest != -highest:
-            if why != MEASURED:
-                self._say(f"without CUDA graphs: {why or 'other ranks have batches of other shapes, or run eagerly'}")
-            return self._launched(args, kwargs, why == SAVED_ELSEWHERE)
-        most = self._capacities.take(kind, -most_held)
-        if not (usable and graph.most >= -most_held):
-            if not self._to_be_captured(kind, most, graph):
-                return self._launched(args, kwargs)
-            # Those that there are keep less memory than a second pool, or read elsewhere now.
-            if graph is not None:
-                self._graphs.forget()
-            graph = self._captured(kind, batch, most)
-            if graph is None:
-                return self._stock(*args, **kwargs)
-        self._settle()
-        self._micro_step.start_clock()
-        return self._graphs.replay(graph, batch)
+        self._graphs.make_room(here.tokens, evaluates=False)
+        return self._launch(here)
 
-    def _why_eager(self, args: tuple, kwargs: Mapping[str, Any], pending: bool) -> tuple[str | None, int]:
-        """Return why this rank cannot run a micro-step as a graph, or None; and the documents of packed rows."""
-        module, held = self._engine.module, 0
-        why = why_eager(self._micro_step.modules, self._monitor, self._device, args, kwargs)
-        if why is None:
-            held, why = rows_in_a_graph(module, kwargs)
-        if why is None and self._micro_step.reduced_later:
-            why = "gradients are reduced later"
-        if why is None and pending:
+    def _inspect(self, here: _Call) -> None:
+        """Find out whether this rank could run a call as a graph, and of which signature."""
+        here.why = why_eager(self._micro_step.modules, self._device, here.args, here.kwargs)
+        if here.why is None:
+            here.documents, here.why = rows_in_a_graph(self._engine.module, here.kwargs)
+        if here.why is None and self._micro_step.reduced_later:
+            here.why = "gradients are reduced later"
+        if here.why is None and here.pending:
             # A replay adds its gradients to none of another forward's, and all graphs share their memory.
-            why = "a forward ran before the backward of another"
-        return why, held
+            here.why = "a forward ran before the backward of another"
+        if here.why is None:
+            self._forget_other_code()
+            # A mask is of ones only, and then transformers leaves it out as well.
+            here.batch = {name: value for name, value in here.kwargs.items() if name != "attention_mask"}
+            here.signature = self._signature(here.batch)
 
-    def _to_be_captured(self, kind: object, most: int, graph: MicroStepGraph | None) -> bool:
-        """Return whether a micro-step of a kind is captured now, for which all ranks must be ready."""
-        seen = kind, most > 0  # packed rows have kernels of their own
-        self._seen[seen] = self._seen.get(seen, 0) + 1
-        evaluated, self._evaluated = self._evaluated, False  # DeepSpeed may follow the order of that now
-        ready = self._seen[seen] > EAGER_STEPS and not evaluated and self._micro_step.ready
-        room = graph is not None or len(self._graphs) < MOST_GRAPHS
-        ready, room, memory = self._agreement.least(ready, room, self._graphs.evictions < MOST_EVICTIONS)
-        if not memory:
-            self._end("they were freed again and again, for memory that is short or a model that changes")
-        elif not room:
-            self._say(f"without CUDA graphs: batches of {MOST_GRAPHS} shapes are captured already")
-        return bool(ready and room and memory)
+    def _decide(self, here: _Call) -> tuple[Action, str | None]:
+        """Return what all ranks do with a call, and a reason to log. Collective."""
+        graph = self._graphs.get(here.signature)
+        unchecked, unmeasured = graph is None or not graph.schedule.due, not self._monitor.active
+        beside = graph is not None and not (unchecked and unmeasured)  # or nobody need know whether there is room
+        mine = Facts(
+            alone=not here.pending or self._captured_once,
+            usable=graph is not None and graph.addresses == self._addresses(),
+            unmeasured=unmeasured,
+            unchecked=unchecked,
+            comparable=graph is not None and (here.documents > 0) == (graph.max_documents > 0),
+            room=not beside or self._graphs.has_room(here.tokens),
+            trusted=not self._auto or self._code_of_others is None,
+            lasting=self._graphs.evictions < MAX_EVICTIONS,
+            has_capacity=graph is not None or len(self._graphs) < MAX_GRAPHS,
+        )
+        number = 0 if here.why is not None else zlib.crc32(repr(here.signature).encode()) + 1
+        runs = [self._eager_runs.get((here.signature, packed), 0) for packed in (False, True)]
+        ordered = self._micro_step.ready and not self._evaluated
+        names = [one.name for one in fields(Facts) if one.name not in ("alike", "ready")]
+        lowest, highest, documents, ordered, *others = self._agreement.least(
+            number, -number, -here.documents, ordered, *runs, *(getattr(mine, name) for name in names)
+        )
+        runs, facts = others[:2], dict(zip(names, map(bool, others[2:]), strict=True))
+        packed, alike = False, lowest > 0 and lowest == -highest
+        if alike:
+            here.ordered, here.max_documents = bool(ordered), self._capacities.take(here.signature, -documents)
+            packed = here.max_documents > 0  # packed rows have kernels of their own
+            facts["usable"] = facts["usable"] and graph.max_documents >= -documents
+        elif unmeasured and facts["alone"]:
+            self._log(f"without CUDA graphs: {here.why or OTHERS_DIFFER}")
+        ready = runs[packed] >= (EAGER_STEPS if ordered else UNORDERED_STEPS)
+        action, reason = decide(Facts(alike=alike, ready=ready, **facts))
+        if alike and unmeasured and action in (Action.EAGER, Action.CAPTURE):
+            seen = here.signature, packed
+            self._eager_runs[seen] = self._eager_runs.get(seen, 0) + 1
+            self._evaluated = False  # DeepSpeed may follow the order of an evaluation until then
+        return action, reason
 
     def _addresses(self) -> tuple[int, ...]:
-        """Return where all lies that a graph reads and writes besides its own memory."""
+        """Return the addresses of all that a graph reads and writes besides its own memory."""
         gather = self._gather
         if gather is None:
             return self._micro_step.addresses(lambda parameter: False)
@@ -220,25 +253,39 @@ class MicroStepGraphs:
         if gather is not None:
             gather.settle()
 
-    def _captured(self, kind: object, batch: Mapping[str, Any], most: int) -> MicroStepGraph | None:
-        """Capture a kind of micro-step; where a rank cannot, nothing is captured any more, on all ranks."""
+    def _capture(self, here: _Call) -> bool:
+        """Capture a micro-step; where a rank cannot, nothing is captured any more, on all ranks. Collective.
+
+        Returns:
+            Whether there is a graph now.
+        """
+        if self._graphs.get(here.signature) is not None:
+            # Those that there are keep less memory than a second pool, or read elsewhere now.
+            self._graphs.forget()
         gather = self._gather
         self._settle()
         if gather is not None:
             gather.pin_scales()
-        state, error = self._micro_step.remember(), None
+        state, error, used = self._micro_step.remember(), None, self._eager.used(here.signature)
 
         def make(capturing: Callable) -> MicroStepGraph:
-            addresses = self._addresses()
             return MicroStepGraph(
-                self._stock, batch, most, self._micro_step, self._gradients, self._wire, addresses, capturing
+                self._stock,
+                here.batch,
+                here.max_documents,
+                used,
+                self._micro_step,
+                self._gradients,
+                self._wire,
+                self._addresses(),
+                capturing,
             )
 
         try:
-            why = why_not_by_itself(self._engine.module) if self._known_only else None
+            why = (why_auto_disabled(self._engine.module) or self._eager.changes) if self._auto else None
             if why is not None:
                 raise ValueError(why)
-            graph, kept = self._graphs.capture(make, most, self._draws)
+            graph, kept = self._graphs.capture(make, here.max_documents, self._eager.draws, here.ordered)
         except BaseException as found:  # whatever a model does that no graph can hold: it is said, and runs eagerly
             error = found
             while error.__context__ is not None:  # what ended the capture, and not that it had ended
@@ -255,14 +302,33 @@ class MicroStepGraphs:
             why = "another rank failed" if error is None else _in_one_line(error)
             error = _without_frames(error)
             self._end(why)
-            return None
-        self._graphs.add(kind, graph, kept, _tokens(batch))
+            return False
+        self._graphs.add(here.signature, graph, kept, here.tokens)
+        # Code of others may fail in backward where it did not with another batch.
+        self._graphs.needs_dry_run = self._code_of_others is not None
         self._captured_once = True
-        self._say(f"forward and backward run as CUDA graphs from here on, which keep {kept / 2**30:.2f} GiB")
-        return graph
+        self._log(f"forward and backward run as CUDA graphs from here on, which keep {kept / 2**30:.2f} GiB")
+        return True
 
-    def _kind(self, kwargs: Mapping[str, Any]) -> object:
-        """Return what two micro-steps have in common that one graph can run, on all ranks alike."""
+    def _launch_and_check(self, here: _Call) -> Any:
+        """Launch a micro-step by Python, and end the graphs where its graph computes something else. Collective."""
+        self._settle()
+        graph, launch = self._graphs.get(here.signature), functools.partial(self._launch, here)
+        output, difference = self._checks.launch(graph, here.signature, here.batch, launch)
+        if difference is not None:
+            self._end(
+                f"in step {self._engine.global_steps + 1} the outputs of a graph and of Python differ ({difference}): "
+                "Python values that the model reads have changed since the capture"
+            )
+        return output
+
+    def _launch(self, here: _Call) -> Any:
+        """Launch a micro-step by Python."""
+        watches = self._auto and self._code_of_others is not None
+        return self._eager.launch(here.args, here.kwargs, here.signature, here.why == SAVED_ELSEWHERE, watches)
+
+    def _signature(self, kwargs: Mapping[str, Any]) -> object:
+        """Return what micro-steps that one graph can run have in common, on all ranks alike."""
         batch = tuple(
             (name, tuple(value.shape), value.dtype, value.device.type) if torch.is_tensor(value) else (name, value)
             for name, value in sorted(kwargs.items())
@@ -274,39 +340,34 @@ class MicroStepGraphs:
 
     def _forget_other_code(self) -> None:
         """Free the graphs of a model whose hooks or settings have been changed since, on this rank."""
-        config = getattr(self._engine.module, "config", None)
-        code = fingerprint(self._micro_step.modules, self._micro_step.parameters, config)
+        module = self._engine.module
+        code = fingerprint(self._micro_step.modules, self._micro_step.parameters, getattr(module, "config", None))
         if code != self._code:
             if len(self._graphs):
                 self._graphs.evict()
-            self._seen.clear()
-            self._code, self._draws = code, False
+            self._eager_runs.clear()
+            self._graphs.needs_dry_run = True
+            self._code, self._eager.draws, self._eager.changes = code, False, None
+            self._code_of_others = code_of_others(module)
 
-    def _launched(self, args: tuple, kwargs: Mapping[str, Any], where_called: bool = False) -> Any:
-        """Call the module, on the caller's stream if `where_called`; remember until its backward that it has run."""
-        self._graphs.make_room(_tokens(kwargs), evaluates=False)
-        drawn = random_numbers_drawn(self._device)
-        output = self._stock(*args, **kwargs) if where_called else self._aside(args, kwargs)
-        self._draws = self._draws or random_numbers_drawn(self._device) != drawn
-        self._eager.add(output)
-        return output
+    def _end(self, why: str) -> None:
+        """Capture nothing any more, and log why. On all ranks alike."""
+        self.reset()
+        self.off = why
+        self._health.say(f"CUDA graphs are off: {why}")
 
-    def _aside(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Call the module on the stream that graphs are captured on.
+    def _end_where_compiled(self) -> None:
+        """End the graphs after a step if a module was compiled since the start."""
+        if self.off is None and is_compiled(self._engine.module):
+            self._end(COMPILED)
 
-        Autograd adds a gradient up on the stream that its parameter was first used on, and remembers that for as long
-        as somebody holds the loss of an earlier step. A capture must not come upon another stream there.
-        """
-        outside, stream = torch.cuda.current_stream(self._device), self._graphs.stream
-        stream.wait_stream(outside)
-        with torch.cuda.stream(stream):
-            output = self._stock(*args, **kwargs)
-        outside.wait_stream(stream)
-        return output
+    def _destroy(self) -> None:
+        self.reset()
+        self._agreement.close()
 
-    def _say(self, line: str) -> None:
-        if line not in self._said:  # once: it may be so at every step
-            self._said.add(line)
+    def _log(self, line: str) -> None:
+        if line not in self._logged:  # once: it may be so at every step
+            self._logged.add(line)
             self._health.say(line)
 
 

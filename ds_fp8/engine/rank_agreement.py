@@ -1,4 +1,4 @@
-"""Agreement of all ranks on numbers, on the host: no device is waited for."""
+"""Host-side MIN all-reduce over gloo; it does not synchronize the device."""
 
 from __future__ import annotations
 

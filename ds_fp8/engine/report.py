@@ -18,6 +18,7 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.optimizer_state import MOMENTS
 from ds_fp8.engine import break_even
 from ds_fp8.engine.coverage import EXPERTS, coverage
+from ds_fp8.engine.known_code import code_of_others
 from ds_fp8.engine.micro_steps import EAGER_STEPS
 from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
@@ -92,7 +93,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "optimizer_step": "ds_fp8" if state.step else f"DeepSpeed's: {state.why_no_step}",
         "graphs": f"off: {state.why_no_graphs}"
         if state.why_no_graphs
-        else f"after {EAGER_STEPS} micro-steps of a shape",
+        else f"after {EAGER_STEPS} micro-steps of a shape, compared with Python now and then",
         "optimizer_state": fp8.optimizer.model_dump(),
         "stochastic_parts": list(precision.stochastic_parts) if precision.compressed else [],
         "moment_bytes_per_parameter": moment_bytes(precision),
@@ -141,6 +142,8 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         and (slow := break_even.warning(break_even.typical_hidden(linears), tokens)) is not None
     ):
         report["notes"].append(f'{slow} ("graph": "auto")' if fp8.graph == "off" else slow)
+    if state.graphs is not None and (others := code_of_others(engine.module)) is not None:
+        report["notes"].append(f"{others}: graphs keep the Python values of their capture until a check finds a change")
     return report
 
 

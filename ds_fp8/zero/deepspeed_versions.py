@@ -54,7 +54,9 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
             *(*MASTER_UPDATES, *GRADIENT_WRITES, *STEP_METHODS),
             *("offload_states", "reload_states", "_set_fp16_partitioned_groups_flat", "backward_epilogue"),
         ),
-        f"{_COORDINATOR_MODULE}:{_COORDINATOR}": ("is_complete_trace",),
+        f"{_COORDINATOR_MODULE}:{_COORDINATOR}": (
+            *("is_complete_trace", "is_invalid_trace", "is_record_trace", "_invalidate_trace", "reset_step"),
+        ),
         "deepspeed.runtime.zero.parameter_offload": ("FWD_MODULE_STACK",),
         "deepspeed.ops": ("__compatible_ops__",),
         "deepspeed.constants": ("TORCH_DISTRIBUTED_DEFAULT_PORT",),

@@ -11,10 +11,10 @@ Each variant runs in processes of its own, for DeepSpeed keeps an engine's memor
 hosts start them yourself, one variant at a time: deepspeed --hostfile HOSTS scripts/bench/step.py --variants infir2.
 
 A variant is "bf16" (plain DeepSpeed), PRESET[+OPTIMIZER][/CHOICE...] such as hybrid_fast+coat (the optimizer section of
-coat), infir2/bf16-wire (gathering and reducing in BF16) or infir2/fp8-attention, or a peer whose script lies in the
-folder --peers (all names: step_variants.py). Weak scaling is the default (--sequences x --length x --accumulation
-tokens a GPU); --global-tokens fixes the tokens of a step for strong scaling. --profile prints where the time of one
-more step goes, for this library's variants.
+coat), infir2/bf16-wire (gathering and reducing in BF16), infir2/graph-auto or infir2/fp8-attention, or a peer whose
+script lies in the folder --peers (all names: step_variants.py). Weak scaling is the default (--sequences x --length x
+--accumulation tokens a GPU); --global-tokens fixes the tokens of a step for strong scaling. --profile prints where the
+time of one more step goes, for this library's variants.
 
 The time of a step is that from the end of the step before to its own end, on the GPU; medians are shown. The host runs
 as far ahead as the code lets it, as in training.
@@ -63,12 +63,18 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
     torch.manual_seed(0)
     with torch.device(device()):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        if options.lora:
+            import peft
+
+            adapters = peft.LoraConfig(r=options.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = peft.get_peft_model(model, adapters).bfloat16()
     if options.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ds_config = zero3_config(options.sequences, options.accumulation, fp8_section(variant, options.measure_every))
     if options.prefetch is not None:
         ds_config["zero_optimization"]["stage3_prefetch_bucket_size"] = options.prefetch
-    return ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return ds_fp8.initialize(model=model, model_parameters=trained, config=ds_config)[0]
 
 
 class Batches:
@@ -96,12 +102,29 @@ class Batches:
         return tokens.to(device())
 
 
-def train_step(engine: Any, batches: list[torch.Tensor], step: int, accumulation: int) -> torch.Tensor:
+def preference_loss(engine: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the loss of DPO: the first half of the rows is chosen, the reference is the model without its adapters."""
+
+    def log_probabilities() -> torch.Tensor:
+        logits = engine(input_ids=tokens, use_cache=False).logits[:, :-1]
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        return -losses.view(len(tokens), -1).float().sum(-1)
+
+    ours = log_probabilities()
+    with torch.no_grad(), engine.module.disable_adapter():
+        theirs = log_probabilities()
+    chosen, rejected = (ours - theirs).chunk(2)
+    return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def train_step(
+    engine: Any, batches: list[torch.Tensor], step: int, accumulation: int, dpo: bool = False
+) -> torch.Tensor:
     """Take one optimizer step and return the mean loss of its micro-batches, on the device."""
     losses = []
     for micro in range(accumulation):
         tokens = batches[step * accumulation + micro]
-        loss = engine(input_ids=tokens, labels=tokens).loss
+        loss = preference_loss(engine, tokens) if dpo else engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach().float())
@@ -121,7 +144,7 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         engine.fp8.wire.take()
-        losses.append(train_step(engine, tokens, step, options.accumulation))
+        losses.append(train_step(engine, tokens, step, options.accumulation, options.dpo))
         intervals.mark()
     durations = intervals.seconds()
     sent = engine.fp8.wire.take()
@@ -143,7 +166,7 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
     if options.profile:
 
         def one_more() -> None:
-            train_step(engine, tokens, options.steps, options.accumulation)
+            train_step(engine, tokens, options.steps, options.accumulation, options.dpo)
             synchronize()
 
         with marked(engine):
@@ -209,6 +232,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--measure-every", type=int, default=0, help="fp8.monitor.every (default 0: never)")
     parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size, where not as it is by default")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing of whole layers")
+    parser.add_argument("--lora", type=int, default=0, metavar="R", help="train PEFT's adapters of this rank alone")
+    parser.add_argument("--dpo", action="store_true", help="loss of DPO on pairs of sequences; needs --lora")
     parser.add_argument("--deterministic", action="store_true", help="attention that adds up in one order (MATH)")
     parser.add_argument("--text", metavar="FILE", help="train on the bytes of this file")
     parser.add_argument("--profile", action="store_true", help="of one more step: the host's waits, the GPU's time")
@@ -222,6 +247,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         if getattr(options, name) is None:
             setattr(options, name, value)
     options.variants = options.variants or ["bf16", "infir2", "infir2/bf16-wire"]
+    if options.dpo and (not options.lora or options.sequences % 2):
+        raise UserError("DPO needs adapters and pairs", key="--dpo", remedy="--lora 16 --sequences 2")
     if options.steps <= options.warmup:
         raise UserError(f"{options.steps} steps are not enough", key="--steps", remedy=f"more than {options.warmup}")
     for variant in options.variants:
@@ -281,6 +308,8 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         "accumulation",
         "recompute",
         "prefetch",
+        "lora",
+        "dpo",
         "deterministic",
     )
     return {**{name: getattr(options, name) for name in names}, "monitor": options.measure_every}

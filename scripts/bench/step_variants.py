@@ -1,8 +1,8 @@
 """What step.py measures: this library's variants by their names, and the peers, whose scripts lie in a folder.
 
 A variant of this library is "bf16" (plain DeepSpeed) or PRESET[+OPTIMIZER][/CHOICE...]: the preset, the optimizer
-section of another, and any of bf16-wire (gather and reduce in BF16), fp8-head, fp8-attention, graph, and the name of a
-GEMM backend.
+section of another, and any of bf16-wire (gather and reduce in BF16), fp8-head, fp8-attention, graph, graph-auto, and
+the name of a GEMM backend.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "copy-engine": {"param_gather": {"transport": "copy_engine"}},
     "fp8-head": {"loss": {"head": "fp8"}},
     "graph": {"graph": "on"},
+    "graph-auto": {"graph": "auto"},
     "fp8-attention": {"attention": {"format": "e4m3"}},
     **{backend: {"linear": {"backend": backend}} for backend in BACKENDS},
 }

@@ -1,114 +1,212 @@
-"""MicroStepGraphs on a machine without a GPU: all of its decisions, with graphs that launch the module again.
+"""MicroStepGraphs on a machine without a GPU: all of its code, with graphs that are lists of operations.
 
-What stands in for a graph computes what the kernels of one would, and changes nothing else of DeepSpeed's.
+As a CUDA graph, such a list has every Python value that its recording met, and all tensors where they were: what a
+replay reads and writes lies at the same addresses. Recording computes, which a capture does not, so that what it writes
+outside of its own memory is put back.
 """
 
+import contextlib
 from unittest import mock
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from ds_fp8.engine import micro_steps
-from ds_fp8.engine.capture import masks_as_outside
-from ds_fp8.engine.micro_step_graph import MicroStepGraph, only_differentiable
+from ds_fp8.engine.capture import masks_as_outside, process_groups_used
+from ds_fp8.engine.captured_graphs import CapturedGraphs
 from tests.zero import models
 
 
-class _Passes:
+def _tensors(tree):
+    return [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)]
+
+
+def _storage(tensor):
+    return tensor.untyped_storage().data_ptr() if tensor.numel() else None
+
+
+def _alias(tensor):
+    # Whoever gives `parameter.data` other memory does not give it to this one.
+    return tensor.detach() if torch.is_tensor(tensor) else tensor
+
+
+def _already(*_):
+    return True
+
+
+class OperationList:
     """In place of a CUDAGraph."""
 
-    def __init__(self, replay):
-        self.replay = replay
+    def __init__(self):
+        self._operations = []
+
+    def replay(self):
+        with torch.no_grad():
+            for function, args, kwargs, results in self._operations:
+                found = function(*args, **kwargs)
+                for leaf in tree_leaves(found):
+                    if hasattr(leaf, "wait"):  # of a collective
+                        leaf.wait()
+                for mine, new in zip(results, _tensors(found), strict=True):
+                    if mine is not None:
+                        mine.copy_(new)
+
+    def add(self, function, args, kwargs, found):
+        """Record an operation; results in memory of its own are copied into the first ones at a replay."""
+        given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        results = [None if _storage(x) in given or not x.numel() else _alias(x) for x in _tensors(found)]
+        self._operations.append((function, *tree_map(_alias, (args, kwargs)), results))
 
     def reset(self):
+        self._operations.clear()
+
+
+class _Recording(TorchDispatchMode):
+    """Records all operations, and puts back what they write to tensors from before."""
+
+    def __init__(self, graph):
+        super().__init__()
+        self._graph, self._own, self._before = graph, set(), {}
+        self._kept = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        schema = function._schema
+        collective = schema.name.startswith("c10d::")
+        for argument, value in zip(schema.arguments, args, strict=False):
+            if collective or (argument.alias_info is not None and argument.alias_info.is_write):
+                self._keep(value)
+        for argument in schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in kwargs:
+                self._keep(kwargs[argument.name])
+        found = function(*args, **kwargs)
+        if collective:
+            for leaf in tree_leaves(found):
+                if hasattr(leaf, "wait"):
+                    leaf.wait()
+        given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        self._own.update(_storage(x) for x in _tensors(found) if _storage(x) not in given)
+        self._kept.append(_tensors(found))  # or its memory would be another tensor's soon
+        self._graph.add(function, args, kwargs, found)
+        return found
+
+    def _keep(self, value):
+        for tensor in _tensors(value):
+            place = _storage(tensor)
+            if place is not None and place not in self._own and place not in self._before:
+                storage = tensor.untyped_storage()
+                self._before[place] = storage, storage.clone()
+
+    def restore(self):
+        for storage, before in self._before.values():
+            storage.copy_(before)
+
+
+class RecordedGraphs(CapturedGraphs):
+    """The graphs of an engine, as lists of operations. `log` says what was done."""
+
+    dry_runs = 0
+    room = True
+
+    def __init__(self, device, micro_step):
+        self.log = []
+        with mock.patch.object(torch.cuda, "Stream"):
+            super().__init__(device, micro_step)
+
+    def capture(self, make, max_documents, drawn, ordered):
+        self.log.append(f"captured for {max_documents}")
+
+        @contextlib.contextmanager
+        def capturing(graph):
+            recording, state = _Recording(graph), torch.get_rng_state()
+            # Collectives are waited for when they are recorded; gloo's wait would copy what it has received once more.
+            waited = mock.patch.object(torch.distributed.Work, "wait", _already)
+            with masks_as_outside(max_documents), waited, recording:
+                yield
+            recordings.append(recording)
+            torch.set_rng_state(state)
+
+        recordings = []
+        try:
+            with mock.patch.object(torch.cuda, "CUDAGraph", OperationList), process_groups_used(self._groups):
+                if not ordered:
+                    self.log.append("in the order of a dry run")
+                    with self._micro_step.order_recorded():
+                        make(capturing)
+                    self._restore(recordings)
+                graph = make(capturing)
+        finally:
+            self._restore(recordings)
+        graph.close = self._logged(graph.close, "closed")
+        return graph, 0
+
+    def _restore(self, recordings):
+        while recordings:  # backward wrote last
+            recordings.pop().restore()
+
+    def _logged(self, function, word):
+        def with_log():
+            self.log.append(word)
+            function()
+
+        return with_log
+
+    def replay(self, graph, batch):
+        self.log.append(f"replayed for {graph.max_documents}")
+        return super().replay(graph, batch)
+
+    def make_room(self, tokens, evaluates):
         pass
 
-
-class Relaunched(MicroStepGraph):
-    """In place of what is captured."""
-
-    def __init__(self, call, batch, most, micro_step, gradients, addresses, log):
-        self._call, self.most, self._micro_step, self._gradients = call, most, micro_step, gradients
-        self.addresses, self._log, self._token, self._persistent = addresses, log, None, []
-        self._wire = mock.Mock()
-        self._batch = {name: x.detach().clone() if torch.is_tensor(x) else x for name, x in batch.items()}
-        self._anchor, self._gradient = torch.zeros((), requires_grad=True), torch.ones(())
-        self._arrives, self._sends = frozenset(gradients._places), 0
-        self._leaves = []
-        self._forward, self._backward = _Passes(self._launch_forward), _Passes(self._launch_backward)
-
-    def close(self):
-        self._log.append("closed")
-        super().close()
-
-    def replay(self, batch):
-        self._log.append(f"replayed for {self.most}")
-        return super().replay(batch)
-
-    def _launch(self):
-        with masks_as_outside(self.most), torch.enable_grad():
-            leaves, self._structure = tree_flatten(self._call(**self._batch))
-        self._place, loss = only_differentiable(leaves)
-        self._micro_step.finish_gathers()
-        return leaves, loss
-
-    def _launch_forward(self):
-        state = self._micro_step.remember()
-        leaves, _ = self._launch()
-        self._leaves = [leaf.detach() if torch.is_tensor(leaf) else leaf for leaf in leaves]
-        self.loss = self._leaves[self._place]
-        del leaves
-        self._micro_step.partition()
-        self._micro_step.restore(state)
-
-    def _launch_backward(self):
-        state, arrived = self._micro_step.remember(), self._gradients.arrived
-        _, loss = self._launch()
-        torch.autograd.backward([loss], [self._gradient])
-        self._micro_step.finish_backward()
-        self._micro_step.restore(state)
-        self._gradients.arrived = arrived
+    def has_room(self, tokens, evaluates=False):
+        return self.room
 
 
 class Graphs(micro_steps.MicroStepGraphs):
-    """All decisions, and nothing of CUDA. `log` says what was done."""
+    """All of it, with lists of operations in place of CUDA graphs."""
 
-    def __init__(self, engine):
+    def __init__(self, engine, auto=False):
         fp8 = engine.fp8
-        self.log = []
-        with mock.patch.object(torch.cuda, "Stream"):
+        with mock.patch.object(micro_steps, "CapturedGraphs", RecordedGraphs):
             super().__init__(
-                engine, fp8.step.gradients, fp8.parameter_gather, fp8.wire, fp8.health, fp8.monitor, known_only=False
+                engine, fp8.step.gradients, fp8.parameter_gather, fp8.wire, fp8.health, fp8.monitor, auto=auto
             )
+        self.log = self._graphs.log
         self._micro_step.start_clock = lambda: None
-        self._graphs.make_room = lambda *_, **__: None
+        self._eager._aside = self._launch_eagerly
+        self._checks.launch = self._logged_check(self._checks.launch)
 
-    def _captured(self, kind, batch, most):
-        self.log.append(f"captured for {most}")
-        self._settle()
-        self._agreement.least(True)  # whether all could
-        graph = Relaunched(self._stock, batch, most, self._micro_step, self._gradients, self._addresses(), self.log)
-        self._graphs.add(kind, graph, 0, 0)
-        self._captured_once = True
-        return graph
-
-    def _aside(self, args, kwargs):
+    def _launch_eagerly(self, args, kwargs):
         self.log.append("eager")
         return self._stock(*args, **kwargs)
 
+    def _logged_check(self, launch):
+        def with_log(*args):
+            self.log.append("checked")
+            return launch(*args)
 
-def engine_of(attention: str = "sdpa", fp8: dict | None = None):
-    """An engine of a small Qwen2, with this "fp8" section, and the list of what it says."""
+        return with_log
+
+
+def model_of(attention: str = "sdpa", **more):
+    """A small Qwen2 with weights from seed 0."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(**sizes, num_hidden_layers=1, vocab_size=128, **more)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+
+
+def engine_of(attention: str = "sdpa", fp8=None, model=None):
+    """An engine of a small Qwen2 or of `model`, and the list of what it says."""
     import ds_fp8
 
     models.leave_modules_to_themselves()
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen2Config(**sizes, num_hidden_layers=1, vocab_size=128)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+    model = model_of(attention) if model is None else model
     section = models.config({"monitor": {"every": 0}, **(fp8 or {})}) | {"train_micro_batch_size_per_gpu": 1}
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=section)[0]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine = ds_fp8.initialize(model=model, model_parameters=parameters, config=section)[0]
     said = []
     engine.fp8.health.say = said.append
     return engine, said

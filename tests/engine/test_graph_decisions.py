@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from ds_fp8.engine import micro_steps
-from ds_fp8.engine.captured_graphs import MOST_EVICTIONS, PAID_AFTER, CapturedGraphs
-from ds_fp8.engine.known_code import code_of_others, fingerprint
+from ds_fp8.engine.captured_graphs import MAX_EVICTIONS, PAID_AFTER, CapturedGraphs
+from ds_fp8.engine.check_schedule import CheckSchedule
+from ds_fp8.engine.known_code import code_of_others, fingerprint, hook_of_others
 from ds_fp8.engine.rank_agreement import LEAST_TIMEOUT, RankAgreement
 from tests.engine.graphs_in_python import Graphs, engine_of
 
-REPLAYED = "replayed for 0"
+REPLAYED, CHECKED = "replayed for 0", "checked, eager"
 
 
 def forward(engine, length=64, step=0, padded=False):
@@ -35,7 +36,7 @@ def several_forwards(graphs, order):
     if graphs:
         engine.fp8.graphs = Graphs(engine)
         log = engine.fp8.graphs.log
-    found = [train(engine, forward(engine, step=step)) for step in range(4)]
+    found = [train(engine, forward(engine, step=step)) for step in range(8)]
     lengths = {"eager first": [(48, True), (64, False)], "graph first": [(64, False), (48, True)]}[order]
     try:
         found.append(train(engine, *(forward(engine, length, 9, padded) for length, padded in lengths)))
@@ -79,13 +80,13 @@ def of_one_rank(what, most=None):
     from deepspeed import comm as dist
 
     engine, said = engine_of()
-    before, micro_steps.MOST_GRAPHS = micro_steps.MOST_GRAPHS, most or micro_steps.MOST_GRAPHS
+    before, micro_steps.MAX_GRAPHS = micro_steps.MAX_GRAPHS, most or micro_steps.MAX_GRAPHS
     graphs = engine.fp8.graphs = Graphs(engine)
     losses = [train(engine, forward(engine, length, step))[0] for step, length in enumerate((64, 64, 64, 48, 48))]
     if dist.get_rank() == 0:
         what(graphs)
     losses += [train(engine, forward(engine, 48, step))[0] for step in (5, 6)]
-    micro_steps.MOST_GRAPHS = before
+    micro_steps.MAX_GRAPHS = before
     log = list(graphs.log)
     engine.destroy()
     return log, losses, said
@@ -100,20 +101,20 @@ def evaluate(graphs):
 
 
 def evict_often(graphs):
-    graphs._graphs.evictions = MOST_EVICTIONS
+    graphs._graphs.evictions = MAX_EVICTIONS
 
 
 def test_ranks_agree_although_one_has_freed_its_graphs(ranks):
     ours, theirs = ranks(2, of_one_rank, evict, 1)
     assert [one for one in ours[0] if one != "closed"] == theirs[0]
     assert theirs[0][-2:] == ["eager", "eager"]  # the other has as many as there may be
-    assert any("are captured already" in line for line in ours[2])
+    assert any("too many shapes" in line for line in ours[2])
 
 
 def test_ranks_agree_although_one_has_evaluated(ranks):
     ours, theirs = ranks(2, of_one_rank, evaluate)
     assert ours[0] == theirs[0]
-    assert theirs[0][-3:] == ["eager", "captured for 0", REPLAYED]
+    assert theirs[0][-4:] == ["eager", "captured for 0", "checked", "eager"]
 
 
 def test_no_rank_captures_what_one_frees_again_and_again(ranks):
@@ -147,10 +148,10 @@ def changed(_):
 
 def test_what_has_changed_in_python_is_captured_anew(ranks):
     log, said = ranks(1, changed, None)[0]
-    captured = f"captured for 0, {REPLAYED}"
+    captured = f"captured for 0, {CHECKED}"
     anew = ["closed, eager", "eager", captured, REPLAYED]
     assert log[:12] == ["eager", "eager", captured, REPLAYED, *anew, *anew]
-    assert log[12:14] == [REPLAYED, REPLAYED]
+    assert log[12:14] == [CHECKED, REPLAYED]
     assert log[14].startswith("closed")
     assert any(line.startswith("CUDA graphs are off: they were freed again and again") for line in said)
 
@@ -180,7 +181,8 @@ def test_memory_of_graphs_is_free_while_a_checkpoint_is_loaded(ranks, tmp_path):
 
 def test_graphs_that_have_paid_may_be_freed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    graphs, graph = CapturedGraphs(torch.device("cpu"), None), SimpleNamespace(replay=lambda batch: batch)
+    graphs = CapturedGraphs(torch.device("cpu"), SimpleNamespace(groups=[]))
+    graph = SimpleNamespace(replay=lambda batch: batch, schedule=CheckSchedule())
     for _ in range(2):
         graphs.evict()
     assert graphs.evictions == 2
@@ -190,20 +192,21 @@ def test_graphs_that_have_paid_may_be_freed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "found", "words"),
     [
-        (lambda m: m.weight.register_hook(lambda g: g), "weight has a hook of tests.engine.test_graph_decisions"),
-        (lambda m: setattr(m, "forward", lambda x: x), "the model has a forward of tests.engine.test_graph_decisions"),
-        (lambda m: m.register_full_backward_hook(lambda *_: None), "the model has a hook of tests.engine"),
+        (lambda m: m.weight.register_hook(lambda g: g), hook_of_others, "weight has a hook of tests.engine.test_graph"),
+        (lambda m: setattr(m, "forward", lambda x: x), code_of_others, "the model has a forward of tests.engine.test"),
+        (lambda m: m.register_full_backward_hook(lambda *_: None), hook_of_others, "the model has a hook of tests."),
+        (lambda m: m.register_forward_hook(lambda *_: None), hook_of_others, "the model has a hook of tests."),
     ],
 )
-def test_code_of_others_is_found_wherever_it_is(change, words):
+def test_code_of_others_is_found_wherever_it_is(change, found, words):
     module = torch.nn.Linear(2, 2)
-    assert code_of_others(module) is None
+    assert found(module) is None
     before = fingerprint([module], list(module.parameters()), None)
     assert before == fingerprint([module], list(module.parameters()), None)
     change(module)
-    assert words in code_of_others(module)
+    assert words in found(module)
     assert before != fingerprint([module], list(module.parameters()), None)
 
 

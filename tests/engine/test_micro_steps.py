@@ -11,17 +11,18 @@ from torch.utils import checkpoint
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
-from ds_fp8.engine.capture import before_process_groups_end, random_states_unread
+from ds_fp8.engine.capture import before_process_groups_end, process_groups_used, random_states_unread
+from ds_fp8.engine.captured_graphs import CapturedGraphs
 from ds_fp8.engine.graph_conditions import (
-    LEAST_DOCUMENTS,
+    MIN_DOCUMENTS,
     Capacities,
     rows_in_a_graph,
     why_no_graphs,
     why_not_recomputed,
 )
-from ds_fp8.engine.micro_step_graph import only_differentiable
+from ds_fp8.engine.known_code import code_of_others
+from ds_fp8.engine.micro_step_graph import differentiable
 from ds_fp8.layers.convert import convert
-from ds_fp8.layers.loss import LossFusion
 from ds_fp8.train import packed_attention
 from ds_fp8.zero.wire import GATHER, WireMeter
 from tests.zero import models
@@ -49,7 +50,7 @@ def test_a_reason_of_one_rank_holds_for_all(ranks):
     assert ranks(2, of_one_rank, None) == ["here"] * 2
 
 
-def captures(fp8=None, loss=True, why_no_step=None, device="cuda", module=None, hosts=1, **answers):
+def captures(fp8=None, why_no_step=None, device="cuda", module=None, **answers):
     """Why an engine of these answers captures nothing; by default it does."""
     section = parse_fp8({"fp8": {"preset": "hybrid_fast", "graph": "auto", **(fp8 or {})}})
     if module is None:
@@ -66,7 +67,7 @@ def captures(fp8=None, loss=True, why_no_step=None, device="cuda", module=None, 
         sequence_parallel_size=answers.pop("sequence_parallel_size", 1),
         **{name: lambda value=value: value for name, value in {**methods, **answers}.items()},
     )
-    return why_no_graphs(engine, section, LossFusion(loss, ""), why_no_step, hosts)
+    return why_no_graphs(engine, section, why_no_step)
 
 
 def linear(change, **casts):
@@ -81,7 +82,6 @@ REASONS = {
     '"graph" is "off"': {"fp8": {"graph": "off"}},
     "there is no CUDA device": {"device": "cpu"},
     "DeepSpeed's step stays: offloaded": {"why_no_step": "offloaded"},
-    "the loss is not fused": {"loss": False},
     "rounded at random": {"fp8": {"grad_reduce": {"rounding": "stochastic"}}},
     "one scale each": {"fp8": {"grad_reduce": {"scale": "tensor"}}},
     "casts are emulated": {"module": lambda: linear(lambda m: None, input={"rounding": "stochastic"})},
@@ -105,8 +105,8 @@ def test_there_may_be_no_reason():
     assert captures(module=linear(lambda m: None)) is None
 
 
-def test_code_of_others_is_captured_only_if_asked_for():
-    """What it does in Python would be done once, at the capture."""
+def test_code_of_others_is_captured_and_hooks_only_if_asked_for():
+    """Hooks are there to be called at every step, and a graph calls none."""
 
     class Counting(nn.Module):
         def forward(self, x):
@@ -114,15 +114,10 @@ def test_code_of_others_is_captured_only_if_asked_for():
 
     hooked, own = linear(lambda m: m[0].register_forward_hook(lambda *_: None)), linear(lambda m: m.append(Counting()))
     assert "0 has a hook of tests.engine.test_micro_steps" in captures(module=hooked)
-    assert "1 is a Counting of tests.engine.test_micro_steps" in captures(module=own)
-    for module in (hooked, own):
-        assert captures(module=module, fp8={"graph": "on"}) is None
-    assert captures(module=small_model()) is None
-
-
-def test_several_hosts_are_captured_only_if_asked_for():
-    assert "several hosts" in captures(hosts=2)
-    assert captures(fp8={"graph": "on"}, hosts=2) is None
+    assert captures(module=hooked, fp8={"graph": "on"}) is None
+    assert captures(module=own) is None
+    assert "1 is a Counting of tests.engine.test_micro_steps" in code_of_others(own)
+    assert captures(module=small_model()) is code_of_others(small_model()) is None
 
 
 def test_they_are_made_unless_declined():
@@ -170,13 +165,13 @@ def test_packed_rows_are_captured_with_packed_attention_alone(attention):
 def test_a_graph_has_room_for_twice_the_documents_ever_seen():
     capacities = Capacities()
     assert [capacities.take("a", 0) for _ in range(3)] == [0, 0, 0]  # plain rows stay plain
-    assert capacities.take("a", 2) == LEAST_DOCUMENTS
+    assert capacities.take("a", 2) == MIN_DOCUMENTS
     assert capacities.take("b", 0) == 0
     assert capacities.take("a", 16) == 32
     assert capacities.take("a", 17) == 64
     assert capacities.take("a", 0) == 64  # one document a row among packed ones
     for held in range(1, 300):
-        assert 2 * held <= Capacities().take("a", held) <= max(LEAST_DOCUMENTS, 4 * held)
+        assert 2 * held <= Capacities().take("a", held) <= max(MIN_DOCUMENTS, 4 * held)
 
 
 def small_model(attention="sdpa", **more) -> nn.Module:
@@ -230,42 +225,68 @@ def test_recomputation_works_while_random_states_are_not_read():
 
 
 class Ended:
-    """Counts how often a process group is about to end."""
+    """Notes which process groups are about to end, and which of two are of its own, as graphs do."""
 
-    def __init__(self):
-        self.done = []
+    def __init__(self, *names):
+        self.groups, self.freed, self._names = [], 0, names
 
-    def end(self):
-        self.done.append(torch.distributed.is_initialized())
+    def end(self, group):
+        self.groups.append((group.group_name, torch.distributed.is_initialized()))
+        graphs = CapturedGraphs.__new__(CapturedGraphs)
+        graphs._groups, graphs.forget = set(self._names), lambda: setattr(self, "freed", self.freed + 1)
+        graphs.process_group_ends(group)
 
 
-def end_a_group():
+def new_group():
     group = torch.distributed.new_group()
     torch.distributed.barrier(group)  # or one rank ends it while the other is still connecting
-    destroy_process_group(group)
+    return group
 
 
 def ended(_):
-    """What is done before a process group ends, and not once its object is gone."""
-    one = Ended()
+    """What is done before process groups end, and not once its object is gone."""
+    groups = [new_group() for _ in range(3)]
+    names = [group.group_name for group in groups]
+    one = Ended(names[1])
     before_process_groups_end(one.end)
-    end_a_group()
-    done = one.done
+    freed = []
+    for group in groups[:2]:
+        destroy_process_group(group)
+        freed.append(one.freed)
+    seen = one.groups == [(name, True) for name in names[:2]]
     del one
-    end_a_group()
-    return done
+    destroy_process_group(groups[2])
+    return seen, freed
 
 
-def test_graphs_are_gone_before_a_process_group_ends(ranks):
-    assert ranks(2, ended, None) == [[True]] * 2
+def test_graphs_are_gone_before_a_process_group_of_theirs_ends(ranks):
+    assert ranks(2, ended, None) == [(True, [0, 1])] * 2
 
 
-def test_one_output_has_the_gradient():
+def used(_):
+    """Whether the groups that run a collective are found, and no other."""
+    ours, others = new_group(), new_group()
+    names = set()
+    with process_groups_used(names):
+        torch.distributed.all_reduce(torch.ones(1), group=ours)
+    found = names == {ours.group_name}
+    for group in (ours, others):
+        destroy_process_group(group)
+    return found
+
+
+def test_process_groups_of_a_capture_are_found(ranks):
+    assert ranks(2, used, None) == [True] * 2
+
+
+def test_outputs_with_a_gradient_are_found():
     loss, logits = torch.ones((), requires_grad=True), torch.ones(3)
-    assert only_differentiable([None, logits, loss])[0] == 2
-    for leaves in ([logits], [loss, loss * 2]):
-        with pytest.raises(ValueError, match="a graph knows one loss"):
-            only_differentiable(leaves)
+    assert differentiable([None, logits, loss]) == [2]
+    assert differentiable([loss, 1, loss * 2, "x"]) == [0, 2]
+    with pytest.raises(ValueError, match="no tensor with a gradient"):
+        differentiable([logits])
+    with pytest.raises(ValueError, match="use_cache"):
+        differentiable([loss, object()])
 
 
 def test_bytes_of_a_graph_are_counted_when_it_runs():

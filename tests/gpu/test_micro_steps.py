@@ -139,8 +139,8 @@ def fail_in_backward(engine, step):
 
 
 def two_forwards(engine, step):
-    """A second forward before the first one's backward."""
-    if step == 6:
+    """A second forward before the backward of a replayed one."""
+    if step == 7:
         tokens = [batch(number, LENGTH) for number in (70, 71)]
         losses = [engine(input_ids=ids, labels=ids, use_cache=False).loss for ids in tokens]
         engine.backward(losses[0])
@@ -296,6 +296,101 @@ def test_by_itself_only_known_code_is_captured(gpu_ranks):
     assert_same(hooked, known)
 
 
+class WithAdapters:
+    """A LoRA model, its loss fused or that of DPO; every other option as `train`."""
+
+    def __init__(self, graph, dpo):
+        self._graph, self._dpo = graph, dpo
+
+    def __call__(self, _=None):
+        import peft
+        from torch.nn import functional as F
+        from transformers import AutoModelForCausalLM, Qwen2Config
+
+        import ds_fp8
+
+        models.leave_modules_to_themselves()
+        sizes = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            shape = Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=VOCABULARY)
+            model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+            options = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = peft.get_peft_model(model, options).bfloat16()
+        section = {"preset": "hybrid_fast", "graph": self._graph, "monitor": {"every": 0}}
+        config = models.config(section) | {"train_micro_batch_size_per_gpu": 2}
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        engine = ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0]
+        said = []
+        engine.fp8.health.say = said.append
+
+        def scores(tokens):
+            logits = engine(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+            return -F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").sum(-1)
+
+        losses = []
+        with sdpa_kernel(SDPBackend.MATH):
+            for step in range(16):
+                tokens = torch.cat([batch(2 * step, LENGTH), batch(2 * step + 1, LENGTH)])
+                if self._dpo:
+                    ours = scores(tokens)
+                    with torch.no_grad(), engine.module.disable_adapter():
+                        theirs = scores(tokens)
+                    chosen, rejected = (ours - theirs).chunk(2)
+                    loss = -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+                else:
+                    loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append((loss.item(), float(engine.get_global_grad_norm())))
+        graphs = engine.fp8.graphs
+        outcome = (engine.fp8.why_no_graphs, 0) if graphs is None else (graphs.off, graphs.captured)
+        engine.destroy()
+        return losses, outcome, said
+
+
+@pytest.mark.parametrize("world", worlds())
+@pytest.mark.parametrize("dpo", [False, True])
+def test_adapters_train_as_graphs_by_themselves(gpu_ranks, world, dpo):
+    launched, captured = (gpu_ranks(world, WithAdapters(graph, dpo)) for graph in ("off", "auto"))
+    for theirs, ours in zip(launched, captured, strict=True):
+        assert ours[0] == theirs[0]
+        assert ours[1] == (None, 1), ours[2]
+
+
+SCHEDULE = {"factor": 1.0}
+
+
+def scheduled_attention(module, query, *args, **kwargs):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query * SCHEDULE["factor"], *args, **kwargs)
+
+
+def change_the_schedule(engine, step):
+    SCHEDULE["factor"] = 30.0 if step >= 6 else 1.0  # step 6 is a check
+
+
+def with_schedule(graph):
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register("scheduled", scheduled_attention)
+    AttentionMaskInterface.register("scheduled", sdpa_mask)
+    return trained(graph, attention="scheduled", between=change_the_schedule)
+
+
+@pytest.mark.parametrize("world", worlds())
+def test_a_schedule_in_python_is_found_at_the_next_check(gpu_ranks, world):
+    for theirs, ours in zip(
+        gpu_ranks(world, functools.partial(with_schedule, "off")),
+        gpu_ranks(world, functools.partial(with_schedule, "auto")),
+        strict=True,
+    ):
+        assert_same(ours, theirs)
+        assert "in step 7 the outputs of a graph and of Python differ" in ours[3][0]
+
+
 def compile_the_module(engine, step):
     if step == 4:
         engine.compile(backend="eager")
@@ -329,7 +424,7 @@ def stale(_):
     for step in range(5):
         tokens = batch(step, LENGTH)
         loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-        if step == 4:
+        if step == 3:  # a replay, between two checks
             loss.backward(retain_graph=True)
             with pytest.raises(RuntimeError, match="has had its backward") as found:
                 loss.backward()

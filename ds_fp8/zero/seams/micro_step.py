@@ -44,6 +44,24 @@ class MicroStep:
         """Return whether DeepSpeed knows the order of all modules: what it fetches stays the same from now on."""
         return self._coordinator.is_complete_trace()
 
+    @contextlib.contextmanager
+    def order_recorded(self) -> Iterator[None]:
+        """Let DeepSpeed learn the order of modules from one forward and backward inside. Collective.
+
+        Where every step has other forwards in between (a reference model that is the same module), it never does.
+        """
+        coordinator = self._coordinator
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+        coordinator.reset_step()  # which begins to record
+        # Every forward calls it; within a capture it would exchange what is recorded with other ranks.
+        coordinator.reset_step = lambda: None
+        try:
+            yield
+        finally:
+            del coordinator.reset_step
+        coordinator.reset_step()
+
     @property
     def accumulates(self) -> bool:
         """Return whether the gradients of this micro-step are added to those of earlier ones."""
@@ -53,6 +71,12 @@ class MicroStep:
     def persistent(self) -> list[torch.nn.Parameter]:
         """Return the parameters that stay whole between micro-steps."""
         return [parameter for parameter in self.parameters if parameter.ds_persist]
+
+    @property
+    def groups(self) -> list[torch.distributed.ProcessGroup]:
+        """Return the process groups in which parameters are gathered and gradients reduced."""
+        groups = [self._zero.dp_process_group, *(parameter.ds_process_group for parameter in self.parameters)]
+        return [group or torch.distributed.group.WORLD for group in {id(group): group for group in groups}.values()]
 
     @property
     def reducing(self) -> bool:
@@ -135,11 +159,15 @@ class MicroStep:
         What was enqueued for earlier micro-steps lies before what the current stream gets next.
         """
         self.partition()
-        for side in self.side_streams():
-            streams.wait_stream(side)
+        self.wait_for_sides()
         missing = [p for p in self.persistent if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         if missing:
             missing[0].all_gather(missing)
+
+    def wait_for_sides(self) -> None:
+        """Let the current stream wait for gathers and reductions that have been enqueued."""
+        for side in self.side_streams():
+            streams.wait_stream(side)
 
     def partition(self) -> None:
         """Partition every parameter that is available and not persistent."""
@@ -171,6 +199,8 @@ class MicroStep:
         """Drop all that a capture that failed has begun: nothing of it is in any memory."""
         getattr(self._coordinator, IN_FLIGHT).clear()
         getattr(self._coordinator, ACTIVE_BACKWARD).clear()
+        if self._coordinator.is_record_trace():
+            self._coordinator._invalidate_trace()
         for bucket in self._zero.ipg_buckets.values():
             bucket.clear_params()
         for parameter in self.parameters:

@@ -1,0 +1,74 @@
+"""Decision on one micro-step, as a pure function of facts that all ranks have agreed on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Action(Enum):
+    """Things to do with a micro-step."""
+
+    EAGER = "eager"
+    """Python launches it."""
+    CAPTURE = "capture"
+    """A graph is captured, and the decision taken again."""
+    REPLAY = "replay"
+    """A graph runs it."""
+    CHECK = "check"
+    """Python launches it, and the graph's forward runs beside it for comparison."""
+    END = "end"
+    """Graphs are freed, and none is captured any more."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts of a micro-step. Each holds only if it does on every rank."""
+
+    alike: bool = False
+    """Every rank could run it as a graph, and all of one signature."""
+    alone: bool = False
+    """No other forward waits for its backward, or graphs have been captured: this is how the training goes."""
+    usable: bool = False
+    """There is a graph of its signature, with capacity for its documents, whose addresses are still right."""
+    unmeasured: bool = False
+    """Its casts are not measured, which a graph cannot do."""
+    unchecked: bool = False
+    """The graph need not be checked now."""
+    comparable: bool = False
+    """The graph runs the same kernels as Python."""
+    room: bool = False
+    """There is memory for an eager micro-step beside the graph."""
+    trusted: bool = False
+    """The graph may run unchecked where there is no such memory."""
+    lasting: bool = False
+    """Graphs have not been freed again and again."""
+    has_capacity: bool = False
+    """Fewer graphs have been captured than there may be."""
+    ready: bool = False
+    """Enough micro-steps of its signature have run eagerly."""
+
+
+def decide(facts: Facts) -> tuple[Action, str | None]:
+    """Return what is done with a micro-step, and a reason to log; a pure function of what all ranks know."""
+    if not facts.alone:
+        return Action.END, "one backward has the losses of several forwards"
+    if not facts.alike:
+        return Action.EAGER, None  # the reason is another one on every rank
+    if facts.usable:
+        return _with_graph(facts), None
+    if not facts.unmeasured:
+        return Action.EAGER, None
+    if not facts.lasting:
+        return Action.END, "they were freed again and again, for memory that is short or a model that changes"
+    if not facts.has_capacity:
+        return Action.EAGER, "batches of too many shapes: no more of them are captured"
+    return (Action.CAPTURE if facts.ready else Action.EAGER), None
+
+
+def _with_graph(facts: Facts) -> Action:
+    if facts.unmeasured and (facts.unchecked or not facts.comparable):
+        return Action.REPLAY
+    if facts.comparable and facts.room:
+        return Action.CHECK
+    return Action.REPLAY if facts.unmeasured and facts.trusted else Action.EAGER

@@ -124,8 +124,8 @@ def why_not_recomputed(modules: Sequence[nn.Module]) -> str | None:
 def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, str | None]:
     """Return what the graph of a batch must know of its rows, and why there can be none; the host waits for the device.
 
-    Where the positions' documents were noted it does not wait, unless there is a mask. transformers waits as well when
-    it builds the mask of such a batch.
+    It does not wait for what was noted of mask and positions (layers/documents.py). transformers waits as well when it
+    builds the mask of such a batch.
 
     Args:
         module: Module of the engine.
@@ -135,7 +135,7 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
         The number of documents of packed rows, or 0 where every row is one sequence; and the reason, or None.
     """
     mask, positions = (batch.get(name) for name in ("attention_mask", "position_ids"))
-    if mask is not None and not bool(mask.all()):
+    if mask is not None and not documents.whole(mask):
         return 0, "rows are padded: what attention computes differs from batch to batch"
     if positions is None:
         return 0, None

@@ -16,6 +16,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import read_config
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.initialize import initialize
+from ds_fp8.integrations.batches import noting
 
 VARIABLE = "DS_FP8"
 """Environment variable with the section of configurations that have none: a preset's name, or a JSON object."""
@@ -47,8 +48,10 @@ def install(fp8: str | Mapping[str, Any] | None = None) -> None:
         return
     _replace(deepspeed, "initialize", _with_default)
     if find_spec("accelerate"):
+        from accelerate import data_loader
         from accelerate.utils import DeepSpeedPlugin
 
+        _replace(data_loader, "send_to_device", noting)
         _replace(DeepSpeedPlugin, "deepspeed_config_process", _without_section)
 
 

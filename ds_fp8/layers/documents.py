@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 
 _NOTE = "ds_fp8_documents"
+_WHOLE = "ds_fp8_whole"
 _fixed = 0
 
 
@@ -44,6 +45,26 @@ def note(positions: torch.Tensor, documents: int) -> None:
     Who builds a batch on the host counts there, and nobody waits for the device.
     """
     setattr(positions, _NOTE, (documents, positions._version))
+
+
+def whole(mask: torch.Tensor) -> bool:
+    """Return whether a padding mask has ones only; the host waits where it is on a device and was not noted.
+
+    Args:
+        mask: [rows, tokens].
+    """
+    known = getattr(mask, _WHOLE, None)
+    if known is not None and known[1] == mask._version:
+        return known[0]
+    ones = bool(mask.all())
+    if not mask.is_inference():
+        note_whole(mask, ones)
+    return ones
+
+
+def note_whole(mask: torch.Tensor, ones: bool) -> None:
+    """Remember what `whole` returns for a mask, as long as nobody writes to it."""
+    setattr(mask, _WHOLE, (ones, mask._version))
 
 
 def ends(begins: torch.Tensor, most: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Bytes of gathered weights at a time: the layer that computes, those kept for their next use, and those fetched ahead.
 
-A weight takes 2 bytes a parameter, gathered in FP8 1. On one GPU a BF16 weight is a view of its shard and takes none.
+A weight takes 2 bytes a parameter, gathered in FP8 1. On one GPU it is a view of its shard and takes none.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ from ds_fp8.memory.workload import BF16, Workload
 
 def gathered(parameters: Iterable[ParameterShape], w: Workload) -> int:
     """Return the bytes of these parameters, gathered."""
-    total = 0
-    for parameter in parameters:
-        if is_partitioned(parameter, w):
-            if w.gathers_in_fp8 and parameter.in_fp8:
-                total += parameter.numel
-            elif w.gpus > 1:
-                total += BF16 * parameter.numel
-    return total
+    if w.gpus == 1:
+        return 0
+    partitioned = [parameter for parameter in parameters if is_partitioned(parameter, w)]
+    return sum(p.numel * (1 if w.gathers_in_fp8 and p.in_fp8 else BF16) for p in partitioned)
 
 
 def kept_for_backward(w: Workload) -> int:

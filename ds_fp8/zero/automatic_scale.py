@@ -17,6 +17,7 @@ import torch
 from deepspeed import comm as dist
 
 from ds_fp8.config.formats import FORMATS
+from ds_fp8.zero.recent import Recent
 
 SATURATION_LIMIT = 1e-5
 GROWTH = 2.0 ** (1 / 1000)
@@ -30,7 +31,7 @@ class AutomaticScale:
     def __init__(self, format: str):
         self._largest = FORMATS[format].max
         self._slots: dict[str, int] = {}
-        self._indices: dict[tuple[str, ...], torch.Tensor] = {}
+        self._indices: Recent[tuple[str, ...], torch.Tensor] = Recent()
         self._mu = self._share = torch.empty(0)
         self._group: object = None
 
@@ -72,19 +73,20 @@ class AutomaticScale:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`, what state_dict() returned on any number of ranks; other gradients start afresh."""
-        self._indices.clear()
+        self._indices = Recent()
         self._slots = {name: slot for slot, name in enumerate(state["names"])}
         self._mu, self._share = state["mu"].to(self._mu.device), state["saturated"].to(self._mu.device)
 
     def _index(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
         """Return int64 [T], where the state of these gradients lies; room is made for those seen for the first time."""
-        if names not in self._indices:
-            new = [name for name in names if name not in self._slots]
-            self._slots |= {name: len(self._slots) + i for i, name in enumerate(new)}
-            self._mu = torch.cat([self._mu.to(device), torch.ones(len(new), device=device)])
-            self._share = torch.cat([self._share.to(device), torch.zeros(len(new), device=device)])
-            self._indices[names] = torch.tensor([self._slots[name] for name in names], device=device)
-        return self._indices[names]
+        return self._indices.get(names, lambda: self._make_index(names, device))
+
+    def _make_index(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
+        new = [name for name in names if name not in self._slots]
+        self._slots |= {name: len(self._slots) + i for i, name in enumerate(new)}
+        self._mu = torch.cat([self._mu.to(device), torch.ones(len(new), device=device)])
+        self._share = torch.cat([self._share.to(device), torch.zeros(len(new), device=device)])
+        return torch.tensor([self._slots[name] for name in names], device=device)
 
 
 def _amax(gradient: torch.Tensor) -> torch.Tensor:

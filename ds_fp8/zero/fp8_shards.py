@@ -68,6 +68,8 @@ class FP8Shards:
         self._stream = streams.new_stream()
         self._gather_stream = self._changed = self._refreshed = None
         self._pinned = False
+        self.before_cast: Callable[[], bool] = bool
+        """Called before shards are written; returns whether it copied some of them on the current stream."""
 
     @property
     def nbytes(self) -> int:
@@ -136,6 +138,8 @@ class FP8Shards:
         stale = [some for some in self._sets if some.stale]
         if not stale:
             return
+        if self.before_cast():
+            self._changed = streams.record_event()
         with streams.on_stream(self._stream):
             streams.wait_event(self._changed)
             streams.wait_stream(self._gather_stream)

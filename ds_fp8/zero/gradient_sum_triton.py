@@ -6,28 +6,41 @@ A program takes one span of one gradient. It finds the gradient through `owner`,
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_fp8.casts.primitives_triton import TRITON_DTYPES
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.zero.message import SPAN, Message, Target, span_count
+from ds_fp8.zero.recent import Recent
 
 WARPS = 8
 """Warps of a program: 16 elements a thread, whose codes of one row are one access."""
+UNROLL = 8
+"""Rows whose loads are written out one after the other, and in flight together."""
 ALIGNMENT = 16
 """Elements that all places must be a multiple of for accesses of 16 bytes."""
+
+
+@triton.jit
+def _row(row, column, within, inside, group, needed, codes_in_row, DTYPE: tl.constexpr):
+    """Return the numbers of one row of a message."""
+    codes = tl.load(row + column + within, mask=inside, other=0).to(DTYPE, bitcast=True)
+    scales = (row + codes_in_row).to(tl.pointer_type(tl.float32)) + column // 128
+    scale = tl.load(scales + group, mask=needed, other=0.0)
+    return codes.to(tl.float32) * scale[:, None]
 
 
 @triton.jit(do_not_specialize=["divisor"])
 def _add_rows(
     message, owner, table, gradient, squares, codes_in_row, row_bytes, divisor,
-    ROWS: tl.constexpr, EXACT: tl.constexpr, ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, LOOPED: tl.constexpr, UNROLL: tl.constexpr, EXACT: tl.constexpr, ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -40,13 +53,16 @@ def _add_rows(
     group = (program - first_program) * GROUPS + tl.arange(0, GROUPS)
     within = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = within < numel
+    needed = group * 128 < numel
     sums = tl.zeros([GROUPS, 128], tl.float32)
-    for done in tl.static_range(ROWS):
+    # All in the order of the ranks: a loop over UNROLL rows at a time, then those that are left.
+    for done in range(0, LOOPED, UNROLL):
+        for step in tl.static_range(UNROLL):
+            row = message + row_bytes.to(tl.int64) * (done + step)
+            sums += _row(row, column, within, inside, group, needed, codes_in_row, DTYPE)
+    for done in tl.static_range(LOOPED, ROWS):
         row = message + row_bytes.to(tl.int64) * done
-        codes = tl.load(row + column + within, mask=inside, other=0).to(DTYPE, bitcast=True)
-        scales = (row + codes_in_row).to(tl.pointer_type(tl.float32)) + column // 128
-        scale = tl.load(scales + group, mask=group * 128 < numel, other=0.0)
-        sums += codes.to(tl.float32) * scale[:, None]
+        sums += _row(row, column, within, inside, group, needed, codes_in_row, DTYPE)
     if EXACT:  # a power of two divides as its reciprocal multiplies
         sums *= 1.0 / divisor.to(tl.float32)
     else:
@@ -61,18 +77,57 @@ def _add_rows(
     tl.store(squares + span + program - first_program, tl.sum(square))
 
 
-@functools.cache  # CUDA graphs read them for as long as they live
-def _tables(targets: tuple[Target, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
-    """Return (owner, table, programs, aligned) of a message's gradients."""
+def looped_rows(rows: int) -> int:
+    """Return how many of a message's rows are added in a loop: the kernel does not grow with the ranks then."""
+    return 0 if rows <= UNROLL else rows - rows % UNROLL
+
+
+class _Tables(NamedTuple):
+    """Offsets of the gradients of a message, on the device."""
+
+    owner: torch.Tensor
+    table: torch.Tensor
+    programs: int
+    aligned: bool
+    on_host: tuple[torch.Tensor, ...]
+    """What a graph copies again at every replay, if they were made while it was captured."""
+
+
+class _Cache:
+    """Tables of the messages that are added to one engine's gradients."""
+
+    def __init__(self):
+        self._recent: Recent[tuple[Target, ...], _Tables] = Recent()
+        self._captured: dict[tuple[Target, ...], _Tables] = {}
+        """Those that CUDA graphs read, for as long as there are gradients."""
+
+    def tables(self, targets: tuple[Target, ...], device: torch.device) -> _Tables:
+        """Return (owner, table, programs, aligned) of a message's gradients."""
+        if targets in self._captured:
+            return self._captured[targets]
+        tables = self._recent.get(targets, lambda: _tables(targets, device))
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured[targets] = tables
+        return tables
+
+
+_caches = WeakTensorKeyDictionary()
+"""By the sums of squares, which an engine has one tensor of: its tables end with it."""
+
+
+def _tables(targets: tuple[Target, ...], device: torch.device) -> _Tables:
     counts = [span_count(target.numel) for target in targets]
     first = list(itertools.accumulate(counts, initial=0))
     rows = [(begin, *target) for begin, target in zip(first[:-1], targets, strict=True)]
     owner = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(counts))
     table = torch.tensor(rows, dtype=torch.int64)
     aligned = all(number % ALIGNMENT == 0 for target in targets for number in (target.start, target.numel))
+    on_host: tuple[torch.Tensor, ...] = ()
     if device.type == "cuda":  # copied without making the host wait
-        owner, table = (x.pin_memory().to(device, non_blocking=True) for x in (owner, table))
-    return owner, table, first[-1], aligned
+        on_host = owner.pin_memory(), table.pin_memory()
+        owner, table = (x.to(device, non_blocking=True) for x in on_host)
+        on_host = on_host if torch.cuda.is_current_stream_capturing() else ()
+    return _Tables(owner, table, first[-1], aligned, on_host)
 
 
 def add_rows(
@@ -88,9 +143,12 @@ def add_rows(
     """Do add_rows of gradient_sum.py."""
     if not targets:  # a rank may have no part of any gradient
         return
-    owner, table, programs, aligned = _tables(tuple(targets), message.device)
-    _add_rows[(programs,)](
-        message, owner, table, gradient, squares, shape.codes, shape.row_bytes, divisor,
-        ROWS=shape.rows, EXACT=divisor & (divisor - 1) == 0, ACCUMULATE=accumulate, ALIGNED=aligned and gradient.data_ptr() % ALIGNMENT == 0, GROUPS=SPAN // BLOCK,
+    cache = _caches.get(squares)
+    if cache is None:
+        cache = _caches[squares] = _Cache()
+    tables = cache.tables(tuple(targets), message.device)
+    _add_rows[(tables.programs,)](
+        message, tables.owner, tables.table, gradient, squares, shape.codes, shape.row_bytes, divisor,
+        ROWS=shape.rows, LOOPED=looped_rows(shape.rows), UNROLL=UNROLL, EXACT=divisor & (divisor - 1) == 0, ACCUMULATE=accumulate, ALIGNED=tables.aligned and gradient.data_ptr() % ALIGNMENT == 0, GROUPS=SPAN // BLOCK,
         DTYPE=TRITON_DTYPES[format], num_warps=WARPS,
     )

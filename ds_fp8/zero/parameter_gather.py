@@ -5,11 +5,14 @@ bytes of the shards travel: every rank knows all scales already.
 
 Weights of one fused product (`GROUP`: q, k, v; gate, up) that are fetched together arrive as adjacent row slices of one
 buffer, and their scales always lie so: wherever stacking keeps the scales, it is a view.
+
+On one rank a shard is the weight: it is used where it lies, until the next cast writes there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import deepspeed
 import torch
@@ -25,6 +28,10 @@ from ds_fp8.zero.fp8_shards import FP8Shards
 from ds_fp8.zero.seams.bf16_shards import Bf16Shards
 from ds_fp8.zero.shards import ShardedWeight, stacks_of, without_padding
 from ds_fp8.zero.wire import GATHER, WireMeter
+
+ALIGNMENT = 256
+"""Bytes from the beginning of all shards that a product's operand may lie at a multiple of; elsewhere it is copied.
+cuBLASLt chooses its kernel, and with it the last bits, by the alignment of addresses."""
 
 
 class _Handle:
@@ -63,6 +70,9 @@ class ParameterGather:
         self._shards = FP8Shards(weights, wire, transport)
         self._weights = self._shards.weights
         """By id: a Parameter compares element by element."""
+        self._all = list(self._weights.values())
+        """Those too that were left out later: some may still be gathered in FP8."""
+        self._shards.before_cast = self._leave_shards
         self.transport = self._shards.transport
         self._bf16: Bf16Shards | None = None
         for parameter in engine.module.parameters():
@@ -145,7 +155,29 @@ class ParameterGather:
         self._gather([self._weights[id(parameter)]])()
         gathered = getattr(parameter, GATHERED)
         parameter.partition()
-        return gathered
+        return self._copied(gathered) if self._in_shards(gathered) else gathered
+
+    def _in_shards(self, gathered: QuantizedTensor) -> bool:
+        """Return whether a gathered weight is this rank's shard itself."""
+        return gathered.data.untyped_storage().data_ptr() == self._shards.codes.untyped_storage().data_ptr()
+
+    @staticmethod
+    def _copied(gathered: QuantizedTensor) -> QuantizedTensor:
+        return replace(gathered, data=gathered.data.view(torch.uint8).clone().view(gathered.data.dtype))
+
+    def _leave_shards(self) -> bool:
+        """Copy the weights that are gathered now and lie in the shards: their scales belong to the codes of now.
+
+        DeepSpeed has released nearly all of them by the time of a cast.
+
+        Returns:
+            Whether there were any.
+        """
+        gathered = [(weight.parameter, getattr(weight.parameter, GATHERED, None)) for weight in self._all]
+        inside = [(parameter, mine) for parameter, mine in gathered if mine is not None and self._in_shards(mine)]
+        for parameter, mine in inside:
+            setattr(parameter, GATHERED, self._copied(mine))
+        return bool(inside)
 
     def _gather(self, weights: list[ShardedWeight]) -> Callable[[], None]:
         """Start one all-gather for `weights`, of one process group and sorted by `start`.
@@ -161,27 +193,36 @@ class ParameterGather:
         world, group = weights[0].shard.world, weights[0].shard.group
         # The weights of a fused product land next to each other, where the product reads them.
         stacks = stacks_of(weights)
-        landed = {}
+        landed, sent = {}, []
         for stack in stacks:
+            if world == 1 and stack[0].start % ALIGNMENT == 0:
+                landed.update((weight, weight.data) for weight in stack)
+                continue
+            sent += stack
             lengths = [world * weight.shard.numel for weight in stack]
             landed.update(zip(stack, self._shards.codes.new_empty(sum(lengths)).split(lengths), strict=True))
-        self._wire.count(GATHER, "all_gather", sum(weight.data.nbytes for weight in landed), group)
-        outputs, inputs = list(landed.values()), [weight.data for weight in landed]
+        self._wire.count(GATHER, "all_gather", sum(weight.data.nbytes for weight in sent), group)
+        outputs, inputs = [landed[weight] for weight in sent], [weight.data for weight in sent]
         peers = self._shards.peers
-        work = peers.all_gather(outputs, inputs) if peers else grouped.all_gather(outputs, inputs, group)
-        scales = {weight: weight.scale for weight in weights}  # those of the codes just sent, whatever comes later
+        work = None
+        if sent:
+            work = peers.all_gather(outputs, inputs) if peers else grouped.all_gather(outputs, inputs, group)
+        scales = {weight: weight.scale for weight in sent}  # those of the codes just sent, whatever comes later
 
         def finish() -> None:
             gathered = {}
             with streams.on_stream(stream):
-                work.wait()
+                if work is not None:
+                    work.wait()
+                if len(sent) < len(weights):
+                    self._shards.wait_for_refresh()  # there may have been a cast since; those in place are its result
                 for stack in stacks:
                     gathered.update(
                         zip(stack, without_padding(stack, [landed[weight] for weight in stack]), strict=True)
                     )
             streams.wait_stream(stream)
             for weight, codes in gathered.items():
-                self._make_available(weight, codes, scales[weight])
+                self._make_available(weight, codes, scales.get(weight, weight.scale))
 
         return finish
 
@@ -239,7 +280,8 @@ class ParameterGather:
             for p in params:
                 gathered = getattr(p, GATHERED, None)
                 if gathered is not None:
-                    streams.used_by_current_stream(gathered.data)
+                    if not self._in_shards(gathered):
+                        streams.used_by_current_stream(gathered.data)
                     setattr(p, GATHERED, None)
                 elif has_been_updated and id(p) in self._weights:
                     written.append(self._weights[id(p)])

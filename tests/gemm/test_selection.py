@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import deep_gemm, select_backend, transformer_engine, trial, unavailable
 from ds_fp8.layers.recipe import LinearRecipe
 
@@ -72,6 +73,12 @@ def test_the_default_preset_is_refused_at_the_start_where_block_products_fail(ma
     assert refusal.value.key == "fp8.linear.backend"
     assert '"preset": "rowwise"' in refusal.value.remedy
     assert '"backend": "reference"' in refusal.value.remedy
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_preset_is_refused_on_hopper(machine, preset):
+    machine((9, 0))
+    assert LinearRecipe.from_config(FP8Config.from_preset(preset)).backend == "cublas"
 
 
 @pytest.mark.parametrize("preset", ["rowwise", "tensorwise", "munit"])

@@ -6,6 +6,7 @@ import torch
 from ds_fp8.zero.gradient_sum import add_rows_reference
 from ds_fp8.zero.gradient_wire import pack_reference, sum_rows_reference
 from ds_fp8.zero.message import SPAN, Target, span_count
+from ds_fp8.zero.recent import LIMIT, Recent
 from tests.zero.test_gradient_wire import gradients_of, laid_out, packed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,6 +68,55 @@ def test_the_kernel_gives_the_bits_of_the_reference(numels, accumulate, rows, dt
     else:
         assert torch.equal(found, expected)
         torch.testing.assert_close(found_squares, expected_squares, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("rows", [7, 8, 9, 16, 17, 256])
+def test_many_ranks_are_summed_in_their_order(rows):
+    """In a loop, with the bits of the sum that is written out: rounding makes another order visible."""
+    kernel = pytest.importorskip("ds_fp8.zero.gradient_sum_triton", reason="Triton is not installed")
+    shape, slices = laid_out(rows, 1, [300, 5000 * rows])
+    gradients = [torch.randn(numel, generator=torch.Generator().manual_seed(numel)) for numel in (300, 5000 * rows)]
+    message = packed(pack_reference, gradients, shape, slices, "e4m3")
+    targets = [Target(slices[1].column, 0, slices[1].length, 0)]
+    results = []
+    for add_rows, device in ((add_rows_reference, "cpu"), (kernel.add_rows, DEVICE)):
+        gradient = torch.zeros(slices[1].length, device=device)
+        squares = torch.zeros(span_count(slices[1].length), dtype=torch.float64, device=device)
+        add_rows(message.to(device), shape, "e4m3", rows, targets, gradient, squares, False)
+        results.append(gradient.cpu())
+    assert torch.equal(*results)
+
+
+def test_tables_of_buckets_that_vary_are_forgotten(monkeypatch):
+    kernel = pytest.importorskip("ds_fp8.zero.gradient_sum_triton", reason="Triton is not installed")
+    message, shape, targets, total = message_of([5000, 6000, 7000])
+    gradient, squares = torch.zeros(total), torch.zeros(sum(span_count(t.numel) for t in targets)).double()
+    monkeypatch.setattr(kernel, "_caches", type(kernel._caches)())
+    for number in range(1, LIMIT + 5):
+        kernel._caches.setdefault(squares, kernel._Cache()).tables((targets[0]._replace(numel=number),), message.device)
+    cache = kernel._caches[squares]
+    assert len(cache._recent) == LIMIT
+    kept = cache.tables((targets[0]._replace(numel=LIMIT + 4),), message.device)
+    assert cache.tables((targets[0]._replace(numel=LIMIT + 4),), message.device) is kept
+    kernel.add_rows(message, shape, "e4m3", 3, targets, gradient, squares, False)
+    assert len(kernel._caches) == 1
+    # They end with the gradients.
+    del squares
+    assert len(kernel._caches) == 0
+
+
+def test_what_was_used_last_is_kept():
+    recent, made = Recent(2), []
+
+    def get(key):
+        return recent.get(key, lambda: made.append(key) or f"value of {key}")
+
+    assert [get(key) for key in "abac"] == ["value of a", "value of b", "value of a", "value of c"]
+    get("a")
+    assert made == ["a", "b", "c"]
+    get("b")
+    assert made == ["a", "b", "c", "b"]
+    assert len(recent) == 2
 
 
 def test_a_rank_without_any_part_launches_nothing():

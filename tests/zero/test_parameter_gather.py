@@ -51,7 +51,7 @@ def look_at_gathered(engine, preset):
     return result
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("preset", SPECS)
 def test_gathered_weight_is_the_cast_of_the_whole_master(ranks, world, preset):
     for results in ranks(world, gathered_against_whole, preset, 2):

@@ -56,6 +56,31 @@ def missing(names: Mapping[str, tuple[str, ...]]) -> list[str]:
     ]
 
 
+def not_set(names: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return which names are not set where they should be.
+
+    Args:
+        names: Attributes that a function must give to what it works on, or variables that it must share with functions
+            inside it, by its path.
+    """
+    mentioned = {function: _names_in(find(function)) for function in names}
+    return [
+        f"{name} (set by {function.rpartition(':')[2]})"
+        for function, wanted in names.items()
+        for name in wanted
+        if name not in mentioned[function]
+    ]
+
+
+def _names_in(function: object) -> set[str]:
+    """Return the names that a function mentions, those inside it, and the one that a decorator has wrapped."""
+    code = getattr(function, "__code__", function)
+    cells = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
+    inner = [x for x in (*getattr(code, "co_consts", ()), *cells) if hasattr(x, "co_names") or hasattr(x, "__code__")]
+    names = (name for kind in ("co_names", "co_cellvars") for name in getattr(code, kind, ()))
+    return {*names, *(name for each in inner for name in _names_in(each))}
+
+
 def changed(functions: Mapping[str, KnownFunction]) -> dict[str, str]:
     """Return the functions whose source is none of the known ones, by name, with what is relied on.
 

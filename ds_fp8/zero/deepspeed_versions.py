@@ -13,7 +13,7 @@ import warnings
 from packaging.specifiers import SpecifierSet
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.other_packages import find, missing
+from ds_fp8.config.other_packages import missing, not_set
 from ds_fp8.zero.deepspeed_functions import LOOKED_AT, changed_functions
 
 TRY = "DS_FP8_TRY_DEEPSPEED"
@@ -137,23 +137,7 @@ def supported_range(version: str) -> str | None:
 
 def missing_names(ranges: str) -> list[str]:
     """Return the names of a range of versions that the installed DeepSpeed lacks."""
-    lacking = missing(NAMES[ranges])
-    for function, names in ATTRIBUTES[ranges].items():
-        given = _names_in(find(function))
-        lacking += [f"{name} (set by {function.rpartition(':')[2]})" for name in names if name not in given]
-    return lacking
-
-
-def _names_in(function: object) -> set[str]:
-    """Return the names that a function mentions, those inside it, and the one that a decorator has wrapped."""
-    code = getattr(function, "__code__", function)
-    cells = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
-    inner = [
-        each
-        for each in (*getattr(code, "co_consts", ()), *cells)
-        if hasattr(each, "co_names") or hasattr(each, "__code__")
-    ]
-    return {*getattr(code, "co_names", ()), *(name for each in inner for name in _names_in(each))}
+    return missing(NAMES[ranges]) + not_set(ATTRIBUTES[ranges])
 
 
 def check(version: str) -> None:

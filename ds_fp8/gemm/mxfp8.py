@@ -48,11 +48,11 @@ def unavailable() -> str | None:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     available, reason = FP8GlobalStateManager.is_mxfp8_available()
-    return trial(torch.device("cuda")) if available else reason
+    return differs(torch.device("cuda")) if available else reason
 
 
-def trial(device: torch.device) -> str | None:
-    """Multiply small operands in every layout; return how the products fail or differ from the reference, or None."""
+def differs(device: torch.device) -> str | None:
+    """Multiply small operands in every layout; return how products fail or differ from the reference's, or None."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(160, 160, generator=generator).to(device) for _ in range(2))
     groups, blocks = quantize(x), quantize(w, granularity="128x128")

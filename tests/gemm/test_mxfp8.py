@@ -10,7 +10,7 @@ from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.gemm import BACKENDS, mxfp8, scaled_matmul, select_backend, transformer_engine, unavailable
+from ds_fp8.gemm import BACKENDS, DESCRIPTIONS, mxfp8, scaled_matmul, select_backend, transformer_engine, unavailable
 from ds_fp8.layers.convert import convert
 from tests.gemm.mxfp8_library import DTYPES
 from tests.layers.hugging_face import causal_lm, tokens
@@ -199,17 +199,60 @@ def test_transformer_engine_multiplies_no_fp32_block_scales_on_blackwell(monkeyp
     assert transformer_engine.unsupported_scale("fp32", "tensor") is None
 
 
+def test_the_start_report_says_that_it_has_never_run():
+    assert "never run" in DESCRIPTIONS["mxfp8"]
+
+
 def test_it_comes_before_transformer_engines_own_conversion():
     assert list(BACKENDS).index("cublas") < list(BACKENDS).index("mxfp8") < list(BACKENDS).index("transformer_engine")
 
 
+def in_order_of_cublas(scales: torch.Tensor) -> torch.Tensor:
+    """Scales [R, K/32] as cuBLAS documents their order in memory: tiles of 128 by 4, in which row r has r % 32 first."""
+    rows, columns = scales.shape
+    return scales.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).flatten()
+
+
+with_library = pytest.mark.skipif(
+    transformer_engine.missing() is not None, reason="Transformer Engine cannot be loaded"
+)
+on_blackwell = pytest.mark.skipif(unavailable("mxfp8") is not None, reason="needs a Blackwell GPU")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(transformer_engine.missing() is not None, reason="Transformer Engine cannot be loaded")
+@with_library
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("granularity", ["1x128", "128x128"])
+@pytest.mark.parametrize(("rows", "columns"), [(7, 130), (96, 160), (256, 384), (300, 1000)])
+def test_the_library_takes_the_scales_for_what_they_are(rows, columns, granularity, columnwise):
+    """Its check of shapes, and its kernel that brings them into cuBLAS's order; needs no MXFP8 units."""
+    import transformer_engine_torch as tex
+
+    q = quantize(random(rows, columns).cuda(), "e4m3", granularity)
+    found = mxfp8.operand(lying_transposed(q) if columnwise else q, columnwise)
+    expected = (found.scales.t() if columnwise else found.scales).clone()
+    codes = found.codes.t() if columnwise else found.codes
+    expected[codes.shape[0] :], expected[:, codes.shape[1] // 32 :] = 0, 0  # nothing is read of the padding
+    storage = mxfp8.storage(found)
+    tex.swizzle_scales_for_gemm_(storage)
+    swizzled = storage._columnwise_scale_inv if columnwise else storage._rowwise_scale_inv
+    assert torch.equal(swizzled.flatten(), in_order_of_cublas(expected))
+
+
+@pytest.mark.gpu
+@with_library
+@pytest.mark.skipif(unavailable("mxfp8") is None, reason="has MXFP8 units")
+def test_without_mxfp8_units_it_is_cublas_that_refuses():
+    """The call itself is right: only the library below it has no such product."""
+    assert "cublas" in mxfp8.differs(torch.device("cuda")).lower()
+
+
+@pytest.mark.gpu
+@on_blackwell
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("granularity", ["1x128", "128x128"])
 @pytest.mark.parametrize(("rows", "columns"), [(32, 32), (96, 160), (256, 384)])
 def test_the_library_decodes_the_same_numbers(rows, columns, granularity, columnwise):
-    """Its own kernel, which needs no MXFP8 units."""
     q = quantize(random(rows, columns).cuda(), "e4m3", granularity)
     q = lying_transposed(q) if columnwise else q
     found = mxfp8.storage(mxfp8.operand(q, columnwise)).dequantize(dtype=torch.float32)
@@ -217,7 +260,7 @@ def test_the_library_decodes_the_same_numbers(rows, columns, granularity, column
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(unavailable("mxfp8") is not None, reason="needs a Blackwell GPU")
+@on_blackwell
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 130, 7), (256, 384, 128), (200, 1000, 72)])
 @pytest.mark.parametrize(("a_turned", "b_turned"), list(itertools.product([False, True], repeat=2)))
 def test_products_on_the_gpu(m, k, n, a_turned, b_turned):

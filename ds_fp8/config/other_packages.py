@@ -104,13 +104,21 @@ def digest(path: str) -> str | None:
     source, found = _parsed(module)
     for name in names.split("."):
         # Decorators of other packages hide what they wrap: the definition is looked up in the source.
-        nodes = (node for node in ast.walk(found) if isinstance(node, _DEFINITIONS) and node is not found)
-        found = next((node for node in nodes if node.name == name), ast.Pass())
+        found = next((node for node in _definitions(found) if node.name == name), ast.Pass())
     if not isinstance(found, _DEFINITIONS):
         return None
     first = min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)])
     lines = "\n".join(source.split("\n")[first - 1 : found.end_lineno]) + "\n"
     return hashlib.sha256(" ".join(_words(textwrap.dedent(lines))).encode()).hexdigest()[:12]
+
+
+def _definitions(parent: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Yield the functions and classes of a module, class or function, not those inside them."""
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, _DEFINITIONS):
+            yield node
+        elif isinstance(node, (ast.stmt, ast.excepthandler)):
+            yield from _definitions(node)
 
 
 @functools.lru_cache(maxsize=1)  # functions of one module are asked for one after the other

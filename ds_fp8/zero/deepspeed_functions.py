@@ -49,7 +49,6 @@ FUNCTIONS: dict[str, KnownFunction] = {
     f"{_OPTIMIZER}.__avg_scatter_grads": KnownFunction(
         "replaced by the FP8 reduction, or wrapped: slices are means over the ranks", ("3e1eac3d8163",)
     ),
-    _COLLECTIVES: KnownFunction("replaced by the FP8 reduction where DeepSpeed's step stays", ("66b19389daae",)),
     f"{_OPTIMIZER}._set_fp16_partitioned_groups_flat": KnownFunction(
         "called when BF16 shards are restored from the masters", ("5a81cdaa6359",)
     ),
@@ -82,6 +81,7 @@ FUNCTIONS: dict[str, KnownFunction] = {
     f"{_PARAMETER}.all_gather_coalesced": KnownFunction(
         "wrapped: weights in FP8 are gathered as bytes instead", ("d04cc9dac268",)
     ),
+    _COLLECTIVES: KnownFunction("replaced by the FP8 reduction where DeepSpeed's step stays", ("66b19389daae",)),
 }
 
 

@@ -208,7 +208,7 @@ def test_it_comes_before_transformer_engines_own_conversion():
 
 
 def in_order_of_cublas(scales: torch.Tensor) -> torch.Tensor:
-    """Scales [R, K/32] in the order that cuBLAS documents: tiles of 128 by 4, whose rows r are ordered by r % 32 first."""
+    """Scales [R, K/32] in the order that cuBLAS documents: tiles of 128 by 4, in which r % 32 goes before r."""
     rows, columns = scales.shape
     return scales.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).flatten()
 

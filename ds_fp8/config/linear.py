@@ -255,7 +255,7 @@ class LinearCasts(Section):
 class LinearConfig(LinearCasts):
     """The linear layers: casts, GEMM backend and accumulation, and the layers that stay in high precision."""
 
-    backend: Literal["auto", "deep_gemm", "cublas", "transformer_engine", "reference"] = "auto"
+    backend: Literal["auto", "deep_gemm", "cublas", "mxfp8", "transformer_engine", "reference"] = "auto"
     """Who multiplies; auto: the first of the others that can on this machine, which a small product of each pair of
     casts tells. reference emulates FP8 anywhere; auto takes it for emulated formats, and where there is no GPU."""
     accumulation: Literal["fp32", "fast"] = "fp32"

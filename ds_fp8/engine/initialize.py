@@ -10,6 +10,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import transformers
 from deepspeed import comm as dist
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.utils import set_z3_leaf_modules
@@ -31,6 +32,7 @@ from ds_fp8.layers.inverse_frequencies import restore_inverse_frequencies
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.loss import LossFusion, fuse_loss
 from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.transformers_versions import warn_of_changes
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.optim import AdamW
 from ds_fp8.optim.from_config import choose_madam, choose_optimizer, is_madam, uses_own_optimizer
@@ -97,6 +99,7 @@ def initialize(
     fp8 = parse_fp8(raw, file)
     check_deepspeed(raw, fp8, file)
     if fp8.enabled:
+        warn_of_changes(transformers.__version__)
         check_values(raw, file)
         if optimizer is None and "optimizer" in raw:
             check_optimizer(raw, file, own=uses_own_optimizer(raw, fp8))

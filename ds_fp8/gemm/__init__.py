@@ -2,8 +2,9 @@
 
     scaled_matmul(a [M, K], b [N, K]) = (a.data * a.scale) @ (b.data * b.scale)ᵀ -> [M, N]
 
-Both operands lie with the contraction K as their last dimension, the only layout Hopper's FP8 units take; fprop, dgrad
-and wgrad are three calls with different operands (see ds_fp8.layers.linear).
+Both operands have the contraction K as their last dimension, and lie so in memory, the only layout Hopper's FP8 units
+take (`reads_transposed` says which backends take views). fprop, dgrad and wgrad are three calls with different operands
+(see ds_fp8.layers.linear).
 
 A backend is chosen at the start, by one small product of every pair of casts that it is to multiply (trial.py).
 """
@@ -18,22 +19,25 @@ import torch
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
-from ds_fp8.gemm import cublas, deep_gemm, reference, transformer_engine, trial
+from ds_fp8.gemm import cublas, deep_gemm, mxfp8, reference, transformer_engine, trial
 
-__all__ = ["BACKENDS", "DESCRIPTIONS", "scaled_matmul", "select_backend", "unavailable"]
+__all__ = ["BACKENDS", "DESCRIPTIONS", "reads_transposed", "scaled_matmul", "select_backend", "unavailable"]
 
 BACKENDS: dict[str, ModuleType] = {
     "deep_gemm": deep_gemm,
     "cublas": cublas,
+    "mxfp8": mxfp8,
     "transformer_engine": transformer_engine,
     "reference": reference,
 }
 """In order of preference. Each has unavailable(), unsupported(formats and granularities), and a scaled_matmul that is
-called with operands it supports, none of them empty."""
+called with operands it supports, none of them empty; where it matters, unsupported_scale(type, granularity) and
+READS_TRANSPOSED."""
 
 DESCRIPTIONS = {
     "deep_gemm": "DeepGEMM for 1x128 by 128x128, cuBLASLt for the rest",
     "cublas": "cuBLASLt through torch.nn.functional.scaled_mm",
+    "mxfp8": "MXFP8 products of Blackwell through Transformer Engine, never run on such a GPU",
     "transformer_engine": "cuBLASLt through Transformer Engine",
     "reference": "emulated: FP8 operands multiplied as BF16 (exact for pow2 scales) or FP32, FP32 sums",
 }
@@ -49,16 +53,29 @@ def unavailable(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -
     module = BACKENDS[name]
     reason = module.unavailable()
     for a, b in products:
-        reason = reason or _emulated(name, a, b) or module.unsupported(a.format, a.granularity, b.format, b.granularity)
+        reason = (
+            reason
+            or _unsupported_cast(name, a, b)
+            or module.unsupported(a.format, a.granularity, b.format, b.granularity)
+        )
         if name != "reference":
             reason = reason or trial.why_not(module.scaled_matmul, a, b)
     return reason
 
 
-def _emulated(name: str, *operands: CastSpec) -> str | None:
-    """Return why a backend cannot multiply operands that are emulated, or None."""
+def _unsupported_cast(name: str, *operands: CastSpec) -> str | None:
+    """Return why a backend cannot multiply operands that are emulated or have scales of such types, or None."""
     found = next((operand for operand in operands if operand.emulated), None)
-    return None if found is None or name == "reference" else f"operands cast as {found} are emulated"
+    if found is not None and name != "reference":
+        return f"operands cast as {found} are emulated"
+    unsupported_scale = getattr(BACKENDS[name], "unsupported_scale", lambda scale, granularity: None)
+    reasons = (unsupported_scale(operand.scale, operand.granularity) for operand in operands)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def reads_transposed(backend: str) -> bool:
+    """Return whether a backend multiplies transposed views where they lie; others copy them."""
+    return getattr(BACKENDS[backend], "READS_TRANSPOSED", False)
 
 
 def select_backend(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -> str:
@@ -152,7 +169,9 @@ def scaled_matmul(
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"the contraction differs: a {tuple(a.shape)}, b {tuple(b.shape)} (both need it last)")
     module = BACKENDS[backend]
-    reason = _emulated(backend, a.spec, b.spec) or module.unsupported(a.format, a.granularity, b.format, b.granularity)
+    reason = _unsupported_cast(backend, a.spec, b.spec) or module.unsupported(
+        a.format, a.granularity, b.format, b.granularity
+    )
     if reason is not None:
         raise ValueError(reason)
     if 0 in (*a.shape, *b.shape):

@@ -7,11 +7,13 @@ is a library of its own to compare with. The bytes and scales of both operands a
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 
 import torch
 
 from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.formats import has_power_of_two_scales
 from ds_fp8.gemm import cublas
 
 
@@ -20,14 +22,24 @@ def unavailable() -> str | None:
     """Return why this backend cannot run on this machine, or None."""
     if not torch.cuda.is_available():
         return "there is no CUDA GPU"
+    reason = missing()
+    if reason is not None:
+        return reason
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    available, reason = FP8GlobalStateManager.is_fp8_block_scaling_available()
+    return None if available else reason
+
+
+def missing() -> str | None:
+    """Return why Transformer Engine cannot be loaded, or None."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed (pip install ds-fp8[te])"
     try:
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+        importlib.import_module("transformer_engine.pytorch.quantization")
     except (ImportError, OSError, RuntimeError) as error:
         return f"Transformer Engine cannot be loaded: {str(error).splitlines()[0]}"
-    available, reason = FP8GlobalStateManager.is_fp8_block_scaling_available()
-    return None if available else reason
+    return None
 
 
 def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity: str) -> str | None:
@@ -35,6 +47,16 @@ def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity:
     if "row" in (a_granularity, b_granularity):
         return "Transformer Engine has no product with one scale per row"
     return cublas.unsupported(a_format, a_granularity, b_format, b_granularity)
+
+
+def unsupported_scale(scale: str, granularity: str) -> str | None:
+    """Return why scales of a type are unsupported, or None."""
+    if granularity not in cublas.BLOCKWISE or has_power_of_two_scales(scale):
+        return None
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0):
+        # There Transformer Engine reads no more than the exponents of such scales.
+        return f'block scales of type "{scale}" are no powers of two, which Blackwell needs (set "scale": "pow2")'
+    return None
 
 
 def scaled_matmul(
@@ -58,10 +80,11 @@ def scaled_matmul(
     return result if result.shape == (rows, columns) else result[:rows, :columns].contiguous()
 
 
-def _dtype(q: QuantizedTensor):
+def dtype(format: str):
+    """Return Transformer Engine's name of a format, "e4m3" or "e5m2"."""
     import transformer_engine_torch as tex
 
-    return tex.DType.kFloat8E4M3 if q.format == "e4m3" else tex.DType.kFloat8E5M2
+    return tex.DType.kFloat8E4M3 if format == "e4m3" else tex.DType.kFloat8E5M2
 
 
 def _bytes(q: QuantizedTensor) -> torch.Tensor:
@@ -71,7 +94,7 @@ def _bytes(q: QuantizedTensor) -> torch.Tensor:
 def _per_tensor(q: QuantizedTensor):
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
-    return Float8TensorStorage(data=_bytes(q), fp8_scale_inv=q.scale.view(1), fp8_dtype=_dtype(q))
+    return Float8TensorStorage(data=_bytes(q), fp8_scale_inv=q.scale.view(1), fp8_dtype=dtype(q.format))
 
 
 def _groups(q: QuantizedTensor):
@@ -86,5 +109,7 @@ def _blockwise(q: QuantizedTensor, scale: torch.Tensor, is_2d: bool):
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
-    quantizer = Float8BlockQuantizer(_dtype(q), rowwise=True, columnwise=False, block_scaling_dim=2 if is_2d else 1)
-    return Float8BlockwiseQTensorStorage(_bytes(q), scale, None, None, _dtype(q), quantizer, is_2d)
+    quantizer = Float8BlockQuantizer(
+        dtype(q.format), rowwise=True, columnwise=False, block_scaling_dim=2 if is_2d else 1
+    )
+    return Float8BlockwiseQTensorStorage(_bytes(q), scale, None, None, dtype(q.format), quantizer, is_2d)

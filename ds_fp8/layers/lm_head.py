@@ -84,7 +84,7 @@ class FP8Head:
             if self._recipe.weight.granularity in ALONG_CONTRACTION:
                 self._transposed = self._recipe.cast_weight_columnwise(self._high_precision)
             else:
-                self._transposed, self._factor = dgrad_operand(self._weight)
+                self._transposed, self._factor = dgrad_operand(self._weight, self._recipe.transposed)
         by_tile = self._casts_by_tile(hidden, chunk)
         group = group_tokens(self._hidden_size, chunk) if by_tile else chunk
         losses = []

@@ -37,12 +37,13 @@ from ds_fp8.casts import (
     quantize_both,
     quantize_columnwise,
     rotate,
+    transpose,
     unrotate,
 )
 from ds_fp8.config.formats import ALONG_CONTRACTION, CastSpec, Recast, Rotation
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.linear import LinearCasts
-from ds_fp8.gemm import scaled_matmul, select_backend
+from ds_fp8.gemm import reads_transposed, scaled_matmul, select_backend
 from ds_fp8.layers.outlier_channels import OutlierChannels
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.statistics import Rows
@@ -149,6 +150,10 @@ class LinearRecipe:
     def multiply(self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
         """Multiply a [M, K] · b [N, K]ᵀ -> [M, N] on this recipe's backend."""
         return scaled_matmul(a, b, backend=self.backend, out_dtype=out_dtype, fast_accumulation=self.fast_accumulation)
+
+    def transposed(self, q: QuantizedTensor) -> QuantizedTensor:
+        """Return a matrix transposed: a view, or a copy where this recipe's backend needs one."""
+        return q.t() if reads_transposed(self.backend) else transpose(q)
 
     def cast_weight(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
         """Return the cast of a weight [N, K] that is present in high precision, times its factors."""

@@ -7,7 +7,7 @@ together they already lie so in memory, and the stacked operand is a view.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -132,16 +132,23 @@ def dgrad_weight(
     if recipe.weight.granularity in ALONG_CONTRACTION:
         return recipe.cast_weight_columnwise(torch.cat([weight.detach() for weight in weights]), column_factor), None
     whole = stacked_operand(weights, recipe) if len(weights) > 1 else weight_operand(weights[0], recipe, column_factor)
-    return dgrad_operand(whole)
+    return dgrad_operand(whole, recipe.transposed)
 
 
-def dgrad_operand(w: QuantizedTensor) -> tuple[QuantizedTensor, torch.Tensor | None]:
-    """Return (wᵀ [K, N], factor [N] to multiply into dy before its cast, or None) for an operand w [N, K]."""
+def dgrad_operand(
+    w: QuantizedTensor, transposed: Callable[[QuantizedTensor], QuantizedTensor] = transpose
+) -> tuple[QuantizedTensor, torch.Tensor | None]:
+    """Return (wᵀ [K, N], factor [N] to multiply into dy before its cast, or None) for an operand w [N, K].
+
+    Args:
+        w: fprop's operand.
+        transposed: Transposes a matrix: by default into a copy, with `LinearRecipe.transposed` as the backend needs it.
+    """
     if w.granularity != "row":
-        return transpose(w), None
+        return transposed(w), None
     ones = torch.ones((), device=w.scale.device)
     codes = replace(w, scale=ones, granularity="tensor", scale_type="pow2")
-    return transpose(codes), w.scale.reshape(-1)
+    return transposed(codes), w.scale.reshape(-1)
 
 
 def split_rows(gradient: torch.Tensor, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor | None, ...]:

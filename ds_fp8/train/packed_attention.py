@@ -14,7 +14,7 @@ scaled_dot_product_attention.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -118,9 +118,18 @@ def _document_ends(
 
 def _is_of_documents(mask_function: Callable[..., torch.Tensor]) -> bool:
     """Return whether a mask function is causal attention within documents by the parts that transformers made it of."""
-    parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+    parts = _variables(mask_function).get("mask_functions", ())
     within = packed_sequence_mask_function(torch.empty(0)).__code__
-    return len(parts) == 2 and parts[0] is causal_mask_function and getattr(parts[1], "__code__", None) is within
+    others = [part for part in parts if getattr(part, "__code__", None) is not within]
+    # From transformers 5.23 on the causal part counts in positions of the document, which is the same within one.
+    return len(parts) == 2 and [_variables(part).get("mask_function", part) for part in others] == [
+        causal_mask_function
+    ]
+
+
+def _variables(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return the variables that a function has of those around it."""
+    return inspect.getclosurevars(function).nonlocals
 
 
 def packed_attention(

@@ -1,19 +1,20 @@
 """The DeepSpeed versions that are supported, and the names of theirs that the seams use.
 
 Most of them are private: a version that nobody has looked at may have kept a name and changed what it does. So a
-version outside the table is refused unless the user wants to try it, and so is any that lacks a name.
+version outside the table is refused unless the user wants to try it, and so is any that lacks a name; a warning names
+the functions (deepspeed_functions.py) that have changed.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import warnings
-from collections.abc import Iterator
 
 from packaging.specifiers import SpecifierSet
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.other_packages import missing, not_set
+from ds_fp8.zero.deepspeed_functions import LOOKED_AT, changed_functions
 
 TRY = "DS_FP8_TRY_DEEPSPEED"
 """Environment variable with the one version outside the table that a user wants to try."""
@@ -53,23 +54,30 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
             *(AVERAGE_GRADIENTS, FLUSH_BUCKET, "get_param_id"),
             *(*MASTER_UPDATES, *GRADIENT_WRITES, *STEP_METHODS),
             *("offload_states", "reload_states", "_set_fp16_partitioned_groups_flat", "backward_epilogue"),
+            "loss_scale",
         ),
+        f"{_STAGE3}:IPGBucketZ3": ("clear_params",),
         f"{_COORDINATOR_MODULE}:{_COORDINATOR}": (
             *("is_complete_trace", "is_invalid_trace", "is_record_trace", "_invalidate_trace", "reset_step"),
         ),
         "deepspeed.runtime.zero.parameter_offload": ("FWD_MODULE_STACK",),
+        "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": ("get_param_coordinator",),
         "deepspeed.ops": ("__compatible_ops__",),
         "deepspeed.constants": ("TORCH_DISTRIBUTED_DEFAULT_PORT",),
         "deepspeed.git_version_info": ("installed_ops",),
         "deepspeed.moe.layer": ("MoE",),
         "deepspeed.pipe": ("PipelineModule",),
         "deepspeed.runtime.checkpoint_engine.checkpoint_engine": ("CheckpointEngine",),
+        "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine": (
+            *("create", "makedirs", "save", "load", "commit", "is_data_parallel_writer"),
+        ),
         "deepspeed.runtime.config": ("DeepSpeedConfig", "ADAM_W_MODE", "DEEPSPEED_OPTIMIZERS", "TORCH_ADAM_PARAM"),
         "deepspeed.runtime.config_utils": ("DeepSpeedConfigModel",),
         "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
         "deepspeed.runtime.zero": ("parameter_offload", "partition_parameters", "stage3"),
         "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig", "ZeroStageEnum"),
         "deepspeed.runtime.zero.utils": ("get_norm_dtype", "ZERO_SUPPORTED_OPTIMIZERS"),
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ("param_groups",),
         "deepspeed.utils": ("set_z3_leaf_modules",),
         "deepspeed.utils.tensor_fragment": ("fragment_address",),
         "deepspeed.utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
@@ -77,7 +85,7 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "deepspeed.checkpoint.ds_to_universal": ("main",),
         "deepspeed.runtime.engine:DeepSpeedEngine": (
             *("_zero3_consolidated_16bit_state_dict", "save_checkpoint", "load_checkpoint", "destroy"),
-            "_copy_recovery_script",
+            *("_copy_recovery_script", "zero_optimization_partition_weights", "zero_optimization_stage"),
         ),
     }
 }
@@ -92,8 +100,9 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
             *("reduce_and_partition_stream", "averaged_gradients", "params_already_reduced", "dp_process_group"),
             *("offload_optimizer", "offload_param", "use_muon", "model_parallel_group", "torch_autocast_gradscaler"),
             *("contiguous_gradients", "_global_grad_norm", "zenflow", "parameter_offload", "param_reduce_events"),
-            "persistent_parameters",
+            *("persistent_parameters", "optimizer", "dtype", "device", "module"),
         ),
+        f"{_STAGE3}:IPGBucketZ3.__init__": ("buffer", "params"),
         f"{_STAGE3}:{OPTIMIZER}._create_fp16_partitions_with_defragmentation": ("lp_param_buffer",),
         f"{_STAGE3}:{OPTIMIZER}._setup_for_real_optimizer": (GRADIENT_PARTITIONS, "grad_partitions_flat_buffer"),
         f"{_COORDINATOR_MODULE}:{_COORDINATOR}.__init__": (
@@ -104,16 +113,18 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_STAGE3}:{OPTIMIZER}._link_all_hp_params": ("_z3_optimizer",),
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.__init__": ("_param_slice_mappings",),
         "deepspeed.runtime.engine:DeepSpeedEngine.__init__": (
-            *("inside_no_sync_ctxt", "tput_timer", "training_dataloader"),
+            *("inside_no_sync_ctxt", "tput_timer", "training_dataloader", "checkpoint_engine", "optimizer"),
         ),
         "deepspeed.runtime.engine:DeepSpeedEngine._configure_distributed_model": ("seq_data_parallel_group",),
         "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module": (
-            "ds_z3_leaf_module",
+            *("ds_z3_leaf_module", "ds_grads_remaining", "applied_pre_backward_ref_cnt"),
         ),
         f"{_PARTITIONS}:_init_external_params": ("_external_params",),
+        f"{_PARTITIONS}:Init._partition_param": ("ds_quant_scale",),
         f"{_PARTITIONS}:Init._convert_to_deepspeed_param": (
             *("all_gather_coalesced", "all_gather", "partition"),
             *("ds_id", "ds_persist", "ds_tensor", "ds_numel", "ds_shape", "ds_status", "ds_process_group"),
+            "partition_numel",
             *("ds_active_sub_modules", "ds_summary", "ds_secondary_tensor"),
         ),
     }
@@ -128,15 +139,7 @@ def supported_range(version: str) -> str | None:
 
 def missing_names(ranges: str) -> list[str]:
     """Return the names of a range of versions that the installed DeepSpeed lacks."""
-    missing = []
-    for owner, names in NAMES[ranges].items():
-        found = _find(owner)
-        missing += [f"{owner.rpartition(':')[2]}.{name}" for name in names if not hasattr(found, name)]
-    for function, names in ATTRIBUTES[ranges].items():
-        code = getattr(_find(function), "__code__", None)
-        given = getattr(code, "co_names", ())
-        missing += [f"{name} (set by {function.rpartition(':')[2]})" for name in names if name not in given]
-    return missing
+    return missing(NAMES[ranges]) + not_set(ATTRIBUTES[ranges])
 
 
 def check(version: str) -> None:
@@ -155,21 +158,16 @@ def check(version: str) -> None:
             raise UserError(unknown, remedy=f"{remedy}, or try it: {TRY}={version}")
         warnings.warn(f"{unknown}, and {TRY} lets it try: compare the losses with BF16's", stacklevel=2)
         ranges = next(reversed(NAMES))
-    missing = missing_names(ranges)
-    if missing:
+    lacking = missing_names(ranges)
+    if lacking:
         raise UserError(
-            f"DeepSpeed {version} lacks {', '.join(missing)}, which the FP8 path of ZeRO-3 needs", remedy=remedy
+            f"DeepSpeed {version} lacks {', '.join(lacking)}, which the FP8 path of ZeRO-3 needs", remedy=remedy
         )
-
-
-def _find(path: str) -> object | None:
-    """Return the module, class or function at module:name.name; None where it is not there."""
-    module, _, attributes = path.partition(":")
-    found: object | None = importlib.import_module(module)
-    for name in _parts(attributes):
-        found = getattr(found, name, None)
-    return found
-
-
-def _parts(attributes: str) -> Iterator[str]:
-    return (name for name in attributes.split(".") if name)
+    changed = changed_functions()
+    if changed:
+        functions = "; ".join(f"{name} ({meaning})" for name, meaning in changed.items())
+        warnings.warn(
+            f"DeepSpeed {version} has functions that are not those of {LOOKED_AT}, for which FP8 in ZeRO-3 was "
+            f"written: {functions}. Compare the losses with BF16's, or pip install 'deepspeed=={LOOKED_AT}'",
+            stacklevel=2,
+        )

@@ -5,7 +5,15 @@ import contextlib
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    masking_utils,
+)
 from transformers.masking_utils import create_causal_mask
 
 from ds_fp8.engine.capture import masks_as_outside
@@ -187,3 +195,26 @@ def test_a_mask_that_is_more_than_documents_is_in_no_graph(twins, batch):
 def test_batches_know_their_documents_without_a_read(batch):
     moved = StepBatches([batch], torch.ones(()), 72).to(torch.device("meta"))
     assert documents.count(moved.batches[0]["position_ids"]) == 8
+
+
+def in_positions_of_documents(mask_function, positions):
+    """The mask function as transformers has it since 5.23, of the positions in a document."""
+
+    def inner_mask(row, head, query, key):
+        return mask_function(row, head, positions[row, query], positions[row, key])
+
+    return inner_mask
+
+
+def test_the_masks_of_packed_rows_are_known_by_their_parts():
+    documents, positions = torch.tensor([[1, 1, 2, 2]]), torch.tensor([[0, 1, 0, 1]])
+    within = masking_utils.packed_sequence_mask_function(documents)
+    causal, window = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(2)
+    known = [[causal, within], [within, causal], [within, in_positions_of_documents(causal, positions)]]
+    others = [[window, within], [within, in_positions_of_documents(window, positions)], [causal, window], [within] * 2]
+    others += [[causal], [causal, within, window], [within, masking_utils.bidirectional_mask_function]]
+    for parts in known:
+        assert packed_attention._is_of_documents(masking_utils.and_masks(*parts))
+    for parts in others:
+        assert not packed_attention._is_of_documents(masking_utils.and_masks(*parts))
+    assert not packed_attention._is_of_documents(causal)

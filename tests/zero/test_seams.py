@@ -1,19 +1,25 @@
 """The supported DeepSpeed versions, and what is said of others."""
 
 import ast
+import contextlib
+import copyreg
+import functools
+import inspect
 import re
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 
 import deepspeed
 import pytest
+import torch
 from packaging.specifiers import SpecifierSet
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.compatibility import check_deepspeed
-from ds_fp8.zero import deepspeed_versions
+from ds_fp8.zero import deepspeed_functions, deepspeed_versions, grouped, streams
 
 
 def test_every_name_exists_in_the_installed_version():
@@ -22,19 +28,138 @@ def test_every_name_exists_in_the_installed_version():
     assert deepspeed_versions.missing_names(installed) == []
 
 
+RECEIVERS = {
+    *(
+        "zero",
+        "self._zero",
+        "optimizer",
+        "engine.optimizer",
+        "engine.optimizer.parameter_offload",
+        "self._zero.optimizer",
+    ),
+    *("engine", "self._engine", "bucket", "self._coordinator", "stock", "self._stock"),
+    *("partition_parameters", "parameter_offload", "stage3", "status"),
+}
+"""Expressions in the seams that are objects of DeepSpeed, whatever the name that is read of them."""
+TORCH = [torch, torch.cuda, torch.cuda.Stream, torch.distributed, torch.nn, torch.nn.Module(), torch.nn.Parameter()]
+PYTHON = [
+    dict,
+    list,
+    set,
+    str,
+    deque,
+    Path,
+    contextlib,
+    contextlib.ExitStack,
+    copyreg,
+    functools,
+    inspect.Signature,
+    inspect.BoundArguments,
+]
+OTHERS = {name for owner in (*TORCH, *PYTHON) for name in dir(owner)} | {"cuda_stream", "value"}
+DOCUMENTED_NAMES = {"DeepSpeedEngine", "device_name", "module"}
+"""Of `deepspeed`, its accelerator and its engine."""
+BY_NAME = {"getattr", "hasattr", "setattr", "replace", "self._replace", "call_around", "wrap_closure", "_around_method"}
+"""Functions that take the name of an attribute as text."""
+
+
+def seams() -> list[ast.Module]:
+    return [ast.parse(file.read_text()) for file in (Path(deepspeed_versions.__file__).parent / "seams").glob("*.py")]
+
+
+def own_names(trees) -> set[str]:
+    """What the seams define, and the parts of this package that they call."""
+    own = {name for module in (deepspeed_versions, grouped, streams) for name in vars(module)}
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            own.add(node.attr)
+    return own
+
+
+def names_of_deepspeed(trees) -> set[str]:
+    """The attributes that are read of DeepSpeed's objects, and those that nobody else's objects have."""
+    own, found = own_names(trees), set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Attribute):
+            if ast.unparse(node.value) in RECEIVERS or node.attr not in own | OTHERS:
+                found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
+            texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            found |= {text for text in texts if isinstance(text, str) and text not in own | OTHERS}
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("_COUNTERS", "_MOMENT_WRITES"):
+            found |= set(ast.literal_eval(node.value))
+    return found
+
+
 @pytest.mark.parametrize("ranges", deepspeed_versions.NAMES)
 def test_every_range_lists_what_seams_uses(ranges):
-    """A name of DeepSpeed that the seams take from a module or a parameter is in the table of every supported range."""
-    seams = Path(deepspeed_versions.__file__).parent / "seams"
-    source = "".join(file.read_text() for file in sorted(seams.glob("*.py")))
+    """Whatever the seams read that is not torch's, Python's or this package's is in the table of every range."""
     listed = {name for table in (deepspeed_versions.NAMES, deepspeed_versions.ATTRIBUTES)
               for names in table[ranges].values() for name in names}  # fmt: skip
-    used = set(re.findall(r"\b(?:parameter|p)\.(ds_\w+|_z3\w+)", source))
-    used |= set(re.findall(r"\b(?:partition_parameters|stage3)\.(\w+)", source))
-    used |= set(re.findall(r"\bstatus\.([A-Z_]+)", source))
-    used |= set(re.findall(r"\boptimizer\.(get_param_id|grad_position|fp32_partitioned_groups_flat)\b", source))
-    assert {"ds_tensor", "ZeroParamStatus", "INFLIGHT", "grad_position"} <= used
-    assert used <= listed
+    used = names_of_deepspeed(seams())
+    assert {"ds_tensor", "INFLIGHT", "loss_scale", "clear_params", "zenflow", "ds_grads_remaining", "dtype"} <= used
+    assert used - DOCUMENTED_NAMES - listed == set()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "zero.new_name",
+        "self._zero.dtype_of_something",
+        "engine.new_name()",
+        "bucket.reset()",
+        "whatever.ds_new",
+        "getattr(module, '_new')",
+        "replace(engine, engine.optimizer, 'new_name', f)",
+    ],
+)
+def test_a_name_that_is_read_of_any_receiver_is_found(line):
+    assert names_of_deepspeed([ast.parse(line)]) - names_of_deepspeed([]) - {"optimizer"}
+
+
+def test_private_names_are_read_in_the_seams_alone():
+    """Attributes of engines and their optimizers that begin with an underscore."""
+    root = Path(deepspeed_versions.__file__).parents[1]
+    found = [
+        f"{file.relative_to(root)}: {ast.unparse(node)}"
+        for file in sorted(root.rglob("*.py"))
+        if file.parent.name != "seams"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if ast.unparse(node.value).split(".")[-1] in ("engine", "_engine", "optimizer")
+        and ast.unparse(node.value) != "self.optimizer"
+    ]
+    assert found == []
+
+
+def test_functions_are_those_that_were_looked_at():
+    assert deepspeed_functions.changed_functions() == {}
+
+
+def test_a_changed_function_is_named_with_what_it_is_for(tmp_path):
+    """An installed DeepSpeed with another line in one function: names check out, and a warning says which."""
+    script = (
+        "import inspect, sys\n"
+        "import deepspeed, deepspeed.runtime.zero.stage3 as stage3\n"
+        "source = inspect.getsource(stage3).replace('self._pre_step()', 'self._pre_step(); self.late = 1')\n"
+        "changed = sys.argv[1]\n"
+        "open(changed, 'w').write(source)\n"
+        "stage3.__spec__.origin = changed\n"
+        "from ds_fp8.zero import deepspeed_versions\n"
+        "for _ in range(2):\n    deepspeed_versions.check(deepspeed.__version__)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "stage3.py"], capture_output=True, text=True, check=True
+    )
+    (line,) = [line for line in run.stderr.splitlines() if "UserWarning: DeepSpeed" in line]
+    assert f"DeepSpeed {deepspeed.__version__}" in line
+    assert ": step (replaced by this package's step" in line
+    assert "_post_step" not in line
+    assert "deepspeed==" in line
 
 
 DOCUMENTED = {"deepspeed", "deepspeed.accelerator", "deepspeed.comm"}

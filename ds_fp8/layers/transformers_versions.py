@@ -1,0 +1,123 @@
+"""The names of transformers that this package uses beside its public ones, and the versions that were tested.
+
+`check_names` runs before any file that imports them. Functions that this package replaces, imitates or relies on are
+compared with those of the versions looked at, as DeepSpeed's are (zero/deepspeed_functions.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+from packaging.specifiers import SpecifierSet
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.other_packages import KnownFunction, changed, missing, not_set
+
+KNOWN = ">=5.0,<5.24"
+"""The oldest version that has all names, up to the newest one that the tests have run with."""
+REMEDY = f"pip install 'transformers{KNOWN}'"
+
+_MASKS = "transformers.masking_utils"
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "transformers": ("AttentionInterface", "PreTrainedModel", "PretrainedConfig"),
+    "transformers:PreTrainedModel": ("_init_weights",),
+    "transformers:PretrainedConfig": ("_attn_implementation",),
+    _MASKS: (
+        *("ALL_MASK_ATTENTION_FUNCTIONS", "AttentionMaskInterface", "and_masks", "causal_mask_function"),
+        *("find_packed_sequence_indices", "is_tracing", "packed_sequence_mask_function", "sdpa_mask"),
+    ),
+    "transformers.integrations.sdpa_attention": ("repeat_kv", "sdpa_attention_forward"),
+    "transformers.loss.loss_utils": ("ForCausalLMLoss",),
+    "transformers.modeling_outputs": ("MoeModelOutputWithPast",),
+    "transformers.modeling_utils": ("ALL_ATTENTION_FUNCTIONS",),
+    "transformers.models.auto.configuration_auto": ("CONFIG_MAPPING", "CONFIG_MAPPING_NAMES"),
+    "transformers.models.auto.modeling_auto": (*("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),),
+    "transformers.models.auto.tokenization_auto": ("get_tokenizer_config",),
+    "transformers.pytorch_utils": ("Conv1D",),
+}
+"""By module, or module:class: what it must have."""
+
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "transformers:PreTrainedModel._set_gradient_checkpointing": ("_gradient_checkpointing_func",),
+    f"{_MASKS}:and_masks": ("mask_functions",),
+}
+"""By function: what it gives to what it works on, or keeps for the functions inside it."""
+
+FUNCTIONS: dict[str, KnownFunction] = {
+    f"{_MASKS}:and_masks": KnownFunction(
+        "a mask's closure says what it is made of, by which packed rows in graphs are known", ("8ade4d2d52a8",)
+    ),
+    f"{_MASKS}:causal_mask_function": KnownFunction(
+        "recognised as a part of the mask of packed rows", ("51560a9a0678",)
+    ),
+    f"{_MASKS}:packed_sequence_mask_function": KnownFunction(
+        "recognised as a part of the mask of packed rows", ("d47753a10391",)
+    ),
+    f"{_MASKS}:find_packed_sequence_indices": KnownFunction(
+        "replaced in graphs: says which document of a row a token is in", ("f9bb5017a601",)
+    ),
+    f"{_MASKS}:_preprocess_mask_arguments": KnownFunction(
+        "expected to find packed rows by their positions alone", ("586d687837df",)
+    ),
+    f"{_MASKS}:_ignore_causal_mask_sdpa": KnownFunction(
+        "expected to leave the mask out where rows are causal", ("a02f3c40653f", "1120e4a589f2")
+    ),
+    f"{_MASKS}:create_causal_mask": KnownFunction(
+        "expected to make masks of parts, and to hand them to the attention's own function",
+        (
+            "d51ba6c0f562",
+            "5d23d007d734",
+        ),
+    ),
+    f"{_MASKS}:sdpa_mask": KnownFunction(
+        "called for masks that are not of packed rows", ("95163a4daf10", "63b4331e700a")
+    ),
+    "transformers.utils.import_utils:is_tracing": KnownFunction(
+        "replaced in graphs: masks are built as outside", ("2495e8417174", "18e5b5b879df")
+    ),
+    "transformers.integrations.sdpa_attention:sdpa_attention_forward": KnownFunction(
+        "called by fused layers, as the layers' own attention",
+        (
+            "3a32ec0ef7e1",
+            "e74e11f536d6",
+        ),
+    ),
+    "transformers.loss.loss_utils:ForCausalLMLoss": KnownFunction("imitated by the fused loss", ("65ffc4672b59",)),
+    "transformers.loss.loss_utils:fixed_cross_entropy": KnownFunction("imitated by the fused loss", ("ece3a9ea9440",)),
+}
+"""By function: what about it is relied on, and what it was like in transformers 5.17 and 5.23."""
+
+
+@functools.cache
+def check_names() -> None:
+    """Refuse a transformers that lacks a name.
+
+    Raises:
+        UserError: With the names, the installed version, and the versions to install.
+    """
+    lacking = missing(NAMES) + not_set(ATTRIBUTES)
+    if lacking:
+        import transformers
+
+        raise UserError(f"transformers {transformers.__version__} lacks {', '.join(lacking)}", remedy=REMEDY)
+
+
+@functools.cache
+def warn_of_changes(version: str) -> None:
+    """Warn, once, of a transformers that is newer than the tested ones or whose functions have changed.
+
+    Args:
+        version: The installed one.
+    """
+    found = changed(FUNCTIONS)
+    problems = []
+    if not SpecifierSet(KNOWN).contains(version, prereleases=True):
+        problems.append("is newer than those that were tested")
+    if found:
+        functions = "; ".join(f"{name} ({meaning})" for name, meaning in found.items())
+        problems.append(f"has functions that are not those of the versions looked at: {functions}")
+    if problems:
+        advice = f"Compare the losses with BF16's, or {REMEDY}"
+        warnings.warn(f"transformers {version} {', and '.join(problems)}. {advice}", stacklevel=2)

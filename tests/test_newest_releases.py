@@ -1,0 +1,92 @@
+"""scripts/newest_releases.py: what is counted and listed, and an environment beside this one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+import newest_releases
+
+TESTS = """
+import os
+import time
+
+import pytest
+
+
+def test_right():
+    assert os.environ["DS_FP8_TRY_DEEPSPEED"] == "1.2.3"
+
+
+@pytest.mark.parametrize("seconds", [0.0])
+def test_wrong(seconds):
+    assert seconds == 1, "one and not zero"
+
+
+def test_skipped():
+    pytest.skip("not here")
+
+
+@pytest.fixture
+def broken():
+    raise RuntimeError("a fixture")
+
+
+def test_broken(broken):
+    time.sleep(seconds)
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder of tests in place of the project's."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_some.py").write_text(TESTS)
+    monkeypatch.setattr(newest_releases, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_outcomes_are_counted_and_failures_listed(project):
+    outcome = newest_releases.run(Path(sys.executable), "tests/test_some.py", "1.2.3", 60)
+    assert (outcome.passed, outcome.skipped, len(outcome.failed)) == (1, 1, 2)
+    text = newest_releases.table([outcome])
+    assert "| `tests/test_some.py` | 1 | 2 | 1 |" in text
+    assert "test_wrong[0.0]: AssertionError: one and not zero" in text
+    assert "test_broken: " in text
+    assert "a fixture" in text
+
+
+def test_what_hangs_or_cannot_be_collected_has_failed(project):
+    (project / "tests" / "test_some.py").write_text("import time\ntime.sleep(60)\n")
+    outcome = newest_releases.run(Path(sys.executable), "tests/test_some.py", "1.2.3", 2)
+    assert outcome.failed == {"tests/test_some.py": "took more than 2 s"}
+    (project / "tests" / "test_some.py").write_text("import nowhere_at_all\n")
+    outcome = newest_releases.run(Path(sys.executable), "tests/test_some.py", "1.2.3", 60)
+    assert outcome.passed == 0
+    assert len(outcome.failed) == 1
+
+
+def test_the_environment_sees_the_packages_of_this_one(tmp_path):
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "pyproject.toml").write_text('[project]\nname = "pydantic"\nversion = "999"\n')
+    python = newest_releases.make_environment(tmp_path / "venv", [str(tmp_path / "small")])
+    script = "import sys, torch; print(torch.__version__, sys.prefix)"
+    printed = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert printed.split() == [torch.__version__, str(tmp_path / "venv")]
+    assert newest_releases.versions_in(python)["deepspeed"] == deepspeed.__version__
+    script = "import importlib.metadata as m; print(m.version('pydantic'))"
+    printed = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert printed.strip() == "999", "what was installed comes first"
+
+
+def test_tests_that_are_not_there_are_a_usage_message(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["newest_releases.py", "tests/nowhere.py"])
+    with pytest.raises(SystemExit) as ended:
+        newest_releases.main()
+    assert ended.value.code == 2
+    assert "tests/nowhere.py" in capsys.readouterr().err

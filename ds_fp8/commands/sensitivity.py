@@ -213,8 +213,8 @@ def _print(figures: dict[str, Any], costs: list[Cost], console: Console) -> None
         return
     everything = next(cost for cost in costs if cost.part.pattern == "*" and cost.operand == "both")
     console.print(
-        f"in BF16, {proposal['flops_share']:.2%} of the FLOPs: {', '.join(proposal['overrides'])}; all other casts: loss "
-        f"{proposal['loss_increase']:+.3%} in place of {everything.loss:+.3%}, divergence "
+        f"in BF16, {proposal['flops_share']:.2%} of the FLOPs: {', '.join(proposal['overrides'])}; all other casts: "
+        f"loss {proposal['loss_increase']:+.3%} in place of {everything.loss:+.3%}, divergence "
         f"{proposal['divergence']:.2e} in place of {everything.divergence:.2e}",
         markup=False,
         soft_wrap=True,

@@ -1,4 +1,4 @@
-"""Which casts cost a model the most, on a few rows of your text, and which linear layers to keep in BF16.
+"""Measure what casts cost a model on a few rows of text, and propose linear layers to keep in BF16.
 
     ds-fp8 sensitivity model corpus.jsonl                              the default preset's casts, on documents
     ds-fp8 sensitivity model my_stage.json --write careful.json        those of a stage, on its held-out data

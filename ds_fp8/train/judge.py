@@ -1,4 +1,4 @@
-"""How far casts move a model: its losses on rows of text, and how far its predictions are from those without casts.
+"""Measure how far casts move a model: its losses on rows of text, and the divergence from those without casts.
 
 The divergence is the mean over tokens of KL(without casts || with them). Unlike a difference of losses it is never
 negative and nearly free of chance, so that parts of a model can be told apart on a few rows.

@@ -1,4 +1,4 @@
-"""Which casts of a model cost its loss the most, measured on rows of text, and which linear layers to keep in BF16.
+"""Measure what each part's casts cost the loss of a model on rows of text, and propose layers to keep in BF16.
 
 A part of the model is cast and nothing else: all linear layers of one kind (q_proj, ... down_proj), those of one
 decoder layer, or all of them; of their operands the inputs, the weights or both. One forward each over the rows gives
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the casts of a part cost, alone."""
+    """Cost of the casts of a part, while nothing else is cast."""
 
     part: Part
     operand: str
@@ -94,11 +94,19 @@ class _OneOperand(FP8Linear):
         inverse = None if factors is None else factors.reciprocal()
         if self.cast_operand == "input":
             decoded = recipe.cast_input(x, column_factor=inverse).dequantize(x.dtype)
-            x = scale_columns(unrotate(decoded, recipe.input.rotation), factors)
+            x = self._exact_outliers(scale_columns(unrotate(decoded, recipe.input.rotation), factors), x)
         else:
             decoded = weight_operand(weight, recipe, factors).dequantize(x.dtype)
-            weight = scale_columns(unrotate(decoded, recipe.weight.rotation), inverse)
+            weight = self._exact_outliers(scale_columns(unrotate(decoded, recipe.weight.rotation), inverse), weight)
         return F.linear(x, weight, self.bias).view(*input.shape[:-1], -1)
+
+    def _exact_outliers(self, decoded: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+        """Return a decoded operand [M, K] with its outlier channels as they were: their products are all but exact."""
+        outliers = self.recipe.outliers
+        if outliers is not None and outliers.channels is not None:
+            channels = outliers.channels.long()
+            decoded[:, channels] = exact.detach()[:, channels]
+        return decoded
 
 
 class CastSwitch:

@@ -33,7 +33,7 @@ from ds_fp8.train.stored_model import ModelSource, is_fp8, load_stored_model, qu
 
 @dataclass(frozen=True)
 class Serving:
-    """How a model with FP8 weights computes."""
+    """Products of a model with FP8 weights: which are computed as served, and which are not."""
 
     inputs: str | None
     """Cast of the inputs; None: they are not cast."""

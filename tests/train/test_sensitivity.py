@@ -41,8 +41,9 @@ def config(**section):
         {"linear": {"rotation": {"fprop": "in_features"}}, "fuse": "off"},
         {"preset": "fishman"},
         {"attention": {"format": "e4m3"}},
+        {"linear": {"outlier_channels": 16}},
     ],
-    ids=["blocks", "rows", "rotated", "smooth", "attention"],
+    ids=["blocks", "rows", "rotated", "smooth", "attention", "outliers"],
 )
 def test_one_operand_cast_and_the_other_together_are_both(section):
     """In one linear: casts of the input and of the weight, each decoded, are what FP8Linear multiplies."""
@@ -55,7 +56,7 @@ def test_one_operand_cast_and_the_other_together_are_both(section):
     name = "model.layers.0.mlp.down_proj"
     layer, x = model.get_submodule(name), torch.randn(32, 384)
     exact, found = layer(x), {}
-    for operand in ("input", "weight", "both"):
+    for operand in ("both", "input", "weight"):
         with switch.only([name], operand):
             found[operand] = layer(x) - exact
     for operand in ("input", "weight"):

@@ -16,6 +16,7 @@ COMMANDS = {
     "sweep": "measure memory and speed over a grid of settings",
     "parity": "compare FP8 with BF16 on your own stage",
     "robustness": "compare FP8 with BF16 over seeds and learning rates",
+    "sensitivity": "which casts cost a model the most, and what to keep in BF16",
     "export": "write a Hugging Face folder in BF16 or FP8",
     "evaluate": "perplexity and exact match of a Hugging Face folder",
     "report": "compare finished FP8 runs with their BF16 twins",
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         print("usage: ds-fp8 COMMAND ...    (ds-fp8 COMMAND --help says more; --version)\n")
-        print("\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items()))
+        print("\n".join(f"  {name:<11} {what}" for name, what in COMMANDS.items()))
         return 0
     if given[0] == "--version":
         print(f"ds-fp8 {ds_fp8.__version__}")

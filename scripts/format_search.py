@@ -3,8 +3,7 @@
 A choice is how the weights and inputs of a layer are cast: a format ("int4": one FP32 scale an output channel and a
 token), "FORMAT:GRANULARITY[:SCALE]" ("e2m3:1x32:pow2"), a word of NAMED, or "bf16". A mix is a choice for every layer.
 
-How far a mix moves a model is measured by its divergence, the mean over tokens of KL(BF16 || mix): unlike a difference
-of losses it is never negative and nearly free of chance, so that layers can be told apart.
+How far a mix moves a model is measured by its divergence (ds_fp8/train/judge.py).
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ds_fp8.casts import quantize
@@ -24,9 +21,9 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import FORMATS, GRANULARITIES, CastSpec, scale_shape
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.schema import nearest
-from ds_fp8.data import IGNORED
 from ds_fp8.layers.convert import convert, restore
 from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.train.judge import Judge
 
 BF16 = "bf16"
 NAMED = {
@@ -41,8 +38,6 @@ SCALE_BITS = {"fp32": 32, "pow2": 8, "e4m3": 8}
 
 Mix = dict[str, str]
 """By layer, the word of its choice."""
-Batch = dict[str, torch.Tensor]
-"""One row: `input_ids`, `labels` and `position_ids`, int64 [1, L]."""
 
 
 class Layer(NamedTuple):
@@ -141,60 +136,6 @@ def weights_as(model: PreTrainedModel, mix: Mapping[str, str]) -> Iterator[None]
     finally:
         for name, weight in before.items():
             model.get_submodule(name).weight.data = weight
-
-
-class Measured(NamedTuple):
-    """Figures of a model on rows of text: FP64 [R] all."""
-
-    losses: torch.Tensor
-    """Mean over the tokens of each row, in nats."""
-    divergences: torch.Tensor
-    """Mean over the tokens of each row of KL(BF16 || this model), in nats."""
-    tokens: torch.Tensor
-
-    @property
-    def loss(self) -> float:
-        """Return the mean loss of all tokens."""
-        return ((self.losses * self.tokens).sum() / self.tokens.sum()).item()
-
-    @property
-    def divergence(self) -> float:
-        """Return the mean divergence of all tokens."""
-        return ((self.divergences * self.tokens).sum() / self.tokens.sum()).item()
-
-
-class Judge:
-    """Rows of text and what the model in BF16 says of them: FP32, as many numbers as tokens times words."""
-
-    def __init__(self, model: PreTrainedModel, rows: Sequence[Batch]):
-        self._rows = rows
-        self._expected = [self._log_probabilities(model, row)[0].cpu() for row in rows]
-
-    @torch.no_grad()
-    def _log_probabilities(self, model: PreTrainedModel, row: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities of all words, FP32 [T, V], at the places with a label, and the labels [T]."""
-        output = model(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False)
-        labels = row["labels"][0, 1:]
-        kept = labels != IGNORED
-        return F.log_softmax(output.logits[0, :-1][kept].float(), -1), labels[kept]
-
-    def measure(self, model: PreTrainedModel) -> Measured:
-        """Return losses and divergences of the model as it computes now."""
-        numbers = []
-        for row, expected in zip(self._rows, self._expected, strict=True):
-            found, labels = self._log_probabilities(model, row)
-            expected = expected.to(found.device)
-            loss = F.nll_loss(found, labels).item()
-            divergence = (expected.exp() * (expected - found)).sum(-1).mean().item()
-            numbers.append((loss, divergence, len(labels)))
-        return Measured(*torch.tensor(numbers, dtype=torch.float64).T)
-
-
-def difference(first: torch.Tensor, second: torch.Tensor) -> tuple[float, float]:
-    """Return the mean of first - second over rows [R], and its standard error."""
-    gaps = first - second
-    error = gaps.std().item() / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
-    return gaps.mean().item(), error
 
 
 def sensitivities(

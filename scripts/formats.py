@@ -28,14 +28,10 @@ import torch
 from format_search import (
     BF16,
     NAMED,
-    Batch,
-    Judge,
     Layer,
-    Measured,
     bits_of,
     cast_as,
     choice_of,
-    difference,
     layers_of,
     mean_bits,
     mix_of_bits,
@@ -52,8 +48,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_fp8.config.errors import UserError, main_entry
-from ds_fp8.data import DataConfig, PackedDataset, build_data, build_tokenizer, default_cache_dir
+from ds_fp8.data import DataConfig, build_data, build_tokenizer, default_cache_dir
 from ds_fp8.train import packed_attention
+from ds_fp8.train.judge import Batch, Judge, Measured, difference, rows_of
 
 DEFAULT = ("e4m3", "e5m2", "e3m4", "e2m5", "int8", "log8", "e2m3", "e3m2", "int6", "e2m1", "int4", *NAMED)
 
@@ -68,15 +65,8 @@ def read_rows(options: argparse.Namespace, device: str) -> tuple[list[Batch], li
         validation_fraction=0.5,
     )
     data = build_data(config, build_tokenizer(config, default_cache_dir()), default_cache_dir())
-    halves = []
-    for dataset in (data.train, data.validation):
-        count = min(options.rows, len(dataset))
-        halves.append([_row(dataset, index, device) for index in range(count)])
-    return halves[0], halves[1]
-
-
-def _row(dataset: PackedDataset, index: int, device: str) -> Batch:
-    return {name: numbers[None].to(device) for name, numbers in dataset[index].items()}
+    first, second = (rows_of(dataset, options.rows, device) for dataset in (data.train, data.validation))
+    return first, second
 
 
 def figures_of(mix: dict[str, str], layers: Sequence[Layer], measured: Measured) -> dict[str, Any]:

@@ -4,7 +4,10 @@ ds-fp8 evaluate runs/cpt/model quickstart/cpt.json
 ds-fp8 evaluate served quickstart/cpt.json --set data.path=my.jsonl       an export in FP8 as well
 ds-fp8 evaluate served --tasks gsm8k,hellaswag --out served.json          needs pip install "lm_eval[hf]"
 
-FOLDER is any model that transformers loads: BF16, block-scaled FP8 or compressed-tensors. Its own tokenizer reads the
+FOLDER is any model that transformers loads: BF16, block-scaled FP8 or compressed-tensors. One with FP8 weights is
+evaluated as a server computes with it: linear layers multiply the stored codes with inputs cast as its config.json
+says, on GPUs and on CPUs. One in BF16 is evaluated without casts and, as `loss_as_trained`, with those of the stage's
+"fp8" section (not with --set fp8.enabled=false). Its own tokenizer reads the
 data, with the chat template that the stage gives it. Exact match is measured where the data has known answers. With
 the run's --gpus a batch has the run's rows, and the loss is that of the rows of its final_loss. What is printed goes to
 --out as JSON.
@@ -16,6 +19,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ds_fp8.train.served_model import Serving
     from ds_fp8.train.stage import Stage
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -75,12 +80,16 @@ def main() -> int:
     result: dict[str, Any] = {"folder": str(arguments.folder)}
     stage = _stage(arguments) if has_stage else None
     processes.init_distributed()
-    model = _load(arguments.folder, stage.model.attn_implementation if stage else "sdpa")
+    model, serving = _load(arguments.folder, stage.model.attn_implementation if stage else "sdpa")
+    if serving is not None:
+        result["fp8"] = {**asdict(serving), "summary": str(serving)}
     if stage is not None:
         result |= _on_stage(model, stage, arguments.batches or stage.train.eval_batches, arguments.problems)
     if arguments.tasks is not None:
         tokenizer = load_tokenizer(str(arguments.folder))
         result["tasks"] = _on_tasks(model, tokenizer, arguments.tasks.split(","), arguments.include, arguments.limit)
+    if stage is not None and stage.fp8.enabled and serving is None:
+        result["loss_as_trained"] = _with_casts(model, stage, arguments.batches or stage.train.eval_batches)
     text = json.dumps(result, indent=2)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -103,8 +112,8 @@ def _stage(arguments: argparse.Namespace) -> Stage:
     return load_stage(file, [*arguments.set, tokenizer], arguments.gpus or ranks_of_batch(raw) or 1)
 
 
-def _load(folder: Path, attention: str) -> PreTrainedModel:
-    """Return the model of `folder` in BF16 on this rank's device; FP8 weights stay so where the device has FP8."""
+def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None]:
+    """Return the model of `folder` on this rank's device, and how it computes where its weights are in FP8."""
     import torch
     from deepspeed.accelerator import get_accelerator
     from safetensors import SafetensorError
@@ -112,16 +121,22 @@ def _load(folder: Path, attention: str) -> PreTrainedModel:
 
     from ds_fp8.layers import munit
     from ds_fp8.train import packed_attention
+    from ds_fp8.train.served_model import load_served_model
 
     packed_attention.register()
     munit.register()
+    device = get_accelerator().current_device_name()
+    options = {"dtype": torch.bfloat16, "attn_implementation": attention}
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=attention)
+        served = load_served_model(folder, device, options)
+        if served is not None:
+            return served
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(
             f"transformers cannot load the model: {error}", file=folder, remedy="repair or complete the folder"
         ) from None
-    return model.to(get_accelerator().current_device_name())
+    return model.to(device), None
 
 
 def _on_stage(model: PreTrainedModel, stage: Stage, batches: int, problems: int) -> dict[str, Any]:
@@ -150,6 +165,22 @@ def _on_stage(model: PreTrainedModel, stage: Stage, batches: int, problems: int)
         answers = exact_match(engine, stage, tokenizer, questions, data.answer_pattern, lambda: None)
         result |= {"exact_match": answers.exact_match, "problems": len(questions)}
     return result
+
+
+def _with_casts(model: PreTrainedModel, stage: Stage, batches: int) -> float:
+    """Return the loss of the model, which is converted for it, with the casts of the stage's "fp8" section."""
+    from ds_fp8 import convert
+    from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
+    from ds_fp8.layers.loss import fuse_loss
+    from ds_fp8.layers.recipe import LinearRecipe
+    from ds_fp8.monitor.cast_monitor import CastMonitor
+    from ds_fp8.train.evaluation import validation_loss
+
+    convert(model, stage.fp8)
+    if stage.fp8.multiplies_head_in_fp8:
+        fuse_loss(model, LinearRecipe.from_config(stage.fp8, CastMonitor(0)))
+    data = build_data(stage.data, build_tokenizer(stage.data, default_cache_dir()), default_cache_dir())
+    return validation_loss(_alone(model), stage, data.validation, batches, lambda: None)
 
 
 def _require_lm_eval() -> None:
@@ -190,7 +221,8 @@ def _on_tasks(
 
 
 def _lines(result: dict[str, Any]) -> list[str]:
-    lines = [f"{name:<12} {value:.5g}" for name, value in result.items() if isinstance(value, int | float)]
+    lines = [f"{'fp8':<15} {result['fp8']['summary']}"] if "fp8" in result else []
+    lines += [f"{name:<15} {value:.5g}" for name, value in result.items() if isinstance(value, int | float)]
     for task, metrics in result.get("tasks", {}).items():
         lines += [f"{task}  {name:<28} {value:.5g}" for name, value in metrics.items()]
     return lines

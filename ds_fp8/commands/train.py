@@ -74,7 +74,9 @@ def _train(file: Path, changes: list[str]) -> int:
     except Interrupted:
         return EXIT_INTERRUPTED
     if int(os.environ["RANK"]) == 0:
-        print(f"final validation loss {result['final_loss']:.4f} after {result['steps']} steps", flush=True)
+        loss, in_bf16 = result["final_loss"], result.get("final_loss_bf16")
+        weights = "" if in_bf16 in (None, loss) else f" ({in_bf16:.4f} by its weights in BF16, without casts)"
+        print(f"final validation loss {loss:.4f}{weights} after {result['steps']} steps", flush=True)
     return 0
 
 

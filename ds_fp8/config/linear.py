@@ -269,7 +269,8 @@ class LinearConfig(LinearCasts):
     overrides: dict[str, LinearCasts | Literal["bf16"]] = Field(default_factory=dict)
     """Pattern, as in `skip` -> "bf16", or the casts that differ in the linears it means: {"*.down_proj": {"input":
     {"granularity": "tensor"}}}. What an override leaves out is as above. The first pattern that matches a layer
-    applies; one that matches no layer is an error. Exports store weights that are cast otherwise in BF16."""
+    applies; one that matches no layer is an error. Exports store weights that are cast otherwise in BF16.
+    {"*": "bf16"} keeps every layer in BF16, with this package's step and graphs. `ds-fp8 sensitivity` proposes some."""
 
     @model_validator(mode="before")
     @classmethod

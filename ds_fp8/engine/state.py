@@ -10,10 +10,11 @@ import deepspeed
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.health import Health
 from ds_fp8.engine.micro_steps import MicroStepGraphs
-from ds_fp8.layers.convert import Conversion
+from ds_fp8.layers.convert import Conversion, casts, stop_casting
 from ds_fp8.layers.loss import LossFusion
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.optim import AdamW
+from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import GradientReduce
 from ds_fp8.zero.hosts import Hosts
 from ds_fp8.zero.nodes import Nodes
@@ -61,6 +62,24 @@ class FP8State:
     def saturation(self) -> dict[str, float] | None:
         """Return the shares {"saturated", "underflow"} of the casts of the last measured step; None before one."""
         return self.monitor.last
+
+    @property
+    def casts(self) -> bool:
+        """Return whether anything of the model is computed from casts."""
+        return casts(self._engine.module)
+
+    def stop_casting(self) -> None:
+        """Let the whole model compute in BF16 from now on, for an evaluation after the last step. On all ranks.
+
+        ZeRO-3 then gathers the weights that it gathered in FP8 in BF16, from shards that are made for each gather: it
+        takes no more memory than one module's weights.
+        """
+        if self.graphs is not None:
+            self.graphs.reset()
+        if self.parameter_gather is not None:
+            seams.partition_all(self._engine)  # what stayed gathered is in FP8
+            self.parameter_gather.gather_in_bf16()
+        stop_casting(self._engine.module)
 
     def clock(self) -> int:
         """Return the number of micro-batches so far, those before a resume among them: the clock of random rounding."""

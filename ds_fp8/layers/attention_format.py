@@ -87,10 +87,15 @@ def restore_attention(model: nn.Module) -> None:
 
 
 def _attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules that compute attention through transformers' functions, as far as their attributes tell."""
+    """Yield the attention modules of a model by name."""
     for name, module in model.named_modules():
-        if all(hasattr(module, part) for part in ("config", "scaling", "is_causal")):
+        if is_attention(module):
             yield name, module
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module computes attention through transformers' functions, as far as its attributes tell."""
+    return all(hasattr(module, part) for part in ("config", "scaling", "is_causal"))
 
 
 def runs_in_fp8(module: nn.Module) -> bool:

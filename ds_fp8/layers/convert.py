@@ -13,9 +13,16 @@ from torch import nn
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import nearest
-from ds_fp8.layers.attention_format import AttentionFormat, restore_attention, use_fp8_attention
+from ds_fp8.layers.attention_format import (
+    AttentionFormat,
+    is_attention,
+    restore_attention,
+    runs_in_fp8,
+    use_fp8_attention,
+)
 from ds_fp8.layers.decoder import FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
 from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.loss import FusedHead, fuse_loss, withholds_logits
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.selection import OVERRIDDEN, Filter, first_matches, linear_layers, matches, unconverted
 from ds_fp8.layers.structure import MLP_PARTS
@@ -183,6 +190,27 @@ def layer_of(model: nn.Module, site: str) -> str:
     """Return the name of the layer that computes at a site: a fused decoder layer or MLP, or the linear itself."""
     fused = (name for name, module in model.named_modules() if isinstance(module, (FusedDecoderLayer, FusedMLP)))
     return next((name for name in fused if site.startswith(f"{name}.")), site)
+
+
+def stop_casting(model: nn.Module) -> None:
+    """Let a converted model compute in its own precision again: linears, decoder layers, attention and head."""
+    for module in list(model.modules()):
+        if isinstance(module, (FusedDecoderLayer, FusedMLP)):
+            unfuse(module)
+    restore(model)
+    restore_attention(model)
+    if withholds_logits(model):
+        fuse_loss(model)
+
+
+def casts(model: nn.Module) -> bool:
+    """Return whether anything that a model computes is cast."""
+    return any(
+        isinstance(module, FP8Linear)
+        or (isinstance(module, FusedHead) and module.recipe is not None)
+        or (is_attention(module) and runs_in_fp8(module))
+        for module in model.modules()
+    )
 
 
 def restore(layer: nn.Module) -> list[nn.Parameter]:

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from ds_fp8.report import charts
 from ds_fp8.report.runs import Comparison, RunRecord, seeds
 from ds_fp8.report.summary import health_tables, run_figures, stage_figures, summarise
-from ds_fp8.report.verdict import TOLERANCE, Verdict, concerns, gap_of, seed_noise
+from ds_fp8.report.verdict import TOLERANCE, TRAINED, WEIGHTS, Verdict, concerns, gaps_of, seed_noise
 from ds_fp8.train.durable import write_atomically
 from ds_fp8.train.metrics import ANSWERS
 
@@ -131,8 +131,10 @@ def _tiles(comparisons: Sequence[Comparison]) -> list[tuple[str, str, str]]:
         return []
     stages = [stage_figures(comparison) for comparison in comparisons]
     of = "" if len(stages) == 1 else f"largest of {len(stages)}"
-    gaps = [gap for comparison in comparisons if (gap := gap_of(comparison)) is not None]
-    tiles = [(f"{max(gaps):+.2%}", "final loss", of)] if gaps else []
+    tiles = []
+    for key, what in ((TRAINED, "final loss"), (WEIGHTS, "final loss, weights in BF16")):
+        gaps = [gap for gap in gaps_of(comparisons, key) if gap is not None]
+        tiles += [(f"{max(gaps):+.2%}", what, of)] if gaps else []
     words = {"all_gather_bytes": "bytes of parameter gathers", "grad_bytes": "bytes of gradients"}
     if comparisons[0].run.result["device"] != "cpu":
         words |= {"peak_memory_bytes": "peak memory", "tokens_per_second": "tokens per second"}
@@ -159,6 +161,7 @@ def _rows(comparison: Comparison) -> list[Row]:
     rows = [
         row("validation loss before", "first_validation_loss", "{:.4f}"),
         row("validation loss after", "final_validation_loss", "{:.4f}", ratio="{:+.2%}"),
+        row("the same, weights in BF16", "final_validation_loss_bf16", "{:.4f}", ratio="{:+.2%}"),
         row("training loss, end", "last_loss", "{:.4f}", ratio="{:+.2%}"),
         row("exact match before", "exact_match_before", "{:.0%}"),
         _exact_match(figures),

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from ds_fp8.report.runs import KINDS, Comparison, RunRecord, seeds
-from ds_fp8.report.verdict import TOLERANCE, gap_of, judge_seeds, seed_noise, standard_error
+from ds_fp8.report.verdict import LOSSES, TOLERANCE, gaps_of, judge_seeds, mean_gap, seed_noise
 from ds_fp8.train.durable import write_atomically
 from ds_fp8.train.stage import Stage
 
@@ -57,19 +57,18 @@ def comparisons_in(folder: Path, seeds: Sequence[int]) -> list[Comparison]:
 def compare(twins: Sequence[Comparison], tolerance: float = TOLERANCE) -> dict[str, Any]:
     """Return final validation losses (nats per token), their relative gaps, the noise of the seed and the verdict.
 
-    The noise is the standard deviation of BF16's final losses over seeds, relative to their mean; None for one seed.
+    Losses and gaps are those as trained and, under the same keys with "_bf16", those of the weights evaluated in BF16.
+    The noise is the standard deviation of BF16's final losses over seeds, relative to their mean. It and the standard
+    errors are None for one seed.
     """
     runs = {"fp8": [twin.run for twin in twins], "bf16": [twin.twin for twin in twins]}
-    final = {kind: [run.result["final_loss"] for run in runs[kind]] for kind in KINDS}
-    gaps = [gap_of(twin) for twin in twins]
     verdict = judge_seeds(twins, tolerance)
     return {
         "seeds": seeds(twins),
         "steps": twins[0].run.result["steps"],
-        "final_loss": final,
-        "gaps": gaps,
-        "gap": None if None in gaps else fmean(gaps),
-        "gap_standard_error": None if None in gaps else standard_error(gaps),
+        **{key: {kind: [run.result.get(key) for run in runs[kind]] for kind in KINDS} for key in LOSSES},
+        **_gaps(twins, LOSSES[0], ""),
+        **_gaps(twins, LOSSES[1], "_bf16"),
         "seed_noise": seed_noise(twins),
         "tolerance": tolerance,
         "exact_match": {kind: [run.result["exact_match"]["after"] for run in runs[kind]] for kind in KINDS},
@@ -80,6 +79,16 @@ def compare(twins: Sequence[Comparison], tolerance: float = TOLERANCE) -> dict[s
         "verdict": verdict.words,
         "device": twins[0].run.result["device"],
         "versions": twins[0].run.result["versions"],
+    }
+
+
+def _gaps(twins: Sequence[Comparison], key: str, suffix: str) -> dict[str, Any]:
+    """Return the gaps of one of the losses, their mean and its standard error."""
+    mean = mean_gap(twins, key)
+    return {
+        f"gaps{suffix}": gaps_of(twins, key),
+        f"gap{suffix}": None if mean is None else mean.mean,
+        f"gap_standard_error{suffix}": None if mean is None else mean.error,
     }
 
 

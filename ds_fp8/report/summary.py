@@ -12,7 +12,7 @@ import numpy as np
 from ds_fp8.monitor.heat_maps import health_matrix, health_sites
 from ds_fp8.monitor.thresholds import LABELS
 from ds_fp8.report.runs import Comparison, RunRecord
-from ds_fp8.report.verdict import Verdict, concerns, gap_of
+from ds_fp8.report.verdict import TRAINED, WEIGHTS, Verdict, concerns, gap_of
 
 RATIOS = ("all_gather_bytes", "grad_bytes", "peak_memory_bytes", "tokens_per_second")
 
@@ -37,7 +37,8 @@ def run_figures(run: RunRecord) -> dict[str, Any]:
         "first_loss": result["first_loss"],
         "last_loss": result["last_train_loss"],
         "first_validation_loss": result["first_validation_loss"],
-        "final_validation_loss": result["final_loss"],
+        "final_validation_loss": result[TRAINED],
+        "final_validation_loss_bf16": result.get(WEIGHTS),
         "exact_match_before": answers["before"],
         "exact_match": answers["after"],
         "exact_match_problems": answers["problems"],
@@ -58,6 +59,7 @@ def stage_figures(comparison: Comparison) -> dict[str, Any]:
     if comparison.twin is not None:
         ours, theirs = entry.values()
         entry["final_loss_gap"] = gap_of(comparison)
+        entry["final_loss_bf16_gap"] = gap_of(comparison, WEIGHTS)
         for key in RATIOS:
             entry[f"{key}_ratio"] = ours[key] / theirs[key] if ours[key] is not None and theirs[key] else None
     return entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Literal
+from typing import Literal, get_args
 
 from ds_fp8.monitor.records import FALLBACK
 from ds_fp8.report.runs import Comparison, RunRecord, seeds
@@ -16,11 +16,20 @@ SIGMAS = 2.0
 """Standard errors up to which a gap counts as noise of the seed."""
 
 
+TRAINED, WEIGHTS = "final_loss", "final_loss_bf16"
+LOSSES = (TRAINED, WEIGHTS)
+"""Keys of result.json: validation loss as trained, with casts, and of the exported BF16 weights, without."""
+Level = Literal["good", "undecided", "bad"]
+LEVELS: tuple[str, ...] = get_args(Level)
+JUDGEMENTS = {"good": "equal", "undecided": "undecided", "bad": "worse"}
+ONE_SEED = "one seed, so that what another changes is not known"
+
+
 @dataclass(frozen=True)
 class Verdict:
     """A judgement and its reasons."""
 
-    level: Literal["good", "undecided", "bad"]
+    level: Level
     words: str
     """One line: the judgement, a colon, the figures."""
 
@@ -30,37 +39,64 @@ class Verdict:
         return self.level == "good"
 
 
+@dataclass(frozen=True)
+class Gap:
+    """FP8 / BF16 - 1 of a final loss, over seeds."""
+
+    mean: float
+    error: float | None
+    """Standard error of the mean, None for one seed."""
+
+    def level(self, tolerance: float) -> Level:
+        """Return what the gap says where so much is allowed."""
+        if self.mean <= tolerance:
+            return "good"
+        return "undecided" if self._noisy else "bad"
+
+    def reason(self, tolerance: float) -> str:
+        """Return the same in a few words."""
+        if self.mean > tolerance:
+            return "beyond the tolerance" + (" but within its noise" if self._noisy else "")
+        return "no more than the seed's noise" if self._noisy else "better" if self.mean < 0 else "within the tolerance"
+
+    @property
+    def _noisy(self) -> bool:
+        return self.error is not None and abs(self.mean) <= SIGMAS * self.error
+
+    def __str__(self) -> str:
+        shown = f"{self.mean:+.3%} from BF16's"
+        return shown if self.error is None else f"{shown} (standard error {self.error:.3%})"
+
+
 NO_COMPARISON = Verdict("bad", "no comparison: a final loss is missing or not finite")
 
 
-def judge(gap: float, gap_error: float | None, tolerance: float) -> Verdict:
-    """Judge how far FP8's final loss is from BF16's.
+def judge(trained: Gap, weights: Gap | None, tolerance: float) -> Verdict:
+    """Judge how far FP8's final losses are from BF16's: by the worse of the two.
 
     Args:
-        gap: mean of FP8 / BF16 - 1.
-        gap_error: its standard error, None for one seed.
+        trained: gap of the loss computed as in training, with casts.
+        weights: gap of the loss of the exported BF16 weights, without casts; None where it was not measured.
         tolerance: the gap that is allowed. One beyond it does not pass for being noisy: more seeds or steps decide.
     """
-    shown = f"the final loss of FP8 is {gap:+.3%} from BF16's"
-    if gap_error is not None:
-        shown += f" (standard error {gap_error:.3%})"
-    noisy = gap_error is not None and abs(gap) <= SIGMAS * gap_error
-    if gap <= tolerance:
-        how = "no more than the seed's noise" if noisy else "better" if gap < 0 else "within the tolerance"
-        return Verdict("good", f"equal: {shown}, {how} ({tolerance:.2%} allowed)")
-    if noisy:
-        return Verdict(
-            "undecided", f"undecided: {shown}, beyond {tolerance:.2%} but within its noise; use more seeds or steps"
-        )
-    return Verdict("bad", f"worse: {shown}, beyond the {tolerance:.2%} allowed")
+    shown = f"the final loss of FP8 is {trained}, {trained.reason(tolerance)}"
+    if weights is not None:
+        shown += f"; that of its weights in BF16 {weights}, {weights.reason(tolerance)}"
+    shown += f" ({tolerance:.2%} allowed)"
+    level = max((gap.level(tolerance) for gap in (trained, weights) if gap is not None), key=LEVELS.index)
+    if level == "undecided":
+        shown += "; use more seeds or steps"
+    if trained.error is None:
+        shown += f"; {ONE_SEED}"
+    return Verdict(level, f"{JUDGEMENTS[level]}: {shown}")
 
 
 def judge_seeds(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -> Verdict:
-    """Judge twins of several seeds, which differ in nothing else, by the mean of their gaps."""
-    gaps = [gap_of(comparison) for comparison in comparisons]
-    if any(gap is None for gap in gaps):
+    """Judge twins of several seeds, which differ in nothing else, by the means of their gaps."""
+    if any(gap is None for key in measured(comparisons) for gap in gaps_of(comparisons, key)):
         return NO_COMPARISON
-    return judge(fmean(gaps), standard_error(gaps), tolerance)
+    trained, weights = (mean_gap(comparisons, key) for key in LOSSES)
+    return judge(trained, weights, tolerance)
 
 
 def judge_all(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -> Verdict:
@@ -69,27 +105,50 @@ def judge_all(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -
         return _judge_run(comparisons[0].run)
     if seeds(comparisons) is not None:
         return judge_seeds(comparisons, tolerance)
-    gaps = {comparison.name: gap_of(comparison) for comparison in comparisons}
-    if any(gap is None for gap in gaps.values()):
+    if any(gap is None for key in measured(comparisons) for gap in gaps_of(comparisons, key)):
         return NO_COMPARISON
-    worst = max(gaps, key=gaps.__getitem__)
+    names = [comparison.name for comparison in comparisons]
+    gaps = {key: dict(zip(names, gaps_of(comparisons, key), strict=True)) for key in measured(comparisons)}
+    largest = {name: max(of_stage[name] for of_stage in gaps.values()) for name in names}
+    worst = max(largest, key=largest.__getitem__)
     if any(len({run.kind for run in comparison.columns.values()}) == 1 for comparison in comparisons):
         first, second = comparisons[0].columns
-        return Verdict("undecided", f"compared: the final loss of {first} is {gaps[worst]:+.3%} from that of {second}")
-    verdict = judge(gaps[worst], None, tolerance)
-    if len(gaps) == 1:
+        trained = gaps[TRAINED][worst]
+        return Verdict("undecided", f"compared: the final loss of {first} is {trained:+.3%} from that of {second}")
+    verdict = judge_seeds([comparisons[names.index(worst)]], tolerance)
+    if len(names) == 1:
         return verdict
     if verdict.passed:
-        listed = ", ".join(f"{gap:+.2%} ({name})" for name, gap in gaps.items())
-        return Verdict("good", f"not worse: in {len(gaps)} stages, final losses of FP8 against BF16 {listed}")
-    far = sum(gap > tolerance for gap in gaps.values())
-    return Verdict("bad", f"worse: in {far} of {len(gaps)} stages; in {worst} {verdict.words.partition(': ')[2]}")
+        listed = [", ".join(f"{gap:+.2%} ({name})" for name, gap in of_stage.items()) for of_stage in gaps.values()]
+        words = "; of its weights in BF16 ".join(listed)
+        return Verdict(
+            "good", f"not worse: in {len(names)} stages, final losses of FP8 against BF16 {words}; {ONE_SEED}"
+        )
+    far = sum(gap > tolerance for gap in largest.values())
+    return Verdict("bad", f"worse: in {far} of {len(names)} stages; in {worst} {verdict.words.partition(': ')[2]}")
 
 
-def gap_of(comparison: Comparison) -> float | None:
-    """Return FP8 / BF16 - 1 of the final validation losses, None where one of them is not known."""
-    losses = [run.result["final_loss"] for run in (comparison.run, comparison.twin) if run is not None]
+def measured(comparisons: Sequence[Comparison]) -> list[str]:
+    """Return those of LOSSES that all runs measured: runs of earlier versions have no loss of BF16 weights."""
+    runs = [run for comparison in comparisons for run in (comparison.run, comparison.twin) if run is not None]
+    return [key for key in LOSSES if all(key in run.result for run in runs)]
+
+
+def gap_of(comparison: Comparison, key: str = TRAINED) -> float | None:
+    """Return FP8 / BF16 - 1 of one of the final validation LOSSES, None where one of them is not known."""
+    losses = [run.result.get(key) for run in (comparison.run, comparison.twin) if run is not None]
     return losses[0] / losses[1] - 1 if len(losses) == 2 and all(losses) else None
+
+
+def gaps_of(comparisons: Sequence[Comparison], key: str = TRAINED) -> list[float | None]:
+    """Return `gap_of` every comparison."""
+    return [gap_of(comparison, key) for comparison in comparisons]
+
+
+def mean_gap(comparisons: Sequence[Comparison], key: str = TRAINED) -> Gap | None:
+    """Return the mean of the gaps over seeds with its standard error, None where one of them is not known."""
+    gaps = gaps_of(comparisons, key)
+    return None if None in gaps else Gap(fmean(gaps), standard_error(gaps))
 
 
 def seed_noise(comparisons: Sequence[Comparison]) -> float | None:
@@ -122,6 +181,8 @@ def _judge_run(run: RunRecord) -> Verdict:
     if after is None:
         return Verdict("bad", f"failed: after {run.result['steps']} steps the validation loss is not finite")
     loss = f"{run.label}, {run.result['steps']:,} steps, validation loss {_loss(before)} to {_loss(after)}"
+    if run.kind == "fp8" and WEIGHTS in run.result:
+        loss += f" ({_loss(run.result[WEIGHTS])} by its weights in BF16)"
     found = concerns(run)
     if found:
         return Verdict("undecided", f"needs a look: {loss}; {found[0]}{' and more' if len(found) > 1 else ''}")

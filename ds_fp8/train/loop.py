@@ -20,7 +20,7 @@ from ds_fp8.train.checkpoints import RunState
 from ds_fp8.train.evaluation import exact_match, validation_loss
 from ds_fp8.train.health import RunHealth
 from ds_fp8.train.interrupt import Interrupt
-from ds_fp8.train.metrics import ANSWERS, MetricsLog, Record
+from ds_fp8.train.metrics import ANSWERS, BF16_LOSS, MetricsLog, Record
 from ds_fp8.train.progress import RunProgress
 from ds_fp8.train.saving import CheckpointWriter
 from ds_fp8.train.spikes import SpikeDetector
@@ -149,6 +149,18 @@ class TrainingLoop:
             self._measure_loss("test")
         if at_an_end:
             self._measure_answers()
+
+    def evaluate_bf16_weights(self) -> None:
+        """Measure, after the last step, the validation loss of the BF16 weights that the run writes, without casts.
+
+        No training comes after it: the engine stops casting. A run without casts has this loss already.
+        """
+        if not self.engine.fp8.casts or self.log.has(self.step, BF16_LOSS):
+            return
+        self.engine.fp8.stop_casting()
+        rows, batches = self.data.validation, self.stage.train.eval_batches
+        loss = validation_loss(self.engine, self.stage, rows, batches, self._check_slow)
+        self._report(self.step, BF16_LOSS, loss, f"validation loss of the weights in BF16, without casts, {loss:.4f}")
 
     def _measure_loss(self, split: Literal["validation", "test"]) -> None:
         key, rows, batches = f"{split}_loss", getattr(self.data, split), self.stage.train.eval_batches

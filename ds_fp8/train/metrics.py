@@ -22,6 +22,8 @@ from ds_fp8.zero.peer_memory import allocated_bytes
 
 ANSWERS = "answers"
 """The event with the first answers of an evaluation, as text."""
+BF16_LOSS = "validation_loss_bf16"
+"""Validation loss, after the last step, of the BF16 weights without casts; in a run that casts."""
 BYTES = ("all_gather_bytes", "grad_bytes")
 LAST_LOSSES = 10
 
@@ -82,6 +84,10 @@ class MetricsLog:
         """Return the last value of `key` at each step that has one."""
         return {record["step"]: record[key] for record in self.records if record.get(key) is not None}
 
+    def has(self, step: int, key: str) -> bool:
+        """Return whether a record of `step` has `key`, be its value finite or not."""
+        return any(record["step"] == step and key in record for record in self.records)
+
     def value(self, step: int, key: str) -> Any:
         """Return the value of `key` in the last record of `step` that has it, None if there is none."""
         found = [record[key] for record in self.records if record["step"] == step and key in record]
@@ -129,7 +135,9 @@ def summarise(log: MetricsLog, steps: int) -> Record:
 
     Losses are in nats per token, bytes per step and rank, durations in seconds, speed in tokens/s.
 
-    `final_loss` is the validation loss after the last step; `last_train_loss` the mean of the last ten logged ones.
+    `final_loss` is the validation loss after the last step, computed as in training; `final_loss_bf16` that of the BF16
+    weights which the run writes, without casts: of a run without casts the same. `last_train_loss` is the mean of the
+    last ten logged ones.
     """
     logged = [record for record in log.records if "loss" in record]
     losses = [record["loss"] for record in logged if record["loss"] is not None]
@@ -139,6 +147,7 @@ def summarise(log: MetricsLog, steps: int) -> Record:
         "last_train_loss": fmean(losses[-LAST_LOSSES:]) if losses else None,
         "first_validation_loss": log.value(0, "validation_loss"),
         "final_loss": log.value(steps, "validation_loss"),
+        "final_loss_bf16": log.value(steps, BF16_LOSS if log.has(steps, BF16_LOSS) else "validation_loss"),
         "test_loss": log.value(steps, "test_loss"),
         "exact_match": {
             "before": log.value(0, "exact_match"),

@@ -103,6 +103,7 @@ def _train(
         run = TrainingLoop(stage, data, tokenizer, engine, log, progress, Interrupt(engine.device), state)
         try:
             run.all_steps()
+            run.evaluate_bf16_weights()
         except Interrupted:
             run.save()
             run.finish_save()

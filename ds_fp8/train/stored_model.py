@@ -124,8 +124,8 @@ def check_trainable(source: ModelSource, config: PretrainedConfig) -> None:
             key=source.key,
             remedy="give a model that AutoModelForCausalLM loads",
         )
-    quantization = _quantization(source)
-    if quantization and not _is_fp8(quantization):
+    quantization = quantization_of(source)
+    if quantization and not is_fp8(quantization):
         raise UserError(
             f'the weights in {source.path} are quantised with "{quantization.get("quant_method")}", and training '
             'starts from BF16, FP16, FP32 or FP8 weights (quant_method "fp8", or 8-bit floats of "compressed-tensors")',
@@ -148,7 +148,7 @@ def load_stored_model(source: ModelSource, config: PretrainedConfig, options: di
     Raises:
         UserError: files are missing or damaged or hold code, or weights of the model are in none of them.
     """
-    quantization = _quantization(source)
+    quantization = quantization_of(source)
     if quantization:
         config = copy.deepcopy(config)
         config.quantization_config = {**quantization, "dequantize": True}
@@ -196,13 +196,13 @@ def first_line(error: Exception) -> str:
     return " ".join(str(error).split("\n\n")[0].split())[:300] or type(error).__name__
 
 
-def _quantization(source: ModelSource) -> dict[str, Any]:
+def quantization_of(source: ModelSource) -> dict[str, Any]:
     """Return the "quantization_config" of a stored model, {} for plain weights."""
     section = getattr(_read_config(source), "quantization_config", None) or {}
     return section if isinstance(section, dict) else section.to_dict()
 
 
-def _is_fp8(quantization: dict[str, Any]) -> bool:
+def is_fp8(quantization: dict[str, Any]) -> bool:
     """Return whether a "quantization_config" describes FP8 weights with scales to multiply by."""
     if quantization.get("quant_method") != _COMPRESSED_TENSORS:
         return quantization.get("quant_method") == "fp8"

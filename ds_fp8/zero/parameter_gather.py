@@ -139,6 +139,13 @@ class ParameterGather:
             if self._weights.pop(id(parameter), None) is not None and self._bf16 is not None:
                 self._bf16.need(parameter)
 
+    def gather_in_bf16(self) -> None:
+        """Gather every weight in BF16 from now on, on all ranks alike; none is gathered at this moment.
+
+        Unlike `leave_out` this keeps no BF16 shards: each gather rounds its own from the masters.
+        """
+        self._weights.clear()
+
     def gathers(self, parameter: nn.Parameter) -> bool:
         """Return whether this weight is gathered in FP8."""
         return id(parameter) in self._weights
@@ -241,6 +248,9 @@ class ParameterGather:
             others = [p for p in params if id(p) not in self._weights]
             if ours:
                 self._shards.refresh_if_stale()
+            if self._bf16 is not None:
+                for p in others:
+                    self._bf16.make(p)
             handle = stock(others, safe_mode=safe_mode, quantize=quantize) if others else None
             by_group = in_runs(ours, lambda weight: id(weight.shard.group))
             return _Handle([self._gather(weights) for weights in by_group], handle)

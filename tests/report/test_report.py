@@ -117,7 +117,8 @@ def test_a_phone_and_a_desk_show_the_report_without_scrolling_sideways(folder, t
             [0.5],
             {},
             "good",
-            "healthy: FP8, 10 steps, validation loss 6.1000 to 0.5000; no step skipped, no layer degraded",
+            r"healthy: FP8, 10 steps, validation loss 6.1000 to 0.5000 \(0.4980 by its weights in BF16\); no step "
+            "skipped, no layer degraded",
         ),
         ([0.5], {"skipped_steps": 3}, "undecided", "needs a look: .* 3 of 10 steps were skipped"),
         ([None], {}, "bad", "failed: after 10 steps the validation loss is not finite"),

@@ -14,7 +14,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
 from ds_fp8.report import charts
 from ds_fp8.report.parity import compare, comparisons_in, run_folder, twin_overrides
-from ds_fp8.report.verdict import judge, judge_all, judge_seeds, seed_noise
+from ds_fp8.report.verdict import Gap, judge, judge_all, judge_seeds, seed_noise
 from ds_fp8.train import load_stage
 from tests.report.runs import finished_run
 from tests.train.conftest import ROOT
@@ -56,9 +56,45 @@ def test_one_seed_has_no_noise(tmp_path):
     ],
 )
 def test_verdicts(gap, error, word, passed):
-    verdict = judge(gap, error, 0.0025)
+    verdict = judge(Gap(gap, error), None, 0.0025)
     assert word in verdict.words
     assert verdict.passed == passed
+    assert ("one seed" in verdict.words) == (error is None)
+
+
+@pytest.mark.parametrize(
+    ("trained", "weights", "level"),
+    [
+        (Gap(0.001, None), Gap(0.0005, None), "good"),
+        (Gap(0.008, None), Gap(0.0005, None), "bad"),
+        (Gap(0.001, None), Gap(0.0045, None), "bad"),
+        (Gap(0.001, 0.0001), Gap(0.01, 0.02), "undecided"),
+        (Gap(0.01, 0.02), Gap(0.0045, 0.0001), "bad"),
+    ],
+)
+def test_the_worse_of_the_two_losses_decides_and_both_are_named(trained, weights, level):
+    verdict = judge(trained, weights, 0.0025)
+    assert verdict.level == level
+    assert f"the final loss of FP8 is {trained.mean:+.3%}" in verdict.words
+    assert f"that of its weights in BF16 {weights.mean:+.3%}" in verdict.words
+
+
+def test_both_losses_are_compared_over_seeds(tmp_path):
+    comparison = compare(runs_of(tmp_path, [2.02, 2.00, 2.05], [2.0, 2.02, 2.04]))
+    gaps = [2.02 / 2.0 * 0.996 - 1, 2.00 / 2.02 * 0.996 - 1, 2.05 / 2.04 * 0.996 - 1]  # as finished_run has them
+    assert comparison["gaps_bf16"] == pytest.approx(gaps)
+    assert comparison["gap_standard_error_bf16"] == pytest.approx(stdev(gaps) / 3**0.5)
+    assert comparison["final_loss_bf16"]["bf16"] == comparison["final_loss"]["bf16"]
+    assert f"that of its weights in BF16 {sum(gaps) / 3:+.3%} from BF16's (standard error" in comparison["verdict"]
+
+
+def test_runs_of_earlier_versions_are_judged_by_the_loss_they_have(tmp_path):
+    twins = runs_of(tmp_path, [2.002], [2.0])
+    del twins[0].run.result["final_loss_bf16"]
+    comparison = compare(twins)
+    assert comparison["passed"]
+    assert comparison["gap_bf16"] is None
+    assert "in BF16" not in comparison["verdict"]
 
 
 def test_a_report_over_seeds_shows_their_mean_and_noise(tmp_path):

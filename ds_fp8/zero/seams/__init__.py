@@ -48,6 +48,7 @@ from ds_fp8.zero.seams.parameters import (
     on_external_parameter,
     on_gather,
     order,
+    partition_all,
     shard_of,
     wrap_closure,
 )
@@ -96,6 +97,7 @@ __all__ = [
     "on_gather",
     "on_step",
     "order",
+    "partition_all",
     "refuse_state_offload",
     "replace",
     "replace_reduce_scatter",

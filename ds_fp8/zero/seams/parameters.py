@@ -123,6 +123,11 @@ def end_gather(parameter: torch.nn.Parameter) -> None:
     parameter.ds_status = partition_parameters.ZeroParamStatus.AVAILABLE
 
 
+def partition_all(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Partition every parameter of a ZeRO-3 engine, those too that stay whole between steps."""
+    engine.optimizer._partition_all_parameters()
+
+
 def in_use(parameter: torch.nn.Parameter) -> bool:
     """Return whether a module is between its pre- and post-hook with this parameter."""
     return bool(parameter.ds_active_sub_modules)

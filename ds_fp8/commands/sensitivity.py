@@ -1,0 +1,228 @@
+"""Measure what casts cost a model on a few rows of text, and propose linear layers to keep in BF16.
+
+    ds-fp8 sensitivity model corpus.jsonl                              the default preset's casts, on documents
+    ds-fp8 sensitivity model my_stage.json --write careful.json        those of a stage, on its held-out data
+    ds-fp8 sensitivity model my_stage.json --budget 0.03 --preset rowwise --set fp8.linear.input.scale=fp32
+
+FOLDER is a Hugging Face causal language model, FILE a stage's JSON, or a .txt, .jsonl or .parquet file of documents.
+Each part of the model (all linear layers, those of one kind, those of one decoder layer) is cast alone, and its inputs
+and weights alone; the loss and the divergence of the predictions from those without casts are printed by cost for the
+FLOPs. The costliest parts that together have at most --budget of the FLOPs are proposed as fp8.linear.overrides, and
+measured. --write puts them into the stage, or into a JSON with an "fp8" section alone. Only forward is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_fp8.commands.arguments import amount, config_file, count, parser_of
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import apply_override, check_writable, read_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedModel
+
+    from ds_fp8.config.fp8 import FP8Config
+    from ds_fp8.train.judge import Batch, Judge
+    from ds_fp8.train.sensitivity import CastSwitch, Cost, Parts, Proposal
+
+DOCUMENTS = (".txt", ".jsonl", ".parquet", ".gz", ".bz2", ".xz", ".zst")
+"""Endings of a FILE that holds text and no stage."""
+
+
+WIDTH = 120
+"""Columns of the table where the output is no terminal."""
+
+
+def main() -> int:
+    """Measure, print, and write what was asked for."""
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a Hugging Face folder with weights in BF16")
+    parser.add_argument("file", metavar="FILE", help="a stage's JSON, or documents")
+    parser.add_argument("--preset", metavar="NAME", help="casts of this preset (default the stage's, or infir2)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the stage")
+    parser.add_argument("--rows", type=count, default=16, help="rows of text (default 16)")
+    parser.add_argument("--length", type=count, default=512, help="tokens of a row (default 512)")
+    parser.add_argument("--budget", type=amount, default=0.06, help="share of the FLOPs to keep in BF16 (default 0.06)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write a JSON with the proposed overrides")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    arguments = parser.parse_args()
+    for option, file in (("--write", arguments.write), ("--json", arguments.json)):
+        if file is not None:
+            check_writable(file.resolve().parent, option)
+            if file.is_dir():
+                raise UserError(f"{file} is a folder", key=option, remedy="name a file")
+
+    from rich.console import Console
+
+    from ds_fp8.config.fp8 import parse_fp8
+    from ds_fp8.train.judge import Judge
+    from ds_fp8.train.sensitivity import CastSwitch, measure, measurements, parts_of, propose
+
+    file = Path(arguments.file)
+    raw = _configuration(file, arguments)
+    fp8 = parse_fp8(raw, None if file.suffix in DOCUMENTS else arguments.file)
+    if not fp8.enabled:
+        raise UserError("FP8 is off: there are no casts to measure", key="fp8.enabled", remedy="--set fp8.enabled=true")
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    rows = _rows(raw["data"], arguments.rows)
+    model = _model(arguments.folder)
+    rows = [{name: numbers.to(model.device) for name, numbers in row.items()} for row in rows]
+    judge = Judge(model, rows)
+    switch = CastSwitch(model, fp8)
+    parts = parts_of(model, list(switch.linears), arguments.length)
+    with console.status("") as status:
+        left = measurements(parts)
+
+        def done() -> None:
+            nonlocal left
+            left -= 1
+            status.update(f"{left} measurements left")
+
+        costs = measure(model, switch, judge, parts, done)
+    proposal = propose(costs, parts.shares, arguments.budget)
+    figures = _figures(model, switch, judge, parts, costs, proposal)
+    switch.close()
+    figures["fused"] = _fused(model, fp8, proposal)
+    facts = {"model": str(arguments.folder), "data": arguments.file, "preset": fp8.preset_name}
+    figures = {**facts, "rows": len(rows), "length": arguments.length, "budget": arguments.budget, **figures}
+    _print(figures, costs, console)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    fragment = {"fp8": {"linear": {"overrides": proposal.overrides}}}
+    if arguments.write is None:
+        console.print(f"in the JSON: {json.dumps(fragment)}", markup=False, soft_wrap=True)
+    else:
+        arguments.write.write_text(json.dumps(_written(raw, file, proposal), indent=2) + "\n", encoding="utf-8")
+        console.print(f"written: {arguments.write}", markup=False)
+    return 0
+
+
+def _configuration(file: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the stage, with the folder's own tokenizer and the command line's changes; of documents such a one."""
+    if file.suffix in DOCUMENTS:
+        raw: dict[str, Any] = {"fp8": {}, "data": {"path": str(file), "validation_fraction": 0.5}}
+    else:
+        raw = read_json(config_file(arguments.file))
+        if "data" not in raw:
+            raise UserError(
+                'there is no "data" to measure on', file=file, key="data", remedy="give a stage, or a .jsonl file"
+            )
+    # A name with a slash is a folder's, whatever it ends in; as JSON it stays a string.
+    own = [f"data.tokenizer={json.dumps(f'{arguments.folder}/')}", f"data.sequence_length={arguments.length}"]
+    preset = [] if arguments.preset is None else [f"fp8.preset={json.dumps(arguments.preset)}"]
+    for change in (*own, *preset, *arguments.set):
+        apply_override(raw, change)
+    return raw
+
+
+def _rows(section: dict[str, Any], wanted: int) -> list[Batch]:
+    """Return held-out rows of the data. Raises UserError where there are none."""
+    from ds_fp8.config.schema import parse_section
+    from ds_fp8.data import DataConfig, build_data, build_tokenizer, default_cache_dir
+    from ds_fp8.train.judge import rows_of
+
+    config = parse_section(DataConfig, section, key="data")
+    data = build_data(config, build_tokenizer(config, default_cache_dir()), default_cache_dir())
+    rows = rows_of(data.validation, wanted, "cpu")
+    if not rows:
+        raise UserError("the data has no held-out rows", key="data.path", remedy="more text, or a smaller --length")
+    return rows
+
+
+def _model(folder: Path) -> PreTrainedModel:
+    """Return the model with its weights in BF16, as numbers of FP32, on this machine's device."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_fp8.train.stored_model import ModelSource, load_stored_model, stored_config
+
+    source = ModelSource("FOLDER", str(folder))
+    options = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}  # it finds documents by their positions
+    model = load_stored_model(source, stored_config(source), options)
+    return model.to(get_accelerator().current_device_name()).float().eval()
+
+
+def _figures(
+    model: PreTrainedModel, switch: CastSwitch, judge: Judge, parts: Parts, costs: list[Cost], proposal: Proposal
+) -> dict[str, Any]:
+    """Return what was measured, and the loss with all casts but the proposed ones."""
+    plain = judge.measure(model)
+    with switch.only([name for name in parts.all.linears if name not in proposal.linears]):
+        rest = judge.measure(model)
+    return {
+        "tokens": int(plain.tokens.sum().item()),
+        "loss": plain.loss,
+        "costs": [cost.as_json() for cost in costs],
+        "proposal": {
+            "overrides": proposal.overrides,
+            "flops_share": proposal.share,
+            "loss_increase": rest.loss / plain.loss - 1,
+            "divergence": rest.divergence,
+        },
+    }
+
+
+def _fused(model: PreTrainedModel, fp8: FP8Config, proposal: Proposal) -> dict[str, list[int]]:
+    """Return how many decoder layers and MLPs are fused, [without, with] the proposal, which changes the model."""
+    from ds_fp8.layers.convert import convert, stop_casting
+
+    counts: dict[str, list[int]] = {"layers": [], "mlps": []}
+    for overrides in ({}, proposal.overrides):
+        linear = fp8.linear.model_copy(update={"overrides": {**overrides, **fp8.linear.overrides}})
+        fusion = convert(model, fp8.model_copy(update={"linear": linear})).fusion
+        counts["layers"].append(len(fusion.layers))
+        counts["mlps"].append(len(fusion.mlps))
+        stop_casting(model)
+    return counts
+
+
+def _written(raw: dict[str, Any], file: Path, proposal: Proposal) -> dict[str, Any]:
+    """Return the stage with the overrides, before those that it has; of documents an "fp8" section."""
+    result = {"fp8": raw["fp8"]} if file.suffix in DOCUMENTS else read_json(config_file(str(file)))
+    result["fp8"] = {**result.get("fp8", {}), **raw["fp8"]}
+    linear = dict(result["fp8"].get("linear", {}))
+    linear["overrides"] = {**proposal.overrides, **linear.get("overrides", {})}
+    result["fp8"]["linear"] = linear
+    return result
+
+
+def _print(figures: dict[str, Any], costs: list[Cost], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table("part", "cast", "FLOPs", "loss", "divergence", "for 1% of FLOPs")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for cost in sorted(costs, key=lambda cost: -cost.per_share):
+        part = "all linear layers" if cost.part.pattern == "*" else cost.part.pattern
+        loss = f"{cost.loss:+.3%}" + (f" ± {cost.loss_error:.3%}" if figures["rows"] > 1 else "")
+        numbers = (f"{cost.part.share:.2%}", loss, f"{cost.divergence:.2e}", f"{cost.per_share:.2e}")
+        table.add_row(part, cost.operand, *numbers)
+    console.print(f"preset {figures['preset']}, {figures['tokens']:,} tokens, loss without casts {figures['loss']:.4f}")
+    console.print(table)
+    console.print("divergence: nats a token from the predictions without casts; chance moves it less than the loss")
+    proposal = figures["proposal"]
+    if not proposal["overrides"]:
+        console.print(f"nothing fits in {figures['budget']:.1%} of the FLOPs")
+        return
+    everything = next(cost for cost in costs if cost.part.pattern == "*" and cost.operand == "both")
+    console.print(
+        f"in BF16, {proposal['flops_share']:.2%} of the FLOPs: {', '.join(proposal['overrides'])}; all other casts: "
+        f"loss {proposal['loss_increase']:+.3%} in place of {everything.loss:+.3%}, divergence "
+        f"{proposal['divergence']:.2e} in place of {everything.divergence:.2e}",
+        markup=False,
+        soft_wrap=True,
+    )
+    (layers, layers_then), (mlps, mlps_then) = figures["fused"]["layers"], figures["fused"]["mlps"]
+    if (layers, mlps) != (layers_then, mlps_then):
+        console.print(
+            f"fused: {layers} decoder layers and {mlps} MLPs now, {layers_then} and {mlps_then} with these overrides: "
+            "a step may lose more time than the share of FLOPs says; measure it",
+            soft_wrap=True,
+        )

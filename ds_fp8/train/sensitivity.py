@@ -1,0 +1,270 @@
+"""Measure what each part's casts cost the loss of a model on rows of text, and propose layers to keep in BF16.
+
+A part of the model is cast and nothing else: all linear layers of one kind (q_proj, ... down_proj), those of one
+decoder layer, or all of them; of their operands the inputs, the weights or both. One forward each over the rows gives
+the loss and the divergence (judge.py), beside the model without casts. Both operands together are computed by FP8Linear
+itself, by its reference; where one alone is cast, its codes are decoded and multiplied with the other as it is.
+
+The model is one in FP32 with weights of BF16: in BF16 whatever changes a little changes the roundings after it, and the
+divergence of a single layer's casts drowns in that.
+
+Only forward is measured: what casts of gradients cost is seen in training.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from ds_fp8.casts import unrotate
+from ds_fp8.config.fp8 import AttentionConfig, FP8Config
+from ds_fp8.layers.convert import convert, stop_casting
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.smoothing import channel_factors, scale_columns
+from ds_fp8.layers.weights import GATHERED, weight_operand
+from ds_fp8.monitor.cast_monitor import CastMonitor
+from ds_fp8.train.judge import Judge, difference
+
+Operand = Literal["both", "input", "weight"]
+OPERANDS: tuple[str, ...] = get_args(Operand)
+_LAYER = re.compile(r"^(.*?\b(?:layers|h|blocks)\.\d+)\.")
+"""Beginning of the name of a linear in a decoder layer."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Linear layers that are cast together."""
+
+    pattern: str
+    """What means them in fp8.linear.overrides."""
+    linears: tuple[str, ...]
+    share: float
+    """Their share of the FLOPs of all products of a step."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of the casts of a part, while nothing else is cast."""
+
+    part: Part
+    operand: str
+    loss: float
+    """Loss with these casts over that without, less 1."""
+    loss_error: float
+    """Its standard error over rows."""
+    divergence: float
+    """In nats per token."""
+
+    @property
+    def per_share(self) -> float:
+        """Return the divergence for one hundredth of the FLOPs."""
+        return self.divergence / (100 * self.part.share)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures."""
+        return {
+            "pattern": self.part.pattern,
+            "operand": self.operand,
+            "linears": len(self.part.linears),
+            "flops_share": self.part.share,
+            "loss_increase": self.loss,
+            "loss_standard_error": self.loss_error,
+            "divergence": self.divergence,
+            "divergence_per_percent_of_flops": self.per_share,
+        }
+
+
+class _OneOperand(FP8Linear):
+    """A linear layer of which one operand is rounded as its cast rounds it."""
+
+    cast_operand: str
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return input · weightᵀ + bias, with the input or the weight cast and decoded before."""
+        recipe, weight, x = self.recipe, self.weight, input.reshape(-1, input.shape[-1])
+        factors = channel_factors(x) if recipe.smooth else None
+        inverse = None if factors is None else factors.reciprocal()
+        if self.cast_operand == "input":
+            decoded = recipe.cast_input(x, column_factor=inverse).dequantize(x.dtype)
+            x = self._exact_outliers(scale_columns(unrotate(decoded, recipe.input.rotation), factors), x)
+        else:
+            decoded = weight_operand(weight, recipe, factors).dequantize(x.dtype)
+            weight = self._exact_outliers(scale_columns(unrotate(decoded, recipe.weight.rotation), inverse), weight)
+        return F.linear(x, weight, self.bias).view(*input.shape[:-1], -1)
+
+    def _exact_outliers(self, decoded: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+        """Return a decoded operand [M, K] with its outlier channels as they were: their products are all but exact."""
+        outliers = self.recipe.outliers
+        if outliers is not None and outliers.channels is not None:
+            channels = outliers.channels.long()
+            decoded[:, channels] = exact.detach()[:, channels]
+        return decoded
+
+
+class CastSwitch:
+    """A converted model of which chosen linears are cast and nothing else; `close` gives the model back as it was."""
+
+    def __init__(self, model: PreTrainedModel, config: FP8Config):
+        """Convert the model, and cast nothing yet.
+
+        Args:
+            model: the model, in FP32.
+            config: says which linears are cast, and how. Nothing is fused, and attention is not cast.
+
+        Raises:
+            UserError: as of `convert`.
+        """
+        self._model = model
+        linear = config.linear.model_copy(update={"backend": "reference"})
+        config = config.model_copy(update={"fuse": "off", "attention": AttentionConfig(), "linear": linear})
+        convert(model, config, CastMonitor(0))
+        self.linears = {name: m for name, m in model.named_modules() if isinstance(m, FP8Linear)}
+        for linear in self.linears.values():
+            # Once, and not in every forward.
+            setattr(linear.weight, GATHERED, linear.recipe.cast_weight(linear.weight.detach()))
+        self._switch({})
+
+    def _switch(self, cast: Mapping[str, str]) -> None:
+        for name, linear in self.linears.items():
+            operand = cast.get(name)
+            linear.__class__ = {None: linear.own_class, "both": FP8Linear}.get(operand, _OneOperand)
+            linear.cast_operand = operand
+
+    @contextmanager
+    def only(self, linears: Sequence[str], operand: str = "both") -> Iterator[None]:
+        """Cast an operand of these linears for a while."""
+        self._switch(dict.fromkeys(linears, operand))
+        try:
+            yield
+        finally:
+            self._switch({})
+
+    def close(self) -> None:
+        """Give the model back as it was."""
+        self._switch(dict.fromkeys(self.linears, "both"))
+        for linear in self.linears.values():
+            linear.__dict__.pop("cast_operand", None)
+            delattr(linear.weight, GATHERED)
+        stop_casting(self._model)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a model that are measured."""
+
+    all: Part
+    kinds: list[Part]
+    layers: list[Part]
+    shares: dict[str, float]
+    """Share of the FLOPs by the name of each linear that can be cast."""
+
+
+def parts_of(model: PreTrainedModel, linears: Sequence[str], length: int) -> Parts:
+    """Return the parts of a model.
+
+    Args:
+        model: the model.
+        linears: names of its linears that can be cast.
+        length: tokens of a row, which attention's FLOPs follow.
+    """
+    total = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)) + _attention(model, length)
+    shares = {name: model.get_submodule(name).weight.numel() / total for name in linears}
+
+    def parts(pattern_of: Callable[[str], str | None]) -> list[Part]:
+        groups: dict[str, list[str]] = {}
+        for name in linears:
+            if (pattern := pattern_of(name)) is not None:
+                groups.setdefault(pattern, []).append(name)
+        return [Part(p, tuple(names), sum(shares[name] for name in names)) for p, names in groups.items()]
+
+    return Parts(
+        Part("*", tuple(linears), sum(shares.values())),
+        parts(lambda name: f"*.{name.rpartition('.')[2]}"),
+        parts(lambda name: found.group(1) if (found := _LAYER.match(name)) else None),
+        shares,
+    )
+
+
+def _attention(model: PreTrainedModel, length: int) -> float:
+    """Return the multiplications of a token in attention's two products, over causal rows of `length` tokens."""
+    config = model.config.get_text_config()
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    return 2 * config.num_hidden_layers * heads * head_dim * (length + 1) / 2
+
+
+def measure(
+    model: PreTrainedModel, switch: CastSwitch, judge: Judge, parts: Parts, done: Callable[[], None] = lambda: None
+) -> list[Cost]:
+    """Return the cost of every part: of the whole and of kinds by operand, of decoder layers with both operands.
+
+    Args:
+        model: the model of `switch`.
+        switch: casts nothing now.
+        judge: made of the model without casts.
+        parts: what to measure.
+        done: called after each measurement.
+    """
+    plain = judge.measure(model)
+    asked = [(part, operand) for part in (parts.all, *parts.kinds) for operand in OPERANDS]
+    costs = []
+    for part, operand in (*asked, *((part, "both") for part in parts.layers)):
+        with switch.only(part.linears, operand):
+            found = judge.measure(model)
+        _, error = difference(found.losses, plain.losses)
+        costs.append(Cost(part, operand, found.loss / plain.loss - 1, error / plain.loss, found.divergence))
+        done()
+    return costs
+
+
+def measurements(parts: Parts) -> int:
+    """Return how many measurements `measure` makes."""
+    return len(OPERANDS) * (1 + len(parts.kinds)) + len(parts.layers)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Parts to keep in BF16."""
+
+    parts: list[Part]
+    """By falling divergence for their FLOPs."""
+    linears: tuple[str, ...]
+    share: float
+    """Share of the FLOPs of all of them."""
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """Return fp8.linear.overrides."""
+        return {part.pattern: "bf16" for part in self.parts}
+
+
+def propose(costs: Sequence[Cost], shares: Mapping[str, float], budget: float) -> Proposal:
+    """Return the kinds and decoder layers that cost the most for their FLOPs and together have at most a share of them.
+
+    One after the other the part with the highest divergence for its FLOPs is taken that still fits. Of a linear in two
+    parts only the first pays.
+
+    Args:
+        costs: as `measure` returned them.
+        shares: share of the FLOPs by linear.
+        budget: the most, as a share of the FLOPs of all products.
+    """
+    candidates = [c for c in costs if c.operand == "both" and c.part.pattern != "*" and c.divergence > 0]
+    taken: dict[str, None] = {}
+    chosen, spent = [], 0.0
+    for cost in sorted(candidates, key=lambda cost: -cost.per_share):
+        new = [name for name in cost.part.linears if name not in taken]
+        share = sum(shares[name] for name in new)
+        if new and spent + share <= budget * (1 + 1e-9):
+            chosen.append(cost.part)
+            taken |= dict.fromkeys(new)
+            spent += share
+    return Proposal(chosen, tuple(taken), spent)

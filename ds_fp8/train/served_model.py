@@ -1,0 +1,144 @@
+"""Load a folder with FP8 weights so that it computes as a server does: FP8 products of stored codes and cast inputs.
+
+Linear layers with codes in the folder become FP8Linear; their weights are the codes and scales of the files, and inputs
+are cast as the "quantization_config" says, which vLLM and SGLang follow:
+
+    fp8                 blocks of 128x128, inputs in groups of 128; powers of two where scale_fmt is ue8m0, else FP32
+    compressed-tensors  blocks with inputs in groups of 128, or output channels or tensors with inputs by token; FP32
+
+On a GPU with FP8 units they multiply; elsewhere the reference does. Everything else is in BF16, as in a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.export.layouts import SCALE_SUFFIX
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.selection import linear_layers
+from ds_fp8.layers.weights import GATHERED, placeholder
+from ds_fp8.train.stored_model import ModelSource, is_fp8, load_stored_model, quantization_of, stored_config
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Products of a model with FP8 weights: which are computed as served, and which are not."""
+
+    inputs: str | None
+    """Cast of the inputs; None: they are not cast."""
+    layers: list[str] = field(default_factory=list)
+    """Names of the linear layers that multiply codes."""
+    decoded: list[str] = field(default_factory=list)
+    """Names of stored weights in FP8 that are multiplied in BF16 here."""
+    note: str | None = None
+    """Why there are such."""
+
+    def __str__(self) -> str:
+        served = f"{len(self.layers)} linear layers as served, inputs cast {self.inputs}" if self.layers else ""
+        decoded = f"{len(self.decoded)} weights decoded, their inputs not cast: {self.note}" if self.decoded else ""
+        return "; ".join(filter(None, (served, decoded)))
+
+
+def load_served_model(
+    folder: Path, device: str | torch.device, options: Mapping[str, Any]
+) -> tuple[PreTrainedModel, Serving] | None:
+    """Load the model of a Hugging Face folder with FP8 weights, to compute as served.
+
+    Args:
+        folder: the folder, with safetensors files.
+        device: where the model goes.
+        options: further arguments of from_pretrained.
+
+    Returns:
+        The model and how it computes; None for a folder without FP8 weights.
+
+    Raises:
+        UserError: its files are incomplete or damaged.
+    """
+    source = ModelSource("FOLDER", str(folder))
+    quantization = quantization_of(source)
+    if not is_fp8(quantization):
+        return None
+    model = load_stored_model(source, stored_config(source), dict(options)).to(device).eval()
+    suffix = SCALE_SUFFIX[quantization["quant_method"]]
+    files = {name: file for file in sorted(folder.glob("*.safetensors")) for name in _names(file)}
+    stored = [name.removesuffix(suffix) for name in files if name.endswith(f".weight{suffix}")]
+    section, why = _casts(quantization)
+    if section is None:
+        return model, Serving(None, decoded=stored, note=why)
+    linears = linear_layers(model)
+    found = {name: linears[name.removesuffix(".weight")] for name in stored if name.removesuffix(".weight") in linears}
+    recipe = LinearRecipe.from_config(FP8Config.from_preset(linear=section, monitor={"every": 0}, **_ALL_IN_BF16))
+    for name, layer in found.items():
+        codes, scale = (_read(files[each], each).to(device) for each in (name, name + suffix))
+        _serve(layer, codes, scale.float(), recipe.at(name.removesuffix(".weight")))
+    return model, Serving(
+        str(recipe.input),
+        [name.removesuffix(".weight") for name in found],
+        [name for name in stored if name not in found],
+        None if len(found) == len(stored) else f"{type(model).__name__} has no linear layer of their names",
+    )
+
+
+_ALL_IN_BF16: dict[str, Any] = {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
+
+
+def _casts(quantization: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the "linear" section with a server's casts, or None and the reason why it cannot be computed here."""
+    if quantization["quant_method"] == "fp8":
+        block, scheme = quantization.get("weight_block_size"), quantization.get("activation_scheme", "dynamic")
+        if list(block or ()) != [128, 128] or scheme != "dynamic":
+            return None, f"weight_block_size {block} with {scheme} activations is not computed here"
+        return _section("128x128", "1x128", "pow2" if quantization.get("scale_fmt") == "ue8m0" else "fp32"), None
+    groups = list(quantization["config_groups"].values())
+    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations")
+    if inputs is None:
+        return None, "a server does the same"
+    strategies = weights.get("strategy"), inputs.get("strategy")
+    known = {("block", "group"): ("128x128", "1x128"), ("channel", "token"): ("row", "row")}
+    known[("tensor", "token")] = ("tensor", "row")
+    blocks = weights.get("block_structure") or [128, 128], inputs.get("group_size") or 128
+    if len(groups) > 1 or strategies not in known or not inputs.get("dynamic") or blocks != ([128, 128], 128):
+        return None, f"weights by {strategies[0]} and inputs by {strategies[1]} of this kind are not computed here"
+    return _section(*known[strategies], "fp32"), None
+
+
+def _section(weight: str, inputs: str, scale: str) -> dict[str, Any]:
+    cast = {"format": "e4m3", "granularity": inputs, "scale": scale}
+    return {
+        "input": cast,
+        "weight": {"format": "e4m3", "granularity": weight, "scale": "fp32"},
+        "grad_output": cast,  # nothing is trained, and one backend must multiply all
+    }
+
+
+def _serve(layer: nn.Linear, codes: torch.Tensor, scale: torch.Tensor, recipe: LinearRecipe) -> None:
+    """Let a linear layer multiply these codes [N, K] with these scales."""
+    if recipe.weight.granularity == "tensor":
+        scale = scale.reshape(())
+    layer.own_class = type(layer)
+    layer.__class__ = FP8Linear
+    layer.recipe = recipe
+    setattr(layer.weight, GATHERED, QuantizedTensor(codes, scale, recipe.weight.granularity, recipe.weight.scale))
+    layer.weight.data = placeholder(layer.weight.shape, layer.weight.dtype, layer.weight.device)
+
+
+def _names(file: Path) -> Iterator[str]:
+    with safe_open(file, framework="pt") as tensors:
+        yield from tensors.keys()
+
+
+def _read(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(name)

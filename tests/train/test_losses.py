@@ -1,0 +1,81 @@
+"""The two losses of a run: as trained, and of the BF16 weights that it writes, without casts."""
+
+import json
+import os
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ds_fp8.commands.evaluate import _alone
+from ds_fp8.data import build_data, build_tokenizer
+from ds_fp8.layers import munit
+from ds_fp8.train import load_stage, packed_attention, train
+from ds_fp8.train.evaluation import validation_loss
+
+MANY = {"stage3_max_reuse_distance": 10**9, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
+"""As DeepSpeed's defaults: weights stay gathered from one forward to the next."""
+CASES = {
+    "blocks": {},
+    "weights that stay gathered": {"zero": {**MANY, "stage3_param_persistence_threshold": 10000}},
+    "stage 1": {"zero": {"stage": 1}, "fp8": {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}},
+    "head, attention and rotations": {
+        "fp8": {
+            "loss": {"head": "fp8"},
+            "attention": {"format": "e4m3"},
+            "param_gather": {"format": "bf16"},
+            "linear": {"overrides": {"*.o_proj": {"rotation": {"wgrad": "tokens"}}}},
+        },
+        "attention": "sdpa",
+    },
+    "outlier channels": {"fp8": {"linear": {"outlier_channels": 16}}},
+    "scales per tensor, moments in a byte": {"fp8": {"preset": "fishman"}},
+}
+
+
+def trained(file, cache):
+    os.environ["DS_FP8_CACHE"] = cache
+    train(load_stage(file))
+
+
+def loss_of_folder(file, cache):
+    """The validation loss of run_dir/model, as transformers loads it."""
+    os.environ["DS_FP8_CACHE"] = cache
+    stage = load_stage(file)
+    packed_attention.register()
+    munit.register()
+    model = AutoModelForCausalLM.from_pretrained(
+        stage.run_dir / "model", dtype=torch.bfloat16, attn_implementation=stage.model.attn_implementation
+    )
+    data = build_data(stage.data, build_tokenizer(stage.data, cache), cache)
+    return validation_loss(_alone(model), stage, data.validation, stage.train.eval_batches, lambda: None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_result_has_the_loss_of_the_weights_it_writes(tiny, write, ranks, tmp_path, cache_home, case):
+    options = CASES[case]
+    tiny["zero_optimization"] |= options.get("zero", {})
+    tiny["fp8"] |= options.get("fp8", {})
+    tiny["train"] |= {"run_dir": str(tmp_path / "run"), "steps": 6}
+    if "attention" in options:
+        tiny["model"]["attn_implementation"] = options["attention"]
+    file = write(tiny)
+    ranks(2, trained, file, str(cache_home))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    found = ranks(2, loss_of_folder, file, str(cache_home))[0]
+    assert result["final_loss_bf16"] == pytest.approx(found, abs=2e-6)  # summed in another order
+    assert abs(result["final_loss"] - found) > 1e-5  # a tiny model: casts change little
+    assert result["fp8"]["moved_to_bf16"] == []
+
+
+def test_without_casts_there_is_one_loss(tiny, write, ranks, tmp_path, cache_home):
+    tiny["fp8"] |= {
+        "linear": {"overrides": {"*": "bf16"}},
+        "param_gather": {"format": "bf16"},
+        "grad_reduce": {"format": "bf16"},
+    }
+    tiny["train"] |= {"run_dir": str(tmp_path / "run"), "steps": 2}
+    ranks(2, trained, write(tiny), str(cache_home))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["final_loss"] == result["final_loss_bf16"]
+    assert "validation_loss_bf16" not in (tmp_path / "run" / "metrics.jsonl").read_text()

@@ -1,0 +1,209 @@
+"""What the casts of parts of a model cost, and the overrides that are proposed."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+from ds_fp8.casts import quantize
+from ds_fp8.cli import main
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.layers.convert import convert
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.train.judge import Judge
+from ds_fp8.train.sensitivity import CastSwitch, Cost, Part, measure, measurements, parts_of, propose
+from tests.layers.hugging_face import causal_lm, tokens
+from tests.test_formats_script import folder  # noqa: F401
+from tests.train.tiny_stage import TINY
+
+
+def rows(count=3):
+    ids = tokens(count, 24)
+    return [{"input_ids": row[None], "labels": row[None], "position_ids": torch.arange(len(row))[None]} for row in ids]
+
+
+def model_in_fp32():
+    return causal_lm("llama").float().eval()
+
+
+def config(**section):
+    return parse_fp8({"fp8": section})
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"preset": "rowwise", "linear": {"input": {"scale": "fp32"}}},
+        {"linear": {"rotation": {"fprop": "in_features"}}, "fuse": "off"},
+        {"preset": "fishman"},
+        {"attention": {"format": "e4m3"}},
+        {"linear": {"outlier_channels": 16}},
+    ],
+    ids=["blocks", "rows", "rotated", "smooth", "attention", "outliers"],
+)
+def test_one_operand_cast_and_the_other_together_are_both(section):
+    """In one linear: casts of the input and of the weight, each decoded, are what FP8Linear multiplies."""
+    model = model_in_fp32()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    classes = [type(module) for module in model.modules()]
+    plain = model(input_ids=tokens()).logits
+    switch = CastSwitch(model, config(**section))
+    assert torch.equal(model(input_ids=tokens()).logits, plain)  # nothing is cast
+    name = "model.layers.0.mlp.down_proj"
+    layer, x = model.get_submodule(name), torch.randn(32, 384)
+    exact, found = layer(x), {}
+    for operand in ("both", "input", "weight"):
+        with switch.only([name], operand):
+            found[operand] = layer(x) - exact
+    for operand in ("input", "weight"):
+        assert 0.005 < found[operand].norm() / exact.norm() < 0.08
+    # Both errors add up, but for their product.
+    rest = found["both"] - found["input"] - found["weight"]
+    assert rest.norm() < 0.1 * found["both"].norm()
+    switch.close()
+    assert [type(module) for module in model.modules()] == classes
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert torch.equal(model(input_ids=tokens()).logits, plain)
+
+
+def test_a_part_is_cast_and_nothing_else():
+    """Against casts by hand of the inputs of the one layer."""
+    model = model_in_fp32()
+    name = "model.layers.1.self_attn.o_proj"
+    switch = CastSwitch(model, config())
+    with switch.only([name], "input"):
+        found = model(input_ids=tokens()).logits
+    switch.close()
+    layer = model.get_submodule(name)
+
+    def by_hand(module, args):
+        x = args[0]
+        return (quantize(x.flatten(0, -2), "e4m3", "1x128", "pow2").dequantize(torch.float32).view(x.shape),)
+
+    layer.register_forward_pre_hook(by_hand)
+    assert torch.allclose(found, model(input_ids=tokens()).logits, atol=1e-6)
+
+
+def test_all_parts_are_those_of_a_conversion():
+    model, fp8 = model_in_fp32(), config(linear={"overrides": {"*.v_proj": "bf16"}, "backend": "reference"}, fuse="off")
+    judge = Judge(model, rows())
+    switch = CastSwitch(model, fp8)
+    parts = parts_of(model, list(switch.linears), 24)
+    assert len(parts.all.linears) == 12
+    assert [part.pattern for part in parts.layers] == ["model.layers.0", "model.layers.1"]
+    kinds = ["q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert [part.pattern for part in parts.kinds] == [f"*.{kind}" for kind in kinds]
+    done = []
+    costs = measure(model, switch, judge, parts, lambda: done.append(1))
+    assert len(costs) == len(done) == measurements(parts) == 3 * 7 + 2
+    switch.close()
+    convert(model, fp8)
+    found = judge.measure(model)
+    assert found.divergence == pytest.approx(costs[0].divergence, rel=1e-4)
+    assert all(cost.divergence > 0 for cost in costs)
+    by_part = {(cost.part.pattern, cost.operand): cost for cost in costs}
+    assert max(by_part, key=lambda key: by_part[key].divergence) == ("*", "both")
+
+
+def test_shares_are_of_the_flops_of_all_products():
+    """hidden 256, 4 heads of 64 and 2 of keys, MLP of 384, 97 words, 2 layers; rows of 31 tokens."""
+    model = model_in_fp32()
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    parts = parts_of(model, [name for name in linears if name != "lm_head"], 31)
+    in_layer = {"q": 256 * 256, "k": 128 * 256, "v": 128 * 256, "o": 256 * 256, "mlp": 3 * 384 * 256}
+    attention = 2 * 256 * 16
+    total = 2 * (sum(in_layer.values()) + attention) + 97 * 256
+    assert parts.kinds[0].share == pytest.approx(2 * in_layer["q"] / total)
+    assert parts.layers[0].share == pytest.approx(sum(in_layer.values()) / total)
+
+
+def cost(pattern, linears, share, divergence, operand="both"):
+    return Cost(Part(pattern, tuple(linears), share), operand, 0.0, 0.0, divergence)
+
+
+def test_the_costliest_for_their_flops_are_proposed_within_the_budget():
+    shares = {"a.q": 0.02, "a.k": 0.01, "b.q": 0.02, "b.k": 0.01}
+    costs = [
+        cost("*", shares, 0.06, 9.0),
+        cost("*.q", ["a.q", "b.q"], 0.04, 4.0),
+        cost("*.k", ["a.k", "b.k"], 0.02, 3.0),
+        cost("*.k", ["a.k", "b.k"], 0.02, 8.0, "input"),
+        cost("a", ["a.q", "a.k"], 0.03, 2.5),
+        cost("b", ["b.q", "b.k"], 0.03, 0.0),
+    ]
+    assert propose(costs, shares, 0.02).overrides == {"*.k": "bf16"}
+    both = propose(costs, shares, 0.04)  # q does not fit any more, and of layer a only q is left
+    assert (both.overrides, both.linears) == ({"*.k": "bf16", "a": "bf16"}, ("a.k", "b.k", "a.q"))
+    assert both.share == pytest.approx(0.04)
+    assert propose(costs, shares, 0.06).overrides == {"*.k": "bf16", "*.q": "bf16"}
+    assert propose(costs, shares, 0.005).overrides == {}
+
+
+@pytest.fixture
+def run(folder, cache_home, monkeypatch, capsys):  # noqa: F811
+    """`run(FILE, option, ...)`: figures of the command on a small model, and what it prints."""
+    monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
+
+    def command(file, *options):
+        figures = folder / "sensitivity.json"
+        arguments = ["--rows", "2", "--length", "41", "--json", str(figures), *map(str, options)]
+        assert main(["sensitivity", str(folder), str(file), *arguments]) == 0
+        return json.loads(figures.read_text()), capsys.readouterr().out
+
+    return command
+
+
+def test_the_command_on_documents(run, folder, tmp_path):  # noqa: F811
+    figures, printed = run(folder / "text.txt", "--budget", "0.2", "--write", tmp_path / "fp8.json")
+    found = [entry for entry in figures["costs"] if entry["pattern"] == "*.up_proj"]
+    assert [entry["operand"] for entry in found] == ["both", "input", "weight"]
+    assert all(entry["divergence"] > 0 and math.isfinite(entry["loss_standard_error"]) for entry in found)
+    proposal = figures["proposal"]
+    everything = next(entry for entry in figures["costs"] if entry["pattern"] == "*")
+    assert 0 < proposal["flops_share"] <= 0.2
+    assert proposal["divergence"] < everything["divergence"]
+    assert "for 1% of FLOPs" in printed
+    written = json.loads((tmp_path / "fp8.json").read_text())
+    assert written["fp8"]["linear"]["overrides"] == proposal["overrides"]
+    model = causal_lm("llama", intermediate_size=256)
+    kept = len(convert(model, parse_fp8(written)).left) - 1  # and the head
+    assert kept == 14 - sum(isinstance(module, FP8Linear) for module in model.modules())
+    assert kept > 0
+    again, _ = run(folder / "text.txt", "--budget", "0.2")
+    assert again == figures  # deterministic
+
+
+def test_the_command_on_a_stage_changes_nothing_else_of_it(run, folder, tmp_path, write):  # noqa: F811
+    stage = {**TINY, "fp8": {"preset": "hybrid_fast", "linear": {"overrides": {"*.o_proj": "bf16"}}}}
+    stage["data"] = {"path": str(folder / "text.txt"), "validation_fraction": 0.5}
+    figures, _ = run(write(stage), "--budget", "0.1", "--write", tmp_path / "careful.json")
+    assert figures["preset"] == "hybrid_fast"
+    assert "*.o_proj" not in {entry["pattern"] for entry in figures["costs"]}
+    written = json.loads((tmp_path / "careful.json").read_text())
+    overrides = written["fp8"]["linear"].pop("overrides")
+    assert overrides == {**figures["proposal"]["overrides"], "*.o_proj": "bf16"}
+    expected = json.loads(json.dumps(stage))
+    del expected["fp8"]["linear"]["overrides"]
+    assert written == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "key"),
+    [
+        ("text.txt", ["--preset", "rowise"], "fp8.preset"),
+        ("text.txt", ["--set", "fp8.enabled=false"], "fp8.enabled"),
+        ("absent.txt", [], "data.path"),
+        ("config.json", [], "data"),
+        ("text.txt", ["--json", "."], "--json"),
+    ],
+)
+def test_mistakes(folder, cache_home, monkeypatch, file, options, key):  # noqa: F811
+    monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
+    monkeypatch.setattr(sys, "argv", [])
+    with pytest.raises(UserError) as caught:
+        main(["sensitivity", str(folder), str(folder / file), "--length", "41", *options])
+    assert caught.value.key == key

@@ -74,7 +74,8 @@ def _train(file: Path, changes: list[str]) -> int:
     except Interrupted:
         return EXIT_INTERRUPTED
     if int(os.environ["RANK"]) == 0:
-        print(f"final validation loss {result['final_loss']:.4f} after {result['steps']} steps", flush=True)
+        loss = "is not finite" if result["final_loss"] is None else f"{result['final_loss']:.4f}"
+        print(f"final validation loss {loss} after {result['steps']} steps", flush=True)
     return 0
 
 

@@ -9,6 +9,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.train import checkpoints, load_stage
 from ds_fp8.train.manifest import Manifest
 from ds_fp8.train.resume import inspect_run
+from tests.train.tiny_stage import RESULT
 
 
 @pytest.fixture
@@ -203,8 +204,8 @@ def test_fewer_steps_than_done_are_refused(stage):
 
 def test_a_finished_run_is_known_by_its_result_and_goes_on_with_more_steps(stage, run_dir):
     store(stage(), [12])
-    (run_dir / "result.json").write_text(json.dumps({"steps": 12}))
-    assert inspect_run(stage()).result == {"steps": 12}
+    (run_dir / "result.json").write_text(json.dumps(RESULT))
+    assert inspect_run(stage()).result == RESULT
     longer = inspect_run(stage("train.steps=20"))
     assert (longer.step, longer.result) == (12, None)
 

@@ -107,19 +107,21 @@ def _load(folder: Path, attention: str) -> PreTrainedModel:
     """Return the model of `folder` in BF16 on this rank's device; FP8 weights stay so where the device has FP8."""
     import torch
     from deepspeed.accelerator import get_accelerator
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     from ds_fp8.layers import munit
     from ds_fp8.train import packed_attention
+    from ds_fp8.train.stored_model import unreadable
 
     packed_attention.register()
     munit.register()
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=attention)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except Exception as error:  # every reader fails in its own way at damaged files
         raise UserError(
-            f"transformers cannot load the model: {error}", file=folder, remedy="repair or complete the folder"
+            f"transformers cannot load the model: {unreadable(error)}",
+            file=folder,
+            remedy="repair or complete the folder: tensors alone are read, and no code",
         ) from None
     return model.to(get_accelerator().current_device_name())
 

@@ -227,10 +227,12 @@ def first_mistake(error: ValidationError) -> str:
     return f"has {where or 'a line'} = {shown(first.get('input'))}: {message[0].lower()}{message[1:]}"
 
 
-def read_lines(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
+def read_lines(file: Path, finished: bool = False) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the records of a metrics.jsonl, and what is wrong with each of the other lines; nothing without a file.
 
-    A last line that a kill cut off is not wrong.
+    Args:
+        file: the metrics.jsonl.
+        finished: whether its run has ended by itself; otherwise a kill may have cut off the last line.
     """
     try:
         text = read_regular(file, max_bytes=None)
@@ -247,7 +249,7 @@ def read_lines(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
             check(record, RecordContent)
             records.append(record)
         except (ValueError, RecursionError):
-            if line.endswith("\n"):
+            if finished or line.endswith("\n"):
                 mistakes.append(f"line {number} is no JSON")
         except Invalid as error:
             mistakes.append(f"line {number} {error}")

@@ -211,11 +211,9 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
     _check_model_source(model, train)
     if not train.run_dir.strip():
         raise UserError("train.run_dir is empty", key="train.run_dir", remedy='"run_dir": "runs/first"')
-    if Path(train.run_dir).resolve() == Path(Path(train.run_dir).resolve().anchor):
+    if Path(train.run_dir).resolve().name == "":
         raise UserError(
-            "train.run_dir is the root folder",
-            key="train.run_dir",
-            remedy='a folder of its own: "run_dir": "runs/first"',
+            "train.run_dir is the root folder", key="train.run_dir", remedy='give it its own: "run_dir": "runs/first"'
         )
     check_writable(Path(train.run_dir), "train.run_dir")
     if data.tokens_per_gpu is not None and micro_batch != 1:

@@ -423,6 +423,7 @@ DAMAGES |= {
     "metrics: a named pipe": (WARNED, _fifo_metrics),
     "metrics: of another run": (WARNED, _written("metrics.jsonl", '{"step": 1, "loss": 9}\n{"step": 6, "loss": 9}\n')),
 }
+_GOOD_LINES = "".join(f'{{"step": {number}, "loss": 2.5}}\n' for number in range(1, 7))
 for _damaged_line in (
     '{"step": 3, "loss": "x"}',
     '{"step": true, "loss": 1}',

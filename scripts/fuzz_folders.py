@@ -74,9 +74,9 @@ def file_changes(file: Path, changed: Any, damaged: Any) -> st.SearchStrategy:
 
 
 def changes(whole: Path, names: tuple[str, ...], changed: Any, damaged: Any) -> st.SearchStrategy:
-    """Return what changes of one or two files of a folder are drawn from, as (name, change)."""
+    """Return what changes of one to four files of a folder are drawn from, as (name, change)."""
     one = st.one_of([st.tuples(st.just(name), file_changes(whole / name, changed, damaged)) for name in names])
-    return st.lists(one, min_size=1, max_size=2, unique_by=lambda change: change[0])
+    return st.lists(one, min_size=1, max_size=4, unique_by=lambda change: change[0])
 
 
 def command_lines(text: st.SearchStrategy, paths: list[str]) -> st.SearchStrategy:

@@ -58,6 +58,11 @@ def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
     run_dir = stage.run_dir
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"{run_dir} is not a folder", key="train.run_dir", remedy="choose another run_dir")
+    for file in (run_dir / name for name in (CONFIG, METRICS, RESULT, SAVED)):
+        if file.is_dir() and not file.is_symlink():  # found now, and not once a file is to be written there
+            raise UserError(
+                f"{file} is a folder, and a run writes a file there", key="train.run_dir", remedy=f"move {file} away"
+            )
     whole, bad = _survey(stage)
     found = next(((folder, manifest) for folder, manifest in whole if folder not in rejected), None)
     # What a start wrote that failed before its first checkpoint does not count.
@@ -196,7 +201,7 @@ def _branch(stage: Stage, rejected: Container[Path]) -> RunState:
     if not found:
         reasons = "".join(f"; {folder.name}: {reason}" for folder, reason in damaged.items())
         raise UserError(
-            f"{named} holds no complete checkpoint{reasons}",
+            f"{clipped(str(named))} holds no complete checkpoint{reasons}",
             key="train.resume",
             remedy=f"give a run_dir with checkpoints, or one of them: run_dir/{CHECKPOINTS}/step_N",
         )

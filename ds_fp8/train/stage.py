@@ -211,7 +211,7 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
     _check_model_source(model, train)
     if not train.run_dir.strip():
         raise UserError("train.run_dir is empty", key="train.run_dir", remedy='"run_dir": "runs/first"')
-    if Path(train.run_dir).resolve().name == "":
+    if Path(os.path.realpath(train.run_dir)).name == "":
         raise UserError(
             "train.run_dir is the root folder", key="train.run_dir", remedy='give it its own: "run_dir": "runs/first"'
         )

@@ -391,6 +391,14 @@ def _nothing_saved_but(*names: str) -> Change:
     return delete
 
 
+def _a_folder(name: str) -> Change:
+    def replace_by_folder(run_dir: Path) -> None:
+        (run_dir / name).unlink(missing_ok=True)
+        (run_dir / name).mkdir()
+
+    return replace_by_folder
+
+
 def _fifo_metrics(run_dir: Path) -> None:
     _replace_by_fifo(run_dir / "metrics.jsonl")
 
@@ -423,6 +431,8 @@ DAMAGES |= {
     "metrics: a named pipe": (WARNED, _fifo_metrics),
     "metrics: of another run": (WARNED, _written("metrics.jsonl", '{"step": 1, "loss": 9}\n{"step": 6, "loss": 9}\n')),
 }
+for _name in ("config.json", "metrics.jsonl", "saved.json", "result.json"):
+    DAMAGES[f"{_name}: a folder"] = (REFUSED, _a_folder(_name))
 _GOOD_LINES = "".join(f'{{"step": {number}, "loss": 2.5}}\n' for number in range(1, 7))
 for _damaged_line in (
     '{"step": 3, "loss": "x"}',

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import fuzz
 
 CASES = {"configurations": 80, "overrides": 80, "texts": 60, "sweeps": 40, "data": 40}
-CASES |= {"runs": 60, "reports": 8, "models": 12, "commands": 40}
+CASES |= {"runs": 60, "reports": 16, "models": 16, "commands": 40}
 
 
 def fuzzed(kind: str, tmp_path: Path) -> tuple:

@@ -124,19 +124,25 @@ class Manifest:
         return [name for name, saved in self.files.items() if saved.rank % world == rank]
 
     def missing_files(self) -> list[str]:
-        """Return which files that so many ranks write are not listed, in words."""
+        """Return in words which files are not listed that so many ranks write, or are of a rank that there was not."""
         sharded = section_of(self.config, "zero_optimization").get("stage") == 3
         expected = {
             "random_rank_*.pt": self.ranks,
             "*_optim_states.pt": self.ranks,
             "*_model_states.pt": self.ranks if sharded else 1,
         }
-        found = {pattern: [file for name, file in self.files.items() if fnmatch(name, pattern)] for pattern in expected}
-        return [
-            f"{NAME} lists {len(found[pattern])} files {pattern}, and {self.ranks} ranks write {number}"
+        found = {pattern: sum(fnmatch(name, pattern) for name in self.files) for pattern in expected}
+        lacking = [
+            f"{NAME} lists {found[pattern]} files {pattern}, and {self.ranks} ranks write {number}"
             for pattern, number in expected.items()
-            if len(found[pattern]) != number or {file.rank for file in found[pattern]} != set(range(number))
+            if found[pattern] != number
         ]
+        strange = [
+            f"{NAME} says that rank {file.rank} of {self.ranks} wrote {name}"
+            for name, file in self.files.items()
+            if file.rank >= self.ranks
+        ]
+        return lacking + strange
 
     def problems(self, folder: Path, names: Iterable[str]) -> list[str]:
         """Read these files of the checkpoint in `folder`, several at a time, and return what is wrong with them."""

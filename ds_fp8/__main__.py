@@ -4,7 +4,8 @@
     accelerate launch -m ds_fp8 train.py ...
     deepspeed --module ds_fp8 train.py ...
 
--m MODULE in the place of train.py runs a module.
+-m MODULE in the place of train.py runs a module. A DeepSpeed configuration without an "fp8" section, and without the
+environment variable DS_FP8, trains as it is, and rank 0 says so; with --strict before the program that is an error.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ def main() -> None:
     # The deepspeed launcher gives this to the program, and puts it first.
     from_launcher = [a for a in arguments[:1] if a.startswith("--local_rank")]
     arguments = arguments[len(from_launcher) :]
+    strict = arguments[:1] == ["--strict"]
+    arguments = arguments[strict:]
     is_module = arguments[:1] == ["-m"]
     arguments = arguments[is_module:]
     if not arguments or arguments[0].startswith("-"):
@@ -34,7 +37,7 @@ def main() -> None:
 
     from ds_fp8.integrations.install import install
 
-    install()
+    install(without_section="refuse" if strict else "say")
     sys.argv = [program, *from_launcher, *rest]
     if is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)

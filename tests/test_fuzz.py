@@ -12,15 +12,22 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import fuzz
 
 CASES = {"configurations": 80, "overrides": 80, "texts": 60, "sweeps": 40, "data": 40}
+CASES |= {"runs": 60, "reports": 16, "models": 16, "commands": 40}
 
 
-@pytest.mark.parametrize("kind", fuzz.KINDS)
-def test_no_case_fails_hangs_or_writes(kind, tmp_path, monkeypatch):
+def fuzzed(kind: str, tmp_path: Path) -> tuple:
     folder, work = tmp_path / "cases", tmp_path / "work"
     folder.mkdir()
     work.mkdir()
-    monkeypatch.chdir(work)
-    counts, wrong = fuzz.fuzz(kind, CASES[kind], seed=0, folder=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(work)
+        return fuzz.fuzz(kind, CASES[kind], seed=0, folder=folder)
+
+
+@pytest.mark.parametrize("kind", fuzz.KINDS)
+def test_no_case_fails_hangs_or_writes(kind, tmp_path, ranks):
+    # A run that resumes is collective.
+    counts, wrong = ranks(1, fuzzed, kind, tmp_path)[0] if kind == "runs" else fuzzed(kind, tmp_path)
     assert not wrong, "\n".join(f"{what}\n  {case}" for what, case in wrong.items())
     assert counts["accepted"] + counts["refused"] >= CASES[kind] // 2
     assert counts["accepted"]

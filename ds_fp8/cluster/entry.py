@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from collections.abc import Callable
 import torch.distributed
 
 from ds_fp8.cluster import watchdog
-from ds_fp8.cluster.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_USER_ERROR
+from ds_fp8.cluster.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_USER_ERROR
 from ds_fp8.cluster.guardian.messages import ERROR, LOST, USER
 from ds_fp8.config.errors import as_user_error, main_entry
 
@@ -35,6 +36,12 @@ def rank_entry(main: Callable[[], int | None]) -> None:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             watchdog.fail(LOST if lost_others(error) else ERROR, reason, EXIT_LOST)
             sys.exit(EXIT_FAILED)
+        except KeyboardInterrupt:
+            watchdog.fail(LOST, "it was interrupted (SIGINT) before there was anything to save", EXIT_INTERRUPTED)
+            raise
+        # Its work is done: a second signal, while Python ends, must not change the exit code.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
         watchdog.leave()
         return code
 

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import faulthandler
+import ipaddress
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -150,12 +152,13 @@ class _Watchdog:
         )
         self._store = store = torch.distributed.PrefixStore(f"ds_fp8/{attempt}", store)  # rank 0's is the server
         if self._rank == 0:
-            self.tell({"serve": True})
-            port = json.loads(self._guardian.stdout.readline())["port"]
-            store.set("guardian", str(port))
-        port = int(store.get("guardian"))
+            token = secrets.token_hex(16)
+            self.tell({"serve": {"address": _address_of_all(master, self._world), "token": token}})
+            served = json.loads(self._guardian.stdout.readline())
+            store.set("guardian", json.dumps([served["address"], served["port"], token]))
+        address, port, token = json.loads(store.get("guardian"))
         os.set_blocking(self._guardian.stdin.fileno(), False)
-        self.tell({"connect": ["127.0.0.1" if self._rank == 0 else master, port]})
+        self.tell({"connect": [address or ("127.0.0.1" if self._rank == 0 else master), port, token]})
         threading.Thread(target=self._obey, name="guardian", daemon=True).start()
         if store.add("arrived", 1) == self._world:
             store.set("complete", "")
@@ -175,3 +178,13 @@ class _Watchdog:
             elif "end" in order:
                 os._exit(order["end"])
         os._exit(EXIT_LOST)  # without a guardian nobody would end this rank
+
+
+def _address_of_all(master: str, world: int) -> str | None:
+    """Return the address of rank 0's host that all ranks use, None where hosts may resolve a name in different ways."""
+    if (os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")) == str(world):
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.ip_address(master))
+    except ValueError:
+        return None

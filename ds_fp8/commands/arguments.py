@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import os
 from pathlib import Path
 
 import ds_fp8
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, clipped
 
 _PACKAGE = Path(ds_fp8.__file__).parent
 CONFIGS = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "ds_configs"
@@ -53,19 +54,19 @@ def config_file(name: str) -> Path:
         UserError: there is neither.
     """
     path = Path(name)
-    if path.is_file():
+    if os.path.isfile(path):  # False for a name that no file can have
         return path
     shipped = CONFIGS / Path(*path.parts[path.parts[:1] == ("ds_configs",) :])
-    for candidate in (shipped, shipped.with_name(f"{shipped.name}.json")):
-        if not path.is_absolute() and candidate.is_file():
+    for candidate in (shipped, Path(f"{shipped}.json")):
+        if not path.is_absolute() and os.path.isfile(candidate):
             return candidate
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UserError("this is a folder, not a configuration file", file=name, remedy="name a JSON file in it")
-    close = difflib.get_close_matches(name, shipped_configs(), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(name[:200], shipped_configs(), n=1, cutoff=0.7)
     hint = f'did you mean "{close[0]}"? ' if close else ""
     raise UserError(
         "the configuration file does not exist",
-        file=name,
+        file=clipped(name),
         remedy=f"{hint}give the path of a JSON file, or a name that `ds-fp8 configs` lists",
     )
 

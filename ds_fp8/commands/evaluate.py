@@ -116,12 +116,12 @@ def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None
     """Return the model of `folder` on this rank's device, and how it computes where its weights are in FP8."""
     import torch
     from deepspeed.accelerator import get_accelerator
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     from ds_fp8.layers import munit
     from ds_fp8.train import packed_attention
     from ds_fp8.train.served_model import load_served_model
+    from ds_fp8.train.stored_model import unreadable
 
     packed_attention.register()
     munit.register()
@@ -132,9 +132,13 @@ def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None
         if served is not None:
             return served
         model = AutoModelForCausalLM.from_pretrained(folder, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # every reader fails in its own way at damaged files
         raise UserError(
-            f"transformers cannot load the model: {error}", file=folder, remedy="repair or complete the folder"
+            f"transformers cannot load the model: {unreadable(error)}",
+            file=folder,
+            remedy="repair or complete the folder: tensors alone are read, and no code",
         ) from None
     return model.to(device), None
 

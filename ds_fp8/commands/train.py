@@ -76,7 +76,8 @@ def _train(file: Path, changes: list[str]) -> int:
     if int(os.environ["RANK"]) == 0:
         loss, in_bf16 = result["final_loss"], result.get("final_loss_bf16")
         weights = "" if in_bf16 in (None, loss) else f" ({in_bf16:.4f} by its weights in BF16, without casts)"
-        print(f"final validation loss {loss:.4f}{weights} after {result['steps']} steps", flush=True)
+        loss = "is not finite" if loss is None else f"{loss:.4f}"
+        print(f"final validation loss {loss}{weights} after {result['steps']} steps", flush=True)
     return 0
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 EXIT_USER_ERROR = 2
+EXIT_KEYBOARD = 130
+"""128 + SIGINT, as a shell reports it."""
 
 
 def clipped(text: str, length: int = 200) -> str:
@@ -62,6 +64,8 @@ def refusal_in(file: str | os.PathLike | None) -> Callable[[str, str, str], NoRe
 _FULL = "make room there, or choose another place"
 _RIGHTS = "choose another place, or change its rights"
 _PATH = "check the path"
+_LINK = "remove the link, which leads to itself"
+_DISK = "check the disk and its file system"
 _REMEDIES = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
@@ -72,6 +76,11 @@ _REMEDIES = {
     errno.ENOTDIR: _PATH,
     errno.EISDIR: _PATH,
     errno.ENAMETOOLONG: _PATH,
+    errno.EEXIST: _PATH,
+    errno.ENOTEMPTY: _PATH,
+    errno.ELOOP: _LINK,
+    errno.EIO: _DISK,
+    errno.ESTALE: _DISK,
 }
 """What to do about an error of the file system."""
 _WITHOUT_NAME = (errno.ENOSPC, errno.EDQUOT)
@@ -92,9 +101,16 @@ def as_user_error(error: Exception) -> UserError | None:
 
 
 def main_entry(main: Callable[[], int | None]) -> None:
-    """Run `main` and exit with its result; a UserError, or one of the file system, is one screen and exit code 2."""
+    """Run `main` and exit with its result.
+
+    A UserError, or one of the file system, is one screen and exit code 2; Ctrl-C is one line and 130.
+    """
     try:
         sys.exit(main() or 0)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(EXIT_KEYBOARD)
     except (UserError, OSError) as raised:
         error = as_user_error(raised)
         if error is None:

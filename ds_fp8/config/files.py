@@ -222,6 +222,8 @@ def check_writable(folder: Path, key: str = "") -> None:
         there = folder
         while not there.exists():
             os.fsencode(there)
+            if there.is_symlink():  # to nowhere, or to itself
+                raise OSError
             there = there.parent
         fits = there.is_dir() and os.access(there, os.W_OK | os.X_OK) and _filesystem_takes(folder, there)
     except (OSError, ValueError):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, clipped
 
 IGNORED = -100
 """Label of a token that carries no loss, as in Hugging Face and torch's cross entropy."""
@@ -39,7 +41,8 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
     if chat:
         turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
         # The last token that carries loss.
-        stops.insert(0, next(label for label in reversed(tokenize_chat(tokenizer, turns)[1]) if label != IGNORED))
+        learnt = [label for label in tokenize_chat(tokenizer, turns)[1] if label != IGNORED]
+        stops = learnt[-1:] + stops
     return list(dict.fromkeys(stops))
 
 
@@ -66,9 +69,10 @@ def tokenize_chats(
             remedy="use a tokenizer that has a tokenizer.json",
         )
     if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()):
-        encoded = tokenizer.apply_chat_template(
-            conversations, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
+        with template_explained():
+            encoded = tokenizer.apply_chat_template(
+                conversations, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
         return [
             (ids, [token if kept else IGNORED for token, kept in zip(ids, mask, strict=True)])
             for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
@@ -76,11 +80,26 @@ def tokenize_chats(
     return [_tokenize_by_prefixes(tokenizer, messages) for messages in conversations]
 
 
+@contextmanager
+def template_explained() -> Iterator[None]:
+    """Turn what a chat template raises, a program in a sandbox that may raise anything, into a UserError."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(
+            f"the chat template fails at a conversation: {clipped(str(error).strip() or 'no reason')} "
+            f"({type(error).__name__})",
+            key="data.chat_template",
+            remedy='correct the template, or give another: "chatml", or a file',
+        ) from None
+
+
 def _tokenize_by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[int], list[int]]:
     """Find assistant turns: one is the text that the conversation up to it has more than the prompt for it."""
 
     def render(count: int, prompt: bool) -> str:
-        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
+        with template_explained():
+            return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
 
     text = render(len(messages), prompt=False)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ds_fp8.data.chat import template_explained
 from ds_fp8.data.config import DataConfig
 from ds_fp8.data.synthetic import ANSWER_PATTERN, chat_prompt, document_prompt, problems
 from ds_fp8.data.token_store import NO_LOSS, TokenStore
@@ -41,9 +42,10 @@ def synthetic_questions(config: DataConfig, tokenizer: PreTrainedTokenizerBase) 
     """Return questions of the built-in corpus whose like is nowhere in its training examples."""
     asked = problems("test", config.seed, MOST, config.difficulty)
     if config.format == "chat":
-        prompts = tokenizer.apply_chat_template(
-            [chat_prompt(problem) for problem in asked], add_generation_prompt=True, tokenize=True, return_dict=True
-        )["input_ids"]
+        with template_explained():
+            prompts = tokenizer.apply_chat_template(
+                [chat_prompt(problem) for problem in asked], add_generation_prompt=True, tokenize=True, return_dict=True
+            )["input_ids"]
     else:
         prompts = encode_prompts(tokenizer, list(map(document_prompt, asked)), config.add_bos)
     return [Question(tuple(ids), problem.answer) for ids, problem in zip(prompts, asked, strict=True)]

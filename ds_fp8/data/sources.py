@@ -141,6 +141,10 @@ def _explained(path: str) -> Iterator[None]:
         raise empty(path) from None
     except Exception as error:  # every decompressor and parser fails in its own way at damaged data
         reason = clipped((str(error.__cause__ or error).strip() or type(error).__name__).split("\n")[0])
+        if isinstance(error, MemoryError):
+            raise UserError(
+                f"a row of {path} does not fit into memory", key="data.path", remedy="give shorter rows, one a line"
+            ) from None
         if Path(path).expanduser().exists():
             kind = LOADERS[_ending(_files(Path(path).expanduser())[0])]
             raise UserError(

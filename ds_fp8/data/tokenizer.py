@@ -16,7 +16,7 @@ import sentencepiece
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.data.chat import CHATML_TEMPLATE, CHATML_TOKENS
 from ds_fp8.data.sentencepiece_model import from_sentencepiece
 from ds_fp8.data.synthetic import conversations, documents
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PIECE_END = "||||"
 """Marks, in the training text alone, where a token has to end."""
+MAX_TEMPLATE_BYTES = 1 << 20
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of a tokenizer that is all that its tokenizer.json says."""
 
@@ -145,7 +146,7 @@ def _synthetic_model(vocab_size: int, cache_dir: Path) -> Path:
 
 def _existing_file(name: str) -> Path:
     path = Path(name).expanduser()
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(
             f"no sentencepiece model at {name}",
             key="data.tokenizer",
@@ -155,11 +156,16 @@ def _existing_file(name: str) -> Path:
 
 
 def _template(name: str) -> str:
+    file = Path(name).expanduser()
     try:
-        return Path(name).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
+        if not file.is_file() and file.exists():
+            raise OSError(None, "it is not a regular file")
+        if file.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise OSError(None, f"it has more than {MAX_TEMPLATE_BYTES:,} bytes")
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8
         raise UserError(
-            f"the chat template {name} cannot be read: {error.strerror}",
+            f"the chat template {clipped(name)} cannot be read: {getattr(error, 'strerror', None) or error}",
             key="data.chat_template",
             remedy='give a file with a Jinja template, or "chatml", or leave the key out',
         ) from None
@@ -201,19 +207,20 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         UserError: there is none (key data.tokenizer).
     """
     folder = Path(name).expanduser()
-    source = folder if folder.is_dir() else name
-    where = {} if folder.is_dir() else {"revision": revision}
+    local = os.path.isdir(folder)  # False for a name that no folder can have
+    source = folder if local else name
+    where = {} if local else {"revision": revision}
     try:
         about = get_tokenizer_config(source, **where)
         # Not by AutoTokenizer where the file is everything: see save_tokenizer.
         generic = about.get("tokenizer_class") in GENERIC and "auto_map" not in about
-        whole = not folder.is_dir() or (folder / "tokenizer.json").is_file()
+        whole = not local or (folder / "tokenizer.json").is_file()
         kind = PreTrainedTokenizerFast if generic and whole else AutoTokenizer
         return kind.from_pretrained(source, trust_remote_code=False, **where)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # transformers and tokenizers fail in their own ways at damaged files
+        reason = clipped((str(error).strip() or type(error).__name__).splitlines()[0])
         raise UserError(
-            f"no tokenizer could be loaded from {name} ({reason})",
+            f"no tokenizer could be loaded from {clipped(name)} ({reason})",
             key="data.tokenizer",
             remedy='give a folder with tokenizer.json, a reachable Hugging Face name, a .model file, or "synthetic"',
         ) from None

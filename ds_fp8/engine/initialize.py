@@ -19,6 +19,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import read_config
 from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
 from ds_fp8.engine.compatibility import check_deepspeed, check_parallelism
+from ds_fp8.engine.compiled_kernels import announce_compilation
 from ds_fp8.engine.deepspeed_values import check_values
 from ds_fp8.engine.graph_conditions import why_no_graphs
 from ds_fp8.engine.health import Health
@@ -133,6 +134,8 @@ def initialize(
         check_launch()
     if not dist.is_initialized():
         seams.disable_shm_build()
+    if optimizer is None and "optimizer" in raw:
+        _located(file, announce_compilation, raw, _rank() == 0)
     if getattr(args, "deepspeed_config", None) is not None:
         # DeepSpeed refuses the configuration in both places.
         args = copy.copy(args)

@@ -115,6 +115,25 @@ def _check(raw: Mapping[str, Any], own: bool) -> None:
     _try(tried, arguments)
 
 
+def compiled_operation(raw: Mapping[str, Any]) -> str | None:
+    """Return the name of the kernel that DeepSpeed compiles for a valid "optimizer" section, or None."""
+    section = section_of(raw, "optimizer")
+    name = str(section.get("type", "")).lower()
+    if name not in _COMPILED and name not in ("adam", "adamw"):
+        return None
+    zero = section_of(raw, "zero_optimization")
+    offloaded = section_of(zero, "offload_optimizer").get("device") in ("cpu", "nvme")
+    kind, _ = _resolve(name, dict(section_of(section, "params")), offloaded)
+    if not kind.__module__.startswith("deepspeed."):
+        return None
+    operation = get_accelerator().create_op_builder(_builder(kind)).name
+    return None if installed_ops.get(operation, False) else operation
+
+
+def _builder(kind: type) -> str:
+    return f"{kind.__name__.removeprefix('DeepSpeed')}Builder"
+
+
 def _check_kinds(params: Mapping[str, Any]) -> None:
     """Check that the usual params are numbers, and betas a pair: what optimizers themselves say of it is cryptic."""
     for key in _TRIED:
@@ -168,8 +187,7 @@ def _check_arguments(kind: type, arguments: Mapping[str, Any]) -> None:
 
 def _check_compiler(kind: type) -> None:
     """Refuse an optimizer whose kernel DeepSpeed would have to compile, and cannot."""
-    on_cpu = kind.__name__.removeprefix("DeepSpeed")
-    builder = f"{on_cpu}Builder"
+    builder = _builder(kind)
     instead = 'in its params "torch_adam": true' if "Adam" in kind.__name__ else '"type": "AdamW"'
     if get_accelerator().get_op_builder(builder).__name__ == "NotImplementedBuilder":
         raise UserError(

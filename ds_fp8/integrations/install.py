@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 
@@ -24,9 +24,12 @@ VARIABLE = "DS_FP8"
 _replaced: list[tuple[Any, str, Callable]] = []
 """Replaced functions: (owner, name, original)."""
 _default: dict[str, Any] | None = None
+_without: Literal["accept", "say", "refuse"] = "accept"
 
 
-def install(fp8: str | Mapping[str, Any] | None = None) -> None:
+def install(
+    fp8: str | Mapping[str, Any] | None = None, without_section: Literal["accept", "say", "refuse"] = "accept"
+) -> None:
     """Make deepspeed.initialize honour "fp8" sections, for whoever calls it in this process.
 
     Call it before training starts; a second call only changes `fp8`. A program that has already taken the function by
@@ -35,11 +38,14 @@ def install(fp8: str | Mapping[str, Any] | None = None) -> None:
     Args:
         fp8: Section for configurations that have none, or the name of a preset. Default: the environment variable
             DS_FP8, for programs whose DeepSpeed configuration is no file.
+        without_section: What becomes of a configuration without a section, where there is no default: it is accepted,
+            rank 0 says so in one line, or it is refused with a UserError.
 
     Raises:
         UserError: `fp8` or DS_FP8 is neither a preset's name nor a valid "fp8" section.
     """
-    global _default
+    global _default, _without
+    _without = without_section
     if fp8 is None:
         _default = _as_section(os.environ.get(VARIABLE), f"environment variable {VARIABLE}")
     else:
@@ -57,8 +63,8 @@ def install(fp8: str | Mapping[str, Any] | None = None) -> None:
 
 def uninstall() -> None:
     """Undo `install`. Engines that exist keep their FP8."""
-    global _default
-    _default = None
+    global _default, _without
+    _default, _without = None, "accept"
     while _replaced:
         setattr(*_replaced.pop())
 
@@ -75,15 +81,29 @@ def _with_default(original: Callable) -> Callable:
     @functools.wraps(original)
     def deepspeed_initialize(*args: Any, **keywords: Any) -> tuple:
         call = signature(original).bind(*args, **keywords).arguments
+        in_args = getattr(call.get("args"), "deepspeed_config", None)
+        given = next((c for c in (call.get("config"), call.get("config_params"), in_args) if c is not None), None)
         if _default is not None:
-            in_args = getattr(call.get("args"), "deepspeed_config", None)
-            given = next(
-                (c for c in (call.get("config"), call.pop("config_params", None), in_args) if c is not None), {}
-            )
-            call["config"] = {"fp8": _default} | read_config(given)[0]
+            call.pop("config_params", None)
+            call["config"] = {"fp8": _default} | read_config({} if given is None else given)[0]
+        elif _without != "accept" and given is not None:
+            raw, file = read_config(given)
+            if "fp8" not in raw:
+                _note_without_section(file)
         return initialize(**call)
 
     return deepspeed_initialize
+
+
+def _note_without_section(file: str | None) -> None:
+    """Say that a program started for FP8 trains without. Raises UserError where that is not wanted."""
+    problem = 'the DeepSpeed configuration has no "fp8" section: training is without FP8'
+    remedy = f'add "fp8": {{"preset": "infir2"}} to it, or set the environment variable {VARIABLE}=infir2'
+    if _without == "refuse":
+        raise UserError(problem, key="fp8", file=file, remedy=remedy)
+    rank = deepspeed.comm.get_rank() if deepspeed.comm.is_initialized() else int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        print(f"ds_fp8: {problem}{f' ({file})' if file else ''}; {remedy}", flush=True)
 
 
 def _without_section(original: Callable) -> Callable:

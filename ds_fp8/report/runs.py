@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,8 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import read_json
 from ds_fp8.train.checkpoints import CONFIG, METRICS, RESULT
+from ds_fp8.train.run_files import Invalid, Result, read_checked, read_lines
 
 KINDS = ("fp8", "bf16")
 """Folders of a comparison: FP8 runs in fp8/NAME, their BF16 twins in bf16/NAME."""
@@ -29,9 +32,9 @@ class RunRecord:
         self.folder = folder
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}", remedy="give the train.run_dir of a finished run")
-        self.result: dict[str, Any] = json.loads(self._read(RESULT, "{}"))
-        self.metrics: list[dict[str, Any]] = [json.loads(line) for line in self._read(METRICS, "").splitlines()]
-        self.config: dict[str, Any] = json.loads(self._read(CONFIG, "{}")) if (folder / CONFIG).is_file() else {}
+        self.result: dict[str, Any] = self._checked(RESULT, Result)
+        self.metrics: list[dict[str, Any]] = self._records()
+        self.config: dict[str, Any] = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
 
     @property
     def kind(self) -> str:
@@ -62,24 +65,36 @@ class RunRecord:
         """Return records with the health of the casts."""
         return [record for record in self.metrics if record.get("health")]
 
-    def _read(self, name: str, empty: str) -> str:
+    def _checked(self, name: str, model: type[BaseModel]) -> dict[str, Any]:
         try:
-            text = (self.folder / name).read_text()
-            for line in text.splitlines() if name == METRICS else [text]:
-                json.loads(line)
-        except FileNotFoundError:
-            raise UserError(
-                f"{self.folder} is not a finished run: {name} is missing",
-                file=self.folder,
-                remedy="run the stage to its end first: the same command resumes it",
-            ) from None
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{name} cannot be read: {error}",
-                file=self.folder / name,
-                remedy="restore the file, or train into another folder",
-            ) from None
-        return text or empty
+            content = read_checked(self.folder / name, model)
+        except Invalid as error:
+            raise self._damaged(name, f"it {error}") from None
+        if content is None:
+            raise self._missing(name)
+        return content
+
+    def _records(self) -> list[dict[str, Any]]:
+        if not (self.folder / METRICS).exists():
+            raise self._missing(METRICS)
+        records, mistakes = read_lines(self.folder / METRICS, finished=True)
+        if mistakes:
+            raise self._damaged(METRICS, mistakes[0])
+        return records
+
+    def _missing(self, name: str) -> UserError:
+        return UserError(
+            f"{self.folder} is not a finished run: {name} is missing",
+            file=self.folder,
+            remedy="run the stage to its end first: the same command resumes it",
+        )
+
+    def _damaged(self, name: str, how: str) -> UserError:
+        return UserError(
+            f"{name} cannot be read: {how}",
+            file=self.folder / name,
+            remedy="restore the file, or train into another folder",
+        )
 
 
 @dataclass(frozen=True)

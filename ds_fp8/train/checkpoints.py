@@ -10,10 +10,8 @@ run_dir/metrics.jsonl, result.json, model/
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +21,7 @@ import deepspeed
 from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.train.durable import write_atomically
+from ds_fp8.train.durable import remove, write_atomically
 from ds_fp8.train.manifest import Damaged, Manifest
 from ds_fp8.train.random_states import restore_random_states
 from ds_fp8.train.reshard import load_on_other_ranks
@@ -38,8 +36,8 @@ CHECKPOINTS, CONFIG, METRICS, MODEL, RESULT, SAVED = (
     "result.json",
     "saved.json",
 )
-_STEP = re.compile(r"step_(\d+)")
-_LEFTOVER = re.compile(r"step_\d+\.(part|deleted)|universal")
+_STEP = re.compile(r"step_([0-9]{1,18})")
+_LEFTOVER = re.compile(r"step_[0-9]+\.(part|deleted)|universal")
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def prune(run_dir: Path, keep_last: int, keep: Collection[int | None] = ()) -> N
         folder.rename(folder.with_name(f"{folder.name}.deleted"))
     for leftover in (run_dir / CHECKPOINTS).iterdir():
         if _LEFTOVER.fullmatch(leftover.name):
-            shutil.rmtree(leftover)
+            remove(leftover)
 
 
 def best_step(run_dir: Path, losses: Mapping[int, float]) -> int | None:
@@ -151,11 +149,19 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _step_folders(run_dir: Path) -> list[Path]:
     """Return everything that is named like a checkpoint, newest first."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        named = [(_STEP.fullmatch(path.name), path) for path in (run_dir / CHECKPOINTS).iterdir()]
-        steps = [(int(match[1]), path) for match, path in named if match]
-        return [path for _, path in sorted(steps, reverse=True)]
-    return []
+    folder = run_dir / CHECKPOINTS
+    try:
+        named = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be read: {error.strerror}",
+            key="train.run_dir",
+            remedy="repair it, or choose another run_dir",
+        ) from None
+    steps = [(int(match[1]), path) for match, path in named if match]
+    return [path for _, path in sorted(steps, reverse=True)]
 
 
 def _complete_steps(run_dir: Path) -> list[int]:

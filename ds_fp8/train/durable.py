@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 
 def write_atomically(file: Path, text: str) -> None:
     """Write `file` so that a reader, also one after a power loss, sees the old content or the new, never a part."""
     part = file.with_name(file.name + ".part")
-    with part.open("w") as stream:
+    remove(part)  # a named pipe would be waited for, and a link followed
+    with part.open("x") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
     part.replace(file)
     flush(file.parent)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link (not what it leads to) or a folder with all that is in it; nothing where there is none.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    with suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def flush(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Orderly stop at SIGTERM and SIGUSR1: all ranks agree on a signal at the same point of the run.
+"""Orderly stop at SIGTERM, SIGINT and SIGUSR1: all ranks agree on a signal at the same point of the run.
 
 On one node DeepSpeed passes no signal on: `deepspeed` itself just ends. That it has ended is a request to stop, too.
 The launcher below it gives its ranks 30 seconds from SIGTERM to SIGKILL, in which step and checkpoint must fit.
@@ -28,7 +28,7 @@ class Interrupt:
         self._device = device
         self._asked = False
         self._command = deepspeed_command()
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:

@@ -108,6 +108,7 @@ class TrainingLoop:
         saved = self.writer.finish()
         if saved is not None:
             self.saved, self.rollbacks = saved, 0
+            self.log.append({"step": saved.step, "saved": True})
 
     def roll_back(self, spike: Spike) -> bool:
         """Say that the last loss stands out; where the stage wants it, go back to the last checkpoint. Collective.

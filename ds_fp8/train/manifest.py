@@ -12,17 +12,25 @@ import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import xxhash
+from pydantic import Field, TypeAdapter, ValidationError
 
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import check_plain
+from ds_fp8.config.fp8 import section_of
 from ds_fp8.train.durable import write_atomically
+from ds_fp8.train.run_files import CHECKED, Count, Invalid, Loss, Ranks, Step, first_mistake, read_regular
 from ds_fp8.zero.safe_load import load_tensors
 
 NAME = "manifest.json"
 FORMAT = 1
+_MAX_BYTES = 1 << 28
+"""Of a manifest: a million files."""
 _CHUNK_BYTES = 16 * 2**20
 _MAX_THREADS = 8
 
@@ -35,10 +43,12 @@ class Damaged(Exception):
 class SavedFile:
     """One file of a checkpoint."""
 
-    bytes: int
-    hash: str
+    __pydantic_config__ = CHECKED
+
+    bytes: Count
+    hash: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     """XXH3, 128 bits, in hexadecimal digits."""
-    rank: int
+    rank: Annotated[int, Field(ge=0)]
     """The rank that wrote it."""
 
 
@@ -46,24 +56,26 @@ class SavedFile:
 class Manifest:
     """Identity and files of a checkpoint."""
 
-    step: int
+    __pydantic_config__ = CHECKED
+
+    step: Annotated[Step, Field(gt=0)]
     """Optimizer steps of the stage that are done."""
-    ranks: int
+    ranks: Ranks
     """Number of ranks that wrote it."""
-    global_batch: int
-    data_step: int
+    global_batch: Annotated[Count, Field(gt=0)]
+    data_step: Step
     """Batches of training data that are used up or left out."""
-    losses: tuple[float, ...]
+    losses: tuple[Loss, ...]
     """The last losses, for the detection of spikes."""
     config: dict[str, Any]
     """The stage's JSON."""
     versions: dict[str, str]
-    files: dict[str, SavedFile]
+    files: dict[Annotated[str, Field(pattern=r"^\w[\w.-]*$")], SavedFile]
 
     def write(self, folder: Path) -> None:
         """Write the manifest of the checkpoint in `folder`, flushed to the disk."""
         content = {"format": FORMAT, **asdict(self)}
-        write_atomically(folder / NAME, json.dumps({**content, "checksum": _checksum(content)}, indent=1))
+        write_atomically(folder / NAME, json.dumps({**content, "checksum": checksum(content)}, indent=1))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -73,23 +85,30 @@ class Manifest:
             Damaged: it is missing, unreadable, altered, or of another step than the folder's name says.
         """
         try:
-            content = json.loads(_read_small(folder / NAME))
-            checksum, version = content.pop("checksum"), content.pop("format")
+            content = json.loads(read_regular(folder / NAME, _MAX_BYTES))
+            stored, version = content.pop("checksum"), content.pop("format")
             if version != FORMAT:
                 raise Damaged(f"{NAME} has format {version!r}, and this version reads {FORMAT}")
-            if checksum != _checksum({"format": version, **content}):
+            if stored != checksum({"format": version, **content}):
                 raise Damaged(f"{NAME} was altered: its checksum differs")
-            content["losses"] = tuple(content["losses"])
-            content["files"] = {name: SavedFile(**saved) for name, saved in content["files"].items()}
-            manifest = cls(**content)
+            manifest = _MANIFEST.validate_json(json.dumps(content), strict=True)
+            check_plain(manifest.config)
         except FileNotFoundError:
             raise Damaged(f"{NAME} is missing") from None
         except OSError as error:
             raise Damaged(f"{NAME} cannot be read: {error.strerror or error}") from None
+        except ValidationError as error:
+            raise Damaged(f"{NAME} {first_mistake(error)}") from None
+        except Invalid as error:
+            raise Damaged(f"{NAME} {error}") from None
+        except UserError as error:
+            raise Damaged(f"{NAME}: {error.problem}") from None
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise Damaged(f"{NAME} is not the manifest of a checkpoint") from None
         if folder.name not in (f"step_{manifest.step}", f"step_{manifest.step}.part"):
             raise Damaged(f"{NAME} belongs to step {manifest.step}")
+        if manifest.data_step < manifest.step:
+            raise Damaged(f"{NAME} has {manifest.data_step} batches of data for {manifest.step} steps")
         unlisted = {path.name for path in folder.glob("*.pt")} - manifest.files.keys()
         if unlisted:
             raise Damaged(f"{min(unlisted)} is not in {NAME}")
@@ -104,12 +123,36 @@ class Manifest:
         """Return the files that this rank of `world` checks: those that it will load, where it wrote them."""
         return [name for name, saved in self.files.items() if saved.rank % world == rank]
 
+    def missing_files(self) -> list[str]:
+        """Return in words which files are not listed that so many ranks write, or are of a rank that there was not."""
+        sharded = section_of(self.config, "zero_optimization").get("stage") == 3
+        expected = {
+            "random_rank_*.pt": self.ranks,
+            "*_optim_states.pt": self.ranks,
+            "*_model_states.pt": self.ranks if sharded else 1,
+        }
+        found = {pattern: sum(fnmatch(name, pattern) for name in self.files) for pattern in expected}
+        lacking = [
+            f"{NAME} lists {found[pattern]} files {pattern}, and {self.ranks} ranks write {number}"
+            for pattern, number in expected.items()
+            if found[pattern] != number
+        ]
+        strange = [
+            f"{NAME} says that rank {file.rank} of {self.ranks} wrote {name}"
+            for name, file in self.files.items()
+            if file.rank >= self.ranks
+        ]
+        return lacking + strange
+
     def problems(self, folder: Path, names: Iterable[str]) -> list[str]:
         """Read these files of the checkpoint in `folder`, several at a time, and return what is wrong with them."""
         names = list(names)
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
             found = threads.map(lambda name: _problem(folder / name, self.files[name]), names)
             return [f"{name} {problem}" for name, problem in zip(names, found, strict=True) if problem]
+
+
+_MANIFEST = TypeAdapter(Manifest)
 
 
 def save_file(state: Any, file: Path, rank: int) -> SavedFile:
@@ -192,11 +235,6 @@ def _hash(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_small(file: Path) -> str:
-    if not stat.S_ISREG(file.stat().st_mode):
-        raise IsADirectoryError(None, "not a file")
-    return file.read_text()
-
-
-def _checksum(content: dict[str, Any]) -> str:
+def checksum(content: dict[str, Any]) -> str:
+    """Return the checksum of what a manifest holds, without it."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())

@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_fp8.monitor.records import Record
 from ds_fp8.train.durable import write_atomically
+from ds_fp8.train.run_files import read_lines
 from ds_fp8.zero.peer_memory import allocated_bytes
 
 ANSWERS = "answers"
@@ -33,15 +34,7 @@ def read_metrics(file: Path, last_step: int) -> list[Record]:
 
     Lines that a kill cut off, or that are damaged, are left out.
     """
-    records = []
-    for line in file.read_text(errors="replace").splitlines() if file.is_file() else []:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-    return [record for record in records if record["step"] <= last_step]
+    return [record for record in read_lines(file)[0] if record["step"] <= last_step]
 
 
 class MetricsLog:
@@ -140,7 +133,10 @@ def summarise(log: MetricsLog, steps: int) -> Record:
     last ten logged ones.
     """
     logged = [record for record in log.records if "loss" in record]
-    losses = [record["loss"] for record in logged if record["loss"] is not None]
+    losses, speed, seconds, memory, skipped = (
+        [record[key] for record in logged if record.get(key) is not None]
+        for key in ("loss", "tokens_per_second", "step_seconds", "memory_bytes", "skipped_steps")
+    )
     return {
         "steps": steps,
         "first_loss": losses[0] if losses else None,
@@ -155,14 +151,16 @@ def summarise(log: MetricsLog, steps: int) -> Record:
             "problems": log.value(steps, "problems") or 0,
         },
         "bytes_per_step": {key: _mean(logged, key) for key in BYTES},
-        "tokens_per_second": median(record["tokens_per_second"] for record in logged),
-        "step_seconds": median(record["step_seconds"] for record in logged),
-        "peak_memory_bytes": max(record["memory_bytes"] for record in logged),
-        "skipped_steps": logged[-1]["skipped_steps"],
+        # Nothing is known of steps whose lines were lost.
+        "tokens_per_second": median(speed) if speed else None,
+        "step_seconds": median(seconds) if seconds else None,
+        "peak_memory_bytes": max(memory, default=None),
+        "skipped_steps": skipped[-1] if skipped else 0,
         "rollbacks": sum(record.get("event") == "rollback" for record in log.records),
     }
 
 
 def _mean(records: list[Record], key: str) -> int | None:
     """Return the mean of what was counted, None where it was not counted in all records."""
-    return round(fmean(record[key] for record in records)) if all(key in record for record in records) else None
+    counted = [record[key] for record in records if record.get(key) is not None]
+    return round(fmean(counted)) if counted and len(counted) == len(records) else None

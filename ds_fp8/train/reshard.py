@@ -12,6 +12,7 @@ import deepspeed
 from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.train.durable import remove
 from ds_fp8.train.processes import on_first_rank
 
 
@@ -41,7 +42,7 @@ def load_on_other_ranks(
 def _convert(folder: Path, universal: Path) -> None:
     """Write the checkpoint into the folder `universal`. Raises UserError where that cannot be written."""
     try:
-        shutil.rmtree(universal, ignore_errors=True)
+        remove(universal)
         _write_universal(folder, universal / folder.name)
     except OSError as error:
         shutil.rmtree(universal, ignore_errors=True)

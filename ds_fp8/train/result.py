@@ -21,7 +21,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.data import save_tokenizer, stop_tokens
 from ds_fp8.export.folder import make_readable
 from ds_fp8.train.checkpoints import MODEL, RESULT
-from ds_fp8.train.durable import flush, flush_tree, write_atomically
+from ds_fp8.train.durable import flush, flush_tree, remove, write_atomically
 from ds_fp8.train.metrics import MetricsLog, summarise
 from ds_fp8.train.stage import Stage
 from ds_fp8.zero.seams import consolidated_state_dict, full_shape
@@ -46,14 +46,14 @@ def write_result(
     if dist.get_rank() == 0:
         part, final = stage.run_dir / f"{MODEL}.part", stage.run_dir / MODEL
         try:
-            shutil.rmtree(part, ignore_errors=True)
+            remove(part)
             # Otherwise a model of chats goes on behind its answer.
             engine.module.generation_config.eos_token_id = stop_tokens(tokenizer, stage.data.format == "chat")
             engine.module.save_pretrained(part, state_dict=state)
             misread = save_tokenizer(tokenizer, part)
             make_readable(part)
             flush_tree(part)
-            shutil.rmtree(final, ignore_errors=True)
+            remove(final)
             part.rename(final)
             flush(final.parent)
         except (OSError, SafetensorError) as error:
@@ -71,7 +71,7 @@ def write_result(
         "ranks": stage.world,
         "device": str(engine.device.type),
         "parameters": sum(math.prod(full_shape(p)) for p in engine.module.parameters()),
-        "tokens_per_step": round(fmean(log.by_step("tokens").values())),
+        "tokens_per_step": round(fmean(tokens)) if (tokens := log.by_step("tokens").values()) else None,
         "data": data,
         "fp8": engine.fp8.report,
         "versions": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 from deepspeed import comm as dist
 
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.schema import shown
 from ds_fp8.train.checkpoints import CHECKPOINTS, CONFIG, METRICS, MODEL, RESULT, SAVED, RunState, survey
 from ds_fp8.train.deepspeed_config import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from ds_fp8.train.durable import flush
 from ds_fp8.train.manifest import Damaged, Manifest
 from ds_fp8.train.processes import on_first_rank
+from ds_fp8.train.run_files import Invalid, Result, SavedStep, read_checked, read_lines, read_object
 from ds_fp8.train.stage import Stage
 
 # What a rerun may change: how long, where, and what is measured and written. All else would make it another run.
@@ -55,13 +58,18 @@ def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
     run_dir = stage.run_dir
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"{run_dir} is not a folder", key="train.run_dir", remedy="choose another run_dir")
-    whole, damaged = survey(run_dir)
+    for file in (run_dir / name for name in (CONFIG, METRICS, RESULT, SAVED)):
+        if file.is_dir() and not file.is_symlink():  # found now, and not once a file is to be written there
+            raise UserError(
+                f"{file} is a folder, and a run writes a file there", key="train.run_dir", remedy=f"move {file} away"
+            )
+    whole, bad = _survey(stage)
     found = next(((folder, manifest) for folder, manifest in whole if folder not in rejected), None)
     # What a start wrote that failed before its first checkpoint does not count.
-    stored = found[1].config if found else _read_object(run_dir / CONFIG)
+    stored = found[1].config if found else _object_or_none(run_dir / CONFIG)
     if stored is None:
-        foreign = [name for name in (CHECKPOINTS, METRICS, MODEL, RESULT, SAVED) if (run_dir / name).exists()]
-        if (run_dir / CONFIG).exists():
+        foreign = [name for name in (CHECKPOINTS, METRICS, MODEL, RESULT, SAVED) if os.path.lexists(run_dir / name)]
+        if os.path.lexists(run_dir / CONFIG):
             raise UserError(
                 f"{run_dir / CONFIG} is damaged, and no checkpoint tells what it said",
                 key="train.run_dir",
@@ -77,12 +85,11 @@ def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
     # Other ranks need other numbers for the same batch, which is checked as a whole.
     free = BATCH_KEYS if found and found[1].ranks != stage.world else ()
     _check_same_run(stage, stored, free)
-    result = _read_object(run_dir / RESULT)
-    length = ("steps", stage.train.steps) if stage.train.steps else ("epochs", stage.train.epochs)
-    if result and result.get(length[0]) == length[1]:
+    result, _ = _result(stage, found[1].step if found else None)
+    if result is not None:
         return RunState(result["steps"], result=result)
     if found is None:
-        _refuse_to_start_anew(run_dir, damaged)
+        _refuse_to_start_anew(run_dir, bad)
         return _branch(stage, rejected)
     folder, manifest = found
     state = _state(folder, manifest, stage, manifest.step)
@@ -109,15 +116,18 @@ def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
         UserError: there are checkpoints, and none is whole.
     """
     rejected: set[Path] = set()
+    bad = on_first_rank(lambda: _survey(stage)[1])
     if dist.get_rank() == 0:
-        rejected |= {_set_aside(folder, reason, say) for folder, reason in survey(stage.run_dir)[1].items()}
+        rejected |= {_set_aside(folder, reason, say) for folder, reason in bad.items()}
     while True:
         state = on_first_rank(lambda: inspect_run(stage, rejected))
         if state.checkpoint is None:
             return state
         problems = _problems_anywhere(state.checkpoint, say)
         if not problems:
-            _tell_of_lost_steps(stage.run_dir, state.step, say)
+            if state.step and dist.get_rank() == 0:
+                for warning in _warnings(stage, state):
+                    say(f"WARNING: {warning}")
             return state
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         if dist.get_rank() == 0:
@@ -128,17 +138,62 @@ def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
                 rejected.add(state.checkpoint)
 
 
+def _survey(stage: Stage) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]:
+    """Return the checkpoints in the run folder that are this run's and sound, and what is wrong with each other one.
+
+    Where nothing in the folder is of this stage all its checkpoints are taken for one run, which is not to be touched.
+    """
+    whole, bad = survey(stage.run_dir)
+    reasons = {folder: _unlike(stage, manifest) for folder, manifest in whole}
+    stored = _object_or_none(stage.run_dir / CONFIG)
+    ours = stored is not None and not _changed_keys(stage, stored, BATCH_KEYS)
+    if ours or not all(reasons.values()):
+        bad |= {folder: reason for folder, reason in reasons.items() if reason}
+        whole = [(folder, manifest) for folder, manifest in whole if not reasons[folder]]
+    return whole, bad
+
+
+def _unlike(stage: Stage, manifest: Manifest) -> str | None:
+    """Return why a checkpoint with this manifest is not one of the stage's run, or None."""
+    alike = manifest.ranks == stage.world
+    if changed := _changed_keys(stage, manifest.config, () if alike else BATCH_KEYS):
+        return f"it is of another run, with {changed[0]} = {shown(_fixed_keys(manifest.config, ()).get(changed[0]))}"
+    if alike and manifest.global_batch != stage.global_batch:
+        return f"it tells of batches of {manifest.global_batch}, and its configuration of {stage.global_batch}"
+    return None
+
+
+def _result(stage: Stage, saved: int | None) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the stage's result where the run has finished, and what is wrong with a result that does not count.
+
+    Args:
+        stage: the stage to start.
+        saved: steps done at the newest checkpoint, None without one.
+    """
+    again = "it is written again"
+    try:
+        result = read_checked(stage.run_dir / RESULT, Result)
+    except Invalid as error:
+        return None, f"{RESULT} {error}: {again}"
+    length = ("steps", stage.train.steps) if stage.train.steps else ("epochs", stage.train.epochs)
+    if result is None or result.get(length[0]) != length[1]:
+        return None, None
+    if saved is not None and saved < result["steps"]:
+        return None, f"{RESULT} tells of {result['steps']} steps, and the newest checkpoint of {saved}: {again}"
+    return result, None
+
+
 def _branch(stage: Stage, rejected: Container[Path]) -> RunState:
     """Return the state to begin with: nothing, or that of the checkpoint which `train.resume` names."""
     if stage.train.resume is None:
         return RunState()
     named = Path(stage.train.resume).expanduser()
-    if (named / CHECKPOINTS).is_dir():
+    if os.path.isdir(named / CHECKPOINTS):  # False for a name that no folder can have
         whole, damaged = survey(named)
         found = [(folder, manifest) for folder, manifest in whole if folder not in rejected]
     else:
         found, damaged = [], {}
-        if named.is_dir():
+        if os.path.isdir(named):
             try:
                 found = [(named, Manifest.read(named))] if named not in rejected else []
             except Damaged as error:
@@ -146,7 +201,7 @@ def _branch(stage: Stage, rejected: Container[Path]) -> RunState:
     if not found:
         reasons = "".join(f"; {folder.name}: {reason}" for folder, reason in damaged.items())
         raise UserError(
-            f"{named} holds no complete checkpoint{reasons}",
+            f"{clipped(str(named))} holds no complete checkpoint{reasons}",
             key="train.resume",
             remedy=f"give a run_dir with checkpoints, or one of them: run_dir/{CHECKPOINTS}/step_N",
         )
@@ -170,8 +225,11 @@ def _refuse_to_start_anew(run_dir: Path, damaged: Mapping[Path, str]) -> None:
     """Raise UserError where a run without a good checkpoint has had one."""
     aside = [path.name for path in (run_dir / CHECKPOINTS).glob("step_*.damaged")]
     reasons = [f"{folder.name}: {reason}" for folder, reason in damaged.items()] + aside
-    if not reasons and (run_dir / SAVED).exists():
-        reasons = ["what it saved is gone"]
+    # A run that was ended before its first save left metrics as well.
+    saved = [record["step"] for record in read_lines(run_dir / METRICS)[0] if record.get("saved")]
+    traces = [f"what {name} tells of is gone" for name in (SAVED, RESULT, MODEL) if os.path.lexists(run_dir / name)]
+    traces += [f"step {max(saved)}, which {METRICS} tells of, is gone"] if saved else []
+    reasons = reasons or traces[:1]
     if reasons:
         raise UserError(
             f"no checkpoint of the run in {run_dir} is good ({'; '.join(reasons)})",
@@ -196,10 +254,30 @@ def _set_aside(folder: Path, reason: str, say: Callable[[str], None]) -> Path:
     return folder
 
 
-def _tell_of_lost_steps(run_dir: Path, step: int, say: Callable[[str], None]) -> None:
-    newest = (_read_object(run_dir / SAVED) or {}).get("step")
-    if step and isinstance(newest, int) and newest > step:
-        say(f"WARNING: the run goes back to step {step}, although step {newest} was saved")
+def _warnings(stage: Stage, state: RunState) -> list[str]:
+    """Return what else in the folder of a run that goes on from `state` is not as it was left."""
+    found = [_result(stage, state.step)[1]]
+    try:
+        newest = (read_checked(stage.run_dir / SAVED, SavedStep) or {}).get("step", 0)
+        if newest > state.step:
+            found.append(f"the run goes back to step {state.step}, although step {newest} was saved")
+    except Invalid as error:
+        found.append(f"{SAVED} {error}")
+    records, mistakes = read_lines(stage.run_dir / METRICS)
+    if mistakes:
+        more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
+        found.append(f"{METRICS}: {mistakes[0]}{more}; what is damaged is left out of the result")
+    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
+    logged = [step for step in losses if step <= state.step]
+    here, there = losses.get(state.step), state.losses[-1] if state.losses else None
+    if 1 not in logged or max(logged) <= state.step - stage.train.log_every:
+        found.append(f"{METRICS} lacks steps up to {state.step}: the result's figures are without them")
+    elif None not in (here, there) and here != there:
+        found.append(
+            f"{METRICS} is of another run: the loss of step {state.step} was {there:.6g}, and not {here:.6g}. "
+            "The result's figures mix both"
+        )
+    return [warning for warning in found if warning]
 
 
 def _problems_anywhere(folder: Path, say: Callable[[str], None]) -> list[str]:
@@ -207,7 +285,9 @@ def _problems_anywhere(folder: Path, say: Callable[[str], None]) -> list[str]:
     started = time.monotonic()
     try:
         manifest = Manifest.read(folder)
-        mine = manifest.problems(folder, manifest.names_for(dist.get_rank(), dist.get_world_size()))
+        mine = manifest.missing_files() or manifest.problems(
+            folder, manifest.names_for(dist.get_rank(), dist.get_world_size())
+        )
     except Damaged as error:
         mine = [str(error)]
     found: list = [None] * dist.get_world_size()
@@ -222,29 +302,34 @@ def _problems_anywhere(folder: Path, say: Callable[[str], None]) -> list[str]:
     return problems
 
 
-def _read_object(file: Path) -> dict[str, Any] | None:
+def _object_or_none(file: Path) -> dict[str, Any] | None:
     """Return the JSON object in `file`, None where there is none."""
     try:
-        content = json.loads(file.read_text()) if file.is_file() else None
-    except (OSError, ValueError, RecursionError):
+        return read_object(file)
+    except (FileNotFoundError, Invalid):
         return None
-    return content if isinstance(content, dict) else None
 
 
-def _check_same_run(stage: Stage, stored: dict[str, Any], free: Sequence[str]) -> None:
+def _changed_keys(stage: Stage, stored: dict[str, Any], free: Sequence[str]) -> list[str]:
+    """Return the dotted keys in which the stage is not that of a run with the JSON `stored`, in order."""
     before, now = _fixed_keys(stored, free), _fixed_keys(stage.raw, free)
     paths = stage.paths()
-    changed = sorted(
+    return sorted(
         key
         for key in before.keys() | now.keys()
         if before.get(key) != now.get(key) and not (key in paths and _same_place(before.get(key), now[key]))
     )
+
+
+def _check_same_run(stage: Stage, stored: dict[str, Any], free: Sequence[str]) -> None:
+    changed = _changed_keys(stage, stored, free)
     if changed:
         key = changed[0]
+        before, now = (_fixed_keys(raw, free).get(key) for raw in (stored, stage.raw))
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise UserError(
-            f"{stage.run_dir} holds a run with {key} = {json.dumps(before.get(key))}, "
-            f"not {json.dumps(now.get(key))}{more}",
+            f"{stage.run_dir} holds a run with {key} = {clipped(json.dumps(before))}, "
+            f"not {clipped(json.dumps(now))}{more}",
             key=key,
             remedy="set it back to resume that run, or choose another train.run_dir",
         )
@@ -254,10 +339,10 @@ def _same_place(before: Any, now: str) -> bool:
     """Return whether two paths name one file or folder: spelt otherwise, or moved since with a folder around it."""
     if not isinstance(before, str):
         return False
-    old, new = Path(before).expanduser(), Path(now).expanduser()
-    if not new.exists():
+    old, new = os.path.expanduser(before), os.path.expanduser(now)
+    if not os.path.exists(new):  # also where no file can have such a name
         return False
-    return old.samefile(new) if old.exists() else old.name == new.name
+    return os.path.samefile(old, new) if os.path.exists(old) else Path(old).name == Path(new).name
 
 
 def _fixed_keys(raw: dict[str, Any], free_keys: Sequence[str]) -> dict[str, Any]:

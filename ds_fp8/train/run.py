@@ -92,7 +92,8 @@ def _train(
         stage.run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(stage.run_dir / checkpoints.CONFIG, json.dumps(stage.raw, indent=2) + "\n")
     if engine.fp8.health is not None:
-        engine.fp8.health.move_to_bf16(layers_in_bf16(records))
+        known = dict(engine.module.named_modules())
+        engine.fp8.health.move_to_bf16(layer for layer in layers_in_bf16(records) if layer in known)
     if state.checkpoint is not None:
         checkpoints.load(engine, stage, state)
         if not state.step:

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ class RunLock:
             UserError: another run is in the folder, or may be.
         """
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor = self._open()
         warning = None
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,6 +94,21 @@ class RunLock:
         self._descriptor = None
         if not any(self._file.parent.iterdir()):
             self._file.parent.rmdir()
+
+    def _open(self) -> int:
+        """Open the file, which is made where there is none; not what a link leads to, which may be anybody's."""
+        try:
+            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise
+        else:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return descriptor
+            os.close(descriptor)
+        raise UserError(
+            f"{self._file} is not a regular file, as the lock of a run is", key="train.run_dir", remedy="remove it"
+        )
 
     def _record(self) -> dict[str, Any]:
         try:

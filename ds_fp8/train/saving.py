@@ -29,7 +29,7 @@ import ds_fp8
 from ds_fp8.config.errors import UserError
 from ds_fp8.train import checkpoints
 from ds_fp8.train.checkpoints import RunState
-from ds_fp8.train.durable import flush
+from ds_fp8.train.durable import flush, remove
 from ds_fp8.train.host_copies import HostCopies
 from ds_fp8.train.manifest import Manifest, SavedFile, forget_cached, save_file
 from ds_fp8.train.random_states import random_states
@@ -140,7 +140,7 @@ class CheckpointWriter:
     def _make_room(self, part: Path, needed: int) -> None:
         if self._rank:
             return
-        shutil.rmtree(part, ignore_errors=True)
+        remove(part)
         part.mkdir(parents=True)
         free = shutil.disk_usage(part).free
         if free < needed:
@@ -180,8 +180,7 @@ class CheckpointWriter:
         if self._rank:
             return
         manifest.write(part)
-        if folder.exists():  # what a resume found damaged and could not set aside
-            shutil.rmtree(folder)
+        remove(folder)  # what a resume found damaged and could not set aside
         part.rename(folder)
         flush(folder.parent)
         try:

@@ -20,9 +20,9 @@ from ds_fp8.engine.deepspeed_values import known_keys
 from ds_fp8.engine.optimizer_section import check_optimizer
 from ds_fp8.optim.from_config import make_adamw, needs_own_optimizer, uses_own_optimizer
 from ds_fp8.train.deepspeed_config import check_sections, resolve_batch
+from ds_fp8.train.run_files import MAX_RANKS
 from ds_fp8.train.schedules import Schedule
 
-MAX_RANKS = 1 << 20
 OWN_SECTIONS = ("fp8", "model", "data", "train")
 
 
@@ -211,6 +211,10 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
     _check_model_source(model, train)
     if not train.run_dir.strip():
         raise UserError("train.run_dir is empty", key="train.run_dir", remedy='"run_dir": "runs/first"')
+    if Path(os.path.realpath(train.run_dir)).name == "":
+        raise UserError(
+            "train.run_dir is the root folder", key="train.run_dir", remedy='give it its own: "run_dir": "runs/first"'
+        )
     check_writable(Path(train.run_dir), "train.run_dir")
     if data.tokens_per_gpu is not None and micro_batch != 1:
         raise UserError(

@@ -11,7 +11,6 @@ from typing import Any
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -53,7 +52,7 @@ def stored_model(path: str | None, init_from: str | None, revision: str | None =
             )
         return source
     folder = Path(init_from).expanduser()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False for a name that no folder can have
         raise UserError(
             f"{folder} does not exist",
             key="train.init_from",
@@ -85,7 +84,7 @@ def _read_config(source: ModelSource) -> PretrainedConfig:
     """Return the same with what it says of quantised weights."""
     munit.register()
     local = Path(source.path)
-    if not local.is_dir() and not _is_hub_name(source.path):
+    if not os.path.isdir(local) and not _is_hub_name(source.path):
         raise UserError(f"the model folder {source.path} does not exist", key=source.key, remedy="check the path")
     if local.is_dir() and not (local / "config.json").is_file():
         raise UserError(
@@ -95,7 +94,7 @@ def _read_config(source: ModelSource) -> PretrainedConfig:
         )
     try:
         return AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers fails in its own way at each kind of damage
         if local.is_dir():
             raise UserError(
                 f"{source.path} cannot be used: {first_line(error)}",
@@ -165,17 +164,17 @@ def load_stored_model(source: ModelSource, config: PretrainedConfig, options: di
             output_loading_info=True,
             **options,
         )
-    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, LookupError) as error:
-        raise UserError(
-            f"the weights in {source.path} cannot be read: {first_line(error)}",
-            key=source.key,
-            remedy="write or copy them again: damaged files, and such with more than tensors in them, are refused",
-        ) from None
     except (OSError, ValueError) as error:
         raise UserError(
             f"the weights in {source.path} are incomplete or cannot be reached: {first_line(error)}",
             key=source.key,
             remedy="write, copy or download all of its files again",
+        ) from None
+    except Exception as error:  # every reader fails in its own way at damaged files
+        raise UserError(
+            f"the weights in {source.path} cannot be read: {unreadable(error)}",
+            key=source.key,
+            remedy="write or copy them again: damaged files, and such with more than tensors in them, are refused",
         ) from None
     missing = sorted(found["missing_keys"])
     if missing:  # transformers would draw them at random
@@ -189,6 +188,13 @@ def load_stored_model(source: ModelSource, config: PretrainedConfig, options: di
         # Else save_pretrained takes these steps back, and writes FP8 weights under a BF16 configuration.
         model.__dict__.pop("_weight_conversions", None)
     return model
+
+
+def unreadable(error: Exception) -> str:
+    """Return why weights could not be read, in one line, without torch's advice to let the file run code."""
+    if isinstance(error, pickle.UnpicklingError):
+        return "they hold more than tensors, which may be code"
+    return first_line(error)
 
 
 def first_line(error: Exception) -> str:

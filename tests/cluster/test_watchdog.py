@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import json
+import multiprocessing.util
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -231,3 +234,69 @@ def takes_long_to_end(rank: int) -> int:
 def test_a_rank_that_is_done_may_take_its_time_to_end(job):
     ended = job(2, takes_long_to_end)
     assert (ended.codes, ended.output, ended.left) == ([0, 0], "", [])
+
+
+def strangers_speak(rank: int) -> int:
+    """Rank 0's guardian is spoken to by others than guardians; the job goes on."""
+    store = begin()
+    if rank == 0:
+        guardian = psutil.Process().children()[0]
+        (listener,) = [c for c in guardian.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        assert listener.laddr.ip == "127.0.0.1", listener
+        greeting = {"rank": 1, "host": "h", "token": "guessed"}
+        for lines in (
+            [{"rank": 1, "host": "h"}, {"finding": ["error", "not so"]}],
+            [greeting, {"finding": ["error", "not so"]}],
+            [{**greeting, "rank": "x"}],
+            [{"finding": ["error", "not so"]}],
+            ["[" * 100_000],
+        ):
+            with socket.create_connection(("127.0.0.1", listener.laddr.port)) as stranger:
+                stranger.sendall("".join(json.dumps(line) + "\n" for line in lines).encode())
+                stranger.settimeout(20)
+                assert stranger.recv(10) == b""  # hung up on
+        store.set("spoken", "")
+    store.get("spoken")
+    store.add("heard", 1)
+    if rank == 0:
+        while store.add("heard", 0) < 2:
+            time.sleep(0.05)
+    return 0
+
+
+def test_only_the_jobs_guardians_are_heard(job):
+    ended = job(2, strangers_speak)
+    assert (ended.codes, ended.output, ended.left) == ([0, 0], "", [])
+
+
+def fails_in_colour(rank: int) -> None:
+    begin()
+    if rank == 1:
+        raise UserError("\x1b[2J\x07 gone", remedy="none")
+    wait_for_others()
+
+
+def test_what_would_steer_a_terminal_is_spelt_out(job):
+    ended = job(2, fails_in_colour)
+    assert "\\x1b[2J\\x07 gone" in ended.output
+    assert "\x1b" not in ended.output
+
+
+def ends_after_its_work(rank: int) -> int:
+    multiprocessing.util.Finalize(None, os.kill, (os.getpid(), signal.SIGTERM), exitpriority=1)
+    return 143
+
+
+def is_interrupted_early(rank: int) -> int:
+    signal.raise_signal(signal.SIGINT)
+    return 0
+
+
+def test_a_signal_after_the_work_does_not_change_the_exit_code(job):
+    assert job(1, ends_after_its_work).codes == [143]
+
+
+def test_an_interrupt_before_training_is_no_traceback(job):
+    ended = job(1, is_interrupted_early)
+    assert ended.codes == [130]
+    assert ended.output.strip() == "interrupted"

@@ -116,3 +116,26 @@ def test_a_chat_ends_where_a_turn_does_and_a_document_where_text_does(tokenizer)
     end_of_turn, end_of_text = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id
     assert stop_tokens(tokenizer, chat=True) == [end_of_turn, end_of_text]
     assert stop_tokens(tokenizer, chat=False) == [end_of_text]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ cycler.__init__.__globals__ }}",
+        "{% if %}",
+        "{{ raise_exception('no system turns') }}",
+        "{{ 1 / 0 }}",
+        "{{ nothing.at.all }}",
+        "{% generation %}{{ messages[0]['content'].__class__.__mro__ }}{% endgeneration %}",
+    ],
+)
+def test_a_template_that_fails_is_named(template, with_template):
+    with pytest.raises(UserError, match="the chat template fails") as caught:
+        tokenize_chat(with_template(template), CHAT)
+    assert caught.value.key == "data.chat_template"
+    assert caught.value.remedy
+
+
+def test_a_template_without_an_assistant_ends_answers_at_the_end_of_text(with_template):
+    silent = with_template("{{ messages[0]['content'] }}")
+    assert stop_tokens(silent, chat=True) == [silent.eos_token_id]

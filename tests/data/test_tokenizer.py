@@ -224,3 +224,25 @@ def test_missing_tokenizer_is_an_error_with_a_remedy(name, tmp_path, monkeypatch
     assert error.value.key == "data.tokenizer"
     assert error.value.remedy
     assert name in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, "{}", "null", '{"version": 1, "model": {"type": "BPE"}}', "\xff"])
+def test_a_damaged_tokenizer_is_named(content, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(content)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(UserError, match="no tokenizer could be loaded") as caught:
+        build_tokenizer(DataConfig(tokenizer=str(tmp_path)), tmp_path)
+    assert caught.value.key == "data.tokenizer"
+
+
+@pytest.mark.parametrize(
+    "name", ["/dev/zero", "/dev", "nowhere.jinja", "x" * 5000, "large.jinja", "latin.jinja", "loop.jinja"]
+)
+def test_a_chat_template_that_is_no_text_file_is_named(name, tmp_path, tokenizer, monkeypatch, cache_dir):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "large.jinja").write_bytes(b" " * (2 << 20))
+    (tmp_path / "latin.jinja").write_bytes("ä".encode("latin-1"))
+    (tmp_path / "loop.jinja").symlink_to("loop.jinja")
+    with pytest.raises(UserError, match="cannot be read") as caught:
+        build_tokenizer(DataConfig(chat_template=name, format="chat"), cache_dir)
+    assert caught.value.key == "data.chat_template"

@@ -1,10 +1,12 @@
 """The "optimizer" section is tried out: what DeepSpeed's optimizer would not take or survive is an error beforehand."""
 
+import os
 import shutil
 
 import pytest
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.engine.compiled_kernels import announce_compilation
 from ds_fp8.engine.optimizer_section import check_optimizer
 
 UNTESTED = {"zero_allow_untested_optimizer": True}
@@ -107,3 +109,42 @@ def test_an_optimizer_that_a_cpu_lacks_is_refused(monkeypatch):
         check_optimizer(configuration("Lion", {"lr": 1e-3}))
     offloaded = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     check_optimizer({**configuration("Lion", {"lr": 1e-3}), "zero_optimization": offloaded})
+
+
+@pytest.fixture
+def cpu_adam(tmp_path, monkeypatch):
+    """Return a configuration whose Adam is compiled, and the folder that torch compiles it in."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    offloaded = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    (tmp_path / "cpu_adam").mkdir()
+    return configuration("AdamW", {"lr": 1e-3}) | offloaded, tmp_path / "cpu_adam"
+
+
+def test_a_compilation_is_announced_until_it_is_done(cpu_adam, capsys):
+    raw, folder = cpu_adam
+    announce_compilation(raw, first_rank=False)
+    assert capsys.readouterr().out == ""
+    announce_compilation(raw, first_rank=True)
+    said = capsys.readouterr().out
+    assert str(folder) in said
+    assert "minutes" in said
+    (folder / "cpu_adam.so").touch()
+    announce_compilation(raw, first_rank=True)
+    announce_compilation(configuration("AdamW", {"lr": 1e-3, "torch_adam": True}), first_rank=True)
+    announce_compilation(configuration("SGD", {"lr": 1e-3}), first_rank=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_lock_that_no_process_holds_is_named(cpu_adam, capsys):
+    raw, folder = cpu_adam
+    lock = folder / "lock"
+    with lock.open("x"):
+        os.utime(lock, (0, 0))
+        announce_compilation(raw, first_rank=True)  # held by this process
+    assert f"waiting until {lock}" in capsys.readouterr().out
+    with pytest.raises(UserError, match="wait for ever") as caught:
+        announce_compilation(raw, first_rank=False)
+    assert f"remove {lock}" in caught.value.remedy
+    os.utime(lock)
+    announce_compilation(raw, first_rank=True)  # about to be opened, perhaps
+    assert f"waiting until {lock}" in capsys.readouterr().out

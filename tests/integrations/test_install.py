@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 
@@ -100,3 +102,39 @@ def test_without_a_program_the_remedy_is_the_command_line(clean, monkeypatch, ar
     with pytest.raises(UserError) as caught:
         main()
     assert "-m" in caught.value.remedy
+
+
+def start_without_section(tmp_path, strict, section):
+    """Run a program of one engine under `python -m ds_fp8` and return what rank 0 prints, or the error."""
+    file, program = tmp_path / "ds.json", tmp_path / "program.py"
+    file.write_text(json.dumps(config(section)))
+    program.write_text(
+        "import deepspeed\nfrom tests.zero.models import Net\n"
+        f"deepspeed.initialize(model=Net().bfloat16(), config={str(file)!r})\n"
+    )
+    argv, before, said = sys.argv, sys.path[0], io.StringIO()
+    sys.argv = ["ds_fp8", *(["--strict"] if strict else []), str(program)]
+    try:
+        with contextlib.redirect_stdout(said):
+            main()
+        return said.getvalue()
+    except UserError as error:
+        return str(error)
+    finally:
+        sys.argv, sys.path[0] = argv, before
+        ds_fp8.uninstall()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_configuration_without_a_section_is_said_or_refused(ranks, tmp_path, strict, monkeypatch):
+    monkeypatch.delenv("DS_FP8", raising=False)
+    said = ranks(2, start_without_section, tmp_path, strict, None)
+    assert 'no "fp8" section' in said[0]
+    assert '"fp8": {"preset": "infir2"}' in said[0]
+    if strict:
+        assert all(words.startswith("error: ") and str(tmp_path / "ds.json") in words for words in said)
+    else:
+        assert said[0].count("ds_fp8: ") == 1
+        assert "ds_fp8: " not in said[1]
+    for section in ({"preset": "rowwise"}, {"enabled": False}):  # asked for, or asked not to be
+        assert not any('no "fp8"' in words for words in ranks(2, start_without_section, tmp_path, strict, section))

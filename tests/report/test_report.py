@@ -173,3 +173,63 @@ def test_folders_that_hold_no_finished_run_are_named(tmp_path):
     metrics.write_text(metrics.read_text()[:-5])
     with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read"):
         RunRecord(folder / "fp8" / "cpt")
+
+
+def _changed(name: str, **values: object):
+    """Change keys of result.json or config.json, or of the last line of metrics.jsonl."""
+
+    def change(folder):
+        *before, last = (folder / name).read_text().splitlines()
+        (folder / name).write_text("\n".join([*before, json.dumps({**json.loads(last), **values})]) + "\n")
+
+    return change
+
+
+def _is(name: str, content: str):
+    return lambda folder: (folder / name).write_text(content)
+
+
+DAMAGES = {
+    "no object": _is("result.json", "[]"),
+    "nothing in it": _is("result.json", "{}"),
+    "nested": _is("result.json", "[" * 100_000),
+    "steps in words": _changed("result.json", steps="x"),
+    "a loss in words": _changed("result.json", final_loss="x"),
+    "an endless loss": _changed("result.json", final_loss=float("inf")),
+    "a huge loss": _changed("result.json", final_loss=1e308),
+    "no casts": _changed("result.json", fp8=None),
+    "an empty note": _changed("result.json", fp8={"enabled": True, "notes": [""]}),
+    "versions in a list": _changed("result.json", versions=["2.13"]),
+    "no share": _changed("result.json", exact_match={"before": 2, "after": "x", "problems": -1}),
+    "a link to a device": lambda folder: (
+        (folder / "result.json").unlink(),
+        (folder / "result.json").symlink_to("/dev/zero"),
+    ),
+    "no line": _is("metrics.jsonl", "[]\n"),
+    "a line in words": _changed("metrics.jsonl", step="x"),
+    "a true step": _changed("metrics.jsonl", step=True),
+    "a step too far": _changed("metrics.jsonl", step=10**400),
+    "a loss of a list": _changed("metrics.jsonl", loss=[1]),
+    "no layers": _changed("metrics.jsonl", event="fallback"),
+    "no site": _changed("metrics.jsonl", event="degraded"),
+    "half an answer": _changed("metrics.jsonl", event="answers", answers=[{"prompt": "1?"}]),
+    "a number for an answer": _changed("metrics.jsonl", event="answers", answers=5),
+    "health without sites": _changed("metrics.jsonl", health={"input": {"amax": [1.0]}}),
+    "health of other sites": _changed("metrics.jsonl", health={"sites": ["a"], "input": {"amax": [1.0, 2.0]}}),
+    "health of one figure": _changed("metrics.jsonl", health={"sites": ["a"], "input": {"amax": [1.0]}}),
+    "a nested line": _is("metrics.jsonl", "[" * 100_000 + "\n"),
+    "a configuration in a list": _is("config.json", "[]"),
+    "a nested configuration": _is("config.json", '{"a":' * 5000 + "1" + "}" * 5000),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_is_damaged_in_a_run_is_named(name, tmp_path):
+    folder = finished_run(tmp_path / "run", 0.5, 10, 0.5)
+    DAMAGES[name](folder)
+    with pytest.raises(UserError) as caught:
+        main(["report", str(folder)])
+    assert re.search(r"(result|config)\.json|metrics\.jsonl", str(caught.value))
+    assert caught.value.remedy
+    assert "Traceback" not in str(caught.value)
+    assert not (folder / "report.html").exists()

@@ -3,6 +3,7 @@
 DAMAGES[name] = (outcome, change), where `change(run_dir)` does the damage and the outcome is
 back       step 6 is named and set aside, and the run goes on from step 4
 refused    there is nothing good left, and an error says so
+warned     the run goes on from step 6, and a warning names the file
 unharmed   the run goes on from step 6: nothing that counts was damaged
 """
 
@@ -13,6 +14,7 @@ import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,12 +23,13 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from ds_fp8.train.checkpoints import name_latest
 from ds_fp8.train.durable import write_atomically
-from ds_fp8.train.manifest import Manifest, save_file
+from ds_fp8.train.manifest import Manifest, checksum, save_file
 from ds_fp8.train.random_states import random_states
 from ds_fp8.train.stage import Stage
+from tests.train.tiny_stage import RESULT
 
 Change = Callable[[Path], None]
-BACK, REFUSED, UNHARMED = "back", "refused", "unharmed"
+BACK, REFUSED, WARNED, UNHARMED = "back", "refused", "warned", "unharmed"
 DAMAGES: dict[str, tuple[str, Change]] = {}
 
 FILES = {
@@ -43,6 +46,7 @@ def step(run_dir: Path, number: int) -> Path:
 
 def save_two(stage: Stage, ranks: int) -> Path:
     """Make the stage's run folder, with checkpoints of steps 4 and 6 that hold what DeepSpeed's do; returns it."""
+    log = [{"step": number, "loss": 2.5} for number in range(1, 7)]
     for number in (4, 6):
         folder = step(stage.run_dir, number)
         folder.mkdir(parents=True)
@@ -61,7 +65,9 @@ def save_two(stage: Stage, ranks: int) -> Path:
                 files[name] = save_file(state, folder / name, rank)
         Manifest(number, ranks, stage.global_batch, number, (3.0, 2.5), stage.raw, {}, files).write(folder)
         name_latest(stage.run_dir, number)
+        log.append({"step": number, "saved": True})
     write_atomically(stage.run_dir / "config.json", json.dumps(stage.raw))
+    (stage.run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
     return stage.run_dir
 
 
@@ -320,11 +326,6 @@ def _(run_dir: Path) -> None:
     (run_dir / "checkpoints" / "latest").unlink()
 
 
-@_damage("saved.json: garbage", UNHARMED)
-def _(run_dir: Path) -> None:
-    (run_dir / "saved.json").write_bytes(b"\xff")
-
-
 @_damage("config: garbage", UNHARMED)
 def _(run_dir: Path) -> None:
     (run_dir / "config.json").write_text("{")
@@ -335,6 +336,129 @@ def _(run_dir: Path) -> None:
     (run_dir / "config.json").unlink()
 
 
-@_damage("result: garbage", UNHARMED)
-def _(run_dir: Path) -> None:
-    (run_dir / "result.json").write_text("null")
+# ---------------------------------------------------------------- small files with wrong content
+
+
+def _written(name: str, content: str | bytes) -> Change:
+    def write(run_dir: Path) -> None:
+        (run_dir / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return write
+
+
+def _signed(number: int = 6, **changes: object) -> Change:
+    """Change keys of a manifest and make its checksum anew: "files.rank" is that of every file."""
+
+    def sign(run_dir: Path) -> None:
+        file = step(run_dir, number) / FILES["manifest"]
+        content = json.loads(file.read_text())
+        del content["checksum"]
+        for key, value in changes.items():
+            inner = key.removeprefix("files_")
+            for place in content["files"].values() if inner != key else [content]:
+                place[inner] = value
+        file.write_text(json.dumps({**content, "checksum": checksum(content)}))
+
+    return sign
+
+
+def _of_another_run(run_dir: Path) -> None:
+    manifest = Manifest.read(step(run_dir, 6))
+    replace(manifest, config={**manifest.config, "train": {**manifest.config["train"], "seed": 99}}).write(
+        step(run_dir, 6)
+    )
+
+
+def _without_a_rank(run_dir: Path) -> None:
+    manifest = Manifest.read(step(run_dir, 6))
+    (step(run_dir, 6) / FILES["random"]).unlink()
+    left = {name: saved for name, saved in manifest.files.items() if name != FILES["random"]}
+    replace(manifest, files=left).write(step(run_dir, 6))
+
+
+def _link_to_itself(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "checkpoints").symlink_to("checkpoints")
+
+
+def _nothing_saved_but(*names: str) -> Change:
+    def delete(run_dir: Path) -> None:
+        (run_dir / "result.json").write_text(json.dumps({**RESULT, "steps": 6}))
+        shutil.rmtree(run_dir / "checkpoints")
+        for name in {"saved.json", "metrics.jsonl", "result.json"} - set(names):
+            (run_dir / name).unlink()
+
+    return delete
+
+
+def _a_folder(name: str) -> Change:
+    def replace_by_folder(run_dir: Path) -> None:
+        (run_dir / name).unlink(missing_ok=True)
+        (run_dir / name).mkdir()
+
+    return replace_by_folder
+
+
+def _fifo_metrics(run_dir: Path) -> None:
+    _replace_by_fifo(run_dir / "metrics.jsonl")
+
+
+_WRONG_VALUES = {
+    "data_step": (-5, "x", 1e308, 10**400, True, None, 3, 2**62),
+    "step": ("6", 6.0, None),
+    "ranks": ("2", 0, 10**9, [2]),
+    "losses": ("x", [None], [1e308 * 10], {"a": 1}),
+    "config": ([], None, "x"),
+    "global_batch": (0, 5, "4"),
+    "versions": ([], {"torch": 2}),
+    "files": ({}, [], None, {"../x.pt": {"bytes": 1, "hash": "0" * 32, "rank": 0}}),
+    "files_rank": ("x", None, -1, 7),
+    "files_bytes": (None, "x", -1, 1e3),
+    "files_hash": (None, "x", 5),
+}
+for _key, _values in _WRONG_VALUES.items():
+    for _value in _values:
+        DAMAGES[f"manifest, signed: {_key} = {str(_value)[:20]}"] = (BACK, _signed(**{_key: _value}))
+
+DAMAGES |= {
+    "checkpoint: of another run": (BACK, _of_another_run),
+    "checkpoint: a rank's file neither there nor listed": (BACK, _without_a_rank),
+    "checkpoints: a link to itself": (REFUSED, _link_to_itself),
+    "nothing but metrics.jsonl is left": (REFUSED, _nothing_saved_but("metrics.jsonl")),
+    "nothing but result.json is left": (REFUSED, _nothing_saved_but("result.json")),
+    "nothing but saved.json is left": (REFUSED, _nothing_saved_but("saved.json")),
+    "metrics: missing": (WARNED, lambda run_dir: (run_dir / "metrics.jsonl").unlink()),
+    "metrics: a named pipe": (WARNED, _fifo_metrics),
+    "metrics: of another run": (WARNED, _written("metrics.jsonl", '{"step": 1, "loss": 9}\n{"step": 6, "loss": 9}\n')),
+}
+for _name in ("config.json", "metrics.jsonl", "saved.json", "result.json"):
+    DAMAGES[f"{_name}: a folder"] = (REFUSED, _a_folder(_name))
+_GOOD_LINES = "".join(f'{{"step": {number}, "loss": 2.5}}\n' for number in range(1, 7))
+for _damaged_line in (
+    '{"step": 3, "loss": "x"}',
+    '{"step": true, "loss": 1}',
+    '{"step": 3, "event": "fallback"}',
+    '{"step": 3, "answers": [{"prompt": 1}]}',
+    '{"step": 3, "health": {"sites": ["a"], "input": {"amax": [1, 2]}}}',
+    "[" * 100_000,
+    "[]",
+):
+    DAMAGES[f"metrics: {_damaged_line[:50]}"] = (
+        WARNED,
+        _written(
+            "metrics.jsonl", "".join(f'{{"step": {n}, "loss": 2.5}}\n' for n in range(1, 7)) + _damaged_line + "\n"
+        ),
+    )
+for _name, _content in {
+    "saved.json": (b"\xff", "{}", '{"step": "9"}', '{"step": true}', "[6]", "[" * 100_000),
+    "result.json": (
+        "null",
+        '{"steps": "x"}',
+        '{"steps": 12}',
+        '{"steps": 12, "final_loss": "x"}',
+        "[" * 100_000,
+        b"\xff",
+    ),
+}.items():
+    for _text in _content:
+        DAMAGES[f"{_name}: {_text[:40]!r}"] = (WARNED, _written(_name, _text))

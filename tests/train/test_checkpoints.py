@@ -1,6 +1,7 @@
 """What a run folder says about the run in it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.train import checkpoints, load_stage
 from ds_fp8.train.manifest import Manifest
 from ds_fp8.train.resume import inspect_run
+from ds_fp8.train.run_lock import RunLock
+from tests.train.tiny_stage import RESULT
 
 
 @pytest.fixture
@@ -61,6 +64,8 @@ def test_pruning_keeps_the_newest_complete_checkpoints_only(keep, stage, run_dir
     store(stage(), [2, 10, 9])
     for leftover in ("step_11.part", "step_8.deleted"):
         (run_dir / "checkpoints" / leftover).mkdir()
+    (run_dir / "checkpoints" / "universal").write_text("")
+    (run_dir / "checkpoints" / "step_7.deleted").symlink_to(run_dir)
     checkpoints.prune(run_dir, keep)
     left = sorted(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*"))
     assert left == [2, 9, 10][-keep:]
@@ -203,8 +208,8 @@ def test_fewer_steps_than_done_are_refused(stage):
 
 def test_a_finished_run_is_known_by_its_result_and_goes_on_with_more_steps(stage, run_dir):
     store(stage(), [12])
-    (run_dir / "result.json").write_text(json.dumps({"steps": 12}))
-    assert inspect_run(stage()).result == {"steps": 12}
+    (run_dir / "result.json").write_text(json.dumps(RESULT))
+    assert inspect_run(stage()).result == RESULT
     longer = inspect_run(stage("train.steps=20"))
     assert (longer.step, longer.result) == (12, None)
 
@@ -226,3 +231,53 @@ def test_a_file_in_place_of_the_folder_is_refused(stage, run_dir):
     run_dir.write_text("")
     with pytest.raises(UserError, match="cannot be written to"):
         inspect_run(stage())
+
+
+def test_a_run_that_was_ended_before_its_first_save_begins_again(stage, run_dir):
+    store(stage(), [])
+    (run_dir / "metrics.jsonl").write_text('{"step": 0, "validation_loss": 6.0}\n{"step": 1, "loss": 6.0}\n')
+    assert inspect_run(stage()).step == 0
+    with (run_dir / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 2, "saved": true}\n')
+    with pytest.raises(UserError, match=r"step 2, which metrics.jsonl tells of, is gone"):
+        inspect_run(stage())
+
+
+def test_a_result_of_more_steps_than_were_saved_does_not_end_the_run(stage, run_dir):
+    store(stage(), [4])
+    (run_dir / "result.json").write_text(json.dumps(RESULT))
+    assert inspect_run(stage()).step == 4
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "loop"])
+def test_names_that_no_folder_can_have(name, stage, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    name = str(tmp_path / "loop") if name == "loop" else name
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        inspect_run(stage(f"train.resume={name}"))
+    with pytest.raises(UserError, match="cannot be written to"):
+        stage(f"train.run_dir={name}")
+
+
+def test_the_root_folder_is_no_run_dir(stage):
+    for root in ("/", "//", "/tmp/..", "/."):
+        with pytest.raises(UserError, match="root folder"):
+            stage(f"train.run_dir={root}")
+
+
+@pytest.mark.parametrize("what", ["a folder", "a pipe", "a link", "a link to itself", "a link to a device"])
+def test_a_lock_that_is_no_file_is_refused_and_what_it_leads_to_left_alone(what, run_dir, tmp_path):
+    run_dir.mkdir()
+    lock, other = run_dir / "run.lock", tmp_path / "other"
+    other.write_text("mine")
+    {
+        "a folder": lock.mkdir,
+        "a pipe": lambda: os.mkfifo(lock),
+        "a link": lambda: lock.symlink_to(other),
+        "a link to itself": lambda: lock.symlink_to(lock),
+        "a link to a device": lambda: lock.symlink_to("/dev/zero"),
+    }[what]()
+    with pytest.raises(UserError, match="not a regular file") as caught:
+        RunLock(run_dir).acquire()
+    assert caught.value.remedy == "remove it"
+    assert other.read_text() == "mine"

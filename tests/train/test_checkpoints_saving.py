@@ -92,8 +92,14 @@ def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write
     assert "step 3 was not saved: rank" in said
     assert os.strerror(errno.EFBIG) in said
 
+    # What is in the way of a save is replaced, and what a link leads to is left alone.
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine").touch()
+    (folder / "checkpoints" / "step_3.part").write_text("")
+    (folder / "checkpoints" / "step_4.part").symlink_to(tmp_path / "elsewhere")
     assert go("cut", "train.async_save=true")[0] == ["", ""]
     assert newest_step(folder) == 4
+    assert [file.name for file in (tmp_path / "elsewhere").iterdir()] == ["mine"]
     weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert json.loads((folder / "saved.json").read_text()) == {"step": 4}

@@ -1,4 +1,4 @@
-"""A stage that trains within seconds on CPUs, for tests and for scripts that do harm to runs."""
+"""A stage that trains within seconds on CPUs and its result, for tests and for scripts that do harm to runs."""
 
 TINY = {
     "train_micro_batch_size_per_gpu": 2,
@@ -29,3 +29,26 @@ TINY = {
     "data": {"path": "synthetic", "examples": 300, "sequence_length": 64},
     "train": {"run_dir": "run", "steps": 12, "schedule": {"type": "cosine", "warmup": 2}, "eval_batches": 2},
 }
+
+RESULT = {
+    "steps": 12,
+    "epochs": None,
+    "first_loss": 6.0,
+    "last_train_loss": 5.0,
+    "first_validation_loss": 6.0,
+    "final_loss": 5.0,
+    "test_loss": None,
+    "exact_match": {"before": None, "after": None, "problems": 0},
+    "bytes_per_step": {"all_gather_bytes": 100, "grad_bytes": 100},
+    "tokens_per_second": 1000.0,
+    "step_seconds": 0.5,
+    "peak_memory_bytes": 1000,
+    "skipped_steps": 0,
+    "rollbacks": 0,
+    "ranks": 2,
+    "device": "cpu",
+    "parameters": 1000,
+    "versions": {"torch": "2.13.0"},
+    "fp8": {"enabled": True, "notes": []},
+}
+"""What result.json holds after TINY."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import socket
 import sys
 import time
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import messages
-from .messages import ABSENT, DIED, ERROR, HUNG, LOST, SILENT, USER, encode, received
+from .messages import ABSENT, DIED, ERROR, HUNG, LOST, SILENT, USER, encode, escaped, receive, received
 from .stacks import grouped, spans, waits_for_others
 
 TICK = 0.5
@@ -21,6 +22,8 @@ _MORE_FINDINGS = 2.0
 _STACKS = 3.0
 _ENDING = 15.0
 """Seconds from the verdict on a job that hangs until its processes are gone: they are part of its timeout."""
+_GREETING = 10.0
+"""Seconds in which a connection must show the job's token."""
 _FAREWELL = 5.0
 """Seconds in which guardians hang up once they have been told to end their ranks."""
 
@@ -54,18 +57,29 @@ class Judge:
     """Name of each rank's host, where the launcher tells."""
     arrival: float
     """Seconds in which all ranks must have reported for the first time."""
+    token: str
+    """What a guardian must show: the ranks get it from the store that they share."""
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _findings: dict[int, tuple[str, str]] = field(default_factory=dict)
     """By rank: what befell it, and the details."""
 
-    async def serve(self) -> int:
-        """Listen for guardians and return the port."""
+    async def serve(self, address: str | None) -> tuple[str | None, int]:
+        """Listen for guardians.
+
+        Args:
+            address: where all of them reach this host; None where that is not known, for all of its addresses.
+
+        Returns:
+            The address and the port. None for all addresses: the one given may not be this host's own, as behind a
+            relay.
+        """
         self._started = time.monotonic()
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=4096)
+        try:
+            listener = _listen(address)
+        except OSError:
+            address, listener = None, _listen(None)
         self._server = await asyncio.start_server(self._hear, sock=listener, limit=messages.LIMIT, backlog=4096)
-        return listener.getsockname()[1]
+        return address, listener.getsockname()[1]
 
     async def judge(self) -> None:
         """Return once all ranks have left, or the job is ended and everybody told."""
@@ -82,7 +96,7 @@ class Judge:
         code = next(code for kind, code in _CODES.items() if kind in kinds)
         if code == 75:
             await self._ask_for_stacks()
-        print(f"\n{self.verdict(code)}\n", file=sys.stderr, flush=True)
+        print(f"\n{escaped(self.verdict(code))}\n", file=sys.stderr, flush=True)
         for rank in self._present():
             self._tell(rank, {"end": code})
         deadline = time.monotonic() + _FAREWELL
@@ -95,28 +109,45 @@ class Judge:
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank = None
-        with suppress(asyncio.CancelledError):  # the judge is done
-            async for message in received(reader):
-                now = time.monotonic()
-                if rank is None:
-                    number = message["rank"]
-                    rank = self._ranks[number] = _Rank(message["host"], writer, now)
-                rank.heard = now
-                if "state" in message:
-                    state = message["state"]
-                    rank.doing, rank.patience, rank.silence = state["doing"], state["patience"], state["silence"]
-                    rank.moved = now - state["age"]
-                    self._tell(rank, {"alive": True})
-                elif "finding" in message:
-                    self._findings.setdefault(number, tuple(message["finding"]))
-                elif "stack" in message:
-                    rank.stack = message["stack"]
-                elif "gone" in message:
-                    rank.gone = True
+        # The judge is done, nobody spoke, or not as guardians do.
+        with suppress(asyncio.CancelledError, asyncio.TimeoutError, LookupError, TypeError, ValueError):
+            greeting = await asyncio.wait_for(receive(reader), _GREETING) or {}
+            if self._knows(greeting):
+                number, host = greeting["rank"], escaped(greeting["host"].replace("\n", " "))
+                rank = self._ranks[number] = _Rank(host, writer, time.monotonic())
+                async for message in received(reader):
+                    self._note(number, message)
         writer.close()
         if rank is not None and not rank.gone:
             rank.gone = True
             self._findings.setdefault(number, (SILENT, "the connection to its guardian was closed"))
+
+    def _knows(self, greeting: dict[str, Any]) -> bool:
+        """Return whether a greeting is that of one of the job's guardians, and its first."""
+        number, token = greeting.get("rank"), str(greeting.get("token"))
+        shown = hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
+        fits = type(number) is int and 0 <= number < self.world and isinstance(greeting.get("host"), str)
+        return shown and fits and number not in self._ranks
+
+    def _note(self, number: int, message: dict[str, Any]) -> None:
+        """Take in what a guardian says of its rank. Raises LookupError, TypeError or ValueError for anything else."""
+        rank, now = self._ranks[number], time.monotonic()
+        rank.heard = now
+        if "state" in message:
+            state = message["state"]
+            rank.doing = str(state["doing"])
+            rank.patience, rank.silence = float(state["patience"]), float(state["silence"])
+            rank.moved = now - float(state["age"])
+            self._tell(rank, {"alive": True})
+        elif "finding" in message:
+            kind, details = message["finding"]
+            if kind not in _CODES:
+                raise ValueError(f"no finding {kind!r}")
+            self._findings.setdefault(number, (kind, str(details)))
+        elif "stack" in message:
+            rank.stack = str(message["stack"])
+        elif "gone" in message:
+            rank.gone = True
 
     def _tell(self, rank: _Rank, message: dict[str, Any]) -> None:
         if not rank.writer.is_closing():
@@ -199,3 +230,13 @@ class Judge:
         if number in self._ranks:
             return self._ranks[number].host
         return self.hosts[number] if number < len(self.hosts) else "a host that never reported"
+
+
+def _listen(address: str | None) -> socket.socket:
+    """Return a socket that listens on an address of this host, or on all of them."""
+    if address is not None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family, backlog=4096)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=4096)

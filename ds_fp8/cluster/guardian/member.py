@@ -15,7 +15,7 @@ from typing import Any
 
 from . import messages
 from .judge import TICK, Judge
-from .messages import DIED, encode, received
+from .messages import DIED, encode, escaped, received
 from .stacks import main_thread
 
 _OBEYS = 3.0
@@ -86,11 +86,11 @@ class Member:
             if "doing" in message:
                 self._state = message
             elif "serve" in message:
-                about = self._about
-                judge = Judge(about["world"], about["hosts"], about["arrival"])
-                port = await judge.serve()
+                about, wanted = self._about, message["serve"]
+                judge = Judge(about["world"], about["hosts"], about["arrival"], wanted["token"])
+                address, port = await judge.serve(wanted["address"])
                 self._judge_task = self._spawn(judge.judge())
-                self._answer({"port": port})
+                self._answer({"address": address, "port": port})
             elif "connect" in message:
                 self._spawn(self._connect(*message["connect"]))
             elif "finding" in message:
@@ -99,8 +99,8 @@ class Member:
                 self._leaving = True
                 self._state = {**self._state, "doing": "leaving", "patience": 2 * _LEAVES}
 
-    async def _connect(self, host: str, port: int) -> None:
-        """Join the judge and do as it says."""
+    async def _connect(self, host: str, port: int, token: str) -> None:
+        """Join the judge, who asks for the job's token, and do as it says."""
         try:
             reader, writer = await asyncio.wait_for(
                 asyncio.open_connection(host, port, limit=messages.LIMIT), self._about["silence"]
@@ -110,7 +110,8 @@ class Member:
             return
         self._judge, self._judge_heard = writer, time.monotonic()
         unsent, self._unsent = self._unsent, []
-        for message in ({"rank": self._about["rank"], "host": self._about["host"]}, *unsent):
+        greeting = {"rank": self._about["rank"], "host": self._about["host"], "token": token}
+        for message in (greeting, *unsent):
             self._report(message)
         self._look()
         async for message in received(reader):
@@ -148,7 +149,8 @@ class Member:
         about = self._about
         with suppress(OSError):
             os.set_blocking(2, False)  # the output may lead to a host that is gone
-            print(f"\nerror: {about['host']} (rank {about['rank']}) was ended: {why}\n", file=sys.stderr, flush=True)
+            line = escaped(f"error: {about['host']} (rank {about['rank']}) was ended: {why}")
+            print(f"\n{line}\n", file=sys.stderr, flush=True)
 
     def _report(self, message: dict[str, Any]) -> None:
         if self._judge is None:

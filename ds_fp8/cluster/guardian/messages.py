@@ -19,14 +19,22 @@ def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
+async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """Return the next message; None where the other side closed, or sent a line that is none (as a port scan does)."""
+    try:
+        line = await reader.readline()
+        message = json.loads(line) if line.endswith(b"\n") else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) else None
+
+
 async def received(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """Yield messages until the other side closes; a line that is no message (of a port scan, say) ends it as well."""
-    while True:
-        try:
-            line = await reader.readline()
-            message = json.loads(line) if line.endswith(b"\n") else None
-        except (OSError, ValueError):
-            return
-        if not isinstance(message, dict):
-            return
+    """Yield messages until there is none."""
+    while (message := await receive(reader)) is not None:
         yield message
+
+
+def escaped(text: str) -> str:
+    """Return `text` as a terminal may show it: line breaks stay, what would steer the terminal is spelt out."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)

@@ -72,6 +72,9 @@ def checkpoint_files(engine: deepspeed.DeepSpeedEngine, tag: str, client_state: 
 
 def copy_recovery_scripts(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
     """Put the scripts beside the checkpoints with which DeepSpeed turns one into a state dict without an engine."""
+    for script in folder.glob("*.py"):
+        if script.is_symlink():  # whose target would be written to
+            script.unlink()
     engine._copy_recovery_script(str(folder))
 
 

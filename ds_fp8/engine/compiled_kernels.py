@@ -1,0 +1,72 @@
+"""Kernels that DeepSpeed compiles for an optimizer when it is first used: announced, with locks that nobody holds."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.utils import cpp_extension
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.engine.optimizer_section import compiled_operation
+
+_SETTLED = 60.0
+"""Seconds after which a lock that no process has open is not one that is just being taken."""
+
+
+def announce_compilation(raw: Mapping[str, Any], first_rank: bool) -> None:
+    """Say that DeepSpeed is going to compile the optimizer's kernel, which takes minutes, where it is not there yet.
+
+    Args:
+        raw: the configuration, whose "optimizer" section DeepSpeed is going to use.
+        first_rank: whether this rank is the one that prints.
+
+    Raises:
+        UserError: torch would wait for a lock that a killed process has left.
+    """
+    operation = compiled_operation(raw)
+    if operation is None:
+        return
+    folder = Path(cpp_extension._get_build_directory(operation, False))
+    lock = folder / "lock"
+    if _is_left_behind(lock):
+        raise UserError(
+            f"{lock} was left by a process that ended while it compiled {operation}, and torch would wait for ever",
+            key="optimizer",
+            remedy=f"remove {lock}, unless another host or container is compiling there now",
+        )
+    if not first_rank:
+        return
+    if lock.exists():
+        print(f"{operation}: another process compiles it, or was killed: waiting until {lock} is gone", flush=True)
+    elif not (folder / f"{operation}.so").exists():
+        print(
+            f'{operation}: compiled once, for minutes, in {folder} (an Adam with "torch_adam": true needs none)',
+            flush=True,
+        )
+
+
+def _is_left_behind(lock: Path) -> bool:
+    """Return whether a lock of torch's is open in no process, where all that may hold it can be seen."""
+    try:
+        before = lock.stat()
+    except OSError:
+        return False
+    if time.time() - before.st_mtime < _SETTLED or before.st_uid != os.geteuid():
+        return False
+    for process in psutil.process_iter():
+        try:
+            if any(file.path == os.path.realpath(lock) for file in process.open_files()):
+                return False
+        except psutil.NoSuchProcess:
+            continue
+        except psutil.Error:  # another user's, who could not have made the file
+            continue
+    try:
+        return os.path.samestat(before, lock.stat())
+    except OSError:
+        return False

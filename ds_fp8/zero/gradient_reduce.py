@@ -1,4 +1,4 @@
-"""FP8 gradient reduce-scatter: an all-to-all of FP8 slices, summed in FP32.
+"""The reduction of gradients: those that are large in FP8, an all-to-all of slices that are summed in FP32.
 
 A reduce-scatter in FP8 would add FP8 numbers. Instead every rank sends every other rank its slice of the gradient, cast
 per 128 elements, and the receiver sums in FP32 (ZeRO++, arXiv 2306.10209, section 3.3):
@@ -22,20 +22,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from torch import nn
 
 from ds_fp8.casts.stochastic import random_key
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.fp8 import GradientReduceConfig
+from ds_fp8.zero import seams
 from ds_fp8.zero.automatic_scale import AutomaticScale
 from ds_fp8.zero.gradient_shards import GradientShards
 from ds_fp8.zero.gradient_wire import pack, sum_rows
 from ds_fp8.zero.message import CastOptions, Message, Slices
 from ds_fp8.zero.nodes import Nodes
-from ds_fp8.zero.seams import StockReduceScatter
 from ds_fp8.zero.wire import GRADIENT, WireMeter
 
 SMALLEST = 4096
@@ -62,22 +64,80 @@ def residual_bytes(shapes: Iterable[torch.Size], error_feedback: str) -> int:
     return _RESIDUALS[error_feedback].itemsize * sum(math.prod(shape) for shape in shapes if is_reduced_in_fp8(shape))
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """Full gradients of some parameters, to be reduced together."""
+
+    parameters: list[nn.Parameter]
+    names: list[str]
+    """Names of the parameters, the same on every rank."""
+    dtype: torch.dtype
+    """What DeepSpeed sends gradients in."""
+    accumulate: bool
+    """Whether the means are added to those of earlier micro-batches."""
+    average: Callable[[list[nn.Parameter]], list[torch.Tensor]]
+    """DeepSpeed's reduction of some of the parameters: from their gradients to this rank's slices of the means."""
+
+
+class Reduction:
+    """Reduces buckets: some gradients in FP8, the others as DeepSpeed does."""
+
+    def __init__(self, wire: WireMeter, in_fp8: GradientReduce | None, shards: GradientShards | None):
+        """Make a reduction.
+
+        Args:
+            wire: Counts the bytes.
+            in_fp8: Reduces those that it accepts.
+            shards: What the means are added to; None where DeepSpeed adds the slices that are returned.
+        """
+        self._wire, self._in_fp8, self._shards = wire, in_fp8, shards
+
+    @torch.no_grad()
+    def __call__(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Reduce a bucket. Collective.
+
+        Returns:
+            This rank's slice of every mean, of ceil(numel / ranks) elements without padding; none where they are added
+            to the shards.
+        """
+        group = seams.shard_group(bucket.parameters[0])
+        named = list(zip(bucket.parameters, bucket.names, strict=True))
+        cast = [(p, name) for p, name in named if self._in_fp8 is not None and self._in_fp8.casts(p.grad.shape, name)]
+        in_fp8 = {name for _, name in cast}
+        others = [(p, name) for p, name in named if name not in in_fp8]
+        slices: dict[str, torch.Tensor] = {}
+        if others:
+            parameters, names = [p for p, _ in others], [name for _, name in others]
+            world = dist.get_world_size(group)  # every gradient is padded to a multiple of it
+            sent = sum(math.ceil(p.grad.numel() / world) * world for p in parameters) * bucket.dtype.itemsize
+            self._wire.count(GRADIENT, "reduce_scatter", sent, group)
+            parts = bucket.average(parameters)
+            if self._shards is not None:
+                self._shards.add_slices(parts, names, bucket.accumulate)
+            slices.update(zip(names, parts, strict=True))
+        if cast:
+            gradients, names = [p.grad for p, _ in cast], [name for _, name in cast]
+            if self._shards is not None:
+                self._in_fp8.add_to(self._shards, gradients, group, names, bucket.accumulate)
+            else:
+                slices.update(zip(names, self._in_fp8.means(gradients, group, names), strict=True))
+        return [] if self._shards is not None else [slices[name] for name in bucket.names]
+
+
 class GradientReduce:
-    """A reduce-scatter with the contract of DeepSpeed's, in FP8 where a gradient is large enough to be worth it."""
+    """The part of the reduction in FP8, for gradients that are large enough to be worth a cast."""
 
     def __init__(
         self,
-        stock: StockReduceScatter,
         config: GradientReduceConfig,
         wire: WireMeter,
         nodes: Nodes | None = None,
         clock: Callable[[], int] | None = None,
         observe: Observer | None = None,
     ):
-        """Make a reduce-scatter with these settings.
+        """Make a reduction with these settings.
 
         Args:
-            stock: DeepSpeed's own reduce-scatter, for gradients that are not cast.
             config: The section "grad_reduce", of an FP8 format.
             wire: Counts the bytes that this rank sends.
             nodes: Groups of two levels for reductions over all ranks; those over fewer ranks are flat.
@@ -86,7 +146,7 @@ class GradientReduce:
             observe: Is shown every gradient that is cast.
         """
         self._observe, self._left_out = observe, frozenset[str]()
-        self._stock, self._config, self._wire, self._nodes = stock, config, wire, nodes
+        self._config, self._wire, self._nodes = config, wire, nodes
         self._clock = clock or itertools.count().__next__
         self._automatic_scale = AutomaticScale(config.format) if config.scale == "tensor" else None
         self._residuals: dict[str, torch.Tensor] = {}
@@ -114,25 +174,6 @@ class GradientReduce:
             if "scale" in state:
                 self._automatic_scale.load_state_dict(state["scale"])
 
-    @torch.no_grad()
-    def __call__(self, tensors: list[torch.Tensor], group: object, names: list[str]) -> list[torch.Tensor]:
-        """Return of each gradient this rank's slice of ceil(numel / world) elements, averaged over ranks, unpadded.
-
-        Args:
-            tensors: Full gradients of any shape, FP32 or BF16.
-            group: Process group.
-            names: Names of the parameters, the same on every rank.
-        """
-        slices: list[torch.Tensor | None] = [None] * len(tensors)
-        large = [i for i, t in enumerate(tensors) if self.casts(t.shape, names[i])]
-        small = [i for i in range(len(tensors)) if i not in large]
-        for choice, reduce in ((small, self._reduce_small), (large, self._reduce_large)):
-            if choice:
-                parts = reduce([tensors[i] for i in choice], group, [names[i] for i in choice])
-                for i, part in zip(choice, parts, strict=True):
-                    slices[i] = part
-        return slices
-
     def casts(self, shape: torch.Size, name: str) -> bool:
         """Return whether a gradient of this shape, of the parameter `name`, travels in FP8."""
         return is_reduced_in_fp8(shape) and name not in self._left_out
@@ -154,10 +195,15 @@ class GradientReduce:
         world = dist.get_world_size(group)
         shards.add_message(message, shape, self._config.format, world, places, names, accumulate)
 
-    def _reduce_small(self, tensors: list[torch.Tensor], group: object, names: list[str]) -> list[torch.Tensor]:
-        return self._stock(tensors, group)
+    @torch.no_grad()
+    def means(self, tensors: list[torch.Tensor], group: object, names: list[str]) -> list[torch.Tensor]:
+        """Return this rank's slice of the mean over ranks of every gradient, FP32, without padding.
 
-    def _reduce_large(self, tensors: list[torch.Tensor], group: object, names: list[str]) -> list[torch.Tensor]:
+        Args:
+            tensors: Full gradients of any shape, FP32 or BF16, all of which `casts` accepts.
+            group: Process group.
+            names: Names of the parameters, the same on every rank.
+        """
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         message, shape, places = self._send(tensors, group, names)
         total = sum_rows(message, shape, self._config.format, world)

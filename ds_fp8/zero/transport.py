@@ -1,0 +1,158 @@
+"""Transports of FP8 shards from rank to rank: collectives, or copies out of each other's memory.
+
+All keep one promise: what `gather` delivers was written, on every rank, before the last `written` that lies before the
+gather, and no `write` lies in between. Ranks may be late at any point.
+
+    allocate   memory for what a gather delivers
+    write      behind this point of the current stream nobody reads shards: they may be written
+    written    behind this point all ranks' shards are whole: they may be read
+    gather     begins to bring all ranks' shards of some weights here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.zero import grouped, streams
+from ds_fp8.zero.peer_memory import PeerMemory, share
+
+
+class Work(Protocol):
+    """Gathers in flight."""
+
+    def wait(self) -> None:
+        """Let the current stream wait for all of them."""
+
+
+class Transport(Protocol):
+    """Carries the shards of one list of weights; every method is called on all ranks, in one order."""
+
+    local: torch.Tensor
+    """This rank's shards, uint8 [n], zeros at first."""
+    description: str
+    """In words, for the start report."""
+
+    def allocate(self, numel: int) -> torch.Tensor:
+        """Return memory for outputs of `gather`, uint8 [numel], uninitialised, on the current stream."""
+
+    def write(self) -> None:
+        """Let the current stream wait until no rank reads shards that were gathered so far."""
+
+    def written(self) -> None:
+        """Let the current stream wait until all ranks have written what they were writing."""
+
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
+        """Begin to gather every input into its output, behind what the current stream holds.
+
+        Args:
+            outputs: uint8 [ranks * n_i], where the shards land in the order of the ranks.
+            inputs: uint8 [n_i], views of `local`.
+            group: Process group of the weights.
+        """
+
+
+class Collectives:
+    """NCCL or gloo: a gather is a collective, which no rank can run ahead of."""
+
+    def __init__(self, numel: int, device: torch.device, why: str | None = None):
+        """Allocate the shards.
+
+        Args:
+            numel: Bytes of them.
+            device: Where they lie.
+            why: Why nothing faster carries them, if that was asked for.
+        """
+        self.local = torch.zeros(numel, dtype=torch.uint8, device=device)
+        self.description = "by collectives" + (f": {why}" if why else "")
+        self._readers: list[object] = []
+        """Streams that gathers have begun on."""
+
+    def allocate(self, numel: int) -> torch.Tensor:
+        """Return memory for outputs of `gather`."""
+        return self.local.new_empty(numel)
+
+    def write(self) -> None:
+        """Wait for this rank's own gathers, those too that were fetched ahead and that no product has waited for.
+
+        The other ranks have read from a gather's input once it has ended here: it is a collective.
+        """
+        for stream in self._readers:
+            streams.wait_stream(stream)
+
+    def written(self) -> None:
+        """Return: a gather of another rank reads nothing here before it begins here, behind the writing."""
+
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
+        """Begin to gather every input into its output, as Transport says."""
+        stream = streams.current_stream()
+        if stream not in self._readers:
+            self._readers.append(stream)
+        return grouped.all_gather(outputs, inputs, group)
+
+
+class SymmetricCollectives(Collectives):
+    """NCCL's all-gather into symmetric memory, which copy engines carry where NCCL_CTA_POLICY is 2 (NCCL 2.28).
+
+    No configuration asks for it: scripts/bench/collectives.py measures it beside the others.
+    """
+
+    def __init__(self, numel: int, device: torch.device, group: object):
+        """Allocate the shards. Collective.
+
+        Args:
+            numel: Bytes of them.
+            device: Where they lie.
+            group: Process group of all weights.
+        """
+        from torch.distributed import _symmetric_memory as symmetric
+
+        super().__init__(numel, device)
+        self.description = "by NCCL into symmetric memory"
+        self._group = group or torch.distributed.group.WORLD
+        self._symmetric = symmetric
+        symmetric.set_backend("NCCL")
+        torch.distributed.barrier(self._group)  # makes the communicator, which `rendezvous` needs
+
+    def allocate(self, numel: int) -> torch.Tensor:
+        """Return memory for outputs of `gather`, the same on all ranks."""
+        with torch.cuda.use_mem_pool(self._symmetric.get_mem_pool(self.local.device)):
+            memory = self.local.new_empty(numel)
+        self._symmetric.rendezvous(memory, group=self._group.group_name)
+        return memory
+
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
+        """Begin to gather every input into its output, in place: only outputs are symmetric memory."""
+        rank = torch.distributed.get_rank(self._group)
+        own = [output[rank * len(part) : (rank + 1) * len(part)] for output, part in zip(outputs, inputs, strict=True)]
+        torch._foreach_copy_(own, list(inputs))
+        return super().gather(outputs, own, group)
+
+
+def choose(transport: str, numel: int, device: torch.device, groups: Sequence[object]) -> Transport:
+    """Return what carries shards. Collective.
+
+    Args:
+        transport: As of fp8.param_gather.
+        numel: Bytes of this rank's shards, the same on all ranks.
+        device: Where they lie.
+        groups: Process groups of the weights.
+
+    Raises:
+        UserError: `transport` is "copy_engine", and the ranks cannot share memory.
+    """
+    if transport == "nccl":
+        return Collectives(numel, device)
+    shared = share(numel, device, groups[0]) if len(groups) == 1 else "the weights are sharded over several groups"
+    if isinstance(shared, PeerMemory):
+        return shared
+    if transport == "copy_engine":
+        raise UserError(
+            f"FP8 shards cannot be copied from rank to rank: {shared}",
+            key="fp8.param_gather.transport",
+            remedy='"transport": "nccl"',
+        )
+    return Collectives(numel, device, shared)

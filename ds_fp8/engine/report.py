@@ -78,7 +78,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "param_gather": fp8.param_gather.format if state.parameter_gather else "bf16",
         "param_transport": state.parameter_gather.transport if state.parameter_gather else "by collectives",
         "fp8_gathered_parameters": gathered_count,
-        "fp8_shard_bytes_per_rank": state.parameter_gather.bytes_per_rank if state.parameter_gather else 0,
+        "fp8_shard_bytes_per_rank": state.parameter_gather.shards.nbytes if state.parameter_gather else 0,
         "gathered_bytes_per_parameter": (2 * total - gathered_count) / total,
         "grad_reduce": fp8.grad_reduce.format,
         "grad_cast": {key: getattr(fp8.grad_reduce, key) for key in ("scale", "rounding", "error_feedback")},

@@ -30,9 +30,9 @@ AVAILABLE_PARAMETERS = f"_{_COORDINATOR}__n_available_params"
 GRADIENT_WRITES = ("set_fp32_grad_for_param", "set_local_grad_for_param", "update_fp32_grad_for_param_vectorized")
 STEP_METHODS = (
     *("_pre_step", "_partition_all_parameters", "_post_step", "_loss_scale_update_and_overflow_cleanup"),
+    *("step", "load_state_dict", "_restore_from_bit16_weights", "set_full_hp_param", "set_local_hp_param"),
     *("partition_grads", "independent_gradient_partition_epilogue", "zero_grad"),
 )
-MASTER_UPDATES = ("step", "load_state_dict", "_restore_from_bit16_weights", "set_full_hp_param", "set_local_hp_param")
 
 _STAGE3 = "deepspeed.runtime.zero.stage3"
 _PARTITIONS = "deepspeed.runtime.zero.partition_parameters"
@@ -45,7 +45,7 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         _STAGE3: (OPTIMIZER,),
         f"{_STAGE3}:{OPTIMIZER}": (
             *(AVERAGE_GRADIENTS, FLUSH_BUCKET, "get_param_id"),
-            *(*MASTER_UPDATES, *GRADIENT_WRITES, *STEP_METHODS),
+            *(*GRADIENT_WRITES, *STEP_METHODS),
             *("offload_states", "reload_states", "_set_fp16_partitioned_groups_flat", "backward_epilogue"),
         ),
         f"{_COORDINATOR_MODULE}:{_COORDINATOR}": ("is_complete_trace",),

@@ -22,7 +22,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,23 +63,8 @@ def residual_bytes(shapes: Iterable[torch.Size], error_feedback: str) -> int:
     return _RESIDUALS[error_feedback].itemsize * sum(math.prod(shape) for shape in shapes if is_reduced_in_fp8(shape))
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Full gradients of some parameters, to be reduced together."""
-
-    parameters: list[nn.Parameter]
-    names: list[str]
-    """Names of the parameters, the same on every rank."""
-    dtype: torch.dtype
-    """What DeepSpeed sends gradients in."""
-    accumulate: bool
-    """Whether the means are added to those of earlier micro-batches."""
-    average: Callable[[list[nn.Parameter]], list[torch.Tensor]]
-    """DeepSpeed's reduction of some of the parameters: from their gradients to this rank's slices of the means."""
-
-
 class Reduction:
-    """Reduces buckets: some gradients in FP8, the others as DeepSpeed does."""
+    """Reduces gradients: some in FP8, the others as DeepSpeed does."""
 
     def __init__(self, wire: WireMeter, in_fp8: GradientReduce | None, shards: GradientShards | None):
         """Make a reduction.
@@ -93,35 +77,43 @@ class Reduction:
         self._wire, self._in_fp8, self._shards = wire, in_fp8, shards
 
     @torch.no_grad()
-    def __call__(self, bucket: Bucket) -> list[torch.Tensor]:
-        """Reduce a bucket. Collective.
+    def __call__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        dtype: torch.dtype,
+        accumulate: bool,
+        average: Callable[[list[nn.Parameter]], list[torch.Tensor]],
+    ) -> list[torch.Tensor]:
+        """Reduce the full gradients of parameters of one process group. Collective.
+
+        Args:
+            named: Parameters by their names, the same on every rank.
+            dtype: What DeepSpeed sends gradients in.
+            accumulate: Add the means to those of earlier micro-batches.
+            average: DeepSpeed's reduction of some of them: from their gradients to this rank's slices of the means.
 
         Returns:
             This rank's slice of every mean, of ceil(numel / ranks) elements without padding; none where they are added
             to the shards.
         """
-        group = seams.shard_group(bucket.parameters[0])
-        named = list(zip(bucket.parameters, bucket.names, strict=True))
-        cast = [(p, name) for p, name in named if self._in_fp8 is not None and self._in_fp8.casts(p.grad.shape, name)]
-        in_fp8 = {name for _, name in cast}
-        others = [(p, name) for p, name in named if name not in in_fp8]
+        group = seams.shard_group(next(iter(named.values())))
+        accepts = self._in_fp8.casts if self._in_fp8 is not None else lambda shape, name: False
+        cast = [name for name, parameter in named.items() if accepts(parameter.grad.shape, name)]
+        others = [name for name in named if name not in cast]
         slices: dict[str, torch.Tensor] = {}
         if others:
-            parameters, names = [p for p, _ in others], [name for _, name in others]
             world = dist.get_world_size(group)  # every gradient is padded to a multiple of it
-            sent = sum(math.ceil(p.grad.numel() / world) * world for p in parameters) * bucket.dtype.itemsize
+            sent = sum(math.ceil(named[name].grad.numel() / world) * world for name in others) * dtype.itemsize
             self._wire.count(GRADIENT, "reduce_scatter", sent, group)
-            parts = bucket.average(parameters)
+            parts = average([named[name] for name in others])
             if self._shards is not None:
-                self._shards.add_slices(parts, names, bucket.accumulate)
-            slices.update(zip(names, parts, strict=True))
+                self._shards.add_slices(parts, others, accumulate)
+            slices.update(zip(others, parts, strict=True))
         if cast:
-            gradients, names = [p.grad for p, _ in cast], [name for _, name in cast]
-            if self._shards is not None:
-                self._in_fp8.add_to(self._shards, gradients, group, names, bucket.accumulate)
-            else:
-                slices.update(zip(names, self._in_fp8.means(gradients, group, names), strict=True))
-        return [] if self._shards is not None else [slices[name] for name in bucket.names]
+            gradients = [named[name].grad for name in cast]
+            parts = self._in_fp8.reduce(gradients, group, cast, self._shards, accumulate)
+            slices.update(zip(cast, parts, strict=False))
+        return [] if self._shards is not None else [slices[name] for name in named]
 
 
 class GradientReduce:
@@ -178,34 +170,31 @@ class GradientReduce:
         """Return whether a gradient of this shape, of the parameter `name`, travels in FP8."""
         return is_reduced_in_fp8(shape) and name not in self._left_out
 
-    @torch.no_grad()
-    def add_to(
-        self, shards: GradientShards, tensors: list[torch.Tensor], group: object, names: list[str], accumulate: bool
-    ) -> None:
-        """Reduce full gradients, all of which `casts` accepts, and add the means to this rank's shards.
+    def reduce(
+        self,
+        tensors: list[torch.Tensor],
+        group: object,
+        names: list[str],
+        shards: GradientShards | None = None,
+        accumulate: bool = False,
+    ) -> list[torch.Tensor]:
+        """Reduce full gradients, all of which `casts` accepts. Collective.
 
         Args:
-            shards: What receives the mean over ranks of this rank's slice of every gradient.
-            tensors: Full gradients of any shape, FP32 or BF16; read once, and not kept.
-            group: Process group of the shards.
-            names: Names of the parameters, the same on every rank.
-            accumulate: Add to what the shards hold rather than replace it.
-        """
-        message, shape, places = self._send(tensors, group, names)
-        world = dist.get_world_size(group)
-        shards.add_message(message, shape, self._config.format, world, places, names, accumulate)
-
-    @torch.no_grad()
-    def means(self, tensors: list[torch.Tensor], group: object, names: list[str]) -> list[torch.Tensor]:
-        """Return this rank's slice of the mean over ranks of every gradient, FP32, without padding.
-
-        Args:
-            tensors: Full gradients of any shape, FP32 or BF16, all of which `casts` accepts.
+            tensors: Gradients of any shape, FP32 or BF16; read once, and not kept.
             group: Process group.
             names: Names of the parameters, the same on every rank.
+            shards: What the means over ranks of this rank's slices are added to.
+            accumulate: Add to what the shards hold rather than replace it.
+
+        Returns:
+            Those slices, FP32, without padding, where there are no shards.
         """
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         message, shape, places = self._send(tensors, group, names)
+        if shards is not None:
+            shards.add_message(message, shape, self._config.format, world, places, names, accumulate)
+            return []
         total = sum_rows(message, shape, self._config.format, world)
         return [
             total[place.column :][: max(0, min(place.length, tensor.numel() - rank * place.length))]

@@ -2,13 +2,11 @@
 
 DeepSpeed's methods (seams/methods.py has their names) call the methods of `Lifecycle` in place of their own code:
 
-    step            wait for the last cast, update, cast, gather what stays whole, callbacks
-    gather          weights in FP8, all other parameters as DeepSpeed does
-    gather_bf16     the same parameters in BF16, for GatheredParameters and for what stays whole
-    release         drop what was gathered, and see whether a user wrote to it
-    reduce          gradients in FP8 and others, added to the shards or handed to DeepSpeed
-    write_...       whatever else changes masters, moments and gradients, between steps
-    load_checkpoint callbacks, load, restore what checkpoints hold of this package
+    step                          wait for the last cast, update, cast, gather what stays whole, callbacks
+    gather, gather_bf16, release  parameters, for modules and for users
+    reduce, accumulate            gradients, added to the shards or handed to DeepSpeed
+    write_...                     whatever else changes masters, moments and gradients, between steps
+    load_checkpoint               callbacks, load, states of this package
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from torch import nn
 from ds_fp8.config.errors import UserError
 from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero import seams, streams
-from ds_fp8.zero.gradient_reduce import Bucket, Reduction
+from ds_fp8.zero.gradient_reduce import Reduction
 from ds_fp8.zero.parameter_gather import ParameterGather
 from ds_fp8.zero.seams.bf16_shards import Bf16Shards
 from ds_fp8.zero.step import Step
@@ -35,13 +33,11 @@ Stock = Callable[..., Any]
 
 
 class CheckpointState(NamedTuple):
-    """State that is kept in checkpoints beside the user's."""
+    """State that is kept in checkpoints beside the user's; both functions are called on all ranks."""
 
     save: Callable[[], dict[str, Any]]
-    """Called on all ranks while a checkpoint is saved."""
     load: Callable[[dict[str, Any] | None], None]
-    """Called on all ranks with what `save` returned, None where the checkpoint has no such state, after everything else
-    has been loaded; not when only the model is loaded."""
+    """Called with what `save` returned, or None, after all else has been loaded; not for a load of the model alone."""
 
 
 class Handle:
@@ -90,7 +86,6 @@ class Lifecycle:
         self._written: object | None = None
         """Event behind the last write to shards, by a step or a user."""
         seams.replace_methods(engine, self)
-        seams.set_lifecycle(engine, self)
 
     # ---------------------------------------------------------------- a step
 
@@ -181,9 +176,8 @@ class Lifecycle:
         """Reduce a bucket of gradients, on the stream of reductions; return this rank's slices for DeepSpeed to add."""
         if self.reduction is None:
             return stock(parameters, dtype)
-        names = [self._names[id(parameter)] for parameter in parameters]
-        accumulates = seams.accumulates(self._engine)
-        return self.reduction(Bucket(parameters, names, dtype, accumulates, lambda some: stock(some, dtype)))
+        named = {self._names[id(parameter)]: parameter for parameter in parameters}
+        return self.reduction(named, dtype, seams.accumulates(self._engine), lambda some: stock(some, dtype))
 
     def accumulate(self, stock: Stock, parameters: list[nn.Parameter], slices: list[torch.Tensor]) -> Any:
         """Add reduced slices to the gradient shards, where `reduce` has not done so."""

@@ -70,23 +70,10 @@ class ParameterGather:
         self._bf16 = Bf16Shards(engine, (weight.parameter for weight in self._weights.values()))
         return self._bf16
 
-    @property
-    def bytes_per_rank(self) -> int:
-        """Return the bytes of this rank's FP8 shards and of the scales of all weights."""
-        return self.shards.nbytes
-
-    def observe(self, show: Callable[[nn.Parameter, torch.Tensor, QuantizedTensor, int], None]) -> None:
-        """Call an observer with the casts of all weights, as FP8Shards.observe does. Between steps."""
-        self.shards.observe(show)
-
     def settle(self) -> None:
         """Let the current stream wait until all shards are cast from the present masters, if need be by a cast."""
         self.shards.cast()
         self.shards.wait_for_cast()
-
-    def write_residuals(self) -> None:
-        """Cast residuals again after outlier channels have changed. Collective, between steps."""
-        self.shards.write_residuals()
 
     def pin_scales(self) -> None:
         """Keep the scales where they are, as FP8Shards.pin_scales does."""
@@ -195,16 +182,13 @@ class ParameterGather:
                     gathered.update(zip(stack, codes, strict=True))
             streams.wait_stream(stream)
             for weight, codes in gathered.items():
-                self._make_available(weight, codes, scales.get(weight, weight.scale))
+                scale = scales.get(weight, weight.scale)
+                whole = QuantizedTensor.of_bytes(codes.view(weight.shard.shape), scale, weight.spec)
+                setattr(weight.parameter, GATHERED, whole)
+                weight.parameter.data = weight.placeholder
+                seams.end_gather(weight.parameter)
 
         return finish
-
-    def _make_available(self, weight: ShardedWeight, codes: torch.Tensor, scale: torch.Tensor) -> None:
-        """Set the parameter's `fp8_gathered` from the uint8 codes [R * C]."""
-        gathered = QuantizedTensor.of_bytes(codes.view(weight.shard.shape), scale, weight.spec)
-        setattr(weight.parameter, GATHERED, gathered)
-        weight.parameter.data = weight.placeholder
-        seams.end_gather(weight.parameter)
 
     def give_bf16(self, parameters: Iterable[nn.Parameter]) -> None:
         """Prepare parameters for a gather in BF16: readers such as GatheredParameters want numbers.

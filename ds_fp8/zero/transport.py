@@ -2,11 +2,6 @@
 
 All keep one promise: what `gather` delivers was written, on every rank, before the last `written` that lies before the
 gather, and no `write` lies in between. Ranks may be late at any point.
-
-    allocate   memory for what a gather delivers
-    write      behind this point of the current stream nobody reads shards: they may be written
-    written    behind this point all ranks' shards are whole: they may be read
-    gather     begins to bring all ranks' shards of some weights here
 """
 
 from __future__ import annotations
@@ -18,14 +13,10 @@ import torch
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.zero import grouped, streams
-from ds_fp8.zero.peer_memory import PeerMemory, share
+from ds_fp8.zero.peer_memory import Copies, PeerMemory, share
 
-
-class Work(Protocol):
-    """Gathers in flight."""
-
-    def wait(self) -> None:
-        """Let the current stream wait for all of them."""
+Work = grouped.Work | Copies
+"""Gathers in flight."""
 
 
 class Transport(Protocol):
@@ -92,44 +83,6 @@ class Collectives:
         if stream not in self._readers:
             self._readers.append(stream)
         return grouped.all_gather(outputs, inputs, group)
-
-
-class SymmetricCollectives(Collectives):
-    """NCCL's all-gather into symmetric memory, which copy engines carry where NCCL_CTA_POLICY is 2 (NCCL 2.28).
-
-    No configuration asks for it: scripts/bench/collectives.py measures it beside the others.
-    """
-
-    def __init__(self, numel: int, device: torch.device, group: object):
-        """Allocate the shards. Collective.
-
-        Args:
-            numel: Bytes of them.
-            device: Where they lie.
-            group: Process group of all weights.
-        """
-        from torch.distributed import _symmetric_memory as symmetric
-
-        super().__init__(numel, device)
-        self.description = "by NCCL into symmetric memory"
-        self._group = group or torch.distributed.group.WORLD
-        self._symmetric = symmetric
-        symmetric.set_backend("NCCL")
-        torch.distributed.barrier(self._group)  # makes the communicator, which `rendezvous` needs
-
-    def allocate(self, numel: int) -> torch.Tensor:
-        """Return memory for outputs of `gather`, the same on all ranks."""
-        with torch.cuda.use_mem_pool(self._symmetric.get_mem_pool(self.local.device)):
-            memory = self.local.new_empty(numel)
-        self._symmetric.rendezvous(memory, group=self._group.group_name)
-        return memory
-
-    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
-        """Begin to gather every input into its output, in place: only outputs are symmetric memory."""
-        rank = torch.distributed.get_rank(self._group)
-        own = [output[rank * len(part) : (rank + 1) * len(part)] for output, part in zip(outputs, inputs, strict=True)]
-        torch._foreach_copy_(own, list(inputs))
-        return super().gather(outputs, own, group)
 
 
 def choose(transport: str, numel: int, device: torch.device, groups: Sequence[object]) -> Transport:

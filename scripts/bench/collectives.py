@@ -18,7 +18,7 @@ sent, and of what gathered weights occupy. `layer` is all linears of a layer tog
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +31,10 @@ from zero_ranks import is_first, join_ranks, leave_ranks, link, timed, zero3_con
 import ds_fp8
 from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.fp8 import GradientReduceConfig
-from ds_fp8.zero.gradient_reduce import Bucket, GradientReduce, Reduction
+from ds_fp8.zero.gradient_reduce import GradientReduce, Reduction
 from ds_fp8.zero.hosts import find_hosts
 from ds_fp8.zero.nodes import find_nodes
-from ds_fp8.zero.transport import Collectives, SymmetricCollectives, Transport, choose
+from ds_fp8.zero.transport import Collectives, Transport, Work, choose
 from ds_fp8.zero.wire import WireMeter
 
 
@@ -110,6 +110,41 @@ def measure_gathers(size: str, fp8: dict[str, Any] | None, repeats: int) -> dict
     return found
 
 
+class SymmetricCollectives(Collectives):
+    """NCCL's all-gather into symmetric memory, which copy engines carry where NCCL_CTA_POLICY is 2 (NCCL 2.28)."""
+
+    def __init__(self, numel: int, device: torch.device, group: object):
+        """Allocate the shards. Collective.
+
+        Args:
+            numel: Bytes of them.
+            device: Where they lie.
+            group: Process group of all weights.
+        """
+        from torch.distributed import _symmetric_memory as symmetric
+
+        super().__init__(numel, device)
+        self.description = "by NCCL into symmetric memory"
+        self._group = group or torch.distributed.group.WORLD
+        self._symmetric = symmetric
+        symmetric.set_backend("NCCL")
+        torch.distributed.barrier(self._group)  # makes the communicator, which `rendezvous` needs
+
+    def allocate(self, numel: int) -> torch.Tensor:
+        """Return memory for outputs of `gather`, the same on all ranks."""
+        with torch.cuda.use_mem_pool(self._symmetric.get_mem_pool(self.local.device)):
+            memory = self.local.new_empty(numel)
+        self._symmetric.rendezvous(memory, group=self._group.group_name)
+        return memory
+
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
+        """Begin to gather every input into its output, in place: only outputs are symmetric memory."""
+        rank = torch.distributed.get_rank(self._group)
+        own = [output[rank * len(part) : (rank + 1) * len(part)] for output, part in zip(outputs, inputs, strict=True)]
+        torch._foreach_copy_(own, list(inputs))
+        return super().gather(outputs, own, group)
+
+
 def measure_transports(size: str, repeats: int) -> list[dict[str, Any]]:
     """Measure the gather of a layer's shards by each transport, alone and beside products; or say why there is none."""
     world, group = dist.get_world_size(), torch.distributed.group.WORLD
@@ -162,26 +197,23 @@ def measure_reductions(size: str, options: dict[str, Any] | None, repeats: int) 
         in_fp8 = GradientReduce(config, wire, find_nodes(config.hierarchy, find_hosts()))
     reduction = Reduction(wire, in_fp8, None)
 
-    def bucket_of(shapes: list[tuple[int, int]]) -> Bucket:
-        parameters = [nn.Parameter(torch.empty(shape, device=device(), dtype=torch.bfloat16)) for shape in shapes]
-        for parameter in parameters:
-            parameter.grad, parameter.ds_process_group = torch.randn_like(parameter), None
-        names = [str(index) for index in range(len(parameters))]
-        return Bucket(
-            parameters,
-            names,
-            torch.bfloat16,
-            False,
-            lambda some: reduce_scatter_coalesced([p.grad for p in some], None),
+    def reduce(parameters: dict[str, nn.Parameter]) -> None:
+        reduction(
+            parameters, torch.bfloat16, False, lambda some: reduce_scatter_coalesced([p.grad for p in some], None)
         )
 
     found = {}
     for name in [*dict(shapes), "layer"]:
-        bucket = bucket_of([shape for linear, shape in shapes if name in (linear, "layer")])
+        parameters = {}
+        for linear, shape in shapes:
+            if name in (linear, "layer"):
+                parameters[linear] = nn.Parameter(torch.empty(shape, device=device(), dtype=torch.bfloat16))
+                parameters[linear].grad = torch.randn_like(parameters[linear])
+                parameters[linear].ds_process_group = None
         wire.take()
-        reduction(bucket)
+        reduce(parameters)
         sent = wire.take()["grad_bytes"]
-        found[name] = Measured(timed(lambda bucket=bucket: reduction(bucket), repeats), sent)
+        found[name] = Measured(timed(lambda parameters=parameters: reduce(parameters), repeats), sent)
     return found
 
 

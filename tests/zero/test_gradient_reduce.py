@@ -8,7 +8,7 @@ from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesce
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import GradientReduceConfig
 from ds_fp8.zero.automatic_scale import GROWTH, AutomaticScale
-from ds_fp8.zero.gradient_reduce import SMALLEST, Bucket, GradientReduce, Reduction
+from ds_fp8.zero.gradient_reduce import SMALLEST, GradientReduce, Reduction
 from ds_fp8.zero.hosts import Hosts, find_hosts
 from ds_fp8.zero.nodes import find_nodes, why_flat
 from ds_fp8.zero.wire import WireMeter
@@ -36,9 +36,8 @@ def reducer(nodes=None, clock=None, **options):
         for value in gradients:
             parameters.append(torch.nn.Parameter(torch.empty_like(value)))
             parameters[-1].grad, parameters[-1].ds_process_group = value, None
-        return reduction(
-            Bucket(parameters, names, torch.bfloat16, False, lambda some: stock([p.grad for p in some], None))
-        )
+        named = dict(zip(names, parameters, strict=True))
+        return reduction(named, torch.bfloat16, False, lambda some: stock([p.grad for p in some], None))
 
     return reduce
 

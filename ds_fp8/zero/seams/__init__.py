@@ -22,7 +22,7 @@ from ds_fp8.zero.seams.checkpoints import (
     consolidated_state_dict,
     copy_recovery_scripts,
 )
-from ds_fp8.zero.seams.installation import before_load, disable_shm_build, on_destroy, on_step, replace, set_lifecycle
+from ds_fp8.zero.seams.installation import before_load, disable_shm_build, on_destroy, on_step, replace
 from ds_fp8.zero.seams.methods import has_optimizer, replace_methods
 from ds_fp8.zero.seams.parameters import (
     Segment,
@@ -48,40 +48,3 @@ from ds_fp8.zero.seams.parameters import (
 )
 from ds_fp8.zero.seams.persistent import gather_together
 from ds_fp8.zero.seams.step import accumulates
-
-__all__ = [
-    "CHECKPOINT_CLASSES",
-    "Segment",
-    "Shard",
-    "accumulates",
-    "before_load",
-    "begin_gather",
-    "bf16_shard",
-    "bytes_to_gather",
-    "checkpoint_files",
-    "consolidated_state_dict",
-    "copy_recovery_scripts",
-    "data_parallel_group",
-    "disable_shm_build",
-    "end_gather",
-    "flat_parameters",
-    "full_shape",
-    "gather_together",
-    "has_optimizer",
-    "in_use",
-    "is_partitioned",
-    "is_trained",
-    "is_zero_parameter",
-    "leaf_module_of",
-    "master_shard",
-    "on_destroy",
-    "on_external_parameter",
-    "on_step",
-    "order",
-    "replace",
-    "replace_methods",
-    "set_lifecycle",
-    "shard_group",
-    "shard_of",
-    "untrained",
-]

@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
 _INSTALLED = "_ds_fp8_installed"
-_LIFECYCLE = "_ds_fp8_lifecycle"
+LIFECYCLE = "_ds_fp8_lifecycle"
 _MISSING = object()
 
 
@@ -56,19 +56,14 @@ def replace(engine: deepspeed.DeepSpeedEngine, owner: object, name: str, value: 
     setattr(owner, name, value)
 
 
-def set_lifecycle(engine: deepspeed.DeepSpeedEngine, lifecycle: object) -> None:
-    """Let `on_step` and `before_load` of this engine mean the lists of a Lifecycle."""
-    replace(engine, engine, _LIFECYCLE, lifecycle)
-
-
 def on_step(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
     """Call `callback` after every optimizer step, also after one that was left out because of an overflow."""
-    vars(engine)[_LIFECYCLE].after_step.append(callback)
+    vars(engine)[LIFECYCLE].after_step.append(callback)
 
 
 def before_load(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
     """Call `callback` on all ranks before the engine loads a checkpoint."""
-    vars(engine)[_LIFECYCLE].before_load.append(callback)
+    vars(engine)[LIFECYCLE].before_load.append(callback)
 
 
 def disable_shm_build() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import deepspeed
 
 from ds_fp8.zero.deepspeed_versions import AVERAGE_GRADIENTS, GRADIENT_WRITES
-from ds_fp8.zero.seams.installation import replace
+from ds_fp8.zero.seams.installation import LIFECYCLE, replace
 from ds_fp8.zero.seams.parameters import is_zero_parameter
 
 OF_ENGINE = {"save_checkpoint": "save_checkpoint", "load_checkpoint": "load_checkpoint"}
@@ -43,6 +43,7 @@ def replace_methods(engine: deepspeed.DeepSpeedEngine, handlers: object) -> None
         engine: Engine of any ZeRO stage.
         handlers: Has a method of every name in the tables.
     """
+    replace(engine, engine, LIFECYCLE, handlers)
     for name, handler in OF_ENGINE.items():
         replace(engine, engine, name, _handled(getattr(handlers, handler), getattr(engine, name)))
     if has_optimizer(engine):

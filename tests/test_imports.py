@@ -18,13 +18,12 @@ SEAMS = {
     for name in (
         "bf16_shards",
         "checkpoints",
-        "gradients",
         "installation",
+        "methods",
         "micro_step",
         "parameters",
         "persistent",
         "step",
-        "updates",
     )
 }
 """The files that may import any module of DeepSpeed (deepspeed_versions.py checks their names as text)."""

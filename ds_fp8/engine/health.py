@@ -79,7 +79,7 @@ class Health:
     def end_step(self) -> None:
         """Close an optimizer step; after a measured one warn, and move layers, where there is cause. Collective."""
         if self._monitor.active and self.parameter_gather is not None:
-            self.parameter_gather.observe(self._observe_weight)
+            self.parameter_gather.shards.observe(self._observe_weight)
         measurement = self._monitor.end_step()
         if measurement is None:
             return
@@ -139,7 +139,7 @@ class Health:
 
     def _write_residuals(self) -> None:
         if self.parameter_gather is not None:
-            self.parameter_gather.write_residuals()
+            self.parameter_gather.shards.write_residuals()
 
     def _observe_weight(self, weight: nn.Parameter, rows: torch.Tensor, cast: QuantizedTensor, elements: int) -> None:
         self._monitor.observe("weight", rows, cast, self._site_of[id(weight)], elements)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -18,33 +17,22 @@ from deepspeed.utils import set_z3_leaf_modules
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import read_config
 from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
+from ds_fp8.engine.attach import attach
 from ds_fp8.engine.compatibility import check_deepspeed, check_parallelism
 from ds_fp8.engine.compiled_kernels import announce_compilation
 from ds_fp8.engine.deepspeed_values import check_values
-from ds_fp8.engine.graph_conditions import why_no_graphs
-from ds_fp8.engine.health import Health
 from ds_fp8.engine.launch import check_launch
-from ds_fp8.engine.micro_steps import MicroStepGraphs
 from ds_fp8.engine.optimizer_section import check_optimizer
 from ds_fp8.engine.report import print_report, start_report
-from ds_fp8.engine.state import CHECKPOINT_KEY, FP8State
+from ds_fp8.engine.state import FP8State
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.inverse_frequencies import restore_inverse_frequencies
-from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.loss import LossFusion, fuse_loss
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.transformers_versions import warn_of_changes
 from ds_fp8.monitor.cast_monitor import CastMonitor
-from ds_fp8.optim import AdamW
 from ds_fp8.optim.from_config import choose_madam, choose_optimizer, is_madam, uses_own_optimizer
 from ds_fp8.zero import seams
-from ds_fp8.zero.gradient_reduce import GradientReduce
-from ds_fp8.zero.hosts import find_hosts
-from ds_fp8.zero.leaf_modules import give_inputs_gradients, weights_read_in_leaf_modules
-from ds_fp8.zero.nodes import find_nodes
-from ds_fp8.zero.parameter_gather import ParameterGather
-from ds_fp8.zero.step import Step, why_not
-from ds_fp8.zero.wire import GATHER, WireMeter, counted
 
 _deepspeed_initialize = deepspeed.initialize
 """DeepSpeed's own: `ds_fp8.install` puts `initialize` in its place."""
@@ -158,48 +146,13 @@ def initialize(
 
     state = engine.fp8 = FP8State(engine, fp8, monitor)
     state.conversion, state.loss = conversion, loss
-    if conversion is not None:
-        state.why_no_step = why_not(engine, getattr(engine, "basic_optimizer", None))
-        if state.why_no_step is None:
-            seams.gather_persistent_together(engine)
-    if "fp8" in raw and engine.zero_optimization_partition_weights():
-        state.wire = WireMeter()
-        seams.on_gather(engine, functools.partial(state.wire.count, GATHER, "all_gather"))
-    if conversion is not None:
-        state.health = Health(engine, monitor, fp8)
-        state.hosts = find_hosts()
-        _install(engine, state)
-        state.why_no_graphs = _of_any_rank(why_no_graphs(engine, fp8, state.why_no_step))
-        if state.why_no_graphs is None:
-            state.graphs = MicroStepGraphs(
-                engine,
-                state.step.gradients,
-                state.parameter_gather,
-                state.wire,
-                state.health,
-                monitor,
-                fp8.graph == "auto",
-            )
-            state.health.on_move = state.graphs.reset
-        if engine.zero_optimization_partition_weights():
-            seams.gather_behind_writes(engine)
-        # Last, so that the weights have been cast again.
-        seams.on_step(engine, state.health.end_step)
-        _register_segments(engine, state)
-        seams.in_checkpoints(engine, CHECKPOINT_KEY, state.state_dict, state.load_state_dict)
-    replaced = state.gradient_reduce is not None or state.step is not None
-    if state.wire is not None and seams.has_optimizer(engine) and not replaced:
-        _count_reductions(engine, state.wire)
+    attach(engine, state, measured="fp8" in raw)
     state.report = start_report(engine, state, _micro_batch_tokens(raw, engine))
     if conversion is not None:
         state.report["notes"] += rope_notes
     if dist.get_rank() == 0 and "fp8" in raw:
         print_report(state.report)
     return result
-
-
-def _without_names(reduce_scatter: seams.StockReduceScatter) -> seams.ReduceScatter:
-    return lambda tensors, group, names: reduce_scatter(tensors, group)
 
 
 def _micro_batch_tokens(raw: Mapping[str, Any], engine: deepspeed.DeepSpeedEngine) -> int | None:
@@ -234,69 +187,3 @@ def _located(file: str | None, function: Any, *args: Any) -> Any:
 def _rank() -> int:
     """Return this process's rank, before torch.distributed is initialised too."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-
-
-def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
-    """Give AdamW, if it is the optimizer, the tensor boundaries of ZeRO's flat shards."""
-    optimizer = getattr(engine, "basic_optimizer", None)
-    if not isinstance(optimizer, AdamW):
-        return
-    state.optimizer = optimizer
-    if engine.zero_optimization_partition_weights():
-        seams.refuse_state_offload(engine)
-    for shard, segments in seams.flat_parameters(engine):
-        vectors = [index for index, segment in enumerate(segments) if segment.is_vector]
-        optimizer.set_segments(shard, [segment.numel for segment in segments], vectors)
-    seams.before_moment_write(engine, optimizer.expand_moments)
-
-
-def _of_any_rank(reason: str | None) -> str | None:
-    """Return the reason of the first rank that has one. Collective."""
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    return next(filter(None, reasons), None)
-
-
-def _install(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
-    """Replace the collectives of a ZeRO-3 engine by the FP8 ones that the configuration asks for, and its step."""
-    fp8 = state.config
-    if engine.zero_optimization_partition_weights():
-        give_inputs_gradients(engine)
-    own_step = state.why_no_step is None
-    if own_step:
-        _count_reductions(engine, state.wire)
-    if fp8.grad_reduce.format != "bf16" and seams.has_optimizer(engine):
-        state.nodes = find_nodes(fp8.grad_reduce.hierarchy, state.hosts)
-
-        def reduction(stock: seams.StockReduceScatter) -> GradientReduce:
-            observe = state.health.observe_gradient
-            stock = counted(stock, state.wire)
-            return GradientReduce(stock, fp8.grad_reduce, state.wire, state.nodes, state.clock, observe)
-
-        state.gradient_reduce = (
-            reduction(seams.stock_reduce_scatter()) if own_step else seams.replace_reduce_scatter(engine, reduction)
-        )
-        state.health.gradient_reduce = state.gradient_reduce
-    if own_step:
-        # Before the gather, which watches the step.
-        state.step = Step(engine, engine.basic_optimizer, state.gradient_reduce)
-    if fp8.param_gather.format != "bf16":
-        read = {id(weight) for weight in weights_read_in_leaf_modules(engine.module)}
-        weights = [
-            (module.weight, module.recipe.weight, module.recipe.outliers)
-            for module in engine.module.modules()
-            if isinstance(module, FP8Linear)
-            and module.recipe.weight.why_not_gathered is None
-            and seams.is_partitioned(module.weight)
-            and id(module.weight) not in read
-        ]
-        if weights:
-            state.parameter_gather = ParameterGather(engine, weights, state.wire, fp8.param_gather.transport)
-            state.health.parameter_gather = state.parameter_gather
-            if state.step is not None:
-                state.step.write_bf16 = state.parameter_gather.free_bf16_shards(engine).write
-
-
-def _count_reductions(engine: deepspeed.DeepSpeedEngine, wire: WireMeter) -> None:
-    """Count what DeepSpeed's own reduce-scatter sends."""
-    seams.replace_reduce_scatter(engine, lambda stock: _without_names(counted(stock, wire)))

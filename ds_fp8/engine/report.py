@@ -79,7 +79,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "param_gather": fp8.param_gather.format if state.parameter_gather else "bf16",
         "param_transport": state.parameter_gather.transport if state.parameter_gather else "by collectives",
         "fp8_gathered_parameters": gathered_count,
-        "fp8_shard_bytes_per_rank": state.parameter_gather.bytes_per_rank if state.parameter_gather else 0,
+        "fp8_shard_bytes_per_rank": state.parameter_gather.shards.nbytes if state.parameter_gather else 0,
         "gathered_bytes_per_parameter": (2 * total - gathered_count) / total,
         "grad_reduce": fp8.grad_reduce.format,
         "grad_cast": {key: getattr(fp8.grad_reduce, key) for key in ("scale", "rounding", "error_feedback")},
@@ -112,8 +112,8 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         report["notes"].append(
             f"the weights of {read} FP8 linears are gathered in BF16, because other modules read them"
         )
-    if seams.has_optimizer(engine) and report["zero_stage"] == 3:
-        report["notes"] += _untrained(engine)
+    if untrained := seams.untrained(engine):
+        report["notes"].append(_forgotten(untrained))
     if state.optimizer and fp8.optimizer.master == "fp16_scaled" and report["zero_stage"]:
         report["notes"].append(
             "master weights take the values of scaled FP16, in the FP32 shards that ZeRO holds: no memory is saved"
@@ -147,17 +147,13 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     return report
 
 
-def _untrained(engine: deepspeed.DeepSpeedEngine) -> list[str]:
-    """Return a note on the parameters that have gradients for which there is no optimizer."""
-    forgotten = (p.requires_grad and p.ds_numel and not seams.is_trained(p) for p in engine.module.parameters())
-    names = [name for (name, _), lacks in zip(engine.module.named_parameters(), forgotten, strict=True) if lacks]
-    if not names:
-        return []
+def _forgotten(names: list[str]) -> str:
+    """Return a note on parameters that require gradients for which there is no optimizer."""
     count = "1 parameter that requires" if len(names) == 1 else f"{len(names)} parameters that require"
-    return [
+    return (
         f"the optimizer lacks {count} gradients, {names[0]}{' among them' * (len(names) > 1)}: whole gradients are "
         "computed and kept on every rank; to train them pass them in model_parameters, otherwise requires_grad_(False)"
-    ]
+    )
 
 
 def _hierarchy(state: FP8State) -> str:

@@ -17,6 +17,7 @@ from ds_fp8.optim import AdamW
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import GradientReduce
 from ds_fp8.zero.hosts import Hosts
+from ds_fp8.zero.lifecycle import Lifecycle
 from ds_fp8.zero.nodes import Nodes
 from ds_fp8.zero.parameter_gather import ParameterGather
 from ds_fp8.zero.step import Step
@@ -35,6 +36,8 @@ class FP8State:
         self.config, self.monitor = config, monitor
         self.wire: WireMeter | None = None
         """None without an "fp8" section, and below ZeRO stage 3: nothing is measured there."""
+        self.lifecycle: Lifecycle | None = None
+        """What runs in place of DeepSpeed's methods; None where nothing is replaced."""
         self.conversion: Conversion | None = None
         self.loss: LossFusion | None = None
         self.health: Health | None = None

@@ -40,8 +40,6 @@ class CastSet:
         ends = [run[0][0].scale_start for run in runs[1:]] + [self.num_scales]
         self._runs = [(run[0][0].shard.group, run[0][0].spec, end) for run, end in zip(runs, ends, strict=True)]
         """Process group and cast of successive weights, and where their scales end."""
-        self.agrees = any(fixed_scale(spec.scale) is None for _, spec, _ in self._runs)
-        """Whether all ranks come together before the first shard is written."""
         self.stale = True
         self._pinned: torch.Tensor | None = None
 

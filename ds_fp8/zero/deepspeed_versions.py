@@ -31,15 +31,9 @@ AVAILABLE_PARAMETERS = f"_{_COORDINATOR}__n_available_params"
 GRADIENT_WRITES = ("set_fp32_grad_for_param", "set_local_grad_for_param", "update_fp32_grad_for_param_vectorized")
 STEP_METHODS = (
     *("_pre_step", "_partition_all_parameters", "_post_step", "_loss_scale_update_and_overflow_cleanup"),
+    *("step", "load_state_dict", "_restore_from_bit16_weights", "set_full_hp_param", "set_local_hp_param"),
     *("partition_grads", "independent_gradient_partition_epilogue", "zero_grad"),
 )
-BF16_READERS = {
-    "load_state_dict": "load_state_dict",
-    "_restore_from_bit16_weights": "_restore_from_bit16_weights",
-    "offload_states": "reload_states",
-}
-"""Methods that read or write the flat BF16 shards: from the call of the first to the return of the second."""
-MASTER_UPDATES = ("step", "load_state_dict", "_restore_from_bit16_weights", "set_full_hp_param", "set_local_hp_param")
 
 _STAGE3 = "deepspeed.runtime.zero.stage3"
 _PARTITIONS = "deepspeed.runtime.zero.partition_parameters"
@@ -49,10 +43,10 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     ">=0.19.8,<0.20": {
         _PARTITIONS: ("ZeroParamStatus", "Init"),
         f"{_PARTITIONS}:ZeroParamStatus": ("NOT_AVAILABLE", "INFLIGHT", "AVAILABLE"),
-        _STAGE3: (OPTIMIZER, "reduce_scatter_coalesced"),
+        _STAGE3: (OPTIMIZER,),
         f"{_STAGE3}:{OPTIMIZER}": (
             *(AVERAGE_GRADIENTS, FLUSH_BUCKET, "get_param_id"),
-            *(*MASTER_UPDATES, *GRADIENT_WRITES, *STEP_METHODS),
+            *(*GRADIENT_WRITES, *STEP_METHODS),
             *("offload_states", "reload_states", "_set_fp16_partitioned_groups_flat", "backward_epilogue"),
             "loss_scale",
         ),
@@ -74,7 +68,7 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "deepspeed.runtime.config": ("DeepSpeedConfig", "ADAM_W_MODE", "DEEPSPEED_OPTIMIZERS", "TORCH_ADAM_PARAM"),
         "deepspeed.runtime.config_utils": ("DeepSpeedConfigModel",),
         "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
-        "deepspeed.runtime.zero": ("parameter_offload", "partition_parameters", "stage3"),
+        "deepspeed.runtime.zero": ("parameter_offload", "partition_parameters"),
         "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig", "ZeroStageEnum"),
         "deepspeed.runtime.zero.utils": ("get_norm_dtype", "ZERO_SUPPORTED_OPTIMIZERS"),
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ("param_groups",),

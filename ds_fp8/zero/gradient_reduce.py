@@ -1,4 +1,4 @@
-"""FP8 gradient reduce-scatter: an all-to-all of FP8 slices, summed in FP32.
+"""The reduction of gradients: those that are large in FP8, an all-to-all of slices that are summed in FP32.
 
 A reduce-scatter in FP8 would add FP8 numbers. Instead every rank sends every other rank its slice of the gradient, cast
 per 128 elements, and the receiver sums in FP32 (ZeRO++, arXiv 2306.10209, section 3.3):
@@ -26,16 +26,17 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from torch import nn
 
 from ds_fp8.casts.stochastic import random_key
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.fp8 import GradientReduceConfig
+from ds_fp8.zero import seams
 from ds_fp8.zero.automatic_scale import AutomaticScale
 from ds_fp8.zero.gradient_shards import GradientShards
 from ds_fp8.zero.gradient_wire import pack, sum_rows
 from ds_fp8.zero.message import CastOptions, Message, Slices
 from ds_fp8.zero.nodes import Nodes
-from ds_fp8.zero.seams import StockReduceScatter
 from ds_fp8.zero.wire import GRADIENT, WireMeter
 
 SMALLEST = 4096
@@ -62,22 +63,73 @@ def residual_bytes(shapes: Iterable[torch.Size], error_feedback: str) -> int:
     return _RESIDUALS[error_feedback].itemsize * sum(math.prod(shape) for shape in shapes if is_reduced_in_fp8(shape))
 
 
+class Reduction:
+    """Reduces gradients: some in FP8, the others as DeepSpeed does."""
+
+    def __init__(self, wire: WireMeter, in_fp8: GradientReduce | None, shards: GradientShards | None):
+        """Make a reduction.
+
+        Args:
+            wire: Counts the bytes.
+            in_fp8: Reduces those that it accepts.
+            shards: What the means are added to; None where DeepSpeed adds the slices that are returned.
+        """
+        self._wire, self._in_fp8, self._shards = wire, in_fp8, shards
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        dtype: torch.dtype,
+        accumulate: bool,
+        average: Callable[[list[nn.Parameter]], list[torch.Tensor]],
+    ) -> list[torch.Tensor]:
+        """Reduce the full gradients of parameters of one process group. Collective.
+
+        Args:
+            named: Parameters by their names, the same on every rank.
+            dtype: What DeepSpeed sends gradients in.
+            accumulate: Add the means to those of earlier micro-batches.
+            average: DeepSpeed's reduction of some of them: from their gradients to this rank's slices of the means.
+
+        Returns:
+            This rank's slice of every mean, of ceil(numel / ranks) elements without padding; none where they are added
+            to the shards.
+        """
+        group = seams.shard_group(next(iter(named.values())))
+        accepts = self._in_fp8.casts if self._in_fp8 is not None else lambda shape, name: False
+        cast = [name for name, parameter in named.items() if accepts(parameter.grad.shape, name)]
+        others = [name for name in named if name not in cast]
+        slices: dict[str, torch.Tensor] = {}
+        if others:
+            world = dist.get_world_size(group)  # every gradient is padded to a multiple of it
+            sent = sum(math.ceil(named[name].grad.numel() / world) * world for name in others) * dtype.itemsize
+            self._wire.count(GRADIENT, "reduce_scatter", sent, group)
+            parts = average([named[name] for name in others])
+            if self._shards is not None:
+                self._shards.add_slices(parts, others, accumulate)
+            slices.update(zip(others, parts, strict=True))
+        if cast:
+            gradients = [named[name].grad for name in cast]
+            parts = self._in_fp8.reduce(gradients, group, cast, self._shards, accumulate)
+            slices.update(zip(cast, parts, strict=False))
+        return [] if self._shards is not None else [slices[name] for name in named]
+
+
 class GradientReduce:
-    """A reduce-scatter with the contract of DeepSpeed's, in FP8 where a gradient is large enough to be worth it."""
+    """The part of the reduction in FP8, for gradients that are large enough to be worth a cast."""
 
     def __init__(
         self,
-        stock: StockReduceScatter,
         config: GradientReduceConfig,
         wire: WireMeter,
         nodes: Nodes | None = None,
         clock: Callable[[], int] | None = None,
         observe: Observer | None = None,
     ):
-        """Make a reduce-scatter with these settings.
+        """Make a reduction with these settings.
 
         Args:
-            stock: DeepSpeed's own reduce-scatter, for gradients that are not cast.
             config: The section "grad_reduce", of an FP8 format.
             wire: Counts the bytes that this rank sends.
             nodes: Groups of two levels for reductions over all ranks; those over fewer ranks are flat.
@@ -86,7 +138,7 @@ class GradientReduce:
             observe: Is shown every gradient that is cast.
         """
         self._observe, self._left_out = observe, frozenset[str]()
-        self._stock, self._config, self._wire, self._nodes = stock, config, wire, nodes
+        self._config, self._wire, self._nodes = config, wire, nodes
         self._clock = clock or itertools.count().__next__
         self._automatic_scale = AutomaticScale(config.format) if config.scale == "tensor" else None
         self._residuals: dict[str, torch.Tensor] = {}
@@ -114,52 +166,35 @@ class GradientReduce:
             if "scale" in state:
                 self._automatic_scale.load_state_dict(state["scale"])
 
-    @torch.no_grad()
-    def __call__(self, tensors: list[torch.Tensor], group: object, names: list[str]) -> list[torch.Tensor]:
-        """Return of each gradient this rank's slice of ceil(numel / world) elements, averaged over ranks, unpadded.
-
-        Args:
-            tensors: Full gradients of any shape, FP32 or BF16.
-            group: Process group.
-            names: Names of the parameters, the same on every rank.
-        """
-        slices: list[torch.Tensor | None] = [None] * len(tensors)
-        large = [i for i, t in enumerate(tensors) if self.casts(t.shape, names[i])]
-        small = [i for i in range(len(tensors)) if i not in large]
-        for choice, reduce in ((small, self._reduce_small), (large, self._reduce_large)):
-            if choice:
-                parts = reduce([tensors[i] for i in choice], group, [names[i] for i in choice])
-                for i, part in zip(choice, parts, strict=True):
-                    slices[i] = part
-        return slices
-
     def casts(self, shape: torch.Size, name: str) -> bool:
         """Return whether a gradient of this shape, of the parameter `name`, travels in FP8."""
         return is_reduced_in_fp8(shape) and name not in self._left_out
 
-    @torch.no_grad()
-    def add_to(
-        self, shards: GradientShards, tensors: list[torch.Tensor], group: object, names: list[str], accumulate: bool
-    ) -> None:
-        """Reduce full gradients, all of which `casts` accepts, and add the means to this rank's shards.
+    def reduce(
+        self,
+        tensors: list[torch.Tensor],
+        group: object,
+        names: list[str],
+        shards: GradientShards | None = None,
+        accumulate: bool = False,
+    ) -> list[torch.Tensor]:
+        """Reduce full gradients, all of which `casts` accepts. Collective.
 
         Args:
-            shards: What receives the mean over ranks of this rank's slice of every gradient.
-            tensors: Full gradients of any shape, FP32 or BF16; read once, and not kept.
-            group: Process group of the shards.
+            tensors: Gradients of any shape, FP32 or BF16; read once, and not kept.
+            group: Process group.
             names: Names of the parameters, the same on every rank.
+            shards: What the means over ranks of this rank's slices are added to.
             accumulate: Add to what the shards hold rather than replace it.
+
+        Returns:
+            Those slices, FP32, without padding, where there are no shards.
         """
-        message, shape, places = self._send(tensors, group, names)
-        world = dist.get_world_size(group)
-        shards.add_message(message, shape, self._config.format, world, places, names, accumulate)
-
-    def _reduce_small(self, tensors: list[torch.Tensor], group: object, names: list[str]) -> list[torch.Tensor]:
-        return self._stock(tensors, group)
-
-    def _reduce_large(self, tensors: list[torch.Tensor], group: object, names: list[str]) -> list[torch.Tensor]:
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         message, shape, places = self._send(tensors, group, names)
+        if shards is not None:
+            shards.add_message(message, shape, self._config.format, world, places, names, accumulate)
+            return []
         total = sum_rows(message, shape, self._config.format, world)
         return [
             total[place.column :][: max(0, min(place.length, tensor.numel() - rank * place.length))]

@@ -2,8 +2,8 @@
 
 NCCL's all-gather runs as a kernel beside the products and takes some of their multiprocessors. Where all ranks of a
 group can map each other's memory (one host, NVLink or PCIe peers), a gather needs no collective: every rank copies the
-others' shards out of symmetric memory, whenever it likes. Two things must be agreed once a step instead: nobody reads
-shards before all ranks have written theirs, and nobody writes while another reads.
+others' shards out of symmetric memory, at any time between two barriers: `written`, behind which all have written
+theirs, and `write`, before which all have read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Copies:
 
 
 class PeerMemory:
-    """A buffer of the same size on every rank of a group, each of which can read all others'."""
+    """Transport in which every rank reads the buffers of all others of its group."""
+
+    description = "by copy engines"
 
     def __init__(self, numel: int, device: torch.device, group: object):
         """Allocate uint8 [numel], zeros, and exchange addresses. Collective.
@@ -48,19 +50,29 @@ class PeerMemory:
         Raises:
             RuntimeError: The ranks cannot share memory.
         """
+        self.group = group
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        # Begin with the next rank, so that not all read from the same.
+        self._order = [(rank + i) % world for i in range(world)]
+        self._of_rank = self._map(numel, device)
+        self.local: torch.Tensor = self._of_rank[rank]
+        self._stream, self._done = streams.new_stream(), None
+        _live.add(self)
+
+    def allocate(self, numel: int) -> torch.Tensor:
+        """Return memory for outputs of `gather`: nobody reads that from elsewhere."""
+        return torch.empty(numel, dtype=torch.uint8, device=self.local.device)
+
+    def _map(self, numel: int, device: torch.device) -> list[torch.Tensor]:
+        """Return the memory of every rank, this rank's zeroed. Collective."""
         from torch.distributed import _symmetric_memory as symmetric
 
         # Nothing here needs multicast, whose set-up fails on some hosts.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self.group = group
-        self.local: torch.Tensor = symmetric.empty(numel, dtype=torch.uint8, device=device).zero_()
-        self._handle = symmetric.rendezvous(self.local, group)
-        world, rank = dist.get_world_size(group), dist.get_rank(group)
-        # Begin with the next rank, so that not all read from the same.
-        self._order = [(rank + i) % world for i in range(world)]
-        self._of_rank = [self._handle.get_buffer(i, (numel,), torch.uint8) for i in range(world)]
-        self._stream, self._done = streams.new_stream(), None
-        _live.add(self)
+        self._own = symmetric.empty(numel, dtype=torch.uint8, device=device).zero_()
+        self._handle = symmetric.rendezvous(self._own, self.group)
+        world, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        return [self._own if i == rank else self._handle.get_buffer(i, (numel,), torch.uint8) for i in range(world)]
 
     def why_wrong(self) -> str | None:
         """Return that some memory is not the rank's that it should be, or None; the memory is zeros again. Collective.
@@ -74,12 +86,13 @@ class PeerMemory:
         self.local[:1] = 0
         return None if read == list(range(1, len(read) + 1)) else "another rank's memory holds what it did not write"
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Copies:
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object = None) -> Copies:
         """Begin to copy all ranks' shards into every output, behind what the current stream holds.
 
         Args:
             outputs: uint8 [ranks * n_i], where the shards land in the order of the ranks.
             inputs: uint8 [n_i], views of `local`; those of the other ranks lie at the same places of theirs.
+            group: The group of this memory.
         """
         before = streams.current_stream()
         with streams.on_stream(self._stream):
@@ -92,9 +105,15 @@ class PeerMemory:
             self._done = streams.record_event()
         return Copies(self._done)
 
-    def wait_for_reads(self) -> None:
-        """Let the current stream wait until this rank has read all that it began to."""
+    def write(self) -> None:
+        """Let the current stream wait until all ranks have read all that they began to. Collective."""
+        # The last copy's event stands for all of them: they run on one stream.
         streams.wait_event(self._done)
+        self.barrier()
+
+    def written(self) -> None:
+        """Let the current stream wait until all ranks have written their shards. Collective."""
+        self.barrier()
 
     def barrier(self) -> None:
         """Let the current stream wait until those of all ranks have come to this point. Collective."""

@@ -18,11 +18,9 @@ from collections.abc import Callable
 import deepspeed
 import torch
 from deepspeed import comm as dist
-from torch import nn
 
 from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero import streams
-from ds_fp8.zero.gradient_reduce import GradientReduce
 from ds_fp8.zero.gradient_shards import GradientShards
 from ds_fp8.zero.seams.step import ZeroStep, why_no_own_step
 
@@ -40,44 +38,28 @@ class Step:
     The engine, its counters, schedulers and checkpoints notice no difference.
     """
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, optimizer: AdamW, reduce: GradientReduce | None):
-        """Install the step; `why_not` must have returned None.
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, optimizer: AdamW):
+        """Take the optimizer apart; `why_not` must have returned None.
 
         Args:
             engine: ZeRO-3 engine.
             optimizer: Its basic optimizer.
-            reduce: Reduces gradients in FP8; None where they travel in BF16.
         """
-        self._zero, self._optimizer, self._reduce = ZeroStep(engine), optimizer, reduce
+        self._zero, self._optimizer = ZeroStep(engine), optimizer
         self.gradients = GradientShards(self._zero.flat_gradient, self._zero.gradient_places())
-        self._zero.replace_reduction(self._add)
-        self._zero.replace_epilogue()
-        self._zero.on_gradient_write(self.gradients.written)
-        self._zero.replace_step(self)
+        self._zero.leave_gradients_in_place()
+        self.end_backward: Callable[[], None] = self._zero.end_backward
+        self.gather_persistent: Callable[[], None] = self._zero.gather_persistent
         self.write_bf16: Callable[[], None] = self._zero.write_bf16
         """Rounds the new masters into the BF16 shards; replaced where not all of those are needed."""
 
     @torch.no_grad()
-    def _add(
-        self,
-        parameters: list[nn.Parameter],
-        stock: Callable[[list[nn.Parameter]], list[torch.Tensor]],
-        accumulate: bool,
-    ) -> None:
-        """Reduce the gradients of a bucket and add them to the shards."""
-        names, cast, others = self._zero.name, [], []
-        for parameter in parameters:
-            in_fp8 = self._reduce is not None and self._reduce.casts(parameter.grad.shape, names(parameter))
-            (cast if in_fp8 else others).append(parameter)
-        if others:
-            self.gradients.add_slices(stock(others), [names(p) for p in others], accumulate)
-        if cast:
-            gradients = [parameter.grad for parameter in cast]
-            self._reduce.add_to(self.gradients, gradients, self._zero.group, [names(p) for p in cast], accumulate)
+    def __call__(self) -> bool:
+        """Take the optimizer step that DeepSpeed's step() would take; the host waits once, for whether it was.
 
-    @torch.no_grad()
-    def __call__(self) -> None:
-        """Take the optimizer step that DeepSpeed's step() would take; the host waits once, for whether it was."""
+        Returns:
+            Whether the step was taken: masters are new, and parameters that stay whole are to be gathered.
+        """
         zero = self._zero
         zero.begin()
         self.gradients.close_step(zero.frozen())
@@ -90,9 +72,10 @@ class Step:
         if verdict.get():
             self._optimizer.take_back(masters for _, masters, _ in work)
             zero.skip()
-            return
+            return False
         self.write_bf16()
         zero.finish(norm / zero.loss_scale)
+        return True
 
     def _norm(self) -> torch.Tensor:
         """Return the 2-norm of all gradients on all ranks, times the loss scale; FP64 []."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Literal
 
-import torch
 from deepspeed import comm as dist
-
-from ds_fp8.zero.seams import StockReduceScatter
 
 GATHER, GRADIENT = "all_gather_bytes", "grad_bytes"
 
@@ -63,15 +59,3 @@ class WireMeter:
         sent = {purpose: self._sent[purpose] for purpose in (GATHER, GRADIENT)}
         self._sent.clear()
         return sent
-
-
-def counted(reduce_scatter: StockReduceScatter, wire: WireMeter) -> StockReduceScatter:
-    """Return DeepSpeed's reduce-scatter with its bytes counted: every gradient is padded to a multiple of the ranks."""
-
-    def counted_reduce_scatter(tensors: list[torch.Tensor], group: object) -> list[torch.Tensor]:
-        world = dist.get_world_size(group)
-        nbytes = sum(math.ceil(tensor.numel() / world) * world * tensor.element_size() for tensor in tensors)
-        wire.count(GRADIENT, "reduce_scatter", nbytes, group)
-        return reduce_scatter(tensors, group)
-
-    return counted_reduce_scatter

@@ -7,6 +7,8 @@
 
     gather    from shards to weights ready to be multiplied, and their release: as a layer is fetched
     reduce    from full BF16 gradients to this rank's slice of their mean
+    --transports    the shards of a layer's weights alone, by collectives, copy engines, and NCCL into symmetric memory
+                    (set NCCL_CTA_POLICY=2 for NCCL's copy engines)
     refresh   FP8 only, once an optimizer step: amax, its all-reduce and the cast of the shards of all weights
 
 Times are the slowest rank's median; bytes are what one rank sends, "bytes" and "held" FP8's share of BF16's: of what is
@@ -16,22 +18,24 @@ sent, and of what gathered weights occupy. `layer` is all linears of a layer tog
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from common import SIZES, banner, device, print_banner, print_table, write_json
 from deepspeed import comm as dist
+from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from torch import nn
 from zero_ranks import is_first, join_ranks, leave_ranks, link, timed, zero3_config
 
 import ds_fp8
-from ds_fp8.config.errors import main_entry
+from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.fp8 import GradientReduceConfig
-from ds_fp8.zero import seams
-from ds_fp8.zero.gradient_reduce import GradientReduce
+from ds_fp8.zero.gradient_reduce import GradientReduce, Reduction
 from ds_fp8.zero.hosts import find_hosts
 from ds_fp8.zero.nodes import find_nodes
-from ds_fp8.zero.wire import WireMeter, counted
+from ds_fp8.zero.transport import Collectives, Transport, Work, choose
+from ds_fp8.zero.wire import WireMeter
 
 
 class Measured(NamedTuple):
@@ -92,7 +96,12 @@ def measure_gathers(size: str, fp8: dict[str, Any] | None, repeats: int) -> dict
         sent = engine.fp8.wire.take()["all_gather_bytes"]
         found[name] = Measured(timed(gather_and_release, repeats), sent, held)
     if engine.fp8.parameter_gather is not None:
-        refresh = engine.fp8.parameter_gather.refresh
+        shards = engine.fp8.parameter_gather.shards
+
+        def refresh() -> None:
+            shards.loaded()
+            shards.cast()
+
         engine.fp8.wire.take()
         refresh()
         sent = engine.fp8.wire.take()["all_gather_bytes"]
@@ -101,30 +110,110 @@ def measure_gathers(size: str, fp8: dict[str, Any] | None, repeats: int) -> dict
     return found
 
 
+class SymmetricCollectives(Collectives):
+    """NCCL's all-gather into symmetric memory, which copy engines carry where NCCL_CTA_POLICY is 2 (NCCL 2.28)."""
+
+    def __init__(self, numel: int, device: torch.device, group: object):
+        """Allocate the shards. Collective.
+
+        Args:
+            numel: Bytes of them.
+            device: Where they lie.
+            group: Process group of all weights.
+        """
+        from torch.distributed import _symmetric_memory as symmetric
+
+        super().__init__(numel, device)
+        self.description = "by NCCL into symmetric memory"
+        self._group = group or torch.distributed.group.WORLD
+        self._symmetric = symmetric
+        symmetric.set_backend("NCCL")
+        torch.distributed.barrier(self._group)  # makes the communicator, which `rendezvous` needs
+
+    def allocate(self, numel: int) -> torch.Tensor:
+        """Return memory for outputs of `gather`, the same on all ranks."""
+        with torch.cuda.use_mem_pool(self._symmetric.get_mem_pool(self.local.device)):
+            memory = self.local.new_empty(numel)
+        self._symmetric.rendezvous(memory, group=self._group.group_name)
+        return memory
+
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
+        """Begin to gather every input into its output, in place: only outputs are symmetric memory."""
+        rank = torch.distributed.get_rank(self._group)
+        own = [output[rank * len(part) : (rank + 1) * len(part)] for output, part in zip(outputs, inputs, strict=True)]
+        torch._foreach_copy_(own, list(inputs))
+        return super().gather(outputs, own, group)
+
+
+def measure_transports(size: str, repeats: int) -> list[dict[str, Any]]:
+    """Measure the gather of a layer's shards by each transport, alone and beside products; or say why there is none."""
+    world, group = dist.get_world_size(), torch.distributed.group.WORLD
+    lengths = [n * k // world for n, k in SIZES[size].linears().values()]
+    total = sum(lengths)
+    transports: dict[str, Callable[[], Transport]] = {
+        "collectives": lambda: Collectives(total, device()),
+        "copy engines": lambda: choose("copy_engine", total, device(), [group]),
+        "NCCL, symmetric": lambda: SymmetricCollectives(total, device(), group),
+    }
+    a = torch.randn(4096 if device().type == "cuda" else 64, 4096, device=device(), dtype=torch.bfloat16)
+    b = a.mT.contiguous()
+    rows = []
+    for name, make in transports.items():
+        row: dict[str, Any] = {"transport": name, "bytes": (world - 1) * total}
+        try:
+            transport = make()
+
+            def gather(transport: Transport = transport) -> None:
+                outputs = transport.allocate(world * total).split([world * n for n in lengths])
+                transport.gather(outputs, transport.local.split(lengths), group).wait()
+
+            def beside_products(transport: Transport = transport) -> None:
+                outputs = transport.allocate(world * total).split([world * n for n in lengths])
+                work = transport.gather(outputs, transport.local.split(lengths), group)
+                for _ in range(8):
+                    a @ b
+                work.wait()
+
+            transport.local.fill_(dist.get_rank() + 1)
+            transport.written()
+            memory = transport.allocate(world * total)
+            transport.gather(memory.split([world * n for n in lengths]), transport.local.split(lengths), group).wait()
+            ends = memory.split([n for n in lengths for _ in range(world)])
+            row["right"] = [int(part[-1]) for part in ends] == list(range(1, world + 1)) * len(lengths)
+            row |= {"ms": timed(gather, repeats), "ms_beside_products": timed(beside_products, repeats)}
+        except (UserError, RuntimeError, AttributeError, NotImplementedError) as error:
+            row["why_not"] = str(error).partition("\n")[0]
+        rows.append(row)
+    return rows
+
+
 def measure_reductions(size: str, options: dict[str, Any] | None, repeats: int) -> dict[str, Measured]:
     """Measure the reduction of each group of gradients; options of "grad_reduce", None for DeepSpeed's own."""
     shapes = list(SIZES[size].linears().items())
     wire = WireMeter()
-    stock = counted(seams.stock_reduce_scatter(), wire)
-    if options is None:
-
-        def reduce(gradients: list[torch.Tensor]) -> None:
-            stock(gradients, None)
-    else:
+    in_fp8 = None
+    if options is not None:
         config = GradientReduceConfig(**options)
-        ours = GradientReduce(stock, config, wire, find_nodes(config.hierarchy, find_hosts()))
+        in_fp8 = GradientReduce(config, wire, find_nodes(config.hierarchy, find_hosts()))
+    reduction = Reduction(wire, in_fp8, None)
 
-        def reduce(gradients: list[torch.Tensor]) -> None:
-            ours(gradients, None, [str(index) for index in range(len(gradients))])
+    def reduce(parameters: dict[str, nn.Parameter]) -> None:
+        reduction(
+            parameters, torch.bfloat16, False, lambda some: reduce_scatter_coalesced([p.grad for p in some], None)
+        )
 
     found = {}
     for name in [*dict(shapes), "layer"]:
-        chosen = [shape for linear, shape in shapes if name in (linear, "layer")]
-        gradients = [torch.randn(shape, device=device(), dtype=torch.bfloat16) for shape in chosen]
+        parameters = {}
+        for linear, shape in shapes:
+            if name in (linear, "layer"):
+                parameters[linear] = nn.Parameter(torch.empty(shape, device=device(), dtype=torch.bfloat16))
+                parameters[linear].grad = torch.randn_like(parameters[linear])
+                parameters[linear].ds_process_group = None
         wire.take()
-        reduce(gradients)
+        reduce(parameters)
         sent = wire.take()["grad_bytes"]
-        found[name] = Measured(timed(lambda gradients=gradients: reduce(gradients), repeats), sent)
+        found[name] = Measured(timed(lambda parameters=parameters: reduce(parameters), repeats), sent)
     return found
 
 
@@ -184,6 +273,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--error-feedback", choices=["off", "bf16", "fp32"], default="off", help="of gradients")
     parser.add_argument("--scale", choices=["group", "tensor"], default="group", help="of gradients")
     parser.add_argument("--repeats", type=int, help="default 20, --quick: 3")
+    parser.add_argument("--transports", action="store_true", help="measure the transports of shards alone")
     parser.add_argument("--quick", action="store_true", help="small messages and few repetitions, for any machine")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
     options = parser.parse_args(arguments)
@@ -194,6 +284,15 @@ def main(arguments: list[str] | None = None) -> int:
     facts = banner()
     if is_first():
         print_banner(facts)
+    if options.transports:
+        rows = measure_transports(size, repeats)
+        if is_first():
+            columns = ("transport", "bytes", "right", "ms", "ms_beside_products", "why_not")
+            print_table("shards of a layer", columns, [[row.get(column) for column in columns] for row in rows])
+            if options.json:
+                write_json(options.json, banner=facts, link=link(), ranks=dist.get_world_size(), size=size, rows=rows)
+        leave_ranks()
+        return 0
     fp8 = {"preset": options.preset, "monitor": {"every": 0}}
     reduction = {"scale": options.scale, "rounding": options.rounding, "error_feedback": options.error_feedback}
     rows = rows_of("gather", size, measure_gathers(size, None, repeats), measure_gathers(size, fp8, repeats))

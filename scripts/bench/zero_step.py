@@ -177,7 +177,7 @@ def measure_gather(options: argparse.Namespace) -> list[dict[str, object]]:
         for stack in stacks:
             sizes = [world * lengths[i] for i in stack]
             outputs += shards.new_empty(sum(sizes)).split(sizes)
-        work = peers.all_gather(outputs, inputs) if peers else grouped.all_gather(outputs, inputs, group)
+        work = peers.gather(outputs, inputs) if peers else grouped.all_gather(outputs, inputs, group)
         work.wait()
 
     ways = {

@@ -41,7 +41,7 @@ def test_the_report_says_why_there_are_none(ranks, graph, why):
 def of_one_rank(_):
     from deepspeed import comm as dist
 
-    from ds_fp8.engine.initialize import _of_any_rank
+    from ds_fp8.engine.attach import _of_any_rank
 
     return _of_any_rank("here" if dist.get_rank() == 1 else None)
 

@@ -117,6 +117,16 @@ def test_every_collective_is_measured(measured):
     assert all(row["fp8_milliseconds"] > 0 for row in rows)
 
 
+def test_transports_are_measured_or_the_reason_is_said(tmp_path):
+    file = tmp_path / "transports.json"
+    assert run_script("collectives.py", "--quick", "--transports", "--json", str(file)).returncode == 0
+    collectives, *others = json.loads(file.read_text())["rows"]
+    assert collectives["right"]
+    assert collectives["ms_beside_products"] > 0
+    assert len(others) == 2
+    assert all(row.get("ms") or row["why_not"] for row in others)
+
+
 def test_the_model_reproduces_the_step_it_was_fitted_to(measured):
     """Steps are made longer than all that is sent in them: a busy machine may have measured otherwise."""
     point = scaling.read_point(":".join(map(str, measured)))

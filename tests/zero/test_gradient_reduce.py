@@ -3,20 +3,19 @@ import math
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced as stock
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import GradientReduceConfig
 from ds_fp8.zero.automatic_scale import GROWTH, AutomaticScale
-from ds_fp8.zero.gradient_reduce import SMALLEST, GradientReduce
+from ds_fp8.zero.gradient_reduce import SMALLEST, GradientReduce, Reduction
 from ds_fp8.zero.hosts import Hosts, find_hosts
 from ds_fp8.zero.nodes import find_nodes, why_flat
-from ds_fp8.zero.seams import stock_reduce_scatter
 from ds_fp8.zero.wire import WireMeter
 
 # Relative error of one cast, as a share of the gradient's norm.
 TOLERANCE = {"e4m3": 0.04, "e5m2": 0.08}
 EMULATED = {"int8": 0.02, "e3m4": 0.025, "log8": 0.04, "e2m1": 0.2}
-stock = stock_reduce_scatter()
 SHAPES = [(131, 301), (64, 64), (61,), (3, 5), (4097, 1), (1, 5000), (128, 256)]
 OPTIONS = {
     "nearest": {},
@@ -27,8 +26,20 @@ OPTIONS = {
 }
 
 
-def reducer(nodes=None, **options):
-    return GradientReduce(stock, GradientReduceConfig(**options), WireMeter(), nodes)
+def reducer(nodes=None, clock=None, **options):
+    """A function from full gradients and their names to this rank's slices of their means."""
+    in_fp8 = GradientReduce(GradientReduceConfig(**options), WireMeter(), nodes, clock)
+    reduction = Reduction(WireMeter(), in_fp8, None)
+
+    def reduce(gradients, names):
+        parameters = []
+        for value in gradients:
+            parameters.append(torch.nn.Parameter(torch.empty_like(value)))
+            parameters[-1].grad, parameters[-1].ds_process_group = value, None
+        named = dict(zip(names, parameters, strict=True))
+        return reduction(named, torch.bfloat16, False, lambda some: stock([p.grad for p in some], None))
+
+    return reduce
 
 
 def gradient(shape, rank):
@@ -42,7 +53,7 @@ def exact_mean(shape, world):
 def reduced(options, ranks_per_node=None):
     nodes = find_nodes("auto", hosts_of(ranks_per_node)) if ranks_per_node else None
     gradients = [gradient(shape, dist.get_rank()) for shape in SHAPES]
-    ours = reducer(nodes, **options)([g.clone() for g in gradients], None, [str(shape) for shape in SHAPES])
+    ours = reducer(nodes, **options)([g.clone() for g in gradients], [str(shape) for shape in SHAPES])
     theirs = stock([g.clone() for g in gradients], None)
     return ours, theirs
 
@@ -125,9 +136,9 @@ def one_bad_gradient(value, options):
     if dist.get_rank() == 1:
         gradients[0][7, 11] = value
     reduce = reducer(**options)
-    ours = reduce(gradients, None, ["weight"])[0]
+    ours = reduce(gradients, ["weight"])[0]
     bad = ours.isnan().nonzero().flatten().tolist()
-    afterwards = reduce([gradient((131, 301), dist.get_rank())], None, ["weight"])[0]
+    afterwards = reduce([gradient((131, 301), dist.get_rank())], ["weight"])[0]
     return bad, ours.isinf().any().item(), afterwards.isfinite().all().item(), len(ours)
 
 
@@ -154,7 +165,7 @@ def drift(options, rounds):
     reduce = reducer(**options)
     total = 0
     for _ in range(rounds):
-        total = total + reduce([gradient((131, 301), dist.get_rank())], None, ["weight"])[0]
+        total = total + reduce([gradient((131, 301), dist.get_rank())], ["weight"])[0]
     start = dist.get_rank() * math.ceil(131 * 301 / dist.get_world_size())
     exact = rounds * exact_mean((131, 301), dist.get_world_size())[start : start + len(total)]
     return ((total - exact).norm() / exact.norm()).item()
@@ -173,9 +184,8 @@ def test_stochastic_rounding_repeats_with_its_seed(ranks):
 
 def repeated_with_own_clock():
     def run(seed):
-        config = GradientReduceConfig(rounding="stochastic", seed=seed)
-        reduce = GradientReduce(stock, config, WireMeter(), clock=lambda: 5)
-        return reduce([gradient((131, 301), dist.get_rank())], None, ["weight"])[0]
+        reduce = reducer(clock=lambda: 5, rounding="stochastic", seed=seed)
+        return reduce([gradient((131, 301), dist.get_rank())], ["weight"])[0]
 
     return torch.equal(run(3), run(3)), torch.equal(run(3), run(4))
 

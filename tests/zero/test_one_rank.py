@@ -47,7 +47,7 @@ def sent_and_allocated():
     engine = build()
     models.train(engine, 1)
     weights = [module.weight for module in fp8_linears(engine).values()]
-    codes = engine.fp8.parameter_gather._shards.codes
+    codes = engine.fp8.parameter_gather.shards.codes
 
     def refuse(*arguments, **options):
         raise AssertionError("one rank has nobody to gather from")
@@ -73,8 +73,8 @@ def change_masters(engine):
     gatherer = engine.fp8.parameter_gather
     for weight in gatherer._all:
         seams.master_shard(weight.parameter).mul_(1.37)
-    gatherer._shards.masters_updated()
-    gatherer._shards.refresh_if_stale()
+    gatherer.shards.masters_updated()
+    gatherer.shards.cast()
 
 
 def gathered_over_a_step(left_out):

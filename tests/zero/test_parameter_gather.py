@@ -77,7 +77,7 @@ def emulated_against_whole():
     engine = models.build(models.config({"linear": {"overrides": overrides}, "monitor": {"every": 0}}))
     models.train(engine, 1)
     shown = {}
-    engine.fp8.parameter_gather.observe(lambda weight, rows, cast, elements: shown.update({id(weight): cast}))
+    engine.fp8.parameter_gather.shards.observe(lambda weight, rows, cast, elements: shown.update({id(weight): cast}))
     result = {}
     for name, module in fp8_linears(engine).items():
         whole = quantize(models.full_master(module.weight), *EMULATED[name])

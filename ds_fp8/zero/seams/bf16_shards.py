@@ -11,10 +11,8 @@ from collections.abc import Iterable
 import deepspeed
 import torch
 
-from ds_fp8.zero.deepspeed_versions import BF16_READERS
 from ds_fp8.zero.seams.installation import on_destroy
 from ds_fp8.zero.seams.parameters import master_shard
-from ds_fp8.zero.seams.updates import call_around
 
 
 class Bf16Shards:
@@ -26,11 +24,8 @@ class Bf16Shards:
         self._parameters = [parameter for group in self._zero.fp16_groups for parameter in group]
         trained = set(map(id, self._parameters))
         self._unneeded = {id(parameter): parameter for parameter in unneeded if id(parameter) in trained}
-        for before, after in BF16_READERS.items():
-            call_around(engine, before, self._make_all, None)
-            call_around(engine, after, None, self._free_unneeded)
-        on_destroy(engine, self._make_all)
-        self._free_unneeded()
+        on_destroy(engine, self.make_all)
+        self.free_unneeded()
 
     def need(self, parameter: torch.nn.Parameter) -> None:
         """Keep this parameter's shard from now on."""
@@ -60,8 +55,8 @@ class Bf16Shards:
     def _make(self, parameter: torch.nn.Parameter) -> None:
         parameter.ds_tensor.data = master_shard(parameter).to(parameter.dtype)
 
-    def _make_all(self) -> None:
-        """Restore DeepSpeed's flat buffer of all shards."""
+    def make_all(self) -> None:
+        """Restore DeepSpeed's flat buffer of all shards, for code of its that reads or writes it."""
         total = sum(parameter.partition_numel() for parameter in self._parameters)
         flat = torch.empty(total, dtype=self._zero.dtype, device=self._zero.device)
         start = 0
@@ -75,7 +70,7 @@ class Bf16Shards:
         self._zero.fp16_partitioned_groups_flat.clear()
         self._zero._set_fp16_partitioned_groups_flat()
 
-    def _free_unneeded(self) -> None:
+    def free_unneeded(self) -> None:
         """Keep only the needed shards of the flat buffer."""
         for parameter in self._parameters:
             if id(parameter) in self._unneeded:

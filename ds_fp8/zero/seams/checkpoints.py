@@ -1,11 +1,8 @@
-"""Hooks on what the engine saves and loads: whole state dicts, files of checkpoints, state beside the user's."""
+"""Whole state dicts of an engine, and files of its checkpoints."""
 
 from __future__ import annotations
 
 import copyreg
-import functools
-from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,6 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-
-from ds_fp8.zero.seams.installation import replace
 
 CHECKPOINT_CLASSES = [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
 """Classes that DeepSpeed puts into checkpoints beside tensors and plain values: holders of numbers."""
@@ -76,51 +71,6 @@ def copy_recovery_scripts(engine: deepspeed.DeepSpeedEngine, folder: Path) -> No
         if script.is_symlink():  # whose target would be written to
             script.unlink()
     engine._copy_recovery_script(str(folder))
-
-
-def in_checkpoints(
-    engine: deepspeed.DeepSpeedEngine,
-    key: str,
-    save: Callable[[], dict[str, Any]],
-    load: Callable[[dict[str, Any] | None], None],
-) -> None:
-    """Keep a state under `key` in every checkpoint that the engine writes, beside the user's client_state.
-
-    Args:
-        engine: any engine, of any ZeRO stage.
-        key: of the client state; whoever loads a checkpoint does not get to see it.
-        save: called on all ranks while a checkpoint is saved.
-        load: called on all ranks with what `save` returned, None where the checkpoint has no such state, after
-            everything else has been loaded; not when only the model is loaded.
-    """
-    save_checkpoint, load_checkpoint = engine.save_checkpoint, engine.load_checkpoint
-
-    def save_with_state(save_dir, tag=None, client_state=None, *args, **kwargs):
-        return save_checkpoint(save_dir, tag, {**(client_state or {}), key: save()}, *args, **kwargs)
-
-    @functools.wraps(load_checkpoint)  # whoever wraps it next reads its signature
-    def load_with_state(*args, **kwargs):
-        path, client_state = load_checkpoint(*args, **kwargs)
-        state = client_state.pop(key, None) if client_state else None
-        module_only = signature(load_checkpoint).bind(*args, **kwargs).arguments.get("load_module_only", False)
-        if path is not None and not module_only:
-            load(state)
-        return path, client_state
-
-    replace(engine, engine, "save_checkpoint", save_with_state)
-    replace(engine, engine, "load_checkpoint", load_with_state)
-
-
-def before_load(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
-    """Call `callback` on all ranks before the engine loads a checkpoint."""
-    load_checkpoint = engine.load_checkpoint
-
-    @functools.wraps(load_checkpoint)
-    def call_and_load(*args, **kwargs):
-        callback()
-        return load_checkpoint(*args, **kwargs)
-
-    replace(engine, engine, "load_checkpoint", call_and_load)
 
 
 def consolidated_state_dict(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor] | None:

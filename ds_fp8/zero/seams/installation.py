@@ -10,6 +10,7 @@ from deepspeed.accelerator import get_accelerator
 
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
 _INSTALLED = "_ds_fp8_installed"
+LIFECYCLE = "_ds_fp8_lifecycle"
 _MISSING = object()
 
 
@@ -53,6 +54,16 @@ def replace(engine: deepspeed.DeepSpeedEngine, owner: object, name: str, value: 
 
     on_destroy(engine, restore)
     setattr(owner, name, value)
+
+
+def on_step(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
+    """Call `callback` after every optimizer step, also after one that was left out because of an overflow."""
+    vars(engine)[LIFECYCLE].after_step.append(callback)
+
+
+def before_load(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
+    """Call `callback` on all ranks before the engine loads a checkpoint."""
+    vars(engine)[LIFECYCLE].before_load.append(callback)
 
 
 def disable_shm_build() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,9 +12,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero import partition_parameters
 
-from ds_fp8.zero import streams
 from ds_fp8.zero.seams.installation import replace
-from ds_fp8.zero.seams.updates import on_step
 
 
 def data_parallel_group(engine: deepspeed.DeepSpeedEngine) -> object:
@@ -62,6 +60,11 @@ def shard_of(parameter: torch.nn.Parameter) -> Shard:
     return Shard(parameter.ds_shape, start, numel, valid, dist.get_world_size(group), group)
 
 
+def shard_group(parameter: torch.nn.Parameter) -> object:
+    """Return the process group that a parameter is sharded over."""
+    return parameter.ds_process_group
+
+
 def master_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
     """Return this rank's flat FP32 master shard with its padding, where it lies; where there is none the BF16 shard.
 
@@ -81,6 +84,14 @@ def is_trained(parameter: torch.nn.Parameter) -> bool:
     the start keeps its masters.
     """
     return _master_position(parameter) is not None
+
+
+def untrained(engine: deepspeed.DeepSpeedEngine) -> list[str]:
+    """Return the names of the parameters that require gradients and that the optimizer of a ZeRO-3 engine lacks."""
+    if not hasattr(engine.optimizer, "grad_position"):  # another stage, or no optimizer
+        return []
+    named = engine.module.named_parameters()
+    return [name for name, p in named if p.requires_grad and p.ds_numel and not is_trained(p)]
 
 
 def _master_position(parameter: torch.nn.Parameter) -> list[int] | None:
@@ -133,85 +144,14 @@ def in_use(parameter: torch.nn.Parameter) -> bool:
     return bool(parameter.ds_active_sub_modules)
 
 
-def wrap_closure(
-    engine: deepspeed.DeepSpeedEngine,
-    parameter: torch.nn.Parameter,
-    name: str,
-    wrapper: Callable[[Callable], Callable],
-) -> None:
-    """Replace a closure that DeepSpeed put on a partitioned parameter, until the engine is destroyed.
-
-    Args:
-        engine: Engine of the parameter.
-        parameter: Parameter that ZeRO-3 has partitioned.
-        name: Name of the closure, such as "all_gather" or "partition".
-        wrapper: Called once with the present closure; returns what takes its place.
-    """
-    replace(engine, parameter, name, wrapper(getattr(parameter, name)))
-
-
-def on_gather(engine: deepspeed.DeepSpeedEngine, callback: Callable[[int, object], None]) -> None:
-    """Call `callback` before DeepSpeed gathers parameters.
-
-    Args:
-        engine: ZeRO-3 engine.
-        callback: Called as callback(nbytes, group): the bytes of this rank's shards to gather, by process group.
-    """
-
-    def count(parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        nbytes: defaultdict[object, int] = defaultdict(int)
-        for parameter in parameters:
-            if parameter.ds_status == partition_parameters.ZeroParamStatus.NOT_AVAILABLE:
-                shard = parameter.ds_tensor
-                nbytes[parameter.ds_process_group] += shard.ds_numel * shard.element_size()
-        for group, total in nbytes.items():
-            callback(total, group)
-        return parameters
-
-    def observed_gather(closure: Callable, parameter: torch.nn.Parameter) -> Callable:
-        def all_gather(param_list: list[torch.nn.Parameter] | None = None, *args, **kwargs):
-            return closure(count([parameter] if param_list is None else list(param_list)), *args, **kwargs)
-
-        return all_gather
-
-    def observed_coalesced_gather(closure: Callable) -> Callable:
-        return lambda params, *args, **kwargs: closure(count(list(params)), *args, **kwargs)
-
-    for parameter in filter(is_zero_parameter, engine.module.parameters()):
-        wrap_closure(engine, parameter, "all_gather", lambda closure, p=parameter: observed_gather(closure, p))
-        wrap_closure(engine, parameter, "all_gather_coalesced", observed_coalesced_gather)
-
-
-def gather_behind_writes(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Let every gather begin behind the last optimizer step, and the last write of a user, on the stream they were on.
-
-    DeepSpeed's stream of gathers waits for no other. What keeps it from shards that a step is still writing is that the
-    host waits for the device somewhere, which this package's step does not need. Call when the step is installed.
-    """
-    last: list[object] = [None]
-
-    def note() -> None:
-        last[0] = streams.record_event()
-
-    def behind(closure: Callable) -> Callable:
-        def gather(*args, **kwargs):
-            streams.wait_event(last[0])
-            return closure(*args, **kwargs)
-
-        return gather
-
-    def noted(closure: Callable) -> Callable:
-        def partition(param_list=None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True):
-            closure(param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
-            if has_been_updated:
-                note()
-
-        return partition
-
-    for parameter in filter(is_zero_parameter, engine.module.parameters()):
-        for name, wrapper in (("all_gather", behind), ("all_gather_coalesced", behind), ("partition", noted)):
-            wrap_closure(engine, parameter, name, wrapper)
-    on_step(engine, note)
+def bytes_to_gather(parameters: Iterable[torch.nn.Parameter]) -> dict[object, int]:
+    """Return by process group the bytes of this rank's shards of those parameters that are not gathered."""
+    nbytes: defaultdict[object, int] = defaultdict(int)
+    for parameter in parameters:
+        if parameter.ds_status == partition_parameters.ZeroParamStatus.NOT_AVAILABLE:
+            shard = parameter.ds_tensor
+            nbytes[parameter.ds_process_group] += shard.ds_numel * shard.element_size()
+    return nbytes
 
 
 class _Watched(dict):

@@ -6,7 +6,7 @@ DeepSpeed gathers them one collective each, and the host then waits for the devi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import deepspeed
 import torch
@@ -14,32 +14,25 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fp8.zero import grouped
-from ds_fp8.zero.seams.installation import replace
 
 _ALIGNMENT = 512
 """Bytes that the beginning of every parameter is a multiple of, as if torch had allocated it by itself."""
 
 
-def gather_persistent_together(engine: deepspeed.DeepSpeedEngine) -> None:
+def gather_together(engine: deepspeed.DeepSpeedEngine, parameters: Iterable[torch.nn.Parameter]) -> bool:
     """Gather persistent parameters as one, and let the current stream wait for them in place of the host.
 
-    For a ZeRO-3 engine whose gathers begin behind its steps (`gather_behind_writes`) and whose step is this package's.
-    Call before others wrap the parameters' closures.
+    For a ZeRO-3 engine whose gathers begin behind its steps.
+
+    Returns:
+        Whether that was done: not where one of those that are not gathered is not persistent, or there are none.
     """
-    persistent = engine.optimizer.persistent_parameters
-    if not persistent:
-        return
-    ours = set(map(id, persistent))
-    stock = persistent[0].all_gather  # what DeepSpeed's step calls, with all of them
-
-    def all_gather(param_list: Sequence[torch.nn.Parameter] | None = None, async_op: bool = False, hierarchy: int = 0):
-        missing = [p for p in param_list or () if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-        if async_op or not missing or not all(id(p) in ours for p in missing) or not _alike(missing):
-            return stock(param_list, async_op, hierarchy)
-        _gather(missing)
-        return None
-
-    replace(engine, persistent[0], "all_gather", all_gather)
+    persistent = set(map(id, engine.optimizer.persistent_parameters))
+    missing = [p for p in parameters if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+    if not missing or not all(id(p) in persistent for p in missing) or not _alike(missing):
+        return False
+    _gather(missing)
+    return True
 
 
 def _alike(parameters: Sequence[torch.nn.Parameter]) -> bool:

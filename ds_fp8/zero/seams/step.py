@@ -1,15 +1,11 @@
 """DeepSpeed's ZeRO-3 optimizer as this package's optimizer step uses it, private names included.
 
-    gradients   `reduce_and_partition` takes buckets of full gradients and is to add them to the flat gradient shards
-    epilogue    after backward DeepSpeed makes the host wait for the reductions; here the step's stream waits
-    step        `step()` itself, between what DeepSpeed does before and after it
-
 Gradient shards, FP32 masters and the loss scale stay DeepSpeed's, where safe_get_*, checkpoints and schedulers look.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -17,13 +13,10 @@ import torch
 from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from ds_fp8.zero import streams
-from ds_fp8.zero.deepspeed_versions import AVERAGE_GRADIENTS, FLUSH_BUCKET, GRADIENT_PARTITIONS, GRADIENT_WRITES
+from ds_fp8.zero.deepspeed_versions import FLUSH_BUCKET, GRADIENT_PARTITIONS
 from ds_fp8.zero.seams.installation import replace
+from ds_fp8.zero.seams.methods import has_optimizer
 from ds_fp8.zero.seams.parameters import shard_of
-from ds_fp8.zero.seams.updates import has_optimizer
-
-Reduce = Callable[[list[torch.nn.Parameter], Callable[[list[torch.nn.Parameter]], list[torch.Tensor]], bool], None]
-"""(parameters with full gradients, DeepSpeed's reduction of some of them to slices, whether to accumulate)."""
 
 
 def why_no_own_step(engine: deepspeed.DeepSpeedEngine) -> str | None:
@@ -80,65 +73,26 @@ class ZeroStep:
             yield group, masters, self.flat_gradient.narrow(0, start, masters.numel())
             start += masters.numel()
 
-    def _replace(self, name: str, value: object) -> None:
-        replace(self._engine, self._zero, name, value)
-
     # ---------------------------------------------------------------- gradients
 
-    def replace_reduction(self, reduce: Reduce) -> None:
-        """Let `reduce` add every bucket of gradients to `flat_gradient`, straight from where autograd left them.
-
-        It is called on the stream of the reductions, on all ranks with the same parameters in the same order.
-        """
-        zero = self._zero
-        average = getattr(zero, AVERAGE_GRADIENTS)
-
-        def reduce_bucket(parameters: list[torch.nn.Parameter], communication_dtype: torch.dtype) -> list:
-            def stock(some: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-                return average(some, communication_dtype)
-
-            reduce(parameters, stock, zero.micro_step_id > 0)
-            for parameter in parameters:
-                streams.used_by_current_stream(parameter.grad)
-                parameter.grad = None
-            return []
-
-        self._replace(AVERAGE_GRADIENTS, reduce_bucket)
-        self._replace("partition_grads", lambda parameters, slices: None)
-        # Gradients are cast from where they are: DeepSpeed need not copy them into its bucket first.
-        self._replace("contiguous_gradients", False)
-        for bucket in zero.ipg_buckets.values():
+    def leave_gradients_in_place(self) -> None:
+        """Keep DeepSpeed from copying gradients into a bucket: they are cast from where autograd left them."""
+        replace(self._engine, self._zero, "contiguous_gradients", False)
+        for bucket in self._zero.ipg_buckets.values():
             bucket.buffer = None
 
-    def replace_epilogue(self) -> None:
-        """Let the stream of the next step, not the host, wait for the reductions that backward began."""
+    def end_backward(self) -> None:
+        """Reduce what waits for a full bucket; the stream of the next step, not the host, waits for the reductions."""
         zero = self._zero
-
-        def epilogue() -> None:
-            for dtype in sorted(zero.ipg_buckets, key=str):
-                getattr(zero, FLUSH_BUCKET)(dtype)
-            zero.params_already_reduced = dict.fromkeys(zero.params_already_reduced, False)
-            partitions = getattr(zero, GRADIENT_PARTITIONS)
-            zero.averaged_gradients = {
-                index: [partitions[parameter.ds_id] for parameter in parameters]
-                for index, parameters in enumerate(zero.fp16_groups)
-            }
-            zero._epilogue_ran_this_backward = True
-
-        self._replace("independent_gradient_partition_epilogue", epilogue)
-
-    def on_gradient_write(self, callback: Callable[[list[str]], None]) -> None:
-        """Call `callback` with the names of parameters whose gradients a user has overwritten (safe_set_full_grad)."""
-
-        def wrapped(method: Callable) -> Callable:
-            def write(value: object, written: torch.nn.Parameter | list[torch.nn.Parameter]) -> None:
-                method(value, written)
-                callback([self.name(p) for p in (written if isinstance(written, list) else [written])])
-
-            return write
-
-        for name in GRADIENT_WRITES:
-            self._replace(name, wrapped(getattr(self._zero, name)))
+        for dtype in sorted(zero.ipg_buckets, key=str):
+            getattr(zero, FLUSH_BUCKET)(dtype)
+        zero.params_already_reduced = dict.fromkeys(zero.params_already_reduced, False)
+        partitions = getattr(zero, GRADIENT_PARTITIONS)
+        zero.averaged_gradients = {
+            index: [partitions[parameter.ds_id] for parameter in parameters]
+            for index, parameters in enumerate(zero.fp16_groups)
+        }
+        zero._epilogue_ran_this_backward = True
 
     # ---------------------------------------------------------------- the step
 
@@ -156,10 +110,6 @@ class ZeroStep:
     def clip(self) -> float:
         """Return the largest gradient norm; 0 for no clipping."""
         return self._zero.clip_grad
-
-    def replace_step(self, step: Callable[[], None]) -> None:
-        """Let `engine.step()` call `step` in place of DeepSpeed's."""
-        self._replace("step", lambda closure=None: step())
 
     def begin(self) -> None:
         """Do what DeepSpeed does before a step; gradients are complete on the current stream then."""
@@ -190,8 +140,16 @@ class ZeroStep:
         zero._loss_scale_update_and_overflow_cleanup()
         zero._global_grad_norm = norm
         zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
-        zero._post_step(set())
+
+    def gather_persistent(self) -> None:
+        """Gather the parameters that stay whole between steps."""
+        self._zero._post_step(set())
 
     def clear_model_gradients(self) -> None:
         """Free the gradients that the model's parameters still hold."""
         self._zero.zero_grad(set_to_none=True)
+
+
+def accumulates(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Return whether gradients are added to those of earlier micro-batches of the step."""
+    return engine.optimizer.micro_step_id > 0

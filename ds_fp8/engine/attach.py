@@ -1,0 +1,124 @@
+"""The parts of FP8, put to work in an engine that deepspeed.initialize has made: collectives, step, graphs, health."""
+
+from __future__ import annotations
+
+import deepspeed
+from deepspeed import comm as dist
+
+from ds_fp8.engine.graph_conditions import why_no_graphs
+from ds_fp8.engine.health import Health
+from ds_fp8.engine.micro_steps import MicroStepGraphs
+from ds_fp8.engine.state import CHECKPOINT_KEY, FP8State
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.optim import AdamW
+from ds_fp8.zero import seams
+from ds_fp8.zero.gradient_reduce import GradientReduce, Reduction
+from ds_fp8.zero.hosts import find_hosts
+from ds_fp8.zero.leaf_modules import give_inputs_gradients, weights_read_in_leaf_modules
+from ds_fp8.zero.lifecycle import CheckpointState, Lifecycle
+from ds_fp8.zero.nodes import find_nodes
+from ds_fp8.zero.parameter_gather import ParameterGather
+from ds_fp8.zero.step import Step, why_not
+from ds_fp8.zero.wire import WireMeter
+
+
+def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -> None:
+    """Replace collectives and step of an engine as its configuration asks, until engine.destroy(). Collective.
+
+    Args:
+        engine: Engine of any ZeRO stage; with FP8 disabled only its bytes are counted.
+        state: FP8 state of the engine, with its conversion; gets the parts.
+        measured: Whether bytes are counted.
+
+    Raises:
+        UserError: The configuration asks for what these ranks cannot do.
+    """
+    sharded = engine.zero_optimization_partition_weights()
+    if sharded and measured:
+        state.wire = WireMeter()
+    if state.conversion is None and state.wire is None:
+        return
+    life = state.lifecycle = Lifecycle(engine, state.wire)
+    if state.conversion is not None:
+        state.hosts = find_hosts()
+        state.health = Health(engine, state.monitor, state.config)
+        state.why_no_step = why_not(engine, getattr(engine, "basic_optimizer", None))
+        if state.why_no_step is None:
+            state.step = life.update = Step(engine, engine.basic_optimizer)
+        if sharded:
+            give_inputs_gradients(engine)
+            _gather_in_fp8(engine, state, life)
+        _reduce_in_fp8(engine, state)
+        _register_segments(engine, state, life)
+    if sharded and seams.has_optimizer(engine):
+        shards = state.step.gradients if state.step is not None else None
+        life.reduction = Reduction(state.wire, state.gradient_reduce, shards)
+    if state.conversion is not None:
+        _capture_graphs(engine, state)
+        life.after_step.append(state.health.end_step)
+        life.states[CHECKPOINT_KEY] = CheckpointState(state.state_dict, state.load_state_dict)
+
+
+def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lifecycle) -> None:
+    """Gather the weights in FP8 that can be."""
+    if state.config.param_gather.format == "bf16":
+        return
+    read = {id(weight) for weight in weights_read_in_leaf_modules(engine.module)}
+    weights = [
+        (module.weight, module.recipe.weight, module.recipe.outliers)
+        for module in engine.module.modules()
+        if isinstance(module, FP8Linear)
+        and module.recipe.weight.why_not_gathered is None
+        and seams.is_partitioned(module.weight)
+        and id(module.weight) not in read
+    ]
+    if not weights:
+        return
+    gather = ParameterGather(engine, weights, state.wire, state.config.param_gather.transport)
+    state.parameter_gather = state.health.parameter_gather = life.weights = gather
+    if state.step is not None:
+        life.bf16_shards = gather.free_bf16_shards(engine)
+        state.step.write_bf16 = life.bf16_shards.write
+
+
+def _reduce_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
+    """Make what reduces gradients in FP8."""
+    config = state.config.grad_reduce
+    if config.format == "bf16" or not seams.has_optimizer(engine):
+        return
+    state.nodes = find_nodes(config.hierarchy, state.hosts)
+    observe = state.health.observe_gradient
+    state.gradient_reduce = GradientReduce(config, state.wire, state.nodes, state.clock, observe)
+    state.health.gradient_reduce = state.gradient_reduce
+
+
+def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lifecycle) -> None:
+    """Give AdamW, if it is the optimizer, the tensor boundaries of ZeRO's flat shards."""
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if not isinstance(optimizer, AdamW):
+        return
+    state.optimizer = life.moments = optimizer
+    for shard, segments in seams.flat_parameters(engine):
+        vectors = [index for index, segment in enumerate(segments) if segment.is_vector]
+        optimizer.set_segments(shard, [segment.numel for segment in segments], vectors)
+
+
+def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
+    """Let micro-steps run as CUDA graphs, where all ranks can capture them."""
+    why = why_no_graphs(engine, state.config, state.why_no_step)
+    if state.step is not None and seams.untrained(engine):
+        why = why or "parameters that the optimizer lacks have gradients, which a graph would keep where they were"
+    state.why_no_graphs = _of_any_rank(why)
+    if state.why_no_graphs is None:
+        checked = state.config.graph == "auto"
+        state.graphs = MicroStepGraphs(
+            engine, state.step.gradients, state.parameter_gather, state.wire, state.health, state.monitor, checked
+        )
+        state.health.on_move = state.graphs.reset
+
+
+def _of_any_rank(reason: str | None) -> str | None:
+    """Return the reason of the first rank that has one. Collective."""
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return next(filter(None, reasons), None)

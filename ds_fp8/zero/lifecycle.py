@@ -1,0 +1,278 @@
+"""Methods that take the calls of DeepSpeed's: what runs around steps, gathers and loads, and in which order.
+
+DeepSpeed's methods (seams/methods.py has their names) call the methods of `Lifecycle` in place of their own code:
+
+    step                          wait for the last cast, update, cast, gather what stays whole, callbacks
+    gather, gather_bf16, release  parameters, for modules and for users
+    reduce, accumulate            gradients, added to the shards or handed to DeepSpeed
+    write_...                     whatever else changes masters, moments and gradients, between steps
+    load_checkpoint               callbacks, load, states of this package
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from inspect import signature
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+from torch import nn
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.optim.adamw import AdamW
+from ds_fp8.zero import seams, streams
+from ds_fp8.zero.gradient_reduce import Reduction
+from ds_fp8.zero.parameter_gather import ParameterGather
+from ds_fp8.zero.seams.bf16_shards import Bf16Shards
+from ds_fp8.zero.step import Step
+from ds_fp8.zero.wire import GATHER, WireMeter
+
+Stock = Callable[..., Any]
+"""DeepSpeed's own method."""
+
+
+class CheckpointState(NamedTuple):
+    """State that is kept in checkpoints beside the user's; both functions are called on all ranks."""
+
+    save: Callable[[], dict[str, Any]]
+    load: Callable[[dict[str, Any] | None], None]
+    """Called with what `save` returned, or None, after all else has been loaded; not for a load of the model alone."""
+
+
+class Handle:
+    """Handle that DeepSpeed waits on: FP8 gathers in flight, and its own handle for parameters gathered in BF16."""
+
+    def __init__(self, finish: list[Callable[[], None]], stock: object | None):
+        self._finish, self._stock = finish, stock
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Let the current stream wait for all of them; the parameters are available then."""
+        if self._stock is not None:
+            self._stock.wait(handle_dependency=handle_dependency)
+            self._stock = None
+        while self._finish:
+            self._finish.pop(0)()
+
+
+class Lifecycle:
+    """Takes the calls of every method of DeepSpeed that is replaced. A part that is None is left to DeepSpeed."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, wire: WireMeter | None = None):
+        """Replace the methods, until the engine is destroyed.
+
+        Args:
+            engine: Engine of any ZeRO stage.
+            wire: Counts the bytes of gathers.
+        """
+        self.update: Step | None = None
+        """Takes the optimizer's step."""
+        self.weights: ParameterGather | None = None
+        """Gathers weights in FP8."""
+        self.bf16_shards: Bf16Shards | None = None
+        """BF16 shards, of which not all are kept."""
+        self.reduction: Reduction | None = None
+        """Reduces gradients."""
+        self.moments: AdamW | None = None
+        """Holds the moments, in formats of its own."""
+        self.after_step: list[Callable[[], None]] = []
+        """Called in order after every step, also after one that was left out because of an overflow."""
+        self.before_load: list[Callable[[], None]] = []
+        """Called in order, on all ranks, before the engine loads a checkpoint."""
+        self.states: dict[str, CheckpointState] = {}
+        """By their key in the client state of checkpoints; whoever loads a checkpoint does not get to see it."""
+        self._engine, self._wire = engine, wire
+        self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        self._written: object | None = None
+        """Event behind the last write to shards, by a step or a user."""
+        seams.replace_methods(engine, self)
+
+    # ---------------------------------------------------------------- a step
+
+    def step(self, stock: Stock, *args, **kwargs) -> Any:
+        """Take an optimizer step, and cast what it has changed."""
+        if self.weights is not None:
+            self.weights.shards.wait_for_cast()  # it reads masters, on a stream of its own
+        if self.update is not None:
+            result, taken = None, self.update()
+        else:
+            result = stock(*args, **kwargs)
+            taken = not getattr(self._engine.optimizer, "overflow", False)
+        if self.weights is not None:
+            if taken:
+                self.weights.shards.masters_updated()
+            self.weights.shards.cast()
+        if self.update is not None and taken:  # DeepSpeed's step has done so itself
+            self.update.gather_persistent()
+        self._written = streams.record_event()
+        for callback in self.after_step:
+            callback()
+        return result
+
+    # ---------------------------------------------------------------- parameters
+
+    def gather(
+        self, stock: Stock, parameter: nn.Parameter, params: Iterable[nn.Parameter], *args, **kwargs
+    ) -> Handle | Any:
+        """Begin to gather parameters for the modules that compute with them."""
+        # DeepSpeed's stream of gathers waits for no other: nothing else keeps it from shards that are still written.
+        streams.wait_event(self._written)
+        if self.weights is None:
+            return stock(self._counted(params), *args, **kwargs)
+        params = sorted(params, key=seams.order)
+        in_fp8 = [p for p in params if self.weights.gathers(p)]
+        others = [p for p in params if not self.weights.gathers(p)]
+        if in_fp8:
+            self.weights.shards.cast()
+        self.weights.give_bf16(others)
+        handle = stock(self._counted(others), *args, **kwargs) if others else None
+        return Handle(self.weights.gather(in_fp8), handle)
+
+    def gather_bf16(
+        self,
+        stock: Stock,
+        parameter: nn.Parameter,
+        param_list: Iterable[nn.Parameter] | None = None,
+        async_op: bool = False,
+        hierarchy: int = 0,
+    ) -> Any:
+        """Gather parameters for readers of BF16, and those that stay whole between steps."""
+        streams.wait_event(self._written)  # as in `gather`
+        params = self._counted([parameter] if param_list is None else param_list)
+        if self.weights is not None:
+            self.weights.give_bf16(params)
+        if self.update is not None and not async_op and seams.gather_together(self._engine, params):
+            return None
+        return stock(params, async_op=async_op, hierarchy=hierarchy)
+
+    def release(
+        self,
+        stock: Stock,
+        parameter: nn.Parameter,
+        param_list: Iterable[nn.Parameter] | None = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        """Drop gathered parameters; where `has_been_updated`, what a rank wrote to them becomes their shards."""
+        params = [parameter] if param_list is None else list(param_list)
+        before = self.weights.release(params, has_been_updated) if self.weights is not None else None
+        stock(params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
+        if self.weights is not None:
+            self.weights.released(params, before)
+        if has_been_updated:
+            self._written = streams.record_event()
+
+    def _counted(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the parameters, the bytes that DeepSpeed gathers of them counted."""
+        params = list(params)
+        if self._wire is not None:
+            for group, nbytes in seams.bytes_to_gather(params).items():
+                self._wire.count(GATHER, "all_gather", nbytes, group)
+        return params
+
+    # ---------------------------------------------------------------- gradients
+
+    def reduce(self, stock: Stock, parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Reduce a bucket of gradients, on the stream of reductions; return this rank's slices for DeepSpeed to add."""
+        if self.reduction is None:
+            return stock(parameters, dtype)
+        named = {self._names[id(parameter)]: parameter for parameter in parameters}
+        return self.reduction(named, dtype, seams.accumulates(self._engine), lambda some: stock(some, dtype))
+
+    def accumulate(self, stock: Stock, parameters: list[nn.Parameter], slices: list[torch.Tensor]) -> Any:
+        """Add reduced slices to the gradient shards, where `reduce` has not done so."""
+        if self.update is None:
+            return stock(parameters, slices)
+        for parameter in parameters:
+            # Autograd wrote it on the stream of the products, and its memory goes back there: not before this stream,
+            # which has read it, has come to this point.
+            streams.used_by_current_stream(parameter.grad)
+            parameter.grad = None
+        return []
+
+    def end_backward(self, stock: Stock) -> None:
+        """Reduce the bucket that is not full."""
+        stock() if self.update is None else self.update.end_backward()
+
+    # ---------------------------------------------------------------- what users and loads write
+
+    def write_gradients(self, stock: Stock, value: object, written: nn.Parameter | list[nn.Parameter]) -> None:
+        """Overwrite gradients (safe_set_full_grad and its kin)."""
+        stock(value, written)
+        if self.update is not None:
+            parameters = written if isinstance(written, list) else [written]
+            self.update.gradients.written([self._names[id(parameter)] for parameter in parameters])
+
+    def write_state(
+        self, stock: Stock, value: torch.Tensor, parameter: nn.Parameter, optim_state_key: str | None = None
+    ) -> None:
+        """Overwrite the masters of a parameter, or a moment (safe_set_full_fp32_param and its kin)."""
+        if optim_state_key is not None:
+            if self.moments is not None:
+                self.moments.expand_moments()
+            return stock(value, parameter, optim_state_key)
+        if self.weights is not None:
+            self.weights.shards.wait_for_cast()
+        stock(value, parameter, optim_state_key)
+        if self.weights is not None:
+            self.weights.shards.master_written(parameter)
+
+    def write_masters(self, stock: Stock, *args, **kwargs) -> Any:
+        """Overwrite all masters, from a checkpoint or from the BF16 shards."""
+        if self.bf16_shards is not None:
+            self.bf16_shards.make_all()
+        if self.weights is not None:
+            self.weights.shards.wait_for_cast()
+        result = stock(*args, **kwargs)
+        if self.weights is not None:
+            self.weights.shards.loaded()
+        if self.bf16_shards is not None:
+            self.bf16_shards.free_unneeded()
+        return result
+
+    def offload(self, stock: Stock, *args, **kwargs) -> Any:
+        """Move states of the engine to the CPU; BF16 shards are whole until they are back."""
+        if self.bf16_shards is not None:
+            self.bf16_shards.make_all()
+        try:
+            return stock(*args, **kwargs)
+        except AssertionError as error:
+            if self.moments is None:
+                raise
+            # DeepSpeed moves masters and moments of its FusedAdam alone.
+            raise UserError(
+                f"engine.offload_states cannot move the masters and moments of ds_fp8.optim.AdamW ({error})",
+                key="optimizer",
+                remedy="leave optim_states and hp_params out: include=[OffloadStateTypeEnum.lp_params, "
+                "OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contiguous_grad_buffer]",
+            ) from error
+
+    def reload(self, stock: Stock, *args, **kwargs) -> Any:
+        """Move the states back."""
+        result = stock(*args, **kwargs)
+        if self.bf16_shards is not None:
+            self.bf16_shards.free_unneeded()
+        return result
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(self, stock: Stock, save_dir, tag=None, client_state=None, *args, **kwargs) -> Any:
+        """Save a checkpoint with the states of this package beside the user's."""
+        states = {key: state.save() for key, state in self.states.items()}
+        return stock(save_dir, tag, {**(client_state or {}), **states}, *args, **kwargs)
+
+    def load_checkpoint(self, stock: Stock, *args, **kwargs) -> Any:
+        """Load a checkpoint, and the states of this package last."""
+        for callback in self.before_load:
+            callback()
+        try:
+            path, client_state = stock(*args, **kwargs)
+        finally:
+            if self.weights is not None:
+                self.weights.shards.frozen_written()  # DeepSpeed writes their shards, and calls nothing
+        states = {key: client_state.pop(key, None) if client_state else None for key in self.states}
+        if path is not None and not signature(stock).bind(*args, **kwargs).arguments.get("load_module_only", False):
+            for key, state in self.states.items():
+                state.load(states[key])
+        return path, client_state

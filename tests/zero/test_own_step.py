@@ -1,0 +1,185 @@
+"""The own optimizer step beside DeepSpeed's, around the same optimizer, in whatever a training does around a step."""
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
+
+import ds_fp8.engine.attach
+from tests.zero import models
+
+SECTION = {"monitor": {"every": 0}, "optimizer": {"implementation": "ds_fp8"}}
+SIZES = (132, 300)
+"""DeepSpeed sets whole masters and gradients only where they divide by the ranks: here by 1, 2 and 3."""
+
+
+def backward(engine, number, factor=1.0):
+    engine.backward(engine(models.batch(number, dist.get_rank())) * factor)
+
+
+def steps(engine, around=None, between=None, last=None):
+    """Three steps of two micro-batches, with something after each forward, between backwards, or before the step."""
+    for step in range(3):
+        for micro in range(2):
+            loss = engine(models.batch(2 * step + micro, dist.get_rank()))
+            if around is not None:
+                around(engine, step)
+            engine.backward(loss)
+            if micro == 0 and between is not None:
+                between(engine, step)
+            if micro == 1 and last is not None:
+                last(engine, step)
+            engine.step()
+
+
+def evaluate(engine, step):
+    engine.eval()
+    with torch.no_grad():
+        engine(models.batch(70 + step, dist.get_rank()))
+    engine.train()
+
+
+def halve_a_gradient(engine, step):
+    weight = engine.module.layers[step].up.weight
+    safe_set_full_grad(weight, safe_get_full_grad(weight) / 2)
+
+
+def freeze_and_unfreeze(engine):
+    models.train(engine, 1)
+    layer = engine.module.layers[1]
+    for learns in (False, True):
+        for parameter in layer.parameters():
+            parameter.requires_grad_(learns)
+        models.train(engine, 1, start=1 + learns)
+
+
+def coalesced(engine):
+    for step in range(3):
+        with engine.coalesce_grad_reduction():
+            for micro in range(2):
+                backward(engine, 2 * step + micro)
+        engine.step()
+
+
+def two_losses(engine):
+    for step in range(3):
+        first, second = (engine(models.batch(2 * step + i, dist.get_rank())) for i in range(2))
+        engine.backward(first + second)
+        engine.step()
+
+
+def not_a_number(engine):
+    for step in range(4):
+        backward(engine, step, float("nan") if step == 1 and dist.get_rank() == 0 else 1.0)
+        engine.step()
+    assert engine.skipped_steps == 1
+
+
+def written_weights(engine):
+    for step in range(3):
+        weight = engine.module.layers[step].up.weight
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            if dist.get_rank() == 0:
+                weight.data.mul_(1.5)
+        models.train(engine, 1, start=step)
+
+
+def written_masters(engine):
+    for step in range(3):
+        weight = engine.module.layers[step].up.weight
+        safe_set_full_fp32_param(weight, 1.5 * models.full_master(weight))
+        models.train(engine, 1, start=step)
+
+
+def zero_gradients(engine, step):
+    engine.zero_grad()
+
+
+def reentrant(model):
+    """Recompute every layer as older code of Hugging Face does."""
+    for layer in model.layers:
+        compute = layer.forward
+        layer.forward = lambda x, compute=compute: torch.utils.checkpoint.checkpoint(compute, x, use_reentrant=True)
+
+
+def tie_and_recompute(model):
+    model.lm_head.weight = model.embedding.weight
+    reentrant(model)
+
+
+TWO = {"config": {"gradient_accumulation_steps": 2}}
+SCENARIOS = {
+    "plain": (lambda engine: models.train(engine, 4), {}),
+    "zero_grad between micro-batches": (lambda engine: steps(engine, between=zero_gradients), TWO),
+    "evaluation between forward and backward": (lambda engine: steps(engine, around=evaluate), TWO),
+    "evaluation between micro-batches": (lambda engine: steps(engine, between=evaluate), TWO),
+    "coalesce_grad_reduction": (coalesced, {}),
+    "safe_set_full_grad": (lambda engine: steps(engine, last=halve_a_gradient), TWO),
+    "freezing and unfreezing": (freeze_and_unfreeze, {}),
+    "reentrant checkpointing": (lambda engine: models.train(engine, 3), {"prepare": reentrant}),
+    "tied, reentrant": (lambda engine: models.train(engine, 3), {"prepare": tie_and_recompute}),
+    "one backward of two losses": (two_losses, {}),
+    "NaN on the way": (not_a_number, {}),
+    "GatheredParameters that are written": (written_weights, {}),
+    "safe_set_full_fp32_param": (written_masters, {}),
+    "sub_group_size 20000": (lambda engine: models.train(engine, 3), {"zero": {"sub_group_size": 20000}}),
+    "overlap_comm false": (lambda engine: models.train(engine, 3), {"zero": {"overlap_comm": False}}),
+    "round_robin_gradients": (lambda engine: models.train(engine, 3), {"zero": {"round_robin_gradients": True}}),
+}
+
+
+def trained(scenario, own):
+    """Masters after a scenario, and norms of gradients that a user sees then, by parameter."""
+    run, options = SCENARIOS[scenario]
+    config = models.config(SECTION, **options.get("zero", {})) | {"gradient_clipping": 0.0} | options.get("config", {})
+    why_not = ds_fp8.engine.attach.why_not
+    if not own:
+        ds_fp8.engine.attach.why_not = lambda *_: "for comparison"
+    try:
+        engine = models.build(config, prepare=options.get("prepare"), sizes=SIZES)
+    finally:
+        ds_fp8.engine.attach.why_not = why_not
+    # An AdamW of torch is taken over: both would be own steps.
+    assert (engine.fp8.step is None) == (not own)
+    before = {name: models.full_master(p) for name, p in engine.module.named_parameters()}
+    run(engine)
+    masters = {name: models.full_master(p) for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    return masters, [name for name in masters if not torch.equal(masters[name], before[name])]
+
+
+CASES = [(2, name) for name in SCENARIOS]
+CASES += [(3, name) for name in list(SCENARIOS)[:12:2]] + [(1, name) for name in list(SCENARIOS)[::4]]
+
+
+@pytest.mark.parametrize(("world", "scenario"), CASES)
+def test_every_bit_is_that_of_deepspeeds_step(ranks, world, scenario):
+    ours, theirs = (ranks(world, trained, scenario, own) for own in (True, False))
+    for (masters, changed), (expected, their_changed) in zip(ours, theirs, strict=True):
+        assert changed == their_changed
+        assert len(changed) > 5
+        assert [name for name in masters if not torch.equal(masters[name], expected[name])] == []
+
+
+def reaches_one(own):
+    """Masters' distance after a step that reaches the embeddings and the head alone."""
+    why_not = ds_fp8.engine.attach.why_not
+    if not own:
+        ds_fp8.engine.attach.why_not = lambda *_: "for comparison"
+    try:
+        engine = models.build(models.config(SECTION) | {"gradient_clipping": 0.0}, sizes=SIZES)
+    finally:
+        ds_fp8.engine.attach.why_not = why_not
+    models.train(engine, 1)
+    layers, engine.module.layers = engine.module.layers, torch.nn.ModuleList()
+    backward(engine, 1)
+    engine.step()
+    engine.module.layers = layers
+    return [models.full_master(p) for p in layers.parameters()]
+
+
+def test_what_a_step_does_not_reach_has_no_gradient_and_deepspeed_takes_the_last_one(ranks):
+    """The one documented difference."""
+    ours, theirs = (ranks(2, reaches_one, own)[0] for own in (True, False))
+    assert not any(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True) if a.dim() > 1)

@@ -49,9 +49,10 @@ TENSORWISE = {
 
 def test_presets():
     sources = {"fp8lm_o1", "fp8lm_o2", "fp8lm_o3", "coat", "fishman"}
-    assert set(PRESETS) == {"infir2", "hybrid_fast", "rowwise", "tensorwise", "munit"} | sources
+    assert set(PRESETS) == {"infir2", "hybrid_fast", "precise", "rowwise", "tensorwise", "munit"} | sources
     assert casts(parse({"preset": "hybrid_fast"})) == INFIR2
     assert parse({"preset": "hybrid_fast"}).linear.wgrad.input == "128x128"
+    assert parse({"preset": "precise"}).linear.outlier_channels == 64
     assert {granularity for _, granularity, _ in casts(parse({"preset": "rowwise"})).values()} == {"row"}
     assert casts(parse({"preset": "infir2"})) == INFIR2
     for preset in ("tensorwise", *sources):
@@ -225,7 +226,7 @@ def test_a_section_that_is_no_object(section):
     [
         ("infir", "infir2"),
         ("tensor_wise", "tensorwise"),
-        ("zzz", "infir2, munit, mxfp8, nvfp4, quartet, rowwise, tensorwise"),
+        ("zzz", "infir2, munit, mxfp8, nvfp4, precise, quartet, rowwise, tensorwise"),
     ],
 )
 def test_an_unknown_preset_names_the_nearest(preset, remedy):

@@ -164,10 +164,11 @@ def extend_input_reference(x: QuantizedTensor, values: torch.Tensor, channels: t
 def _halves(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Return [rows, 128 B] with HALF columns of the one and of the other by turns, zeros where they end."""
     rows, columns = first.shape
-    result = first.new_zeros(rows, -(-columns // HALF), 2, HALF)
+    blocks = -(-columns // HALF)
+    result = first.new_zeros(rows, blocks, 2, HALF)
     for half, numbers in enumerate((first, second)):
         padded = torch.nn.functional.pad(numbers, (0, -columns % HALF))
-        result[:, :, half] = padded.view(rows, -1, HALF)
+        result[:, :, half] = padded.view(rows, blocks, HALF)
     return result.flatten(1)
 
 

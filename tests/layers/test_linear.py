@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ds_fp8.casts import quantize
+from ds_fp8.casts import QuantizedTensor, quantize
+from ds_fp8.casts.outliers import (
+    channel_energy,
+    extend_input_reference,
+    extend_weight_reference,
+    largest_channels,
+    weight_residual,
+)
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.layers.linear import FP8Linear
@@ -40,6 +47,25 @@ def run(linear: FP8Linear, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tens
     return [y.detach(), x.grad, linear.weight.grad]
 
 
+def outlier_channels(linear: FP8Linear, x: torch.Tensor) -> tuple[torch.Tensor, QuantizedTensor]:
+    """The outlier channels of an input, and its cast."""
+    recipe = linear.recipe
+    x_cast = quantize(x.detach(), recipe.input.format, recipe.input.granularity, recipe.input.scale)
+    return largest_channels(channel_energy(x_cast), recipe.outlier_channels), x_cast
+
+
+def fprop_operands(linear: FP8Linear, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of the operands of fprop, with an outlier block where the preset has one."""
+    recipe = linear.recipe
+    x_cast = quantize(x.detach(), recipe.input.format, recipe.input.granularity, recipe.input.scale)
+    w = quantize(linear.weight.detach(), recipe.weight.format, recipe.weight.granularity, recipe.weight.scale)
+    if recipe.outlier_channels:
+        channels, _ = outlier_channels(linear, x)
+        x_cast = extend_input_reference(x_cast, x[:, channels.long()], channels)
+        w = extend_weight_reference(w, weight_residual(linear.weight, w, channels), channels)
+    return x_cast.dequantize(), w.dequantize()
+
+
 def saved_tensors(linear: FP8Linear, x: torch.Tensor) -> list[torch.Tensor]:
     """What autograd keeps after one forward."""
     saved = []
@@ -60,7 +86,7 @@ def test_the_three_products(preset, save, dtype, tokens, inputs, outputs):
     y, dx, dw = run(linear, x, dy)
 
     assert {y.dtype, dx.dtype, dw.dtype} == {dtype}
-    assert_is_product(y, cast(x, recipe.input), w)
+    assert_is_product(y, *fprop_operands(linear, x))
     if recipe.weight.granularity == "row":  # dgrad contracts over the weight's rows: their scales go into dy's cast
         codes = quantize(linear.weight.detach(), recipe.weight.format, "row", recipe.weight.scale)
         scaled = dy.float() * codes.scale.flatten()
@@ -239,6 +265,12 @@ def test_a_gathered_weight_stands_in_for_the_parameter(preset):
     forward_w, backward_w = (
         quantize(random(130, 200, seed=seed), spec.format, spec.granularity, spec.scale) for seed in (2, 3)
     )
+    operands = cast(x, linear.recipe.input), forward_w.dequantize()
+    if linear.recipe.outlier_channels:
+        linear.weight.data = random(130, 200, seed=2)
+        channels, _ = outlier_channels(linear, x)
+        linear.weight.fp8_residual = weight_residual(linear.weight, forward_w, channels)
+        operands = fprop_operands(linear, x)
     linear.weight.data = torch.full((), torch.nan, dtype=BF16).expand(130, 200)
 
     linear.weight.fp8_gathered = forward_w
@@ -246,7 +278,7 @@ def test_a_gathered_weight_stands_in_for_the_parameter(preset):
     del linear.weight.fp8_gathered  # released after forward, gathered again for backward
     linear.weight.fp8_gathered = backward_w
     y.backward(dy)
-    assert_is_product(y.detach(), cast(x, linear.recipe.input), forward_w.dequantize())
+    assert_is_product(y.detach(), *operands)
     assert_is_product(x.grad, cast(dy, linear.recipe.grad_output), backward_w.dequantize().t())
     assert linear.weight.grad.isfinite().all()
 

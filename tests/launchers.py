@@ -154,7 +154,6 @@ class Launch:
     asks_mpi: bool = False
     transport: str = "copy engines"
     hierarchy: str = "flat"
-    graphs: bool = True
 
 
 _TWO = {
@@ -162,7 +161,6 @@ _TWO = {
     "ranks": 4,
     "transport": "the ranks are not several of one host",
     "hierarchy": "2 nodes x 2",
-    "graphs": False,
 }
 
 LAUNCHES = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 from ds_fp8.casts import QuantizedTensor
+from ds_fp8.casts.outliers import weight_residual
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.fp8 import parse_fp8
@@ -29,6 +31,8 @@ from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import unavailable
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.outlier_channels import OutlierChannels
+from ds_fp8.layers.outliers import RESIDUAL
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.weights import GATHERED, group_of, placeholder, stacked_operand
 
@@ -197,6 +201,7 @@ def our_layers(
         raise UserError(f"{preset}: layers are not fused ({reasons})", remedy="choose a size whose layers can be fused")
     if weights == "fp8":
         linears = [module for module in stack.layers.modules() if isinstance(module, FP8Linear)]
+        keep_residuals(linears)
         hold_in_fp8([linear.weight for linear in linears], conversion.recipe)
     return replace(stack, backend=conversion.recipe.backend)
 
@@ -219,6 +224,24 @@ def hold_in_fp8(weights: Iterable[nn.Parameter], recipe: LinearRecipe) -> None:
         for w, data, scale in zip(group, whole.data.split(rows), scales, strict=True):
             setattr(w, GATHERED, QuantizedTensor(data, scale, whole.granularity, whole.scale_type))
             w.data = placeholder(w.shape, w.dtype, w.device)
+
+
+def keep_residuals(linears: Iterable[FP8Linear]) -> None:
+    """Let weights that are to be held in FP8 get their residuals when their outlier channels are found.
+
+    The weights themselves wait on the CPU: a benchmark of memory counts what the GPU holds.
+    """
+    for outliers, some in itertools.groupby(linears, lambda linear: linear.recipe.outliers):
+        if outliers is not None:
+            outliers.on_found = functools.partial(
+                _write_residuals, [(one.weight, one.weight.detach().cpu()) for one in some]
+            )
+
+
+def _write_residuals(weights: list[tuple[nn.Parameter, torch.Tensor]], outliers: OutlierChannels) -> None:
+    for weight, numbers in weights:
+        numbers = numbers.to(weight.device)
+        setattr(weight, RESIDUAL, weight_residual(numbers, getattr(weight, GATHERED), outliers.channels))
 
 
 def _torchao_missing() -> str | None:

@@ -10,6 +10,7 @@ import sys
 import deepspeed
 import pytest
 from accelerate.utils import DeepSpeedPlugin
+from deepspeed import comm as dist
 
 import ds_fp8
 from ds_fp8.__main__ import main
@@ -106,7 +107,8 @@ def test_without_a_program_the_remedy_is_the_command_line(clean, monkeypatch, ar
 
 def start_without_section(tmp_path, strict, section):
     """Run a program of one engine under `python -m ds_fp8` and return what rank 0 prints, or the error."""
-    file, program = tmp_path / "ds.json", tmp_path / "program.py"
+    program = tmp_path / f"program{dist.get_rank()}.py"  # one each: another rank's may be half written
+    file = program.with_suffix(".json")
     file.write_text(json.dumps(config(section)))
     program.write_text(
         "import deepspeed\nfrom tests.zero.models import Net\n"
@@ -132,7 +134,9 @@ def test_a_configuration_without_a_section_is_said_or_refused(ranks, tmp_path, s
     assert 'no "fp8" section' in said[0]
     assert '"fp8": {"preset": "infir2"}' in said[0]
     if strict:
-        assert all(words.startswith("error: ") and str(tmp_path / "ds.json") in words for words in said)
+        for rank, words in enumerate(said):
+            assert words.startswith("error: ")
+            assert str(tmp_path / f"program{rank}.json") in words
     else:
         assert said[0].count("ds_fp8: ") == 1
         assert "ds_fp8: " not in said[1]

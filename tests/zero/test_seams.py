@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.compatibility import check_deepspeed
-from ds_fp8.zero import deepspeed_functions, deepspeed_versions, grouped, streams
+from ds_fp8.zero import deepspeed_functions, deepspeed_versions, grouped, lifecycle, streams
 
 
 def test_every_name_exists_in_the_installed_version():
@@ -41,7 +41,16 @@ RECEIVERS = {
     *("partition_parameters", "parameter_offload", "stage3", "status"),
 }
 """Expressions in the seams that are objects of DeepSpeed, whatever the name that is read of them."""
-TORCH = [torch, torch.cuda, torch.cuda.Stream, torch.distributed, torch.nn, torch.nn.Module(), torch.nn.Parameter()]
+TORCH = [
+    torch,
+    torch.cuda,
+    torch.cuda.Stream,
+    torch.distributed,
+    type(torch.distributed.group),  # whose property WORLD is
+    torch.nn,
+    torch.nn.Module(),
+    torch.nn.Parameter(),
+]
 PYTHON = [
     dict,
     list,
@@ -70,7 +79,7 @@ def seams() -> list[ast.Module]:
 def own_names(trees) -> set[str]:
     """What the seams define, and the parts of this package that they call."""
     own = {name for module in (deepspeed_versions, grouped, streams) for name in vars(module)}
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for node in (node for tree in [*trees, ast.parse(Path(lifecycle.__file__).read_text())] for node in ast.walk(tree)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             own.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

@@ -30,7 +30,7 @@ _FP8LM: dict[str, Any] = {**_TENSORWISE, "grad_reduce": {"scale": "tensor"}}
 _FP8LM_MOMENTS = {"exp_avg": "e4m3", "exp_avg_sq": "fp16", "granularity": "tensor", "scale": "pow2"}
 
 # None says stochastic_rounding: "auto" rounds moments in FP8 and masters in FP16 stochastically. The sources do not;
-# rounded to nearest the final loss moves by more than chance does (docs/benchmarks.md).
+# rounded to nearest the final loss moves by more than chance does (docs/log/optimizer_state.md).
 PRESETS: dict[str, dict[str, Any]] = {
     # InfiR2 (arXiv 2509.22536): E4M3 everywhere, 128x128 weights, 1x128 activations and gradients, power-of-two scales.
     "infir2": {},

@@ -1,0 +1,52 @@
+"""README.md, CHANGELOG.md and docs/ refer to files and headings that exist, and the log's index is complete."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "ds_configs").rglob("*.md"))]
+LOG = ROOT / "docs" / "log"
+
+
+def headings(page):
+    """Return the headings of a page, of all levels, code blocks left out."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+
+
+def anchor_of(heading):
+    """Return the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in map(anchor_of, headings(file))):
+            broken.append(target)
+    assert broken == []
+
+
+def test_every_entry_of_the_log_is_in_its_index():
+    index = (LOG / "README.md").read_text()
+    linked = set(re.findall(r"\]\((\w+\.md#[^)]+)\)", index))
+    there = {
+        f"{page.name}#{anchor_of(heading)}"
+        for page in LOG.glob("*.md")
+        for heading in headings(page)
+        if re.match(r"\d{4}-\d\d-\d\d", heading)
+    }
+    assert there == linked
+
+
+def test_log_entries_are_dated_in_order():
+    for page in LOG.glob("*.md"):
+        dates = [heading[:10] for heading in headings(page) if heading[0] == "2"]
+        assert dates == sorted(dates), page.name

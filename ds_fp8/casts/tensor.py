@@ -97,7 +97,7 @@ class QuantizedTensor:
         """Return the numbers that this tensor stands for.
 
         Args:
-            dtype: What data * scale is rounded to, once.
+            dtype: Dtype of the result; data * scale is rounded to it once.
 
         Returns:
             A tensor of `shape` and `dtype`.

@@ -30,16 +30,16 @@ _without: Literal["accept", "say", "refuse"] = "accept"
 def install(
     fp8: str | Mapping[str, Any] | None = None, without_section: Literal["accept", "say", "refuse"] = "accept"
 ) -> None:
-    """Make deepspeed.initialize honour "fp8" sections, for whoever calls it in this process.
+    """Make deepspeed.initialize honour "fp8" sections, for all callers in this process.
 
     Call it before training starts; a second call only changes `fp8`. A program that has already taken the function by
     `from deepspeed import initialize` is not reached. Configurations without a section stay plain DeepSpeed.
 
     Args:
         fp8: Section for configurations that have none, or the name of a preset. Default: the environment variable
-            DS_FP8, for programs whose DeepSpeed configuration is no file.
-        without_section: What becomes of a configuration without a section, where there is no default: it is accepted,
-            rank 0 says so in one line, or it is refused with a UserError.
+            DS_FP8, for programs whose DeepSpeed configuration is not a file.
+        without_section: How to treat a configuration without a section if there is no default: "accept" it, "say" so
+            in one line of rank 0, or "refuse" it with a UserError.
 
     Raises:
         UserError: `fp8` or DS_FP8 is neither a preset's name nor a valid "fp8" section.

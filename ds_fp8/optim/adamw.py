@@ -58,7 +58,7 @@ class AdamW(torch.optim.Optimizer):
         scale: "fp32" stores the largest of a group all but exactly, so that a moment goes on decaying when gradients
             stay zero. "pow2": rounded to nearest in units of a power of two it gets stuck where a step changes it by
             less than half of E4M3's spacing, which with beta2 above 0.94 is often.
-        stochastic_rounding: What is rounded up or down at random, right on average: some of "exp_avg", "exp_avg_sq" and
+        stochastic_rounding: State that is rounded stochastically (unbiased): some of "exp_avg", "exp_avg_sq" and
             "master", True for all, or "auto" for moments in FP8 and masters in FP16. Those need it: a step changes most
             elements of exp_avg_sq by less than half of E4M3's spacing, which nearest rounding loses, and their steps
             come out too long; exp_avg lags behind gradients that point the same way for a while. Only an exp_avg that

@@ -17,8 +17,8 @@ from typing import Any
 FILE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 INTRODUCTION = """# API
 
-Written by `python scripts/api_reference.py` from the docstrings. Names are given with the module to import them from. The
-keys of the JSON are in [configuration.md](configuration.md), the `ds-fp8` commands in [training.md](training.md).
+Written by `python scripts/api_reference.py` from the docstrings. Names are given with the module to import them from.
+The keys of the JSON are in [configuration.md](configuration.md), the `ds-fp8` commands in [training.md](training.md).
 """
 PAGE: dict[str, dict[str, tuple[str, ...]]] = {
     "Training": {

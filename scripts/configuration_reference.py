@@ -1,7 +1,7 @@
-"""Write docs/configuration.md's tables: of keys, from the sections' types, defaults and docstrings, and of presets.
+"""Write the tables of keys and presets in docs/, from the sections' types, defaults and docstrings.
 
 python scripts/configuration_reference.py            # after a change of a section
-python scripts/configuration_reference.py --check    # exit 1 if the file is out of date
+python scripts/configuration_reference.py --check    # exit 1 if a page is out of date
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -18,18 +18,17 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ds_fp8.config.formats import NATIVE_FORMATS, FormatName
 from ds_fp8.config.fp8 import FP8Config, OptimizerStateConfig
 from ds_fp8.config.presets import DEFAULT, EMULATED_PRESETS, PRESETS
 from ds_fp8.data import DataConfig
-from ds_fp8.train.schedules import Schedule
 from ds_fp8.train.stage import ModelConfig, TrainConfig
 
-FILE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
-BEGIN, END = "<!-- keys: written by scripts/configuration_reference.py -->", "<!-- end of keys -->"
-BEGIN_PRESETS, END_PRESETS = (
-    "<!-- presets: written by scripts/configuration_reference.py -->",
-    "<!-- end of presets -->",
-)
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+FILES = (DOCS / "configuration.md", DOCS / "research_formats.md")
+RESEARCH_KEYS = ("linear.rotation.", "linear.recast.")
+"""Keys whose rows are on the page of research formats."""
+RESEARCH_FORMATS = "[a research format](research_formats.md#formats)"
 LINEARS = {
     "infir2": "E4M3, 128x128 weights, 1x128 activations and gradients, power-of-two scales (arXiv 2509.22536)",
     "hybrid_fast": "as `infir2`, wgrad's input in 128x128 blocks: the faster block-scaled product on Hopper",
@@ -57,7 +56,6 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "model": ModelConfig,
     "data": DataConfig,
     "train": TrainConfig,
-    "train.schedule": Schedule,
 }
 NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", NoneType: "null", Any: "anything"}
 
@@ -76,7 +74,9 @@ def values(annotation: Any) -> str:
     """Return in words what a key may be set to."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return ", ".join(f"`{json.dumps(value)}`" for value in inner)
+        emulated = {*get_args(FormatName)} - {*NATIVE_FORMATS} if {*get_args(FormatName)} <= {*inner} else set()
+        shown = [f"`{json.dumps(value)}`" for value in inner if value not in emulated]
+        return ", ".join(shown + [RESEARCH_FORMATS] * bool(emulated))
     if origin in (Union, UnionType):
         return ", ".join(values(one) for one in inner)
     if origin in (tuple, list):
@@ -97,20 +97,27 @@ def row(key: str, field: FieldInfo) -> str:
 
 
 def tables() -> str:
-    """Return the tables of all sections."""
+    """Return the tables of all sections, without the keys of the page of research formats."""
     parts = []
     for name, section in SECTIONS.items():
         about = re.sub(r"\s+", " ", (section.__doc__ or "").split("\n\n")[0])
-        rows = "\n".join(row(key, field) for key, field in keys(section))
-        parts.append(f"## `{name}`\n\n{about}\n\n| key | values | default | meaning |\n|---|---|---|---|\n{rows}\n")
+        parts.append(f"## `{name}`\n\n{about}\n\n{key_table(section)}")
     return "\n".join(parts)
 
 
-def preset_table() -> str:
-    """Return the table of presets."""
+def key_table(section: type[BaseModel], only: tuple[str, ...] = ()) -> str:
+    """Return the table of a section's keys: those that begin with one of `only`, or all but the research keys."""
+    rows = (
+        row(key, field) for key, field in keys(section) if key.startswith(only if only else RESEARCH_KEYS) == bool(only)
+    )
+    return "| key | values | default | meaning |\n|---|---|---|---|\n" + "".join(f"{line}\n" for line in rows)
+
+
+def preset_table(names: Iterable[str]) -> str:
+    """Return the table of some presets."""
     columns = ("`fp8.preset`", "linears", "weights travel in", "gradients travel in", "optimizer state")
     rows = [columns, ("---",) * len(columns)]
-    for name in (*PRESETS, *EMULATED_PRESETS):
+    for name in names:
         config = FP8Config.from_preset(name)
         gathered, reduced = config.param_gather.format.upper(), config.grad_reduce.format.upper()
         if config.grad_reduce.format != "bf16" and config.grad_reduce.scale == "tensor":
@@ -130,24 +137,35 @@ def _state_in_words(state: OptimizerStateConfig) -> str:
     return words if state.master == "fp32" else f"{words}; masters {state.master.partition('_')[0].upper()}"
 
 
+BLOCKS: dict[str, Callable[[], str]] = {
+    "presets": lambda: preset_table(PRESETS),
+    "emulated presets": lambda: preset_table(EMULATED_PRESETS),
+    "keys": tables,
+    "research keys": lambda: key_table(FP8Config, RESEARCH_KEYS),
+}
+"""The written parts of the pages, by the name in the comments around them."""
+
+
 def document(text: str) -> str:
-    """Return `text`, that of the file, with the tables of today."""
-    for begin, end, table in ((BEGIN_PRESETS, END_PRESETS, preset_table()), (BEGIN, END, tables())):
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n\n{table}\n{end}{rest.split(end)[1]}"
+    """Return a page with the written parts brought up to date."""
+    for name, table in BLOCKS.items():
+        begin, end = f"<!-- {name}: written by scripts/configuration_reference.py -->", f"<!-- end of {name} -->"
+        if begin in text:
+            before, rest = text.split(begin)
+            text = f"{before}{begin}\n\n{table()}\n{end}{rest.split(end)[1]}"
     return text
 
 
 def main() -> int:
-    """Write the file, or check it."""
+    """Write the pages, or check them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    text = FILE.read_text()
-    written = document(text)
+    written = {file: document(file.read_text()) for file in FILES}
     if check:
-        return int(text != written)
-    FILE.write_text(written)
+        return int(any(file.read_text() != text for file, text in written.items()))
+    for file, text in written.items():
+        file.write_text(text)
     return 0
 
 

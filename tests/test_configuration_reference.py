@@ -1,7 +1,9 @@
-"""docs/configuration.md says what the sections are: their keys, defaults and presets."""
+"""The pages of docs/ say what the sections are: their keys, defaults and presets."""
 
 import sys
 from pathlib import Path
+
+import pytest
 
 from ds_fp8.config.presets import EMULATED_PRESETS, PRESETS
 
@@ -10,9 +12,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import configuration_reference as reference
 
 
-def test_the_tables_are_those_of_the_sections_and_presets():
-    text = reference.FILE.read_text()
+@pytest.mark.parametrize("file", reference.FILES, ids=lambda file: file.name)
+def test_the_tables_are_those_of_the_sections_and_presets(file):
+    text = file.read_text()
     assert reference.document(text) == text, "run python scripts/configuration_reference.py"
+
+
+def test_every_written_part_is_on_a_page_and_every_key_in_one_table():
+    pages = "".join(file.read_text() for file in reference.FILES)
+    for name in reference.BLOCKS:
+        assert pages.count(f"<!-- {name}: written by") == pages.count(f"<!-- end of {name} -->") == 1
+    for section in reference.SECTIONS.values():
+        for key, field in reference.keys(section):
+            assert reference.row(key, field) in pages
 
 
 def test_every_key_says_what_it_means():
@@ -21,7 +33,9 @@ def test_every_key_says_what_it_means():
 
 
 def test_the_table_of_presets_says_what_travels():
-    rows = [line.strip("| ").split(" | ") for line in reference.preset_table().splitlines()[2:]]
+    rows = [
+        line.strip("| ").split(" | ") for line in reference.preset_table([*PRESETS, *EMULATED_PRESETS]).splitlines()[2:]
+    ]
     travels = {cells[0].split("`")[1]: cells[2:] for cells in rows}
     assert set(travels) == {*PRESETS, *EMULATED_PRESETS}
     assert travels["infir2"] == ["E4M3", "E4M3", "FP32"]

@@ -142,7 +142,6 @@ def test_the_table_of_the_documents_has_it(name):
         f"{launch.hosts} x {launch.ranks // launch.hosts}",
         "copy engines" if launch.transport == "copy engines" else "collectives",
         "two levels" if "x" in launch.hierarchy else "flat",
-        "yes",
     ]
 
 

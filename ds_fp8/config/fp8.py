@@ -29,11 +29,11 @@ class ActivationsConfig(Section):
     """Activations kept for backward by FP8 linears and by the gated MLPs between them."""
 
     save: Literal["fp8", "bf16"] = "fp8"
-    """fp8: a linear keeps the cast along tokens that wgrad reads, and a gated MLP its gate and up in FP8. bf16: the
-    input itself, cast in backward, and gate and up as they are."""
+    """fp8: a linear layer keeps its input cast along tokens for wgrad, and a gated MLP keeps gate and up in FP8. bf16:
+    the input is kept in BF16 and cast in backward, gate and up are kept in BF16."""
     recompute: Literal["none", "mlp"] = "none"
-    """mlp: gated MLPs keep nothing of gate and up and compute their product again in backward. (Recomputing whole
-    layers is the model's own gradient_checkpointing.)"""
+    """mlp: gated MLPs do not keep gate and up, and compute them again in backward. (To recompute whole layers use the
+    model's gradient_checkpointing.)"""
 
 
 class AttentionConfig(Section):
@@ -49,30 +49,29 @@ class ParameterGatherConfig(Section):
     """Format and transport of ZeRO-3's parameter all-gather, for the weights of FP8 linears."""
 
     format: FormatName | Literal["bf16"] = "e4m3"
-    """That of linear.weight, or bf16. Weights that an override casts are gathered in the override's cast; in BF16 where
-    that is stochastic, or 1x32 or 1x16, which is cast again for dgrad. Every format takes a byte an element."""
+    """The format of linear.weight, or bf16. Weights with an override are gathered in its cast, or in BF16 if that is
+    stochastic, 1x32 or 1x16 (these are cast again for dgrad). All formats but bf16 take a byte an element."""
     transport: Literal["auto", "nccl", "copy_engine"] = "auto"
-    """copy_engine: within one host every rank copies the others' FP8 shards out of their memory, which takes none of
-    the multiprocessors that products run on; an error where the GPUs cannot read each other's memory. auto: copy
-    engines where they can be, else NCCL; the start report says which."""
+    """copy_engine: within one host every rank copies the others' FP8 shards from their memory, without multiprocessors;
+    an error if the GPUs cannot read each other's memory. auto: copy engines if possible, else NCCL; the start report
+    says which."""
 
 
 class GradientReduceConfig(Section):
     """Format and route of ZeRO-3's gradient reduce-scatter, for every gradient of two or more dimensions."""
 
     format: FormatName | Literal["bf16"] = "e4m3"
-    """bf16: DeepSpeed's own reduce-scatter. Every other format takes a byte an element; but e4m3 and e5m2 all are
-    emulated."""
+    """bf16: DeepSpeed's reduce-scatter. All others take a byte an element; all but e4m3 and e5m2 are emulated."""
     scale: Literal["group", "tensor"] = "group"
-    """group: every 128 elements have their own. tensor: one for each gradient, agreed by all ranks and adapted over
+    """group: one scale for every 128 elements. tensor: one for each gradient, agreed by all ranks and adapted over
     time, as in FP8-LM (arXiv 2310.18313)."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """stochastic: up or down at random, right on average."""
+    """stochastic: unbiased."""
     seed: Seed = 0
     """Seed of stochastic rounding: with the same seed and ranks a run repeats bit for bit."""
     error_feedback: Literal["off", "bf16", "fp32"] = "off"
-    """Add what the cast of a gradient lost to the next gradient. Every rank keeps that for the whole model in this
-    precision, 2 or 4 bytes a parameter that are not sharded; it is not in checkpoints and starts afresh."""
+    """Add the cast error of a gradient to the next gradient. Every rank keeps the errors of the whole model in this
+    precision: 2 or 4 bytes a parameter, not sharded, not in checkpoints."""
     hierarchy: Literal["auto", "flat"] = "auto"
     """auto: inside the node first, then between nodes, when there is more than one node. flat: one all-to-all."""
 
@@ -97,27 +96,27 @@ class OptimizerStateConfig(Section):
     """
 
     master: MasterName = "fp32"
-    """fp16_scaled: master weights of matrices are FP16 numbers in units of one power of two a tensor. ZeRO holds its
-    shards of master weights in FP32, so there the values change and the memory does not. Compressed moments beside them
-    have "granularity": "tensor"."""
+    """fp16_scaled: masters of matrices are FP16 numbers in units of one power of two a tensor. Under ZeRO the values
+    change and the memory does not, because its shards of masters are FP32. Needs "granularity": "tensor" for compressed
+    moments."""
     exp_avg: CodecName = "fp32"
-    """Format of the first moment. e4m3_expanded (COAT): the range of each group is stretched over E4M3's. Those after
-    it in this list are emulated: a byte an element, by torch."""
+    """Format of the first moment. e4m3_expanded (COAT): the range of each group is stretched over E4M3's. Research
+    formats are emulated by torch, a byte an element."""
     exp_avg_sq: CodecName = "fp32"
     """Format of the second moment."""
     granularity: StateGranularity = "1x128"
     """Which elements of a moment share a scale: 128 in a row of the flat shard, or a rank's part of a tensor."""
     scale: StateScale = "fp32"
-    """fp32: a group's largest magnitude is kept all but exactly, and decays while gradients are zero. pow2: it may get
-    stuck. e4m3_expanded has FP32 scales whatever is said here."""
+    """fp32: a group's largest magnitude is almost exact, and decays while gradients are zero. pow2: it may get stuck.
+    e4m3_expanded always has FP32 scales."""
     stochastic_rounding: bool | Literal["auto"] | tuple[str, ...] = AUTO
-    """What is rounded up or down at random, right on average: some of exp_avg, exp_avg_sq and master; true: all. auto:
-    moments in a byte (but not exp_avg in e4m3_expanded) and FP16 masters, for nearest rounding loses small changes."""
+    """State rounded stochastically (unbiased): some of exp_avg, exp_avg_sq and master; true: all. auto: moments in a
+    byte (but not exp_avg in e4m3_expanded) and FP16 masters, where nearest rounding loses small changes."""
     seed: Seed = 0
     """Seed of stochastic rounding."""
     implementation: Literal["auto", "ds_fp8"] = "auto"
-    """auto: this package's AdamW where state is compressed, and under ZeRO-3 without optimizer offload, where it
-    moves fewer bytes; elsewhere DeepSpeed's. ds_fp8: always this package's."""
+    """auto: this package's AdamW for compressed state, and in ZeRO-3 without optimizer offload, where it moves fewer
+    bytes; otherwise DeepSpeed's. ds_fp8: always this package's."""
 
     @field_validator("stochastic_rounding", mode="before")
     @classmethod
@@ -161,16 +160,16 @@ class MonitorConfig(Section):
     """The health of the casts, measured by layer and tensor class, and what is done about a layer that degrades."""
 
     every: int = Field(100, ge=0)
-    """Optimizer steps between two measured ones; 0 never measures."""
+    """Optimizer steps between two measurements of the casts; 0: none."""
     min_snr_db: float = 20.0
     """A layer degrades when the signal-to-noise ratio of one of its casts is lower. Rounding alone leaves about 31 dB
-    in E4M3 and 25 dB in E5M2, whatever the tensor; 20 dB is an error of a tenth of the signal."""
+    in E4M3 and 25 dB in E5M2 for any tensor; 20 dB is an error of a tenth of the signal."""
     max_flushed: float = Field(0.5, ge=0, le=1)
     """A layer also degrades when more than this share of the elements of one of its casts is flushed to zero."""
     patience: int = Field(3, ge=1)
-    """Measurements in a row that must say so."""
+    """Number of measurements in a row before a layer counts as degraded."""
     fallback: bool = False
-    """Whether a layer that degrades goes on in BF16. False: a warning names it."""
+    """true: a layer that degrades runs in BF16 from then on. false: a warning names it."""
 
 
 class FP8Config(Section):
@@ -179,8 +178,8 @@ class FP8Config(Section):
     enabled: bool = True
     """false: plain BF16, for a twin run from the same file."""
     preset: str | dict[Axis, str] = DEFAULT
-    """Where keys that are not given come from: a name of the table above, or one for each of some sections:
-    {"linear": "infir2", "optimizer": "coat"}."""
+    """Supplies the keys that you leave out: a name of the table above, or one for each of some sections: {"linear":
+    "infir2", "optimizer": "coat"}."""
     linear: LinearConfig = LinearConfig()
     activations: ActivationsConfig = ActivationsConfig()
     fuse: Literal["auto", "off"] = "auto"
@@ -189,10 +188,10 @@ class FP8Config(Section):
     attention: AttentionConfig = AttentionConfig()
     graph: Literal["off", "auto", "on"] = "auto"
     """auto: forward and backward of a micro-batch are captured as CUDA graphs once its shape has come twice, so that
-    the GPU does not wait for Python. Needs batches of the same shapes on all ranks, rows without padding (packed
-    attention where rows hold several documents), no hooks of unknown packages, and a forward that changes no attribute
-    of its modules. Graphs are compared with Python now and then, and end where they differ. on: also with such code.
-    off: never. The start report or a line in the log says why there are none."""
+    the GPU does not wait for Python. Needs equal shapes on all ranks, rows without padding (packed attention if rows
+    hold several documents), no hooks of unknown packages, and a forward that does not change attributes of its modules.
+    Graphs are compared with Python at intervals, and end at a difference. on: also with such hooks and forwards. off:
+    never. The start report or a line in the log gives the reason if there are none."""
     loss: LossConfig = LossConfig()
     param_gather: ParameterGatherConfig = ParameterGatherConfig()
     grad_reduce: GradientReduceConfig = GradientReduceConfig()

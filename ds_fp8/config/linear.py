@@ -32,15 +32,15 @@ class Cast(Section):
     """Which elements share a scale: all of a tensor, a row (of a token or an output channel), 128 along the contraction
     of the product the cast feeds, or a 128x128 block."""
     scale: ScaleType = "pow2"
-    """pow2: scales are powers of two, and casting again what was cast loses nothing. fp32: any scale. e4m3: those of
-    groups are numbers of E4M3, in units of one FP32 scale of the tensor, as in NVFP4. mse: as pow2 or half of it,
-    whichever leaves a group the smaller squared error, as Quartet. static: 2^static_exponent, for
-    all of a tensor ("granularity": "tensor"), so that nothing looks for an amax; what is too large saturates. For
-    models whose tensors stay near variance 1."""
+    """pow2: powers of two; a second cast of the result is exact. fp32: amax / largest code, so that the largest number
+    of a group is exact. e4m3: scales of groups are E4M3 numbers in units of one FP32 scale of the tensor, as in NVFP4.
+    mse: the pow2 scale or half of it, by the smaller squared error of the group, as in Quartet. static:
+    2^static_exponent for a whole tensor ("granularity": "tensor"), without an amax; larger numbers saturate. For models
+    whose tensors stay near variance 1."""
     static_exponent: int = Field(0, ge=-100, le=100)
     """Exponent of a static scale, which is 2^static_exponent."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """stochastic: up or down at random, right on average, with torch's own random numbers."""
+    """stochastic: unbiased, with torch's random numbers."""
 
     @property
     def spec(self) -> CastSpec:
@@ -171,8 +171,8 @@ class LinearCasts(Section):
     rotation: RotationConfig = RotationConfig()
     recast: RecastConfig = RecastConfig()
     outlier_channels: int = Field(0, ge=0, le=256)
-    """Channels of the input, those of the largest mean square, that fprop also multiplies with what the casts of input
-    and weight lose there. Every 64 of them take the time of 128 more input features. For inputs in 1x128 and weights in
+    """Number of input channels, those with the largest mean square, in which fprop also multiplies the cast errors of
+    input and weight. Every 64 of them take the time of 128 more input features. For inputs in 1x128 and weights in
     128x128; 64 or 128 are enough for all models tried."""
 
     @model_validator(mode="after")
@@ -256,21 +256,21 @@ class LinearConfig(LinearCasts):
     """The linear layers: casts, GEMM backend and accumulation, and the layers that stay in high precision."""
 
     backend: Literal["auto", "deep_gemm", "cublas", "mxfp8", "transformer_engine", "reference"] = "auto"
-    """Who multiplies; auto: the first of the others that can on this machine, which a small product of each pair of
-    casts tells. reference emulates FP8 anywhere; auto takes it for emulated formats, and where there is no GPU."""
+    """Library that multiplies. auto: the first of the others that computes a small product of each pair of casts on
+    this machine. reference emulates FP8 on any device; auto takes it for emulated formats, and without a GPU."""
     accumulation: Literal["fp32", "fast"] = "fp32"
-    """fast: Hopper's tensor cores sum tensor- and row-wise products in fewer bits and finish earlier: relative
-    error about 1e-3 at K = 4096, 3e-3 at 16384. Block-scaled products are summed in FP32 either way."""
+    """fast: tensor- and row-wise products are summed in fewer bits on Hopper and finish earlier; relative error about
+    1e-3 at K = 4096, 3e-3 at 16384. Block-scaled products are summed in FP32 either way."""
     smooth_swiglu: bool = False
-    """Divide every channel of the product act(gate) · up of gated MLPs by a power of two before its cast, and multiply
-    down_proj's input channels by it before theirs: the function is unchanged and outlier channels are gone."""
+    """Divide every channel of act(gate) · up in gated MLPs by a power of two before the cast, and multiply the input
+    channels of down_proj by it before theirs. The function is unchanged, and outlier channels are gone."""
     skip: tuple[str, ...] = ("lm_head",)
     """Names, parts of dotted names, or glob patterns of linears that stay BF16."""
     overrides: dict[str, LinearCasts | Literal["bf16"]] = Field(default_factory=dict)
-    """Pattern, as in `skip` -> "bf16", or the casts that differ in the linears it means: {"*.down_proj": {"input":
-    {"granularity": "tensor"}}}. What an override leaves out is as above. The first pattern that matches a layer
-    applies; one that matches no layer is an error. Exports store weights that are cast otherwise in BF16.
-    {"*": "bf16"} keeps every layer in BF16, with this package's step and graphs. `ds-fp8 sensitivity` proposes some."""
+    """Pattern as in `skip` -> "bf16", or casts for the layers that match: {"*.down_proj": {"input": {"granularity":
+    "tensor"}}}. Keys that an override leaves out are as above. The first matching pattern applies; one that matches no
+    layer is an error. Exports store weights with other casts in BF16. {"*": "bf16"} keeps every layer in BF16, with
+    this package's step and graphs. `ds-fp8 sensitivity` proposes overrides."""
 
     @model_validator(mode="before")
     @classmethod

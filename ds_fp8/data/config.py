@@ -77,8 +77,8 @@ class DataConfig(Section):
     packs its examples of a step into as few micro-batches of at most this many tokens as they need."""
 
     overlong: Literal["split", "cut", "drop"] | None = None
-    """What happens to an example longer than `sequence_length`. "split": its pieces become examples of their own;
-    "cut": its end is lost; "drop": all of it is. Null: "split" for documents and "drop" for chats."""
+    """For examples longer than `sequence_length`. "split": the pieces become separate examples; "cut": the end is
+    dropped; "drop": the example is dropped. Null: "split" for documents and "drop" for chats."""
 
     answer_pattern: str | None = None
     """Regular expression whose first group is the answer in an assistant's last turn, as in "#### (.*)". With it, the

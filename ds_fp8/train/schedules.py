@@ -26,9 +26,9 @@ class Schedule(Section):
     type: Literal["wsd", "cosine", "constant"] = "cosine"
     """wsd: warmup, stable, decay at the end; cosine: decay right after warmup; constant: warmup only."""
     warmup: float = Field(0.05, ge=0)
-    """Linear warmup."""
+    """Linear warmup: steps, or below 1 a fraction of all steps."""
     decay: float = Field(0.2, ge=0)
-    """The last part of a wsd run; the other types do not read it."""
+    """The last part of a wsd run, counted like `warmup`; ignored by the other types."""
     decay_shape: Literal["cosine", "linear", "1-sqrt"] = "cosine"
     """Shape of the decay of a wsd run: half a cosine wave, a straight line, or one minus the square root of the
     progress."""

@@ -51,9 +51,9 @@ class TrainConfig(Section):
     init_from: str | None = None
     """Weights to start from, and nothing else: the run_dir of a finished run, or a Hugging Face folder."""
     resume: str | None = None
-    """Another run to go on from with all of its state: weights, optimizer and place in the data, but with this stage's
-    steps, schedule and optimizer settings. A run_dir, for its newest checkpoint, or one of its checkpoints
-    (run_dir/checkpoints/step_N)."""
+    """Another run to continue with all of its state (weights, optimizer, position in the data), but with this stage's
+    steps, schedule and optimizer settings: a run_dir, for its newest checkpoint, or run_dir/checkpoints/step_N. To
+    resume the same run, start the same command again."""
     steps: int | None = Field(None, gt=0)
     """Optimizer steps of this stage."""
     epochs: float | None = Field(None, gt=0)
@@ -86,11 +86,11 @@ class TrainConfig(Section):
     max_new_tokens: int = Field(48, gt=0)
     """Length limit of an answer."""
     timeout: float = Field(300.0, ge=1)
-    """Seconds after the last progress within which the job is gone from all hosts; six times as many for preparing
-    data and model, for the first step, for saving and for evaluation."""
+    """Seconds without progress after which the job ends on all hosts; six times as many for preparing data and model,
+    for the first step, for saving and for evaluation."""
     spike: Literal["off", "warn", "rollback"] = "warn"
-    """At a loss that stands out by `spike_threshold`: say so, or go back to the last checkpoint and leave out the data
-    of the steps since then."""
+    """When a loss exceeds `spike_threshold`: warn, or return to the last checkpoint and skip the data of the steps
+    since then."""
     spike_threshold: float = Field(10.0, gt=0)
     """Standard deviations, estimated by the median absolute deviation, above the median of the last losses."""
     spike_window: int = Field(100, gt=1)

@@ -34,6 +34,12 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent != LOG], ids=lambda page: page.name)
+def test_files_of_the_repository_that_a_page_names_are_there(page):
+    named = re.findall(r"(?<![\w/])(?:scripts|tests|ds_fp8|docs)/[\w./]+\.(?:py|sh|md)", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_every_entry_of_the_log_is_in_its_index():
     index = (LOG / "README.md").read_text()
     linked = set(re.findall(r"\]\((\w+\.md#[^)]+)\)", index))

@@ -40,6 +40,19 @@ def test_files_of_the_repository_that_a_page_names_are_there(page):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_messages_that_the_page_of_symptoms_quotes_are_those_of_the_code():
+    signs = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = [
+        quote for sign in signs for quote in re.findall(r'(?<!`)"([^"`]{6,})"(?!`)', re.sub(r"`[^`]*`", "", sign))
+    ]
+    source = "".join(file.read_text() for file in (ROOT / "ds_fp8").rglob("*.py"))
+    source = re.sub(r'"\s+f?"', "", source)  # a text over several lines
+    # Names, numbers and dots stand for what the code fills in.
+    parts = [part.strip(" :,") for quote in quoted for part in re.split(r"\.\.\.|\b\d+\b|\b[A-Z_]{4,}\b", quote)]
+    assert len(quoted) > 6
+    assert [part for part in parts if len(part) > 5 and part not in source] == []
+
+
 def test_every_entry_of_the_log_is_in_its_index():
     index = (LOG / "README.md").read_text()
     linked = set(re.findall(r"\]\((\w+\.md#[^)]+)\)", index))

@@ -31,7 +31,7 @@ def rotate(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
         FP32 [M, K]; with rotation.axis 0 M is padded with zeros to a multiple of the block.
 
     Raises:
-        ValueError: K is no multiple of the block, with rotation.axis 1.
+        ValueError: K is not a multiple of the block, with rotation.axis 1.
     """
     if rotation is None:
         return x

@@ -34,7 +34,7 @@ def read_hostfile(path: str | os.PathLike) -> list[Host]:
     Empty lines and everything after "#" are skipped.
 
     Raises:
-        UserError: names file, line and remedy, for whatever DeepSpeed's launcher would fail at or misread.
+        UserError: names file, line and remedy, for lines that DeepSpeed's launcher would fail at or misread.
     """
     file = Path(path)
     try:

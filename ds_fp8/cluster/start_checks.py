@@ -160,7 +160,7 @@ def _check_shared(store: Store, run_dir: Path) -> None:
         if rank == 0:
             blind = [json.loads(value) for value in store.multi_get([f"shared/{other}" for other in range(world)])]
             probe.unlink(missing_ok=True)
-            with suppress(OSError):  # somebody else has written into it
+            with suppress(OSError):  # another process has written into it
                 for folder in made:
                     folder.rmdir()
             missing = ", ".join(host for host in blind if host)

@@ -177,7 +177,7 @@ class _Watchdog:
                 os.kill(os.getpid(), signal.SIGTERM)
             elif "end" in order:
                 os._exit(order["end"])
-        os._exit(EXIT_LOST)  # without a guardian nobody would end this rank
+        os._exit(EXIT_LOST)  # without a guardian nothing would end this rank
 
 
 def _address_of_all(master: str, world: int) -> str | None:

@@ -93,7 +93,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     """Set `a.b.c=value` in `raw`; the value is JSON where it parses as JSON, otherwise a string.
 
     Raises:
-        UserError: no key, a key inside a value that is no object, or a value that no configuration can have.
+        UserError: no key, a key inside a value that is not an object, or a value that no configuration can have.
     """
     dotted, equals, text = override.partition("=")
     path = dotted.strip().split(".")
@@ -131,7 +131,7 @@ def check_plain(value: Any, key: str = "") -> None:
         key: its dotted key, "" for a whole configuration.
 
     Raises:
-        UserError: a number that is not finite or takes more than 64 bits, text that is no Unicode or has a NUL, or
+        UserError: a number that is not finite or takes more than 64 bits, text that is not Unicode or has a NUL, or
             more than MAX_DEPTH levels. It names the key.
     """
     waiting: list[tuple[str, Any, int]] = [(key, value, 0)]
@@ -165,7 +165,7 @@ def _parse(text: str) -> Any:
 
 
 def _parse_hjson(text: str, json_error: Exception, file: str | os.PathLike | None) -> dict[str, Any]:
-    """Return the object that DeepSpeed's parser finds in text that is no strict JSON.
+    """Return the object that DeepSpeed's parser finds in text that is not strict JSON.
 
     Raises:
         UserError: it finds none. The error gives the position where JSON ends, or Hjson if that is as far as JSON goes.
@@ -185,7 +185,7 @@ def _parse_hjson(text: str, json_error: Exception, file: str | os.PathLike | Non
 
 
 def _explained(error: Exception, file: str | os.PathLike | None) -> UserError:
-    """Return the message about text that is no JSON."""
+    """Return the message about text that is not JSON."""
     if isinstance(error, json.JSONDecodeError | hjson.HjsonDecodeError):
         place = f"line {error.lineno}, column {error.colno}"
         where = f"{os.fspath(file)}, {place}" if file else place
@@ -216,7 +216,7 @@ def check_writable(folder: Path, key: str = "") -> None:
     """Check that `folder` is there or can be made, and can be written to, without making it.
 
     Raises:
-        UserError: it is no folder, lies in none that can be written to, or has a name that no folder can have.
+        UserError: it is not a folder, its parent cannot be written to, or no folder can have its name.
     """
     try:
         there = folder

@@ -11,7 +11,7 @@ byte an element, decoded for its products. MXFP8 and MXFP4 are e4m3 and e2m1 in 
 NVFP4 is e2m1 in groups of 16 with scale type "e4m3": a scale of E4M3 each, in units of one FP32 scale of the tensor.
 "fp32" is amax / (largest number of the format); "pow2" is the same rounded up to a power of two: nothing overflows, and
 multiplying by it is exact. "mse" is that or half of it, whichever leaves the group the smaller squared error: with half
-of it the largest elements may saturate. "static" is one fixed power of two for all of a tensor, whatever is in it:
+of it the largest elements may saturate. "static" is one fixed power of two for all of a tensor, whatever its values:
 nothing looks for an amax.
 """
 
@@ -130,7 +130,7 @@ def has_power_of_two_scales(scale: str) -> bool:
 
 
 def check_scale_type(scale: str) -> None:
-    """Raise ValueError for what is no scale type."""
+    """Raise ValueError unless the argument is a scale type."""
     if scale not in SCALE_TYPES and fixed_scale(scale) is None:
         raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALE_TYPES)}")
 
@@ -231,7 +231,7 @@ def scale_shape(shape: tuple[int, ...] | torch.Size, granularity: str) -> tuple[
     """Return the shape of the scales of a tensor of `shape`.
 
     tensor [...] -> []; row [..., K] -> [..., 1]; 1x128 [..., K] -> [..., ceil(K/128)];
-    128x128 [M, K] -> [ceil(M/128), ceil(K/128)]; others alike. Ragged last groups and blocks have a scale of their own.
+    128x128 [M, K] -> [ceil(M/128), ceil(K/128)]; others alike. Ragged last groups and blocks have separate scales.
 
     Args:
         shape: Shape of the tensor that is cast.

@@ -16,7 +16,7 @@ def rows_of_step(
 ) -> list[int]:
     """Return the row indices of an optimizer step, a function of the arguments alone.
 
-    Every epoch of a source visits each of its rows once in an order of its own; a step may end one and begin the next.
+    Every epoch of a source visits each of its rows once in a new order; a step may end one and begin the next.
 
     Args:
         step: Number of the step, from 0.

@@ -91,7 +91,7 @@ def plan_rows(
         chosen: int64 indices of the examples to pack, in this order.
         sequence_length: Most tokens of a row.
         overlong: What happens to an example longer than a row: "split" into pieces, "cut" to a row, or "drop".
-        together: Whether an example goes into the fullest row that still has room for it; else into a row of its own.
+        together: Whether an example goes into the fullest row that still has room for it; else into a new row.
         all_carry_loss: Whether every token of the store carries loss.
     """
     lengths = store.lengths()

@@ -21,7 +21,7 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     """Return the tokenizer stored at `path`; its special tokens are the model's control pieces.
 
     Raises:
-        UserError: With the key data.tokenizer: the file is no sentencepiece model, or one of words or characters.
+        UserError: With the key data.tokenizer: the file is not a sentencepiece model, or one of words or characters.
     """
     model = sentencepiece_model_pb2.ModelProto()
     try:

@@ -3,7 +3,7 @@
 folder/00000.tokens   uint32 [tokens]: token ids; the top bit marks a token that carries no loss
 folder/00000.ends     int64 [examples]: where each example ends in 00000.tokens
 folder/00001.tokens   ... a shard begins once the one before has reached SHARD_TOKENS
-folder/state.json     how much of these files counts, written after them: whatever a kill left behind it is cut off
+folder/state.json     how much of these files counts, written after them: what a kill left behind it is cut off
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TokenWriter:
         self._folder, self._shard_tokens = folder, shard_tokens
         state = read_state(folder) or {"shards": [[0, 0]], "reader": None, "complete": False}
         self.reader: Any = state["reader"]
-        """What was last committed of the state of whoever writes."""
+        """The writer's state, as last committed."""
         self._shards: list[list[int]] = state["shards"]
         for shard, (tokens, examples) in enumerate(self._shards):
             for name, size in ((_TOKENS, tokens * 4), (_ENDS, examples * 8)):

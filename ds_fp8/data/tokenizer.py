@@ -117,7 +117,7 @@ def train_synthetic_model(vocab_size: int) -> bytes:
 
 
 def _training_texts() -> list[str]:
-    """Return the same texts whatever the stage, so that all stages share one tokenizer.
+    """Return the same texts for every stage, so that all stages share one tokenizer.
 
     Every number up to 59 becomes one token: a small model learns to copy and to add those much sooner than digits.
     """

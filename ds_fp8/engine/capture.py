@@ -29,7 +29,7 @@ def before_process_groups_end(method: Callable[[torch.distributed.ProcessGroup |
         method: Called with the group, or None at the end of the process. Its object may be gone by then.
     """
     if not hasattr(torch.distributed.ProcessGroup.shutdown, "calls_first"):
-        # Whoever has imported destroy_process_group by its name comes here as well.
+        # Callers that imported destroy_process_group by its name come here as well.
         torch.distributed.ProcessGroup.shutdown = _calling_first(torch.distributed.ProcessGroup.shutdown)
         atexit.register(_call_all, None)
     _at_the_end.append(weakref.WeakMethod(method))

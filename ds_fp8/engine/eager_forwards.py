@@ -19,7 +19,7 @@ from ds_fp8.engine.known_code import PythonState
 
 
 class _Forward:
-    """Lives as long as an output of its own, or until that has its backward."""
+    """Lives as long as its output, or until the output's backward."""
 
     def __init__(self, used: set[int]):
         self._used = used
@@ -74,7 +74,7 @@ class EagerForwards:
         """Call the module on the stream that graphs are captured on.
 
         Autograd adds a gradient up on the stream that its parameter was first used on, and remembers that for as long
-        as somebody holds the loss of an earlier step. A capture must not come upon another stream there.
+        as the user holds the loss of an earlier step. A capture must not come upon another stream there.
         """
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)

@@ -66,7 +66,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def why_eager(modules: Sequence[nn.Module], device: torch.device, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
-    """Return why a call of a model in training cannot be a graph whatever its rows hold, or None.
+    """Return why a call of a model in training cannot be a graph, with any rows, or None.
 
     Args:
         modules: All modules of the model.

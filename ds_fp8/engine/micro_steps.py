@@ -51,7 +51,7 @@ UNORDERED_STEPS = 6
 """The same where DeepSpeed never learns the order of modules, because forwards without gradients come between."""
 
 MAX_GRAPHS = 8
-"""Signatures that are captured: every graph keeps buffers of its own."""
+"""Signatures that are captured: every graph keeps separate buffers."""
 
 OTHERS_DIFFER = "other ranks have batches of other shapes, or run eagerly"
 
@@ -227,7 +227,7 @@ class MicroStepGraphs:
         packed, alike = False, lowest > 0 and lowest == -highest
         if alike:
             here.ordered, here.max_documents = bool(ordered), self._capacities.take(here.signature, -documents)
-            packed = here.max_documents > 0  # packed rows have kernels of their own
+            packed = here.max_documents > 0  # packed rows have other kernels
             facts["usable"] = facts["usable"] and graph.max_documents >= -documents
         elif unmeasured and facts["alone"]:
             self._log(f"without CUDA graphs: {here.why or OTHERS_DIFFER}")
@@ -286,7 +286,7 @@ class MicroStepGraphs:
             if why is not None:
                 raise ValueError(why)
             graph, kept = self._graphs.capture(make, here.max_documents, self._eager.draws, here.ordered)
-        except BaseException as found:  # whatever a model does that no graph can hold: it is said, and runs eagerly
+        except BaseException as found:  # whatever cannot be captured: it is reported, and runs eagerly
             error = found
             while error.__context__ is not None:  # what ended the capture, and not that it had ended
                 error = error.__context__

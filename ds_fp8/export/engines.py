@@ -47,7 +47,7 @@ def export_engine(
         What was written: the tensors in FP8, and the layers in BF16 with reasons.
 
     Raises:
-        UserError: the model is no PreTrainedModel, the layout cannot hold its weights, or the folder exists.
+        UserError: the model is not a PreTrainedModel, the layout cannot hold its weights, or the folder exists.
     """
     folder, model = Path(folder), engine.module
     if not isinstance(model, PreTrainedModel):

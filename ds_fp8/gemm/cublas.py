@@ -99,7 +99,7 @@ def group_scale(q: QuantizedTensor) -> torch.Tensor:
         scale = scale.repeat_interleave(BLOCK, 0)[: q.shape[0]]
     scale = _padded_rows(scale.expand(q.shape[0], groups))
     if scale.stride() != (1, len(scale)):
-        # Not contiguous(): for a single group it would keep whatever stride there is.
+        # Not contiguous(): for a single group it would keep the given stride.
         scale = torch.empty(groups, len(scale), device=scale.device).copy_(scale.t()).t()
     return scale
 

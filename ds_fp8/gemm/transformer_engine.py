@@ -1,7 +1,7 @@
 """The scaled product through Transformer Engine's general_gemm, where it is installed.
 
 It reaches the same cuBLASLt kernels as cublas.py for block and tensor scales and has no row-wise product; what it adds
-is a library of its own to compare with. The bytes and scales of both operands are handed over as they lie.
+is another library to compare with. The bytes and scales of both operands are handed over as they lie.
 """
 
 from __future__ import annotations

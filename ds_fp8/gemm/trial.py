@@ -40,7 +40,7 @@ def _why_not(multiply: Multiply, a: tuple[str, str], b: tuple[str, str], device:
             if product.shape == (SIZE, SIZE) and bool((product == SIZE).all()):
                 return None
         what = "its result is wrong"
-    # A library that cannot run raises whatever its parts raise: RuntimeError, AssertionError, OSError of a compiler.
+    # A library that cannot run raises the errors of its parts: RuntimeError, AssertionError, OSError of a compiler.
     except Exception as error:
         what = str(error).partition("\n")[0] or type(error).__name__
     (a_format, a_granularity), (b_format, b_granularity) = a, b

@@ -1,4 +1,4 @@
-"""Notes on a batch, taken on the host before Accelerate moves it: nobody has to ask the device."""
+"""Notes on a batch, taken on the host before Accelerate moves it, so that the device need not be asked."""
 
 from __future__ import annotations
 

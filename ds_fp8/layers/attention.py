@@ -40,7 +40,7 @@ FASTEST_FIRST = {
 
 @dataclass(frozen=True)
 class NormedHeads:
-    """Settings of the product of q, k and v; its parameters are arguments of their own."""
+    """Settings of the product of q, k and v; its parameters are separate arguments."""
 
     layout: HeadLayout
     eps: float
@@ -61,7 +61,7 @@ class _NormedHeads(torch.autograd.Function):
         norms = None if q_norm is None else HeadNorms(q_norm, k_norm, heads.head_eps)
         rotated = rotate(qkv, cos, sin, layout, bias, norms)
         # Parameters are kept as themselves, not through save_for_backward: their storage is released after forward,
-        # and backward finds whatever has been gathered by then.
+        # and backward finds the weights gathered by then.
         ctx.heads, ctx.weights, ctx.biases, ctx.norm, ctx.head_norms = heads, weights, biases, norm, norms
         if keep:
             ctx.save_for_backward(x, rstd, cos, sin, None if norms is None else qkv)

@@ -6,7 +6,7 @@ implementation before, in BF16. Fused and unconverted layers alike find their at
 
 Which modules can be in FP8 at all is decided at the start. Of the calls of such a module these are not:
 
-    rows of several packed documents, padded batches    their mask is no causal one: a warning says so in training
+    rows of several packed documents, padded batches    their mask is not causal: a warning says so in training
     generation with a cache                             a few queries of many keys
 
 That a call is without gradients changes nothing: recomputation would find other numbers than the first forward.

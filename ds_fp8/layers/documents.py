@@ -40,9 +40,9 @@ def count(positions: torch.Tensor) -> int:
 
 
 def note(positions: torch.Tensor, documents: int) -> None:
-    """Remember what `count` returns for positions, as long as nobody writes to them.
+    """Remember what `count` returns for positions, until they are written to.
 
-    Who builds a batch on the host counts there, and nobody waits for the device.
+    A batch built on the host is counted there, without waiting for the device.
     """
     setattr(positions, _NOTE, (documents, positions._version))
 
@@ -63,7 +63,7 @@ def whole(mask: torch.Tensor) -> bool:
 
 
 def note_whole(mask: torch.Tensor, ones: bool) -> None:
-    """Remember what `whole` returns for a mask, as long as nobody writes to it."""
+    """Remember what `whole` returns for a mask, until it is written to."""
     setattr(mask, _WHOLE, (ones, mask._version))
 
 
@@ -84,7 +84,7 @@ def ends(begins: torch.Tensor, most: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def fixed(most: int) -> Iterator[None]:
-    """Let attention masks built inside be `ends` of [most + 1], which nobody waits for; 0 changes nothing."""
+    """Let attention masks built inside be `ends` of [most + 1], without a host sync; 0 changes nothing."""
     global _fixed
     before, _fixed = _fixed, most
     try:

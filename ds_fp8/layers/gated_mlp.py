@@ -51,7 +51,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """Settings of a gated MLP; its weights are arguments of their own."""
+    """Settings of a gated MLP; its weights are separate arguments."""
 
     activation: str
     """One of activations.ACTIVATIONS."""

@@ -10,7 +10,7 @@ column-wise copy of x is kept, one byte an element, and no copy of the weight: Z
 
 The class is swapped in under a live module (`module.__class__ = FP8Linear`), so parameters, their names, hooks and
 checkpoint keys stay what they were. Under FP8 parameter gather a weight carries its gathered FP8 bytes as
-`weight.fp8_gathered`, and `weight.data` is a placeholder that nobody may read.
+`weight.fp8_gathered`, and `weight.data` is a placeholder that must not be read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         x_cast = with_outliers(recipe, x_cast, x_TK)
         y_TN = recipe.multiply(x_cast, fprop_weight([weight], recipe, smoothing), x.dtype)
         # The weight is kept as the parameter itself, not through save_for_backward: its storage is released after
-        # forward, and backward finds whatever has been gathered by then.
+        # forward, and backward finds the weights gathered by then.
         ctx.weight, ctx.recipe, ctx.save, ctx.input_shape, ctx.input_dtype = weight, recipe, save, x.shape, x.dtype
         return y_TN.view(*x.shape[:-1], weight.shape[0])
 
@@ -77,7 +77,7 @@ runs_eagerly = torch.compiler.disable(
     reason="an FP8 layer of ds_fp8 multiplies with bytes that ZeRO-3 has gathered for this very step, which a graph "
     "cannot hold: it runs as it is between the graphs of what is around it (so no fullgraph=True)"
 )
-"""Decorator of the forwards of FP8 layers, whatever calls them."""
+"""Decorator of the forwards of FP8 layers."""
 
 
 class FP8Linear(nn.Linear):

@@ -2,7 +2,7 @@
 
 The model's own forward still runs. When it is given labels in training its head returns `WithheldLogits`, which hold
 the summed loss and can do nothing else, and its `loss_function` takes the loss out of them. In evaluation the logits
-are there for whoever computes metrics from them, except with `skip_logits=True`, as in Liger's forwards and Trainer. A
+are there for metrics computed from them, except with `skip_logits=True`, as in Liger's forwards and Trainer. A
 model that works on its logits before the loss (scaling, capping) cannot do so with withheld ones, which `fuse_loss`
 finds by running the model's forward on a few tokens; such a model is left as it is.
 """
@@ -124,7 +124,7 @@ def _structural_objection(model: nn.Module, head: nn.Module | None) -> str | Non
 
 
 class _FixedDecoder(nn.Module):
-    """Stands in for a decoder: the same hidden states [B, T, H] whatever it is called with."""
+    """Stands in for a decoder: the same hidden states [B, T, H] for any arguments."""
 
     def __init__(self, hidden: torch.Tensor):
         super().__init__()
@@ -159,7 +159,7 @@ def _behavioural_objection(model: PreTrainedModel, head: nn.Linear) -> str | Non
             loss = twin.forward(input_ids=ids, labels=labels, **more)[0]
             return [loss.detach(), *torch.autograd.grad(loss, (hidden, narrow.weight))]
 
-        # The auxiliary loss of a mixture of experts is added to whatever the head's is, and needs a real decoder.
+        # The auxiliary loss of a mixture of experts is added to the head's loss, and needs a real decoder.
         if "output_router_logits" in inspect.signature(twin.forward).parameters:
             loss_and_gradients = functools.partial(loss_and_gradients, output_router_logits=False)
         variants = [{}, {"num_items_in_batch": torch.tensor(3.5)}, {"shift_labels": shifted}]
@@ -193,7 +193,7 @@ def _fused_head(model: nn.Module) -> FusedHead:
 
 @functools.cache
 def _fused_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a subclass of `base` that withholds logits when it is given labels and nobody asks for some of them."""
+    """Return a subclass of `base` that withholds logits if it is given labels and the caller does not ask for them."""
     parameters = list(inspect.signature(base.forward).parameters)[1:]
 
     @functools.wraps(base.forward)

@@ -1,4 +1,4 @@
-"""Munit scaling: Llama-like models in which tensors keep variance 1, so that casts to FP8 need no scale of their own.
+"""Munit scaling: Llama-like models in which tensors keep variance 1, so that casts to FP8 need no scales.
 
     weights      variance 1 at the start; embeddings too; biases 0, norms 1
     linear       y = (x · wᵀ + b) / sqrt(fan_in), in backward the same factor
@@ -17,7 +17,7 @@ acts through each group's learning rate, as in AdamW; the paper decays independe
     "model": {"config": {"model_type": "munit_llama", ...}}        munit_mistral, munit_qwen2, munit_qwen3
 
 These are classes of transformers beside its own: what a run saves says so in its config.json, and a program that does
-not know them (`register`) refuses it. The package unit-scaling has modules of its own, whose products are not the
+not know them (`register`) refuses it. The package unit-scaling has other modules, whose products are not the
 nn.Linear that FP8, ZeRO-3's gather and Hugging Face folders rest on. Here modules stay what they are: linears and the
 last norm get a forward hook, decoder layers another forward.
 """

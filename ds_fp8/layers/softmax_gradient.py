@@ -17,7 +17,7 @@ def softmax_gradient(logits: torch.Tensor, targets: torch.Tensor, gradient: bool
 
     Args:
         logits: [C, V], any floating point dtype; computed in FP32 and rounded once.
-        targets: int64 [C], each below V or IGNORED, whose rows have loss and gradient zero whatever the logits.
+        targets: int64 [C], each below V or IGNORED, whose rows have loss and gradient zero for any logits.
         gradient: whether to overwrite the logits.
 
     Returns:

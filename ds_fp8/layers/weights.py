@@ -1,7 +1,7 @@
 """Weights as operands of FP8 products: one alone, or several stacked that share their input.
 
 Under FP8 parameter gather a weight carries its gathered FP8 bytes as `weight.fp8_gathered`, and `weight.data` is a
-placeholder that nobody may read. q, k and v (gate and up) are multiplied as one matrix of their stacked rows; gathered
+placeholder that must not be read. q, k and v (gate and up) are multiplied as one matrix of their stacked rows; gathered
 together they already lie so in memory, and the stacked operand is a view.
 """
 

@@ -94,7 +94,7 @@ def _fused(layer: LayerShape, w: Workload) -> Bytes:
     """Return the bytes of x 2TH, x + attention 2TH, two norms 4T each; attention_core; gate_up.
 
     Normed heads (Qwen3) keep the product of q, k and v before the norm as well, 2T(A + K). With attention in FP8 o_proj
-    keeps its own cast along the tokens, TA(1 + 1/32): whatever attention keeps of its output, it is another.
+    keeps its own cast along the tokens, TA(1 + 1/32): attention keeps another form of its output.
     """
     T, H = w.tokens, layer.hidden
     own = BF16 * T * layer.qkv if layer.head_norms else 0

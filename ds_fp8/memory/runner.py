@@ -1,4 +1,4 @@
-"""One point of a sweep: a training run in processes of its own, ended once it has been measured.
+"""One point of a sweep: a training run in separate processes, ended once it has been measured.
 
 The run is `deepspeed --module ds_fp8.commands.train`, as a user would start it. It is killed after the steps that are
 measured: the end of a run would write a checkpoint of the whole model. Out of memory, a failure and a time limit are

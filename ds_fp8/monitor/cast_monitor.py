@@ -104,7 +104,7 @@ class CastMonitor:
             x: What was cast [M, K], or what gives its rows.
             quantized: The cast.
             site: Name of what multiplies it.
-            elements: Elements of x, where it has zeros that are no part of the tensor.
+            elements: Elements of x, where it has zeros that do not belong to the tensor.
         """
         if not self.active:
             return

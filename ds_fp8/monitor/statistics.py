@@ -47,7 +47,7 @@ def add_cast_statistics(
         quantized: The cast.
         sums: FP64 [5], to which SUMS are added.
         peaks: FP64 [3], raised to PEAKS.
-        elements: Elements of x, where it has zeros that are no part of the tensor.
+        elements: Elements of x, where it has zeros that do not belong to the tensor.
     """
     sums[:1] += quantized.data.numel() if elements is None else elements
     if quantized.data.is_cuda and not is_emulated(quantized.format, quantized.granularity, quantized.scale_type):

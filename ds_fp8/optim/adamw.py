@@ -112,7 +112,7 @@ class AdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim.Optimizer does."""
         super().add_param_group(param_group)
-        # Random numbers of its own for each parameter, by its place: the same after a resume.
+        # Separate random numbers for each parameter, by its position: the same after a resume.
         for p in self.param_groups[-1]["params"]:
             self._streams.setdefault(p, len(self._streams))
 
@@ -219,7 +219,7 @@ class AdamW(torch.optim.Optimizer):
         return state
 
     def set_segments(self, p: torch.Tensor, sizes: Sequence[int], vectors: Sequence[int] = ()) -> None:
-        """Register the tensors that the flat parameter p is made of, each of which gets a scale of its own.
+        """Register the tensors that the flat parameter p is made of, each with a separate scale.
 
         Args:
             p: A parameter of this optimizer.

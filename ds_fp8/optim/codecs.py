@@ -46,7 +46,7 @@ class Codec:
     min_exponent: int = 0
     """Exponent of the smallest normal number. Emulated formats need neither of the two."""
     max: float | None = None
-    """What the largest magnitude of a group is brought to; None: there are no scales."""
+    """Value that the largest magnitude of a group is scaled to; None: no scales."""
     expanded: bool = False
 
     @property

@@ -97,7 +97,7 @@ class Moment:
         noise: torch.Tensor | None = None,
         exponent: torch.Tensor | None = None,
     ) -> None:
-        """Encode FP32 `numbers` into one piece of the layout, with scales of their own."""
+        """Encode FP32 `numbers` into one piece of the layout, with separate scales."""
         encoded = encode(
             numbers, self.codec, self.layout.granularity, self.layout.scale_type,
             never_zero=self.never_zero, noise=noise, exponent=exponent,
@@ -172,7 +172,7 @@ def shared_layout(fp16_masters: Layout | None, *states: torch.Tensor | Moment) -
     """Return the layout whose pieces are whole groups of all states; None if no state has groups.
 
     Raises:
-        ValueError: There is none: groups of 128 may lie across tensors that have scales of their own.
+        ValueError: There is none: groups of 128 may lie across tensors with separate scales.
     """
     layouts = [state.layout for state in states if isinstance(state, Moment)]
     layouts += [] if fp16_masters is None else [fp16_masters]

@@ -40,7 +40,7 @@ class StateFormats:
         return Layout(p.numel(), granularity, scale, self._segments.get(p, ()) if granularity == "tensor" else ())
 
     def complete(self, p: torch.Tensor, state: dict[str, Any]) -> None:
-        """Bring the state of p into the form that AdamW.step() works on: whatever it lacks is made, others encoded."""
+        """Bring the state of p into the form that AdamW.step() works on: create missing state, encode other formats."""
         if not isinstance(state.get("step"), torch.Tensor) or state["step"].device.type != "cpu":
             state["step"] = torch.tensor(float(state.get("step", 0.0)))
         for key in MOMENTS:

@@ -33,7 +33,7 @@ class StepBatches:
     def to(self, device: torch.device) -> StepBatches:
         """Return the same on a device; the host waits only where memory is not pinned.
 
-        How many documents there are is counted here, and nobody has to wait for the device to know.
+        Documents are counted here, without waiting for the device.
         """
         batches = [{key: x.to(device, non_blocking=True) for key, x in batch.items()} for batch in self.batches]
         for here, there in zip(self.batches, batches, strict=True):

@@ -165,7 +165,7 @@ def save_file(state: Any, file: Path, rank: int) -> SavedFile:
         try:
             torch.save(state, stream)
         except RuntimeError:
-            # torch's writer reports a failed write as an error of its own.
+            # torch's writer reports a failed write as another error.
             if stream.error is not None:
                 raise stream.error from None
             raise

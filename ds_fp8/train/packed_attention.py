@@ -89,7 +89,7 @@ def _document_ends(
 ) -> torch.Tensor | None:
     """Return int32 [documents + 1], or None when `mask_function` is not causal attention within documents.
 
-    In the capture of a graph this must be so whatever the positions are, and their number is that of the graph.
+    In the capture of a graph this must hold for any positions, and their number is that of the graph.
 
     A document begins where a token does not see the one before it. That nothing else is masked shows at three places of
     the mask: each token sees its document's first, sees the one before it there, and does not see the next.

@@ -158,7 +158,7 @@ def read_regular(file: Path, max_bytes: int | None = MAX_BYTES) -> str:
         max_bytes: size from which it is refused; None for any.
 
     Raises:
-        OSError: it is missing, cannot be read, or is no regular file.
+        OSError: it is missing, cannot be read, or is not a regular file.
         Invalid: it is too large, or no UTF-8.
     """
     status = file.stat()

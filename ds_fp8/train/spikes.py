@@ -25,7 +25,7 @@ class SpikeDetector:
     def observe(self, loss: float) -> float | None:
         """Return the standard deviations by which `loss` exceeds the losses before, if above the threshold.
 
-        A loss that is not finite is no spike, and is not remembered: its step is skipped anyway.
+        A loss that is not finite does not count as a spike, and is not remembered: its step is skipped anyway.
         """
         if not math.isfinite(loss):
             return None

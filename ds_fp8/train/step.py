@@ -62,7 +62,7 @@ class Steps:
         if not self._losses:
             self._tokens, self._started = 0, time.perf_counter()
             if engine.fp8.wire is not None:
-                engine.fp8.wire.take()  # what evaluation sent is no step's
+                engine.fp8.wire.take()  # bytes sent by evaluation do not belong to a step
         step = self._batches.take(data_step)
         # A seed per step, so that a resumed run draws what an uninterrupted one does.
         torch.manual_seed((self._stage.train.seed * 1_000_003 + data_step) * dist.get_world_size() + dist.get_rank())

@@ -225,7 +225,7 @@ def is_fp8(quantization: dict[str, Any]) -> bool:
 
 
 def _is_hub_name(path: str) -> bool:
-    """Return whether a path that is no folder can be a name on the hub, as "gpt2" and "owner/name" are."""
+    """Return whether a path that is not a folder can be a name on the hub, as "gpt2" and "owner/name" are."""
     try:
         validate_repo_id(path)
     except HFValidationError:

@@ -1,1 +1,1 @@
-"""ZeRO-3 with FP8: what it gathers, reduces and steps, and the seams where DeepSpeed is taken hold of."""
+"""ZeRO-3 with FP8: gathers, reductions and steps, and the places where DeepSpeed is patched (seams)."""

@@ -38,7 +38,7 @@ class GradientShards:
         self._arrived: set[str] = set()
         """Names of the gradients that were added since the last step."""
         self._written: dict[str, None] = {}
-        """Names of the gradients that somebody else wrote since the last step, in order."""
+        """Names of the gradients that users wrote since the last step, in order."""
 
     def add_message(
         self,
@@ -121,7 +121,7 @@ class GradientShards:
             self._squares[self._spans[name] : self._spans[name] + span_count(numel)] = 0
 
     def written(self, names: Iterable[str]) -> None:
-        """Note that somebody else has changed these gradients: this step has them, whoever brought them before."""
+        """Note that a user has changed these gradients: they count in this step, arrived or not."""
         known = dict.fromkeys(name for name in names if name in self._places)
         self._written.update(known)
         self._arrived.update(known)

@@ -62,7 +62,7 @@ class ParameterGather:
         self.transport = self.shards.transport.description
         self._bf16: Bf16Shards | None = None
         seams.on_destroy(engine, self._release)
-        # Whoever reads a weight that is not its own wants numbers, not FP8 codes.
+        # A module that reads another module's weight needs numbers, not FP8 codes.
         seams.on_external_parameter(engine, lambda parameter: self.leave_out([parameter]))
 
     def free_bf16_shards(self, engine: deepspeed.DeepSpeedEngine) -> Bf16Shards:
@@ -84,7 +84,7 @@ class ParameterGather:
         return (self.shards.codes.data_ptr(), *self._weights)
 
     def forget_gathered(self) -> None:
-        """Drop the gathered weights, without a word to DeepSpeed."""
+        """Drop the gathered weights, without updating their ds_status."""
         for weight in self._weights.values():
             setattr(weight.parameter, GATHERED, None)
 
@@ -173,7 +173,7 @@ class ParameterGather:
         self._wire.count(GATHER, "all_gather", sum(weight.data.nbytes for weight in sent), group)
         outputs, inputs = [landed[weight] for weight in sent], [weight.data for weight in sent]
         work = self.shards.transport.gather(outputs, inputs, group) if sent else None
-        scales = {weight: weight.scale for weight in sent}  # those of the codes just sent, whatever comes later
+        scales = {weight: weight.scale for weight in sent}  # those of the codes just sent, also after later casts
 
         def finish() -> None:
             gathered = {}

@@ -60,7 +60,7 @@ class PeerMemory:
         _live.add(self)
 
     def allocate(self, numel: int) -> torch.Tensor:
-        """Return memory for outputs of `gather`: nobody reads that from elsewhere."""
+        """Return memory for outputs of `gather`: other ranks do not read it."""
         return torch.empty(numel, dtype=torch.uint8, device=self.local.device)
 
     def _map(self, numel: int, device: torch.device) -> list[torch.Tensor]:

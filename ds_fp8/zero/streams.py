@@ -1,4 +1,4 @@
-"""Streams and events of the accelerator; on a device without streams all of it is void."""
+"""Streams and events of the accelerator; no-ops on devices without streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _capture: object | None = None
 def capture() -> Iterator[None]:
     """Leave out waits for events from before, which a graph that is captured inside cannot wait for.
 
-    Whoever replays it must let the stream that it is replayed on wait for them.
+    The caller of the replay must let its stream wait for them.
     """
     global _capture
     _capture = object()

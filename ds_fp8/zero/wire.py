@@ -1,4 +1,4 @@
-"""Bytes on the wire, counted for one engine by whoever sends them, for FP8 and BF16 alike."""
+"""Bytes on the wire, counted for one engine by all senders, for FP8 and BF16 alike."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Judge:
         for rank in self._present():
             self._tell(rank, {"end": code})
         deadline = time.monotonic() + _FAREWELL
-        # Whoever was not heard of will not say farewell.
+        # Ranks that were not heard of will not say farewell.
         while time.monotonic() < deadline and any(time.monotonic() - r.heard < 2.0 for r in self._present()):
             await asyncio.sleep(TICK / 5)
 
@@ -109,7 +109,7 @@ class Judge:
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank = None
-        # The judge is done, nobody spoke, or not as guardians do.
+        # The judge is done, or the message is missing or not a guardian's.
         with suppress(asyncio.CancelledError, asyncio.TimeoutError, LookupError, TypeError, ValueError):
             greeting = await asyncio.wait_for(receive(reader), _GREETING) or {}
             if self._knows(greeting):

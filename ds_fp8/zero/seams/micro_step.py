@@ -24,7 +24,7 @@ _COUNTERS = ("ds_grads_remaining", "applied_pre_backward_ref_cnt")
 
 
 class _Discarded(deque):
-    """Events that the host would wait for, lest it run ahead; a captured one cannot be waited for."""
+    """Events that the host would wait for, so as not to run ahead; a captured one cannot be waited for."""
 
     def append(self, event: object) -> None:
         """Discard the event."""

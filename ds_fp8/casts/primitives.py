@@ -4,7 +4,7 @@ A cast is three steps, which the ZeRO-3 parameter gather also takes one by one (
 
     amax[g]  = max |x[i]|            over the elements i of group g
     scale[g] = amax[g] / format.max  (`pow2`: rounded up to a power of two; 1 where amax is 0; NaN where not finite)
-    data[i]  = cast(clamp(x[i] / scale[g], -format.max, format.max))   round to nearest even
+    data[i]  = cast(clamp(x[i] * (1 / scale[g]), -format.max, format.max))   round to nearest even
 
 so that x[i] is approximately data[i] * scale[g]. Inf or NaN anywhere in a group turns its scale, and with it the whole
 group, into NaN: overflow is seen downstream, never hidden. A static scale is one number for all: it takes no amax, what
@@ -206,7 +206,7 @@ def cast(
         FP8, or uint8 codes of an emulated format, of x's shape; NaN where x or its scale is NaN.
     """
     target = FORMATS[format]
-    in_units = per_element(torch.div, x.detach(), scale, granularity)
+    in_units = per_element(torch.mul, x.detach(), scale.reciprocal(), granularity)
     if rounding == "stochastic":
         draw = torch.rand_like(in_units)
         if target.magnitudes:

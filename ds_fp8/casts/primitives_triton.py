@@ -50,10 +50,10 @@ def raise_amax(amax, bits, at, length, MODE: tl.constexpr):
 
 @triton.jit
 def scale_of(bits, largest: tl.constexpr, smallest_scale: tl.constexpr, POW2: tl.constexpr):
-    """Return (scale, what to multiply or divide by) of scale_from_amax in primitives.py, from the bits of the amax.
+    """Return (scale, 1 / scale) of scale_from_amax in primitives.py, from the bits of the amax.
 
     The largest value of both formats is 1.75 * 2^E. With amax = m * 2^e the power of two not below amax / largest is
-    2^(e - E), or twice that when m > 1.75: a carry out of the mantissa. The second result is then 1 / scale, exactly.
+    2^(e - E), or twice that when m > 1.75: a carry out of the mantissa.
     """
     amax = bits.to(tl.float32, bitcast=True)
     overflow = bits >= 0x7F800000
@@ -62,23 +62,22 @@ def scale_of(bits, largest: tl.constexpr, smallest_scale: tl.constexpr, POW2: tl
         exponent = ((bits + 0x1FFFFF) & 0x7F800000) - (E << 23)
         exponent = tl.where(bits == 0, 127 << 23, tl.maximum(exponent, 1 << 23))
         scale = exponent.to(tl.float32, bitcast=True)
-        divisor = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
+        reciprocal = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
     else:
         scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + largest), smallest_scale)
         scale = tl.where(bits == 0, 1.0, scale)
-        divisor = scale
-    return tl.where(overflow, float("nan"), scale), tl.where(overflow, float("nan"), divisor)
+        # One division a group, and a product an element: a division takes as long as the rest of a cast.
+        reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return tl.where(overflow, float("nan"), scale), tl.where(overflow, float("nan"), reciprocal)
 
 
 @triton.jit
-def to_fp8(x, divisor, dtype: tl.constexpr, POW2: tl.constexpr):
+def to_fp8(x, reciprocal, dtype: tl.constexpr):
     """Return x in units of its scale, rounded to nearest even; NaN stays NaN.
 
-    Nothing saturates: the amax that made the scale is at least |x|. `divisor` as from scale_of, broadcasting.
+    Nothing saturates: the amax that made the scale is at least |x|. `reciprocal` as from scale_of, broadcasting.
     """
-    if POW2:
-        return (x * divisor).to(dtype)
-    return tl.div_rn(x, tl.zeros_like(x) + divisor).to(dtype)
+    return (x * reciprocal).to(dtype)
 
 
 @triton.jit

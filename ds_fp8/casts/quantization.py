@@ -30,6 +30,7 @@ def quantize(
     column_factor: torch.Tensor | None = None,
     rounding: str = "nearest",
     rotation: Rotation | None = None,
+    room: int = 0,
 ) -> QuantizedTensor:
     """Cast a floating point tensor of any shape, with scales from its own amax.
 
@@ -45,6 +46,8 @@ def quantize(
         column_factor: [K], multiplied into its columns after that.
         rounding: "nearest", to even, or "stochastic", with torch's random numbers.
         rotation: Rotation of a matrix, after the factors and before the cast (rotation.py).
+        room: Codes, whole blocks, that kernels leave free behind every row of a matrix cast per 1x128, for outlier
+            blocks (outliers.py). The result is then a view of a wider operand; on a CPU it never is.
 
     Returns:
         The cast, of the shape of x (rotated along its rows: padded); a group that holds Inf or NaN is NaN as a whole,
@@ -57,7 +60,7 @@ def quantize(
     if x.device.type == "cuda" and native and x.dim() and (x.dim() == 2 or granularity != "128x128"):
         matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         result, _ = quantize_both(
-            matrix, format, granularity, None, scale, row_factor, column_factor, row_rotation=rotation
+            matrix, format, granularity, None, scale, row_factor, column_factor, row_rotation=rotation, room=room
         )
         if x.dim() == 2:
             return result
@@ -98,6 +101,7 @@ def quantize_both(
     rounding: str = "nearest",
     row_rotation: Rotation | None = None,
     column_rotation: Rotation | None = None,
+    room: int = 0,
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     """Cast a matrix x [M, K] for both of its products in one pass: [M, K] along K and [K, M] along M.
 
@@ -112,6 +116,7 @@ def quantize_both(
         rounding: As for `quantize`.
         row_rotation: Rotation of x [M, K] before its first cast.
         column_rotation: Rotation of x [M, K] before its second cast.
+        room: As for `quantize`, of the first result.
 
     Returns:
         (x cast along K or None, x cast along M or None).
@@ -134,7 +139,7 @@ def quantize_both(
         if fixed_scale(scale) is not None:
             wanted = rowwise is not None, columnwise is not None
             return quantize_statically(x.detach(), format, scale, *wanted, row_factor, column_factor)
-        return quantize_tiles(x.detach(), format, scale, rowwise, columnwise, row_factor, column_factor)
+        return quantize_tiles(x.detach(), format, scale, rowwise, columnwise, row_factor, column_factor, room)
     x = apply_factors(x.detach(), row_factor, column_factor)
     row = None if rowwise is None else _reference(rotate(x, row_rotation), format, rowwise, scale, rounding)
     if columnwise is None:

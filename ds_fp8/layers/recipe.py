@@ -40,7 +40,8 @@ from ds_fp8.casts import (
     transpose,
     unrotate,
 )
-from ds_fp8.config.formats import ALONG_CONTRACTION, CastSpec, Recast, Rotation
+from ds_fp8.casts.tensor import width_with_outliers
+from ds_fp8.config.formats import ALONG_CONTRACTION, BLOCK, CastSpec, Recast, Rotation
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.linear import LinearCasts
 from ds_fp8.gemm import reads_transposed, scaled_matmul, select_backend
@@ -155,6 +156,15 @@ class LinearRecipe:
         """Return a matrix transposed: a view, or a copy where this recipe's backend needs one."""
         return q.t() if reads_transposed(self.backend) else transpose(q)
 
+    def room_for_outliers(self, columns: int) -> int:
+        """Return how many codes a cast of an input [T, columns] leaves free behind each row, for its outlier blocks.
+
+        0 where the last block is ragged: with_outliers then copies the cast.
+        """
+        if self.outliers is None or columns % BLOCK:
+            return 0
+        return width_with_outliers(columns, min(self.outlier_channels, columns)) - columns
+
     def cast_weight(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
         """Return the cast of a weight [N, K] that is present in high precision, times its factors."""
         quantized = _cast(weight, self.weight, None, column_factor)
@@ -181,7 +191,7 @@ class LinearRecipe:
 
     def cast_input(self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None) -> QuantizedTensor:
         """Cast x [T, K], times its factors, as fprop reads it."""
-        quantized = _cast(x, self.input, row_factor, column_factor)
+        quantized = _cast(x, self.input, row_factor, column_factor, self.room_for_outliers(x.shape[-1]))
         self.observe("input", x, quantized, row_factor, column_factor, self.input.rotation)
         return quantized
 
@@ -212,7 +222,8 @@ class LinearRecipe:
             return cast, self._cast_again(cast, self.wgrad_input, self.wgrad_input_rotation)
         words = spec.format, spec.granularity, self.wgrad_input, spec.scale
         rotations = spec.rotation, self.wgrad_input_rotation
-        both = quantize_both(x, *words, None, column_factor, spec.rounding, *rotations)
+        room = self.room_for_outliers(x.shape[-1])
+        both = quantize_both(x, *words, None, column_factor, spec.rounding, *rotations, room=room)
         self.observe("input", x, both[0], None, column_factor, spec.rotation)
         return both
 
@@ -306,10 +317,12 @@ class LinearRecipe:
         self.monitor.observe(tensor_class, x, quantized, self.site)
 
 
-def _cast(x: torch.Tensor, spec: CastSpec, row_factor: Factor = None, column_factor: Factor = None) -> QuantizedTensor:
+def _cast(
+    x: torch.Tensor, spec: CastSpec, row_factor: Factor = None, column_factor: Factor = None, room: int = 0
+) -> QuantizedTensor:
     """Return the cast of a matrix, times its factors."""
     words = spec.format, spec.granularity, spec.scale
-    options = {"rounding": spec.rounding, "rotation": spec.rotation}
+    options = {"rounding": spec.rounding, "rotation": spec.rotation, "room": room}
     return quantize(x, *words, row_factor=row_factor, column_factor=column_factor, **options)
 
 

@@ -39,9 +39,10 @@ def quantize(
         format: "e4m3", "e5m2" or another name of config.formats.FORMATS.
         granularity: Elements that share a scale: "tensor", "row" (the last dimension), "1x128" (128 elements along the
             last dimension), "128x128", or smaller groups and blocks of 32 and 16. Ragged edges are groups of their own.
-        scale: "pow2" (powers of two), "fp32", "e4m3" (E4M3 in units of one FP32 scale of the tensor), "static" (1), or
-            another fixed power of two, "static 2^-24"; static ones have granularity "tensor". "mse": as "pow2" or
-            half of it, by the smaller squared error.
+        scale: "pow2" (powers of two), "fp32", "fitted" (as "fp32", but of groups of 1x128 that of the smallest squared
+            error), "e4m3" (E4M3 in units of one FP32 scale of the tensor), "static" (1), or another fixed power of two,
+            "static 2^-24"; static ones have granularity "tensor". "mse": as "pow2" or half of it, by the smaller
+            squared error.
         row_factor: [M], multiplied in FP32 into the rows of a matrix [M, K] before the cast.
         column_factor: [K], multiplied into its columns after that.
         rounding: "nearest", to even, or "stochastic", with torch's random numbers.

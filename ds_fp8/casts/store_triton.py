@@ -10,7 +10,19 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_fp8.casts.primitives_triton import GROUP, ROW, TILE, amax_bits, magnitude_bits, scale_of, to_fp8
+from ds_fp8.casts.primitives_triton import (
+    FITTED,
+    GROUP,
+    ROW,
+    TILE,
+    amax_bits,
+    error_in_units,
+    fit,
+    fitted_scale_of,
+    magnitude_bits,
+    scale_of,
+    to_fp8,
+)
 from ds_fp8.casts.tensor import QuantizedTensor, block_scales
 from ds_fp8.config.formats import BLOCK, FORMATS
 
@@ -51,7 +63,10 @@ def store_cast(
         bits = tl.load(amax + across, mask=across < num_across, other=0)
     else:
         bits = tl.load(amax) + tl.zeros_like(across)
-    factor, reciprocal = scale_of(bits, LARGEST, SMALLEST, POW2)
+    if MODE == GROUP and POW2 == FITTED:
+        factor, reciprocal = fitted_scale_of(tile, bits, AXIS, LARGEST, SMALLEST)
+    else:
+        factor, reciprocal = scale_of(bits, LARGEST, SMALLEST, POW2)
     _store_scale(factor, along, across, num_across, scale, scale_along, scale_across, MODE)
     codes = to_fp8(tile, tl.expand_dims(reciprocal, AXIS), DTYPE)
     if AXIS == 1:
@@ -123,6 +138,12 @@ def store_cast_columnwise(
     else:
         bits = tl.load(amax) + tl.zeros_like(k)
     factor, reciprocal = scale_of(bits, LARGEST, SMALLEST, POW2)
+    if MODE == GROUP and POW2 == FITTED:
+        least = _error_of_columns(x0, x1, x2, x3, reciprocal, LARGEST)
+        for sevenths in tl.static_range(6, 3, -1):
+            _, its = scale_of(bits, LARGEST * sevenths / 7, SMALLEST, 0)
+            lost = _error_of_columns(x0, x1, x2, x3, its, LARGEST)
+            factor, reciprocal, least = fit(factor, reciprocal, least, bits, lost, sevenths, LARGEST, SMALLEST)
     _store_scale(factor, first_m + tl.zeros_like(k), k, K, scale, scale_along, scale_across, MODE)
     reciprocal = reciprocal[None, :]
     word = (
@@ -137,6 +158,15 @@ def store_cast_columnwise(
         + (first_m // 4 + tl.arange(0, 32))[:, None]
     )
     tl.store(address, word)
+
+
+@triton.jit
+def _error_of_columns(x0, x1, x2, x3, reciprocal, LARGEST: tl.constexpr):
+    """Return the squared error of a cast of every column of a tile, given as for store_cast_columnwise."""
+    reciprocal = reciprocal[None, :]
+    lost = error_in_units(x0, reciprocal, LARGEST) + error_in_units(x1, reciprocal, LARGEST)
+    lost += error_in_units(x2, reciprocal, LARGEST) + error_in_units(x3, reciprocal, LARGEST)
+    return tl.sum(lost, 0)
 
 
 @triton.jit

@@ -32,7 +32,9 @@ class Cast(Section):
     """Which elements share a scale: all of a tensor, a row (of a token or an output channel), 128 along the contraction
     of the product the cast feeds, or a 128x128 block."""
     scale: ScaleType = "pow2"
-    """pow2: scales are powers of two, and casting again what was cast loses nothing. fp32: any scale. e4m3: those of
+    """pow2: scales are powers of two, and casting again what was cast loses nothing. fp32: any scale, which puts the
+    largest number of a group on the largest code. fitted: on whichever of four codes leaves the group the smallest
+    squared error, in groups of 1x128; otherwise as fp32. e4m3: those of
     groups are numbers of E4M3, in units of one FP32 scale of the tensor, as in NVFP4. mse: as pow2 or half of it,
     whichever leaves a group the smaller squared error, as Quartet. static: 2^static_exponent, for
     all of a tensor ("granularity": "tensor"), so that nothing looks for an amax; what is too large saturates. For
@@ -67,6 +69,12 @@ class Cast(Section):
                 'scale "mse" lets elements saturate, and stochastic rounding is no longer right on average',
                 key="fp8.linear",
                 remedy='"scale": "pow2", or "rounding": "nearest"',
+            )
+        if self.scale == "fitted" and self.format not in NATIVE_FORMATS:
+            raise UserError(
+                f'scale "fitted" of format "{self.format}"',
+                key="fp8.linear",
+                remedy=f'"format": {" or ".join(NATIVE_FORMATS)}, or "scale": "mse"',
             )
         if self.scale != "static" and self.static_exponent:
             raise UserError(

@@ -100,7 +100,7 @@ def _cast(
     else:
         block = tl.min(row, 0) // 128 * scales_per_row + tl.min(column, 0) // 128
         scale = tl.load(scales + scale_start + block) + tl.zeros([128], tl.float32)
-    if POW2:  # the reciprocal, exactly: its exponent is the scale's, mirrored
+    if POW2 == 1:  # the reciprocal, exactly: its exponent is the scale's, mirrored
         reciprocal = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
         reciprocal = tl.where(scale == scale, reciprocal, float("nan"))
     else:

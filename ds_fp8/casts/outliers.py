@@ -68,7 +68,7 @@ def residual_codes(
     Returns:
         Codes [N, C].
     """
-    return _cast_units((values.float() - decode(codes) * scale) / row_scale, format)
+    return _cast_in_units(values.float() - decode(codes) * scale, row_scale, format)
 
 
 def weight_residual(weight: torch.Tensor, w: QuantizedTensor, channels: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ def extend_weight_reference(w: QuantizedTensor, residual: torch.Tensor, channels
     of_row = of_block.repeat_interleave(BLOCK)[:N, None]
     columns = decode(w.data.view(torch.uint8)[:, at].view(w.data.dtype))
     columns = columns * w.scale[:, at // BLOCK].repeat_interleave(BLOCK, 0)[:N]
-    again = _cast_units(columns / of_row, w.format)
+    again = _cast_in_units(columns, of_row, w.format)
     data = torch.zeros(N, width, dtype=torch.uint8, device=w.data.device)
     data[:, :K] = w.data.view(torch.uint8)
     data[:, start:] = _halves(residual.view(torch.uint8), again.view(torch.uint8))
@@ -172,6 +172,6 @@ def _halves(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return result.flatten(1)
 
 
-def _cast_units(x: torch.Tensor, format: str) -> torch.Tensor:
-    """Return the codes of numbers that are in units of their scales already."""
-    return cast(x, torch.ones((), device=x.device), format, "tensor")
+def _cast_in_units(x: torch.Tensor, scale: torch.Tensor, format: str) -> torch.Tensor:
+    """Return the codes of numbers in units of scales that broadcast."""
+    return cast(x * scale.reciprocal(), torch.ones((), device=x.device), format, "tensor")

@@ -1,11 +1,13 @@
 """Outlier blocks in Triton; outliers.py has the maths and the references.
 
-A program copies a tile of 128 x 128 codes to its place in the wider operand; those beyond the last tile write an
-outlier block of 128 rows each:
+Programs beyond the last tile of the cast write an outlier block of 128 rows each:
 
     v      = source[m, channels[c]] (times its factors)         64 channels c, and again for the other half
     block  = [v | v - code * scale]                             codes and scales of the same channels, already cast
     scale  = f(max over the block),  data = cast(block / scale)
+
+Casts leave room for the blocks behind every row, where whole tiles cover the row. Of others, and of weights, which are
+gathered without room, one program a tile copies 128 x 128 codes to their place in a wider operand.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ from ds_fp8.casts.store_triton import tiles
 from ds_fp8.casts.tensor import QuantizedTensor, block_scales, width_with_outliers
 from ds_fp8.config.formats import BLOCK
 
+ROUND_EVERY_PRODUCT = {"enable_fp_fusion": False}
+"""Option of kernels that subtract what a code stands for: fused with its product, the difference would round once less
+than the reference's."""
+
 
 @triton.jit
 def copy_tile(data, wide, m, tile, M, K, width):
@@ -30,9 +36,12 @@ def copy_tile(data, wide, m, tile, M, K, width):
 
 
 @triton.jit
-def gather_codes(data, scale, m, channel, inside, K, scale_m, scale_k, DTYPE: tl.constexpr):
-    """Return the numbers that codes [M, K] and their scales stand for at rows m and columns `channel`, FP32."""
-    codes = tl.load(data + m[:, None].to(tl.int64) * K + channel[None, :], mask=inside, other=0)
+def gather_codes(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE: tl.constexpr):
+    """Return the numbers that codes [M, K] and their scales stand for at rows m and columns `channel`, FP32.
+
+    `pitch` is the number of codes from one row to the next.
+    """
+    codes = tl.load(data + m[:, None].to(tl.int64) * pitch + channel[None, :], mask=inside, other=0)
     factor = tl.load(scale + m[:, None] * scale_m + (channel // 128)[None, :] * scale_k, mask=inside, other=0.0)
     return codes.to(DTYPE, bitcast=True).to(tl.float32) * factor
 
@@ -51,19 +60,19 @@ def store_outlier_block(
     """Cast and store [value | value - rounded], of which `value` has both halves: FP32 [rows, 128]."""
     column = tl.arange(0, 128)
     block = tl.where((column < 64)[None, :], value, value - rounded)
-    scale, divisor = scale_of(amax_bits(value, 1), LARGEST, SMALLEST, POW2)
-    codes = to_fp8(block, divisor[:, None], DTYPE, POW2).to(tl.uint8, bitcast=True)
+    scale, reciprocal = scale_of(amax_bits(value, 1), LARGEST, SMALLEST, POW2)
+    codes = to_fp8(block, reciprocal[:, None], DTYPE).to(tl.uint8, bitcast=True)
     tl.store(wide + m[:, None].to(tl.int64) * width + (tile * 128 + column)[None, :], codes, mask=(m < M)[:, None])
     tl.store(wide_scale + tile * M + m, scale, mask=m < M)
 
 
 @triton.jit
 def _extend_input(
-    data, scale, source, row_factor, column_factor, channels, wide, wide_scale, M, K, width, stride, scale_m, scale_k,
-    COUNT: tl.constexpr, FACTORS: tl.constexpr,
+    data, scale, source, row_factor, column_factor, channels, wide, wide_scale, first_tile, M, K, pitch, width, stride,
+    scale_m, scale_k, COUNT: tl.constexpr, FACTORS: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
-    tile = tl.program_id(0)
+    tile = first_tile + tl.program_id(0)
     m = tl.program_id(1) * 128 + tl.arange(0, 128)
     if tile * 128 < K:
         copy_tile(data, wide, m, tile, M, K, width)
@@ -78,7 +87,7 @@ def _extend_input(
             value *= tl.load(row_factor + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
         if FACTORS & 2:
             value *= tl.load(column_factor + channel).to(tl.float32)[None, :]
-        rounded = gather_codes(data, scale, m, channel, inside, K, scale_m, scale_k, DTYPE)
+        rounded = gather_codes(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE)
         store_outlier_block(value, rounded, m, M, wide, wide_scale, tile, width, DTYPE, LARGEST, SMALLEST, POW2)
 
 
@@ -102,7 +111,7 @@ def _extend_weight(
         codes = tl.load(data + n[:, None].to(tl.int64) * K + channel[None, :], mask=inside, other=0)
         factor = tl.load(scale + rows * scale_n + channel // 128)
         number = codes.to(DTYPE, bitcast=True).to(tl.float32) * factor[None, :]
-        again = to_fp8(number, of_row, DTYPE, False).to(tl.uint8, bitcast=True)
+        again = to_fp8(number, tl.div_rn(1.0, of_row), DTYPE).to(tl.uint8, bitcast=True)
         first = tl.load(residual + n[:, None].to(tl.int64) * COUNT + place[None, :], mask=inside, other=0)
         block = tl.where((column < 64)[None, :], first, again)
         block = tl.where(inside, block, 0)
@@ -110,12 +119,20 @@ def _extend_weight(
         tl.store(wide_scale + rows * wide_scale_n + tile, of_row)
 
 
-def empty_wide_input(x: QuantizedTensor, channels: int) -> QuantizedTensor:
-    """Return an uninitialised operand for a row-wise cast x [T, K] and its outlier blocks."""
-    width = width_with_outliers(x.shape[1], channels)
-    data = torch.empty(x.shape[0], width, dtype=x.data.dtype, device=x.data.device)
-    scale = torch.empty(width // BLOCK, x.shape[0], device=x.data.device).t()
-    return QuantizedTensor(data, scale, "1x128", x.scale_type)
+def wide_input(x: QuantizedTensor, channels: int) -> tuple[QuantizedTensor, int]:
+    """Return the operand for a row-wise cast x [T, K] and its outlier blocks, and the first tile of 128 to be written.
+
+    Around a cast that left room it is that cast's memory, else uninitialised.
+    """
+    T, K = x.shape
+    width = width_with_outliers(K, channels)
+    if x.data.stride(0) == width:  # only a cast with room for exactly these blocks lies so: rows are shorter than this
+        data = x.data.as_strided((T, width), (width, 1))
+        scale = x.scale.as_strided((T, width // BLOCK), x.scale.stride())
+        return QuantizedTensor(data, scale, "1x128", x.scale_type), K // BLOCK
+    data = torch.empty(T, width, dtype=x.data.dtype, device=x.data.device)
+    scale = torch.empty(width // BLOCK, T, device=x.data.device).t()
+    return QuantizedTensor(data, scale, "1x128", x.scale_type), 0
 
 
 def extend_input_tiles(
@@ -126,15 +143,16 @@ def extend_input_tiles(
     column_factor: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """Do extend_input of outliers.py in one launch."""
-    wide = empty_wide_input(x, len(channels))
+    wide, first_tile = wide_input(x, len(channels))
     M, K = x.shape
     source = source if source.stride(-1) == 1 else source.contiguous()
     if M:
-        _extend_input[wide.shape[1] // BLOCK, tiles(M)](
+        _extend_input[wide.shape[1] // BLOCK - first_tile, tiles(M)](
             x.data.view(torch.uint8), x.scale, source, row_factor, column_factor, channels,
-            wide.data.view(torch.uint8), wide.scale, M, K, wide.shape[1], source.stride(0), *x.scale.stride(),
+            wide.data.view(torch.uint8), wide.scale, first_tile, M, K, x.data.stride(0), wide.shape[1], source.stride(0),
+            *x.scale.stride(),
             COUNT=len(channels), FACTORS=(row_factor is not None) + 2 * (column_factor is not None), num_warps=8,
-            **format_arguments(x.format, x.scale_type),
+            **format_arguments(x.format, x.scale_type), **ROUND_EVERY_PRODUCT,
         )
     return wide
 

@@ -15,6 +15,9 @@ from ds_fp8.config.formats import FORMATS, SMALLEST_SCALE, has_power_of_two_scal
 NONE, GROUP, TILE, ROW, TENSOR = (tl.constexpr(i) for i in range(5))
 """How a result is scaled: not wanted, one scale per 1x128 group, per tile, per row of the result, for all of it."""
 MODES = {None: 0, "1x128": 1, "128x128": 2, "row": 3, "tensor": 4}
+FITTED = tl.constexpr(2)
+"""Value of POW2 where scales of 1x128 groups are fitted_scales of primitives.py; 1 where they are powers of two, else 0.
+Elsewhere it means 0."""
 _STEP, _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 
 
@@ -50,35 +53,73 @@ def raise_amax(amax, bits, at, length, MODE: tl.constexpr):
 
 @triton.jit
 def scale_of(bits, largest: tl.constexpr, smallest_scale: tl.constexpr, POW2: tl.constexpr):
-    """Return (scale, what to multiply or divide by) of scale_from_amax in primitives.py, from the bits of the amax.
+    """Return (scale, 1 / scale) of scale_from_amax in primitives.py, from the bits of the amax.
 
     The largest value of both formats is 1.75 * 2^E. With amax = m * 2^e the power of two not below amax / largest is
-    2^(e - E), or twice that when m > 1.75: a carry out of the mantissa. The second result is then 1 / scale, exactly.
+    2^(e - E), or twice that when m > 1.75: a carry out of the mantissa.
     """
     amax = bits.to(tl.float32, bitcast=True)
     overflow = bits >= 0x7F800000
-    if POW2:
+    if POW2 == 1:
         E: tl.constexpr = 8 if largest < 500 else 15
         exponent = ((bits + 0x1FFFFF) & 0x7F800000) - (E << 23)
         exponent = tl.where(bits == 0, 127 << 23, tl.maximum(exponent, 1 << 23))
         scale = exponent.to(tl.float32, bitcast=True)
-        divisor = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
+        reciprocal = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
     else:
         scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + largest), smallest_scale)
         scale = tl.where(bits == 0, 1.0, scale)
-        divisor = scale
-    return tl.where(overflow, float("nan"), scale), tl.where(overflow, float("nan"), divisor)
+        # One division a group, and a product an element: a division takes as long as the rest of a cast.
+        reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return tl.where(overflow, float("nan"), scale), tl.where(overflow, float("nan"), reciprocal)
 
 
 @triton.jit
-def to_fp8(x, divisor, dtype: tl.constexpr, POW2: tl.constexpr):
+def error_in_units(x, reciprocal, largest: tl.constexpr):
+    """Return the squared error of each x in units of its scale, of a cast to E4M3 (largest 448) or else to E5M2.
+
+    Rounded by arithmetic, not by a cast and back: ptxas 12.8 reads a register that was never written where FP8 is made
+    and unpacked.
+    """
+    EPSILON: tl.constexpr = 0.125 if largest < 500 else 0.25
+    SUBNORMAL: tl.constexpr = 2.0**-9 if largest < 500 else 2.0**-16
+    units = tl.abs(x * reciprocal)
+    shift = spacing_of(units, EPSILON, SUBNORMAL) * 12582912.0  # 1.5 * 2^23 spacings have no room for fractions
+    lost = (units + shift) - shift - units
+    return lost * lost
+
+
+@triton.jit
+def fit(scale, reciprocal, least, bits, lost, sevenths: tl.constexpr, largest: tl.constexpr, smallest: tl.constexpr):
+    """Return (scale, reciprocal, least error) with those of `sevenths` of the largest number, where they lose less.
+
+    `lost` is the error with them, in units of their scale.
+    """
+    other, its_reciprocal = scale_of(bits, largest * sevenths / 7, smallest, 0)
+    lost *= (7.0 / sevenths) * (7.0 / sevenths)
+    better = lost < least
+    return tl.where(better, other, scale), tl.where(better, its_reciprocal, reciprocal), tl.minimum(lost, least)
+
+
+@triton.jit
+def fitted_scale_of(tile, bits, AXIS: tl.constexpr, largest: tl.constexpr, smallest: tl.constexpr):
+    """Return (scale, 1 / scale) of fitted_scales in primitives.py, of the groups of a tile along AXIS."""
+    scale, reciprocal = scale_of(bits, largest, smallest, 0)
+    least = tl.sum(error_in_units(tile, tl.expand_dims(reciprocal, AXIS), largest), AXIS)
+    for sevenths in tl.static_range(6, 3, -1):
+        _, its = scale_of(bits, largest * sevenths / 7, smallest, 0)
+        lost = tl.sum(error_in_units(tile, tl.expand_dims(its, AXIS), largest), AXIS)
+        scale, reciprocal, least = fit(scale, reciprocal, least, bits, lost, sevenths, largest, smallest)
+    return scale, reciprocal
+
+
+@triton.jit
+def to_fp8(x, reciprocal, dtype: tl.constexpr):
     """Return x in units of its scale, rounded to nearest even; NaN stays NaN.
 
-    Nothing saturates: the amax that made the scale is at least |x|. `divisor` as from scale_of, broadcasting.
+    Nothing saturates: the amax that made the scale is at least |x|. `reciprocal` as from scale_of, broadcasting.
     """
-    if POW2:
-        return (x * divisor).to(dtype)
-    return tl.div_rn(x, tl.zeros_like(x) + divisor).to(dtype)
+    return (x * reciprocal).to(dtype)
 
 
 @triton.jit
@@ -120,5 +161,5 @@ def format_arguments(format: str, scale: str) -> dict[str, object]:
         "DTYPE": TRITON_DTYPES.get(format, tl.float8e4nv),
         "LARGEST": FORMATS[format].max,
         "SMALLEST": SMALLEST_SCALE,
-        "POW2": has_power_of_two_scales(scale),
+        "POW2": FITTED.value if scale == "fitted" else int(has_power_of_two_scales(scale)),
     }

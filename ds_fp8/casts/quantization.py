@@ -30,6 +30,7 @@ def quantize(
     column_factor: torch.Tensor | None = None,
     rounding: str = "nearest",
     rotation: Rotation | None = None,
+    room: int = 0,
 ) -> QuantizedTensor:
     """Cast a floating point tensor of any shape, with scales from its own amax.
 
@@ -38,13 +39,16 @@ def quantize(
         format: "e4m3", "e5m2" or another name of config.formats.FORMATS.
         granularity: Elements that share a scale: "tensor", "row" (the last dimension), "1x128" (128 elements along the
             last dimension), "128x128", or smaller groups and blocks of 32 and 16. Ragged edges are groups of their own.
-        scale: "pow2" (powers of two), "fp32", "e4m3" (E4M3 in units of one FP32 scale of the tensor), "static" (1), or
-            another fixed power of two, "static 2^-24"; static ones have granularity "tensor". "mse": as "pow2" or
-            half of it, by the smaller squared error.
+        scale: "pow2" (powers of two), "fp32", "fitted" (as "fp32", but of groups of 1x128 that of the smallest squared
+            error), "e4m3" (E4M3 in units of one FP32 scale of the tensor), "static" (1), or another fixed power of two,
+            "static 2^-24"; static ones have granularity "tensor". "mse": as "pow2" or half of it, by the smaller
+            squared error.
         row_factor: [M], multiplied in FP32 into the rows of a matrix [M, K] before the cast.
         column_factor: [K], multiplied into its columns after that.
         rounding: "nearest", to even, or "stochastic", with torch's random numbers.
         rotation: Rotation of a matrix, after the factors and before the cast (rotation.py).
+        room: Codes, whole blocks, that kernels leave free behind every row of a matrix cast per 1x128, for outlier
+            blocks (outliers.py). The result is then a view of a wider operand; on a CPU it never is.
 
     Returns:
         The cast, of the shape of x (rotated along its rows: padded); a group that holds Inf or NaN is NaN as a whole,
@@ -57,7 +61,7 @@ def quantize(
     if x.device.type == "cuda" and native and x.dim() and (x.dim() == 2 or granularity != "128x128"):
         matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         result, _ = quantize_both(
-            matrix, format, granularity, None, scale, row_factor, column_factor, row_rotation=rotation
+            matrix, format, granularity, None, scale, row_factor, column_factor, row_rotation=rotation, room=room
         )
         if x.dim() == 2:
             return result
@@ -98,6 +102,7 @@ def quantize_both(
     rounding: str = "nearest",
     row_rotation: Rotation | None = None,
     column_rotation: Rotation | None = None,
+    room: int = 0,
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     """Cast a matrix x [M, K] for both of its products in one pass: [M, K] along K and [K, M] along M.
 
@@ -112,6 +117,7 @@ def quantize_both(
         rounding: As for `quantize`.
         row_rotation: Rotation of x [M, K] before its first cast.
         column_rotation: Rotation of x [M, K] before its second cast.
+        room: As for `quantize`, of the first result.
 
     Returns:
         (x cast along K or None, x cast along M or None).
@@ -134,7 +140,7 @@ def quantize_both(
         if fixed_scale(scale) is not None:
             wanted = rowwise is not None, columnwise is not None
             return quantize_statically(x.detach(), format, scale, *wanted, row_factor, column_factor)
-        return quantize_tiles(x.detach(), format, scale, rowwise, columnwise, row_factor, column_factor)
+        return quantize_tiles(x.detach(), format, scale, rowwise, columnwise, row_factor, column_factor, room)
     x = apply_factors(x.detach(), row_factor, column_factor)
     row = None if rowwise is None else _reference(rotate(x, row_rotation), format, rowwise, scale, rounding)
     if columnwise is None:

@@ -59,7 +59,7 @@ def load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS: tl.co
 @triton.jit
 def _cast_tiles(
     x, row_factor, column_factor, M, K, stride_m,
-    row_data, row_scale, row_amax, row_scale_along, row_scale_across,
+    row_data, row_pitch, row_scale, row_amax, row_scale_along, row_scale_across,
     column_data, column_scale, column_amax, column_scale_along, column_scale_across,
     FACTORS: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr, EVEN: tl.constexpr,
@@ -74,8 +74,8 @@ def _cast_tiles(
         x3 = load_tile(x, row_factor, column_factor, m + 3, k, M, K, stride_m, FACTORS, EVEN)
         if ROWWISE != NONE:
             store_cast_rowwise(
-                x0, x1, x2, x3, first_m, k, M, K, row_data, row_scale, row_amax, row_scale_along, row_scale_across,
-                ROWWISE, DTYPE, LARGEST, SMALLEST, POW2,
+                x0, x1, x2, x3, first_m, k, M, K, row_data, row_pitch, row_scale, row_amax, row_scale_along,
+                row_scale_across, ROWWISE, DTYPE, LARGEST, SMALLEST, POW2,
             )
         store_cast_columnwise(
             x0, x1, x2, x3, first_m, k, M, K,
@@ -87,12 +87,12 @@ def _cast_tiles(
         tile = load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
         if ROWWISE != NONE:
             store_cast(
-                tile, k, m, K, M, row_data, row_scale, row_amax, row_scale_along, row_scale_across,
+                tile, k, m, K, M, row_data, row_pitch, row_scale, row_amax, row_scale_along, row_scale_across,
                 1, ROWWISE, DTYPE, LARGEST, SMALLEST, POW2, EVEN,
             )
         if COLUMNWISE != NONE:
             store_cast(
-                tile, m, k, M, K, column_data, column_scale, column_amax, column_scale_along, column_scale_across,
+                tile, m, k, M, K, column_data, M, column_scale, column_amax, column_scale_along, column_scale_across,
                 0, COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2, EVEN,
             )
 
@@ -149,12 +149,16 @@ def quantize_tiles(
     columnwise: str | None,
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
+    room: int = 0,
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-    """Cast a matrix x [M, K] on the GPU: row-wise as [M, K], column-wise as [K, M]; None where its granularity is."""
+    """Cast a matrix x [M, K] on the GPU: row-wise as [M, K], column-wise as [K, M]; None where its granularity is.
+
+    `room` is that of empty_result, of the row-wise cast.
+    """
     if x.stride(-1) != 1:
         x = x.contiguous()
     M, K = x.shape
-    row = empty_result(M, K, format, rowwise, scale, x.device)
+    row = empty_result(M, K, format, rowwise, scale, x.device, room)
     column = empty_result(K, M, format, columnwise, scale, x.device)
     if x.numel() == 0:
         return row, column
@@ -170,7 +174,7 @@ def quantize_tiles(
     row_data, row_scale, *row_strides = result_arguments(row)
     column_data, column_scale, *column_strides = result_arguments(column)
     _cast_tiles[grid](
-        *source, row_data, row_scale, row_amax, *row_strides, column_data, column_scale, column_amax, *column_strides,
+        *source, row_data, 0 if row is None else row_data.stride(0), row_scale, row_amax, *row_strides, column_data, column_scale, column_amax, *column_strides,
         ROWWISE=MODES[rowwise], COLUMNWISE=MODES[columnwise], num_warps=8 if column is None else 4,
         **format_arguments(format, scale), **common,
     )

@@ -96,13 +96,13 @@ def _cast_rotated_tiles(
     if ROWWISE != NONE:
         store_cast(
             _rotated(tile, row_matrix, ROW_AXIS, ROW_FACTOR, NARROW, False), k, m, K, rows,
-            row_data, row_scale, row_amax, row_scale_along, row_scale_across,
+            row_data, K, row_scale, row_amax, row_scale_along, row_scale_across,
             1, ROWWISE, DTYPE, LARGEST, SMALLEST, POW2, EVEN,
         )
     if COLUMNWISE != NONE:
         store_cast(
             _rotated(tile, column_matrix, COLUMN_AXIS, COLUMN_FACTOR, NARROW, False), m, k, columns, K,
-            column_data, column_scale, column_amax, column_scale_along, column_scale_across,
+            column_data, columns, column_scale, column_amax, column_scale_along, column_scale_across,
             0, COLUMNWISE, DTYPE, LARGEST, SMALLEST, POW2, EVEN,
         )
 

@@ -10,14 +10,26 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_fp8.casts.primitives_triton import GROUP, ROW, TILE, amax_bits, magnitude_bits, scale_of, to_fp8
+from ds_fp8.casts.primitives_triton import (
+    FITTED,
+    GROUP,
+    ROW,
+    TILE,
+    amax_bits,
+    error_in_units,
+    fit,
+    fitted_scale_of,
+    magnitude_bits,
+    scale_of,
+    to_fp8,
+)
 from ds_fp8.casts.tensor import QuantizedTensor, block_scales
 from ds_fp8.config.formats import BLOCK, FORMATS
 
 
 @triton.jit
 def store_cast(
-    tile, along, across, num_along, num_across, data, scale, amax, scale_along, scale_across,
+    tile, along, across, num_along, num_across, data, pitch, scale, amax, scale_along, scale_across,
     AXIS: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
     POW2: tl.constexpr, EVEN: tl.constexpr,
 ):
@@ -29,7 +41,8 @@ def store_cast(
         across: Indices of the tile's elements in the other dimension of the result.
         num_along: Length of the contraction.
         num_across: Length of the other dimension.
-        data: Pointer to the result's codes, contiguous.
+        data: Pointer to the result's codes, contiguous along the contraction.
+        pitch: Codes from one row of the result to the next.
         scale: Pointer to the result's scales.
         amax: Pointer to the amax bits of every row across (ROW) or of the whole tensor; not read by GROUP and TILE.
         scale_along: Stride of the scales per group along.
@@ -50,14 +63,17 @@ def store_cast(
         bits = tl.load(amax + across, mask=across < num_across, other=0)
     else:
         bits = tl.load(amax) + tl.zeros_like(across)
-    factor, divisor = scale_of(bits, LARGEST, SMALLEST, POW2)
+    if MODE == GROUP and POW2 == FITTED:
+        factor, reciprocal = fitted_scale_of(tile, bits, AXIS, LARGEST, SMALLEST)
+    else:
+        factor, reciprocal = scale_of(bits, LARGEST, SMALLEST, POW2)
     _store_scale(factor, along, across, num_across, scale, scale_along, scale_across, MODE)
-    codes = to_fp8(tile, tl.expand_dims(divisor, AXIS), DTYPE, POW2)
+    codes = to_fp8(tile, tl.expand_dims(reciprocal, AXIS), DTYPE)
     if AXIS == 1:
-        address = data + across[:, None].to(tl.int64) * num_along + along[None, :]
+        address = data + across[:, None].to(tl.int64) * pitch + along[None, :]
         inside = (across < num_across)[:, None] & (along < num_along)[None, :]
     else:
-        address = data + across[None, :].to(tl.int64) * num_along + along[:, None]
+        address = data + across[None, :].to(tl.int64) * pitch + along[:, None]
         inside = (across < num_across)[None, :] & (along < num_along)[:, None]
     if EVEN:
         tl.store(address, codes)
@@ -82,22 +98,22 @@ def _store_scale(factor, along, across, num_across, scale, scale_along, scale_ac
 
 @triton.jit
 def store_cast_rowwise(
-    x0, x1, x2, x3, first_m, k, M, K, data, scale, amax, scale_along, scale_across,
+    x0, x1, x2, x3, first_m, k, M, K, data, pitch, scale, amax, scale_along, scale_across,
     MODE: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
     """Do store_cast along axis 1 for a whole tile given as for store_cast_columnwise."""
     m = first_m + 4 * tl.arange(0, 32)
     store_cast(
-        x0, k, m, K, M, data, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+        x0, k, m, K, M, data, pitch, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
     )
     store_cast(
-        x1, k, m + 1, K, M, data, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+        x1, k, m + 1, K, M, data, pitch, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
     )
     store_cast(
-        x2, k, m + 2, K, M, data, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+        x2, k, m + 2, K, M, data, pitch, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
     )
     store_cast(
-        x3, k, m + 3, K, M, data, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+        x3, k, m + 3, K, M, data, pitch, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
     )
 
 
@@ -121,14 +137,20 @@ def store_cast_columnwise(
         bits = tl.load(amax + k)
     else:
         bits = tl.load(amax) + tl.zeros_like(k)
-    factor, divisor = scale_of(bits, LARGEST, SMALLEST, POW2)
+    factor, reciprocal = scale_of(bits, LARGEST, SMALLEST, POW2)
+    if MODE == GROUP and POW2 == FITTED:
+        least = _error_of_columns(x0, x1, x2, x3, reciprocal, LARGEST)
+        for sevenths in tl.static_range(6, 3, -1):
+            _, its = scale_of(bits, LARGEST * sevenths / 7, SMALLEST, 0)
+            lost = _error_of_columns(x0, x1, x2, x3, its, LARGEST)
+            factor, reciprocal, least = fit(factor, reciprocal, least, bits, lost, sevenths, LARGEST, SMALLEST)
     _store_scale(factor, first_m + tl.zeros_like(k), k, K, scale, scale_along, scale_across, MODE)
-    divisor = divisor[None, :]
+    reciprocal = reciprocal[None, :]
     word = (
-        _code(x0, divisor, DTYPE, POW2)
-        | _code(x1, divisor, DTYPE, POW2) << 8
-        | _code(x2, divisor, DTYPE, POW2) << 16
-        | _code(x3, divisor, DTYPE, POW2) << 24
+        _code(x0, reciprocal, DTYPE)
+        | _code(x1, reciprocal, DTYPE) << 8
+        | _code(x2, reciprocal, DTYPE) << 16
+        | _code(x3, reciprocal, DTYPE) << 24
     )
     address = (
         data.to(tl.pointer_type(tl.int32))
@@ -139,9 +161,18 @@ def store_cast_columnwise(
 
 
 @triton.jit
-def _code(x, divisor, DTYPE: tl.constexpr, POW2: tl.constexpr):
+def _error_of_columns(x0, x1, x2, x3, reciprocal, LARGEST: tl.constexpr):
+    """Return the squared error of a cast of every column of a tile, given as for store_cast_columnwise."""
+    reciprocal = reciprocal[None, :]
+    lost = error_in_units(x0, reciprocal, LARGEST) + error_in_units(x1, reciprocal, LARGEST)
+    lost += error_in_units(x2, reciprocal, LARGEST) + error_in_units(x3, reciprocal, LARGEST)
+    return tl.sum(lost, 0)
+
+
+@triton.jit
+def _code(x, reciprocal, DTYPE: tl.constexpr):
     """Return the code of each element as an int32."""
-    return to_fp8(x, divisor, DTYPE, POW2).to(tl.uint8, bitcast=True).to(tl.int32)
+    return to_fp8(x, reciprocal, DTYPE).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
 def tiles(length: int) -> int:
@@ -155,17 +186,26 @@ def is_even(*lengths: int) -> bool:
 
 
 def empty_result(
-    rows: int, columns: int, format: str, granularity: str | None, scale: str, device: torch.device
+    rows: int, columns: int, format: str, granularity: str | None, scale: str, device: torch.device, room: int = 0
 ) -> QuantizedTensor | None:
     """Return a QuantizedTensor [rows, columns] in the layout that kernels write and GEMMs read; None without granularity.
 
     It is uninitialised, except that scales of no elements are 1.
+
+    Args:
+        rows: Length of the result's first dimension.
+        columns: Length of its contraction.
+        format: Name of the number format.
+        granularity: What shares a scale, or None.
+        scale: Type of the scales.
+        device: Device of the result.
+        room: Codes behind every row, whole blocks, in memory alone: with "1x128" a view of a wider operand results.
     """
     if granularity is None:
         return None
-    data = torch.empty(rows, columns, dtype=FORMATS[format].dtype, device=device)
+    data = torch.empty(rows, columns + room, dtype=FORMATS[format].dtype, device=device)[:, :columns]
     if granularity == "1x128":
-        factors = torch.empty(tiles(columns), rows, device=device).t()
+        factors = torch.empty(tiles(columns + room), rows, device=device).t()[:, : tiles(columns)]
     elif granularity == "128x128":
         factors = block_scales(tiles(rows), tiles(columns), device)
     else:

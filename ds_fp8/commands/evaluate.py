@@ -176,13 +176,13 @@ def _with_casts(model: PreTrainedModel, stage: Stage, batches: int) -> float:
     from ds_fp8 import convert
     from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
     from ds_fp8.layers.loss import fuse_loss
-    from ds_fp8.layers.recipe import LinearRecipe
+    from ds_fp8.layers.recipe_from_config import recipe_from_config
     from ds_fp8.monitor.cast_monitor import CastMonitor
     from ds_fp8.train.evaluation import validation_loss
 
     convert(model, stage.fp8)
     if stage.fp8.multiplies_head_in_fp8:
-        fuse_loss(model, LinearRecipe.from_config(stage.fp8, CastMonitor(0)))
+        fuse_loss(model, recipe_from_config(stage.fp8, CastMonitor(0)))
     data = build_data(stage.data, build_tokenizer(stage.data, default_cache_dir()), default_cache_dir())
     return validation_loss(_alone(model), stage, data.validation, batches, lambda: None)
 

@@ -4,15 +4,16 @@ A cast is described by three words, which are also what a user writes in the JSO
 
     format        how one element is stored        e4m3 | e5m2 | one of EMULATED
     granularity   which elements share a scale     tensor | row | 1x128 | 128x128 | 1x32 | 32x32 | 1x16 | 16x16
-    scale         what values a scale may take     fp32 | pow2 | e4m3 | mse | static
+    scale         what values a scale may take     fp32 | fitted | pow2 | e4m3 | mse | static
 
-E4M3 and E5M2 with the first four granularities and two scale types are what Hopper multiplies. All else is emulated: a
-byte an element, decoded for its products. MXFP8 and MXFP4 are e4m3 and e2m1 in groups of 32 with a power-of-two scale,
-NVFP4 is e2m1 in groups of 16 with scale type "e4m3": a scale of E4M3 each, in units of one FP32 scale of the tensor.
-"fp32" is amax / (largest number of the format); "pow2" is the same rounded up to a power of two: nothing overflows, and
-multiplying by it is exact. "mse" is that or half of it, whichever leaves the group the smaller squared error: with half
-of it the largest elements may saturate. "static" is one fixed power of two for all of a tensor, whatever its values:
-nothing looks for an amax.
+E4M3 and E5M2 with the first four granularities and three scale types are what Hopper multiplies. All else is emulated:
+a byte an element, decoded for its products. MXFP8 and MXFP4 are e4m3 and e2m1 in groups of 32 with a power-of-two
+scale, NVFP4 is e2m1 in groups of 16 with scale type "e4m3": a scale of E4M3 each, in units of one FP32 scale of the
+tensor. "fp32" is amax / (largest number of the format); "fitted" brings the amax of each 1x128 group to that of the
+format's four largest multiples of a power of two which leaves it the smallest squared error; "pow2" is "fp32" rounded
+up to a power of two: nothing overflows, and multiplying by it is exact. "mse" is that or half of it, whichever leaves
+the group the smaller squared error: with half of it the largest elements may saturate. "static" is one fixed power of
+two for all of a tensor, whatever its values: nothing looks for an amax.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ EmulatedFormat = Literal[
 ]  # fmt: skip
 FormatName = Literal[NativeFormat, EmulatedFormat]
 Granularity = Literal["tensor", "row", "1x128", "128x128", "1x32", "32x32", "1x16", "16x16"]
-ScaleType = Literal["fp32", "pow2", "e4m3", "mse", "static"]
+ScaleType = Literal["fp32", "fitted", "pow2", "e4m3", "mse", "static"]
 
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 SCALE_TYPES: tuple[str, ...] = get_args(ScaleType)

@@ -33,7 +33,9 @@ class Cast(Section):
     of the product the cast feeds, or a 128x128 block."""
     scale: ScaleType = "pow2"
     """pow2: powers of two; a second cast of the result is exact. fp32: amax / largest code, so that the largest number
-    of a group is exact. e4m3: scales of groups are E4M3 numbers in units of one FP32 scale of the tensor, as in NVFP4.
+    of a group is exact. fitted: in groups of 1x128, amax / one of the four largest codes, by the smallest squared error
+    of the group; otherwise as fp32. e4m3: scales of groups are E4M3 numbers in units of one FP32 scale of the tensor, as
+    in NVFP4.
     mse: the pow2 scale or half of it, by the smaller squared error of the group, as in Quartet. static:
     2^static_exponent for a whole tensor ("granularity": "tensor"), without an amax; larger numbers saturate. For models
     whose tensors stay near variance 1."""
@@ -67,6 +69,12 @@ class Cast(Section):
                 'scale "mse" lets elements saturate, and stochastic rounding is no longer right on average',
                 key="fp8.linear",
                 remedy='"scale": "pow2", or "rounding": "nearest"',
+            )
+        if self.scale == "fitted" and self.format not in NATIVE_FORMATS:
+            raise UserError(
+                f'scale "fitted" of format "{self.format}"',
+                key="fp8.linear",
+                remedy=f'"format": {" or ".join(NATIVE_FORMATS)}, or "scale": "mse"',
             )
         if self.scale != "static" and self.static_exponent:
             raise UserError(

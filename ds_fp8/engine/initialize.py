@@ -28,7 +28,7 @@ from ds_fp8.engine.state import FP8State
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.inverse_frequencies import restore_inverse_frequencies
 from ds_fp8.layers.loss import LossFusion, fuse_loss
-from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.recipe_from_config import recipe_from_config
 from ds_fp8.layers.transformers_versions import warn_of_changes
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.optim.from_config import choose_madam, choose_optimizer, is_madam, uses_own_optimizer
@@ -167,7 +167,7 @@ def _fuse_loss(model: torch.nn.Module, fp8: FP8Config) -> LossFusion:
     if not fp8.multiplies_head_in_fp8:
         return fuse_loss(model)
     # The head is no site of the monitor: what degrades there has no layer to fall back.
-    loss = fuse_loss(model, LinearRecipe.from_config(fp8, CastMonitor(0)))
+    loss = fuse_loss(model, recipe_from_config(fp8, CastMonitor(0)))
     if not loss.fused:
         raise UserError(
             f"the head cannot be computed in FP8, for the loss stays {loss.description}",

@@ -69,6 +69,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "overrides": _overrides(state),
         "rotation": str(fp8.linear.rotation) if fp8.linear.rotation.products else None,
         "smooth_swiglu": len(state.conversion.smoothed),
+        "outlier_channels": fp8.linear.outlier_channels,
         "fp8_linears": len(linears),
         **covered.as_json(),
         "left_in_bf16": state.conversion.left,
@@ -242,6 +243,9 @@ def print_report(report: dict[str, Any]) -> None:
         count = part["linears"]
         backend = "" if part["backend"] in ("bf16", report["backend"]) else f", by {part['backend']}"
         table.add_row("override", f"{part['pattern']}: {count} linear{'s' * (count != 1)}, {part['casts']}{backend}")
+    if report["outlier_channels"]:
+        words = "the input's channels of the largest energy, multiplied with what their casts lose"
+        table.add_row("outlier channels", f"{report['outlier_channels']} a product: {words}")
     if report["smooth_swiglu"]:
         table.add_row("Smooth-SwiGLU", f"{report['smooth_swiglu']} gated MLPs")
     table.add_row("GEMM backend", f"{report['backend']} ({report['backend_description']})")

@@ -24,6 +24,7 @@ from ds_fp8.layers.decoder import FusedDecoderLayer, FusedMLP, Fusion, fuse_deco
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.loss import FusedHead, fuse_loss, withholds_logits
 from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.recipe_from_config import recipe_from_config
 from ds_fp8.layers.selection import OVERRIDDEN, Filter, first_matches, linear_layers, matches, unconverted
 from ds_fp8.layers.structure import MLP_PARTS
 from ds_fp8.monitor.cast_monitor import CastMonitor
@@ -87,7 +88,7 @@ def convert(
             this machine cannot run the casts of `config`.
     """
     config = config or FP8Config()
-    recipe = LinearRecipe.from_config(config, monitor)
+    recipe = recipe_from_config(config, monitor)
     for module in list(model.modules()):
         if isinstance(module, (FusedDecoderLayer, FusedMLP)):
             unfuse(module)
@@ -95,7 +96,7 @@ def convert(
     layers = linear_layers(model)
     _check_patterns(config.linear.overrides, layers)
     overrides = {
-        pattern: Override(None if casts == "bf16" else LinearRecipe.from_config(config, recipe.monitor, casts))
+        pattern: Override(None if casts == "bf16" else recipe_from_config(config, recipe.monitor, casts))
         for pattern, casts in config.linear.overrides.items()
     }
     override_of = {name: overrides[p] for name, p in first_matches(layers, overrides).items()}
@@ -143,6 +144,8 @@ def _check_patterns(overrides: Iterable[str], layers: Mapping[str, nn.Module]) -
 def _check_blocks(name: str, layer: FP8Linear) -> None:
     """Raise UserError for a layer whose features are no whole number of the blocks that they are rotated by."""
     recipe = layer.recipe
+    if not recipe.rotations:
+        return
     sides = (
         (layer.in_features, [recipe.input.rotation, recipe.wgrad_input_rotation]),
         (layer.out_features, [recipe.grad_output.rotation]),

@@ -73,7 +73,14 @@ def gated_activation_cast(gate_up: torch.Tensor, activation: str, recipe: Linear
         fuses = not (recipe.smooth or recipe.input.by_torch)
         statically = fixed_scale(recipe.input.scale) is not None
         keeps = in_fp8 and not statically
-        product, cast, saved = gated_forward(gate_up, activation, recipe.input, keeps, fuse_cast=fuses)
+        product, cast, saved = gated_forward(
+            gate_up,
+            activation,
+            recipe.input,
+            keeps,
+            fuse_cast=fuses,
+            room=recipe.room_for_outliers(gate_up.shape[1] // 2),
+        )
         if in_fp8 and statically:
             saved = kept_gate_up(gate_up, recipe)
     else:

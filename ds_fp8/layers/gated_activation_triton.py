@@ -25,7 +25,7 @@ def _load(x, m, k, M, stride, offset, F, EVEN: tl.constexpr):
 
 @triton.jit
 def _forward_tiles(
-    gate_up, M, F, stride, product, product_scale, saved, saved_scale,
+    gate_up, M, F, stride, product, pitch, product_scale, saved, saved_scale,
     ACTIVATION: tl.constexpr, CAST: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
@@ -36,14 +36,18 @@ def _forward_tiles(
     value, _ = activate(g, ACTIVATION)
     p = value * u
     if CAST:
-        store_cast(p, k, m, F, M, product, product_scale, None, M, 1, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+        store_cast(
+            p, k, m, F, M, product, pitch, product_scale, None, M, 1, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN
+        )
     else:
         inside = (m < M)[:, None] & (k < F)[None, :]
         tl.store(product + m[:, None].to(tl.int64) * F + k[None, :], p.to(product.dtype.element_ty), mask=inside)
     if SAVE:  # gate and up are groups of their own: F is a multiple of 128 here
-        store_cast(g, k, m, 2 * F, M, saved, saved_scale, None, M, 1, 1, 1, tl.float8e4nv, 448.0, SMALLEST, True, EVEN)
         store_cast(
-            u, F + k, m, 2 * F, M, saved, saved_scale, None, M, 1, 1, 1, tl.float8e4nv, 448.0, SMALLEST, True, EVEN
+            g, k, m, 2 * F, M, saved, 2 * F, saved_scale, None, M, 1, 1, 1, tl.float8e4nv, 448.0, SMALLEST, True, EVEN
+        )
+        store_cast(
+            u, F + k, m, 2 * F, M, saved, 2 * F, saved_scale, None, M, 1, 1, 1, tl.float8e4nv, 448.0, SMALLEST, True, EVEN
         )
 
 
@@ -55,24 +59,26 @@ def gated_forward(
     rows: int = 16,
     warps: int = 4,
     fuse_cast: bool = True,
+    room: int = 0,
 ) -> tuple[torch.Tensor | None, QuantizedTensor | None, QuantizedTensor | None]:
     """Return (product [T, F] or None, its row-wise cast or None, gate_up [T, 2F] in FP8 or None).
 
-    The cast is given where `fuse_cast` and `spec` has granularity 1x128, the product where not.
+    The cast is given where `fuse_cast` and `spec` has granularity 1x128, the product where not. `room` is that of
+    empty_result, of the cast.
     """
     M, width = gate_up.shape
     F = width // 2
     gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
     cast = product = saved = None
     if fuse_cast and spec.granularity == "1x128":
-        cast = empty_result(M, F, spec.format, "1x128", spec.scale, gate_up.device)
+        cast = empty_result(M, F, spec.format, "1x128", spec.scale, gate_up.device, room)
     else:
         product = torch.empty(M, F, dtype=gate_up.dtype, device=gate_up.device)
     if save and F % 128 == 0:
         saved = empty_result(M, 2 * F, "e4m3", "1x128", "pow2", gate_up.device)
     if gate_up.numel():
         _forward_tiles[(tiles(F), triton.cdiv(M, rows))](
-            gate_up, M, F, gate_up.stride(0), product if cast is None else cast.data, cast and cast.scale,
+            gate_up, M, F, gate_up.stride(0), product if cast is None else cast.data, F + room, cast and cast.scale,
             saved and saved.data, saved and saved.scale,
             ACTIVATION=ACTIVATION_CODES[activation], CAST=cast is not None, SAVE=saved is not None, ROWS=rows,
             EVEN=M % rows == 0 and is_even(F), num_warps=warps, **format_arguments(spec.format, spec.scale),
@@ -117,10 +123,10 @@ def _backward_rows(
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     dg, du, p = _gradients(dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True)
     store_cast(
-        dg, k, m, 2 * F, M, data, row_scale, None, along, across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, True
+        dg, k, m, 2 * F, M, data, 2 * F, row_scale, None, along, across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, True
     )
     store_cast(
-        du, F + k, m, 2 * F, M, data, row_scale, None, along, across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, True
+        du, F + k, m, 2 * F, M, data, 2 * F, row_scale, None, along, across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, True
     )
     if product_amax is not None:
         tile = tl.program_id(1) * ROWS // 128 * tl.num_programs(0) + tl.program_id(0)

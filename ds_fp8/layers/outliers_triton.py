@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.casts.outliers_triton import copy_tile, empty_wide_input, gather_codes, place_of, store_outlier_block
+from ds_fp8.casts.outliers_triton import copy_tile, gather_codes, place_of, store_outlier_block, wide_input
 from ds_fp8.casts.primitives_triton import format_arguments
 from ds_fp8.casts.store_triton import tiles
 from ds_fp8.config.formats import BLOCK
@@ -16,12 +16,12 @@ from ds_fp8.layers.activations_triton import ACTIVATION_CODES, activate
 
 @triton.jit
 def _extend_product(
-    data, scale, gate_up, channels, wide, wide_scale, M, F, width, stride, scale_m, scale_k,
+    data, scale, gate_up, channels, wide, wide_scale, first_tile, M, F, pitch, width, stride, scale_m, scale_k,
     COUNT: tl.constexpr, ACTIVATION: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
     """Do _extend_input of casts/outliers_triton.py for v = act(gate) · up, computed again from [M, 2F]."""
-    tile = tl.program_id(0)
+    tile = first_tile + tl.program_id(0)
     m = tl.program_id(1) * 128 + tl.arange(0, 128)
     if tile * 128 < F:
         copy_tile(data, wide, m, tile, M, F, width)
@@ -34,7 +34,7 @@ def _extend_product(
         gate = tl.load(address, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(address + F, mask=inside, other=0.0).to(tl.float32)
         activated, _ = activate(gate, ACTIVATION)
-        rounded = gather_codes(data, scale, m, channel, inside, F, scale_m, scale_k, DTYPE)
+        rounded = gather_codes(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE)
         store_outlier_block(activated * up, rounded, m, M, wide, wide_scale, tile, width, DTYPE, LARGEST, SMALLEST, POW2)
 
 
@@ -42,13 +42,13 @@ def extend_product_tiles(
     cast: QuantizedTensor, gate_up: torch.Tensor, activation: str, channels: torch.Tensor
 ) -> QuantizedTensor:
     """Return the cast [T, F] of act(gate) · up, gate_up [T, 2F], with the outlier block of `channels`."""
-    wide = empty_wide_input(cast, len(channels))
+    wide, first_tile = wide_input(cast, len(channels))
     M, F = cast.shape
     gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
     if M:
-        _extend_product[wide.shape[1] // BLOCK, tiles(M)](
+        _extend_product[wide.shape[1] // BLOCK - first_tile, tiles(M)](
             cast.data.view(torch.uint8), cast.scale, gate_up, channels, wide.data.view(torch.uint8), wide.scale,
-            M, F, wide.shape[1], gate_up.stride(0), *cast.scale.stride(), COUNT=len(channels),
+            first_tile, M, F, cast.data.stride(0), wide.shape[1], gate_up.stride(0), *cast.scale.stride(), COUNT=len(channels),
             ACTIVATION=ACTIVATION_CODES[activation], num_warps=8, **format_arguments(cast.format, cast.scale_type),
         )
     return wide

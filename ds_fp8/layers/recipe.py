@@ -7,19 +7,7 @@
 T tokens, N output and K input features. Weights with one scale per row (output channel) contract over that dimension in
 dgrad, where a product cannot apply it: the scales are multiplied into dy before its cast, dx = cast(dy ⊙ s) · codes.
 
-Rotations R (casts/rotation.py) come after the factors, and are named by the dimension they go along:
-
-    fprop  in_features   y  = (x R)(w R)ᵀ            one weight w R for both products, so that dx = (dy · w R) Rᵀ
-    dgrad  tokens        dx = R (Rᵀ dy · w)
-           out_features  dx = (dy R)(Rᵀ w)           weights that are cast for each product only
-    wgrad  tokens        dw = (Rᵀ dy)ᵀ (Rᵀ x)
-           in_features   dw = (dyᵀ · x R) Rᵀ
-
-Quartet (arXiv 2505.14669) casts what fprop multiplied again (`recast`), so that dx and dw, rounded
-stochastically, are on average the gradients of the function that fprop computed; F is fprop's rotation, R the others':
-
-    X = cast(x F)   W = cast(w F)   M = where that cast clips nothing, of X and of W
-    dx = ((cast(dy R) · cast(Rᵀ W)) ⊙ M) Fᵀ        dw = ((cast(Rᵀ dy)ᵀ · cast(Rᵀ X)) ⊙ M) Fᵀ
+research_recipe.py has recipes that rotate operands or cast them again; recipe_from_config.py chooses.
 """
 
 from __future__ import annotations
@@ -32,18 +20,14 @@ import torch
 from ds_fp8.casts import (
     QuantizedTensor,
     apply_factors,
-    clipped,
     quantize,
     quantize_both,
     quantize_columnwise,
-    rotate,
     transpose,
-    unrotate,
 )
-from ds_fp8.config.formats import ALONG_CONTRACTION, CastSpec, Recast, Rotation
-from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.config.linear import LinearCasts
-from ds_fp8.gemm import reads_transposed, scaled_matmul, select_backend
+from ds_fp8.casts.tensor import width_with_outliers
+from ds_fp8.config.formats import BLOCK, CastSpec, Recast, Rotation
+from ds_fp8.gemm import reads_transposed, scaled_matmul
 from ds_fp8.layers.outlier_channels import OutlierChannels
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.statistics import Rows
@@ -69,11 +53,6 @@ class LinearRecipe:
     recompute: str
     """activations.recompute: "none" or "mlp"."""
     monitor: CastMonitor = field(compare=False)
-    wgrad_input_rotation: Rotation | None = None
-    """Rotation of x [T, K], or with `recast` of its cast, as wgrad's operand."""
-    wgrad_grad_output_rotation: Rotation | None = None
-    recast: Recast | None = None
-    """Second casts of fprop's x and w, for wgrad and dgrad. None: those are casts of high precision."""
     smooth: bool = False
     """Whether channels of x are divided by factors, and columns of w multiplied (smoothing.py)."""
     outlier_channels: int = 0
@@ -82,47 +61,6 @@ class LinearRecipe:
     """Which they are, of one site."""
     site: str = field(default="", compare=False)
     """Name of what multiplies with this recipe, for statistics."""
-
-    @classmethod
-    def from_config(
-        cls, config: FP8Config, monitor: CastMonitor | None = None, casts: LinearCasts | None = None
-    ) -> LinearRecipe:
-        """Return the recipe of a configuration, resolved on this machine.
-
-        Args:
-            config: the whole "fp8" section.
-            monitor: counts what casts lose; by default one that `config.monitor` describes.
-            casts: of the layers that an override means; by default those of `config.linear` itself.
-
-        Raises:
-            UserError: the configured backend cannot run these casts.
-        """
-        linear, casts = config.linear, casts or config.linear
-        wgrad_input = casts.wgrad.input or casts.input.granularity
-        x, w, dy = casts.input.spec, casts.weight.spec, casts.grad_output.spec
-        dgrad_weight = "tensor" if w.granularity == "row" else w.granularity
-        products = [
-            (x, w),
-            (dy, replace(w, granularity=dgrad_weight)),
-            (dy, replace(x, granularity=wgrad_input)),
-        ]
-        rotation = casts.rotation
-        along_k = rotation.along(rotation.fprop, "tokens")
-        return cls(
-            replace(x, rotation=along_k),
-            replace(w, rotation=along_k),
-            replace(dy, rotation=rotation.along(rotation.dgrad, "tokens")),
-            wgrad_input,
-            select_backend(linear.backend, products),
-            linear.accumulation == "fast",
-            config.activations.save,
-            config.activations.recompute,
-            monitor or CastMonitor(config.monitor.every),
-            rotation.along(rotation.wgrad, "tokens"),
-            rotation.along(rotation.wgrad, "tokens") if rotation.wgrad == "tokens" else None,
-            casts.recast.spec,
-            outlier_channels=casts.outlier_channels,
-        )
 
     def at(self, site: str) -> LinearRecipe:
         """Return the same recipe at another site."""
@@ -137,8 +75,12 @@ class LinearRecipe:
     @property
     def rotations(self) -> tuple[Rotation, ...]:
         """Return the rotations of all operands."""
-        every = self.input.rotation, self.grad_output.rotation, self.wgrad_input_rotation
-        return tuple(rotation for rotation in every if rotation is not None)
+        return ()
+
+    @property
+    def recast(self) -> Recast | None:
+        """Return how fprop's x and w are cast a second time, for wgrad and dgrad; None: they are not."""
+        return None
 
     @property
     def casts_by_tile(self) -> bool:
@@ -155,65 +97,48 @@ class LinearRecipe:
         """Return a matrix transposed: a view, or a copy where this recipe's backend needs one."""
         return q.t() if reads_transposed(self.backend) else transpose(q)
 
+    def room_for_outliers(self, columns: int) -> int:
+        """Return how many codes a cast of an input [T, columns] leaves free behind each row, for its outlier blocks.
+
+        0 where the last block is ragged: with_outliers then copies the cast.
+        """
+        if self.outliers is None or columns % BLOCK:
+            return 0
+        return width_with_outliers(columns, min(self.outlier_channels, columns)) - columns
+
     def cast_weight(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
         """Return the cast of a weight [N, K] that is present in high precision, times its factors."""
-        quantized = _cast(weight, self.weight, None, column_factor)
-        self.observe("weight", weight, quantized, None, column_factor, self.weight.rotation)
+        quantized = cast_rowwise(weight, self.weight, None, column_factor)
+        self.observe("weight", weight, quantized, None, column_factor)
         return quantized
 
     def cast_weight_columnwise(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
         """Return the cast of a weight [N, K] that is present in high precision, as dgrad reads it: [K, N]."""
-        spec = self.weight
-        words = spec.format, spec.granularity, spec.scale
-        of_dy = self.grad_output.rotation
-        rotation = None if of_dy is None or of_dy.axis == 0 else replace(of_dy, axis=0)
-        if self.recast is not None:
-            return self._cast_again(_cast(weight, spec, None, column_factor), spec.granularity, rotation)
-        return quantize_columnwise(
-            weight, *words, column_factor=column_factor, rounding=spec.rounding, rotation=rotation
-        )
+        return _cast_columnwise(weight, self.weight, self.weight.granularity, None, column_factor)
 
     def kept_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
         """Return x as wgrad reads it, from the codes and scales that were kept of it."""
         emulated = None if data.dtype is not torch.uint8 else self.input.format
-        scale_type = self.input.scale if self.recast is None else self.recast.scale
-        return QuantizedTensor(data, scale, self.wgrad_input, scale_type, emulated)
+        return QuantizedTensor(data, scale, self.wgrad_input, self.input.scale, emulated)
 
     def cast_input(self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None) -> QuantizedTensor:
         """Cast x [T, K], times its factors, as fprop reads it."""
-        quantized = _cast(x, self.input, row_factor, column_factor)
-        self.observe("input", x, quantized, row_factor, column_factor, self.input.rotation)
+        quantized = cast_rowwise(x, self.input, row_factor, column_factor, self.room_for_outliers(x.shape[-1]))
+        self.observe("input", x, quantized, row_factor, column_factor)
         return quantized
 
     def cast_input_columnwise(
         self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
     ) -> QuantizedTensor:
         """Cast x [T, K], times its factors, as wgrad reads it: [K, T]."""
-        spec = self.input
-        if self.recast is not None:
-            cast = _cast(x, spec, row_factor, column_factor)
-            return self._cast_again(cast, self.wgrad_input, self.wgrad_input_rotation)
-        return quantize_columnwise(
-            x,
-            spec.format,
-            self.wgrad_input,
-            spec.scale,
-            row_factor=row_factor,
-            column_factor=column_factor,
-            rounding=spec.rounding,
-            rotation=self.wgrad_input_rotation,
-        )
+        return _cast_columnwise(x, self.input, self.wgrad_input, row_factor, column_factor)
 
     def cast_input_both(self, x: torch.Tensor, column_factor: Factor = None) -> tuple[QuantizedTensor, QuantizedTensor]:
         """Cast x [T, K], times its factors, as fprop reads it, and as wgrad does, in one pass."""
-        spec = self.input
-        if self.recast is not None:
-            cast = self.cast_input(x, column_factor=column_factor)
-            return cast, self._cast_again(cast, self.wgrad_input, self.wgrad_input_rotation)
+        spec, room = self.input, self.room_for_outliers(x.shape[-1])
         words = spec.format, spec.granularity, self.wgrad_input, spec.scale
-        rotations = spec.rotation, self.wgrad_input_rotation
-        both = quantize_both(x, *words, None, column_factor, spec.rounding, *rotations)
-        self.observe("input", x, both[0], None, column_factor, spec.rotation)
+        both = quantize_both(x, *words, None, column_factor, spec.rounding, room=room)
+        self.observe("input", x, both[0], None, column_factor)
         return both
 
     def cast_grad_output(
@@ -224,68 +149,31 @@ class LinearRecipe:
         In one pass, unless there is a factor: it belongs to one of the casts only.
         """
         spec = self.grad_output
-        row = spec.granularity if dgrad else None
-        column = spec.granularity if wgrad else None
-        cast = functools.partial(
-            quantize_both,
-            dy,
-            spec.format,
-            scale=spec.scale,
-            rounding=spec.rounding,
-            row_rotation=spec.rotation,
-            column_rotation=self.wgrad_grad_output_rotation,
-        )
+        row, column = (spec.granularity if wanted else None for wanted in (dgrad, wgrad))
+        cast = self._grad_output_cast(dy)
         if row is None or column_factor is None:
             both = cast(row, column)
         else:
             both = cast(row, None, column_factor=column_factor)[0], cast(None, column)[1] if wgrad else None
         if both[0] is not None:
-            self.observe("grad_output", dy, both[0], None, column_factor, spec.rotation)
+            self.observe("grad_output", dy, both[0], None, column_factor)
         return both
+
+    def _grad_output_cast(self, dy: torch.Tensor) -> functools.partial:
+        spec = self.grad_output
+        return functools.partial(quantize_both, dy, spec.format, scale=spec.scale, rounding=spec.rounding)
 
     def clipped_input(self, x: torch.Tensor, cast: QuantizedTensor) -> torch.Tensor | None:
         """Return which elements of fprop's cast of x get no gradient, bool [T, K]; None if all of them do."""
-        return self._clipped(x, self.input, cast)
-
-    def _clipped(self, x: torch.Tensor, spec: CastSpec, cast: QuantizedTensor) -> torch.Tensor | None:
-        wanted = self.recast is not None and self.recast.zero_clipped
-        return clipped(rotate(x, spec.rotation), cast) if wanted else None
-
-    def _cast_again(self, cast: QuantizedTensor, granularity: str, rotation: Rotation | None) -> QuantizedTensor:
-        """Return what fprop multiplied [M, K] as dgrad or wgrad reads it: [K, M]."""
-        words = cast.format, granularity, self.recast.scale
-        numbers = cast.dequantize(torch.float32)
-        return quantize_columnwise(numbers, *words, rounding=self.recast.rounding, rotation=rotation)
+        return None
 
     def dgrad_result(self, dx: torch.Tensor, tokens: int, clipped_input: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gradient of the input as it is without rotations.
-
-        Args:
-            dx: [tokens, K], dgrad's product.
-            tokens: Number of its rows.
-            clipped_input: What the method of this name returned for the input.
-        """
-        of_dy = self.grad_output.rotation
-        if of_dy is not None and of_dy.axis == 0:
-            dx = unrotate(dx, of_dy, tokens)
-        if clipped_input is not None:
-            dx = dx.masked_fill(clipped_input, 0)
-        if self.weight.granularity in ALONG_CONTRACTION and self.recast is None:
-            return dx
-        return unrotate(dx, self.weight.rotation)
+        """Return the gradient of the input, from dgrad's product and what clipped_input returned."""
+        return dx
 
     def wgrad_result(self, dw: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the weight as it is without rotations.
-
-        Args:
-            dw: [N, K], wgrad's product.
-            weight: [N, K]; read only where there is a `recast`, in high precision.
-        """
-        if self.recast is not None:
-            beyond = self._clipped(weight, self.weight, _cast(weight, self.weight))
-            return unrotate(dw if beyond is None else dw.masked_fill(beyond, 0), self.input.rotation)
-        of_x = self.wgrad_input_rotation
-        return dw if of_x is None or of_x.axis == 0 else unrotate(dw, of_x)
+        """Return the gradient of the weight, from wgrad's product."""
+        return dw
 
     def observe(
         self,
@@ -294,23 +182,29 @@ class LinearRecipe:
         quantized: QuantizedTensor,
         row_factor: Factor = None,
         column_factor: Factor = None,
-        rotation: Rotation | None = None,
     ) -> None:
-        """Count what the cast of x, times its factors and rotated, lost; costs nothing outside measured steps."""
+        """Count what the cast of x, times its factors, lost; costs nothing outside measured steps."""
         if not self.monitor.active:
             return
-        if rotation is not None:
-            x = rotate(apply_factors(x, row_factor, column_factor), rotation)
-        elif row_factor is not None or column_factor is not None:
+        if row_factor is not None or column_factor is not None:
             x = _factored(x, row_factor, column_factor)
         self.monitor.observe(tensor_class, x, quantized, self.site)
 
 
-def _cast(x: torch.Tensor, spec: CastSpec, row_factor: Factor = None, column_factor: Factor = None) -> QuantizedTensor:
-    """Return the cast of a matrix, times its factors."""
+def cast_rowwise(
+    x: torch.Tensor, spec: CastSpec, row_factor: Factor = None, column_factor: Factor = None, room: int = 0
+) -> QuantizedTensor:
+    """Return the cast of a matrix [M, K] along K, times its factors, with `room` for outlier blocks (quantize)."""
     words = spec.format, spec.granularity, spec.scale
-    options = {"rounding": spec.rounding, "rotation": spec.rotation}
+    options = {"rounding": spec.rounding, "rotation": spec.rotation, "room": room}
     return quantize(x, *words, row_factor=row_factor, column_factor=column_factor, **options)
+
+
+def _cast_columnwise(
+    x: torch.Tensor, spec: CastSpec, granularity: str, row_factor: Factor, column_factor: Factor
+) -> QuantizedTensor:
+    factors = {"row_factor": row_factor, "column_factor": column_factor}
+    return quantize_columnwise(x, spec.format, granularity, spec.scale, **factors, rounding=spec.rounding)
 
 
 def _factored(x: torch.Tensor, row_factor: Factor, column_factor: Factor) -> Rows:

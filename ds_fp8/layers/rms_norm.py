@@ -37,7 +37,7 @@ def rms_norm_cast(
     if x.device.type == "cuda":
         from ds_fp8.layers.rms_norm_triton import normalise
 
-        hidden, rstd, cast = normalise(x, residual, weight, eps, recipe.input)
+        hidden, rstd, cast = normalise(x, residual, weight, eps, recipe.input, recipe.room_for_outliers(x.shape[1]))
     else:
         hidden = x if residual is None else x + residual
         rstd, cast = torch.rsqrt(hidden.float().square().mean(-1) + eps), None

@@ -9,14 +9,21 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, scale_of, to_fp8
+from ds_fp8.casts.primitives_triton import (
+    FITTED,
+    amax_bits,
+    fitted_scale_of,
+    format_arguments,
+    scale_of,
+    to_fp8,
+)
 from ds_fp8.casts.store_triton import empty_result, tiles
 from ds_fp8.config.formats import CastSpec
 
 
 @triton.jit
 def _normalise_rows(
-    x, residual, weight, hidden, rstd, data, scale, M, H, eps, stride_x, stride_residual,
+    x, residual, weight, hidden, rstd, data, scale, M, H, eps, stride_x, stride_residual, pitch,
     ADD: tl.constexpr, CAST: tl.constexpr, GROUPS: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
@@ -37,10 +44,13 @@ def _normalise_rows(
     tl.store(rstd + m, factor)
     if CAST:
         normed = row * factor * tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)
-        scales, divisor = scale_of(amax_bits(normed, 1), LARGEST, SMALLEST, POW2)
+        if POW2 == FITTED:
+            scales, reciprocal = fitted_scale_of(normed, amax_bits(normed, 1), 1, LARGEST, SMALLEST)
+        else:
+            scales, reciprocal = scale_of(amax_bits(normed, 1), LARGEST, SMALLEST, POW2)
         tl.store(scale + groups.to(tl.int64) * M + m, scales, mask=groups * 128 < H)
-        codes = to_fp8(normed, divisor[:, None], DTYPE, POW2)
-        tl.store(data + m.to(tl.int64) * H + h, codes, mask=inside)
+        codes = to_fp8(normed, reciprocal[:, None], DTYPE)
+        tl.store(data + m.to(tl.int64) * pitch + h, codes, mask=inside)
 
 
 @functools.lru_cache
@@ -50,21 +60,24 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def normalise(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, spec: CastSpec
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, spec: CastSpec, room: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor | None]:
-    """Return (hidden [T, H], rstd [T], row-wise cast [T, H] or None where the kernel does not cast as `spec` says)."""
+    """Return (hidden [T, H], rstd [T], row-wise cast [T, H] or None where the kernel does not cast as `spec` says).
+
+    `room` is that of empty_result, of the cast.
+    """
     M, H = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
     hidden = x if residual is None else torch.empty(M, H, dtype=x.dtype, device=x.device)
     rstd = torch.empty(M, device=x.device)
     casts = spec.granularity == "1x128" and not spec.by_torch
-    cast = empty_result(M, H, spec.format, "1x128", spec.scale, x.device) if casts else None
+    cast = empty_result(M, H, spec.format, "1x128", spec.scale, x.device, room) if casts else None
     if x.numel():
         groups = triton.next_power_of_2(tiles(H))
         _normalise_rows[(M,)](
             x, residual, weight, hidden, rstd, cast and cast.data, cast and cast.scale, M, H, eps,
-            x.stride(0), residual.stride(0) if residual is not None else 0,
+            x.stride(0), residual.stride(0) if residual is not None else 0, H + room,
             ADD=residual is not None, CAST=cast is not None, GROUPS=groups,
             num_warps=max(1, min(8, groups // 8)), **format_arguments(spec.format, spec.scale),
         )

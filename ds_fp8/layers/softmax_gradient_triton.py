@@ -123,7 +123,7 @@ def _cast_tiles(
     x3 = _gradient(logits, targets, normalisers, m + 3, k, stride, IGNORED)
     if row_data is not None:
         store_cast_rowwise(
-            x0, x1, x2, x3, first_m, k, C, V, row_data, row_scale, None, row_along, row_across,
+            x0, x1, x2, x3, first_m, k, C, V, row_data, V, row_scale, None, row_along, row_across,
             GROUP, DTYPE, LARGEST, SMALLEST, POW2,
         )
     if column_data is not None:

@@ -33,6 +33,8 @@ class ParameterShape:
     cast: CastSpec | None
     """Cast of the weight of an FP8 linear."""
     trainable: bool
+    residuals: int = 0
+    """Bytes of the residuals of its outlier channels, which every rank keeps."""
 
     @property
     def in_fp8(self) -> bool:
@@ -180,4 +182,8 @@ def _layer_shape(layer: nn.Module, in_fp8: Mapping[int, LinearRecipe]) -> LayerS
 
 def _shape(parameter: nn.Parameter, in_fp8: Mapping[int, LinearRecipe]) -> ParameterShape:
     recipe = in_fp8.get(id(parameter))
-    return ParameterShape(parameter.numel(), recipe and recipe.weight, parameter.requires_grad)
+    if recipe is None:
+        return ParameterShape(parameter.numel(), None, parameter.requires_grad)
+    rows, columns = parameter.shape
+    residuals = rows * min(recipe.outlier_channels, columns)
+    return ParameterShape(parameter.numel(), recipe.weight, parameter.requires_grad, residuals)

@@ -91,13 +91,14 @@ def in_fp8_only(parameter: ParameterShape, w: Workload) -> bool:
 
 
 def fp8_weights(w: Workload) -> int:
-    """Return n of shards and the scales of whole weights, FP32: what FP8 parameter gather sends. None in BF16 gathers.
+    """Return n of shards, which FP8 gathers send, and what every GPU has of whole weights. None in BF16 gathers.
 
-    Scales of a weight [R, C]: 4 R C / 128^2 for blocks of 128x128, 4 R for rows, 4 for tensors.
+    Of a weight [R, C] that is scales in FP32, 4 R C / 128^2 for blocks of 128x128, 4 R for rows, 4 for tensors; and R
+    bytes of residuals for each of its outlier channels.
     """
     gathered = [p for p in w.model.parameters if in_fp8_only(p, w)]
-    scales = sum(weight_scales(p, w) for p in gathered)
-    return shard_numel(gathered, w.gpus) + scales
+    of_whole = sum(weight_scales(p, w) + p.residuals for p in gathered)
+    return shard_numel(gathered, w.gpus) + of_whole
 
 
 def weight_scales(weight: ParameterShape, w: Workload) -> int:

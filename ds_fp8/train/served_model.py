@@ -26,6 +26,7 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.export.layouts import SCALE_SUFFIX
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.recipe_from_config import recipe_from_config
 from ds_fp8.layers.selection import linear_layers
 from ds_fp8.layers.weights import GATHERED, placeholder
 from ds_fp8.train.stored_model import ModelSource, is_fp8, load_stored_model, quantization_of, stored_config
@@ -79,7 +80,7 @@ def load_served_model(
         return model, Serving(None, decoded=stored, note=why)
     linears = linear_layers(model)
     found = {name: linears[name.removesuffix(".weight")] for name in stored if name.removesuffix(".weight") in linears}
-    recipe = LinearRecipe.from_config(FP8Config.from_preset(linear=section, monitor={"every": 0}, **_ALL_IN_BF16))
+    recipe = recipe_from_config(FP8Config.from_preset(linear=section, monitor={"every": 0}, **_ALL_IN_BF16))
     for name, layer in found.items():
         codes, scale = (_read(files[each], each).to(device) for each in (name, name + suffix))
         _serve(layer, codes, scale.float(), recipe.at(name.removesuffix(".weight")))

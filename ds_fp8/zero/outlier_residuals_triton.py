@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts.outliers import HALF
+from ds_fp8.casts.outliers_triton import ROUND_EVERY_PRODUCT
 from ds_fp8.casts.primitives_triton import TRITON_DTYPES, to_fp8
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.zero.shards import ShardedWeight, Source, on_device
@@ -52,7 +53,7 @@ def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.const
     of_channel = tl.load(scale + channel // 128)
     group = tl.arange(0, GROUPS)
     of_row = tl.max(tl.load(scale + group, mask=group < (columns + 127) // 128, other=0.0), 0)
-    lost = to_fp8(x - code * of_channel[None, :], of_row, DTYPE, False).to(tl.uint8, bitcast=True)
+    lost = to_fp8(x - code * of_channel[None, :], tl.div_rn(1.0, of_row), DTYPE).to(tl.uint8, bitcast=True)
     tl.store(residual + n[:, None] * count + place[None, :], lost, mask=inside)
 
 
@@ -95,7 +96,7 @@ class TritonResidualCast:
         format = weights[0][0].spec.format
         blocks = max(-(-row[8] // HALF) for row in rows)
         _write_residuals[programs, blocks](
-            self._owner, self._table, scales, GROUPS=groups, DTYPE=TRITON_DTYPES[format], num_warps=8
+            self._owner, self._table, scales, GROUPS=groups, DTYPE=TRITON_DTYPES[format], num_warps=8, **ROUND_EVERY_PRODUCT
         )
 
     def _send(self, rows: list[tuple[int, ...]], programs: int, device: torch.device) -> None:

@@ -100,15 +100,15 @@ def _cast(
     else:
         block = tl.min(row, 0) // 128 * scales_per_row + tl.min(column, 0) // 128
         scale = tl.load(scales + scale_start + block) + tl.zeros([128], tl.float32)
-    if POW2:  # the reciprocal, exactly: its exponent is the scale's, mirrored
-        divisor = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-        divisor = tl.where(scale == scale, divisor, float("nan"))
+    if POW2 == 1:  # the reciprocal, exactly: its exponent is the scale's, mirrored
+        reciprocal = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        reciprocal = tl.where(scale == scale, reciprocal, float("nan"))
     else:
-        divisor = scale
+        reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
     if SATURATE:
-        codes = to_fp8_saturating(x, divisor[:, None], DTYPE, LARGEST)
+        codes = to_fp8_saturating(x, reciprocal[:, None], DTYPE, LARGEST)
     else:
-        codes = to_fp8(x, divisor[:, None], DTYPE, POW2).to(tl.uint8, bitcast=True)
+        codes = to_fp8(x, reciprocal[:, None], DTYPE).to(tl.uint8, bitcast=True)
     tl.store(data + data_start + (index - start), codes, mask=inside)
 
 

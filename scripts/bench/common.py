@@ -24,6 +24,7 @@ from ds_fp8.config.presets import PRESETS
 from ds_fp8.config.schema import nearest
 from ds_fp8.gemm import BACKENDS, unavailable
 from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.recipe_from_config import recipe_from_config
 
 PACKAGES = ("ds-fp8", "torch", "triton", "transformer-engine", "transformers", "liger-kernel", "torchao", "deepspeed")
 TABLE_WIDTH = 240
@@ -68,7 +69,7 @@ def device() -> torch.device:
 
 def preset_recipe(preset: str, **linear: Any) -> LinearRecipe:
     """Return the recipe of `preset` with changes to "linear" on this machine, without statistics."""
-    return LinearRecipe.from_config(parse_fp8({"fp8": {"preset": preset, "linear": linear, "monitor": {"every": 0}}}))
+    return recipe_from_config(parse_fp8({"fp8": {"preset": preset, "linear": linear, "monitor": {"every": 0}}}))
 
 
 def distinct_presets(presets: Iterable[str]) -> dict[str, list[str]]:

@@ -35,7 +35,7 @@ from torch import nn
 from ds_fp8.config.errors import main_entry
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.recipe_from_config import recipe_from_config
 
 _INT8 = {"format": "int8", "granularity": "tensor", "scale": "fp32"}
 FORMATS: dict[str, dict[str, Any]] = {
@@ -78,7 +78,7 @@ def errors(tensors: Tensors, format: str, variant: str) -> dict[str, float]:
     """Return the relative errors of y, dx and dw of one variant."""
     x, w, dy = tensors
     linear = {**FORMATS[format], "rotation": VARIANTS[variant], "backend": "reference"}
-    recipe = LinearRecipe.from_config(FP8Config(linear=linear, param_gather={"format": "bf16"}, monitor={"every": 0}))
+    recipe = recipe_from_config(FP8Config(linear=linear, param_gather={"format": "bf16"}, monitor={"every": 0}))
     layer = nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(w.clone())
     layer.__class__, layer.recipe = FP8Linear, replace(recipe, smooth=variant == "smooth")

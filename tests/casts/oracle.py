@@ -99,5 +99,5 @@ def quantize(x: np.ndarray, format: str, granularity: str, scale_type: str) -> t
     codes, scales = np.zeros(x.shape, np.uint8), {}
     for index, where in groups(x.shape, granularity):
         scales[index] = scale = np.float32(scale_of(x[where], layout, scale_type))
-        codes[where] = 0x7F if np.isnan(scale) else layout.encode(x[where] / scale)
+        codes[where] = 0x7F if np.isnan(scale) else layout.encode(x[where] * (np.float32(1) / scale))
     return codes, scales

@@ -152,10 +152,10 @@ def test_columnwise_is_the_cast_of_the_transposed_matrix():
 )
 def test_mistakes(section, key):
     if key is None:
-        from ds_fp8.layers.recipe import LinearRecipe
+        from ds_fp8.layers.recipe_from_config import recipe_from_config
 
         with pytest.raises(UserError, match="cannot run here"):
-            LinearRecipe.from_config(parse_fp8({"fp8": section}))
+            recipe_from_config(parse_fp8({"fp8": section}))
         return
     with pytest.raises(UserError) as caught:
         parse_fp8({"fp8": section})

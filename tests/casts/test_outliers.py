@@ -21,6 +21,7 @@ from ds_fp8.casts.outliers import (
 )
 from ds_fp8.casts.primitives import apply_factors
 from ds_fp8.casts.tensor import whole_blocks
+from ds_fp8.config.formats import CastSpec
 from tests.casts.test_kernels import DEVICE, assert_same
 
 SIZES = [(1, 128, 64), (130, 576, 64), (257, 200, 17), (128, 384, 128), (5, 40, 40), (131, 300, 130)]
@@ -111,6 +112,45 @@ def test_kernel_of_inputs_is_its_reference(rows, columns, count, factors, scale)
     expected = extend_input_reference(cast, values, channels)
     result = extend_input_tiles(cast, x, channels, row, column)
     assert_same(result, on_cpu(expected))
+
+
+@pytest.mark.parametrize("columnwise", [None, "128x128"])
+@pytest.mark.parametrize(("rows", "columns", "count"), [(1, 128, 64), (130, 256, 17), (128, 384, 128), (256, 128, 1)])
+def test_a_cast_that_left_room_gets_its_outlier_block_in_place(rows, columns, count, columnwise):
+    from ds_fp8.casts.outliers_triton import extend_input_tiles
+    from ds_fp8.casts.quantization_triton import quantize_tiles
+
+    x = with_outliers(rows, columns, count).to(DEVICE)
+    room = whole_blocks(2 * count)
+    narrow, expected_columns = quantize_tiles(x, "e4m3", "fp32", "1x128", columnwise)
+    roomy, found_columns = quantize_tiles(x, "e4m3", "fp32", "1x128", columnwise, room=room)
+    channels = largest_channels(channel_energy(narrow), count)
+    copied, in_place = extend_input_tiles(narrow, x, channels), extend_input_tiles(roomy, x, channels)
+    assert in_place.data.data_ptr() == roomy.data.data_ptr()
+    assert in_place.data.is_contiguous()
+    assert torch.equal(in_place.data.view(torch.uint8), copied.data.view(torch.uint8))
+    assert torch.equal(in_place.scale, copied.scale)
+    assert in_place.scale.t().is_contiguous()
+    if columnwise:
+        assert torch.equal(found_columns.data.view(torch.uint8), expected_columns.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (130, 384)])
+def test_fused_casts_leave_room(rows, columns):
+    from ds_fp8.layers.gated_activation_triton import gated_forward
+    from ds_fp8.layers.rms_norm_triton import normalise
+
+    spec, room = CastSpec(scale="fp32"), 256
+    x, gate_up = (with_outliers(rows, width, 3).to(DEVICE) for width in (columns, 2 * columns))
+    weight = torch.rand(columns, device=DEVICE).bfloat16()
+    for expected, found in [
+        [normalise(x, None, weight, 1e-6, spec, size)[2] for size in (0, room)],
+        [gated_forward(gate_up, "silu", spec, save=True, room=size)[1] for size in (0, room)],
+    ]:
+        assert found.data.stride() == (columns + room, 1)
+        assert found.scale.stride() == (1, rows)
+        assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(found.scale, expected.scale)
 
 
 @pytest.mark.parametrize("scale", SCALES)

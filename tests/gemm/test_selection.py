@@ -9,7 +9,7 @@ from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import deep_gemm, select_backend, transformer_engine, trial, unavailable
-from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.recipe_from_config import recipe_from_config
 
 NOT_HOPPER = "DeepSeek style (1x128, 128x128) scaling only supported in CUDA for SM90"
 OLD_CUBLAS = "DeepSeek style (1x128, 128x128) scaling requires cublasLt >= 12.9"
@@ -57,7 +57,7 @@ def test_hopper_with_a_new_cublas_multiplies_blocks(machine):
 def test_every_kind_of_product_is_tried_once(machine):
     hopper = machine((9, 0))
     for _ in range(3):
-        assert LinearRecipe.from_config(FP8Config()).backend == "cublas"
+        assert recipe_from_config(FP8Config()).backend == "cublas"
     assert sorted(hopper.products) == [("BlockWise1x128", "BlockWise128x128"), ("BlockWise1x128", "BlockWise1x128")]
 
 
@@ -65,7 +65,7 @@ def test_every_kind_of_product_is_tried_once(machine):
 def test_the_default_preset_is_refused_at_the_start_where_block_products_fail(machine, capability, error):
     machine(capability, error)
     with pytest.raises(UserError) as refusal:
-        LinearRecipe.from_config(FP8Config())
+        recipe_from_config(FP8Config())
     assert error in refusal.value.problem
     assert "somewhere" not in refusal.value.problem
     for backend in ("cublas", "deep_gemm", "transformer_engine"):
@@ -78,14 +78,14 @@ def test_the_default_preset_is_refused_at_the_start_where_block_products_fail(ma
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_preset_is_refused_on_hopper(machine, preset):
     machine((9, 0))
-    assert LinearRecipe.from_config(FP8Config.from_preset(preset)).backend == "cublas"
+    assert recipe_from_config(FP8Config.from_preset(preset)).backend == "cublas"
 
 
 @pytest.mark.parametrize("preset", ["rowwise", "tensorwise", "munit"])
 @pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
 def test_scales_per_row_and_tensor_run_where_blocks_do_not(machine, capability, preset):
     machine(capability, NOT_HOPPER)
-    assert LinearRecipe.from_config(FP8Config.from_preset(preset)).backend == "cublas"
+    assert recipe_from_config(FP8Config.from_preset(preset)).backend == "cublas"
 
 
 def test_emulation_is_there_for_who_asks_for_it(machine):
@@ -96,7 +96,7 @@ def test_emulation_is_there_for_who_asks_for_it(machine):
 
 def test_emulated_formats_need_no_fp8_products(machine):
     machine((10, 0), NOT_HOPPER)
-    assert LinearRecipe.from_config(FP8Config.from_preset("nvfp4")).backend == "reference"
+    assert recipe_from_config(FP8Config.from_preset("nvfp4")).backend == "reference"
 
 
 def test_torch_without_scaled_mm_is_refused_with_its_version(machine):

@@ -17,7 +17,7 @@ from ds_fp8.layers.cross_entropy import (
     linear_cross_entropy_reference,
 )
 from ds_fp8.layers.lm_head import FP8Head
-from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.recipe_from_config import recipe_from_config
 from ds_fp8.layers.softmax_gradient import IGNORED, softmax_gradient_reference
 from tests.layers.losses import TOLERANCE, limit_chunks, relative_error
 
@@ -138,7 +138,7 @@ def test_autocast_computes_in_its_dtype():
 def test_a_head_in_fp8_is_off_by_no_more_than_its_casts(preset, tokens_of_chunk, monkeypatch):
     if tokens_of_chunk:
         limit_chunks(monkeypatch, tokens_of_chunk, 1009)
-    recipe = LinearRecipe.from_config(FP8Config.from_preset(preset, linear={"backend": "reference"}))
+    recipe = recipe_from_config(FP8Config.from_preset(preset, linear={"backend": "reference"}))
     given = operands(640, 64, 1009, torch.bfloat16)
     expected = loss_and_gradients(linear_cross_entropy_reference, *given)
     ours = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)
@@ -152,7 +152,7 @@ def test_a_head_in_fp8_is_off_by_no_more_than_its_casts(preset, tokens_of_chunk,
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_operand_of_a_head_in_fp8_gets_no_gradient(frozen):
-    recipe = LinearRecipe.from_config(FP8Config(linear={"backend": "reference"}))
+    recipe = recipe_from_config(FP8Config(linear={"backend": "reference"}))
     given = operands(17, 128, 131, torch.bfloat16)
     expected = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)[2 - frozen]
     given[frozen].requires_grad_(False)
@@ -232,7 +232,7 @@ def test_the_kernel_casts_the_softmax_gradient(wants_row):
 def test_a_head_in_fp8_casts_by_tile_as_it_does_by_chunk(preset, monkeypatch):
     """Three chunks in two groups. Triton's interpreter rounds to FP8 coarsely."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    recipe = LinearRecipe.from_config(FP8Config.from_preset(preset, linear={"backend": "reference"}))
+    recipe = recipe_from_config(FP8Config.from_preset(preset, linear={"backend": "reference"}))
     monkeypatch.setattr(cross_entropy, "chunk_tokens", lambda *_: 128)
     given = operands(384, 64, 256, torch.bfloat16, "cuda" if torch.cuda.is_available() else "cpu")
     by_chunk = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)
@@ -272,7 +272,7 @@ def test_a_head_in_fp8_on_a_gpu_is_the_emulated_one(tokens, preset, monkeypatch)
     monkeypatch.setattr(cross_entropy, "chunk_tokens", lambda *_: 256)
     results = []
     for device, backend in (("cuda", "auto"), ("cpu", "reference")):
-        recipe = LinearRecipe.from_config(FP8Config.from_preset(preset, linear={"backend": backend}))
+        recipe = recipe_from_config(FP8Config.from_preset(preset, linear={"backend": backend}))
         given = operands(tokens, 128, 1024, torch.bfloat16, device)
         results.append(loss_and_gradients(lambda *each, r=recipe: linear_cross_entropy(*each, r), *given))
     for one, other in zip(*results, strict=True):

@@ -12,6 +12,7 @@ from ds_fp8.layers.attention import NormedHeads, normed_heads
 from ds_fp8.layers.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
 from ds_fp8.layers.heads import HeadLayout
 from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.recipe_from_config import recipe_from_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16_ERROR = 6e-3
@@ -73,9 +74,7 @@ def doubles(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def recipe(backend: str, save: str = "fp8") -> LinearRecipe:
-    return LinearRecipe.from_config(
-        FP8Config(linear={"backend": backend}, activations={"save": save}, monitor={"every": 0})
-    )
+    return recipe_from_config(FP8Config(linear={"backend": backend}, activations={"save": save}, monitor={"every": 0}))
 
 
 def backends():

@@ -17,6 +17,7 @@ from ds_fp8.layers.gated_activation import (
 )
 from ds_fp8.layers.heads import HeadLayout, HeadNorms
 from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.recipe_from_config import recipe_from_config
 from ds_fp8.layers.rms_norm import rms_norm_backward_reference, rms_norm_cast
 from ds_fp8.layers.rotary import rotate_backward_reference, rotate_reference
 
@@ -43,7 +44,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def recipe(**linear) -> LinearRecipe:
-    return LinearRecipe.from_config(FP8Config(linear={"backend": "reference", **linear}, monitor={"every": 0}))
+    return recipe_from_config(FP8Config(linear={"backend": "reference", **linear}, monitor={"every": 0}))
 
 
 def assert_cast(result: QuantizedTensor, expected: torch.Tensor, bound: float = FP8_ERROR) -> None:

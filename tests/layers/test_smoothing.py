@@ -11,7 +11,7 @@ from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder import FusedMLP
 from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.recipe_from_config import recipe_from_config
 from ds_fp8.layers.smoothing import channel_factors
 from tests.layers.held import hold_in_fp8
 from tests.layers.hugging_face import causal_lm
@@ -46,7 +46,7 @@ def test_where_casts_are_exact_nothing_changes(save):
         linear.weight[:, 5] /= 64
     smooth = copy.deepcopy(linear)
     fp8 = FP8Config(linear={"backend": "reference"}, activations={"save": save}, monitor={"every": 0})
-    smooth.__class__, smooth.recipe = FP8Linear, replace(LinearRecipe.from_config(fp8), smooth=True)
+    smooth.__class__, smooth.recipe = FP8Linear, replace(recipe_from_config(fp8), smooth=True)
     results = []
     for layer in (linear, smooth):
         leaf = x.clone().requires_grad_()

@@ -18,6 +18,8 @@ CASES = {
     "tensorwise, linear by linear": {"fuse": "off", "preset": "tensorwise"},
     "tensorwise": {"preset": "tensorwise"},
     "rowwise": {"preset": "rowwise"},
+    "outlier channels": {"preset": "precise"},
+    "outlier channels, linear by linear": {"preset": "precise", "fuse": "off"},
     "attention in BF16": {"linear": {"skip": ["lm_head", "self_attn"]}},
     "MLP in BF16": {"linear": {"skip": ["lm_head", "mlp"]}},
     "Smooth-SwiGLU": {"preset": "fishman"},

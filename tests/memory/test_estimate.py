@@ -19,6 +19,7 @@ MOMENTS = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
 CASES = {
     "bf16": {"fp8": {"enabled": False}},
     "infir2": {},
+    "outlier channels": {"fp8": {"preset": "precise"}},
     "FP8 moments": {"fp8": {"optimizer": MOMENTS}},
     "scales by tensor": {"fp8": {"preset": "fp8lm_o2"}},
     "and FP16 masters": {"fp8": {"preset": "fp8lm_o3"}},

@@ -34,9 +34,8 @@ class Cast(Section):
     scale: ScaleType = "pow2"
     """pow2: powers of two; a second cast of the result is exact. fp32: amax / largest code, so that the largest number
     of a group is exact. fitted: in groups of 1x128, amax / one of the four largest codes, by the smallest squared error
-    of the group; otherwise as fp32. e4m3: scales of groups are E4M3 numbers in units of one FP32 scale of the tensor, as
-    in NVFP4.
-    mse: the pow2 scale or half of it, by the smaller squared error of the group, as in Quartet. static:
+    of the group; otherwise as fp32. e4m3: scales of groups are E4M3 numbers in units of one FP32 scale of the tensor,
+    as in NVFP4. mse: the pow2 scale or half of it, by the smaller squared error of the group, as in Quartet. static:
     2^static_exponent for a whole tensor ("granularity": "tensor"), without an amax; larger numbers saturate. For models
     whose tensors stay near variance 1."""
     static_exponent: int = Field(0, ge=-100, le=100)

@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pytest
@@ -35,3 +36,12 @@ def gpu_ranks():
     pools = RankPools("cuda")
     yield pools
     pools.close()
+
+
+@pytest.fixture
+def modules_kept_from_collection():
+    """For benchmarks, which collect garbage before each measurement: not all that the tests have imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

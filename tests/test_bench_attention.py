@@ -1,19 +1,13 @@
 """The benchmark of attention: what it compares and writes, and how it refuses."""
 
 import json
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-from ds_fp8.config.errors import UserError
-
-# Scripts run with their own folder on the path, and find their neighbours there.
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
 import attention
+import pytest
+import torch
 from common import SIZES
+
+from ds_fp8.config.errors import UserError
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU other rows are measured, for heads of 128 features")

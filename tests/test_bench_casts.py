@@ -1,21 +1,15 @@
 """The benchmark of the casts: what it times, what it counts, and how it refuses."""
 
 import json
-import sys
-from pathlib import Path
 
+import casts
+import common
 import pytest
 import torch
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.presets import PRESETS
-
-# Scripts run with their own folder on the path, and find their neighbours there.
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
-
-import casts
-import common
 
 SIZE = common.ModelSize(hidden=256, intermediate=384, heads=4, kv_heads=2, head_dim=32)
 

@@ -1,22 +1,15 @@
-"""The GEMM and crossover benchmarks: what it multiplies, what it reports, and how it refuses."""
+"""The GEMM benchmark: what it multiplies, what it reports, and how it refuses."""
 
 import json
-import sys
-from pathlib import Path
 
+import common
+import gemms
 import pytest
 import torch
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import scaled_matmul
-
-# Scripts run with their own folder on the path, and find their neighbours there.
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
-
-import common
-import crossover
-import gemms
 
 PRODUCT_ERROR = 3e-3
 """A BF16 result of an exact product: rounding loses 1.7e-3 of its norm."""
@@ -90,16 +83,6 @@ def test_quick_measures_every_product_of_every_preset(tmp_path, capsys):
     assert len(keys) == len(set(keys))
 
 
-def test_quick_crossover_covers_the_grid(tmp_path, capsys):
-    file = tmp_path / "crossover.json"
-    grid = "--tokens", "16,48", "--hidden", "256,512"
-    output = run(capsys, crossover, "--quick", *grid, "--presets", "infir2", "--json", str(file))
-    rows = json.loads(file.read_text())["rows"]
-    assert {(row["hidden"], row["tokens"]) for row in rows} == {(256, 16), (256, 48), (512, 16), (512, 48)}
-    assert all(row["milliseconds"] > 0 for row in rows)
-    assert "16 tokens" in output
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -118,8 +101,6 @@ def test_mistakes_name_the_remedy(arguments, expected, capsys):
 def test_without_a_gpu_large_sizes_and_gpu_backends_are_refused():
     with pytest.raises(UserError, match="--quick"):
         gemms.main(["--size", "7b"])
-    with pytest.raises(UserError, match="--hidden"):
-        crossover.main(["--tokens", "16"])
     with pytest.raises(UserError, match="no CUDA GPU"):
         gemms.main(["--quick", "--backends", "cublas"])
 

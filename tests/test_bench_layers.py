@@ -1,22 +1,16 @@
 """The benchmark of decoder layers: what it compares, what it reports, and how it refuses."""
 
 import json
-import sys
-from pathlib import Path
 
+import common
+import decoder_stacks
+import layers
 import pytest
 import torch
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.layers.linear import FP8Linear
-
-# Scripts run with their own folder on the path, and find their neighbours there.
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
-
-import common
-import decoder_stacks
-import layers
 
 SHAPE = decoder_stacks.Shape(common.SIZES["tiny"], layers=1, sequences=2, length=24)
 

@@ -3,10 +3,11 @@
 import dataclasses
 import json
 import math
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import common
+import numeric_parts
+import numerics
 import pytest
 import torch
 
@@ -14,13 +15,6 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import BACKENDS, unavailable
 from ds_fp8.layers.recipe import LinearRecipe
-
-# Scripts run with their own folder on the path, and find their neighbours there.
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
-
-import common
-import numeric_parts
-import numerics
 
 PRODUCT_ERROR = 1e-3
 """Of a part that multiplies what it was given: rounding to BF16 falls to the other side now and then."""

@@ -1,15 +1,10 @@
 """The pages of docs/ say what the sections are: their keys, defaults and presets."""
 
-import sys
-from pathlib import Path
+import configuration_reference as reference
 
 import pytest
 
 from ds_fp8.config.presets import EMULATED_PRESETS, PRESETS
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
-import configuration_reference as reference
 
 
 @pytest.mark.parametrize("file", reference.FILES, ids=lambda file: file.name)

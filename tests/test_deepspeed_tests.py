@@ -9,12 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
 import deepspeed_tests
 import deepspeed_tests_plugin
+import pytest
 
 REFUSED = "ds_fp8.config.errors.UserError: error: hpZ is not for FP8\n  key: zero_hpz_partition_size"
 

@@ -3,9 +3,9 @@
 import itertools
 import json
 import math
-import sys
-from pathlib import Path
 
+import format_search
+import formats
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -17,11 +17,6 @@ from ds_fp8.layers.convert import convert
 from ds_fp8.train.stage import load_stage
 from tests.browser import visit
 from tests.layers.hugging_face import causal_lm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
-import format_search
-import formats
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 

@@ -5,12 +5,9 @@ import sys
 from pathlib import Path
 
 import deepspeed
+import newest_releases
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
-import newest_releases
 
 TESTS = """
 import os

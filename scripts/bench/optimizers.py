@@ -13,7 +13,7 @@ One step() over a single flat FP32 parameter with an FP32 gradient, as ZeRO-3 ma
 
 Errors are of one encoding and decoding, mean |x - x'| / |x| over elements that are not zero: of both moments, and of
 the update exp_avg / (sqrt(exp_avg_sq) + eps) made of them. A file of moments maps names to
-{"exp_avg": tensor, "exp_avg_sq": tensor}; optimizer_parity.py --save-moments writes one.
+{"exp_avg": tensor, "exp_avg_sq": tensor}; experiments/optimizer_parity.py --save-moments writes one.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def load_moments(file: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
         raise UserError(
             f"{file} is no file of moments: {error}",
             key="--moments",
-            remedy="make one with optimizer_parity.py --save-moments FILE",
+            remedy="make one with experiments/optimizer_parity.py --save-moments FILE",
         ) from None
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from export_memory import Peak, write_checkpoint
 from transformers import AutoConfig
 
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.export import checkpoints, export_checkpoint
 from tests.export.servers import assert_served
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
-
-from export_memory import Peak, write_checkpoint
 
 MIB = 1 / 1024
 """In GiB."""

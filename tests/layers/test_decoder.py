@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
+from decoder_stacks import hold_in_fp8
 
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder import FusedDecoderLayer, FusedMLP
 from ds_fp8.layers.linear import FP8Linear
-from tests.layers.held import hold_in_fp8
 from tests.layers.hugging_face import causal_lm, tokens
 
 FUSED = {

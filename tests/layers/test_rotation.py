@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from decoder_stacks import hold_in_fp8
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -10,7 +11,6 @@ from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.export.plan import make_plan
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear import FP8Linear
-from tests.layers.held import hold_in_fp8
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.layers.linears import fp8_linear
 

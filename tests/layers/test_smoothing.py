@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decoder_stacks import hold_in_fp8
 from torch import nn
 
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
@@ -13,7 +14,6 @@ from ds_fp8.layers.decoder import FusedMLP
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.recipe_from_config import recipe_from_config
 from ds_fp8.layers.smoothing import channel_factors
-from tests.layers.held import hold_in_fp8
 from tests.layers.hugging_face import causal_lm
 
 CHANNEL = 3

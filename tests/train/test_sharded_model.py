@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import deepspeed
+import load_memory
 import pytest
 import torch
 from deepspeed import comm as dist
@@ -20,11 +20,6 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.train import load_stage
 from ds_fp8.train.model import build_model, build_sharded_model
 from tests.ranks import RankPool
-
-# Scripts run with their own folder on the path, and find their neighbours there.
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
-
-import load_memory
 
 LARGER = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 10, "num_attention_heads": 8}
 FUSED = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2, "num_key_value_heads": 1}

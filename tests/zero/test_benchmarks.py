@@ -7,14 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from ds_fp8.config.errors import UserError
-
-# Scripts run with their own folder on the path, and find their neighbours there.
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
-
 import scaling
 import step_profile
+
+from ds_fp8.config.errors import UserError
 
 BENCH = Path(scaling.__file__).parent
 ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOG_LEVEL": "ERROR"}

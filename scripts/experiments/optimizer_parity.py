@@ -1,8 +1,11 @@
-"""Training parity of compressed optimizer state: one model and one order of data, every way to keep the state.
+"""Does compressed optimizer state cost a training run more than chance does?
 
-    python scripts/bench/optimizer_parity.py --json parity.json --plot parity.png --save-moments moments.pt
-    python scripts/bench/optimizer_parity.py --quick                                seconds on a CPU
-    python scripts/bench/optimizer_parity.py --quick --steps 300 --seeds 0,1,2      three seeds on a CPU
+    python scripts/experiments/optimizer_parity.py --json parity.json --plot parity.png --save-moments moments.pt
+    python scripts/experiments/optimizer_parity.py --quick                                seconds on a CPU
+    python scripts/experiments/optimizer_parity.py --quick --steps 300 --seeds 0,1,2      three seeds on a CPU
+
+Answer (2026-11-22, H200, four seeds, a shared start of 400 of 1500 steps): coat and fp8lm_o2 end 0.06% above FP32
+state in the mean, fp8lm_o3 0.09%, fishman 0.00%: all within what chance does.
 
 A Llama of 113 million parameters in BF16 reads bytes of Python sources: those of the standard library and of the
 packages in this environment, in the order of their names. Masters are FP32 except where the preset says otherwise. Runs

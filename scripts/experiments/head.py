@@ -1,9 +1,12 @@
-"""The head and its cross entropy: this library in BF16 and in FP8, Liger, cut-cross-entropy, all logits at once.
+"""What do the head and its cross entropy take, in BF16 and FP8 here, in Liger, cut-cross-entropy, all logits at once?
 
-    python scripts/bench/head.py                          7B: 8192 tokens, hidden 3584, vocabulary 152064
-    python scripts/bench/head.py --tokens 2048 --hidden 1536 --vocabulary 151936
-    python scripts/bench/head.py --chunks 512,1024,4096   chunks of so many tokens, too
-    python scripts/bench/head.py --quick                  seconds on a CPU
+    python scripts/experiments/head.py                          7B: 8192 tokens, hidden 3584, vocabulary 152064
+    python scripts/experiments/head.py --tokens 2048 --hidden 1536 --vocabulary 151936
+    python scripts/experiments/head.py --chunks 512,1024,4096   chunks of so many tokens, too
+    python scripts/experiments/head.py --quick                  seconds on a CPU
+
+Answer (2026-11-22, H200, 7B): 44 ms in BF16, 33 in FP8, 82 in Liger, 151 in cut-cross-entropy, which takes 1.1 GiB
+where the others take 3.1 to 5.5.
 
 A row is one forward and backward: milliseconds, the peak memory beyond operands and results, and the relative errors of
 loss and gradients against the same numbers multiplied in FP32. On a GPU the softmax gradient alone is measured, too.
@@ -16,6 +19,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+import bench_path  # noqa: F401  (for `common` and its neighbours)
 import torch
 from common import (
     argument_parser,

@@ -1,8 +1,11 @@
-"""Training parity of casts: one model and one order of data, the linears in BF16 and in several casts.
+"""Do casts cost a training run more than chance does, and does Smooth-SwiGLU hold where a channel stands out?
 
-    python scripts/bench/cast_parity.py --variants bf16,tensorwise,infir2 --json parity.json       a GPU
-    python scripts/bench/cast_parity.py --quick --steps 300 --shared-steps 100 --seeds 0,1,2      three seeds on a CPU
-    python scripts/bench/cast_parity.py --quick --outlier 15 --variants bf16,tensorwise,fishman   Smooth-SwiGLU
+    python scripts/experiments/cast_parity.py --variants bf16,tensorwise,infir2 --json parity.json       a GPU
+    python scripts/experiments/cast_parity.py --quick --steps 300 --shared-steps 100 --seeds 0,1,2  three seeds on a CPU
+    python scripts/experiments/cast_parity.py --quick --outlier 15 --variants bf16,tensorwise,fishman   Smooth-SwiGLU
+
+Answer (2026-11-22, CPU): behind a channel of 2^20 one scale a tensor ends 3.3% above BF16, Smooth-SwiGLU 0.02%; chance
+parts two runs by 0.002%.
 
 A Llama in BF16 with FP32 masters reads bytes of Python sources (byte_training.py). Runs of one seed share their
 first --shared-steps steps in BF16 and see the same batches: they differ by the casts of their linears alone. A variant

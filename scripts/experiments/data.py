@@ -1,4 +1,8 @@
-"""Throughput of the data path: python scripts/bench/data.py [--megabytes 40] [--workers 2] [--json FILE].
+"""Does the data path keep up with `Dataset.map` of Hugging Face datasets?
+
+    python scripts/experiments/data.py [--megabytes 40] [--workers 2] [--json FILE]
+
+Answer (2026-11-21, 2 CPU cores, 160 MB): 4.33M tokens/s are tokenised against 3.45M, and 24.6M a second read.
 
 Tokenises a corpus (the sources of the Python standard library, cut into documents, unless --path names your own) into a
 token store, and with `Dataset.map` of Hugging Face datasets in as many processes; then reads rows as one rank does in
@@ -16,6 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import bench_path  # noqa: F401  (for `common` and its neighbours)
 import datasets
 import numpy as np
 from common import begin, print_table, write_json

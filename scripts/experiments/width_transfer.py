@@ -1,7 +1,10 @@
 """Does the best learning rate stay where it is when a model becomes wider? Munit scaling beside the usual weights.
 
-    python scripts/bench/width_transfer.py --json transfer.json                         a GPU
-    python scripts/bench/width_transfer.py --quick --steps 150                          a CPU
+    python scripts/experiments/width_transfer.py --json transfer.json                         a GPU
+    python scripts/experiments/width_transfer.py --quick --steps 150                          a CPU
+
+Answer (2026-11-22, CPU): with munit scaling 2^-4 is best at widths 64, 128 and 256, in BF16 and in FP8 with static
+scales, whose loss there is -0.41, -0.14 and +0.47% from BF16's in the mean of five seeds.
 
 A Llama of bytes of Python sources (byte_training.py) trains once for every width, learning rate and variant:
 

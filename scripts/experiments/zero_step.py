@@ -1,8 +1,11 @@
-"""The parts of ZeRO-3's step, from received gradients to FP8 shards: time, bytes and bandwidth of each kernel.
+"""How near to the memory's bandwidth are the parts of ZeRO-3's step, from received gradients to FP8 shards?
 
-    python scripts/bench/zero_step.py                                   one GPU, the share of one of 2 ranks of 7.62B
-    python scripts/bench/zero_step.py --quick                           seconds on a CPU
-    torchrun --nproc_per_node=2 scripts/bench/zero_step.py --gather    the gather of a layer of 7B, in three ways
+    python scripts/experiments/zero_step.py                              one GPU, the share of one of 2 ranks of 7.62B
+    python scripts/experiments/zero_step.py --quick                      seconds on a CPU
+    torchrun --nproc_per_node=2 scripts/experiments/zero_step.py --gather    the gather of a layer of 7B, in three ways
+
+Answer (2026-11-22, H200): 3.61 TB/s for sums straight into the shards, whose 6.4 ms for half of 7.62B were 39 with
+a copy and a norm besides; AdamW takes 17.6 ms, casts 4.8; a layer's gather 0.59 in place, 1.06 copied side by side.
 
 "GB" is what a part must at least read and write, "TB/s" that by its time. "ms of 7.62B" is its time on a share of
 that model, by elements.
@@ -14,6 +17,7 @@ import argparse
 import math
 from collections.abc import Callable
 
+import bench_path  # noqa: F401  (for `common` and its neighbours)
 import torch
 from common import argument_parser, banner, device, measure, print_banner, print_table, write_json
 from deepspeed import comm as dist

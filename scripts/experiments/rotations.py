@@ -1,6 +1,9 @@
-"""Errors of a linear behind an outlier channel, with Hadamard rotations and without.
+"""Do Hadamard rotations lower the errors of a linear behind an outlier channel?
 
-    python scripts/bench/rotations.py --quick --outliers 4,6,8,10,12,15
+    python scripts/experiments/rotations.py --quick --outliers 4,6,8,10,12,15
+
+Answer (2026-11-22, CPU): in INT8 yes, by 3 times and more up to a channel of about 2^8; in FP8 with one scale a tensor
+they only add to them.
 
 The model and the planted channel of cast_parity.py: after --shared-steps steps in BF16 one channel of every gated MLP's
 product is 2^E times the typical one, and its column of down_proj as much smaller. The input, weight and output gradient

@@ -1,7 +1,10 @@
-"""Host memory of all ranks together while a stage loads its model, in multiples of the model's bytes in BF16.
+"""How much host memory do all ranks together take while a stage loads its model?
 
-    torchrun --nproc_per_node 4 scripts/bench/load_memory.py --folder /tmp/model \
+    torchrun --nproc_per_node 4 scripts/experiments/load_memory.py --folder /tmp/model \
         [--shape ds_configs/sweeps/shapes/qwen2.5_7b.json] [--layers N] [--drawn] [--every-rank] [--json FILE]
+
+Answer (2026-11-22, four ranks, all 28 layers of 7B): 1.17 times the model's bytes in BF16. With one layer 1.48, and
+2.90 where every rank loads the whole model.
 
 A model of the shape, with random weights in BF16, is written to the folder shard by shard, loaded as a stage loads it,
 up to the point where its optimizer would be made, and deleted. --drawn: weights drawn from the seed, and no folder.
@@ -24,6 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_path  # noqa: F401  (for `common` and its neighbours)
 import deepspeed
 import torch
 from common import banner, print_banner, print_table, write_json

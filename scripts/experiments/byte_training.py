@@ -1,4 +1,4 @@
-"""Small Llamas that learn bytes of Python sources: what the parity benchmarks share.
+"""Small Llamas that learn bytes of Python sources: what the experiments share.
 
 Text, model and batches follow from a scale and a seed alone, so that runs of one seed differ by what is compared.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import bench_path  # noqa: F401  (for `common` and its neighbours)
 import torch
 from common import begin, device, positive, whole_numbers
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -156,7 +157,6 @@ def train_steps(
     batches: Iterable[torch.Tensor],
     rates: Iterable[float],
     forward: Callable[..., Any] | None = None,
-    autocast: bool = False,
 ) -> tuple[list[float], float]:
     """Train one step for every batch.
 
@@ -166,7 +166,6 @@ def train_steps(
         batches: int64 tokens [rows, length] of each step.
         rates: learning rate of each step.
         forward: called in place of `model`, such as its compiled form.
-        autocast: whether the forward runs in BF16 under autocast.
 
     Returns:
         (the losses, seconds a step).
@@ -175,8 +174,7 @@ def train_steps(
     for tokens, rate in zip(batches, rates, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = rate
-        with torch.autocast(device().type, torch.bfloat16, enabled=autocast):
-            loss = (forward or model)(input_ids=tokens, labels=tokens).loss
+        loss = (forward or model)(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

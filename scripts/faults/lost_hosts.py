@@ -1,6 +1,6 @@
 """Seconds until a training job of two hosts is ended everywhere, by what befalls it. Needs root; no GPU.
 
-    python scripts/bench/lost_hosts.py [--timeout 60] [--only link,frozen]
+    python scripts/faults/lost_hosts.py [--timeout 60] [--only link,frozen]
 
 The hosts are network namespaces of this machine with an sshd each (tests/multinode/hosts.py); the job is started with
 scripts/train.py --hostfile on the first of them.

@@ -1,7 +1,7 @@
-"""Real text without a network: the Python sources and documentation that are installed here, as documents to train on.
+"""Write real text without a network: the Python sources and documentation that are installed here, as documents.
 
-    python scripts/bench/corpus.py --output corpus.jsonl --megabytes 190
-    python scripts/bench/corpus.py --output corpus.jsonl --tokenizer tokenizer --vocabulary 16384
+    python scripts/experiments/corpus.py --output corpus.jsonl --megabytes 190
+    python scripts/experiments/corpus.py --output corpus.jsonl --tokenizer tokenizer --vocabulary 16384
 
 A line of JSON with a key "text" for every file, once, in an order that the names decide. --tokenizer trains a BPE of
 bytes on the first 40 megabytes and writes it as a Hugging Face tokenizer, with the marks that "chatml" needs.

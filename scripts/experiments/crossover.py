@@ -1,8 +1,10 @@
-"""The sizes at which FP8 stops paying: decoder layers over hidden sizes and tokens, against the same in BF16.
+"""At which sizes does FP8 stop paying? Decoder layers over hidden sizes and tokens, against the same in BF16.
 
-    python scripts/bench/crossover.py                         every preset
-    python scripts/bench/crossover.py --graphs                both as CUDA graphs, too: without the time of Python
-    python scripts/bench/crossover.py --quick                 seconds on a CPU, with the emulated product
+    python scripts/experiments/crossover.py                         every preset
+    python scripts/experiments/crossover.py --graphs                both as CUDA graphs, too: without the time of Python
+    python scripts/experiments/crossover.py --quick                 seconds on a CPU, with the emulated product
+
+Answer (2026-11-21, H200): the table in docs/performance.md; ds_fp8/engine/break_even.py says it where graphs are off.
 
 Forward and backward of Qwen2 layers, as transformers runs them in BF16 and fused in FP8 with FP8 weights, as the
 parameter gather leaves them. The MLP is 4 times as wide as the hidden size, heads have 64 elements and 2 query heads
@@ -17,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import bench_path  # noqa: F401  (for `common` and its neighbours)
 import torch
 from common import (
     ModelSize,

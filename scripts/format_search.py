@@ -65,7 +65,7 @@ def choice_of(word: str) -> Choice:
     granularity, scale = (*rest, "pow2")[:2] if rest else ("row", "fp32")
     for part, known in ((format, [*FORMATS, *NAMED]), (granularity, GRANULARITIES), (scale, SCALE_BITS)):
         if part not in known or len(rest) > 2:
-            raise UserError(f'no cast is "{word}"', key="--formats", remedy=nearest(part, known))
+            raise UserError(f'no cast is "{word}"', key="--grid", remedy=nearest(part, known))
     weight = "128x128" if granularity == "1x128" else granularity
     return Choice(CastSpec(format, granularity, scale), CastSpec(format, weight, scale))
 

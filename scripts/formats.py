@@ -1,18 +1,20 @@
 """The cost of each number format in a trained model, layer by layer, and the best mix of formats for its bits.
 
-    python scripts/formats.py --model FOLDER --data FILE --json table.json
-    python scripts/formats.py --model FOLDER --data FILE --match e4m3,int4 --page formats.html
-    python scripts/formats.py --model FOLDER --data FILE --formats int4,e2m3,e4m3 --budget 0.01 --output mix.json
+    python scripts/formats.py FOLDER FILE --out runs/formats
+    python scripts/formats.py FOLDER FILE --grid format=int4,e2m3,e4m3 --match e4m3 --budget 0.01 --out runs/formats
+
+FOLDER is a Hugging Face causal language model, FILE documents, as data.path of a stage takes them.
 
 1. Perplexity of the text with the weights of all linears in a format, one FP32 scale an output channel, and with their
    inputs cast too, one a token; and in block formats. Products are emulated: any format of config.formats can be asked
    for, with any granularity (format_search.py says how).
-2. The sensitivity of every layer: how far the predictions move where this layer alone is cast. --page draws it.
-3. --match: for each of these choices the mix of all --formats with at most as many bits, beside it.
-4. --budget: the mix of the fewest bits whose loss is at most (1 + budget) times BF16's. --output is a DeepSpeed JSON
-   with that mix as fp8.linear.overrides, for `ds-fp8 train`.
+2. The sensitivity of every layer: how far the predictions move where this layer alone is cast.
+3. --match: for each of these choices the mix of all formats of the grid with at most as many bits, beside it.
+4. --budget: the mix of the fewest bits whose loss is at most (1 + budget) times BF16's.
 
-Half of the text's rows select, and every figure of the tables is of the other half.
+Half of the text's rows select, and every figure of the tables is of the other half. --out leaves all figures in
+formats.json, tables and a picture of the layers in formats.html, and the mix of --budget as fp8.linear.overrides in
+stage.json, for `ds-fp8 train`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ds_fp8.commands.arguments import parser_of
+from ds_fp8.commands.comparisons import add_out
 from ds_fp8.config.errors import UserError, main_entry
+from ds_fp8.config.files import check_writable
 from ds_fp8.data import DataConfig, build_data, build_tokenizer, default_cache_dir
 from ds_fp8.train import packed_attention
 from ds_fp8.train.judge import Batch, Judge, Measured, difference, rows_of
@@ -58,9 +62,9 @@ DEFAULT = ("e4m3", "e5m2", "e3m4", "e2m5", "int8", "log8", "e2m3", "e3m2", "int6
 def read_rows(options: argparse.Namespace, device: str) -> tuple[list[Batch], list[Batch]]:
     """Return rows of the text to select by, and as many others. Raise UserError for a text that is too short."""
     config = DataConfig(
-        path=options.data,
+        path=options.file,
         format="documents",
-        tokenizer=options.model,
+        tokenizer=options.folder,
         sequence_length=options.length,
         validation_fraction=0.5,
     )
@@ -141,11 +145,11 @@ def stage_of(mix: dict[str, str], options: argparse.Namespace) -> dict[str, Any]
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
         "zero_optimization": {"stage": 3},
         "fp8": {**section(overrides_of(mix)), "grad_reduce": {"format": "bf16"}},
-        "model": {"path": options.model},
+        "model": {"path": options.folder},
         "data": {
-            "path": options.data,
+            "path": options.file,
             "format": "documents",
-            "tokenizer": options.model,
+            "tokenizer": options.folder,
             "sequence_length": options.length,
         },
         "train": {"run_dir": "runs/mix", "steps": 100},
@@ -158,25 +162,29 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     def words(text: str) -> list[str]:
         return [part.strip() for part in text.split(",") if part.strip()]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder with weights")
-    parser.add_argument("--data", required=True, metavar="FILE", help="documents, as data.path of a stage takes them")
-    parser.add_argument("--formats", type=words, default=list(DEFAULT), metavar="NAME,...", help=",".join(DEFAULT))
+    def grid(text: str) -> list[str]:
+        key, _, values = text.partition("=")
+        if key != "format":
+            raise argparse.ArgumentTypeError(f"{text[:80]!r} is not format=NAME,...")
+        return words(values)
+
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", metavar="FOLDER", help="a Hugging Face folder with weights")
+    parser.add_argument("file", metavar="FILE", help="documents")
+    parser.add_argument("--grid", type=grid, default=list(DEFAULT), metavar="format=NAME,...", help=",".join(DEFAULT))
     parser.add_argument("--rows", type=int, default=16, help="rows to select by, and as many to measure (default 16)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a row (default 512)")
     parser.add_argument("--match", type=words, default=[], metavar="NAME,...", help="compare a mix of the same bits")
     parser.add_argument("--budget", type=float, help="search a mix that adds at most this share to the loss, as 0.01")
-    parser.add_argument("--output", metavar="FILE", help="write the mix of --budget there as a DeepSpeed JSON")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    parser.add_argument("--page", metavar="FILE", help="write tables and the picture of the layers there, as HTML")
+    add_out(parser, None)
     options = parser.parse_args(arguments)
-    for word in options.formats:
+    for word in options.grid:
         choice_of(word)
     for word in options.match:
-        if word not in options.formats:
-            raise UserError(f'"{word}" is not measured', key="--match", remedy="name it in --formats too")
-    if options.output and options.budget is None:
-        raise UserError("there is no mix to write", key="--output", remedy="--budget 0.01")
+        if word not in options.grid:
+            raise UserError(f'"{word}" is not measured', key="--match", remedy="name it in --grid too")
+    if options.out is not None:
+        check_writable(options.out, "--out")
     return options
 
 
@@ -209,28 +217,29 @@ def main(arguments: list[str] | None = None) -> int:
     packed_attention.register()
     selecting, reporting = read_rows(options, device)
     model = AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=torch.bfloat16, attn_implementation=packed_attention.NAME
+        options.folder, dtype=torch.bfloat16, attn_implementation=packed_attention.NAME
     )
     model = model.to(device).eval()
     layers, judges = layers_of(model), (Judge(model, selecting), Judge(model, reporting))
-    figures: dict[str, Any] = {"model": options.model, "data": options.data, "rows": len(reporting)}
-    figures["table"] = table_of(model, judges[1], layers, options.formats)
-    if options.match or options.page or options.budget is not None:
-        figures["sensitivities"] = sensitivities(model, judges[0], layers, options.formats)
+    figures: dict[str, Any] = {"model": options.folder, "data": options.file, "rows": len(reporting)}
+    figures["table"] = table_of(model, judges[1], layers, options.grid)
+    if options.match or options.out or options.budget is not None:
+        figures["sensitivities"] = sensitivities(model, judges[0], layers, options.grid)
     figures["matches"] = [compare(model, judges, layers, figures, word) for word in options.match]
     if options.budget is not None:
         limit = (1 + options.budget) * judges[0].measure(model).loss
         mix = mix_of_budget(model, judges[0], layers, figures["sensitivities"], limit)
         with cast_as(model, mix):
             figures["budget"] = {"mix": mix, "figures": figures_of(mix, layers, judges[1].measure(model))}
-        if options.output:
-            Path(options.output).write_text(json.dumps(stage_of(mix, options), indent=2) + "\n", encoding="utf-8")
     print_figures(figures, Console(highlight=False))
-    if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    if options.page:
-        sizes = {layer.name: {word: bits_of(layer, word) for word in (*options.formats, BF16)} for layer in layers}
-        Path(options.page).write_text(render(figures, sizes), encoding="utf-8")
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        sizes = {layer.name: {word: bits_of(layer, word) for word in (*options.grid, BF16)} for layer in layers}
+        files = {"formats.json": json.dumps(figures, indent=2) + "\n", "formats.html": render(figures, sizes)}
+        if options.budget is not None:
+            files["stage.json"] = json.dumps(stage_of(figures["budget"]["mix"], options), indent=2) + "\n"
+        for name, text in files.items():
+            (options.out / name).write_text(text, encoding="utf-8")
     return 0
 
 

@@ -1,15 +1,11 @@
-"""Arguments of the scripts: wrong ones are a usage message, never a traceback."""
+"""Arguments of the commands: wrong ones are a usage message, never a traceback."""
 
 import argparse
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from ds_fp8.cli import main
 from ds_fp8.commands.arguments import amount, count
-
-SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "x", "nan", "9" * 30, "9" * 5000, "1e3"])
@@ -27,16 +23,17 @@ def test_an_amount_is_finite_and_above_0(text):
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments"),
+    "arguments",
     [
-        ("estimate_memory.py", ["--deepspeed_config", "x.json", "--memory", "nan"]),
-        ("memory_sweep.py", ["--deepspeed_config", "x.json", "--sweep", "y.json", "--timeout", "inf"]),
+        ["estimate", "--deepspeed_config", "x.json", "--memory", "nan"],
+        ["sweep", "--deepspeed_config", "x.json", "--sweep", "y.json", "--timeout", "inf"],
+        ["parity", "x.json", "--steps", "0"],
     ],
 )
-def test_scripts_refuse_them(script, arguments, tmp_path):
-    command = [sys.executable, str(SCRIPTS / script), *arguments]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-    assert arguments[-2] in result.stderr
+def test_commands_refuse_them(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert arguments[-2] in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

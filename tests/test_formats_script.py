@@ -44,17 +44,16 @@ def folder(tmp_path_factory):
 def outcome(folder, tmp_path_factory):
     """Figures, stage and page of one run of the script."""
     path = tmp_path_factory.mktemp("outcome")
-    arguments = ["--model", str(folder), "--data", str(folder / "text.txt"), "--rows", "2", "--length", "41"]
-    arguments += ["--formats", "e3m0,e2m3,int8,mxfp4", "--match", "e2m3", "--budget", "0.002"]
-    files = {"json": path / "figures.json", "output": path / "stage.json", "page": path / "page.html"}
+    arguments = [str(folder), str(folder / "text.txt"), "--rows", "2", "--length", "41", "--out", str(path)]
+    arguments += ["--grid", "format=e3m0,e2m3,int8,mxfp4", "--match", "e2m3", "--budget", "0.002"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_FP8_CACHE", str(path / "cache"))
-        formats.main([*arguments, *itertools.chain(*((f"--{key}", str(file)) for key, file in files.items()))])
-    return files
+        formats.main(arguments)
+    return path
 
 
 def test_table_and_sensitivities(outcome):
-    found = json.loads(outcome["json"].read_text())
+    found = json.loads((outcome / "formats.json").read_text())
     table = found["table"]
     assert {name: round(row["bits"], 2) for name, row in table.items()} == pytest.approx(
         {"bf16": 16, "e3m0": 4.12, "e2m3": 6.12, "int8": 8.12, "mxfp4": 4.25}
@@ -68,7 +67,7 @@ def test_table_and_sensitivities(outcome):
 
 
 def test_the_mix_of_as_many_bits_is_no_worse(outcome):
-    (match,) = json.loads(outcome["json"].read_text())["matches"]
+    (match,) = json.loads((outcome / "formats.json").read_text())["matches"]
     figures = match["figures"]
     assert figures["mix"]["bits"] <= figures["e2m3"]["bits"]
     assert figures["mix"]["divergence"] <= figures["e2m3"]["divergence"]  # both halves of this text are the same
@@ -77,14 +76,14 @@ def test_the_mix_of_as_many_bits_is_no_worse(outcome):
 
 
 def test_the_mix_within_a_budget_is_a_stage_that_trains(outcome, monkeypatch, tmp_path):
-    found = json.loads(outcome["json"].read_text())
+    found = json.loads((outcome / "formats.json").read_text())
     assert found["budget"]["figures"]["loss"] <= 1.004 * found["table"]["bf16"]["weights"]["loss"]
     assert found["budget"]["figures"]["bits"] < 16
     monkeypatch.chdir(tmp_path)  # where run_dir would be
-    overrides = load_stage(outcome["output"]).fp8.linear.overrides
+    overrides = load_stage(outcome / "stage.json").fp8.linear.overrides
     assert len(overrides) == 14
     model = causal_lm("llama", intermediate_size=256)
-    conversion = convert(model, parse_fp8(json.loads(outcome["output"].read_text())))
+    conversion = convert(model, parse_fp8(json.loads((outcome / "stage.json").read_text())))
     assert len(conversion.converted) == 14 - sum(casts == "bf16" for casts in overrides.values())
     ids = torch.arange(10)[None]
     model(input_ids=ids, labels=ids).loss.backward()
@@ -92,7 +91,7 @@ def test_the_mix_within_a_budget_is_a_stage_that_trains(outcome, monkeypatch, tm
 
 
 def test_the_page_in_a_browser(outcome, tmp_path):
-    seen = visit(outcome["page"], tmp_path)
+    seen = visit(outcome / "formats.html", tmp_path)
     assert seen.console == seen.requests == []
     assert seen.document.count("<svg") == 2
     assert 'aria-label="Divergence of every layer in every format"' in seen.document
@@ -130,14 +129,15 @@ def test_mixes_are_the_best_of_their_bits():
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
-        (["--formats", "e9"], "--formats"),
-        (["--formats", "int4:1x33"], "--formats"),
-        (["--formats", "int4", "--match", "int8"], "--match"),
-        (["--output", "x"], "--output"),
-        (["--data", "absent.txt"], "data.path"),
+        (["text.txt", "--grid", "format=e9"], "--grid"),
+        (["text.txt", "--grid", "format=int4:1x33"], "--grid"),
+        (["text.txt", "--grid", "format=int4", "--match", "int8"], "--match"),
+        (["text.txt", "--out", "text.txt"], "--out"),
+        (["absent.txt"], "data.path"),
     ],
 )
-def test_mistakes(folder, arguments, key):
+def test_mistakes(folder, arguments, key, monkeypatch):
+    monkeypatch.chdir(folder)
     with pytest.raises(UserError) as caught:
-        formats.main(["--model", str(folder), "--data", str(folder / "text.txt"), *arguments])
+        formats.main([str(folder), *arguments])
     assert caught.value.key == key

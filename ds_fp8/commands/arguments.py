@@ -22,14 +22,13 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def add_stage(parser: argparse.ArgumentParser, changes: bool = True) -> None:
-    """Add the stage's JSON, as first argument or as --deepspeed_config, and where it may be changed --set."""
+def add_stage(parser: argparse.ArgumentParser) -> None:
+    """Add the stage's JSON, as first argument or as --deepspeed_config, and --set, which changes it."""
     parser.add_argument("stage", nargs="?", metavar="FILE", help="the stage's JSON, or one of `ds-fp8 configs`")
     parser.add_argument("--deepspeed_config", metavar="FILE", help="the same")
-    if changes:
-        parser.add_argument(
-            "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of it, such as train.steps=50"
-        )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of it, such as train.steps=50"
+    )
 
 
 def stage_file(arguments: argparse.Namespace) -> Path:

@@ -1,9 +1,11 @@
 """Compare the robustness of FP8 with BF16's: ds-fp8 robustness my_stage.json --steps 200 --seeds 3 --rates 0.5,1,2,4.
 
-Trains the stage for so many steps in FP8 and in BF16 at every learning rate (a multiple of the stage's own) from each
-of the seeds, one run after the other: final losses, share of diverged runs, loss spikes, and the sharpness of the loss
-in the logits of every final model. Leaves robustness.json and robustness.html in --out. Run it again and it continues
-where it stopped: finished runs are not made again.
+Trains the stage for so many steps in FP8 and in BF16 at every point of a grid (without one: at multiples of the stage's
+own learning rate) from each of the seeds, one run after the other: final losses, share of diverged runs, loss spikes,
+and the sharpness of the loss in the logits of every final model. Leaves robustness.json and robustness.html in --out.
+Run it again and it continues where it stopped: finished runs are not made again.
+
+    --grid fp8.preset=infir2,coat --grid optimizer.params.lr=1e-4,4e-4
 """
 
 from __future__ import annotations
@@ -13,61 +15,54 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_fp8.commands.arguments import add_stage, amount, count, parser_of, stage_file
-from ds_fp8.commands.parity import train_once
+from ds_fp8.commands.arguments import amount, count, parser_of, stage_file
+from ds_fp8.commands.comparisons import add_runs, ranks_of, read_points, train_all
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import section_of
 
 if TYPE_CHECKING:
-    from ds_fp8.report.robustness import Cell
+    from ds_fp8.report.parity import Cell
     from ds_fp8.train import Stage
+
+RATE = "optimizer.params.lr"
+MULTIPLES = [0.5, 1.0, 2.0, 4.0]
 
 
 def main() -> int:
     """Train the grid, measure its models and write the page."""
     parser = parser_of(__doc__)
-    add_stage(parser)
-    parser.add_argument("--steps", required=True, type=count, help="optimizer steps of every run")
-    parser.add_argument("--seeds", type=count, default=2, help="number of seeds, from train.seed upwards (default 2)")
-    parser.add_argument("--rates", type=_amounts, default=[0.5, 1.0, 2.0, 4.0], metavar="X,X",
-                        help="multiples of the stage's learning rate (default 0.5,1,2,4)")  # fmt: skip
-    parser.add_argument("--ranks", type=count, help="processes of every run (default: the GPUs, or 1)")
+    add_runs(parser, "runs/robustness", seeds=2)
+    parser.add_argument("--rates", type=_amounts, metavar="X,X",
+                        help=f"--grid {RATE}=... in multiples of the stage's (default 0.5,1,2,4)")  # fmt: skip
     parser.add_argument("--batches", type=count, default=2, help="validation batches of the sharpness (default 2)")
-    parser.add_argument("--out", type=Path, default=Path("runs/robustness"), help="folder (default runs/robustness)")
     arguments = parser.parse_args()
 
-    import torch
-
-    from ds_fp8.report.robustness import cell_overrides, grid, outcomes
+    from ds_fp8.report.parity import twins_of
+    from ds_fp8.report.robustness import cell_overrides, outcomes
     from ds_fp8.report.robustness_page import write_robustness
     from ds_fp8.report.runs import RunRecord
     from ds_fp8.train import load_stage
     from ds_fp8.train.checkpoints import RESULT
     from ds_fp8.train.sharpness import RELATIVE
 
-    file = stage_file(arguments)
-    ranks = arguments.ranks or torch.cuda.device_count() or 1
+    file, ranks = stage_file(arguments), ranks_of(arguments)
     stage = load_stage(file, arguments.set, ranks)
-    rate = section_of(section_of(stage.raw, "optimizer"), "params").get("lr")
-    if rate is None:
-        raise UserError(
-            "the stage has no learning rate to vary",
-            key="optimizer.params.lr",
-            file=file,
-            remedy='"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}',
-        )
-    seeds = range(stage.train.seed, stage.train.seed + arguments.seeds)
-    cells = list(grid([rate * multiple for multiple in arguments.rates], seeds))
-    for number, cell in enumerate(cells, 1):
-        print(f"\n== {number} of {len(cells)}: {cell.kind}, learning rate {cell.rate:g}, seed {cell.seed}", flush=True)
-        if not (cell.folder(arguments.out) / RESULT).is_file():
-            changes = cell_overrides(stage, cell, arguments.steps, arguments.out)
-            train_once(file, ranks, [*arguments.set, *changes])
+    if arguments.rates or not (arguments.grid or arguments.sweep):
+        rates = [_rate(stage) * multiple for multiple in arguments.rates or MULTIPLES]
+        arguments.grid.append(f"{RATE}={','.join(map(repr, rates))}")
+    twins = twins_of(read_points(arguments), range(stage.train.seed, stage.train.seed + arguments.seeds))
+    stages = {cell: load_stage(file, [*arguments.set, *cell.changes], ranks) for pair in twins for cell in pair}
+    runs = {
+        str(cell): [*arguments.set, *cell_overrides(own, cell, arguments.steps, arguments.out)]
+        for cell, own in stages.items()
+        if not (cell.folder(arguments.out) / RESULT).is_file()
+    }
+    train_all(runs, file, ranks)
     print("\n== sharpness of the final models", flush=True)
-    for cell in cells:  # not in between: runs would inherit this process's place in its process group
-        _measure(stage, cell, arguments.out, arguments.batches)
-    found = outcomes(stage, cells, arguments.out)
-    result = RunRecord(cells[0].folder(arguments.out)).result
+    for cell, own in stages.items():  # not in between: runs would inherit this process's place in its process group
+        _measure(own, cell, arguments.out, arguments.batches)
+    found = outcomes(stage, twins, arguments.out)
+    result = RunRecord(twins[0][0].folder(arguments.out)).result
     facts = {
         "stage": file.name,
         "steps": result["steps"],
@@ -78,6 +73,18 @@ def main() -> int:
     figures, page, sentence = write_robustness(found, facts, arguments.out, f"Robustness of FP8, {file.name}")
     print(f"\n{sentence}\nfigures: {figures}\npage:    {page}")
     return 0
+
+
+def _rate(stage: Stage) -> float:
+    rate = section_of(section_of(stage.raw, "optimizer"), "params").get("lr")
+    if rate is None:
+        raise UserError(
+            "the stage has no learning rate to vary",
+            key=RATE,
+            file=stage.file,
+            remedy='"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}',
+        )
+    return rate
 
 
 def _amounts(text: str) -> list[float]:

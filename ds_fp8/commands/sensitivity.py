@@ -3,22 +3,26 @@
     ds-fp8 sensitivity model corpus.jsonl                              the default preset's casts, on documents
     ds-fp8 sensitivity model my_stage.json --write careful.json        those of a stage, on its held-out data
     ds-fp8 sensitivity model my_stage.json --budget 0.03 --preset rowwise --set fp8.linear.input.scale=fp32
+    ds-fp8 sensitivity model my_stage.json --grid fp8.preset=infir2,rowwise --out runs/sensitivity
 
 FOLDER is a Hugging Face causal language model, FILE a stage's JSON, or a .txt, .jsonl or .parquet file of documents.
 Each part of the model (all linear layers, those of one kind, those of one decoder layer) is cast alone, and its inputs
 and weights alone; the loss and the divergence of the predictions from those without casts are printed by cost for the
 FLOPs. The costliest parts that together have at most --budget of the FLOPs are proposed as fp8.linear.overrides, and
 measured. --write puts them into the stage, or into a JSON with an "fp8" section alone. Only forward is measured.
+--out leaves that and all figures in a folder: sensitivity.json and stage.json, or those of every point of a grid.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_fp8.commands.arguments import amount, config_file, count, parser_of
+from ds_fp8.commands.comparisons import add_grid, add_out, read_points
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import apply_override, check_writable, read_json
 
@@ -50,29 +54,60 @@ def main() -> int:
     parser.add_argument("--budget", type=amount, default=0.06, help="share of the FLOPs to keep in BF16 (default 0.06)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write a JSON with the proposed overrides")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    add_out(parser, None)
+    add_grid(parser)
     arguments = parser.parse_args()
+    points = read_points(arguments)
+    if len(points) > 1 and (arguments.write or arguments.json):
+        raise UserError("one file cannot hold every point of a grid", key="--grid", remedy="--out FOLDER")
     for option, file in (("--write", arguments.write), ("--json", arguments.json)):
         if file is not None:
             check_writable(file.resolve().parent, option)
             if file.is_dir():
                 raise UserError(f"{file} is a folder", key=option, remedy="name a file")
+    if arguments.out is not None:
+        check_writable(arguments.out, "--out")
 
     from rich.console import Console
 
-    from ds_fp8.config.fp8 import parse_fp8
-    from ds_fp8.train.judge import Judge
-    from ds_fp8.train.sensitivity import CastSwitch, measure, measurements, parts_of, propose
+    from ds_fp8.report.parity import point_folder
 
-    file = Path(arguments.file)
-    raw = _configuration(file, arguments)
-    fp8 = parse_fp8(raw, None if file.suffix in DOCUMENTS else arguments.file)
-    if not fp8.enabled:
-        raise UserError("FP8 is off: there are no casts to measure", key="fp8.enabled", remedy="--set fp8.enabled=true")
+    raws = {point: _configuration(arguments, changes) for point, changes in points.items()}
+    configs = {point: _casts(raw, arguments) for point, raw in raws.items()}
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
-    rows = _rows(raw["data"], arguments.rows)
+    rows = {point: _rows(raw["data"], arguments.rows) for point, raw in raws.items()}
     model = _model(arguments.folder)
+    for point, raw in raws.items():
+        if point:
+            console.print(f"\n== {point}", markup=False)
+        figures, costs, proposal = _measure(model, rows[point], configs[point], arguments, console)
+        _print(figures, costs, console)
+        written, read = arguments.write, arguments.json
+        if arguments.out is not None:
+            folder = arguments.out / point_folder(point)
+            folder.mkdir(parents=True, exist_ok=True)
+            written, read = written or folder / "stage.json", read or folder / "sensitivity.json"
+        if read is not None:
+            read.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        if written is None:
+            fragment = {"fp8": {"linear": {"overrides": proposal.overrides}}}
+            console.print(f"in the JSON: {json.dumps(fragment)}", markup=False, soft_wrap=True)
+        else:
+            content = _written(raw, Path(arguments.file), proposal)
+            written.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            console.print(f"written: {written}", markup=False)
+    return 0
+
+
+def _measure(
+    model: PreTrainedModel, rows: list[Batch], fp8: FP8Config, arguments: argparse.Namespace, console: Console
+) -> tuple[dict[str, Any], list[Cost], Proposal]:
+    """Return the figures of the casts of `fp8`, the costs among them, and the proposal."""
+    from ds_fp8.train.judge import Judge
+    from ds_fp8.train.sensitivity import CastSwitch, measure, measurements, parts_of, propose
+
     rows = [{name: numbers.to(model.device) for name, numbers in row.items()} for row in rows]
     judge = Judge(model, rows)
     switch = CastSwitch(model, fp8)
@@ -91,21 +126,26 @@ def main() -> int:
     switch.close()
     figures["fused"] = _fused(model, fp8, proposal)
     facts = {"model": str(arguments.folder), "data": arguments.file, "preset": fp8.preset_name}
-    figures = {**facts, "rows": len(rows), "length": arguments.length, "budget": arguments.budget, **figures}
-    _print(figures, costs, console)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    fragment = {"fp8": {"linear": {"overrides": proposal.overrides}}}
-    if arguments.write is None:
-        console.print(f"in the JSON: {json.dumps(fragment)}", markup=False, soft_wrap=True)
-    else:
-        arguments.write.write_text(json.dumps(_written(raw, file, proposal), indent=2) + "\n", encoding="utf-8")
-        console.print(f"written: {arguments.write}", markup=False)
-    return 0
+    return (
+        {**facts, "rows": len(rows), "length": arguments.length, "budget": arguments.budget, **figures},
+        costs,
+        proposal,
+    )
 
 
-def _configuration(file: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the stage, with the folder's own tokenizer and the command line's changes; of documents such a one."""
+def _casts(raw: dict[str, Any], arguments: argparse.Namespace) -> FP8Config:
+    """Return the section "fp8". Raises UserError where FP8 is off."""
+    from ds_fp8.config.fp8 import parse_fp8
+
+    fp8 = parse_fp8(raw, None if Path(arguments.file).suffix in DOCUMENTS else arguments.file)
+    if not fp8.enabled:
+        raise UserError("FP8 is off: there are no casts to measure", key="fp8.enabled", remedy="--set fp8.enabled=true")
+    return fp8
+
+
+def _configuration(arguments: argparse.Namespace, point: Sequence[str]) -> dict[str, Any]:
+    """Return the stage, with the folder's own tokenizer and all changes; of documents such a one."""
+    file = Path(arguments.file)
     if file.suffix in DOCUMENTS:
         raw: dict[str, Any] = {"fp8": {}, "data": {"path": str(file), "validation_fraction": 0.5}}
     else:
@@ -117,7 +157,7 @@ def _configuration(file: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     # A name with a slash is a folder's, whatever it ends in; as JSON it stays a string.
     own = [f"data.tokenizer={json.dumps(f'{arguments.folder}/')}", f"data.sequence_length={arguments.length}"]
     preset = [] if arguments.preset is None else [f"fp8.preset={json.dumps(arguments.preset)}"]
-    for change in (*own, *preset, *arguments.set):
+    for change in (*own, *preset, *arguments.set, *point):
         apply_override(raw, change)
     return raw
 

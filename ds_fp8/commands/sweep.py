@@ -1,6 +1,7 @@
 """Measure memory and speed over a grid of settings of a stage.
 
     ds-fp8 sweep my_stage.json --sweep sweeps/fp8_levels.json [--gpus 4]
+    ds-fp8 sweep my_stage.json --grid train_micro_batch_size_per_gpu=1,2,4 --grid fp8.preset=infir2,coat
 
 Every point is a run of `ds-fp8 train` in processes of its own. The same command goes on where it was interrupted.
 """
@@ -12,20 +13,19 @@ import sys
 from pathlib import Path
 
 from ds_fp8.commands.arguments import add_stage, amount, config_file, count, parser_of, stage_file
+from ds_fp8.commands.comparisons import add_grid, add_out
 from ds_fp8.config.errors import UserError
 
 
 def main() -> int:
     """Measure, and write the comparison; the exit code is 0 where every point was measured."""
     parser = parser_of(__doc__)
-    add_stage(parser, changes=False)
-    parser.add_argument("--sweep", required=True, metavar="FILE", help="what to vary")
+    add_stage(parser)
+    add_grid(parser)
     parser.add_argument("--gpus", type=count, default=1, help="where the sweep does not say how many (default 1)")
     parser.add_argument("--steps", type=count, default=4, help="optimizer steps to measure (default 4)")
     parser.add_argument("--timeout", type=amount, default=900, metavar="SECONDS", help="for a point (default 900)")
-    parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="default: runs/sweeps/NAME OF SWEEP/NAME OF STAGE"
-    )
+    add_out(parser, None)
     parser.add_argument(
         "--plan", action="store_true", help="print the points and their estimates for GPUs, and run nothing"
     )
@@ -61,9 +61,9 @@ def main() -> int:
     for status in arguments.rerun:
         if status not in DONE:
             raise UserError(f'no point ends as "{status}"', remedy=nearest(status, DONE))
-    stage, sweep_file = stage_file(arguments), config_file(arguments.sweep)
+    stage, sweep_file = stage_file(arguments), arguments.sweep and config_file(arguments.sweep)
     raw = read_json(stage)
-    config, points = read_sweep(sweep_file, arguments.gpus)
+    config, points = read_sweep(sweep_file, arguments.gpus, arguments.grid, arguments.set)
     names = [point.name for point in points]
     for name in arguments.only or []:
         if name not in names:
@@ -76,7 +76,8 @@ def main() -> int:
 
     memory = gpu_bytes(arguments.memory) if arguments.find_max else 0
     stage_name = f"{stage.parent.name}_{stage.stem}"
-    folder = arguments.output or Path("runs/sweeps") / sweep_file.stem / stage_name
+    sweep_name = sweep_file.stem if sweep_file else "grid"
+    folder = arguments.out or Path("runs/sweeps") / sweep_name / stage_name
     limit = None if arguments.memory is None else gpu_bytes(arguments.memory)
     setting = Setting(
         program=TRAIN,
@@ -89,7 +90,7 @@ def main() -> int:
     )
     with only_driver(folder):
         sweep = Sweep(setting, console)
-        title = f"{sweep_file.stem}: {stage}"
+        title = f"{sweep_name}: {stage}"
         try:
             if arguments.find_max:
                 for point in points:

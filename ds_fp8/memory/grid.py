@@ -8,7 +8,8 @@
     }
 
 Keys are dotted paths into the stage's JSON, and "gpus" for the number of GPUs. `points` and `grid` may stand alone;
-together every named point is tried with every combination of the grid.
+together every named point is tried with every combination of the grid. On the command line --grid KEY=VALUE,VALUE adds
+to the grid.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pydantic import Field
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import apply_override, read_json
-from ds_fp8.config.schema import Section, parse_section
+from ds_fp8.config.schema import Section, parse_section, shown
 from ds_fp8.train.stage import load_stage
 
 MOST_POINTS = 200
@@ -90,17 +91,55 @@ class Point:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def read_sweep(file: str | os.PathLike, gpus: int) -> tuple[SweepConfig, list[Point]]:
-    """Return the sweep in `file` and its points; `gpus` where they do not say how many.
+def read_sweep(
+    file: str | os.PathLike | None, gpus: int, grid: Sequence[str] = (), changes: Sequence[str] = ()
+) -> tuple[SweepConfig, list[Point]]:
+    """Return the sweep and its points.
+
+    Args:
+        file: The sweep file, if there is one.
+        gpus: GPUs of the points that do not say how many.
+        grid: KEY=VALUE,VALUE of the command line, for the grid.
+        changes: KEY=VALUE of the command line, for every point.
 
     Raises:
-        UserError: The file is malformed, has no point or too many, or two points of one name.
+        UserError: The file or a word is malformed, there is no point or too many, or two points have one name.
     """
     try:
-        config = parse_section(SweepConfig, read_json(file), key="sweep", file=file)
+        config = parse_section(SweepConfig, read_json(file), key="sweep", file=file) if file else SweepConfig()
+        added = {"grid": {**config.grid, **dict(map(grid_values, grid))}, "set": {**config.set, **_settings(changes)}}
+        config = config.model_copy(update=added)
         return config, _points(config, gpus)
     except UserError as error:
-        raise error.located(file) from None
+        raise (error.located(file) if file else error) from None
+
+
+def grid_values(word: str) -> tuple[str, list[Any]]:
+    """Return (key, values) of KEY=VALUE,VALUE, where the values are JSON or text.
+
+    Raises:
+        UserError: The word is not of this form.
+    """
+    key, _, text = word.partition("=")
+    if not key.strip() or not text.strip():
+        raise UserError(f"--grid {shown(word)} is not KEY=VALUE,VALUE", remedy="--grid fp8.preset=infir2,coat")
+    values = _settings([f"values=[{text}]"])["values"]
+    if not isinstance(values, list):  # text that is not quoted
+        values = [_settings([f"value={part.strip()}"])["value"] for part in text.split(",")]
+    return key.strip(), values
+
+
+def _settings(changes: Sequence[str]) -> dict[str, Any]:
+    """Return the values of KEY=VALUE by dotted key."""
+    result: dict[str, Any] = {}
+    for change in changes:
+        value: dict[str, Any] = {}
+        apply_override(value, change)
+        key = change.partition("=")[0].strip()
+        for part in key.split("."):
+            value = value[part]
+        result[key] = value
+    return result
 
 
 def check_points(points: Sequence[Point], stage_file: str | os.PathLike) -> None:
@@ -138,7 +177,8 @@ def _world(gpus: int) -> Iterator[None]:
 
 def _points(config: SweepConfig, gpus: int) -> list[Point]:
     if not config.points and not config.grid:
-        raise UserError("the sweep has no points", key="sweep.points", remedy='give "points" or "grid"')
+        remedy = 'give "points" or "grid", or --grid fp8.preset=infir2,coat'
+        raise UserError("the sweep has no points", key="sweep.points", remedy=remedy)
     for key, values in config.grid.items():
         if not values:
             raise UserError(f'"{key}" has no values', key=f"sweep.grid.{key}", remedy=f'"{key}": [1, 2]')

@@ -1,13 +1,16 @@
-"""FP8 against BF16 on one stage: the gap of their final losses beside what another seed changes."""
+"""FP8 against BF16 on a stage: the runs, and the gap of their final losses beside what another seed changes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.report.runs import KINDS, Comparison, RunRecord, seeds
 from ds_fp8.report.verdict import LOSSES, TOLERANCE, gaps_of, judge_seeds, mean_gap, seed_noise
 from ds_fp8.train.durable import write_atomically
@@ -16,15 +19,66 @@ from ds_fp8.train.stage import Stage
 JSON = "parity.json"
 
 
-def twin_overrides(stage: Stage, kind: str, seed: int, steps: int, folder: Path) -> list[str]:
+@dataclass(frozen=True)
+class Cell:
+    """One run of a comparison."""
+
+    kind: str
+    """One of KINDS."""
+    seed: int
+    point: str = ""
+    """Name of the point of the grid; "" is the stage as it is."""
+    changes: tuple[str, ...] = ()
+    """KEY=VALUE of the point."""
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.kind, self.point, f"seed {self.seed}")))
+
+    def folder(self, out: Path) -> Path:
+        """Return the run's folder."""
+        return out / self.kind / point_folder(self.point) / f"seed_{self.seed}"
+
+
+def point_folder(point: str) -> str:
+    """Return the name of a point as that of a folder."""
+    return re.sub(r"[^\w.+-]+", "_", point).strip("._")[:100]
+
+
+def twins_of(points: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[tuple[Cell, Cell]]:
+    """Return the run in FP8 of every point and seed, and its twin in BF16.
+
+    Points that differ in "fp8" keys alone have the same twin.
+
+    Args:
+        points: Changes KEY=VALUE by the point's name.
+        seeds: Seeds.
+
+    Raises:
+        UserError: The names of two points make the same folder.
+    """
+    result, folders = [], {}
+    for point, changes in points.items():
+        other = folders.setdefault(point_folder(point), point)
+        if other != point:
+            raise UserError(f'the points "{other}" and "{point}" have the same folder', remedy="give each its own name")
+        plain = tuple(change for change in changes if not change.startswith("fp8."))
+        in_bf16 = point if len(plain) == len(changes) else ", ".join(plain)
+        result += [
+            (Cell(KINDS[0], seed, point, tuple(changes)), Cell(KINDS[1], seed, in_bf16, plain)) for seed in seeds
+        ]
+    return result
+
+
+def run_overrides(stage: Stage, cell: Cell, steps: int, out: Path) -> list[str]:
     """Return the values of `--set` for one run of `steps` steps: the stage's schedule is shortened in proportion."""
     schedule = stage.train.schedule
     overrides = [
-        f"fp8.enabled={'true' if kind == 'fp8' else 'false'}",
-        f"train.seed={seed}",
+        *cell.changes,
+        f"fp8.enabled={'true' if cell.kind == 'fp8' else 'false'}",
+        f"train.seed={cell.seed}",
         f"train.steps={steps}",
         "train.epochs=null",
-        f"train.run_dir={run_folder(folder, kind, seed)}",
+        f"train.run_dir={cell.folder(out)}",
         f"train.eval_every={max(1, steps // 10)}",
         "train.save_every=null",
         "train.keep_best=false",
@@ -38,19 +92,14 @@ def twin_overrides(stage: Stage, kind: str, seed: int, steps: int, folder: Path)
     return overrides
 
 
-def run_folder(folder: Path, kind: str, seed: int) -> Path:
-    """Return the folder of the run of one kind and seed."""
-    return folder / kind / f"seed_{seed}"
-
-
-def comparisons_in(folder: Path, seeds: Sequence[int]) -> list[Comparison]:
-    """Return the finished twins of every seed.
+def comparisons_in(out: Path, twins: Sequence[tuple[Cell, Cell]]) -> list[Comparison]:
+    """Return the finished twins.
 
     Raises:
         UserError: One is missing.
     """
     return [
-        Comparison(f"seed_{seed}", *(RunRecord(run_folder(folder, kind, seed)) for kind in KINDS)) for seed in seeds
+        Comparison(f"seed_{fp8.seed}", RunRecord(fp8.folder(out)), RunRecord(bf16.folder(out))) for fp8, bf16 in twins
     ]
 
 

@@ -1,16 +1,16 @@
-"""Robustness of FP8 beside BF16: outcomes over a grid of seeds and learning rates, and their summary."""
+"""Robustness of FP8 beside BF16: outcomes over seeds and the points of a grid, and their summary."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ds_fp8.report.parity import twin_overrides
+from ds_fp8.report.parity import Cell, run_overrides
 from ds_fp8.report.runs import KINDS, RunRecord
 from ds_fp8.train.spikes import SpikeDetector
 from ds_fp8.train.stage import Stage
@@ -20,26 +20,11 @@ SHARPNESS = "sharpness.json"
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One run of the grid."""
-
-    kind: str
-    """One of KINDS."""
-    rate: float
-    """Learning rate."""
-    seed: int
-
-    def folder(self, out: Path) -> Path:
-        """Return its run folder."""
-        return out / self.kind / f"rate_{self.rate:g}" / f"seed_{self.seed}"
-
-
-@dataclass(frozen=True)
 class Outcome:
     """Outcome of one run. Losses in nats per token; None for one that is not finite or was not measured."""
 
     kind: str
-    rate: float
+    point: str
     seed: int
     first_loss: float | None
     """On the validation data, before the first step."""
@@ -53,27 +38,25 @@ class Outcome:
     diverged: bool = False
 
 
-def grid(rates: Sequence[float], seeds: Sequence[int]) -> Iterator[Cell]:
-    """Yield the cells, twins one after the other."""
-    return (Cell(kind, rate, seed) for rate in rates for seed in seeds for kind in KINDS)
+Twins = tuple[Outcome, Outcome]
+"""In FP8 and in BF16; the same outcome in BF16 may have several twins."""
 
 
 def cell_overrides(stage: Stage, cell: Cell, steps: int, out: Path) -> list[str]:
     """Return the values of `--set` for the run of a cell."""
     return [
-        *twin_overrides(stage, cell.kind, cell.seed, steps, out),
-        f"train.run_dir={cell.folder(out)}",
-        f"optimizer.params.lr={cell.rate!r}",
+        *run_overrides(stage, cell, steps, out),
         "train.log_every=1",
         "train.eval_every=null",
         "train.exact_match_problems=0",
     ]
 
 
-def outcomes(stage: Stage, cells: Sequence[Cell], out: Path) -> list[Outcome]:
-    """Return the outcomes of all cells, whose runs have finished and whose sharpness is measured."""
-    found = [_outcome(stage, cell, cell.folder(out)) for cell in cells]
-    return [Outcome(**{**asdict(each), "diverged": diverged(each, found)}) for each in found]
+def outcomes(stage: Stage, twins: Sequence[tuple[Cell, Cell]], out: Path) -> list[Twins]:
+    """Return the outcomes of all twins, whose runs have finished and whose sharpness is measured."""
+    found = {cell: _outcome(stage, cell, cell.folder(out)) for pair in twins for cell in pair}
+    judged = {cell: replace(each, diverged=diverged(each, [*found.values()])) for cell, each in found.items()}
+    return [(judged[fp8], judged[bf16]) for fp8, bf16 in twins]
 
 
 def diverged(outcome: Outcome, grid: Sequence[Outcome]) -> bool:
@@ -96,7 +79,7 @@ def _outcome(stage: Stage, cell: Cell, folder: Path) -> Outcome:
     sharpness = json.loads(measured.read_text())["sharpness"] if measured.is_file() else None
     return Outcome(
         cell.kind,
-        cell.rate,
+        cell.point,
         cell.seed,
         _finite(run.result["first_validation_loss"]),
         _finite(run.result["final_loss"]),
@@ -106,16 +89,15 @@ def _outcome(stage: Stage, cell: Cell, folder: Path) -> Outcome:
     )
 
 
-def summarise(found: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+def summarise(twins: Sequence[Twins]) -> dict[str, dict[str, Any]]:
     """Return the figures of each kind: runs, diverged runs and their share, spikes, mean loss and sharpness.
 
-    Means are over the cells that diverged in neither kind.
+    Means are over the twins of which neither diverged.
     """
-    healthy = _healthy_in_both(found)
     result = {}
-    for kind in KINDS:
-        runs = [each for each in found if each.kind == kind]
-        kept = [each for each in runs if (each.rate, each.seed) in healthy]
+    for number, kind in enumerate(KINDS):
+        runs = list(dict.fromkeys(pair[number] for pair in twins))
+        kept = list(dict.fromkeys(pair[number] for pair in _healthy(twins)))
         sharp = [each.sharpness for each in kept if each.sharpness is not None]
         result[kind] = {
             "runs": len(runs),
@@ -129,14 +111,12 @@ def summarise(found: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
     return result
 
 
-def gaps(found: Sequence[Outcome]) -> dict[tuple[float, int], float]:
-    """Return FP8 / BF16 - 1 of the final losses by rate and seed, of the cells that diverged in neither kind."""
-    loss = {(each.kind, each.rate, each.seed): each.final_loss for each in found}
-    fp8, bf16 = KINDS
-    return {cell: loss[(fp8, *cell)] / loss[(bf16, *cell)] - 1 for cell in sorted(_healthy_in_both(found))}
+def gaps(twins: Sequence[Twins]) -> dict[tuple[str, int], float]:
+    """Return FP8 / BF16 - 1 of the final losses by point and seed, of the twins of which neither diverged."""
+    return {(fp8.point, fp8.seed): fp8.final_loss / bf16.final_loss - 1 for fp8, bf16 in _healthy(twins)}
 
 
-def words(summary: dict[str, dict[str, Any]], gaps: dict[tuple[float, int], float]) -> tuple[str, str]:
+def words(summary: dict[str, dict[str, Any]], gaps: dict[tuple[str, int], float]) -> tuple[str, str]:
     """Return (level, sentence): "good" where FP8 diverged and spiked no more often than BF16, else "bad".
 
     The sentence also says how the final losses of the other runs compare: a run may end far behind and not diverge.
@@ -153,8 +133,8 @@ def words(summary: dict[str, dict[str, Any]], gaps: dict[tuple[float, int], floa
     return level, sentence
 
 
-def _healthy_in_both(found: Sequence[Outcome]) -> set[tuple[float, int]]:
-    return {(each.rate, each.seed) for each in found} - {(each.rate, each.seed) for each in found if each.diverged}
+def _healthy(twins: Sequence[Twins]) -> list[Twins]:
+    return [pair for pair in twins if not any(each.diverged for each in pair)]
 
 
 def _finite(value: float | None) -> float | None:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from ds_fp8.report import svg
 from ds_fp8.report.page import NOT_MEASURED, environment
-from ds_fp8.report.robustness import Outcome, gaps, summarise, words
+from ds_fp8.report.robustness import Outcome, Twins, gaps, summarise, words
 from ds_fp8.report.runs import KINDS
 from ds_fp8.train.durable import write_atomically
 from ds_fp8.train.spikes import LEAST_HISTORY
@@ -24,9 +24,7 @@ STYLES = {"fp8": (svg.FP8, "o", "-"), "bf16": (svg.BF16, "s", "--")}
 LEVELS = {"good": "No less stable", "bad": "Less stable"}
 
 
-def write_robustness(
-    found: Sequence[Outcome], facts: dict[str, Any], folder: Path, title: str
-) -> tuple[Path, Path, str]:
+def write_robustness(found: Sequence[Twins], facts: dict[str, Any], folder: Path, title: str) -> tuple[Path, Path, str]:
     """Write folder/robustness.json and folder/robustness.html.
 
     Args:
@@ -41,8 +39,9 @@ def write_robustness(
     folder.mkdir(parents=True, exist_ok=True)
     summary, gap = summarise(found), gaps(found)
     level, sentence = words(summary, gap)
-    compared = [{"rate": rate, "seed": seed, "gap": value} for (rate, seed), value in gap.items()]
-    figures = {**facts, "verdict": sentence, "summary": summary, "gaps": compared, "runs": [*map(asdict, found)]}
+    compared = [{"point": point, "seed": seed, "gap": value} for (point, seed), value in gap.items()]
+    runs = [asdict(each) for each in dict.fromkeys(each for pair in found for each in pair)]
+    figures = {**facts, "verdict": sentence, "summary": summary, "gaps": compared, "runs": runs}
     write_atomically(folder / JSON, json.dumps(figures, indent=2) + "\n")
     page = environment().get_template("robustness.html").render(
         title=title,
@@ -53,11 +52,8 @@ def write_robustness(
         on_cpu=facts["device"] == "cpu",
         tiles=_tiles(summary, list(gap.values())),
         least_history=LEAST_HISTORY,
-        charts=[Markup(picture) for picture in (_by_rate(found, "final_loss"), _by_rate(found, "sharpness"))],
-        cells=[
-            (_cell(rate, seed, twins), [_row(each, gap.get((rate, seed))) for each in twins])
-            for (rate, seed), twins in _twins(found).items()
-        ],
+        charts=[Markup(picture) for picture in (_by_point(found, "final_loss"), _by_point(found, "sharpness"))],
+        cells=[(_cell(pair), [_row(each, gap.get((pair[0].point, each.seed))) for each in pair]) for pair in found],
     )  # fmt: skip
     write_atomically(folder / HTML, page)
     return folder / JSON, folder / HTML, sentence
@@ -77,18 +73,11 @@ def _tiles(summary: dict[str, dict[str, Any]], gaps: Sequence[float]) -> list[tu
     return tiles
 
 
-def _twins(found: Sequence[Outcome]) -> dict[tuple[float, int], list[Outcome]]:
-    """Return the runs of each learning rate and seed, in the order of KINDS."""
-    result: dict[tuple[float, int], list[Outcome]] = {}
-    for each in sorted(found, key=lambda each: (each.rate, each.seed, KINDS.index(each.kind))):
-        result.setdefault((each.rate, each.seed), []).append(each)
-    return result
-
-
-def _cell(rate: float, seed: int, twins: Sequence[Outcome]) -> str:
-    """Return the words over the lines of a cell's runs."""
+def _cell(twins: Twins) -> str:
+    """Return the words over the lines of two runs."""
     failed = " and ".join(each.kind.upper() for each in twins if each.diverged)
-    return f"learning rate {rate:g}, seed {seed}" + (f": {failed} diverged" if failed else "")
+    place = f"{twins[0].point}, seed {twins[0].seed}".removeprefix(", ")
+    return place + (f": {failed} diverged" if failed else "")
 
 
 def _row(each: Outcome, gap: float | None) -> dict[str, str]:
@@ -103,27 +92,25 @@ def _row(each: Outcome, gap: float | None) -> dict[str, str]:
 
 
 @svg.styled
-def _by_rate(found: Sequence[Outcome], name: str) -> str:
-    """Draw a figure of all runs over the learning rate, with a line through the means of the runs that have it."""
+def _by_point(found: Sequence[Twins], name: str) -> str:
+    """Draw a figure of all runs over the points, with a line through the means of the runs that have it."""
     title, label = {
         "final_loss": ("Final validation loss", "nats per token"),
         "sharpness": ("Sharpness in the logits", "percent"),
     }[name]
+    points = list(dict.fromkeys(fp8.point for fp8, _ in found))
     figure, axes = svg.chart()
-    for kind in KINDS:
+    for number, kind in enumerate(KINDS):
         colour, marker, line = STYLES[kind]
-        points = [(each.rate, getattr(each, name)) for each in found if each.kind == kind]
-        points = [(rate, value) for rate, value in points if value is not None]
-        by_rate: dict[float, list[float]] = {}
-        for rate, value in points:
-            by_rate.setdefault(rate, []).append(value)
-        axes.plot(*zip(*points, strict=True), marker, color=colour, fillstyle="none", markersize=5) if points else None
-        means = [sum(values) / len(values) for values in by_rate.values()]
-        axes.plot(list(by_rate), means, color=colour, linestyle=line, linewidth=1.3, label=f"{kind.upper()}, mean")
-    rates = sorted({each.rate for each in found})
-    axes.set_xscale("log")
-    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
-    axes.set_xticks([], minor=True)
-    axes.set(xlabel="learning rate", ylabel=label, title=title)
+        values: dict[int, list[float]] = {}
+        for pair in found:
+            if (value := getattr(pair[number], name)) is not None:
+                values.setdefault(points.index(pair[0].point), []).append(value)
+        for place, those in values.items():
+            axes.plot([place] * len(those), those, marker, color=colour, fillstyle="none", markersize=5)
+        means = [sum(those) / len(those) for those in values.values()]
+        axes.plot(list(values), means, color=colour, linestyle=line, linewidth=1.3, label=f"{kind.upper()}, mean")
+    axes.set_xticks(range(len(points)), points, rotation=0 if max(map(len, points)) < 12 else 30, ha="center")
+    axes.set(ylabel=label, title=title)
     axes.legend()
-    return svg.as_svg(figure, f"{title} over the learning rate, FP8 beside BF16")
+    return svg.as_svg(figure, f"{title} over the points, FP8 beside BF16")

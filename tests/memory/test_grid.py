@@ -48,6 +48,28 @@ def test_a_grid_alone_and_points_alone(sweep):
     assert sweep({"points": [{"name": "x"}]}, gpus=3) == [Point("x", {}, 3)]
 
 
+def test_a_grid_of_the_command_line(sweep, tmp_path):
+    words = ["fp8.preset=infir2, coat", "train.seed=1,2"]
+    config, points = read_sweep(None, 2, words, ["data.sequence_length=64", "train.steps=5"])
+    assert config.grid == {"fp8.preset": ["infir2", "coat"], "train.seed": [1, 2]}
+    assert [point.name for point in points][:2] == ["preset infir2, seed 1", "preset infir2, seed 2"]
+    assert points[0].settings == {
+        "data.sequence_length": 64, "train.steps": 5, "fp8.preset": "infir2", "train.seed": 1,
+    }  # fmt: skip
+    sweep({"points": [{"name": "a", "set": {"train.steps": 6}}]})
+    _, points = read_sweep(tmp_path / "sweep.json", 2, words[1:], ["train.steps=5"])
+    assert [(point.name, point.settings["train.steps"]) for point in points] == [("a, seed 1", 6), ("a, seed 2", 6)]
+    objects = read_sweep(None, 1, ['fp8.linear={"input": {"format": "int8"}},{}'])[0].grid
+    assert objects == {"fp8.linear": [{"input": {"format": "int8"}}, {}]}
+
+
+@pytest.mark.parametrize("word", ["", "train.seed", "=1", "train.seed= "])
+def test_words_that_are_no_grid(word):
+    with pytest.raises(UserError, match="KEY=VALUE") as error:
+        read_sweep(None, 1, [word])
+    assert "--grid" in error.value.remedy
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -2,16 +2,15 @@
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
+from ds_fp8.cli import main
 from ds_fp8.cluster.local_launch import TRAIN
 from ds_fp8.config.errors import UserError
 from ds_fp8.memory import runner
@@ -21,7 +20,6 @@ from ds_fp8.memory.results import OK, OUT_OF_MEMORY
 from ds_fp8.memory.runner import PROCESS
 from tests.memory import workloads
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 DEVIATION = 0.15
 """Relative, of the process: at this size libraries that load in the first step show."""
 
@@ -40,16 +38,16 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder, script, *arguments):
+def start(folder, command, *arguments):
     ours = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "DS_FP8_CACHE": str(folder / "cache")}
     return subprocess.Popen(
-        [sys.executable, str(SCRIPTS / script), "--deepspeed_config", "stage.json", *arguments],
+        [sys.executable, "-m", "ds_fp8.cli", command, "stage.json", *arguments],
         cwd=folder, env={**os.environ, **ours}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
 
-def output_of(folder, script, *arguments):
-    process = start(folder, script, *arguments)
+def output_of(folder, command, *arguments):
+    process = start(folder, command, *arguments)
     output, _ = process.communicate(timeout=240)
     return process.returncode, output
 
@@ -59,7 +57,7 @@ def records(folder):
 
 
 def test_killed_in_the_middle_and_run_again(folder):
-    command = ("memory_sweep.py", "--sweep", "sweep.json", "--steps", "2", "--output", "out")
+    command = ("sweep", "--sweep", "sweep.json", "--steps", "2", "--out", "out")
     driver = start(folder, *command)
     deadline = time.monotonic() + 240
     while not ((folder / "out" / "sweep.jsonl").exists() and (running := _running(folder))):
@@ -99,18 +97,18 @@ def _running(folder):
 
 @pytest.fixture
 def call(folder, monkeypatch):
-    """Call the main function of a script, within this process."""
+    """Call a command within this process."""
 
-    def run(script, *arguments):
+    def run(command, *arguments):
         monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "argv", [script, "--deepspeed_config", "stage.json", *arguments])
-        return runpy.run_path(str(SCRIPTS / script))["main"]()
+        return main([command, "--deepspeed_config", "stage.json", *arguments])
 
     return run
 
 
-def test_a_plan_runs_nothing(call, folder, capsys):
-    assert call("memory_sweep.py", "--sweep", "sweep.json", "--plan", "--output", "planned") == 0
+@pytest.mark.parametrize("grid", [["--sweep", "sweep.json"], ["--grid", "fp8.enabled=true,false"]])
+def test_a_plan_runs_nothing(call, folder, capsys, grid):
+    assert call("sweep", *grid, "--plan", "--output", "planned") == 0
     assert "enabled false" in capsys.readouterr().out
     assert not (folder / "planned").exists()
 
@@ -128,13 +126,13 @@ def test_a_plan_runs_nothing(call, folder, capsys):
 def test_mistakes_end_before_the_first_run(call, folder, content, arguments, says):
     (folder / "wrong.json").write_text(json.dumps(content))
     with pytest.raises(UserError) as error:
-        call("memory_sweep.py", "--sweep", "wrong.json", "--output", "never", *arguments)
+        call("sweep", "--sweep", "wrong.json", "--output", "never", *arguments)
     assert says in str(error.value)
     assert not (folder / "never" / "points").exists()
 
 
 def test_the_estimate_as_json(call, capsys):
-    assert call("estimate_memory.py", "--gpus", "2", "--memory", "80", "--json") == 0
+    assert call("estimate", "--gpus", "2", "--memory", "80", "--json") == 0
     output = capsys.readouterr().out
     result = json.loads(output[output.index("{") :])
     assert set(result) == {"as configured", "BF16, its own loss"}
@@ -144,7 +142,7 @@ def test_the_estimate_as_json(call, capsys):
 
 
 def test_the_estimate_as_a_table(call, capsys):
-    assert call("estimate_memory.py", "--set", "fp8.enabled=false", "--memory", "1") == 0
+    assert call("estimate", "--set", "fp8.enabled=false", "--memory", "1") == 0
     output = capsys.readouterr().out
     assert "master weights" in output
     assert "largest micro-batch" in output

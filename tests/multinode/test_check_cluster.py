@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 import sys
 
@@ -27,7 +26,7 @@ def check(hosts: Hosts, tmp_path, *options: str) -> tuple[int, str]:
     return code, output.read_text()
 
 
-@pytest.mark.skipif(not os.environ.get("DS_FP8_SLOW_TESTS"), reason="takes a minute; set DS_FP8_SLOW_TESTS=1")
+@pytest.mark.slow
 def test_exchanges_of_equal_hosts_are_measured(make_hosts, tmp_path):
     hosts = make_hosts(2)
     hosts.slow_down(1, "100mbit")
@@ -43,7 +42,7 @@ def test_exchanges_of_equal_hosts_are_measured(make_hosts, tmp_path):
     assert "gradient reduction, FP8" in output
 
 
-@pytest.mark.skipif(not os.environ.get("DS_FP8_SLOW_TESTS"), reason="takes a minute; set DS_FP8_SLOW_TESTS=1")
+@pytest.mark.slow
 def test_a_host_without_the_data_is_named(make_hosts, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "own.jsonl").write_text('{"text": "a line"}\n' * 9)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
 import time
 
@@ -52,7 +51,7 @@ def test_a_link_that_goes_down_ends_both_sides(make_hosts, tmp_path):
     assert "10.77.0.2 (rank 1): nothing heard for" in output.read_text()
 
 
-@pytest.mark.skipif(not os.environ.get("DS_FP8_SLOW_TESTS"), reason="takes minutes; set DS_FP8_SLOW_TESTS=1")
+@pytest.mark.slow
 def test_a_host_that_dies_is_left_out_of_the_restart(make_hosts, tmp_path):
     """Three hosts, one over a slow link; the first attempt's third host dies, and two of them finish the run."""
     hosts = make_hosts(3)

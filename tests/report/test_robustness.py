@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ds_fp8.report.robustness import SHARPNESS, Cell, cell_overrides, gaps, grid, outcomes, summarise, words
+from ds_fp8.report.parity import Cell, twins_of
+from ds_fp8.report.robustness import SHARPNESS, cell_overrides, gaps, outcomes, summarise, words
 from ds_fp8.report.robustness_page import write_robustness
 from ds_fp8.train import load_stage
 from ds_fp8.train.sharpness import logit_sharpness, losses_at_worst, sharpness
@@ -24,6 +25,7 @@ from tests.train.tiny_stage import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES, SEEDS = [0.001, 0.004], [5, 6]
+TWINS = twins_of({f"lr {rate}": [f"optimizer.params.lr={rate}"] for rate in RATES}, SEEDS)
 FACTS = {"stage": "x.json", "steps": 10, "device": "cpu", "relative": 0.01, "versions": {"torch": "2.13.0"}}
 
 
@@ -33,16 +35,14 @@ def stage(tmp_path):
     return load_stage(tmp_path / "stage.json")
 
 
-def runs_in(folder: Path, losses: dict[tuple[str, float, int], float | None]) -> list[Cell]:
-    """Write the runs of a grid; those of `losses` end there, all others at 0.5 and, in FP8, 0.51."""
-    cells = list(grid(RATES, SEEDS))
-    for cell in cells:
+def runs_in(folder: Path, losses: dict[tuple[str, float, int], float | None]) -> None:
+    """Write the runs of TWINS; those of `losses` end there, all others at 0.5 and, in FP8, 0.51."""
+    for cell in (cell for pair in TWINS for cell in pair):
         usual = 0.51 if cell.kind == "fp8" else 0.5
-        loss = losses.get((cell.kind, cell.rate, cell.seed), usual)
+        loss = losses.get((cell.kind, float(cell.point.removeprefix("lr ")), cell.seed), usual)
         finished_run(cell.folder(folder), loss, 10, 0.5, cell.kind == "fp8", measured=False)
         if loss is not None:
             (cell.folder(folder) / SHARPNESS).write_text(json.dumps({"sharpness": 2.0 + loss}))
-    return cells
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (7, 5), (3, 97)])
@@ -80,43 +80,57 @@ def test_sharpness_of_a_model_counts_label_tokens_alone():
 
 def test_outcomes_tell_divergence_and_spikes(stage, tmp_path):
     # Before the first step the loss is 6.1 and the best of the grid 0.5: beyond 3.3 a run has diverged.
-    cells = runs_in(tmp_path, {("fp8", 0.004, 5): None, ("fp8", 0.004, 6): 3.31, ("bf16", 0.004, 6): 3.29})
-    spiking = cells[0].folder(tmp_path) / "metrics.jsonl"
+    runs_in(tmp_path, {("fp8", 0.004, 5): None, ("fp8", 0.004, 6): 3.31, ("bf16", 0.004, 6): 3.29})
+    spiking = TWINS[0][0].folder(tmp_path) / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 9.0 if step == 25 else 2 - step / 100}) for step in range(1, 31)]
     spiking.write_text("\n".join(lines) + "\n")
-    found = outcomes(stage, cells, tmp_path)
-    by_cell = {(each.kind, each.rate, each.seed): each for each in found}
-    assert [cell for cell, each in by_cell.items() if each.diverged] == [("fp8", 0.004, 5), ("fp8", 0.004, 6)]
-    assert by_cell["fp8", 0.001, 5].spikes == 1
-    assert by_cell["bf16", 0.001, 5].spikes == 0
-    assert by_cell["fp8", 0.004, 5].sharpness is None
-    assert by_cell["bf16", 0.001, 5].sharpness == 2.5
+    found = outcomes(stage, TWINS, tmp_path)
+    by_cell = {(each.kind, each.point, each.seed): each for pair in found for each in pair}
+    assert [cell for cell, each in by_cell.items() if each.diverged] == [("fp8", "lr 0.004", 5), ("fp8", "lr 0.004", 6)]
+    assert by_cell["fp8", "lr 0.001", 5].spikes == 1
+    assert by_cell["bf16", "lr 0.001", 5].spikes == 0
+    assert by_cell["fp8", "lr 0.004", 5].sharpness is None
+    assert by_cell["bf16", "lr 0.001", 5].sharpness == 2.5
     summary = summarise(found)
     assert summary["fp8"]["diverged_share"] == 0.5
     assert summary["fp8"]["mean_final_loss"] == pytest.approx(0.51)
     assert summary["bf16"]["mean_final_loss"] == pytest.approx(0.5)
-    assert gaps(found) == {(0.001, 5): pytest.approx(0.02), (0.001, 6): pytest.approx(0.02)}
+    assert gaps(found) == {("lr 0.001", 5): pytest.approx(0.02), ("lr 0.001", 6): pytest.approx(0.02)}
     sentence = "2 of 4 FP8 runs diverged and 0 of 4 BF16 runs; 1 and 0 loss spikes"
     assert words(summary, {}) == ("bad", sentence)
-    unequal = {(0.001, 5): 0.02, (0.001, 6): -0.01, (0.004, 5): 0.5}
+    unequal = {("a", 5): 0.02, ("a", 6): -0.01, ("b", 5): 0.5}
     assert words(summary, unequal) == ("bad", f"{sentence}; final loss of FP8 +2.0% in the median, -1.0% to +50.0%")
 
 
+def test_a_run_in_bf16_that_points_share_counts_once(stage, tmp_path):
+    twins = twins_of({"a": ['fp8.preset="infir2"'], "b": ['fp8.preset="coat"']}, [5])
+    assert twins[0][1] == twins[1][1]
+    for loss, cell in zip((0.51, 0.6, 0.5), (twins[0][0], twins[1][0], twins[0][1]), strict=True):
+        finished_run(cell.folder(tmp_path), loss, 10, 0.5, cell.kind == "fp8", measured=False)
+    found = outcomes(stage, twins, tmp_path)
+    summary = summarise(found)
+    assert (summary["fp8"]["runs"], summary["bf16"]["runs"]) == (2, 1)
+    assert gaps(found) == {("a", 5): pytest.approx(0.02), ("b", 5): pytest.approx(0.2)}
+    written = json.loads(write_robustness(found, FACTS, tmp_path, "shared")[0].read_text())
+    assert [(run["kind"], run["point"]) for run in written["runs"]] == [("fp8", "a"), ("bf16", ""), ("fp8", "b")]
+
+
 def test_a_cell_is_the_stage_with_another_rate_seed_and_format(stage, tmp_path):
-    changes = cell_overrides(stage, Cell("bf16", 0.004, 6), 7, tmp_path)
+    changes = cell_overrides(stage, Cell("bf16", 6, "lr 0.004", ("optimizer.params.lr=0.004",)), 7, tmp_path)
     cell = load_stage(stage.file, changes)
     assert not cell.fp8.enabled
     assert cell.raw["optimizer"]["params"]["lr"] == 0.004
     assert (cell.train.seed, cell.train.steps) == (6, 7)
-    assert cell.run_dir == tmp_path / "bf16" / "rate_0.004" / "seed_6"
+    assert cell.run_dir == tmp_path / "bf16" / "lr_0.004" / "seed_6"
 
 
-ALL_CELLS = [(cell.kind, cell.rate, cell.seed) for cell in grid(RATES, SEEDS)]
+ALL_CELLS = [(kind, rate, seed) for kind in ("fp8", "bf16") for rate in RATES for seed in SEEDS]
 
 
 @pytest.mark.parametrize("losses", [{("fp8", 0.004, 5): None}, {}, dict.fromkeys(ALL_CELLS)])
 def test_a_browser_shows_the_page_on_a_phone_and_a_desk(stage, tmp_path, losses):
-    found = outcomes(stage, runs_in(tmp_path / "runs", losses), tmp_path / "runs")
+    runs_in(tmp_path / "runs", losses)
+    found = outcomes(stage, TWINS, tmp_path / "runs")
     figures, page, sentence = write_robustness(found, FACTS, tmp_path, "Robustness of <FP8>")
     written = json.loads(figures.read_text())
     assert len(written["runs"]) == 8
@@ -125,8 +139,8 @@ def test_a_browser_shows_the_page_on_a_phone_and_a_desk(stage, tmp_path, losses)
     assert "Robustness of &lt;FP8&gt;" in text
     assert text.count("<svg") == 2
     assert text.count("<td>+2.0%</td>") == len(written["gaps"]) == len(gaps(found))
-    assert text.count('colspan="5">learning rate') == 4
-    fp8_alone = {each.kind for each in found if each.diverged} == {"fp8"}
+    assert text.count('colspan="5">lr 0.00') == 4
+    fp8_alone = {each.kind for pair in found for each in pair if each.diverged} == {"fp8"}
     assert text.count(": FP8 diverged<") == (1 if fp8_alone else 0)
     assert text.count(": FP8 and BF16 diverged<") == (4 if not written["gaps"] else 0)
     wrapper = tmp_path / "look.html"
@@ -142,21 +156,21 @@ def test_a_browser_shows_the_page_on_a_phone_and_a_desk(stage, tmp_path, losses)
         assert look["faint"] == []
 
 
-@pytest.mark.skipif(not os.environ.get("DS_FP8_SLOW_TESTS"), reason="trains four runs: DS_FP8_SLOW_TESTS=1")
+@pytest.mark.slow
 def test_a_whole_grid_and_the_same_again_without_training(tmp_path):
     (tmp_path / "stage.json").write_text(json.dumps(TINY))
-    command = [sys.executable, str(ROOT / "scripts/robustness.py"), "stage.json", "--steps", "6", "--seeds", "1",
+    command = [sys.executable, "-m", "ds_fp8.cli", "robustness", "stage.json", "--steps", "6", "--seeds", "1",
                "--rates", "1,1000", "--out", "out"]  # fmt: skip
     environment = {**os.environ, "DS_FP8_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     first = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert first.returncode == 0, first.stderr[-2000:]
     found = json.loads((tmp_path / "out" / "robustness.json").read_text())
-    assert {(run["kind"], run["rate"]) for run in found["runs"]} == {
-        (k, r) for k in ("fp8", "bf16") for r in (1e-3, 1.0)
+    assert {(run["kind"], run["point"]) for run in found["runs"]} == {
+        (kind, f"lr {rate}") for kind in ("fp8", "bf16") for rate in (1e-3, 1.0)
     }
     for run in found["runs"]:
         assert run["diverged"] or (math.isfinite(run["final_loss"]) and run["sharpness"] > 0)
-    assert not any(run["diverged"] for run in found["runs"] if run["rate"] == 1e-3)
+    assert not any(run["diverged"] for run in found["runs"] if run["point"] == "lr 0.001")
     results = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("result.json")}
     assert len(results) == 4
     again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

@@ -70,7 +70,7 @@ def munit_stage(tiny):
     return tiny
 
 
-@pytest.mark.skipif(not os.environ.get("DS_FP8_SLOW_TESTS"), reason="three runs: DS_FP8_SLOW_TESTS=1")
+@pytest.mark.slow
 def test_a_stage_is_resumed_saved_loaded_and_not_exported(munit_stage, write, ranks, tmp_path, cache_home, monkeypatch):
     file, run_dir = write(munit_stage), tmp_path / "run"
     whole = ranks(2, train_here, file, run_dir, str(cache_home))[0]

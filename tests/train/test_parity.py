@@ -9,11 +9,12 @@ from statistics import stdev
 import pytest
 
 from ds_fp8 import train as train_room
+from ds_fp8.commands import comparisons
 from ds_fp8.commands import parity as command
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
 from ds_fp8.report import charts
-from ds_fp8.report.parity import compare, comparisons_in, run_folder, twin_overrides
+from ds_fp8.report.parity import Cell, compare, comparisons_in, run_overrides, twins_of
 from ds_fp8.report.verdict import Gap, judge, judge_all, judge_seeds, seed_noise
 from ds_fp8.train import load_stage
 from tests.report.runs import finished_run
@@ -21,10 +22,11 @@ from tests.train.conftest import ROOT
 
 
 def runs_of(tmp_path, fp8: list[float], bf16: list[float], first=7):
-    for kind, values in {"fp8": fp8, "bf16": bf16}.items():
-        for seed, loss in enumerate(values, start=first):
-            finished_run(run_folder(tmp_path, kind, seed), loss, 10, 0.5, enabled=kind == "fp8")
-    return comparisons_in(tmp_path, range(first, first + len(fp8)))
+    twins = twins_of({"": ()}, range(first, first + len(fp8)))
+    for losses, cells in zip(zip(fp8, bf16, strict=True), twins, strict=True):
+        for loss, cell in zip(losses, cells, strict=True):
+            finished_run(cell.folder(tmp_path), loss, 10, 0.5, enabled=cell.kind == "fp8")
+    return comparisons_in(tmp_path, twins)
 
 
 def test_the_gap_is_a_mean_over_seeds_and_the_noise_is_bf16s(tmp_path):
@@ -118,7 +120,7 @@ def test_a_shorter_run_keeps_the_shape_of_the_schedule(name, tmp_path, monkeypat
     monkeypatch.setenv("WORLD_SIZE", "8")
     file = ROOT / "ds_configs" / "infir2_1.5b" / f"{name}.json"
     stage = load_stage(file)
-    twins = {kind: load_stage(file, twin_overrides(stage, kind, 5, 400, tmp_path)) for kind in ("fp8", "bf16")}
+    twins = {kind: load_stage(file, run_overrides(stage, Cell(kind, 5), 400, tmp_path)) for kind in ("fp8", "bf16")}
     assert (twins["fp8"].fp8.enabled, twins["bf16"].fp8.enabled) == (True, False)
     for twin in twins.values():
         assert (twin.train.steps, twin.train.epochs, twin.train.seed) == (400, None, 5)
@@ -138,7 +140,7 @@ def planned(monkeypatch, cache_home, tmp_path):
         events = []
         load = train_room.load_stage
         monkeypatch.setattr(train_room, "load_stage", lambda *given: events.append("load") or load(*given))
-        monkeypatch.setattr(command, "train_once", lambda file, ranks, changes: events.append(changes))
+        monkeypatch.setattr(comparisons, "train_once", lambda file, ranks, changes: events.append(changes))
         monkeypatch.setattr(sys, "argv", ["parity", str(file), "--out", str(tmp_path / "out"), *arguments])
         with pytest.raises(UserError, match="there is no folder"):  # nothing was trained
             command.main()
@@ -167,6 +169,38 @@ def test_a_schedule_in_steps_is_shortened_where_the_stage_counts_epochs(tiny, wr
     assert f"train.schedule.decay={12 / steps}" in changes
 
 
+def test_points_that_differ_in_fp8_keys_alone_have_one_twin_in_bf16(tiny, write, planned):
+    grid = ["--grid", "fp8.preset=infir2,tensorwise", "--grid", "optimizer.params.lr=0.001,0.002"]
+    runs = [changes for changes in planned(write(tiny), "--steps", "2", *grid) if changes != "load"]
+    fp8, bf16 = ([run for run in runs if f"fp8.enabled={word}" in run] for word in ("true", "false"))
+    assert (len(fp8), len(bf16)) == (4, 2)
+    assert not any("fp8.preset" in change for run in bf16 for change in run)
+    folders = [next(change for change in run if "run_dir" in change) for run in runs]
+    assert len(set(folders)) == 6
+    assert folders[0].endswith("out/fp8/preset_infir2_lr_0.001/seed_1236")
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["--grid", "gpus=1,2"], "gpus"),
+        (["--grid", "fp8.enabled=true,false"], "fp8.enabled"),
+        (["--grid", "fp8.preset=infir2,infir3"], "fp8.preset"),
+    ],
+)
+def test_grids_that_cannot_be_compared(tiny, write, monkeypatch, tmp_path, options, key):
+    monkeypatch.setattr(comparisons, "train_once", None)
+    monkeypatch.setattr(sys, "argv", ["parity", str(write(tiny)), "--steps", "2", "--out", str(tmp_path), *options])
+    with pytest.raises(UserError) as caught:
+        command.main()
+    assert caught.value.key == key
+
+
+def test_points_of_one_folder_are_refused():
+    with pytest.raises(UserError, match="same folder"):
+        twins_of({"a b": (), "a_b": ("train.log_every=2",)}, [1])
+
+
 def test_compact_checkpoints_of_fp32_moments_are_still_refused(tiny, write):
     tiny["train"]["compact_checkpoints"] = True
     with pytest.raises(UserError, match="compact"):
@@ -178,7 +212,7 @@ def test_the_script_trains_twins_and_gives_its_verdict(tiny, write, cache_home, 
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     file = write(tiny)
-    command = [sys.executable, str(ROOT / "scripts" / "parity.py"), "--deepspeed_config", str(file)]
+    command = [sys.executable, "-m", "ds_fp8.cli", "parity", "--deepspeed_config", str(file)]
     command += ["--steps", "2", "--set", "data.examples=100", "--out", "out", "--tolerance", "0.5"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -191,9 +191,21 @@ def test_the_command_on_a_stage_changes_nothing_else_of_it(run, folder, tmp_path
     assert written == expected
 
 
+def test_the_command_over_a_grid(run, folder, tmp_path, capsys):  # noqa: F811
+    grid = ["--grid", "fp8.preset=infir2,tensorwise", "--out", str(tmp_path / "out")]
+    assert main(["sensitivity", str(folder), str(folder / "text.txt"), "--rows", "2", "--length", "41", *grid]) == 0
+    assert capsys.readouterr().out.count("for 1% of FLOPs") == 2
+    for preset in ("infir2", "tensorwise"):
+        alone, _ = run(folder / "text.txt", "--preset", preset)
+        assert json.loads((tmp_path / "out" / f"preset_{preset}" / "sensitivity.json").read_text()) == alone
+        stage = json.loads((tmp_path / "out" / f"preset_{preset}" / "stage.json").read_text())
+        assert stage["fp8"]["linear"]["overrides"] == alone["proposal"]["overrides"]
+
+
 @pytest.mark.parametrize(
     ("file", "options", "key"),
     [
+        ("text.txt", ["--grid", "fp8.preset=infir2,coat", "--json", "x.json"], "--grid"),
         ("text.txt", ["--preset", "rowise"], "fp8.preset"),
         ("text.txt", ["--set", "fp8.enabled=false"], "fp8.enabled"),
         ("absent.txt", [], "data.path"),

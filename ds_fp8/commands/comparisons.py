@@ -1,0 +1,95 @@
+"""Arguments and runs of the commands that compare: one way to name a grid, and every point in FP8 and in BF16."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ds_fp8.commands.arguments import add_stage, config_file, count
+from ds_fp8.config.errors import UserError
+
+
+def add_runs(parser: argparse.ArgumentParser, out: str, seeds: int) -> None:
+    """Add the stage, the grid, and what its runs have in common.
+
+    Args:
+        parser: Parser of the command.
+        out: Default of --out.
+        seeds: Default of --seeds.
+    """
+    add_stage(parser)
+    parser.add_argument("--steps", required=True, type=count, help="optimizer steps of every run")
+    parser.add_argument("--seeds", type=count, default=seeds, help=f"seeds, from train.seed upwards (default {seeds})")
+    parser.add_argument("--gpus", "--ranks", type=count, help="ranks of every run (default: the GPUs; without GPUs 1)")
+    add_out(parser, out)
+    add_grid(parser)
+
+
+def add_out(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """Add --out, the folder that the command writes to; --output is the same."""
+    parser.add_argument(
+        "--out", "--output", type=Path, metavar="FOLDER", default=default and Path(default),
+        help=f"folder (default {default})" if default else "folder",
+    )  # fmt: skip
+
+
+def add_grid(parser: argparse.ArgumentParser) -> None:
+    """Add --grid and --sweep, which name the points of a grid."""
+    parser.add_argument("--grid", action="append", default=[], metavar="KEY=VALUE,...",
+                        help="values of a key to try; repeatable: every combination")  # fmt: skip
+    parser.add_argument("--sweep", metavar="FILE", help="such a grid, or points with names, in a file")
+
+
+def read_points(arguments: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """Return the changes KEY=VALUE of every point by its name; without a grid the stage itself, named "".
+
+    Raises:
+        UserError: The grid is malformed, or has another number of GPUs or BF16 among its points.
+    """
+    from ds_fp8.memory.grid import GPUS, read_sweep
+
+    if not arguments.grid and arguments.sweep is None:
+        return {"": ()}
+    config, points = read_sweep(arguments.sweep and config_file(arguments.sweep), 1, arguments.grid)
+    varied = {
+        key for settings in (config.set, config.grid, *(named.set for named in config.points)) for key in settings
+    }
+    if GPUS in varied:
+        raise UserError("the points of a comparison have the same ranks", key=GPUS, remedy="--gpus 4")
+    if "fp8.enabled" in varied:
+        raise UserError("every point is compared with BF16 as it is", key="fp8.enabled", remedy="leave it out")
+    return {point.name: tuple(point.overrides(measuring=False)) for point in points}
+
+
+def ranks_of(arguments: argparse.Namespace) -> int:
+    """Return the ranks of every run: --gpus, or else the GPUs here, or 1."""
+    import torch
+
+    return arguments.gpus or torch.cuda.device_count() or 1
+
+
+def train_all(runs: Mapping[str, list[str]], config: Path, ranks: int) -> None:
+    """Load the stage as every run changes it, then make the runs by their names, one after the other.
+
+    Raises:
+        UserError: A run is wrong; before the first has taken its time.
+    """
+    from ds_fp8.train import load_stage
+
+    for changes in runs.values():
+        load_stage(config, changes, ranks)
+    for number, (name, changes) in enumerate(runs.items(), 1):
+        print(f"\n== {number} of {len(runs)}: {name}", flush=True)
+        train_once(config, ranks, changes)
+
+
+def train_once(config: Path, ranks: int, overrides: list[str]) -> None:
+    """Make one run, with what it prints; its failure is this command's."""
+    from ds_fp8.cluster.local_launch import train_here
+
+    changes = [part for change in overrides for part in ("--set", change)]
+    code = train_here(["--deepspeed_config", str(config), *changes], ranks)
+    if code:
+        sys.exit(code)

@@ -6,8 +6,11 @@ import os
 os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed looks for one
 
 import deepspeed.runtime.zero.muon.original_muon  # noqa: F401  deepspeed.initialize imports it, and it compiles
+import transformers.models.llama.modeling_llama
+import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
-import ds_fp8.engine.initialize  # noqa: F401
+import ds_fp8.engine.initialize
+import ds_fp8.train  # noqa: F401
 
 gc.collect()
 gc.freeze()  # DeepSpeed collects garbage several times an engine

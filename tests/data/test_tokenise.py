@@ -95,9 +95,10 @@ def test_a_store_is_the_documents_in_order(whole, corpus, tokenizer):
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from ds_fp8.data import DataConfig, build_tokenizer, tokenise, tokenise_source
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # workers import this file, too
+    from ds_fp8.data import DataConfig, build_tokenizer, tokenise, tokenise_source
+
     tokenise.COMMIT_SECONDS = 0
     corpus, tokenizers, cache, documents = sys.argv[1:]
 
@@ -133,17 +134,19 @@ FORK_SERVERS = """
 import multiprocessing, sys, time
 from multiprocessing import forkserver
 from pathlib import Path
-from ds_fp8.data import DataConfig, build_tokenizer, tokenise, tokenise_source
 
 def pid():
     return forkserver._forkserver._forkserver_pid
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # workers import this file, too
+    from ds_fp8.data import DataConfig, build_tokenizer, tokenise, tokenise_source
+
     tokenise.BATCHES_WITHOUT_WORKERS, tokenise.BATCH_EXAMPLES = 0, 32
     tokenizer = build_tokenizer(DataConfig(), Path(sys.argv[1]))
     tokenise_source(DataConfig(examples=64, workers=2), tokenizer, Path(sys.argv[2]))
     assert pid() is None, "a server of our own stays"
     theirs = multiprocessing.get_context("forkserver")
+    theirs.set_forkserver_preload(["ds_fp8.data.tokenise"])  # once, for both workers
     process = theirs.Process(target=time.sleep, args=(60,))
     process.start()
     before = pid()

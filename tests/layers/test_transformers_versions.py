@@ -1,6 +1,7 @@
 """The names and functions of transformers that this package depends on, and what is said of others."""
 
 import ast
+import functools
 import subprocess
 import sys
 import warnings
@@ -18,6 +19,7 @@ PACKAGE = Path(versions.__file__).parents[1]
 PRIVATE = {"_attn_implementation", "_gradient_checkpointing_func", "_init_weights"}
 
 
+@functools.cache
 def trees():
     return [ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))]
 

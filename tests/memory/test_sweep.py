@@ -38,11 +38,14 @@ def folder(tmp_path_factory):
     return folder
 
 
+def environment(folder):
+    return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "DS_FP8_CACHE": str(folder / "cache")}
+
+
 def start(folder, command, *arguments):
-    ours = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "DS_FP8_CACHE": str(folder / "cache")}
     return subprocess.Popen(
-        [sys.executable, "-m", "ds_fp8.cli", command, "stage.json", *arguments],
-        cwd=folder, env={**os.environ, **ours}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [sys.executable, "-m", "ds_fp8.cli", command, "stage.json", *arguments], cwd=folder,
+        env={**os.environ, **environment(folder)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
 
@@ -52,10 +55,17 @@ def output_of(folder, command, *arguments):
     return process.returncode, output
 
 
-def records(folder):
-    return [json.loads(line) for line in (folder / "out" / "sweep.jsonl").read_text().splitlines()]
+def records(out):
+    return [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines()]
 
 
+def assert_measured(record):
+    assert record["status"] == "ok", record["reason"]
+    expected = record["estimate"]["peak_bytes"] + record["process_bytes"]
+    assert expected == pytest.approx(record["peak_bytes"], rel=DEVIATION)
+
+
+@pytest.mark.slow
 def test_killed_in_the_middle_and_run_again(folder):
     command = ("sweep", "--sweep", "sweep.json", "--steps", "2", "--out", "out")
     driver = start(folder, *command)
@@ -67,22 +77,20 @@ def test_killed_in_the_middle_and_run_again(folder):
     left = psutil.Process(running)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    first = records(folder)
+    first = records(folder / "out")
     assert [record["status"] for record in first] == ["ok"]
 
     code, output = output_of(folder, *command)
     assert code == 0, output
     assert "1 of 2 points are measured already" in output
-    both = records(folder)
+    both = records(folder / "out")
     assert both[0] == first[0]
     assert [record["name"] for record in both] == ["enabled false", "enabled true"]
     assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE, (
         "the run that the killed driver left is still there"
     )
     for record in both:
-        assert record["status"] == "ok", record["reason"]
-        expected = record["estimate"]["peak_bytes"] + record["process_bytes"]
-        assert expected == pytest.approx(record["peak_bytes"], rel=DEVIATION)
+        assert_measured(record)
     assert {"sweep.csv", "report.html", "best.json"} <= {file.name for file in (folder / "out").iterdir()}
 
 
@@ -104,6 +112,19 @@ def call(folder, monkeypatch):
         return main([command, "--deepspeed_config", "stage.json", *arguments])
 
     return run
+
+
+def test_a_point_is_measured_once(call, folder, monkeypatch, capsys):
+    for name, value in environment(folder).items():
+        monkeypatch.setenv(name, value)
+    command = ("sweep", "--grid", "fp8.enabled=true", "--steps", "2", "--out", "once")
+    assert call(*command) == 0
+    (record,) = records(folder / "once")
+    assert_measured(record)
+    assert call(*command) == 0
+    assert "1 of 1 points are measured already" in capsys.readouterr().out
+    assert records(folder / "once") == [record]
+    assert {"sweep.csv", "report.html", "best.json"} <= {file.name for file in (folder / "once").iterdir()}
 
 
 @pytest.mark.parametrize("grid", [["--sweep", "sweep.json"], ["--grid", "fp8.enabled=true,false"]])

@@ -7,6 +7,7 @@ test function is any module-level function; it is called on every rank after dee
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import socket
 import tempfile
@@ -72,6 +73,9 @@ def _worker(
             connection.send((True, function(*args)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
+        # DeepSpeed keeps engines, and collects garbage several times an engine: not through those of all tests before.
+        gc.collect()
+        gc.freeze()
 
 
 class RankDied(Exception):

@@ -1,7 +1,6 @@
 """FP8 beside BF16 over seeds: gaps, noise, verdicts, and what the runs are told."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from statistics import stdev
@@ -207,16 +206,16 @@ def test_compact_checkpoints_of_fp32_moments_are_still_refused(tiny, write):
         load_stage(write(tiny))
 
 
-def test_the_script_trains_twins_and_gives_its_verdict(tiny, write, cache_home, tmp_path, monkeypatch):
+def test_the_command_trains_twins_and_gives_its_verdict(tiny, write, cache_home, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     file = write(tiny)
-    command = [sys.executable, "-m", "ds_fp8.cli", "parity", "--deepspeed_config", str(file)]
-    command += ["--steps", "2", "--set", "data.examples=100", "--out", "out", "--tolerance", "0.5"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "equal: " in result.stdout
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--steps", "2", "--set", "data.examples=100", "--out", "out", "--tolerance", "0.5"]
+    monkeypatch.setattr(sys, "argv", ["parity", "--deepspeed_config", str(file), *arguments])
+    assert command.main() == 0
+    assert "equal: " in capsys.readouterr().out
     assert "<svg" in (tmp_path / "out" / "report.html").read_text()
     figures = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert figures["steps"] == 2

@@ -56,6 +56,7 @@ def train_on_these_ranks(file: Path, run_dir: Path, steps: int, cache: str) -> N
     train(load_stage(file, [f"train.run_dir={run_dir}", f"train.steps={steps}"]))
 
 
+@pytest.mark.slow
 def test_a_run_stopped_by_signals_and_resumed_equals_an_uninterrupted_one(
     tiny, write, launch, ranks, tmp_path, cache_home, monkeypatch, capsys
 ):
@@ -138,15 +139,15 @@ def token_mean_loss(model: torch.nn.Module, rows: list[dict[str, torch.Tensor]])
     return total / count
 
 
-def test_losses_are_means_over_all_label_tokens_and_the_result_is_usable(tiny, write, launch, tmp_path, cache_home):
+def test_losses_are_means_over_all_label_tokens_and_the_result_is_usable(tiny, write, ranks, tmp_path, cache_home):
     """Chats spread their label tokens unevenly over rows: a mean of means would be another number."""
     tiny["fp8"]["enabled"] = False
     tiny["data"] |= {"format": "chat", "sequence_length": 128, "examples": 60, "validation_fraction": 0.3}
     tiny |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
-    tiny["csv_monitor"] = {"enabled": True, "output_path": "csv", "job_name": "tiny"}
+    tiny["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "tiny"}
     tiny["train"] |= {"steps": 2, "eval_batches": 100, "exact_match_problems": 3, "max_new_tokens": 4}
     file = write(tiny)
-    finish(launch(file))
+    ranks(2, train_on_these_ranks, file, tmp_path / "run", 2, str(cache_home))
 
     stage = load_stage(file)
     tokenizer = build_tokenizer(stage.data, cache_home)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import scaling
+import step
 import step_profile
 
 from ds_fp8.config.errors import UserError
@@ -23,24 +24,31 @@ def run_script(name, *arguments):
     )
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """Files that step.py and collectives.py write."""
-    folder = tmp_path_factory.mktemp("bench")
-    files = folder / "step.json", folder / "collectives.json"
-    for script, file in zip(("step.py", "collectives.py"), files, strict=True):
-        done = run_script(script, "--quick", "--json", str(file))
-        assert done.returncode == 0, done.stderr
-    return files
-
-
-def test_a_step_is_measured_in_every_variant(measured):
-    step = json.loads(measured[0].read_text())
-    assert [row["variant"] for row in step["rows"]] == ["bf16", "infir2", "infir2/bf16-wire"]
-    for row in step["rows"]:
+def steps_of(file, *arguments):
+    """The rows that step.py writes, which starts processes of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        assert step.main(["--quick", "--json", str(file), *arguments]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    for row in rows:
         assert row["step_seconds"] > 0
         assert len(row["losses"]) == 6
         assert row["losses"][-1] < row["losses"][0]
+    return [row["variant"] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def collectives(tmp_path_factory):
+    """The file that collectives.py writes."""
+    file = tmp_path_factory.mktemp("bench") / "collectives.json"
+    done = run_script("collectives.py", "--quick", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    return file
+
+
+def test_a_step_is_measured(tmp_path):
+    assert steps_of(tmp_path / "step.json", "--variants", "infir2") == ["infir2"]
 
 
 def test_time_of_a_gpu_is_told_apart():
@@ -84,29 +92,39 @@ print("RESULT", json.dumps({"gpus": 1, "step_ms": 500, "tok_s_gpu": 8, "peak_gib
 """
 
 
-def test_peers_are_measured_by_their_scripts_and_a_failing_one_is_said(tmp_path):
+def test_peers_are_measured_by_their_scripts_and_a_failing_one_is_said(tmp_path, capfd):
     (tmp_path / "zero3_baseline.py").write_text(PEER)
     file = tmp_path / "step.json"
     shape = ["--vocabulary", "152064", "--layers", "2", "--length", "64", "--steps", "6", "--variants", "deepspeed"]
     arguments = ["--quick", "--json", str(file), "--peers", str(tmp_path), *shape]
-    assert run_script("step.py", *arguments, "--sequences", "2").returncode == 0
+    assert step.main([*arguments, "--sequences", "2"]) == 0
     (row,) = json.loads(file.read_text())["rows"]
     assert (row["variant"], row["step_seconds"], row["peak_bytes"]) == ("deepspeed", 0.5, 2.5 * 2**30)
-    failed = run_script("step.py", *arguments, "--sequences", "3")
-    assert failed.returncode == 1
-    assert "out of memory" in failed.stderr
-    assert "not measured: deepspeed" in failed.stderr
+    assert step.main([*arguments, "--sequences", "3"]) == 1
+    said = capfd.readouterr().err
+    assert "out of memory" in said
+    assert "not measured: deepspeed" in said
 
 
-@pytest.mark.parametrize("variant", ["infir3", "infir2/fp9-head", "hybrid_fast+coats", "torchao"])
-def test_a_variant_that_does_not_exist_is_refused(variant):
-    done = run_script("step.py", "--quick", "--variants", variant)
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "key", "words"),
+    [
+        (["--variants", "infir3"], "--variants", "infir2"),
+        (["--variants", "infir2/fp9-head"], "--variants", "fp8-head"),
+        (["--variants", "hybrid_fast+coats"], "--variants", "coat"),
+        (["--variants", "torchao"], "--peers", ""),
+        (["--gpus", "2", "--global-tokens", "300"], "--global-tokens", ""),
+    ],
+)
+def test_a_step_that_cannot_be_measured_is_refused(arguments, key, words):
+    with pytest.raises(UserError) as caught:
+        step.main(["--quick", *arguments])
+    assert caught.value.key == key
+    assert words in str(caught.value)
 
 
-def test_every_collective_is_measured(measured):
-    rows = json.loads(measured[1].read_text())["rows"]
+def test_every_collective_is_measured(collectives):
+    rows = json.loads(collectives.read_text())["rows"]
     assert {(row["operation"], row["weights"]) for row in rows} >= {
         ("gather", "layer"), ("reduce", "layer"), ("reduce", "down"), ("refresh", "layer"),
     }  # fmt: skip
@@ -123,9 +141,12 @@ def test_transports_are_measured_or_the_reason_is_said(tmp_path):
     assert all(row.get("ms") or row["why_not"] for row in others)
 
 
-def test_the_model_reproduces_the_step_it_was_fitted_to(measured):
+@pytest.mark.slow
+def test_every_variant_is_measured_and_the_model_reproduces_the_step_it_was_fitted_to(collectives, tmp_path):
     """Steps are made longer than all that is sent in them: a busy machine may have measured otherwise."""
-    point = scaling.read_point(":".join(map(str, measured)))
+    file = tmp_path / "step.json"
+    assert steps_of(file) == ["bf16", "infir2", "infir2/bf16-wire"]
+    point = scaling.read_point(f"{file}:{collectives}")
     steps = {name: seconds + scaling.predicted(point, name, 0.0) for name, seconds in point.steps.items()}
     rows = scaling.check([point._replace(steps=steps)] * 2)
     assert [row["variant"] for row in rows] == ["bf16", "infir2", "infir2/bf16-wire"]
@@ -168,16 +189,3 @@ def test_wrong_arguments_are_explained(arguments, key):
     with pytest.raises(UserError) as caught:
         scaling.main(["--quick", *arguments])
     assert caught.value.key == key
-
-
-def test_tokens_that_no_micro_batches_make_are_explained():
-    done = run_script("step.py", "--quick", "--gpus", "2", "--global-tokens", "300")
-    assert done.returncode == 2
-    assert "--global-tokens" in done.stderr
-
-
-def test_a_wrong_variant_is_explained():
-    done = run_script("step.py", "--quick", "--variants", "infir")
-    assert done.returncode == 2
-    assert 'unknown variant "infir"' in done.stderr
-    assert "infir2" in done.stderr

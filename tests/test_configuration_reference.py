@@ -1,7 +1,6 @@
 """The pages of docs/ say what the sections are: their keys, defaults and presets."""
 
 import configuration_reference as reference
-
 import pytest
 
 from ds_fp8.config.presets import EMULATED_PRESETS, PRESETS

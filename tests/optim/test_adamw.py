@@ -13,7 +13,7 @@ from torch import nn
 from ds_fp8.config.errors import UserError
 from ds_fp8.optim import AdamW, Moment
 from ds_fp8.optim.codecs import moment_bytes
-from tests.optim.numbers import ROUNDING, numbers_of
+from tests.optim.numbers import COAT, FISHMAN, FP8LM_O2, FP8LM_O3, ROUNDING, numbers_of
 
 HYPERPARAMETERS = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 PRECISIONS = {
@@ -21,17 +21,11 @@ PRECISIONS = {
     "bf16": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
     "e4m3": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3"},
     "pow2": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3", "scale": "pow2"},
-    "coat": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"},
-    "fishman": {"exp_avg": "e4m3", "exp_avg_sq": "e5m2", "granularity": "tensor"},
-    "fp8lm": {"exp_avg": "e4m3", "exp_avg_sq": "fp16", "granularity": "tensor", "scale": "pow2"},
-    "fp8lm_o3": {
-        "exp_avg": "e4m3",
-        "exp_avg_sq": "fp16",
-        "granularity": "tensor",
-        "scale": "pow2",
-        "master": "fp16_scaled",
-    },
-    "coat, masters": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded", "master": "fp16_scaled"},
+    "coat": COAT,
+    "fishman": FISHMAN,
+    "fp8lm": FP8LM_O2,
+    "fp8lm_o3": FP8LM_O3,
+    "coat, masters": {**COAT, "master": "fp16_scaled"},
     "stochastic": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3", "stochastic_rounding": True, "seed": 7},
 }
 COMPRESSED = [name for name in PRECISIONS if name != "fp32"]

@@ -94,7 +94,7 @@ def test_a_positive_number_never_becomes_zero_where_it_must_not(codec, granulari
     assert ((decoded > 0) == (x > 0)).all()
 
 
-@pytest.mark.parametrize("codec", COMPRESSED)
+@pytest.mark.parametrize("codec", [*COMPRESSED, "int8", "int4", "log8", "e3m4", "e2m1"])
 def test_numbers_that_are_not_finite_stay_so(codec):
     for bad in (torch.inf, -torch.inf, torch.nan):
         x = gradients(256)

@@ -59,16 +59,6 @@ def test_noise_is_right_on_average_and_hits_the_neighbours_only(codec):
     assert (off <= 5 * 0.5 * spacing / 400**0.5 + x * 0.05 * (spacing == 0)).all()
 
 
-@pytest.mark.parametrize("codec", SOME)
-def test_numbers_that_are_not_finite_stay_so(codec):
-    for bad in (torch.inf, -torch.inf, torch.nan):
-        x = gradients(256)
-        x[130] = bad
-        decoded = decode(encode(x, CODECS[codec]), CODECS[codec])
-        assert not decoded[130].isfinite()
-        assert decoded[:128].isfinite().all()
-
-
 def steps(optimizer, parameter, first, last):
     for step in range(first, last):
         parameter.grad = gradients(parameter.numel(), seed=step, spread=1).view(parameter.shape)

@@ -8,23 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.optim.numbers import ROUNDING, numbers_of
+from tests.optim.numbers import COAT, FISHMAN, FP8LM_O3, ROUNDING, numbers_of
 from tests.zero import models
 
 QUIET = {"monitor": {"every": 0}}
-COAT = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
-FISHMAN = {"exp_avg": "e4m3", "exp_avg_sq": "e5m2", "granularity": "tensor"}
 KEPT = {
     "coat": COAT,
     "coat, stochastic": {**COAT, "stochastic_rounding": True},
     "fishman": FISHMAN,
-    "fp8lm_o3": {
-        "exp_avg": "e4m3",
-        "exp_avg_sq": "fp16",
-        "granularity": "tensor",
-        "scale": "pow2",
-        "master": "fp16_scaled",
-    },
+    "fp8lm_o3": FP8LM_O3,
     "fp32": {"implementation": "ds_fp8"},
 }
 LOSS = 0.01

@@ -13,19 +13,12 @@ from transformers import AutoModelForCausalLM
 from ds_fp8.data import build_data, build_tokenizer
 from ds_fp8.train import learning_rate_factor, load_stage, train
 from ds_fp8.train.metrics import read_metrics
+from tests.train.tiny_stage import TINY
 
 TOLERANCE = 1e-3
 """Losses of BF16 models whose attention and logits are computed another way."""
 CONFIGS = Path(__file__).parents[2] / "ds_configs" / "infir2_1.5b"
-MODEL = {
-    "model_type": "qwen2",
-    "hidden_size": 60,
-    "intermediate_size": 136,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 256,
-}
+MODEL = {**TINY["model"]["config"], "max_position_embeddings": 256, "tie_word_embeddings": False}
 SMALL = [
     "data.path=synthetic",
     "data.tokenizer=synthetic",

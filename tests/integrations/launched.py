@@ -1,0 +1,13 @@
+"""`python -m ds_fp8` for the CPU ranks of tests: Accelerate itself knows DeepSpeed on accelerators only."""
+
+from __future__ import annotations
+
+import deepspeed
+
+from ds_fp8.__main__ import main
+from tests.integrations import accelerate_on_cpus
+
+if __name__ == "__main__":
+    accelerate_on_cpus.enable()
+    deepspeed.init_distributed(dist_backend="gloo")
+    main()

@@ -1,4 +1,4 @@
-"""Preferences (DPO) with TRL, in FP8 once it is started through ds_fp8; the reference model is an engine in FP8 too:
+"""Train on preferences (DPO) with TRL, in FP8 once it is started through ds_fp8; so is the reference model.
 
 accelerate launch --config_file zero3.yaml -m ds_fp8 dpo.py \
     --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized --output_dir out/dpo

@@ -1,4 +1,4 @@
-"""Reinforcement learning (GRPO) with TRL, in FP8 once it is started through ds_fp8:
+"""Reinforce what a function rewards (GRPO) with TRL, in FP8 once it is started through ds_fp8.
 
 accelerate launch --config_file zero3.yaml -m ds_fp8 grpo.py \
     --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/tldr --num_generations 8 --output_dir out/grpo

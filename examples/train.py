@@ -1,4 +1,7 @@
-"""Train a causal language model on a text file in FP8: deepspeed --num_gpus 8 train.py Qwen/Qwen3-0.6B text.txt out"""
+"""Train a causal language model on a text file in FP8.
+
+deepspeed --num_gpus 8 train.py Qwen/Qwen3-0.6B text.txt out
+"""
 
 import sys
 

@@ -24,7 +24,7 @@ def main() -> int:
     add_stage(parser)
     parser.add_argument("--steps", required=True, type=count, help="optimizer steps of every run")
     parser.add_argument("--seeds", type=count, default=1, help="number of seeds, from train.seed upwards (default 1)")
-    parser.add_argument("--ranks", type=count, help="processes of every run (default: the GPUs, or 1)")
+    parser.add_argument("--gpus", "--ranks", type=count, help="processes of every run (default: the GPUs, or 1)")
     parser.add_argument("--out", type=Path, default=Path("runs/parity"), help="folder (default runs/parity)")
     parser.add_argument("--tolerance", type=amount, help="relative gap that is allowed (default 0.0025)")
     arguments = parser.parse_args()
@@ -39,7 +39,7 @@ def main() -> int:
     from ds_fp8.train import load_stage
 
     file = stage_file(arguments)
-    ranks = arguments.ranks or torch.cuda.device_count() or 1
+    ranks = arguments.gpus or torch.cuda.device_count() or 1
     stage = _with_length(load_stage(file, arguments.set, ranks))
     seeds = range(stage.train.seed, stage.train.seed + arguments.seeds)
     runs = {

@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=count, default=2, help="number of seeds, from train.seed upwards (default 2)")
     parser.add_argument("--rates", type=_amounts, default=[0.5, 1.0, 2.0, 4.0], metavar="X,X",
                         help="multiples of the stage's learning rate (default 0.5,1,2,4)")  # fmt: skip
-    parser.add_argument("--ranks", type=count, help="processes of every run (default: the GPUs, or 1)")
+    parser.add_argument("--gpus", "--ranks", type=count, help="processes of every run (default: the GPUs, or 1)")
     parser.add_argument("--batches", type=count, default=2, help="validation batches of the sharpness (default 2)")
     parser.add_argument("--out", type=Path, default=Path("runs/robustness"), help="folder (default runs/robustness)")
     arguments = parser.parse_args()
@@ -46,7 +46,7 @@ def main() -> int:
     from ds_fp8.train.sharpness import RELATIVE
 
     file = stage_file(arguments)
-    ranks = arguments.ranks or torch.cuda.device_count() or 1
+    ranks = arguments.gpus or torch.cuda.device_count() or 1
     stage = load_stage(file, arguments.set, ranks)
     rate = section_of(section_of(stage.raw, "optimizer"), "params").get("lr")
     if rate is None:

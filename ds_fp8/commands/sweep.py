@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--steps", type=count, default=4, help="optimizer steps to measure (default 4)")
     parser.add_argument("--timeout", type=amount, default=900, metavar="SECONDS", help="for a point (default 900)")
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="default: runs/sweeps/NAME OF SWEEP/NAME OF STAGE"
+        "--out", "--output", type=Path, metavar="FOLDER", help="default: runs/sweeps/NAME OF SWEEP/NAME OF STAGE"
     )
     parser.add_argument(
         "--plan", action="store_true", help="print the points and their estimates for GPUs, and run nothing"
@@ -76,7 +76,7 @@ def main() -> int:
 
     memory = gpu_bytes(arguments.memory) if arguments.find_max else 0
     stage_name = f"{stage.parent.name}_{stage.stem}"
-    folder = arguments.output or Path("runs/sweeps") / sweep_file.stem / stage_name
+    folder = arguments.out or Path("runs/sweeps") / sweep_file.stem / stage_name
     limit = None if arguments.memory is None else gpu_bytes(arguments.memory)
     setting = Setting(
         program=TRAIN,

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shutil
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from ds_fp8.config.fp8 import parse_fp8
-from tests.integrations.programs import small_model, small_tokenizer
+from tests.integrations.programs import history, installed, small_model, small_tokenizer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -61,16 +62,37 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def launched(*arguments: str) -> str:
-    """Return what `accelerate launch --config_file zero3.yaml -m ds_fp8 ...` prints, with two ranks and few steps."""
-    launch = ("--config_file", "zero3.yaml", "--num_processes", "2", "--main_process_port", free_port())
-    few = ("--max_steps", "3", "--logging_steps", "1", "--per_device_train_batch_size", "2", "--report_to", "none")
-    on_cpus = ("--dataloader_pin_memory", "false", "--disable_tqdm", "true", "--save_strategy", "no")
-    return run("accelerate.commands.launch", *launch, "-m", "tests.integrations.launched", *arguments, *few, *on_cpus)
+FEW = (
+    *("--model_name_or_path", "tiny", "--output_dir", "out", "--max_steps", "3", "--logging_steps", "1"),
+    *("--per_device_train_batch_size", "2", "--report_to", "none", "--save_strategy", "no"),
+    *("--dataloader_pin_memory", "false", "--disable_tqdm", "true"),
+)
+"""Options with which a program of TRL ends soon."""
 
 
-def losses(printed: str) -> list[float]:
-    return [float(value) for value in re.findall(r"'loss': '?([-\d.e]+)", printed)]
+def of_accelerate(program: str, folder: Path, arguments: tuple[str, ...]):
+    """Run a program with what `accelerate launch --config_file zero3.yaml` tells it: losses and start reports."""
+    config = yaml.safe_load((folder / "zero3.yaml").read_text())["deepspeed_config"]
+    told = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": config["deepspeed_config_file"],
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": str(config["zero3_init_flag"]).lower(),
+    }
+    before = Path.cwd(), sys.argv, dict(os.environ)
+    os.chdir(folder)
+    os.environ.update(told)
+    sys.argv = [program, *FEW, *arguments]
+    try:
+        with installed():
+            trainer = runpy.run_path(program, run_name="__main__")["trainer"]
+            reference = getattr(trainer, "ref_model", None)
+            reports = [engine.fp8.report for engine in (trainer.model_wrapped, reference) if engine is not None]
+            return history(trainer, "loss"), reports
+    finally:
+        os.chdir(before[0])
+        sys.argv = before[1]
+        os.environ.clear()
+        os.environ.update(before[2])
 
 
 def test_the_plain_program_trains_and_leaves_a_model(folder):
@@ -84,23 +106,33 @@ def test_the_plain_program_trains_and_leaves_a_model(folder):
     assert (folder / "out" / "model" / "tokenizer.json").is_file()
 
 
+def test_accelerate_starts_fine_tuning_through_ds_fp8(folder):
+    pytest.importorskip("trl")
+    launch = ("--config_file", "zero3.yaml", "--num_processes", "2", "--main_process_port", free_port())
+    more = ("--dataset_name", "chats", "--packing", "--max_length", "64", "--learning_rate", "1e-2")
+    printed = run("accelerate.commands.launch", *launch, "-m", "tests.integrations.launched", "sft.py", *FEW, *more)
+    assert "linears in FP8        14" in printed
+    losses = [float(value) for value in re.findall(r"'loss': '([\d.]+)'", printed)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] - 0.1
+    assert AutoModelForCausalLM.from_pretrained(folder / "out").config.model_type == "qwen3"
+
+
 @pytest.mark.parametrize(
-    ("program", "data", "more"),
+    ("program", "engines", "arguments"),
     [
-        ("sft", "chats", ("--packing", "--max_length", "64", "--learning_rate", "1e-2")),
-        ("dpo", "preferences", ("--learning_rate", "1e-3")),
-        ("grpo", "prompts", ("--num_generations", "2", "--max_completion_length", "8")),
+        ("dpo.py", 2, ("--dataset_name", "preferences", "--learning_rate", "1e-3")),
+        ("grpo.py", 1, ("--dataset_name", "prompts", "--num_generations", "2", "--max_completion_length", "8")),
     ],
 )
-def test_programs_of_trl_train_through_accelerate(program, data, more, folder):
+def test_other_programs_of_trl_train(program, engines, arguments, ranks, folder):
     pytest.importorskip("trl")
-    printed = launched(
-        f"{program}.py", "--model_name_or_path", "tiny", "--dataset_name", data, "--output_dir", "out", *more
-    )
-    assert "linears in FP8        14" in printed
-    assert len(losses(printed)) == 3
-    if program != "grpo":
-        assert losses(printed)[-1] < losses(printed)[0]
+    losses, reports = ranks(2, of_accelerate, program, folder, arguments)[0]
+    assert [report["fp8_linears"] for report in reports] == [14] * engines
+    assert len(losses) == 3
+    if program == "dpo.py":
+        assert losses[0] == pytest.approx(0.6931, abs=1e-3)
+        assert losses[-1] < 0.6
     assert AutoModelForCausalLM.from_pretrained(folder / "out").config.model_type == "qwen3"
 
 
@@ -140,5 +172,6 @@ def test_axolotl_takes_the_recipe():
 def test_llamafactory_takes_the_recipe(folder):
     recipe = ("model_name_or_path=tiny", "max_steps=2", "report_to=none")
     printed = run("torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(),
-                  "-m", "tests.integrations.launched", "-m", "llamafactory.launcher", "llamafactory.yaml", *recipe)  # fmt: skip
+                  "-m", "tests.integrations.launched",
+                  "-m", "llamafactory.launcher", "llamafactory.yaml", *recipe)  # fmt: skip
     assert "linears in FP8        14" in printed

@@ -1,4 +1,4 @@
-"""The flags of all commands: what means the same is named the same, takes the same values, and comes by one name first."""
+"""The flags of all commands: what means the same has one name, which comes first, and takes the same values."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from ds_fp8.config.fp8 import parse_fp8
+from tests.integrations import accelerate_on_cpus
 from tests.integrations.programs import history, installed, small_model, small_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,7 @@ FEW = (
 
 def of_accelerate(program: str, folder: Path, arguments: tuple[str, ...]):
     """Run a program with what `accelerate launch --config_file zero3.yaml` tells it: losses and start reports."""
+    accelerate_on_cpus.enable()  # which sets a variable that is to stay
     config = yaml.safe_load((folder / "zero3.yaml").read_text())["deepspeed_config"]
     told = {
         "ACCELERATE_USE_DEEPSPEED": "true",

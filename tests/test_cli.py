@@ -33,6 +33,31 @@ def test_every_command_says_how_it_is_used(capsys):
         assert f"ds-fp8 {command}" in capsys.readouterr().out
 
 
+def test_train_says_what_loads_before_it_loads():
+    """The command's modules import neither torch nor DeepSpeed: those take the time."""
+    program = (
+        "import sys, ds_fp8.cli\n"
+        "import ds_fp8.commands.train, ds_fp8.cluster.entry\n"
+        "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ([], "fp8"),
+        (["fp8.preset=rowwise"], "compressed-tensors"),
+        (["fp8.enabled=false"], None),
+    ],
+)
+def test_the_export_that_train_proposes_holds_the_weights(changes, layout):
+    from ds_fp8.commands.train import _served_layout
+    from ds_fp8.train import load_stage
+
+    assert _served_layout(load_stage(config_file("quickstart/cpt.json"), changes, 2)) == layout
+
+
 def test_an_unknown_command_names_the_nearest():
     with pytest.raises(UserError) as caught:
         main(["trian"])

@@ -1,17 +1,33 @@
 """Every stage in ds_configs loads in stock DeepSpeed and here, and those of InfiR2 have the numbers of its recipe."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
+from ds_fp8.config.files import read_json
+from ds_fp8.memory import estimate
+from ds_fp8.memory.gpus import gpu_of
+from ds_fp8.memory.known_models import SHAPES, with_known_model
 from ds_fp8.train import Stage, learning_rate_factor, load_stage
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
 FILES = sorted(file for file in FOLDER.glob("*/*.json") if file.parent.name != "sweeps")  # which are no stages
 FAMILIES = ("infir2_1.5b", "infir2_7b", "llama3.1_8b", "qwen3_8b")
 STAGES = ("cpt", "cpt_decay", "sft_stage1", "sft_stage2")
+SMALL = {
+    "qwen3_0.6b": 0.596e9,
+    "qwen3_1.7b": 1.721e9,
+    "qwen3_4b": 4.022e9,
+    "llama3.2_1b": 1.236e9,
+    "llama3.2_3b": 3.213e9,
+    "mistral_7b": 7.248e9,
+    "gemma3_1b": 1.000e9,
+}
+"""Folder -> parameters, as published."""
+ROW = re.compile(r"\| `(\S+)` \| (\S+) \| (\d+) \| (yes|no) \| (\d+) x (\S+) \| ([\d.]+) \|")
 SFT_LEARNING_RATE = {"infir2_1.5b": 5e-5, "infir2_7b": 2e-5}
 
 
@@ -112,3 +128,30 @@ def test_sft_packs_64_chats_a_step_by_tokens_for_5_epochs(family, name):
     assert stage.with_length(72_000).train.steps == 5625
     first, second = load(family, "sft_stage1").raw, load(family, "sft_stage2").raw
     assert {key for key in first if first[key] != second[key]} == {"data", "train"}
+
+
+def test_the_table_has_every_small_model():
+    assert {row[0] for row in ROW.findall((FOLDER / "README.md").read_text())} == set(SMALL)
+
+
+@pytest.mark.parametrize("stage", ["cpt", "sft"])
+@pytest.mark.parametrize("row", ROW.findall((FOLDER / "README.md").read_text()), ids=lambda row: row[0])
+def test_a_small_model_fits_on_the_gpus_that_the_table_names(row, stage):
+    name, weights, length, recomputed, gpus, gpu, gib = row
+    file = FOLDER / name / f"{stage}.json"
+    raw = read_json(file)
+    assert raw["model"] == {"path": weights, "activation_checkpointing": recomputed == "yes"}
+    assert raw["data"]["sequence_length"] == int(length) <= SHAPES[weights]["max_position_embeddings"]
+    found = estimate(with_known_model(raw, file), gpus=int(gpus))
+    assert found.workload.model.numel == pytest.approx(SMALL[name], rel=2e-3)
+    assert found.device_bytes / 2**30 == pytest.approx(float(gib), abs=0.05)
+    assert found.device_bytes < 0.95 * gpu_of(gpu).bytes
+
+
+@pytest.mark.parametrize("stage", ["cpt", "sft"])
+@pytest.mark.parametrize("name", SMALL)
+def test_small_models_share_all_settings_but_the_model_and_its_learning_rate(name, stage):
+    ours, first = (read_json(FOLDER / folder / f"{stage}.json") for folder in (name, "qwen3_0.6b"))
+    for raw in (ours, first):
+        del raw["zero_optimization"]["leaf_module"], raw["optimizer"]["params"]["lr"], raw["train"]["run_dir"]
+    assert {key for key in first if ours[key] != first[key]} <= {"model", "data"}

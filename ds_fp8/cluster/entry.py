@@ -8,9 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable
 
-import torch.distributed
-
-from ds_fp8.cluster import watchdog
 from ds_fp8.cluster.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_USER_ERROR
 from ds_fp8.cluster.guardian.messages import ERROR, LOST, USER
 from ds_fp8.config.errors import as_user_error, main_entry
@@ -29,6 +26,8 @@ def rank_entry(main: Callable[[], int | None]) -> None:
         try:
             code = main()
         except Exception as error:
+            from ds_fp8.cluster import watchdog  # it imports torch, and `main` has something to say before
+
             if mistake := as_user_error(error):
                 watchdog.fail(USER, str(mistake), EXIT_USER_ERROR)
                 raise mistake from None
@@ -37,8 +36,12 @@ def rank_entry(main: Callable[[], int | None]) -> None:
             watchdog.fail(LOST if lost_others(error) else ERROR, reason, EXIT_LOST)
             sys.exit(EXIT_FAILED)
         except KeyboardInterrupt:
+            from ds_fp8.cluster import watchdog
+
             watchdog.fail(LOST, "it was interrupted (SIGINT) before there was anything to save", EXIT_INTERRUPTED)
             raise
+        from ds_fp8.cluster import watchdog
+
         # Its work is done: a second signal, while Python ends, must not change the exit code.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
@@ -50,6 +53,8 @@ def rank_entry(main: Callable[[], int | None]) -> None:
 
 def lost_others(error: Exception) -> bool:
     """Return whether an exception says that another rank, or the output's reader, is gone."""
+    import torch.distributed
+
     if isinstance(error, torch.distributed.DistError | BrokenPipeError):
         return True
     return type(error) is RuntimeError and _LINK.search(str(error)) is not None

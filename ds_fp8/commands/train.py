@@ -11,16 +11,19 @@ SIGTERM saves a checkpoint and ends with exit code 143; the same command resumes
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ds_fp8.cluster import watchdog
 from ds_fp8.cluster.entry import rank_entry
 from ds_fp8.cluster.launch_options import add_launch_options, check_launch_options, launch_as
-from ds_fp8.cluster.local_launch import TRAIN, train_here
-from ds_fp8.cluster.start_checks import Job, check_ranks
 from ds_fp8.commands.arguments import add_stage, count, parser_of, stage_file
 from ds_fp8.config.errors import UserError
+
+if TYPE_CHECKING:
+    from ds_fp8.train import Stage
 
 
 def main() -> int:
@@ -32,6 +35,10 @@ def main() -> int:
     add_launch_options(parser)
     arguments = parser.parse_args()
     file = stage_file(arguments)
+    _say_what_loads()
+
+    from ds_fp8.cluster.local_launch import TRAIN, train_here
+
     own = ["--deepspeed_config", str(file), *(part for change in arguments.set for part in ("--set", change))]
     check_launch_options(arguments, local_restarts=True)
     if arguments.hostfile:
@@ -47,14 +54,26 @@ def main() -> int:
     return _train(file, arguments.set)
 
 
+def _say_what_loads() -> None:
+    """Say that packages are imported, which takes most of the time before the first step; on the first rank alone."""
+    rank = os.environ.get("RANK")
+    if rank in (None, "0") and "torch" not in sys.modules:
+        print(f"{'' if rank is None else 'rank 0: '}loading torch, DeepSpeed and transformers", flush=True)
+
+
 def _train(file: Path, changes: list[str]) -> int:
     import torch
     import transformers
     from deepspeed.utils.logging import set_log_level_from_string
 
+    from ds_fp8.cluster import watchdog
+    from ds_fp8.cluster.start_checks import Job, check_ranks
     from ds_fp8.train import load_stage, train
     from ds_fp8.train.interrupt import EXIT_INTERRUPTED, Interrupted
+    from ds_fp8.train.start_times import StartTimes
 
+    times = StartTimes.of_process()
+    times.end("imports")
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         ranks_here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
@@ -70,15 +89,57 @@ def _train(file: Path, changes: list[str]) -> int:
             same = check_ranks(store, Job(stage.raw, stage.file, stage.paths(), stage.run_dir))
             if int(os.environ["RANK"]) == 0:
                 print(same, flush=True)
-        result = train(stage)
+        result = train(stage, times)
     except Interrupted:
         return EXIT_INTERRUPTED
     if int(os.environ["RANK"]) == 0:
-        loss, in_bf16 = result["final_loss"], result.get("final_loss_bf16")
-        weights = "" if in_bf16 in (None, loss) else f" ({in_bf16:.4f} by its weights in BF16, without casts)"
-        loss = "is not finite" if loss is None else f"{loss:.4f}"
-        print(f"final validation loss {loss}{weights} after {result['steps']} steps", flush=True)
+        watchdog.beat("writing the report", slow=True)
+        print("\n".join(_end(stage, result)), flush=True)
     return 0
+
+
+def _end(stage: Stage, result: dict[str, Any]) -> list[str]:
+    """Write the run's report; return the final loss, where model and report lie, and the command that exports."""
+    from ds_fp8.report.page import write_report
+    from ds_fp8.report.runs import find
+    from ds_fp8.report.verdict import judge_all
+    from ds_fp8.train.checkpoints import MODEL
+
+    loss, in_bf16 = result["final_loss"], result.get("final_loss_bf16")
+    weights = "" if in_bf16 in (None, loss) else f" ({in_bf16:.4f} by its weights in BF16, without casts)"
+    loss = "is not finite" if loss is None else f"{loss:.4f}"
+    folder = shlex.quote(str(stage.run_dir))
+    lines = [
+        f"final validation loss {loss}{weights} after {result['steps']} steps",
+        f"model:   {stage.run_dir / MODEL}",
+    ]
+    try:
+        runs = find([stage.run_dir])
+        _, page = write_report(runs, judge_all(runs), stage.run_dir, str(stage.run_dir))
+        lines.append(f"report:  {page}")
+    except (OSError, UserError) as error:  # the run itself is done, and its model written
+        why = error.problem if isinstance(error, UserError) else error
+        lines.append(f"report:  not written ({why}); once that is mended: ds-fp8 report {folder}")
+    layout = _served_layout(stage)
+    if layout is not None:
+        lines.append(f"export:  ds-fp8 export {folder} {shlex.quote(f'{stage.run_dir}-{layout}')} --format {layout}")
+    return lines
+
+
+def _served_layout(stage: Stage) -> str | None:
+    """Return the first layout of an export that holds the weights as training cast them, or None."""
+    from ds_fp8.export.layouts import SCALE_SUFFIX, check_layout
+
+    model = stage.model.config or {}
+    if not stage.fp8.enabled or str(model.get("model_type", "")).startswith("munit"):
+        return None
+    for layout in SCALE_SUFFIX:
+        try:
+            check_layout(layout, stage.fp8.linear.weight)
+        except UserError:
+            continue
+        return layout
+    return None
 
 
 if __name__ == "__main__":

@@ -67,6 +67,6 @@ def only_driver(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another sweep is running in {folder}", remedy="wait for it, or give another --output"
+                f"another sweep is running in {folder}", remedy="wait for it, or give another --out"
             ) from None
         yield

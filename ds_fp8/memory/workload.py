@@ -81,12 +81,12 @@ class Workload:
     @property
     def offloads_optimizer(self) -> bool:
         """Return whether masters and moments lie outside the GPU."""
-        return self.zero.offload_optimizer is not None and self.zero.offload_optimizer.device.value != "none"
+        return self.zero.offload_optimizer is not None and self.zero.offload_optimizer.device != "none"
 
     @property
     def offloads_parameters(self) -> bool:
         """Return whether shards of weights lie outside the GPU."""
-        return self.zero.offload_param is not None and self.zero.offload_param.device.value != "none"
+        return self.zero.offload_param is not None and self.zero.offload_param.device != "none"
 
     def resized(self, what: Literal["micro_batch", "sequence_length"], value: int) -> Workload:
         """Return the same with another number of rows in a micro-batch, or of tokens in a row."""

@@ -21,6 +21,8 @@ GAP_POINTS = 25
 """Points of the gap of the training losses, each a mean of as many steps."""
 LOG_RATIO = 3.0
 """Ratio of the largest to the smallest loss from which their axis is logarithmic."""
+NORM_RATIO = 30.0
+"""The same of gradient norms, which one spike must not press flat."""
 MAX_COLUMNS = 160
 """Measurements in a heat map; of more, some evenly spaced ones are shown."""
 HEAT_RANGES = {"flushed": (0.0, 1.0), "saturated": (0.0, 0.1), "snr_db": (20.0, 34.0)}
@@ -106,17 +108,39 @@ def gaps_of_seeds(comparisons: Sequence[Comparison], noise: float | None, tolera
     return svg.as_svg(figure, "Relative gap of the validation losses over the steps, one line a seed")
 
 
+def learning_rate(comparison: Comparison) -> str | None:
+    """Draw the learning rate over the steps, or return None where no run has recorded it."""
+    return _over_steps(comparison, "learning_rate", "Learning rate")
+
+
+def gradient_norm(comparison: Comparison) -> str | None:
+    """Draw the norm of the gradient, before it is clipped, or return None where no run has recorded it."""
+    return _over_steps(comparison, "gradient_norm", "Gradient norm, before clipping")
+
+
+def speed(comparison: Comparison) -> str | None:
+    """Draw tokens per second over the steps, or return None where no run has recorded it."""
+    return _over_steps(comparison, "tokens_per_second", "Tokens per second")
+
+
 @svg.styled
-def speed(comparison: Comparison) -> str:
-    """Draw tokens per second over the steps."""
+def _over_steps(comparison: Comparison, key: str, title: str) -> str | None:
+    """Draw one figure of the training steps from zero upwards; where it spans orders of magnitude, by its logarithm."""
+    curves = {label: run.series(key) for label, run in comparison.columns.items()}
+    values = [value for _, series in curves.values() for value in series]
+    if not values:
+        return None
     figure, axes = svg.chart(2.4)
-    for (label, run), style in zip(comparison.columns.items(), _styles(comparison), strict=False):
-        values = _thinned(*run.series("tokens_per_second"), MAX_POINTS)
-        axes.plot(*values, color=style["color"], linestyle=style["linestyle"], linewidth=1.3, label=label)
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel="step", title="Tokens per second")
+    for (label, series), style in zip(curves.items(), _styles(comparison), strict=False):
+        points = _thinned(*series, MAX_POINTS)
+        axes.plot(*points, color=style["color"], linestyle=style["linestyle"], linewidth=1.3, label=label)
+    if key == "gradient_norm" and max(values) > NORM_RATIO * min(values) > 0:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set(xlabel="step", title=title)
     axes.legend()
-    return svg.as_svg(figure, f"Tokens per second over the steps, {comparison.name}")
+    return svg.as_svg(figure, f"{title} over the steps, {comparison.name}")
 
 
 def health_maps(name: str, run: RunRecord, figures: Sequence[str]) -> Iterator[str]:

@@ -12,9 +12,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ds_fp8.report import charts
+from ds_fp8.report.exact_match import exact_match_of
 from ds_fp8.report.runs import Comparison, RunRecord, seeds
 from ds_fp8.report.summary import health_tables, run_figures, stage_figures, summarise
-from ds_fp8.report.verdict import TOLERANCE, TRAINED, WEIGHTS, Verdict, concerns, gaps_of, seed_noise
+from ds_fp8.report.verdict import ONE_SEED, TOLERANCE, TRAINED, WEIGHTS, Verdict, concerns, gaps_of, seed_noise
 from ds_fp8.train.durable import write_atomically
 from ds_fp8.train.metrics import ANSWERS
 
@@ -27,7 +28,7 @@ OPEN_ANSWERS = 3
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of a stage: its values by run, and the first over the second."""
+    """One figure of a stage: its values by run, and the first over the second, or less it."""
 
     name: str
     values: list[str]
@@ -49,6 +50,7 @@ def render(comparisons: Sequence[Comparison], verdict: Verdict, title: str, tole
     """Return the page."""
     first, several = comparisons[0], seeds(comparisons) is not None
     judgement, _, reason = verdict.words.partition(": ")
+    reason, caution, _ = reason.partition(f"; {ONE_SEED}")
     fp8 = [run for run in first.columns.values() if run.kind == "fp8"]
     return (
         environment()
@@ -58,9 +60,9 @@ def render(comparisons: Sequence[Comparison], verdict: Verdict, title: str, tole
             judgement=judgement[0].upper() + judgement[1:],
             reason=reason,
             level=verdict.level,
+            caution=f"{ONE_SEED[0].upper()}{ONE_SEED[1:]}." if caution else None,
             result=first.run.result,
             on_cpu=first.run.result["device"] == "cpu",
-            one_seed=first.twin is not None and not several,
             overview=Markup(charts.gaps_of_seeds(comparisons, seed_noise(comparisons), tolerance)) if several else None,
             tiles=_tiles(comparisons),
             stages=[_stage(comparison, tolerance) for comparison in comparisons],
@@ -84,11 +86,18 @@ def environment() -> Environment:
 
 def _stage(comparison: Comparison, tolerance: float) -> dict[str, Any]:
     """Return the template's values for one comparison."""
-    pictures = [charts.losses(comparison), charts.gap(comparison, tolerance), charts.speed(comparison)]
+    pictures = [
+        charts.losses(comparison),
+        charts.gap(comparison, tolerance),
+        charts.learning_rate(comparison),
+        charts.gradient_norm(comparison),
+        charts.speed(comparison),
+    ]
     return {
         "name": comparison.name.replace("_", " "),
         "labels": list(comparison.columns),
         "steps": comparison.run.result["steps"],
+        "folders": [(label, str(run.folder)) for label, run in comparison.columns.items()],
         "rows": _rows(comparison),
         "charts": [Markup(picture) for picture in pictures if picture],
         "answers": _answers(comparison),
@@ -164,7 +173,7 @@ def _rows(comparison: Comparison) -> list[Row]:
         row("the same, weights in BF16", "final_validation_loss_bf16", "{:.4f}", ratio="{:+.2%}"),
         row("training loss, end", "last_loss", "{:.4f}", ratio="{:+.2%}"),
         row("exact match before", "exact_match_before", "{:.0%}"),
-        _exact_match(figures),
+        _exact_match(comparison, figures),
         row("gathers, MB a step", "all_gather_bytes", "{:,.2f}", 1e6, "{:.2f}×"),
         row("gradients, MB a step", "grad_bytes", "{:,.2f}", 1e6, "{:.2f}×"),
     ]
@@ -188,10 +197,12 @@ def _number(value: float | None, shape: str, unit: float) -> str:
     return f"{value / unit:,.0f}" if abs(value / unit) >= 1000 else shape.format(value / unit)
 
 
-def _exact_match(figures: Sequence[Mapping[str, Any]]) -> Row:
+def _exact_match(comparison: Comparison, figures: Sequence[Mapping[str, Any]]) -> Row:
     shares = [(entry["exact_match"], entry["exact_match_standard_error"] or 0) for entry in figures]
     shown = [NOT_MEASURED if share is None else f"{share:.0%} ± {error:.0%}" for share, error in shares]
-    return Row("exact match after", shown, "")
+    both = exact_match_of([comparison])
+    difference = "" if both is None else f"{100 * both.difference:+.0f} ± {100 * both.error:.0f} pt"
+    return Row("exact match after", shown, difference)
 
 
 def _start_report(run: RunRecord) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.report.exact_match import exact_match_of
 from ds_fp8.report.runs import KINDS, Comparison, RunRecord, seeds
 from ds_fp8.report.verdict import LOSSES, TOLERANCE, gaps_of, judge_seeds, mean_gap, seed_noise
 from ds_fp8.train.durable import write_atomically
@@ -108,10 +109,11 @@ def compare(twins: Sequence[Comparison], tolerance: float = TOLERANCE) -> dict[s
 
     Losses and gaps are those as trained and, under the same keys with "_bf16", those of the weights evaluated in BF16.
     The noise is the standard deviation of BF16's final losses over seeds, relative to their mean. It and the standard
-    errors are None for one seed.
+    errors of the losses are None for one seed.
     """
     runs = {"fp8": [twin.run for twin in twins], "bf16": [twin.twin for twin in twins]}
     verdict = judge_seeds(twins, tolerance)
+    answers = exact_match_of(twins)
     return {
         "seeds": seeds(twins),
         "steps": twins[0].run.result["steps"],
@@ -121,6 +123,8 @@ def compare(twins: Sequence[Comparison], tolerance: float = TOLERANCE) -> dict[s
         "seed_noise": seed_noise(twins),
         "tolerance": tolerance,
         "exact_match": {kind: [run.result["exact_match"]["after"] for run in runs[kind]] for kind in KINDS},
+        "exact_match_difference": None if answers is None else answers.difference,
+        "exact_match_difference_standard_error": None if answers is None else answers.error,
         "tokens_per_second": {kind: fmean(run.result["tokens_per_second"] for run in runs[kind]) for kind in KINDS},
         "skipped_steps": {kind: [run.result["skipped_steps"] for run in runs[kind]] for kind in KINDS},
         "curves": {kind: [_curves(run) for run in runs[kind]] for kind in KINDS},

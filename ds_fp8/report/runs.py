@@ -154,8 +154,8 @@ def find(folders: Iterable[Path]) -> list[Comparison]:
 
 
 def seeds(comparisons: Iterable[Comparison]) -> list[int] | None:
-    """Return the seeds of runs that differ in nothing else, as `ds-fp8 parity` names them, or None."""
-    found = [re.fullmatch(r"seed_(\d+)", comparison.name) for comparison in comparisons]
+    """Return the seeds of twins that differ in nothing else, as `ds-fp8 parity` names them, or None."""
+    found = [comparison.twin and re.fullmatch(r"seed_(\d+)", comparison.name) for comparison in comparisons]
     return [int(match.group(1)) for match in found] if all(found) else None
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from ds_fp8.monitor.heat_maps import health_matrix, health_sites
 from ds_fp8.monitor.thresholds import LABELS
+from ds_fp8.report.exact_match import exact_match_of, share_error
 from ds_fp8.report.runs import Comparison, RunRecord
 from ds_fp8.report.verdict import TRAINED, WEIGHTS, Verdict, concerns, gap_of
 
@@ -42,7 +43,7 @@ def run_figures(run: RunRecord) -> dict[str, Any]:
         "exact_match_before": answers["before"],
         "exact_match": answers["after"],
         "exact_match_problems": answers["problems"],
-        "exact_match_standard_error": _standard_error(answers["after"], answers["problems"]),
+        "exact_match_standard_error": share_error(answers["after"], answers["problems"]),
         # One rank alone sends nothing.
         "all_gather_bytes": result["bytes_per_step"]["all_gather_bytes"] or None,
         "grad_bytes": result["bytes_per_step"]["grad_bytes"] or None,
@@ -60,14 +61,12 @@ def stage_figures(comparison: Comparison) -> dict[str, Any]:
         ours, theirs = entry.values()
         entry["final_loss_gap"] = gap_of(comparison)
         entry["final_loss_bf16_gap"] = gap_of(comparison, WEIGHTS)
+        answers = exact_match_of([comparison])
+        entry["exact_match_difference"] = None if answers is None else answers.difference
+        entry["exact_match_difference_standard_error"] = None if answers is None else answers.error
         for key in RATIOS:
             entry[f"{key}_ratio"] = ours[key] / theirs[key] if ours[key] is not None and theirs[key] else None
     return entry
-
-
-def _standard_error(share: float | None, problems: int) -> float | None:
-    """Return the standard error of a share of right answers among `problems`."""
-    return None if share is None or not problems else (share * (1 - share) / problems) ** 0.5
 
 
 # ---------------------------------------------------------------- health by layer

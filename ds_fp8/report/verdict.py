@@ -8,13 +8,11 @@ from statistics import fmean, stdev
 from typing import Literal, get_args
 
 from ds_fp8.monitor.records import FALLBACK
+from ds_fp8.report.exact_match import SIGMAS, ExactMatch, exact_match_of
 from ds_fp8.report.runs import Comparison, RunRecord, seeds
 
 TOLERANCE = 0.0025
 """Relative gap of the final losses up to which FP8 counts as equal, as DeepSeek-V3 (arXiv 2412.19437) reports it."""
-SIGMAS = 2.0
-"""Standard errors up to which a gap counts as noise of the seed."""
-
 
 TRAINED, WEIGHTS = "final_loss", "final_loss_bf16"
 LOSSES = (TRAINED, WEIGHTS)
@@ -22,7 +20,12 @@ LOSSES = (TRAINED, WEIGHTS)
 Level = Literal["good", "undecided", "bad"]
 LEVELS: tuple[str, ...] = get_args(Level)
 JUDGEMENTS = {"good": "equal", "undecided": "undecided", "bad": "worse"}
-ONE_SEED = "one seed, so that what another changes is not known"
+NOT_WORSE = "not worse"
+"""In the place of "equal" where one seed alone was trained."""
+ONE_SEED = (
+    "one seed can show a failure, neither that both are equal nor which is better: another seed moves losses and "
+    "answers as well, and ds-fp8 parity --seeds 3 says how much"
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Gap:
         """Return the same in a few words."""
         if self.mean > tolerance:
             return "beyond the tolerance" + (" but within its noise" if self._noisy else "")
+        if self.error is None:
+            return "not beyond the tolerance"
         return "no more than the seed's noise" if self._noisy else "better" if self.mean < 0 else "within the tolerance"
 
     @property
@@ -71,24 +76,32 @@ class Gap:
 NO_COMPARISON = Verdict("bad", "no comparison: a final loss is missing or not finite")
 
 
-def judge(trained: Gap, weights: Gap | None, tolerance: float) -> Verdict:
-    """Judge how far FP8's final losses are from BF16's: by the worse of the two.
+def judge(trained: Gap, weights: Gap | None, tolerance: float, answers: ExactMatch | None = None) -> Verdict:
+    """Judge how far FP8's final losses are from BF16's, by the worse of the two, and whether it answers as well.
 
     Args:
         trained: gap of the loss computed as in training, with casts.
         weights: gap of the loss of the exported BF16 weights, without casts; None where it was not measured.
         tolerance: the gap that is allowed. One beyond it does not pass for being noisy: more seeds or steps decide.
+        answers: exact match, where it was measured. A share that is lower by more than its standard errors explain
+            does not pass; its error over one seed leaves out what another seed changes, so that one seed decides
+            nothing.
     """
+    one_seed = trained.error is None
     shown = f"the final loss of FP8 is {trained}, {trained.reason(tolerance)}"
     if weights is not None:
         shown += f"; that of its weights in BF16 {weights}, {weights.reason(tolerance)}"
     shown += f" ({tolerance:.2%} allowed)"
-    level = max((gap.level(tolerance) for gap in (trained, weights) if gap is not None), key=LEVELS.index)
+    levels = [gap.level(tolerance) for gap in (trained, weights) if gap is not None]
+    if answers is not None:
+        shown += f"; {answers}, {'lower by more than' if answers.worse else 'within'} {SIGMAS:g} standard errors"
+        levels.append(("undecided" if one_seed else "bad") if answers.worse else "good")
+    level = max(levels, key=LEVELS.index)
     if level == "undecided":
         shown += "; use more seeds or steps"
-    if trained.error is None:
+    if one_seed:
         shown += f"; {ONE_SEED}"
-    return Verdict(level, f"{JUDGEMENTS[level]}: {shown}")
+    return Verdict(level, f"{NOT_WORSE if one_seed and level == 'good' else JUDGEMENTS[level]}: {shown}")
 
 
 def judge_seeds(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -> Verdict:
@@ -96,7 +109,7 @@ def judge_seeds(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE)
     if any(gap is None for key in measured(comparisons) for gap in gaps_of(comparisons, key)):
         return NO_COMPARISON
     trained, weights = (mean_gap(comparisons, key) for key in LOSSES)
-    return judge(trained, weights, tolerance)
+    return judge(trained, weights, tolerance, exact_match_of(comparisons))
 
 
 def judge_all(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -> Verdict:
@@ -114,16 +127,19 @@ def judge_all(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -
     if any(len({run.kind for run in comparison.columns.values()}) == 1 for comparison in comparisons):
         first, second = comparisons[0].columns
         trained = gaps[TRAINED][worst]
-        return Verdict("undecided", f"compared: the final loss of {first} is {trained:+.3%} from that of {second}")
+        words = f"compared: the final loss of {first} is {trained:+.3%} from that of {second}"
+        return Verdict("undecided", f"{words}; {ONE_SEED}")
     verdict = judge_seeds([comparisons[names.index(worst)]], tolerance)
     if len(names) == 1:
         return verdict
-    if verdict.passed:
+    answers = {name: exact_match_of([comparison]) for name, comparison in zip(names, comparisons, strict=True)}
+    failing = [f"in {name} {found}" for name, found in answers.items() if found is not None and found.worse]
+    if max(largest.values()) <= tolerance:
         listed = [", ".join(f"{gap:+.2%} ({name})" for name, gap in of_stage.items()) for of_stage in gaps.values()]
-        words = "; of its weights in BF16 ".join(listed)
-        return Verdict(
-            "good", f"not worse: in {len(names)} stages, final losses of FP8 against BF16 {words}; {ONE_SEED}"
-        )
+        words = f"in {len(names)} stages, final losses of FP8 against BF16 {'; of its weights in BF16 '.join(listed)}"
+        if failing:
+            return Verdict("undecided", f"{JUDGEMENTS['undecided']}: {'; '.join([*failing, words, ONE_SEED])}")
+        return Verdict("good", f"{NOT_WORSE}: {words}; {ONE_SEED}")
     far = sum(gap > tolerance for gap in largest.values())
     return Verdict("bad", f"worse: in {far} of {len(names)} stages; in {worst} {verdict.words.partition(': ')[2]}")
 

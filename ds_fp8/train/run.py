@@ -28,14 +28,26 @@ from ds_fp8.train.result import write_result
 from ds_fp8.train.run_lock import only_run_in
 from ds_fp8.train.schedules import learning_rate_scheduler
 from ds_fp8.train.stage import Stage
+from ds_fp8.train.start_times import StartTimes
 
 
-def train(stage: Stage) -> dict[str, Any]:
+def train(stage: Stage, times: StartTimes | None = None) -> dict[str, Any]:
     """Run the stage on this rank, from where its run folder left off, and return its result. Collective.
 
-    Nothing is written before every check has passed. Raises UserError, on all ranks alike, for a mistake in the stage,
-    and Interrupted after a signal, once the checkpoint is saved.
+    Nothing is written before every check has passed.
+
+    Args:
+        stage: What to train.
+        times: Of what this process has done before; by default the start begins with this call.
+
+    Returns:
+        What result.json holds.
+
+    Raises:
+        UserError: On all ranks alike, for a mistake in the stage.
+        Interrupted: After a signal, once the checkpoint is saved.
     """
+    times = times or StartTimes()
     processes.set_single_process_env()
     watchdog.beat("preparing data and model", slow=True)
     rank = int(os.environ["RANK"])
@@ -52,6 +64,7 @@ def train(stage: Stage) -> dict[str, Any]:
         resume.check_length(stage, state)
         _check_problems(stage, data)
         config = load_model_config(stage, tokenizer)
+        times.end("data")
         processes.init_distributed()
         processes.check_same_everywhere(
             "the data it prepared",
@@ -59,10 +72,12 @@ def train(stage: Stage) -> dict[str, Any]:
             key="data.path",
             remedy="give every host the same files; what was prepared earlier from others lies in DS_FP8_CACHE",
         )
+        times.end("meeting the other ranks")
         model = build_sharded_model(stage, config)
+        times.end("model")
         say = RunProgress.say_on(rank == 0)
         with only_run_in(stage.run_dir, say):
-            return _train(stage, data, tokenizer, model, resume.settle(stage, say))
+            return _train(stage, data, tokenizer, model, resume.settle(stage, say), times)
     except UserError as error:
         raise error.located(stage.file) from None
 
@@ -73,6 +88,7 @@ def _train(
     tokenizer: PreTrainedTokenizerBase,
     model: torch.nn.Module,
     state: RunState,
+    times: StartTimes,
 ) -> dict[str, Any]:
     """Train from `state`, whose run folder is this run's alone, and return the result. Collective."""
     rank = dist.get_rank()
@@ -101,6 +117,8 @@ def _train(
     log = MetricsLog(stage.run_dir / checkpoints.METRICS, records, writes=rank == 0)
     with RunProgress(stage.run_dir.name, stage.train.steps, state.step, shown=rank == 0) as progress:
         describe(data.report, progress.say)
+        times.end("ZeRO-3 and FP8")
+        progress.say(str(times))
         run = TrainingLoop(stage, data, tokenizer, engine, log, progress, Interrupt(engine.device), state)
         try:
             run.all_steps()

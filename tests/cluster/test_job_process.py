@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ds_fp8 import cli
-from ds_fp8.cluster import entry, local_launch
+from ds_fp8.cluster import local_launch, watchdog
 from ds_fp8.cluster.exit_codes import EXIT_INTERRUPTED, EXIT_LOST
 from ds_fp8.cluster.job_process import meaning, run_job, with_restarts
 from ds_fp8.cluster.launch_options import add_launch_options, check_launch_options
@@ -187,7 +187,7 @@ def test_hosts_that_are_to_be_left_are_some_of_those_there(fewest, tmp_path, mon
 
 def test_a_rank_under_any_launcher_says_that_it_leaves(monkeypatch):
     left = []
-    monkeypatch.setattr(entry.watchdog, "leave", lambda: left.append(True))
+    monkeypatch.setattr(watchdog, "leave", lambda: left.append(True))
     monkeypatch.setattr(cli, "main", lambda: 0)
     for command, leaves in (("check", []), ("train", [True])):
         monkeypatch.setattr(sys, "argv", ["ds-fp8", command])

@@ -58,7 +58,13 @@ def finished_run(
     records = [{"step": 0, "validation_loss": 6.1}]
     for step in range(1, 11):
         records.append(
-            {"step": step, "loss": 6.0 - step * (6.0 - (loss or 0.5)) / 10, "tokens_per_second": 1000.0 + step}
+            {
+                "step": step,
+                "loss": 6.0 - step * (6.0 - (loss or 0.5)) / 10,
+                "learning_rate": 1e-3 / step,
+                "gradient_norm": 100.0 / step**2,
+                "tokens_per_second": 1000.0 + step,
+            }
         )
         if enabled and measured:
             figures = {"amax": 3.0, "flushed": 0.02 * step / 10, "saturated": 0.0, "snr_db": 31.0 - step}

@@ -47,7 +47,8 @@ def test_one_seed_has_no_noise(tmp_path):
 @pytest.mark.parametrize(
     ("gap", "error", "word", "passed"),
     [
-        (0.001, None, "equal", True),
+        (0.001, None, "not worse", True),
+        (-0.02, None, "not worse", True),
         (0.003, None, "worse", False),
         (-0.02, 0.001, "better", True),
         (0.001, 0.001, "noise", True),
@@ -60,7 +61,10 @@ def test_verdicts(gap, error, word, passed):
     verdict = judge(Gap(gap, error), None, 0.0025)
     assert word in verdict.words
     assert verdict.passed == passed
-    assert ("one seed" in verdict.words) == (error is None)
+    assert ("one seed can show a failure" in verdict.words) == (error is None)
+    if error is None:  # which says nothing about what is equal or better
+        assert not verdict.words.startswith("equal")
+        assert "%, better" not in verdict.words
 
 
 @pytest.mark.parametrize(
@@ -106,6 +110,22 @@ def test_a_report_over_seeds_shows_their_mean_and_noise(tmp_path):
     picture = charts.gaps_of_seeds(twins, seed_noise(twins), 0.0025)
     for words in ("BF16's own seeds", "seed 7", "seed 8"):
         assert words in picture
+
+
+@pytest.mark.parametrize(
+    ("fp8", "bf16", "passed"),
+    [((0.8, 0.82, 0.78), (0.98, 0.96, 1.0), False), ((0.9, 0.5, 0.9), (0.98, 0.96, 0.98), True)],
+)
+def test_seeds_that_answer_less_are_worse_beyond_their_noise(fp8, bf16, passed, tmp_path):
+    for seed, shares in enumerate(zip(fp8, bf16, strict=True)):
+        for kind, share in zip(("fp8", "bf16"), shares, strict=True):
+            finished_run(run_folder(tmp_path, kind, seed), 2.0, 10, share, enabled=kind == "fp8")
+    comparison = compare(comparisons_in(tmp_path, range(3)))
+    differences = [ours - theirs for ours, theirs in zip(fp8, bf16, strict=True)]
+    assert comparison["exact_match_difference"] == pytest.approx(sum(differences) / 3)
+    assert comparison["exact_match_difference_standard_error"] >= stdev(differences) / 3**0.5 * (1 - 1e-9)
+    assert comparison["passed"] == passed
+    assert comparison["verdict"].startswith("equal: " if passed else "worse: ")
 
 
 def test_a_loss_that_is_not_finite_is_no_comparison(tmp_path):
@@ -215,7 +235,7 @@ def test_the_command_trains_twins_and_gives_its_verdict(tiny, write, cache_home,
     arguments = ["--steps", "2", "--set", "data.examples=100", "--out", "out", "--tolerance", "0.5"]
     monkeypatch.setattr(sys, "argv", ["parity", "--deepspeed_config", str(file), *arguments])
     assert command.main() == 0
-    assert "equal: " in capsys.readouterr().out
+    assert "not worse: " in capsys.readouterr().out
     assert "<svg" in (tmp_path / "out" / "report.html").read_text()
     figures = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert figures["steps"] == 2

@@ -1,0 +1,179 @@
+"""The files of examples/ do what they say: each runs on two CPU ranks, where what it needs is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from ds_fp8.config.fp8 import parse_fp8
+from tests.integrations import accelerate_on_cpus
+from tests.integrations.programs import history, installed, small_model, small_tokenizer
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+WORDS = ("one", "two", "three", "four", "five", "six")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A copy of the examples, with a tiny model and data for each of them beside."""
+    shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
+    small_model(tie_word_embeddings=True).save_pretrained(tmp_path / "tiny")
+    small_tokenizer().save_pretrained(tmp_path / "tiny")
+    (tmp_path / "text.txt").write_text("one two three four five six 0123456789 " * 400)
+    turns = [{"role": "user", "content": "after one"}, {"role": "assistant", "content": "two"}]
+    rows = {
+        "chats": {"messages": turns},
+        "preferences": {"prompt": "after one ", "chosen": "two", "rejected": "seven"},
+        "prompts": {"prompt": "after one "},
+    }
+    for name, row in rows.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in WORDS * 4))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*command: str) -> str:
+    """Return what the command prints in the current folder, on CPUs; it must succeed."""
+    ours = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    others = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        [sys.executable, "-m", *command], env={**others, **ours}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return done.stdout
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+FEW = (
+    *("--model_name_or_path", "tiny", "--output_dir", "out", "--max_steps", "3", "--logging_steps", "1"),
+    *("--per_device_train_batch_size", "2", "--report_to", "none", "--save_strategy", "no"),
+    *("--dataloader_pin_memory", "false", "--disable_tqdm", "true"),
+)
+"""Options with which a program of TRL ends soon."""
+
+
+def of_accelerate(program: str, folder: Path, arguments: tuple[str, ...]):
+    """Run a program with what `accelerate launch --config_file zero3.yaml` tells it: losses and start reports."""
+    accelerate_on_cpus.enable()  # which sets a variable that is to stay
+    config = yaml.safe_load((folder / "zero3.yaml").read_text())["deepspeed_config"]
+    told = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": config["deepspeed_config_file"],
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": str(config["zero3_init_flag"]).lower(),
+    }
+    before = Path.cwd(), sys.argv, dict(os.environ)
+    os.chdir(folder)
+    os.environ.update(told)
+    sys.argv = [program, *FEW, *arguments]
+    try:
+        with installed():
+            trainer = runpy.run_path(program, run_name="__main__")["trainer"]
+            reference = getattr(trainer, "ref_model", None)
+            reports = [engine.fp8.report for engine in (trainer.model_wrapped, reference) if engine is not None]
+            return history(trainer, "loss"), reports
+    finally:
+        os.chdir(before[0])
+        sys.argv = before[1]
+        os.environ.clear()
+        os.environ.update(before[2])
+
+
+def test_the_plain_program_trains_and_leaves_a_model(folder):
+    printed = run("torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(),
+                  "train.py", "tiny", "text.txt", "out")  # fmt: skip
+    assert "linears in FP8        14" in printed
+    found = [float(value) for value in re.findall(r"step \d of \d: loss ([\d.]+)", printed)]
+    assert len(found) > 2
+    assert found[-1] < found[0]
+    assert AutoModelForCausalLM.from_pretrained(folder / "out" / "model").config.model_type == "qwen3"
+    assert (folder / "out" / "model" / "tokenizer.json").is_file()
+
+
+def test_accelerate_starts_fine_tuning_through_ds_fp8(folder):
+    pytest.importorskip("trl")
+    launch = ("--config_file", "zero3.yaml", "--num_processes", "2", "--main_process_port", free_port())
+    more = ("--dataset_name", "chats", "--packing", "--max_length", "64", "--learning_rate", "1e-2")
+    printed = run("accelerate.commands.launch", *launch, "-m", "tests.integrations.launched", "sft.py", *FEW, *more)
+    assert "linears in FP8        14" in printed
+    losses = [float(value) for value in re.findall(r"'loss': '([\d.]+)'", printed)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] - 0.1
+    assert AutoModelForCausalLM.from_pretrained(folder / "out").config.model_type == "qwen3"
+
+
+@pytest.mark.parametrize(
+    ("program", "engines", "arguments"),
+    [
+        ("dpo.py", 2, ("--dataset_name", "preferences", "--learning_rate", "1e-3")),
+        ("grpo.py", 1, ("--dataset_name", "prompts", "--num_generations", "2", "--max_completion_length", "8")),
+    ],
+)
+def test_other_programs_of_trl_train(program, engines, arguments, ranks, folder):
+    pytest.importorskip("trl")
+    losses, reports = ranks(2, of_accelerate, program, folder, arguments)[0]
+    assert [report["fp8_linears"] for report in reports] == [14] * engines
+    assert len(losses) == 3
+    if program == "dpo.py":
+        assert losses[0] == pytest.approx(0.6931, abs=1e-3)
+        assert losses[-1] < 0.6
+    assert AutoModelForCausalLM.from_pretrained(folder / "out").config.model_type == "qwen3"
+
+
+@pytest.mark.parametrize("name", ["ds_config.json", "zero3.json"])
+def test_deepspeed_configurations_have_a_valid_section(name):
+    raw = json.loads((EXAMPLES / name).read_text())
+    assert raw["zero_optimization"]["stage"] == 3
+    assert parse_fp8(raw).enabled
+
+
+@pytest.mark.parametrize("name", ["axolotl.yaml", "llamafactory.yaml"])
+def test_other_trainers_use_deepspeed_and_not_their_own_fp8(name):
+    """Both name their own FP8 `fp8`, and DeepSpeed's configuration `deepspeed`."""
+    recipe = yaml.safe_load((EXAMPLES / name).read_text())
+    assert recipe["fp8"] is False
+    assert recipe["bf16"] is True
+    assert (EXAMPLES / recipe["deepspeed"]).is_file()
+
+
+def test_accelerate_leaves_precision_to_deepspeed():
+    launch = yaml.safe_load((EXAMPLES / "zero3.yaml").read_text())
+    assert "mixed_precision" not in launch
+    assert (EXAMPLES / launch["deepspeed_config"]["deepspeed_config_file"]).is_file()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("axolotl"), reason="needs Axolotl")
+def test_axolotl_takes_the_recipe():
+    from axolotl.utils.dict import DictDefault
+    from axolotl.utils.schemas.config import AxolotlInputConfig
+
+    recipe = yaml.safe_load((EXAMPLES / "axolotl.yaml").read_text())
+    taken = AxolotlInputConfig(**DictDefault(recipe))
+    assert (taken.deepspeed, taken.fp8) == ("zero3.json", False)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("llamafactory"), reason="needs LLaMA-Factory")
+def test_llamafactory_takes_the_recipe(folder):
+    recipe = ("model_name_or_path=tiny", "max_steps=2", "report_to=none")
+    printed = run("torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(),
+                  "-m", "tests.integrations.launched",
+                  "-m", "llamafactory.launcher", "llamafactory.yaml", *recipe)  # fmt: skip
+    assert "linears in FP8        14" in printed

@@ -117,10 +117,11 @@ def test_a_report_over_seeds_shows_their_mean_and_noise(tmp_path):
     [((0.8, 0.82, 0.78), (0.98, 0.96, 1.0), False), ((0.9, 0.5, 0.9), (0.98, 0.96, 0.98), True)],
 )
 def test_seeds_that_answer_less_are_worse_beyond_their_noise(fp8, bf16, passed, tmp_path):
-    for seed, shares in enumerate(zip(fp8, bf16, strict=True)):
-        for kind, share in zip(("fp8", "bf16"), shares, strict=True):
-            finished_run(run_folder(tmp_path, kind, seed), 2.0, 10, share, enabled=kind == "fp8")
-    comparison = compare(comparisons_in(tmp_path, range(3)))
+    twins = twins_of({"": ()}, range(3))
+    for shares, cells in zip(zip(fp8, bf16, strict=True), twins, strict=True):
+        for share, cell in zip(shares, cells, strict=True):
+            finished_run(cell.folder(tmp_path), 2.0, 10, share, enabled=cell.kind == "fp8")
+    comparison = compare(comparisons_in(tmp_path, twins))
     differences = [ours - theirs for ours, theirs in zip(fp8, bf16, strict=True)]
     assert comparison["exact_match_difference"] == pytest.approx(sum(differences) / 3)
     assert comparison["exact_match_difference_standard_error"] >= stdev(differences) / 3**0.5 * (1 - 1e-9)

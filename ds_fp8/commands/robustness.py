@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from ds_fp8.commands.arguments import add_stage, amount, count, parser_of, stage_file
 from ds_fp8.commands.parity import train_once
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.fp8 import section_of
 
 if TYPE_CHECKING:
     from ds_fp8.report.robustness import Cell
@@ -48,7 +47,7 @@ def main() -> int:
     file = stage_file(arguments)
     ranks = arguments.ranks or torch.cuda.device_count() or 1
     stage = load_stage(file, arguments.set, ranks)
-    rate = section_of(section_of(stage.raw, "optimizer"), "params").get("lr")
+    rate = stage.configuration.optimizer_params.get("lr")
     if rate is None:
         raise UserError(
             "the stage has no learning rate to vary",

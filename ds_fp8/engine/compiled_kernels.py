@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 from torch.utils import cpp_extension
 
+from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.optimizer_section import compiled_operation
 
@@ -18,17 +17,17 @@ _SETTLED = 60.0
 """Seconds after which a lock that no process has open is not one that is just being taken."""
 
 
-def announce_compilation(raw: Mapping[str, Any], first_rank: bool) -> None:
+def announce_compilation(configuration: Configuration, first_rank: bool) -> None:
     """Say that DeepSpeed is going to compile the optimizer's kernel, which takes minutes, where it is not there yet.
 
     Args:
-        raw: the configuration, whose "optimizer" section DeepSpeed is going to use.
+        configuration: the one whose "optimizer" section DeepSpeed is going to use.
         first_rank: whether this rank is the one that prints.
 
     Raises:
         UserError: torch would wait for a lock that a killed process has left.
     """
-    operation = compiled_operation(raw)
+    operation = compiled_operation(configuration)
     if operation is None:
         return
     folder = Path(cpp_extension._get_build_directory(operation, False))

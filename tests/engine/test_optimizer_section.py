@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.compiled_kernels import announce_compilation
 from ds_fp8.engine.optimizer_section import check_optimizer
@@ -61,7 +62,7 @@ def adamw(**params):
 )
 def test_a_wrong_section_names_file_key_and_remedy(raw, key):
     with pytest.raises(UserError) as caught:
-        check_optimizer(raw, "ds.json")
+        check_optimizer(Configuration(raw, "ds.json"))
     assert (caught.value.key, caught.value.file) == (key, "ds.json")
     assert caught.value.remedy
     assert len(str(caught.value)) < 800
@@ -83,32 +84,32 @@ def test_a_wrong_section_names_file_key_and_remedy(raw, key):
     ids=lambda raw: str(raw["optimizer"])[:70],
 )
 def test_what_the_optimizer_takes_is_accepted(raw):
-    check_optimizer(raw)
+    check_optimizer(Configuration(raw))
 
 
 def test_what_this_packages_adamw_takes_is_accepted():
     """make_adamw checks its keys; no kernel of DeepSpeed's has to be compiled for it."""
-    check_optimizer(configuration("AdamW", {"lr": 1e-3, "set_grad_none": True}), own=True)
+    check_optimizer(Configuration(configuration("AdamW", {"lr": 1e-3, "set_grad_none": True})), own=True)
     with pytest.raises(UserError, match="no pair"):
-        check_optimizer(configuration("AdamW", {"lr": 1e-3, "betas": [0.9]}), own=True)
+        check_optimizer(Configuration(configuration("AdamW", {"lr": 1e-3, "betas": [0.9]})), own=True)
 
 
 def test_an_optimizer_that_must_be_compiled_needs_a_compiler(monkeypatch):
     raw = configuration("AdamW", {"lr": 1e-3})
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    check_optimizer(raw)
+    check_optimizer(Configuration(raw))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UserError, match="ninja") as caught:
-        check_optimizer(raw)
+        check_optimizer(Configuration(raw))
     assert '"torch_adam": true' in caught.value.remedy
 
 
 def test_an_optimizer_that_a_cpu_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     with pytest.raises(UserError, match="no FusedLion for cpu"):
-        check_optimizer(configuration("Lion", {"lr": 1e-3}))
+        check_optimizer(Configuration(configuration("Lion", {"lr": 1e-3})))
     offloaded = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    check_optimizer({**configuration("Lion", {"lr": 1e-3}), "zero_optimization": offloaded})
+    check_optimizer(Configuration({**configuration("Lion", {"lr": 1e-3}), "zero_optimization": offloaded}))
 
 
 @pytest.fixture
@@ -122,16 +123,16 @@ def cpu_adam(tmp_path, monkeypatch):
 
 def test_a_compilation_is_announced_until_it_is_done(cpu_adam, capsys):
     raw, folder = cpu_adam
-    announce_compilation(raw, first_rank=False)
+    announce_compilation(Configuration(raw), first_rank=False)
     assert capsys.readouterr().out == ""
-    announce_compilation(raw, first_rank=True)
+    announce_compilation(Configuration(raw), first_rank=True)
     said = capsys.readouterr().out
     assert str(folder) in said
     assert "minutes" in said
     (folder / "cpu_adam.so").touch()
-    announce_compilation(raw, first_rank=True)
-    announce_compilation(configuration("AdamW", {"lr": 1e-3, "torch_adam": True}), first_rank=True)
-    announce_compilation(configuration("SGD", {"lr": 1e-3}), first_rank=True)
+    announce_compilation(Configuration(raw), first_rank=True)
+    announce_compilation(Configuration(configuration("AdamW", {"lr": 1e-3, "torch_adam": True})), first_rank=True)
+    announce_compilation(Configuration(configuration("SGD", {"lr": 1e-3})), first_rank=True)
     assert capsys.readouterr().out == ""
 
 
@@ -140,11 +141,11 @@ def test_a_lock_that_no_process_holds_is_named(cpu_adam, capsys):
     lock = folder / "lock"
     with lock.open("x"):
         os.utime(lock, (0, 0))
-        announce_compilation(raw, first_rank=True)  # held by this process
+        announce_compilation(Configuration(raw), first_rank=True)  # held by this process
     assert f"waiting until {lock}" in capsys.readouterr().out
     with pytest.raises(UserError, match="wait for ever") as caught:
-        announce_compilation(raw, first_rank=False)
+        announce_compilation(Configuration(raw), first_rank=False)
     assert f"remove {lock}" in caught.value.remedy
     os.utime(lock)
-    announce_compilation(raw, first_rank=True)  # about to be opened, perhaps
+    announce_compilation(Configuration(raw), first_rank=True)  # about to be opened, perhaps
     assert f"waiting until {lock}" in capsys.readouterr().out

@@ -16,8 +16,8 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
+from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.compatibility import check_deepspeed
 from ds_fp8.zero import deepspeed_functions, deepspeed_versions, grouped, streams
 
@@ -41,7 +41,16 @@ RECEIVERS = {
     *("partition_parameters", "parameter_offload", "stage3", "status"),
 }
 """Expressions in the seams that are objects of DeepSpeed, whatever the name that is read of them."""
-TORCH = [torch, torch.cuda, torch.cuda.Stream, torch.distributed, torch.nn, torch.nn.Module(), torch.nn.Parameter()]
+TORCH = [
+    torch,
+    torch.cuda,
+    torch.distributed.group,
+    torch.cuda.Stream,
+    torch.distributed,
+    torch.nn,
+    torch.nn.Module(),
+    torch.nn.Parameter(),
+]
 PYTHON = [
     dict,
     list,
@@ -70,7 +79,8 @@ def seams() -> list[ast.Module]:
 def own_names(trees) -> set[str]:
     """What the seams define, and the parts of this package that they call."""
     own = {name for module in (deepspeed_versions, grouped, streams) for name in vars(module)}
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    lifecycle = Path(deepspeed_versions.__file__).parent / "lifecycle.py"
+    for node in (node for tree in (*trees, ast.parse(lifecycle.read_text())) for node in ast.walk(tree)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             own.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -209,9 +219,9 @@ def test_an_unsupported_version_can_be_tried(monkeypatch):
 
 def test_with_fp8_off_any_version_serves(monkeypatch):
     monkeypatch.setattr(deepspeed, "__version__", "0.20.1")
-    check_deepspeed({}, FP8Config(enabled=False))
+    check_deepspeed(Configuration({}))
     with pytest.raises(UserError, match=r"0\.20\.1"):
-        check_deepspeed({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, FP8Config())
+        check_deepspeed(Configuration({"fp8": {}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
 
 
 @pytest.mark.parametrize("version", ["0.19.8", "0.19.9", "0.19.8+d3a7"])
@@ -224,8 +234,9 @@ def test_a_missing_name_is_named_with_the_version():
         "import deepspeed, deepspeed.runtime.zero.stage3 as s\n"
         "del s.DeepSpeedZeroOptimizer_Stage3._restore_from_bit16_weights\n"
         "import ds_fp8, ds_fp8.engine.compatibility as c\n"
-        "c.check_deepspeed({}, ds_fp8.FP8Config(enabled=False))\n"
-        "try:\n    c.check_deepspeed({}, ds_fp8.FP8Config())\n"
+        "from ds_fp8.config.deepspeed_json import Configuration\n"
+        "c.check_deepspeed(Configuration({}))\n"
+        "try:\n    c.check_deepspeed(Configuration({'fp8': {}}))\n"
         "except ds_fp8.UserError as error:\n    print(error)\n"
     )
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

@@ -41,16 +41,7 @@ RECEIVERS = {
     *("partition_parameters", "parameter_offload", "stage3", "status"),
 }
 """Expressions in the seams that are objects of DeepSpeed, whatever the name that is read of them."""
-TORCH = [
-    torch,
-    torch.cuda,
-    torch.distributed.group,
-    torch.cuda.Stream,
-    torch.distributed,
-    torch.nn,
-    torch.nn.Module(),
-    torch.nn.Parameter(),
-]
+TORCH = [torch, torch.cuda, torch.cuda.Stream, torch.distributed, torch.nn, torch.nn.Module(), torch.nn.Parameter()]
 PYTHON = [
     dict,
     list,
@@ -65,7 +56,7 @@ PYTHON = [
     inspect.Signature,
     inspect.BoundArguments,
 ]
-OTHERS = {name for owner in (*TORCH, *PYTHON) for name in dir(owner)} | {"cuda_stream", "value"}
+OTHERS = {name for owner in (*TORCH, *PYTHON) for name in dir(owner)} | {"cuda_stream", "value", "WORLD"}
 DOCUMENTED_NAMES = {"DeepSpeedEngine", "device_name", "module"}
 """Of `deepspeed`, its accelerator and its engine."""
 BY_NAME = {"getattr", "hasattr", "setattr", "replace", "self._replace", "call_around", "wrap_closure", "_around_method"}

@@ -23,7 +23,7 @@ from ds_fp8.engine.compiled_kernels import announce_compilation
 from ds_fp8.engine.deepspeed_values import check_values
 from ds_fp8.engine.launch import check_launch
 from ds_fp8.engine.optimizer_section import check_optimizer
-from ds_fp8.engine.report import print_report, start_report
+from ds_fp8.engine.report import log_report, start_report
 from ds_fp8.engine.state import FP8State
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.inverse_frequencies import restore_inverse_frequencies
@@ -56,7 +56,7 @@ def initialize(
     """Initialize an engine as deepspeed.initialize does, with the FP8 that its configuration asks for.
 
     With FP8 enabled the linears of `model` are converted in place, and under ZeRO stage 3 the parameter all-gather and
-    the gradient reduce-scatter of the engine are replaced, until engine.destroy(). Rank 0 prints one report.
+    the gradient reduce-scatter of the engine are replaced, until engine.destroy(). Rank 0 logs one report.
 
     Args:
         args: As of deepspeed.initialize; `args.deepspeed_config` is read if no configuration is passed.
@@ -117,7 +117,7 @@ def initialize(
     if not dist.is_initialized():
         seams.disable_shm_build()
     if optimizer is None and own_optimizer is None and configuration.has_optimizer:
-        _located(file, announce_compilation, configuration, _rank() == 0)
+        _located(file, announce_compilation, configuration)
     if getattr(args, "deepspeed_config", None) is not None:
         # DeepSpeed refuses the configuration in both places.
         args = copy.copy(args)
@@ -144,8 +144,8 @@ def initialize(
     state.report = start_report(engine, state, _micro_batch_tokens(configuration, engine))
     if conversion is not None:
         state.report["notes"] += rope_notes
-    if dist.get_rank() == 0 and "fp8" in configuration.values:
-        print_report(state.report)
+    if "fp8" in configuration.values:
+        log_report(state.report)
     return result
 
 

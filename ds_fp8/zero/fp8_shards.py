@@ -17,6 +17,7 @@ from ds_fp8.config.formats import CastSpec
 from ds_fp8.layers.outlier_channels import OutlierChannels
 from ds_fp8.zero import seams, streams
 from ds_fp8.zero.cast_set import CastSet, in_runs
+from ds_fp8.zero.profiling import profiled
 from ds_fp8.zero.shards import ShardedWeight, on_device, stacks_of
 from ds_fp8.zero.transport import Transport, choose
 from ds_fp8.zero.wire import WireMeter
@@ -146,7 +147,7 @@ class FP8Shards:
             return
         if self.before_cast():
             self._changed = streams.record_event()
-        with streams.on_stream(self._stream):
+        with profiled("cast"), streams.on_stream(self._stream):
             # The stream that the masters were written on holds the products too, which read the scales.
             streams.wait_event(self._changed)
             self.transport.write()

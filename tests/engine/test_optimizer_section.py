@@ -1,5 +1,6 @@
 """The "optimizer" section is tried out: what DeepSpeed's optimizer would not take or survive is an error beforehand."""
 
+import logging
 import os
 import shutil
 
@@ -121,31 +122,37 @@ def cpu_adam(tmp_path, monkeypatch):
     return configuration("AdamW", {"lr": 1e-3}) | offloaded, tmp_path / "cpu_adam"
 
 
-def test_a_compilation_is_announced_until_it_is_done(cpu_adam, capsys):
+def test_a_compilation_is_announced_by_the_first_rank_until_it_is_done(cpu_adam, caplog, monkeypatch):
     raw, folder = cpu_adam
-    announce_compilation(Configuration(raw), first_rank=False)
-    assert capsys.readouterr().out == ""
-    announce_compilation(Configuration(raw), first_rank=True)
-    said = capsys.readouterr().out
-    assert str(folder) in said
-    assert "minutes" in said
+    caplog.set_level(logging.INFO, logger="ds_fp8")
+    with monkeypatch.context() as second:
+        second.setenv("RANK", "1")
+        announce_compilation(Configuration(raw))
+    assert caplog.text == ""
+    announce_compilation(Configuration(raw))
+    assert str(folder) in caplog.text
+    assert "minutes" in caplog.text
+    caplog.clear()
     (folder / "cpu_adam.so").touch()
-    announce_compilation(Configuration(raw), first_rank=True)
-    announce_compilation(Configuration(configuration("AdamW", {"lr": 1e-3, "torch_adam": True})), first_rank=True)
-    announce_compilation(Configuration(configuration("SGD", {"lr": 1e-3})), first_rank=True)
-    assert capsys.readouterr().out == ""
+    announce_compilation(Configuration(raw))
+    announce_compilation(Configuration(configuration("AdamW", {"lr": 1e-3, "torch_adam": True})))
+    announce_compilation(Configuration(configuration("SGD", {"lr": 1e-3})))
+    assert caplog.text == ""
 
 
-def test_a_lock_that_no_process_holds_is_named(cpu_adam, capsys):
+def test_a_lock_that_no_process_holds_is_named(cpu_adam, caplog):
     raw, folder = cpu_adam
+    caplog.set_level(logging.INFO, logger="ds_fp8")
     lock = folder / "lock"
     with lock.open("x"):
         os.utime(lock, (0, 0))
-        announce_compilation(Configuration(raw), first_rank=True)  # held by this process
-    assert f"waiting until {lock}" in capsys.readouterr().out
+        announce_compilation(Configuration(raw))  # held by this process
+    assert f"waiting until {lock}" in caplog.text
+    caplog.clear()
     with pytest.raises(UserError, match="wait for ever") as caught:
-        announce_compilation(Configuration(raw), first_rank=False)
+        announce_compilation(Configuration(raw))
     assert f"remove {lock}" in caught.value.remedy
+    assert caplog.text == ""
     os.utime(lock)
-    announce_compilation(Configuration(raw), first_rank=True)  # about to be opened, perhaps
-    assert f"waiting until {lock}" in capsys.readouterr().out
+    announce_compilation(Configuration(raw))  # about to be opened, perhaps
+    assert f"waiting until {lock}" in caplog.text

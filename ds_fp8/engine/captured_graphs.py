@@ -24,7 +24,6 @@ from ds_fp8.engine.capture import (
 )
 from ds_fp8.engine.micro_step_graph import MicroStepGraph
 from ds_fp8.zero import streams
-from ds_fp8.zero.profiling import profiled
 from ds_fp8.zero.seams.micro_step import MicroStep
 
 HEADROOM = 0.03
@@ -95,8 +94,7 @@ class CapturedGraphs:
         """Return what the model returns for a batch, by one of these graphs."""
         self._replays += 1
         graph.schedule.replays += 1
-        with profiled("graph"):
-            return graph.replay(batch)
+        return graph.replay(batch)
 
     def capture(self, make: Make, max_documents: int, drawn: bool, ordered: bool) -> tuple[MicroStepGraph, int]:
         """Return a graph and the bytes that it keeps; it is not known before `add`.

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_fp8.engine.check_schedule import CheckSchedule
 from ds_fp8.zero.gradient_shards import GradientShards
+from ds_fp8.zero.profiling import profiled
 from ds_fp8.zero.seams.micro_step import MicroStep
 from ds_fp8.zero.wire import WireMeter
 
@@ -153,7 +154,8 @@ class MicroStepGraph:
                 mine.copy_(batch[name], non_blocking=True)
         if self._persistent:
             torch._foreach_copy_([mine for _, mine in self._persistent], [p.data for p, _ in self._persistent])
-        self._forward.replay()
+        with profiled("graph"):
+            self._forward.replay()
 
     def copies(self, places: Iterable[int] | None = None) -> tuple[Any, ...]:
         """Return the outputs of the last forward, all or those at some places, in memory of their own."""
@@ -191,7 +193,8 @@ class MicroStepGraph:
                 mine.copy_(given[place])
             else:
                 mine.zero_()
-        self._backward.replay()
+        with profiled("graph"):
+            self._backward.replay()
         self._gradients.arrived |= self._arrives
         self._wire.add(self._sends)
 

@@ -96,6 +96,8 @@ class MicroStepGraph:
         state, outside = micro_step.remember(), [p.data for p, _ in self._persistent]
         try:
             for parameter, static in self._persistent:
+                # Kernels are captured with these addresses. Between graphs DeepSpeed gathers persistent parameters
+                # elsewhere after every step, so that a replay first copies them here.
                 parameter.data = static
             with capturing(self._forward):
                 output = call(**self._batch)
@@ -104,6 +106,7 @@ class MicroStepGraph:
                 self._used = [place for place in self.differentiable if place in used]
                 if not self._used:
                     raise ValueError("no output of the model has had a gradient")
+                # Memory of the pool, rewritten by the next replay: callers get copies, these stay inside.
                 self._leaves = [leaf.detach() if torch.is_tensor(leaf) else leaf for leaf in leaves]
                 micro_step.finish_gathers()
             roots = [leaves[place] for place in self._used]
@@ -114,6 +117,7 @@ class MicroStepGraph:
                 micro_step.finish_backward()
         finally:
             for (parameter, _), data in zip(self._persistent, outside, strict=True):
+                # The user's code sees the parameters where DeepSpeed left them.
                 parameter.data = data
             # Nothing has been computed yet.
             self._arrives, self._sends = gradients.arrived, wire.sent() - sent
@@ -139,6 +143,8 @@ class MicroStepGraph:
     def replay(self, batch: Mapping[str, Any]) -> Any:
         """Return what the model returns for a batch of this signature."""
         self.launch_forward(batch)
+        # Held by the autograd graph of this forward and by nobody else: once the caller drops the loss the token dies,
+        # and `pending` knows that no backward will come. Reference counting, so it is known at once.
         token = _Token()
         self._token = weakref.ref(token)
         self._before = self._micro_step.accumulates, self._gradients.arrived
@@ -187,6 +193,7 @@ class MicroStepGraph:
                 f"output {unexpected[0]} of the model has a gradient, and had none when its CUDA graph was captured; "
                 'set "graph": "off"'
             )
+        # From here on the activations may be overwritten: a second backward is refused above.
         self._token = None
         for place, mine in zip(self._used, self._output_gradients, strict=True):
             if place in given:

@@ -98,6 +98,10 @@ class LinearRecipe:
             UserError: the configured backend cannot run these casts.
         """
         linear, casts = config.linear, casts or config.linear
+        #     fprop  y  [T, N] = x [T, K] w [N, K]'       contraction K
+        #     dgrad  dx [T, K] = dy [T, N] w'[K, N]'      contraction N
+        #     wgrad  dw [N, K] = dy'[N, T] x'[K, T]'      contraction T, the tokens
+        # Each operand is cast along the contraction of its product: x and dy twice, w once unless its groups lie along the contraction.
         wgrad_input = casts.wgrad.input or casts.input.granularity
         x, w, dy = casts.input.spec, casts.weight.spec, casts.grad_output.spec
         dgrad_weight = "tensor" if w.granularity == "row" else w.granularity
@@ -254,6 +258,7 @@ class LinearRecipe:
     def _cast_again(self, cast: QuantizedTensor, granularity: str, rotation: Rotation | None) -> QuantizedTensor:
         """Return what fprop multiplied [M, K] as dgrad or wgrad reads it: [K, M]."""
         words = cast.format, granularity, self.recast.scale
+        # FP32: a number times its scale, and rotated, is in general no number of BF16.
         numbers = cast.dequantize(torch.float32)
         return quantize_columnwise(numbers, *words, rounding=self.recast.rounding, rotation=rotation)
 

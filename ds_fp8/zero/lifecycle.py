@@ -102,12 +102,17 @@ class Lifecycle:
                 result = stock(*args, **kwargs)
                 taken = not getattr(self._engine.optimizer, "overflow", False)
             if self.weights is not None:
+                # A step that was left out has changed nothing: the shards of before are still right, and no cast is
+                # due.
                 if taken:
                     self.weights.shards.masters_updated()
                 self.weights.shards.cast()
             if self.update is not None and taken:  # DeepSpeed's step has done so itself
                 self.update.gather_persistent()
+            # Behind update, cast and gather of persistent parameters: whoever gathers next on another stream waits for
+            # all of it.
             self._written = streams.record_event()
+            # Last: callbacks may save, evaluate or measure, and see what the next forward would.
             for callback in self.after_step:
                 callback()
             return result
@@ -123,10 +128,12 @@ class Lifecycle:
         with profiled("gather"):
             if self.weights is None:
                 return stock(self._counted(params), *args, **kwargs)
+            # DeepSpeed hands over sets, whose order differs from rank to rank; that of collectives must not.
             params = sorted(params, key=seams.order)
             in_fp8 = [p for p in params if self.weights.gathers(p)]
             others = [p for p in params if not self.weights.gathers(p)]
             if in_fp8:
+                # Masters may have been written since the step (a checkpoint, a user): nothing where all is fresh.
                 self.weights.shards.cast()
             self.weights.give_bf16(others)
             handle = stock(self._counted(others), *args, **kwargs) if others else None
@@ -161,6 +168,7 @@ class Lifecycle:
     ) -> None:
         """Drop gathered parameters; where `has_been_updated`, what a rank wrote to them becomes their shards."""
         params = [parameter] if param_list is None else list(param_list)
+        # Before DeepSpeed frees the data: it compares the BF16 shards from before with those from after.
         before = self.weights.release(params, has_been_updated) if self.weights is not None else None
         stock(params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
         if self.weights is not None:
@@ -277,6 +285,7 @@ class Lifecycle:
         finally:
             if self.weights is not None:
                 self.weights.shards.frozen_written()  # DeepSpeed writes their shards, and calls nothing
+        # Popped, whether it is loaded or not: the user gets back the client state that was saved, and no more.
         states = {key: client_state.pop(key, None) if client_state else None for key in self.states}
         if path is not None and not signature(stock).bind(*args, **kwargs).arguments.get("load_module_only", False):
             for key, state in self.states.items():

@@ -101,7 +101,7 @@ class LinearRecipe:
         #     fprop  y  [T, N] = x [T, K] w [N, K]'       contraction K
         #     dgrad  dx [T, K] = dy [T, N] w'[K, N]'      contraction N
         #     wgrad  dw [N, K] = dy'[N, T] x'[K, T]'      contraction T, the tokens
-        # Each operand is cast along the contraction of its product: x and dy twice, w once unless its groups lie along the contraction.
+        # Each operand is cast along its product's contraction: x and dy twice, w once unless its groups lie along it.
         wgrad_input = casts.wgrad.input or casts.input.granularity
         x, w, dy = casts.input.spec, casts.weight.spec, casts.grad_output.spec
         dgrad_weight = "tensor" if w.granularity == "row" else w.granularity

@@ -182,3 +182,14 @@ def memory_of_other_streams_reused() -> Iterator[None]:
         yield
     finally:
         torch.cuda.memory._set_allocator_settings(f"{before}{setting}:False")
+
+
+def without_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error hold: the activations of a forward, for one."""
+    while error is not None:
+        error.__traceback__, error = None, error.__context__
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -85,9 +85,9 @@ def known_paths() -> list[tuple[str, ...]]:
     """Return every key that a configuration may have, as far as it can be listed."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+    from ds_fp8.config.deepspeed_json import DeepSpeedValues, known_keys
     from ds_fp8.config.fp8 import FP8Config
     from ds_fp8.data import DataConfig
-    from ds_fp8.engine.deepspeed_values import DeepSpeedValues, known_keys
     from ds_fp8.train import ModelConfig, TrainConfig
 
     found = [(key,) for key in sorted(known_keys())] + [(key,) for key in DeepSpeedValues.model_fields]

@@ -21,6 +21,9 @@ def _encode(x, codes, limits, numel, COUNT: tl.constexpr, STEPS: tl.constexpr, B
     number = tl.load(x + place, mask=inside, other=0.0)
     magnitude = tl.abs(number)
     index = tl.zeros([SIZE], tl.int32)
+    #     index = number of midpoints below |x|          bisection: STEPS reads, whatever the format
+    #     code  = index, or the even neighbour where |x| is a midpoint
+    # A midpoint belongs to both neighbours. Codes count magnitudes upwards, so an even code has an even last bit, too.
     for step in tl.static_range(STEPS):
         further = index + (1 << (STEPS - 1 - step))
         limit = tl.load(limits + further - 1, mask=further <= COUNT, other=float("inf"))

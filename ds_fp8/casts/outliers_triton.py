@@ -58,11 +58,15 @@ def store_outlier_block(
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
     """Cast and store [value | value - rounded], of which `value` has both halves: FP32 [rows, 128]."""
+    #     row of the block:   [v_0 .. v_63 | v_0 - r_0 .. v_63 - r_63]        v the numbers, r what their codes stand for
+    # times the weight's  [residual of w | w again] it adds  v * (w - w_8) + (v - v_8) * w_8: what the narrow product
+    # lacks. The halves share a scale, that of the numbers; the residuals are far smaller, so `value` alone decides it.
     column = tl.arange(0, 128)
     block = tl.where((column < 64)[None, :], value, value - rounded)
     scale, reciprocal = scale_of(amax_bits(value, 1), LARGEST, SMALLEST, POW2)
     codes = to_fp8(block, reciprocal[:, None], DTYPE).to(tl.uint8, bitcast=True)
     tl.store(wide + m[:, None].to(tl.int64) * width + (tile * 128 + column)[None, :], codes, mask=(m < M)[:, None])
+    # Group-major, as all scales of 1x128: row `tile` of [width / 128, M].
     tl.store(wide_scale + tile * M + m, scale, mask=m < M)
 
 
@@ -111,9 +115,11 @@ def _extend_weight(
         codes = tl.load(data + n[:, None].to(tl.int64) * K + channel[None, :], mask=inside, other=0)
         factor = tl.load(scale + rows * scale_n + channel // 128)
         number = codes.to(DTYPE, bitcast=True).to(tl.float32) * factor[None, :]
+        # The same numbers in units of the block's own scale: the residuals beside them share it.
         again = to_fp8(number, tl.div_rn(1.0, of_row), DTYPE).to(tl.uint8, bitcast=True)
         first = tl.load(residual + n[:, None].to(tl.int64) * COUNT + place[None, :], mask=inside, other=0)
         block = tl.where((column < 64)[None, :], first, again)
+        # Beyond the last channel zeros: their products add nothing, and uninitialised codes may be NaN.
         block = tl.where(inside, block, 0)
         tl.store(wide + n[:, None].to(tl.int64) * width + (tile * 128 + column)[None, :], block, mask=(n < N)[:, None])
         tl.store(wide_scale + rows * wide_scale_n + tile, of_row)

@@ -56,6 +56,7 @@ def group_amax(x: torch.Tensor, granularity: str) -> torch.Tensor:
     shape = scale_shape(x.shape, granularity)
     if x.numel() == 0:
         return torch.zeros(shape, device=x.device)
+    # Before the conversion to FP32: half the memory for BF16, and exact, since a maximum rounds nothing.
     amax = _per_group(torch.amax, x.detach().abs(), granularity)
     return amax.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
@@ -100,6 +101,7 @@ def scale_from_amax(amax: torch.Tensor, format: str, scale: str) -> torch.Tensor
     amax = amax.float()
     exact = _bringing_to(amax, FORMATS[format].max)
     if scale == "pow2":
+        # frexp and ldexp, not log2 and exp2: those round, and a scale one power too small would saturate.
         mantissa, exponent = torch.frexp(exact)  # exact = mantissa * 2**exponent, mantissa in [0.5, 1)
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
         exact = torch.ldexp(torch.ones_like(exact), exponent)
@@ -261,6 +263,7 @@ def cast(
         in_units = round_stochastically(in_units.clamp_(-target.max, target.max), draw, format)
     elif target.magnitudes:
         return encode(in_units, target)
+    # Clamped first: torch converts what is too large to NaN in E4M3 and to Inf in E5M2.
     return in_units.clamp_(-target.max, target.max).to(target.dtype)
 
 

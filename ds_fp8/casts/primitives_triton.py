@@ -24,6 +24,9 @@ _STEP, _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS
 @triton.jit
 def random_word(index, key):
     """Return the 32 bits whose upper half `uniform` of stochastic.py takes."""
+    # A counter-based generator: the same word for the same element wherever the kernel's tiles begin, and no state that
+    # programs would have to share. Multiply and xor-shift twice: an avalanche, so that neighbours have nothing in
+    # common.
     word = index.to(tl.uint32) * _STEP + key.to(tl.uint32)
     word = (word ^ (word >> 16)) * _FIRST
     word = (word ^ (word >> 15)) * _SECOND
@@ -46,6 +49,8 @@ def amax_bits(x, axis: tl.constexpr):
 def raise_amax(amax, bits, at, length, MODE: tl.constexpr):
     """Raise int32 `amax` to the bits of a tile's rows `at` < length: an element a row (ROW), the first one (TENSOR)."""
     if MODE == ROW:
+        # Relaxed: nobody reads the amax before the next launch, which orders them. A maximum does not depend on the
+        # order in which programs arrive either, so the result is the same bits in every run.
         tl.atomic_max(amax + at, bits, mask=at < length, sem="relaxed")
     elif MODE == TENSOR:
         tl.atomic_max(amax, tl.max(bits, 0), sem="relaxed")
@@ -62,11 +67,18 @@ def scale_of(bits, largest: tl.constexpr, smallest_scale: tl.constexpr, POW2: tl
     overflow = bits >= 0x7F800000
     if POW2 == 1:
         E: tl.constexpr = 8 if largest < 500 else 15
+        # mantissa m in [1, 2): 0x1FFFFF carries into the exponent if m > 1.75, the first mantissa that exceeds the
+        # largest
+        #    scale   = 2^(ceil(log2(amax / largest)))     without a logarithm or a division
+        #    divisor = 2^-(its exponent)                  the same bits mirrored around 127, exactly
+        # The floor at 1 << 23 is the smallest normal number: subnormal scales would have no normal reciprocal.
         exponent = ((bits + 0x1FFFFF) & 0x7F800000) - (E << 23)
         exponent = tl.where(bits == 0, 127 << 23, tl.maximum(exponent, 1 << 23))
         scale = exponent.to(tl.float32, bitcast=True)
         reciprocal = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
     else:
+        # div_rn, not "/": the approximate division of the GPU differs from torch's in the last bit, and then the codes
+        # do.
         scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + largest), smallest_scale)
         scale = tl.where(bits == 0, 1.0, scale)
         # One division a group, and a product an element: a division takes as long as the rest of a cast.
@@ -136,6 +148,7 @@ def to_fp8_saturating(x, reciprocal, dtype: tl.constexpr, LARGEST: tl.constexpr)
 @triton.jit
 def spacing_of(x, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
     """Return the spacing around x of the numbers of a format with this machine epsilon and smallest subnormal number."""
+    # The exponent bits alone are the largest power of two not above |x|: the numbers of a binade are equally far apart.
     binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.maximum(binade * EPSILON, SUBNORMAL)
 

@@ -66,6 +66,11 @@ def _cast_tiles(
 ):
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     first_m = tl.program_id(1) * 128
+    # A tile is loaded once and cast twice, from the same registers:
+    #     rows:     scale[m, group] = f(max_k |x|);  row_data[m, k]    = cast(x / scale)
+    #     columns:  scale[k, group] = f(max_m |x|);  column_data[k, m] = cast(x / scale)
+    # Every fourth row together, as store_cast_columnwise transposes them. TILE needs the maximum of all 128 rows at
+    # once.
     if EVEN and COLUMNWISE != NONE and ROWWISE != TILE:
         m = first_m + 4 * tl.arange(0, 32)
         x0 = load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
@@ -108,6 +113,7 @@ def _amax_tiles(
     tile = load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
     rows = amax_bits(tile, 1)
     raise_amax(row_amax, rows, m, M, ROWS)
+    # TENSOR takes the maximum of either reduction: the rows' is there already.
     columns = rows
     if COLUMNS == ROW:
         columns = amax_bits(tile, 0)
@@ -123,6 +129,8 @@ def _cast_statically(
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     m = tl.program_id(1) * 128 + tl.arange(0, 128)
     tile = load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, False)
+    # One scale for both results: the codes are the same, and only the place differs. No amax, so nothing has to be read
+    # twice, and elements saturate in place of moving the scale.
     codes = to_fp8_saturating(tile, RECIPROCAL, DTYPE, LARGEST)
     inside = (m < M)[:, None] & (k < K)[None, :]
     if row_data is not None:
@@ -137,6 +145,8 @@ def _transpose_tiles(x, result, M, K, SIZE: tl.constexpr):
     k = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     m = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = (m < M)[:, None] & (k < K)[None, :]
+    # Both sides are contiguous in the tile's own direction; Triton exchanges the registers through shared memory
+    # between.
     tile = tl.load(x + m[:, None].to(tl.int64) * K + k[None, :], mask=inside)
     tl.store(result + k[None, :].to(tl.int64) * M + m[:, None], tile, mask=inside)
 

@@ -33,6 +33,9 @@ def _rotated(tile, matrix, AXIS: tl.constexpr, FACTOR: tl.constexpr, NARROW: tl.
     """Return the FP32 tile [128, 128] multiplied along AXIS by R, or for INVERSE by its transpose."""
     result = tile
     if AXIS != UNROTATED:
+        #     y = x R / sqrt(block)         AXIS 1        R holds a tile's blocks on its diagonal, of 1, -1 and 0
+        #     y = R' x / sqrt(block)        AXIS 0        R' = R transposed; R R' = block times the identity
+        # The inverse reads the same matrix by columns: no second copy of it.
         i = tl.arange(0, 128)
         if (AXIS == 1) != INVERSE:
             r = tl.load(matrix + i[:, None] * 128 + i[None, :])
@@ -40,6 +43,7 @@ def _rotated(tile, matrix, AXIS: tl.constexpr, FACTOR: tl.constexpr, NARROW: tl.
             r = tl.load(matrix + i[None, :] * 128 + i[:, None])
         x = tile
         if NARROW:
+            # Nothing is lost: x was of this type, and no factor has been multiplied in (NARROW).
             x = tile.to(matrix.dtype.element_ty)
         if AXIS == 1:
             result = tl.dot(x, r, input_precision="ieee") * FACTOR

@@ -55,6 +55,9 @@ def store_cast(
         POW2: Whether scales are powers of two.
         EVEN: Whether the tile lies inside the result.
     """
+    #     bits[r]  = max over the group of |tile[r, :]|      GROUP and TILE: the tile holds whole groups
+    #     scale, d = scale_of(bits)
+    #     codes    = round(tile / scale)                     row r of the result by its own scale
     if MODE == GROUP:
         bits = amax_bits(tile, AXIS)
     elif MODE == TILE:
@@ -70,6 +73,8 @@ def store_cast(
     _store_scale(factor, along, across, num_across, scale, scale_along, scale_across, MODE)
     codes = to_fp8(tile, tl.expand_dims(reciprocal, AXIS), DTYPE)
     if AXIS == 1:
+        # int64 before the product with a row's length: an operand of 2^31 elements is a batch of 16k tokens and a large
+        # head.
         address = data + across[:, None].to(tl.int64) * pitch + along[None, :]
         inside = (across < num_across)[:, None] & (along < num_along)[None, :]
     else:
@@ -89,8 +94,10 @@ def _store_scale(factor, along, across, num_across, scale, scale_along, scale_ac
     elif MODE == TILE:
         first = tl.min(across, 0)
         block = scale + group * scale_along + first // 128 * scale_across
+        # One lane writes it: the others would write the same number to the same place.
         tl.store(block + tl.zeros_like(across), factor, mask=across == first)
     elif MODE == ROW:
+        # Programs of all groups along the row know it; the first of them writes it.
         tl.store(scale + across, factor, mask=(across < num_across) & (group == 0))
     else:
         tl.store(scale + tl.zeros_like(across), factor, mask=(across == 0) & (group == 0))
@@ -128,6 +135,10 @@ def store_cast_columnwise(
     quarter of transposing bytes. M is a multiple of 4.
     """
     if MODE == GROUP or MODE == TILE:
+        # Rows 4i .. 4i + 3 lie in four registers of one thread, so that the maximum of four rows costs no exchange, and
+        # the four codes of one column make one word:
+        #     word[i, k] = code(x0) | code(x1) << 8 | code(x2) << 16 | code(x3) << 24     tokens 4i .. 4i + 3 of column k
+        #     data[k, first_m / 4 + i] = word                                            four neighbours of the transposed row
         bits01 = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
         bits23 = tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
         bits = tl.max(tl.maximum(bits01, bits23), 0)
@@ -152,6 +163,7 @@ def store_cast_columnwise(
         | _code(x2, reciprocal, DTYPE) << 16
         | _code(x3, reciprocal, DTYPE) << 24
     )
+    # The result has rows of M bytes, M / 4 words: why M must be a multiple of 4.
     address = (
         data.to(tl.pointer_type(tl.int32))
         + k[None, :].to(tl.int64) * (M // 4)
@@ -205,6 +217,8 @@ def empty_result(
         return None
     data = torch.empty(rows, columns + room, dtype=FORMATS[format].dtype, device=device)[:, :columns]
     if granularity == "1x128":
+        # Group-major: the scales of one group of all rows are contiguous, and a product's tile reads 128 of them at
+        # once.
         factors = torch.empty(tiles(columns + room), rows, device=device).t()[:, : tiles(columns)]
     elif granularity == "128x128":
         factors = block_scales(tiles(rows), tiles(columns), device)

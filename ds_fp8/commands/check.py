@@ -19,8 +19,8 @@ def main() -> int:
     parser.add_argument("--gpus", type=count, default=1, help="data-parallel ranks (default 1)")
     arguments = parser.parse_args()
 
+    from ds_fp8.config.deepspeed_json import Configuration
     from ds_fp8.config.files import apply_override, read_json
-    from ds_fp8.config.fp8 import parse_fp8
     from ds_fp8.engine.compatibility import check_deepspeed
     from ds_fp8.train import load_stage
 
@@ -33,8 +33,9 @@ def main() -> int:
         print(f"{file}: a stage with {stage.global_batch} rows a step on {arguments.gpus} ranks")
         fp8 = stage.fp8
     else:
-        fp8 = parse_fp8(raw, file)
-        check_deepspeed(raw, fp8, file)
+        configuration = Configuration(raw, file)
+        check_deepspeed(configuration)
+        fp8 = configuration.fp8
         print(f"{file}: a DeepSpeed configuration")
     print(f"FP8 is on, preset {fp8.preset}" if fp8.enabled else "FP8 is off")
     return 0

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from ds_fp8.commands.arguments import amount, count, parser_of, stage_file
 from ds_fp8.commands.comparisons import add_runs, ranks_of, read_points, train_all
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.fp8 import section_of
 
 if TYPE_CHECKING:
     from ds_fp8.report.parity import Cell
@@ -76,7 +75,7 @@ def main() -> int:
 
 
 def _rate(stage: Stage) -> float:
-    rate = section_of(section_of(stage.raw, "optimizer"), "params").get("lr")
+    rate = stage.configuration.optimizer_params.get("lr")
     if rate is None:
         raise UserError(
             "the stage has no learning rate to vary",

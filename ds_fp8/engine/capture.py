@@ -74,6 +74,7 @@ def end_failed_capture(device: torch.device) -> None:
     """Bring torch back to work after a capture that ended in an error; nothing to do but on a GPU."""
     if device.type != "cuda":
         return
+    # What was enqueued before the capture must have ended, and an error of it shows here.
     torch.cuda.synchronize(device)
     # Its random numbers are left in the state of a capture that never ends.
     generator = torch.cuda.default_generators[device.index]
@@ -88,6 +89,8 @@ def random_numbers_drawn(device: torch.device) -> int:
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Collect garbage now and not inside: what frees memory of the driver may end a capture."""
+    # Garbage may hold tensors whose destruction calls the driver (cudaFree, cudaEventDestroy): illegal while a capture
+    # of this thread is under way.
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -102,6 +105,7 @@ def without_garbage_collection() -> Iterator[None]:
 def streams_unrecorded() -> Iterator[None]:
     """Let memory be reused at once, for a capture that is never replayed."""
     record_stream = torch.Tensor.record_stream
+    # In a capture, recorded memory is kept to its end: a dry run would need the memory of all layers at once.
     torch.Tensor.record_stream = lambda tensor, stream: None
     try:
         yield
@@ -178,3 +182,14 @@ def memory_of_other_streams_reused() -> Iterator[None]:
         yield
     finally:
         torch.cuda.memory._set_allocator_settings(f"{before}{setting}:False")
+
+
+def without_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error hold: the activations of a forward, for one."""
+    while error is not None:
+        error.__traceback__, error = None, error.__context__
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -119,7 +119,11 @@ class CapturedGraphs:
                     self._dry_run(make, capturing)
             elif self.needs_dry_run:
                 self._dry_run(make, capturing)
+            # One pool for all graphs: only one micro-step is under way at a time (`pending`), so their activations may
+            # share it.
             self._pool = self._pool or torch.cuda.graph_pool_handle()
+            # What the dry run left in the cache is not of the pool, and would stand beside it as memory that nobody can
+            # use.
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved(self._device)
             with memory_of_other_streams_reused():
@@ -155,6 +159,8 @@ class CapturedGraphs:
     @contextlib.contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph, max_documents: int, drawn: bool) -> Iterator[None]:
         """Capture what is enqueued inside, on DeepSpeed's streams too."""
+        # [Note: fork and join] A capture begins on one stream. Others join it by waiting for that stream (fork), and
+        # must be waited for before it ends (join), or CUDA refuses the graph. Gathers and reductions run on these two.
         sides = self._micro_step.side_streams()
         # Other threads (NCCL's watchdog, the loader of batches) may go on calling CUDA.
         captured = torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local")

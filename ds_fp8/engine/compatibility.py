@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -11,112 +10,71 @@ from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
+from ds_fp8.config.deepspeed_json import ACCUMULATION, Configuration
 from ds_fp8.config.errors import UserError, refusal_in
-from ds_fp8.config.fp8 import FP8Config, section_of
+from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.zero import deepspeed_versions
 
 
-def check_deepspeed(raw: Mapping[str, Any], fp8: FP8Config, file: str | os.PathLike | None = None) -> None:
+def check_deepspeed(configuration: Configuration) -> None:
     """Raise UserError where DeepSpeed's own sections contradict the fp8 section. Does nothing when FP8 is disabled."""
+    fp8 = configuration.fp8
     if not fp8.enabled:
         return
     try:
         deepspeed_versions.check(deepspeed.__version__)
     except UserError as error:
-        raise error.located(file) from None
-    refuse = refusal_in(file)
+        raise error.located(configuration.file) from None
+    refuse = refusal_in(configuration.file)
 
-    if not (section_of(raw, "bf16").get("enabled") or section_of(raw, "bfloat16").get("enabled")):
+    bf16, zero = configuration.bf16, configuration.zero
+    # "auto" is filled in by Accelerate, before training.
+    if not bf16.enabled and configuration.given("bf16", "enabled") != "auto":
         refuse("bf16.enabled", "fp8 trains BF16 models, and bf16 is not enabled", '"bf16": {"enabled": true}')
-    if section_of(raw, "torch_autocast").get("enabled"):
+    if zero.zenflow is not None:
+        refuse("zero_optimization.zenflow", "ZenFlow selects gradient columns before they are reduced", "remove it")
+    if fp8.optimizer.precision().compressed:
+        _check_compressed_state(configuration, refuse)
+    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        if getattr(bf16, key):
+            refuse(
+                f"bf16.{key}",
+                f"{key} makes DeepSpeed keep state that fp8.optimizer keeps",
+                f'"{key}": false; "fp8": {{"optimizer": ...}} has smaller moments and masters (preset "coat")',
+            )
+    _check_zero(configuration, refuse)
+    parsed = configuration.deepspeed
+    if parsed.torch_autocast_enabled:
         refuse(
             "torch_autocast.enabled",
             "fp8 does not work under torch_autocast: it would cast weights on its own",
             'remove "torch_autocast"',
         )
-    if section_of(raw, "compile").get("deepcompile"):
+    if parsed.compile_config.deepcompile:
         refuse(
             "compile.deepcompile",
             "DeepCompile gathers parameters in its own graph and bypasses the FP8 all-gather",
             '"deepcompile": false, or "fp8": {"enabled": false}',
         )
 
-    ranks = section_of(raw, "tensor_parallel").get("autotp_size", 0)
-    if isinstance(ranks, int) and ranks > 1:
+    if parsed.tensor_parallel_config.autotp_size > 1:
         refuse(
             "tensor_parallel.autotp_size",
             "linears that are split over ranks have not been tried with FP8",
             'remove "tensor_parallel", or "fp8": {"enabled": false}',
         )
-    if section_of(raw, "expert_parallel").get("enabled"):
+    if parsed.expert_parallel_config.enabled:
         refuse(
             "expert_parallel.enabled",
             "experts that are spread over ranks have not been tried with FP8",
             'remove "expert_parallel", or "fp8": {"enabled": false}',
         )
-    zero = section_of(raw, "zero_optimization")
-    if section_of(zero, "zenflow"):
-        refuse("zero_optimization.zenflow", "ZenFlow selects gradient columns before they are reduced", "remove it")
-    stage = zero.get("stage", 0)
-    if fp8.optimizer.precision().compressed:
-        _check_compressed_state(raw, zero, refuse)
-    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
-        if section_of(raw, "bf16").get(key):
-            refuse(
-                f"bf16.{key}",
-                f"{key} makes DeepSpeed keep state that fp8.optimizer keeps",
-                f'"{key}": false; "fp8": {{"optimizer": ...}} has smaller moments and masters (preset "coat")',
-            )
-    gathers, reduces = fp8.param_gather.format != "bf16", fp8.grad_reduce.format != "bf16"
-    if stage != 3:
-        if gathers:
-            refuse(
-                "zero_optimization.stage",
-                f"FP8 parameter all-gather exists in ZeRO stage 3 only, and the stage is {stage!r}",
-                '"stage": 3, or "fp8": {"param_gather": {"format": "bf16"}}',
-            )
-        if reduces:
-            refuse(
-                "zero_optimization.stage",
-                f"FP8 gradient reduce-scatter exists in ZeRO stage 3 only, and the stage is {stage!r}",
-                '"stage": 3, or "fp8": {"grad_reduce": {"format": "bf16"}}',
-            )
+    if configuration.stage != 3:
         return
-
-    if zero.get("zero_hpz_partition_size", 1) not in (1, None):
-        refuse(
-            "zero_optimization.zero_hpz_partition_size",
-            "hpZ keeps a second BF16 copy of the weights inside each node, which FP8 gathers do not fill",
-            "remove the key: the FP8 all-gather already halves the bytes",
-        )
-    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
-        if zero.get(key):
-            refuse(f"zero_optimization.{key}", f"{key} quantises what fp8 already sends in FP8", f'"{key}": false')
-    if "mics_shard_size" in zero and zero["mics_shard_size"] not in (-1, None):
-        refuse("zero_optimization.mics_shard_size", "MiCS shards parameters its own way", "remove the key")
-    offload = section_of(zero, "offload_param").get("device", "none")
-    if gathers and offload not in ("none", None):
-        refuse(
-            "zero_optimization.offload_param.device",
-            f"parameter offload to {offload} moves BF16 shards, and the FP8 gather keeps FP8 shards on the device",
-            'remove "offload_param" (offload_optimizer works), or "fp8": {"param_gather": {"format": "bf16"}}',
-        )
-    if section_of(zero, "offload_optimizer").get("device") == "nvme":
-        refuse(
-            "zero_optimization.offload_optimizer.device",
-            "the FP8 shards are cast from the FP32 master shards after every step, which NVMe offload swaps out",
-            '"device": "cpu"',
-        )
-    if reduces and zero.get("reduce_scatter", True) is False:
-        refuse(
-            "zero_optimization.reduce_scatter",
-            "reduce_scatter false makes DeepSpeed all-reduce gradients and never reach the FP8 reduction",
-            '"reduce_scatter": true, or "fp8": {"grad_reduce": {"format": "bf16"}}',
-        )
-    accumulation = section_of(raw, "data_types").get("grad_accum_dtype")
+    accumulation = parsed.grad_accum_dtype
     if accumulation in ("bf16", "bfloat16"):
         # The FP32 sum over ranks is rounded once, to the accumulator. A second micro-batch would be added in BF16.
-        if raw.get("gradient_accumulation_steps") != 1:
+        if configuration.given(ACCUMULATION) != 1:
             refuse(
                 "data_types.grad_accum_dtype",
                 f"gradients of several micro-batches are summed in FP32, and grad_accum_dtype is {accumulation}",
@@ -127,6 +85,55 @@ def check_deepspeed(raw: Mapping[str, Any], fp8: FP8Config, file: str | os.PathL
             "data_types.grad_accum_dtype",
             f"gradients are summed in FP32, and grad_accum_dtype is {accumulation}",
             '"data_types": {"grad_accum_dtype": "fp32"}, or "bf16" with "gradient_accumulation_steps": 1',
+        )
+
+
+def _check_zero(configuration: Configuration, refuse: Callable[..., None]) -> None:
+    """Reject what of ZeRO replaces or bypasses the FP8 all-gather and reduction."""
+    zero, fp8 = configuration.zero, configuration.fp8
+    gathers, reduces = fp8.param_gather.format != "bf16", fp8.grad_reduce.format != "bf16"
+    if configuration.stage != 3:
+        if gathers:
+            refuse(
+                "zero_optimization.stage",
+                f"FP8 parameter all-gather exists in ZeRO stage 3 only, and the stage is {configuration.stage}",
+                '"stage": 3, or "fp8": {"param_gather": {"format": "bf16"}}',
+            )
+        if reduces:
+            refuse(
+                "zero_optimization.stage",
+                f"FP8 gradient reduce-scatter exists in ZeRO stage 3 only, and the stage is {configuration.stage}",
+                '"stage": 3, or "fp8": {"grad_reduce": {"format": "bf16"}}',
+            )
+        return
+
+    if zero.zero_hpz_partition_size != 1:
+        refuse(
+            "zero_optimization.zero_hpz_partition_size",
+            "hpZ keeps a second BF16 copy of the weights inside each node, which FP8 gathers do not fill",
+            "remove the key: the FP8 all-gather already halves the bytes",
+        )
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if getattr(zero, key):
+            refuse(f"zero_optimization.{key}", f"{key} quantises what fp8 already sends in FP8", f'"{key}": false')
+    offload = configuration.parameter_device
+    if gathers and offload != "none":
+        refuse(
+            "zero_optimization.offload_param.device",
+            f"parameter offload to {offload} moves BF16 shards, and the FP8 gather keeps FP8 shards on the device",
+            'remove "offload_param" (offload_optimizer works), or "fp8": {"param_gather": {"format": "bf16"}}',
+        )
+    if configuration.optimizer_device == "nvme":
+        refuse(
+            "zero_optimization.offload_optimizer.device",
+            "the FP8 shards are cast from the FP32 master shards after every step, which NVMe offload swaps out",
+            '"device": "cpu"',
+        )
+    if reduces and not zero.reduce_scatter:
+        refuse(
+            "zero_optimization.reduce_scatter",
+            "reduce_scatter false makes DeepSpeed all-reduce gradients and never reach the FP8 reduction",
+            '"reduce_scatter": true, or "fp8": {"grad_reduce": {"format": "bf16"}}',
         )
 
 
@@ -160,23 +167,25 @@ def check_parallelism(model: nn.Module, mpu: Any, fp8: FP8Config) -> None:
         )
 
 
-def _check_compressed_state(raw: Mapping[str, Any], zero: Mapping[str, Any], refuse: Callable[..., None]) -> None:
+def _check_compressed_state(configuration: Configuration, refuse: Callable[..., None]) -> None:
     """Reject DeepSpeed features that manage optimizer state, which they expect in FP32."""
-    offload = section_of(zero, "offload_optimizer")
+    offload = configuration.zero.offload_optimizer
     fp32 = '"fp8": {"optimizer": {"exp_avg": "fp32", "exp_avg_sq": "fp32", "master": "fp32"}}'
-    if offload.get("device") == "nvme":
+    if offload is None:
+        return
+    if configuration.optimizer_device == "nvme":
         refuse(
             "zero_optimization.offload_optimizer.device",
             "NVMe offload swaps FP32 moments, and fp8.optimizer keeps them compressed",
             f'"device": "cpu", or {fp32}',
         )
-    if offload.get("ratio", 1.0) != 1.0:
+    if offload.ratio != 1.0:
         refuse(
             "zero_optimization.offload_optimizer.ratio",
             "partial offload steps a part of the parameters with another Adam, whose state is FP32",
             f'"ratio": 1.0, or {fp32}',
         )
-    if offload.get("super_offload"):
+    if offload.super_offload:
         refuse(
             "zero_optimization.offload_optimizer.super_offload",
             "SuperOffload steps with its own Adam, whose state is FP32",

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 from torch.utils import cpp_extension
 
+from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.log import logger
 from ds_fp8.engine.optimizer_section import compiled_operation
 
 _SETTLED = 60.0
 """Seconds after which a lock that no process has open is not one that is just being taken."""
 
 
-def announce_compilation(raw: Mapping[str, Any], first_rank: bool) -> None:
+def announce_compilation(configuration: Configuration) -> None:
     """Say that DeepSpeed is going to compile the optimizer's kernel, which takes minutes, where it is not there yet.
 
     Args:
-        raw: the configuration, whose "optimizer" section DeepSpeed is going to use.
-        first_rank: whether this rank is the one that prints.
+        configuration: the one whose "optimizer" section DeepSpeed is going to use.
 
     Raises:
         UserError: torch would wait for a lock that a killed process has left.
     """
-    operation = compiled_operation(raw)
+    operation = compiled_operation(configuration)
     if operation is None:
         return
     folder = Path(cpp_extension._get_build_directory(operation, False))
@@ -39,14 +38,11 @@ def announce_compilation(raw: Mapping[str, Any], first_rank: bool) -> None:
             key="optimizer",
             remedy=f"remove {lock}, unless another host or container is compiling there now",
         )
-    if not first_rank:
-        return
     if lock.exists():
-        print(f"{operation}: another process compiles it, or was killed: waiting until {lock} is gone", flush=True)
+        logger.info("%s: another process compiles it, or was killed: waiting until %s is gone", operation, lock)
     elif not (folder / f"{operation}.so").exists():
-        print(
-            f'{operation}: compiled once, for minutes, in {folder} (an Adam with "torch_adam": true needs none)',
-            flush=True,
+        logger.info(
+            '%s: compiled once, for minutes, in %s (an Adam with "torch_adam": true needs none)', operation, folder
         )
 
 

@@ -77,6 +77,8 @@ class EagerForwards:
         as the user holds the loss of an earlier step. A capture must not come upon another stream there.
         """
         outside = torch.cuda.current_stream(self._device)
+        # Both waits: arguments were made outside, and outputs are read there. Memory needs no marks: both streams wait
+        # for each other at every micro-step before either reuses what the other has read.
         self._stream.wait_stream(outside)
         with torch.cuda.stream(self._stream):
             output = self._call(*args, **kwargs)

@@ -71,6 +71,8 @@ class GraphChecks:
         Returns:
             What `launch` returns, and how the outputs differ; None where they do not.
         """
+        # Random states and buffers: both forwards must draw the same numbers, and a buffer that a forward updates (a
+        # running mean) must be updated once.
         before = ForwardState(self._module, self._device)
         graph.launch_forward(batch)
         ours = graph.copies()

@@ -15,6 +15,7 @@ from torch import nn
 from ds_fp8.casts import QuantizedTensor, cast, quantize
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.log import logger
 from ds_fp8.layers.convert import layer_of, restore
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.outlier_channels import look_again, sites_of
@@ -42,8 +43,8 @@ class Health:
     def __init__(self, engine: deepspeed.DeepSpeedEngine, monitor: CastMonitor, config: FP8Config):
         self.last: HealthReport | None = None
         self.layers_in_bf16: list[str] = []
-        self.say: Callable[[str], None] = _print_on_first_rank
-        """Where warnings go."""
+        self.say: Callable[[str], None] = logger.info
+        self.warn: Callable[[str], None] = logger.warning
         self.parameter_gather: ParameterGather | None = None
         self.gradient_reduce: GradientReduce | None = None
         self.on_move: Callable[[], None] = lambda: None
@@ -87,7 +88,7 @@ class Health:
             self._write_residuals()
         degraded = self._thresholds.check(measurement)
         for degradation in degraded:
-            self.say(f"warning: step {self._monitor.steps}: FP8 degrades in {degradation}")
+            self.warn(f"warning: step {self._monitor.steps}: FP8 degrades in {degradation}")
         moved = []
         if self._config.monitor.fallback:
             moved = list(dict.fromkeys(layer_of(self._model, degradation.site) for degradation in degraded))
@@ -155,8 +156,3 @@ def _add_over_ranks(group: object, sums: torch.Tensor) -> None:
 def _over_all_ranks(group: object, sums: torch.Tensor, peaks: torch.Tensor) -> None:
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
     _add_over_ranks(group, sums)
-
-
-def _print_on_first_rank(line: str) -> None:
-    if dist.get_rank() == 0:
-        print(line, flush=True)

@@ -14,16 +14,16 @@ from deepspeed import comm as dist
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.utils import set_z3_leaf_modules
 
+from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.files import read_config
-from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
+from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.attach import attach
 from ds_fp8.engine.compatibility import check_deepspeed, check_parallelism
 from ds_fp8.engine.compiled_kernels import announce_compilation
 from ds_fp8.engine.deepspeed_values import check_values
 from ds_fp8.engine.launch import check_launch
 from ds_fp8.engine.optimizer_section import check_optimizer
-from ds_fp8.engine.report import print_report, start_report
+from ds_fp8.engine.report import log_report, start_report
 from ds_fp8.engine.state import FP8State
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.inverse_frequencies import restore_inverse_frequencies
@@ -31,7 +31,7 @@ from ds_fp8.layers.loss import LossFusion, fuse_loss
 from ds_fp8.layers.recipe_from_config import recipe_from_config
 from ds_fp8.layers.transformers_versions import warn_of_changes
 from ds_fp8.monitor.cast_monitor import CastMonitor
-from ds_fp8.optim.from_config import choose_madam, choose_optimizer, is_madam, uses_own_optimizer
+from ds_fp8.optim.from_config import choose_optimizer, uses_own_optimizer
 from ds_fp8.zero import seams
 
 _deepspeed_initialize = deepspeed.initialize
@@ -56,7 +56,7 @@ def initialize(
     """Initialize an engine as deepspeed.initialize does, with the FP8 that its configuration asks for.
 
     With FP8 enabled the linears of `model` are converted in place, and under ZeRO stage 3 the parameter all-gather and
-    the gradient reduce-scatter of the engine are replaced, until engine.destroy(). Rank 0 prints one report.
+    the gradient reduce-scatter of the engine are replaced, until engine.destroy(). Rank 0 logs one report.
 
     Args:
         args: As of deepspeed.initialize; `args.deepspeed_config` is read if no configuration is passed.
@@ -84,14 +84,14 @@ def initialize(
         given = getattr(args, "deepspeed_config", None)
     if given is None:
         raise UserError("no DeepSpeed configuration", remedy="pass config=..., or launch with --deepspeed_config FILE")
-    raw, file = read_config(given)
-    fp8 = parse_fp8(raw, file)
-    check_deepspeed(raw, fp8, file)
+    configuration = Configuration.read(given)
+    fp8, file = configuration.fp8, configuration.file
+    check_deepspeed(configuration)
     if fp8.enabled:
         warn_of_changes(transformers.__version__)
-        check_values(raw, file)
-        if optimizer is None and "optimizer" in raw:
-            check_optimizer(raw, file, own=uses_own_optimizer(raw, fp8))
+        check_values(configuration)
+        if optimizer is None and configuration.has_optimizer:
+            check_optimizer(configuration, own=uses_own_optimizer(configuration))
 
     monitor = CastMonitor(fp8.monitor.every if fp8.enabled else 0)
     conversion = loss = None
@@ -99,22 +99,16 @@ def initialize(
         if model is None:
             raise UserError("initialize needs a model to put FP8 into", remedy="pass model=...")
         _located(file, check_parallelism, model, mpu, fp8)
-        if uses_own_optimizer(raw, fp8, optimizer):
-            # Before the model is converted: an optimizer that is refused leaves the model as it was.
-            optimizer = choose_optimizer(raw, fp8, file, optimizer, model_parameters, _rank)
+    # Before the model is converted: an optimizer that is refused leaves the model as it was.
+    own_optimizer = choose_optimizer(configuration, optimizer, model_parameters, _rank)
+    if fp8.enabled:
         conversion = _located(file, convert, model, fp8, monitor)
         if not conversion.converted:
             monitor.every = 0  # a measured step runs outside graphs, and there is no cast to measure
         rope_notes = restore_inverse_frequencies(model)
-        # DeepSpeed would drain the device twice a step to print its throughput to the millisecond.
-        raw.setdefault("timers", {}).setdefault("throughput", {}).setdefault("synchronized", False)
-        if section_of(raw, "zero_optimization").get("stage") == 3:
-            raw.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
 
     if fp8.fuses_loss and model is not None:
         loss = _located(file, _fuse_loss, model, fp8)
-    if optimizer is None and is_madam(raw):
-        optimizer = choose_madam(raw)
     if conversion is not None and conversion.fusion.classes:
         # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
         set_z3_leaf_modules(model, sorted(conversion.fusion.classes, key=lambda fused: fused.__name__))
@@ -122,8 +116,8 @@ def initialize(
         check_launch()
     if not dist.is_initialized():
         seams.disable_shm_build()
-    if optimizer is None and "optimizer" in raw:
-        _located(file, announce_compilation, raw, _rank() == 0)
+    if optimizer is None and own_optimizer is None and configuration.has_optimizer:
+        _located(file, announce_compilation, configuration)
     if getattr(args, "deepspeed_config", None) is not None:
         # DeepSpeed refuses the configuration in both places.
         args = copy.copy(args)
@@ -131,7 +125,7 @@ def initialize(
     result = _deepspeed_initialize(
         args,
         model,
-        optimizer,
+        optimizer if own_optimizer is None else own_optimizer,
         model_parameters,
         training_data,
         lr_scheduler,
@@ -139,27 +133,46 @@ def initialize(
         mpu,
         dist_init_required,
         collate_fn,
-        raw,
+        _for_deepspeed(configuration, own_optimizer is not None),
         mesh_param,
     )
     engine = result[0]
 
     state = engine.fp8 = FP8State(engine, fp8, monitor)
     state.conversion, state.loss = conversion, loss
-    attach(engine, state, measured="fp8" in raw)
-    state.report = start_report(engine, state, _micro_batch_tokens(raw, engine))
+    attach(engine, state, measured="fp8" in configuration.values)
+    state.report = start_report(engine, state, _micro_batch_tokens(configuration, engine))
     if conversion is not None:
         state.report["notes"] += rope_notes
-    if dist.get_rank() == 0 and "fp8" in raw:
-        print_report(state.report)
+    if "fp8" in configuration.values:
+        log_report(state.report)
     return result
 
 
-def _micro_batch_tokens(raw: Mapping[str, Any], engine: deepspeed.DeepSpeedEngine) -> int | None:
+def _for_deepspeed(configuration: Configuration, own_optimizer: bool) -> dict[str, Any]:
+    """Return the JSON for deepspeed.initialize: what was given, with what this package needs.
+
+    Nothing else changes a configuration. What the user has set stays, but for the two keys by which DeepSpeed accepts
+    an optimizer that it does not know.
+    """
+    values = copy.deepcopy(dict(configuration.values))
+    if configuration.fp8.enabled:
+        # DeepSpeed would drain the device twice a step to print its throughput to the millisecond.
+        values.setdefault("timers", {}).setdefault("throughput", {}).setdefault("synchronized", False)
+        if configuration.stage == 3:
+            # The sum over ranks arrives in FP32: an accumulator in BF16 would round it at every micro-batch.
+            values.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    if own_optimizer:
+        values |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return values
+
+
+def _micro_batch_tokens(configuration: Configuration, engine: deepspeed.DeepSpeedEngine) -> int | None:
     """Return the tokens of one micro-batch on one GPU, where the configuration has a "data" section that says so."""
-    data = section_of(raw, "data")
-    length = data.get("sequence_length")
-    return data.get("tokens_per_gpu") or (length and length * engine.train_micro_batch_size_per_gpu())
+    length = configuration.given("data", "sequence_length")
+    return configuration.given("data", "tokens_per_gpu") or (
+        length and length * engine.train_micro_batch_size_per_gpu()
+    )
 
 
 def _fuse_loss(model: torch.nn.Module, fp8: FP8Config) -> LossFusion:

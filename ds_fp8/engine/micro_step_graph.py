@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_fp8.engine.check_schedule import CheckSchedule
 from ds_fp8.zero.gradient_shards import GradientShards
+from ds_fp8.zero.profiling import profiled
 from ds_fp8.zero.seams.micro_step import MicroStep
 from ds_fp8.zero.wire import WireMeter
 
@@ -95,6 +96,8 @@ class MicroStepGraph:
         state, outside = micro_step.remember(), [p.data for p, _ in self._persistent]
         try:
             for parameter, static in self._persistent:
+                # Kernels are captured with these addresses. Between graphs DeepSpeed gathers persistent parameters
+                # elsewhere after every step, so that a replay first copies them here.
                 parameter.data = static
             with capturing(self._forward):
                 output = call(**self._batch)
@@ -103,6 +106,7 @@ class MicroStepGraph:
                 self._used = [place for place in self.differentiable if place in used]
                 if not self._used:
                     raise ValueError("no output of the model has had a gradient")
+                # Memory of the pool, rewritten by the next replay: callers get copies, these stay inside.
                 self._leaves = [leaf.detach() if torch.is_tensor(leaf) else leaf for leaf in leaves]
                 micro_step.finish_gathers()
             roots = [leaves[place] for place in self._used]
@@ -113,6 +117,7 @@ class MicroStepGraph:
                 micro_step.finish_backward()
         finally:
             for (parameter, _), data in zip(self._persistent, outside, strict=True):
+                # The user's code sees the parameters where DeepSpeed left them.
                 parameter.data = data
             # Nothing has been computed yet.
             self._arrives, self._sends = gradients.arrived, wire.sent() - sent
@@ -138,6 +143,8 @@ class MicroStepGraph:
     def replay(self, batch: Mapping[str, Any]) -> Any:
         """Return what the model returns for a batch of this signature."""
         self.launch_forward(batch)
+        # Held by the autograd graph of this forward and by nobody else: once the caller drops the loss the token dies,
+        # and `pending` knows that no backward will come. Reference counting, so it is known at once.
         token = _Token()
         self._token = weakref.ref(token)
         self._before = self._micro_step.accumulates, self._gradients.arrived
@@ -153,7 +160,8 @@ class MicroStepGraph:
                 mine.copy_(batch[name], non_blocking=True)
         if self._persistent:
             torch._foreach_copy_([mine for _, mine in self._persistent], [p.data for p, _ in self._persistent])
-        self._forward.replay()
+        with profiled("graph"):
+            self._forward.replay()
 
     def copies(self, places: Iterable[int] | None = None) -> tuple[Any, ...]:
         """Return the outputs of the last forward, all or those at some places, in memory of their own."""
@@ -185,13 +193,15 @@ class MicroStepGraph:
                 f"output {unexpected[0]} of the model has a gradient, and had none when its CUDA graph was captured; "
                 'set "graph": "off"'
             )
+        # From here on the activations may be overwritten: a second backward is refused above.
         self._token = None
         for place, mine in zip(self._used, self._output_gradients, strict=True):
             if place in given:
                 mine.copy_(given[place])
             else:
                 mine.zero_()
-        self._backward.replay()
+        with profiled("graph"):
+            self._backward.replay()
         self._gradients.arrived |= self._arrives
         self._wire.add(self._sends)
 

@@ -10,31 +10,27 @@ import functools
 import os
 import types
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import deepspeed
 import torch
 
-from ds_fp8.engine.capture import before_process_groups_end, end_failed_capture
+from ds_fp8.engine.capture import before_process_groups_end, end_failed_capture, in_one_line, without_frames
 from ds_fp8.engine.captured_graphs import MAX_EVICTIONS, CapturedGraphs
 from ds_fp8.engine.eager_forwards import EagerForwards
+from ds_fp8.engine.graph_calls import Call, Calls, tokens_of
 from ds_fp8.engine.graph_check import GraphChecks
 from ds_fp8.engine.graph_conditions import (
     COMPILED,
-    ITEMS,
     SAVED_ELSEWHERE,
     Capacities,
-    by_name,
     is_compiled,
-    rows_in_a_graph,
     why_auto_disabled,
-    why_eager,
 )
 from ds_fp8.engine.graph_decision import Action, Facts, decide
 from ds_fp8.engine.health import Health
-from ds_fp8.engine.known_code import code_of_others, fingerprint
 from ds_fp8.engine.micro_step_graph import MicroStepGraph
 from ds_fp8.engine.rank_agreement import RankAgreement
 from ds_fp8.monitor.cast_monitor import CastMonitor
@@ -54,32 +50,6 @@ MAX_GRAPHS = 8
 """Signatures that are captured: every graph keeps separate buffers."""
 
 OTHERS_DIFFER = "other ranks have batches of other shapes, or run eagerly"
-
-
-@dataclass
-class _Call:
-    """A call of the module in training, and what this rank knows of it."""
-
-    args: tuple
-    kwargs: dict[str, Any]
-    pending: bool
-    """Another forward may still get its backward."""
-    batch: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of a graph."""
-    why: str | None = None
-    """Why this rank cannot run it as a graph, or None."""
-    signature: object = None
-    documents: int = 0
-    """Documents of packed rows, 0 where every row is one."""
-    max_documents: int = 0
-    """Documents that a graph is captured for; known once the ranks have compared."""
-    ordered: bool = True
-    """On all ranks DeepSpeed knows the order of modules."""
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens of the batch, 0 where that is not known."""
-        return _tokens(self.kwargs)
 
 
 class MicroStepGraphs:
@@ -118,9 +88,7 @@ class MicroStepGraphs:
         self._capacities = Capacities()
         self._logged: set[str] = set()
         self._eager = EagerForwards(engine.module, self._stock, engine.device, self._graphs.stream)
-        self._code = 0
-        """Fingerprint of the model's code at the last micro-step that could be a graph."""
-        self._code_of_others: str | None = None
+        self._calls = Calls(engine.module, engine.device, self._micro_step, gradients, self._forget_other_code)
         # NCCL would have all ranks exchange addresses in a capture, where one may fail.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         self._agreement = RankAgreement(engine.device)
@@ -157,15 +125,9 @@ class MicroStepGraphs:
             return self._stock(*args, **kwargs)
         if not (self._engine.module.training and torch.is_grad_enabled()):
             self._evaluated = True
-            self._graphs.make_room(_tokens(kwargs), evaluates=True)
+            self._graphs.make_room(tokens_of(kwargs), evaluates=True)
             return self._stock(*args, **kwargs)
-        args, kwargs = by_name(self._engine.module, args, kwargs)
-        if isinstance(kwargs.get(ITEMS), (int, float)):  # a number would be part of the graph
-            kwargs[ITEMS] = torch.tensor(float(kwargs[ITEMS]))
-        if torch.is_tensor(kwargs.get(ITEMS)):
-            kwargs[ITEMS] = kwargs[ITEMS].to(self._device)
-        here = _Call(args, kwargs, pending=self._graphs.pending or self._eager.pending)
-        self._inspect(here)
+        here = self._calls.look_at(args, kwargs, pending=self._graphs.pending or self._eager.pending)
         action, reason = self._decide(here)
         if action is Action.CAPTURE and self._capture(here):
             action, reason = self._decide(here)
@@ -184,23 +146,7 @@ class MicroStepGraphs:
         self._graphs.make_room(here.tokens, evaluates=False)
         return self._launch(here)
 
-    def _inspect(self, here: _Call) -> None:
-        """Find out whether this rank could run a call as a graph, and of which signature."""
-        here.why = why_eager(self._micro_step.modules, self._device, here.args, here.kwargs)
-        if here.why is None:
-            here.documents, here.why = rows_in_a_graph(self._engine.module, here.kwargs)
-        if here.why is None and self._micro_step.reduced_later:
-            here.why = "gradients are reduced later"
-        if here.why is None and here.pending:
-            # A replay adds its gradients to none of another forward's, and all graphs share their memory.
-            here.why = "a forward ran before the backward of another"
-        if here.why is None:
-            self._forget_other_code()
-            # A mask is of ones only, and then transformers leaves it out as well.
-            here.batch = {name: value for name, value in here.kwargs.items() if name != "attention_mask"}
-            here.signature = self._signature(here.batch)
-
-    def _decide(self, here: _Call) -> tuple[Action, str | None]:
+    def _decide(self, here: Call) -> tuple[Action, str | None]:
         """Return what all ranks do with a call, and a reason to log. Collective."""
         graph = self._graphs.get(here.signature)
         unchecked, unmeasured = graph is None or not graph.schedule.due, not self._monitor.active
@@ -212,7 +158,7 @@ class MicroStepGraphs:
             unchecked=unchecked,
             comparable=graph is not None and (here.documents > 0) == (graph.max_documents > 0),
             room=not beside or self._graphs.has_room(here.tokens),
-            trusted=not self._auto or self._code_of_others is None,
+            trusted=not self._auto or self._calls.code_of_others is None,
             lasting=self._graphs.evictions < MAX_EVICTIONS,
             has_capacity=graph is not None or len(self._graphs) < MAX_GRAPHS,
         )
@@ -253,7 +199,7 @@ class MicroStepGraphs:
         if gather is not None:
             gather.settle()
 
-    def _capture(self, here: _Call) -> bool:
+    def _capture(self, here: Call) -> bool:
         """Capture a micro-step; where a rank cannot, nothing is captured any more, on all ranks. Collective.
 
         Returns:
@@ -299,18 +245,18 @@ class MicroStepGraphs:
                 error = None
                 raise
         if not self._agreement.least(error is None)[0]:
-            why = "another rank failed" if error is None else _in_one_line(error)
-            error = _without_frames(error)
+            why = "another rank failed" if error is None else in_one_line(error)
+            error = without_frames(error)
             self._end(why)
             return False
         self._graphs.add(here.signature, graph, kept, here.tokens)
         # Code of others may fail in backward where it did not with another batch.
-        self._graphs.needs_dry_run = self._code_of_others is not None
+        self._graphs.needs_dry_run = self._calls.code_of_others is not None
         self._captured_once = True
         self._log(f"forward and backward run as CUDA graphs from here on, which keep {kept / 2**30:.2f} GiB")
         return True
 
-    def _launch_and_check(self, here: _Call) -> Any:
+    def _launch_and_check(self, here: Call) -> Any:
         """Launch a micro-step by Python, and end the graphs where its graph computes something else. Collective."""
         self._settle()
         graph, launch = self._graphs.get(here.signature), functools.partial(self._launch, here)
@@ -322,33 +268,18 @@ class MicroStepGraphs:
             )
         return output
 
-    def _launch(self, here: _Call) -> Any:
+    def _launch(self, here: Call) -> Any:
         """Launch a micro-step by Python."""
-        watches = self._auto and self._code_of_others is not None
+        watches = self._auto and self._calls.code_of_others is not None
         return self._eager.launch(here.args, here.kwargs, here.signature, here.why == SAVED_ELSEWHERE, watches)
-
-    def _signature(self, kwargs: Mapping[str, Any]) -> object:
-        """Return what micro-steps that one graph can run have in common, on all ranks alike."""
-        batch = tuple(
-            (name, tuple(value.shape), value.dtype, value.device.type) if torch.is_tensor(value) else (name, value)
-            for name, value in sorted(kwargs.items())
-        )
-        accumulates = self._micro_step.accumulates
-        # Gradients that arrive for the first time in a step are added to zeros, which clears them before.
-        arrived = sorted(self._gradients.arrived) if accumulates else None
-        return batch, accumulates, arrived and tuple(arrived), self._micro_step.trained, self._micro_step.training
 
     def _forget_other_code(self) -> None:
         """Free the graphs of a model whose hooks or settings have been changed since, on this rank."""
-        module = self._engine.module
-        code = fingerprint(self._micro_step.modules, self._micro_step.parameters, getattr(module, "config", None))
-        if code != self._code:
-            if len(self._graphs):
-                self._graphs.evict()
-            self._eager_runs.clear()
-            self._graphs.needs_dry_run = True
-            self._code, self._eager.draws, self._eager.changes = code, False, None
-            self._code_of_others = code_of_others(module)
+        if len(self._graphs):
+            self._graphs.evict()
+        self._eager_runs.clear()
+        self._graphs.needs_dry_run = True
+        self._eager.draws, self._eager.changes = False, None
 
     def _end(self, why: str) -> None:
         """Capture nothing any more, and log why. On all ranks alike."""
@@ -373,19 +304,3 @@ class MicroStepGraphs:
 
 def _plain_call(module: torch.nn.Module) -> Callable[..., Any]:
     return types.MethodType(torch.nn.Module._call_impl, module)
-
-
-def _tokens(kwargs: Mapping[str, Any]) -> int:
-    """Return the tokens of a batch, 0 where that is not known."""
-    given = (kwargs.get(name) for name in ("input_ids", "labels", "inputs_embeds"))
-    return next((value.shape[:2].numel() for value in given if torch.is_tensor(value)), 0)
-
-
-def _without_frames(error: BaseException | None) -> None:
-    """Free what the frames of an error hold: the activations of a forward, for one."""
-    while error is not None:
-        error.__traceback__, error = None, error.__context__
-
-
-def _in_one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -15,8 +15,8 @@ from deepspeed.git_version_info import installed_ops
 from deepspeed.runtime.config import ADAM_W_MODE, DEEPSPEED_OPTIMIZERS, TORCH_ADAM_PARAM
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
+from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError, clipped
-from ds_fp8.config.fp8 import section_of
 from ds_fp8.config.schema import nearest, shown
 from ds_fp8.optim.madam import Madam
 
@@ -43,12 +43,11 @@ MAX_WEIGHT = 100.0
 NaN."""
 
 
-def check_optimizer(raw: Mapping[str, Any], file: str | os.PathLike | None = None, *, own: bool = False) -> None:
+def check_optimizer(configuration: Configuration, *, own: bool = False) -> None:
     """Check the "optimizer" section of a configuration against the optimizer that is made of it.
 
     Args:
-        raw: the configuration.
-        file: where it comes from, for errors.
+        configuration: what was given.
         own: ds_fp8.optim.AdamW takes the place of DeepSpeed's Adam.
 
     Raises:
@@ -56,13 +55,13 @@ def check_optimizer(raw: Mapping[str, Any], file: str | os.PathLike | None = Non
             take the params, or two steps with them are not finite.
     """
     try:
-        _check(raw, own)
+        _check(configuration, own)
     except UserError as error:
-        raise error.located(file) from None
+        raise error.located(configuration.file) from None
 
 
-def _check(raw: Mapping[str, Any], own: bool) -> None:
-    section = raw.get("optimizer")
+def _check(configuration: Configuration, own: bool) -> None:
+    section = configuration.given("optimizer")
     if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
         raise UserError(
             "the optimizer is missing",
@@ -85,21 +84,19 @@ def _check(raw: Mapping[str, Any], own: bool) -> None:
     if own:
         _try(torch.optim.AdamW, {key: params[key] for key in _TRIED if key in params})
         return
-    zero = section_of(raw, "zero_optimization")
     if name == "muon":
-        if zero.get("reduce_scatter", True):
+        if configuration.zero.reduce_scatter:
             raise UserError(
                 "DeepSpeed's Muon does not go with ZeRO's reduce-scatter",
                 key="optimizer.type",
                 remedy='"type": "AdamW"',
             )
         return
-    offloaded = section_of(zero, "offload_optimizer").get("device") in ("cpu", "nvme")
-    kind, arguments = _resolve(name, dict(params), offloaded)
+    kind, arguments = _resolve(name, dict(params), configuration.optimizer_device != "none")
     if (
         kind not in (*ZERO_SUPPORTED_OPTIMIZERS, Madam)
-        and zero.get("stage")
-        and not raw.get("zero_allow_untested_optimizer")
+        and configuration.stage
+        and not configuration.given("zero_allow_untested_optimizer")
     ):
         raise UserError(
             f"DeepSpeed has not tested {kind.__name__} with ZeRO",
@@ -115,15 +112,12 @@ def _check(raw: Mapping[str, Any], own: bool) -> None:
     _try(tried, arguments)
 
 
-def compiled_operation(raw: Mapping[str, Any]) -> str | None:
+def compiled_operation(configuration: Configuration) -> str | None:
     """Return the name of the kernel that DeepSpeed compiles for a valid "optimizer" section, or None."""
-    section = section_of(raw, "optimizer")
-    name = str(section.get("type", "")).lower()
-    if name not in _COMPILED and name not in ("adam", "adamw"):
+    name = configuration.optimizer_type
+    if name not in _COMPILED:
         return None
-    zero = section_of(raw, "zero_optimization")
-    offloaded = section_of(zero, "offload_optimizer").get("device") in ("cpu", "nvme")
-    kind, _ = _resolve(name, dict(section_of(section, "params")), offloaded)
+    kind, _ = _resolve(name, configuration.optimizer_params, configuration.optimizer_device != "none")
     if not kind.__module__.startswith("deepspeed."):
         return None
     operation = get_accelerator().create_op_builder(_builder(kind)).name

@@ -9,12 +9,12 @@ from typing import Any, get_args
 import deepspeed
 import torch
 from deepspeed import comm as dist
-from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
 from ds_fp8.config.formats import EmulatedFormat
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.log import show
 from ds_fp8.config.optimizer_state import MOMENTS
 from ds_fp8.engine import break_even
 from ds_fp8.engine.coverage import EXPERTS, coverage
@@ -204,11 +204,10 @@ def _name_of_optimizer(engine: deepspeed.DeepSpeedEngine) -> str:
     return "none" if optimizer is None else type(optimizer).__name__
 
 
-def print_report(report: dict[str, Any]) -> None:
-    """Print the report as one panel."""
-    console = Console(highlight=False)
+def log_report(report: dict[str, Any]) -> None:
+    """Log the report as one panel."""
     if not report["enabled"]:
-        console.print("[bold]FP8 is off[/bold]: plain DeepSpeed, BF16 all the way")
+        show("[bold]FP8 is off[/bold]: plain DeepSpeed, BF16 all the way")
         return
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
@@ -267,7 +266,7 @@ def print_report(report: dict[str, Any]) -> None:
     table.add_row("health of casts", _monitoring(report["monitor"]))
     for note in report["notes"]:
         table.add_row("note", note)
-    console.print(Panel(table, title=f"ds_fp8, preset {report['preset']}", title_align="left", expand=False))
+    show(Panel(table, title=f"ds_fp8, preset {report['preset']}", title_align="left", expand=False))
 
 
 def _rounding(parts: Sequence[str]) -> str:

@@ -61,14 +61,18 @@ def scaled_matmul(
     elif not pair & set(BLOCKWISE):
         scaling = (_row_scale(a), kinds.RowWise, _row_scale(b).t(), kinds.RowWise)
     elif b.granularity == "128x128":
+        # torch wants the scales of b as b itself: transposed. Its strides tell it which kernel's layout they are in.
         scaling = (group_scale(a), kinds.BlockWise1x128, block_scale(b).t(), kinds.BlockWise128x128)
     elif a.granularity == "128x128":
         scaling = (block_scale(a).t(), kinds.BlockWise128x128, group_scale(b), kinds.BlockWise1x128)
     else:
         scaling = (group_scale(a), kinds.BlockWise1x128, group_scale(b), kinds.BlockWise1x128)
+    # aligned(b.data).t() is a view: cuBLASLt reads both operands with the contraction contiguous ("TN").
     result = F.scaled_mm(
         aligned(a.data), aligned(b.data).t(), *scaling, output_dtype=out_dtype, use_fast_accum=fast_accumulation
     )  # fmt: skip
+    # Zeros of the padding gave rows and columns of zeros; a slice would keep their memory alive, and be no whole
+    # matrix.
     return result if result.shape == (rows, columns) else result[:rows, :columns].contiguous()
 
 
@@ -81,6 +85,7 @@ def aligned(data: torch.Tensor) -> torch.Tensor:
     rows, columns = (_round_up(length) for length in data.shape)
     if (rows, columns) == tuple(data.shape):
         return data.contiguous()
+    # As bytes: torch pads no FP8. A code of 0 is the number 0 in every format.
     padded = torch.zeros(rows, columns, dtype=torch.uint8, device=data.device)
     padded[: data.shape[0], : data.shape[1]] = data.view(torch.uint8)
     return padded.view(data.dtype)
@@ -97,6 +102,7 @@ def group_scale(q: QuantizedTensor) -> torch.Tensor:
     scale = q.scale
     if q.granularity == "128x128":
         scale = scale.repeat_interleave(BLOCK, 0)[: q.shape[0]]
+    # cuBLASLt reads 1x128 scales with stride 1 along the rows: 128 rows' scales of one group in one access.
     scale = _padded_rows(scale.expand(q.shape[0], groups))
     if scale.stride() != (1, len(scale)):
         # Not contiguous(): for a single group it would keep the given stride.
@@ -114,6 +120,8 @@ def block_scale(q: QuantizedTensor) -> torch.Tensor:
     rows, columns = q.scale.shape
     length = -(-columns // 4) * 4
     scale = q.scale
+    # Rows of 128x128 scales are read 16 bytes at a time, to the end of the padded row: that memory must be there,
+    # though no number in it counts. Kernels and gathers write scales so from the start; others' are copied here.
     if scale.stride() != (length, 1) or scale.untyped_storage().nbytes() < 4 * (scale.storage_offset() + rows * length):
         scale = block_scales(rows, columns, q.scale.device).copy_(q.scale)
     return scale.as_strided((rows, length), (length, 1))

@@ -92,8 +92,11 @@ def scaled_matmul(
 
     rows, columns = a.shape[0], b.shape[0]
     b_columnwise = _lies_transposed(b)
+    #     TN  a rowwise,    b rowwise          NN  a rowwise,    b columnwise
+    #     NT  a columnwise, b columnwise       the fourth is missing: a is copied
     a_columnwise = b_columnwise and _lies_transposed(a)
     layout = ("N" if b_columnwise else "T") + ("T" if a_columnwise else "N")
+    # BLAS is column-major: its first operand is our second, and the result needs no transposition then.
     first, second = storage(operand(a, a_columnwise)), storage(operand(b, b_columnwise))
     result = general_gemm(second, first, out_dtype=out_dtype, layout=layout, use_split_accumulator=True)[0]
     return result if result.shape == (rows, columns) else result[:rows, :columns].contiguous()
@@ -129,11 +132,13 @@ def operand(q: QuantizedTensor, columnwise: bool) -> Operand:
 
 def e8m0(scale: torch.Tensor) -> torch.Tensor:
     """Return FP32 powers of two from 2^-126 upwards as E8M0 bytes: their biased exponents; NaN is 255 in both."""
+    # E8M0 is the exponent field of an FP32 number: a power of two loses nothing. NaN is 255 in both.
     return (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
 
 
 def _scales(q: QuantizedTensor) -> torch.Tensor:
     """Return the E8M0 scale of every row's every 32 columns: [R, K/32], padded to multiples of (128, 4)."""
+    # 4 groups of 32 have the scale of their group of 128.
     scales = e8m0(q.scale).repeat_interleave(BLOCK // GROUP, 1)
     if q.granularity == "128x128":
         return scales.repeat_interleave(BLOCK, 0)

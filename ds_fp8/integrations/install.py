@@ -15,6 +15,7 @@ import deepspeed
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import read_config
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.config.log import logger
 from ds_fp8.engine.initialize import initialize
 from ds_fp8.integrations.batches import noting
 
@@ -101,9 +102,7 @@ def _note_without_section(file: str | None) -> None:
     remedy = f'add "fp8": {{"preset": "infir2"}} to it, or set the environment variable {VARIABLE}=infir2'
     if _without == "refuse":
         raise UserError(problem, key="fp8", file=file, remedy=remedy)
-    rank = deepspeed.comm.get_rank() if deepspeed.comm.is_initialized() else int(os.environ.get("RANK", "0"))
-    if rank == 0:
-        print(f"ds_fp8: {problem}{f' ({file})' if file else ''}; {remedy}", flush=True)
+    logger.warning("ds_fp8: %s%s; %s", problem, f" ({file})" if file else "", remedy)
 
 
 def _without_section(original: Callable) -> Callable:

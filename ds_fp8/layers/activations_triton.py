@@ -32,6 +32,9 @@ def _sigmoid(x):
 def activate(g, ACTIVATION: tl.constexpr):
     """Return (act(g), act'(g))."""
     if ACTIVATION == 0:
+        #     silu:       g s(g),           slope  s + g s (1 - s)
+        #     gelu:       g P(g),           slope  P + g p(g)          P, p: the normal distribution and its density
+        #     gelu_tanh:  g (1 + t) / 2,    slope  (1 + t) / 2 + g (1 - t^2) / 2 * inner'(g),  t = tanh(inner)
         sigmoid = _sigmoid(g)
         value = g * sigmoid
         slope = value * (1.0 - sigmoid) + sigmoid
@@ -41,6 +44,7 @@ def activate(g, ACTIVATION: tl.constexpr):
         slope = below + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
     else:
         inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+        # tanh(y) = 2 s(2y) - 1: the sigmoid is two instructions here.
         tanh = 2.0 * _sigmoid(2.0 * inner) - 1.0
         value = 0.5 * g * (1.0 + tanh)
         slope = 0.5 * (1.0 + tanh) + 0.5 * g * (1.0 - tanh * tanh) * 0.7978845608028654 * (1.0 + 0.134145 * g * g)

@@ -91,6 +91,8 @@ def chunk_tokens(tokens: int, vocabulary: int, hidden_size: int, on_gpu: bool, i
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, recipe: LinearRecipe | None):
+        # Gradients are made in forward, for a loss gradient of one: the logits are there then, and never again.
+        # Backward multiplies by what it gets.
         loss, dhidden, dweight = _compute(hidden, weight, targets, recipe, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(dhidden, dweight)
         ctx.dtypes = hidden.dtype, weight.dtype

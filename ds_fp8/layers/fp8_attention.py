@@ -115,6 +115,8 @@ class Reference:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return o and log_sums."""
         groups = q.shape[2] // k.shape[2]
+        #     s = scaling q k' (causal);  p = exp(s - max_j s);  o = round(p) v / sum_j p
+        #     log_sums = max_j s + log sum_j p                         all that backward needs to make p again
         s = _scores(q, k, scaling)
         largest = s.amax(-1, keepdim=True)
         p = (s - largest).exp()
@@ -130,6 +132,8 @@ class Reference:
         groups = saved.q.shape[2] // saved.k.shape[2]
         q, o, do = (_heads(x) for x in (saved.q, saved.o, do))
         k, v = (_heads(x, groups) for x in (saved.k, saved.v))
+        #     dv = p' do;   ds = scaling p (do v' - sum_d do o)
+        #     dq = ds k;    dk = ds' q                                 ds rounded to E5M2 between, as in the kernels
         p = (_scores(saved.q, saved.k, saved.scaling) - saved.log_sums[..., None]).exp()
         dv = _round_p(p).mT @ do
         ds = saved.scaling * p * (do @ v.mT - (do * o).sum(-1, keepdim=True))

@@ -29,6 +29,9 @@ def _forward_tiles(
     ACTIVATION: tl.constexpr, CAST: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
+    #     product = act(gate) * up                              gate = gate_up[:, :F], up = gate_up[:, F:]
+    #     cast    = round(product / scale of its 1 x 128 group)  what down_proj multiplies
+    #     saved   = gate and up in E4M3                          what backward reads, half of BF16's bytes
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     g = _load(gate_up, m, k, M, stride, 0, F, EVEN)
@@ -108,6 +111,8 @@ def _gradients(
             inside = (m < M)[:, None] & (k < F)[None, :]
             g *= tl.load(scale + (k // 128)[None, :] * scale_group + m[:, None], mask=inside, other=0.0)
             u *= tl.load(scale + ((F + k) // 128)[None, :] * scale_group + m[:, None], mask=inside, other=0.0)
+    #     dgate = dproduct * up * act'(gate);   dup = dproduct * act(gate);   product = act(gate) * up
+    # The product is made again: wgrad of down_proj wants its cast along the tokens, and forward kept none of it.
     value, slope = activate(g, ACTIVATION)
     return dp * u * slope, dp * value, value * u
 
@@ -129,6 +134,7 @@ def _backward_rows(
         du, F + k, m, 2 * F, M, data, 2 * F, row_scale, None, along, across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, True
     )
     if product_amax is not None:
+        # A tile of 128 tokens is several programs': they raise one number, whose order does not matter to a maximum.
         tile = tl.program_id(1) * ROWS // 128 * tl.num_programs(0) + tl.program_id(0)
         tl.atomic_max(product_amax + tile, tl.max(amax_bits(p, 1), 0), sem="relaxed")
 
@@ -167,6 +173,7 @@ def _backward_columns(
     if PRODUCT == TILE:  # whose amax _backward_rows has found: to store_cast_columnwise it is that of a whole tensor
         tiles = tl.num_programs(0) * WIDTH // 128
         at = tl.program_id(0) * WIDTH // 128
+        # The launch before has finished: kernels of one stream run one after the other.
         amax = product_amax + tl.program_id(1) * tiles + at
         block = product_scale + tl.program_id(1) * product_along + at * product_across
         factor, _ = scale_of(tl.load(amax), PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2)

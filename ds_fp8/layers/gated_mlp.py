@@ -67,6 +67,7 @@ class GatedMLP:
         gate_up = self._gate_up(n, weights, dtype)
         keep = keep and self.gate_up.recompute != "mlp"
         product, saved, smoothing = gated_activation_cast(gate_up, self.activation, self.down, keep)
+        # 2F numbers a token, the largest activation of a layer: it must be gone before the next product allocates.
         del gate_up
         y = self.down.multiply(product, fprop_weight(weights[2:], self.down, smoothing), dtype)
         return y, Kept(saved, smoothing)
@@ -88,11 +89,16 @@ class GatedMLP:
             saved = self._gate_up(n_rowwise(), weights, dtype)
             if recipe.save == "fp8":
                 saved = gated_activation_cast(saved, self.activation, self.down).saved  # what "none" would have kept
+        #     dproduct = dy Wdown';  dgate_up = act'(...) dproduct;  dn = dgate_up Wgate_up
+        #     dWdown = dy' product;  dWgate_up = dgate_up' n                  operands cast along the tokens
+        # With smoothing, forward multiplied (product / s) by (Wdown s): dproduct is divided by s, and dWdown
+        # multiplied.
         down, factor = dgrad_weight([weights.down], self.down, smoothing)
         dy_cast, dy_columnwise = self.down.cast_grad_output(dy, True, wants[2], factor)
         dproduct = scale_columns(self.down.multiply(dy_cast, down, dtype), inverse)
         gate_up, factor = dgrad_weight(weights[:2], recipe)
         casts = gated_activation_backward(dproduct, saved, self.activation, recipe, self.down, factor, inverse)
+        # Before dn and the gradients of the weights are allocated: this is the peak of a layer's backward.
         del dproduct, saved, down
         dn = recipe.multiply(casts.dgate_up, gate_up, dtype)
         ddown = dgate = dup = None
@@ -150,6 +156,7 @@ class _NormedMLP(torch.autograd.Function):
         ctx.mlp, ctx.weights, ctx.norm = mlp, weights, norm
         if keep:
             ctx.save_for_backward(hidden, rstd, *_pack_kept(kept))
+        # In place: nobody else holds the product's result.
         return y.add_(hidden).view(x.shape)
 
     @staticmethod

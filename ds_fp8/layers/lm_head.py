@@ -43,6 +43,8 @@ class HighPrecisionHead:
         self, x: torch.Tensor, targets: torch.Tensor, dx: torch.Tensor | None, wants_dweight: bool
     ) -> torch.Tensor:
         weight = self._weight
+        #     logits = x W';   dlogits = softmax(logits) - onehot      in the memory of the logits
+        #     dx = dlogits W;  dW += dlogits' x                        chunk by chunk: never all logits at once
         logits = F.linear(x, weight)
         if not x.is_cuda:
             logits = logits.float()
@@ -52,6 +54,7 @@ class HighPrecisionHead:
         if wants_dweight:
             beta = 0 if self.dweight is None else 1
             if self.dweight is None:
+                # Uninitialised: beta 0 reads nothing of it, so that the first chunk is no addition to zeros.
                 self.dweight = torch.empty_like(weight, dtype=self._dtype)
             if x.is_cuda:
                 torch.addmm(self.dweight, logits.t(), x, out_dtype=self._dtype, beta=beta, out=self.dweight)
@@ -95,6 +98,7 @@ class FP8Head:
             else:
                 columns = self._chunk(x, target, dx, wants_dweight, losses)
             if wants_dweight:
+                # One product over the tokens of several chunks: every product rounds its sum to BF16.
                 share = self._recipe.multiply(columns, self._recipe.cast_input_columnwise(x), self._dtype)
                 del columns
                 self.dweight = share if self.dweight is None else self.dweight.float().add_(share)

@@ -27,6 +27,7 @@ def _extend_product(
         copy_tile(data, wide, m, tile, M, F, width)
         tl.store(wide_scale + tile * M + m, tl.load(scale + m * scale_m + tile * scale_k, mask=m < M), mask=m < M)
     else:
+        # Only the channels wanted are computed again: a product in high precision was never in memory.
         place = place_of(tile - (F + 127) // 128)
         channel = tl.load(channels + place, mask=place < COUNT, other=0)
         inside = (m < M)[:, None] & (place < COUNT)[None, :]

@@ -48,6 +48,7 @@ def _normalise_rows(
             scales, reciprocal = fitted_scale_of(normed, amax_bits(normed, 1), 1, LARGEST, SMALLEST)
         else:
             scales, reciprocal = scale_of(amax_bits(normed, 1), LARGEST, SMALLEST, POW2)
+        # Group-major [H / 128, M]: programs of neighbouring tokens write neighbouring scales.
         tl.store(scale + groups.to(tl.int64) * M + m, scales, mask=groups * 128 < H)
         codes = to_fp8(normed, reciprocal[:, None], DTYPE)
         tl.store(data + m.to(tl.int64) * pitch + h, codes, mask=inside)
@@ -93,6 +94,10 @@ def _normalise_rows_backward(
     program = tl.program_id(0)
     h = tl.arange(0, BLOCK_H)
     inside = h < H
+    #     n  = h_hat * w,  h_hat = hidden * rstd               forward
+    #     g  = dn * w;     dh = rstd * (g - h_hat * mean(g * h_hat)) + dresidual
+    #     dw = sum over tokens of dn * h_hat                   a row a program, added up afterwards in a fixed order
+    # Few programs take many tokens each: one row of dw for each token would be as large as the input.
     w = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     m = program

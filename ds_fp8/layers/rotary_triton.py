@@ -43,6 +43,10 @@ def _rotate_tiles(
     half: tl.constexpr = D // 2
     inside = (t < T)[:, None] & (d < half)[None, :]
     at = t[:, None].to(tl.int64) * stride + head * D + d[None, :]
+    #     x  = qkv + bias;   x = x / rms(x) * w  (where heads are normed)
+    #     y1 = x1 cos1 - x2 sin1;   y2 = x2 cos2 + x1 sin2     x1, x2: halves of a head
+    # v is neither normed nor rotated. In place where nothing but the rotation reads qkv: a program has read both halves
+    # of its head before it writes one.
     x1 = _load_half(qkv, at, inside, bias, head * D, d, half, BIAS)
     x2 = _load_half(qkv, at + half, inside, bias, head * D + half, d, half, BIAS)
     if head < HEADS + KV_HEADS:
@@ -111,6 +115,7 @@ def _rotate_tiles_backward(
     y2 = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     if head < HEADS + KV_HEADS:
         cos1, sin1, cos2, sin2 = _load_angles(cos, sin, t, S, cos_stride_b, cos_stride_s, d, half, inside)
+        # The transpose of forward's 2 x 2 matrix; its inverse only where cos and sin of both halves are equal.
         n1 = y1 * cos1 + y2 * sin2
         n2 = y2 * cos2 - y1 * sin1
         if NORM:
@@ -120,6 +125,7 @@ def _rotate_tiles_backward(
             rstd = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
             x1 *= rstd
             x2 *= rstd
+            # A row for each block of tokens and head: atomics would add in another order in every run.
             partial = dnorm + (tl.program_id(0) * (HEADS + KV_HEADS) + head).to(tl.int64) * D + d
             tl.store(partial, tl.sum(n1 * x1, 0), mask=d < half)
             tl.store(partial + half, tl.sum(n2 * x2, 0), mask=d < half)

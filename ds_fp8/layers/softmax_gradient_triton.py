@@ -41,6 +41,10 @@ def _rows(
                 k = i * BLOCK + lanes
                 tl.store(logits + k, tl.zeros([BLOCK], logits.dtype.element_ty), mask=k < V)
         return
+    #     largest, total = running maximum and sum of exp(x - largest), lane by lane
+    #     loss = log(sum exp(x)) - x[target]
+    #     dx   = exp(x - logsumexp) - (k == target)             in place, in a second pass
+    # Read before anything is written: in place, the gradient takes the target's logit's place.
     at_target = tl.load(logits + target).to(tl.float32)
     # Every lane keeps a maximum and a sum of its own; a reduction in every iteration would cost a barrier.
     largest = tl.full([BLOCK], _LOWEST, tl.float32)
@@ -100,6 +104,8 @@ def softmax_gradient(
 @triton.jit
 def _gradient(logits, targets, normalisers, m, k, stride, IGNORED: tl.constexpr):
     """Return the FP32 tile of the gradient at rows m and columns k."""
+    #     p = exp(x - normaliser of the row) - (k == target);   zero in rows without loss
+    # Normalised by what `_rows` found in a launch before: a tile has only 128 of a row's logits.
     x = tl.load(logits + m[:, None].to(tl.int64) * stride + k[None, :]).to(tl.float32)
     target, normaliser = tl.load(targets + m)[:, None], tl.load(normalisers + m)[:, None]
     p = tl.exp2((x - normaliser) * _LOG2E)

@@ -146,6 +146,9 @@ def dgrad_operand(
     """
     if w.granularity != "row":
         return transposed(w), None
+    #     dx[t, k] = sum_n dy[t, n] scale[n] code[n, k]
+    # The scales of w's rows lie along dgrad's contraction, where a product takes no scale a row. They go into dy before
+    # its cast, and w's codes are multiplied as they are, with a scale of 1.
     ones = torch.ones((), device=w.scale.device)
     codes = replace(w, scale=ones, granularity="tensor", scale_type="pow2")
     return transposed(codes), w.scale.reshape(-1)
@@ -159,6 +162,7 @@ def split_rows(gradient: torch.Tensor, parameters: Sequence[nn.Parameter]) -> tu
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a stride-0 NaN of the weight's shape: autograd accepts it, a stray read is loud."""
+    # One element in memory, whatever the shape: all strides are 0.
     return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
@@ -179,5 +183,6 @@ def _view_of_adjacent(parts: list[torch.Tensor]) -> torch.Tensor | None:
             or part.storage_offset() != offset
         ):
             return None
+        # Not data_ptr of the part alone: two matrices may touch in memory and have other strides.
         offset += part.shape[0] * row
     return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())

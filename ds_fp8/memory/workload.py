@@ -10,12 +10,11 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from pydantic import ValidationError
 from transformers import AutoConfig, PretrainedConfig
 
+from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.files import read_config
-from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
+from ds_fp8.config.fp8 import FP8Config, section_of
 from ds_fp8.config.schema import parse_section
 from ds_fp8.data import DataConfig
 from ds_fp8.engine.compatibility import check_deepspeed
@@ -106,7 +105,7 @@ def read_workload(
     Any DeepSpeed configuration will do when `model` and `sequence_length` are given.
 
     Args:
-        config: DeepSpeed configuration, in any form that `read_config` takes.
+        config: DeepSpeed configuration, in any form that `Configuration.read` takes.
         gpus: The data-parallel ranks; without it WORLD_SIZE, or 1.
         model: Configuration of the model, in place of the stage's.
         sequence_length: Tokens of a row, in place of the stage's.
@@ -115,11 +114,11 @@ def read_workload(
     Raises:
         UserError: The stage is wrong or says too little; with file, key and remedy.
     """
-    raw, file = read_config(config)
+    configuration = Configuration.read(config)
     try:
-        return _read(raw, gpus or int(os.environ.get("WORLD_SIZE", "1")), model, sequence_length, device)
+        return _read(configuration, gpus or int(os.environ.get("WORLD_SIZE", "1")), model, sequence_length, device)
     except UserError as error:
-        raise error.located(file) from None
+        raise error.located(configuration.file) from None
 
 
 def bf16_twin(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,21 +127,15 @@ def bf16_twin(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(
-    raw: dict[str, Any], gpus: int, model: PretrainedConfig | None, length: int | None, device: Device
+    configuration: Configuration, gpus: int, model: PretrainedConfig | None, length: int | None, device: Device
 ) -> Workload:
-    fp8 = parse_fp8(raw)
-    check_deepspeed(raw, fp8)
+    raw, fp8, zero = configuration.values, configuration.fp8, configuration.zero
+    check_deepspeed(configuration)
     model_section = parse_section(ModelConfig, raw.get("model", {}), key="model")
     data = parse_section(DataConfig, raw.get("data", {}), key="data")
     if model is None:
         model = _model_config(model_section, data, section_of(raw, "train"))
-    try:
-        zero = DeepSpeedZeroConfig(**section_of(raw, "zero_optimization"))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(["zero_optimization", *map(str, first["loc"])])
-        raise UserError(f"{key}: {first['msg']}", key=key, remedy=f'change the value of "{key}"') from None
-    if int(zero.stage) == 0:
+    if configuration.stage == 0:
         raise UserError(
             "there is no estimate for ZeRO stage 0", key="zero_optimization.stage", remedy="stage 1, 2 or 3"
         )
@@ -153,7 +146,7 @@ def _read(
             remedy='"packed"',
         )
     _, micro_batch, _ = resolve_batch(raw, gpus)
-    accumulation = section_of(raw, "data_types").get("grad_accum_dtype")
+    accumulation = configuration.deepspeed.grad_accum_dtype
     if accumulation is None:  # as initialize fills it in
         accumulation = "fp32" if fp8.enabled and fp8.grad_reduce.format != "bf16" else "bf16"
     # Untrained and stored models alike are rows of so many tokens, unless micro-batches are made by tokens.
@@ -168,8 +161,8 @@ def _read(
         sequence_length=tokens,
         zero=zero,
         accumulation_bytes=FP32 if accumulation in ("fp32", "float32") else BF16,
-        torch_adam=bool(section_of(section_of(raw, "optimizer"), "params").get("torch_adam", False)),
-        own_optimizer=uses_own_optimizer(raw, fp8),
+        torch_adam=bool(configuration.optimizer_params.get("torch_adam", False)),
+        own_optimizer=uses_own_optimizer(configuration),
         activation_checkpointing=model_section.activation_checkpointing,
         attention=model_section.attn_implementation,
         device=device,

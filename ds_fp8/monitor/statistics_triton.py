@@ -33,6 +33,9 @@ def _count(
     x, data, scale, sums, peaks, M, K, stride_x, stride_data, scale_m, scale_k, stride_sums, stride_peaks,
     DTYPE: tl.constexpr, LIMIT: tl.constexpr, SCALE_ROWS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    #     units = x / scale;   lost = (x - code * scale) / scale
+    #     saturated += |units| > LIMIT;   flushed += units != 0 and code == 0
+    #     signal += scale^2 sum units^2;  noise += scale^2 sum lost^2
     groups = tl.cdiv(K, 128)
     saturated = tl.zeros([ROWS], tl.int64)
     flushed = tl.zeros([ROWS], tl.int64)
@@ -63,6 +66,7 @@ def _count(
         tells = (bits > 0) & (tl.abs(factor) < _INFINITY)
         highest = tl.maximum(highest, tl.where(tells, factor, -_INFINITY))
         lowest = tl.minimum(lowest, tl.where(tells, factor, _INFINITY))
+    # NaN orders above Inf as an integer, and would not be a number to compare with as FP64: it is counted as Inf.
     amax = tl.minimum(tl.max(largest, 0), 0x7F800000).to(tl.float32, bitcast=True)
     tl.atomic_add(sums + stride_sums, tl.sum(saturated, 0).to(tl.float64), sem="relaxed")
     tl.atomic_add(sums + 2 * stride_sums, tl.sum(flushed, 0).to(tl.float64), sem="relaxed")

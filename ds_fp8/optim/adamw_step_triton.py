@@ -69,8 +69,13 @@ def _adamw(
     LOW: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
 ):
     if SKIP:
+        # Decided on the device: the host does not wait for the norm before it launches the step.
         if tl.load(skip) != 0:
             return
+    #     g  = grad * factor                                   factor: clipping and loss scale, a number on the device
+    #     m  = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
+    #     w  = decay w - step_size m / (root_factor sqrt(v) + eps)
+    #     master, low, m, v = w, round(w), encode(m), encode(v)
     rows = (first + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offsets = rows[:, None] * 128 + tl.arange(0, 128)[None, :]
     # Whole programs need no masks, which would break up the wide accesses where numel is odd.
@@ -99,6 +104,7 @@ def _adamw(
         if MASTER == SCALED:
             tl.atomic_max(master_bits, tl.max(tl.max(normal_magnitude_bits(tl.where(valid, w, 0.0)), 1), 0), sem="relaxed")
         if TENSOR:
+            # Codecs take subnormal numbers for zero, in the amax too: it would be a scale that nothing is stored with.
             tl.atomic_max(exp_avg_bits, tl.max(tl.max(normal_magnitude_bits(m), 1), 0), sem="relaxed")
             tl.atomic_max(exp_avg_sq_bits, tl.max(tl.max(normal_magnitude_bits(v), 1), 0), sem="relaxed")
     else:
@@ -107,6 +113,7 @@ def _adamw(
                 tl.store(low + offsets, w.to(low.dtype.element_ty))
             else:
                 tl.store(low + offsets, w.to(low.dtype.element_ty), mask=valid)
+        # Triton wants a tensor of the shape in every branch; without noise nobody reads it.
         noise3 = w
         if NOISE3:
             other = random_word(offsets, (seed.to(tl.uint32) ^ OF_MASTERS) + (offsets >> 32).to(tl.uint32) * _BEYOND)
@@ -167,6 +174,10 @@ def adamw_step(
     by_tensor = shared is not None and shared.granularity == "tensor"
     pieces = shared.pieces() if by_tensor else [(slice(0, grad.numel()), slice(None))]
     # Every program needs the old scales, so the new ones go elsewhere: copies of the old where the step is skipped.
+    #     first launch   bits   = max |new state|              nothing else is written
+    #     second launch  scale' = f(bits); codes = round(state / scale')
+    # The second computes the new state again from the old codes and scales, which must still be there: new scales have
+    # memory of their own, and take the place of the old ones after the launch.
     bits = torch.zeros(3, shared.groups, dtype=torch.int32, device=grad.device) if by_tensor else None
     new_scales = [
         state.scale.clone() if isinstance(state, Moment) and state.layout.granularity == "tensor" else None

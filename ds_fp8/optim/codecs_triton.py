@@ -103,6 +103,10 @@ def _growth(t, bend):
 def _with_noise(y, noise, bend, KIND: tl.constexpr, MAX: tl.constexpr, MANTISSA: tl.constexpr,
                 MIN_EXPONENT: tl.constexpr, FAST: tl.constexpr):
     """Return one of the two numbers of the format around y >= 0, right on average over noise in [0, 1): _round_with_noise."""
+    #     step    = 2^(exponent - mantissa bits)               spacing of the format around y
+    #     floor   = largest multiple of step not above y;      share = (y - floor) / step in [0, 1)
+    #     result  = floor or floor + step, with probabilities so that the decoded number is right on average
+    # Exponents are clamped from below: subnormal numbers of the format are all one step apart.
     exponent = tl.maximum(y.to(tl.int32, bitcast=True) >> 23, MIN_EXPONENT + 127)
     step = ((exponent - MANTISSA) << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - exponent + MANTISSA) << 23).to(tl.float32, bitcast=True)
@@ -137,6 +141,9 @@ def encode_store(
         result = x.to(DTYPE)
     else:
         if KIND == EXPANDED:
+            #     ratio   = log2(largest / smallest)                   of a group; zeros do not count
+            #     power   = min(range of the format / ratio, ...)      in STEPS-ths, an integer of one byte
+            #     code    = round(MAX * (|x| / largest)^power)         spreads the group over the whole format
             bits = magnitude_bits(x)
             largest = tl.max(bits, 1)
             largest = tl.where(largest < _SMALLEST_NORMAL, 0, largest)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError, refusal_in
-from ds_fp8.config.fp8 import FP8Config, section_of
+from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import nearest
 from ds_fp8.optim.adamw import AdamW
 from ds_fp8.optim.madam import Madam
@@ -22,23 +22,22 @@ _ONLY = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "maximi
 """What DeepSpeed and torch offer more of: the one value that this optimizer has."""
 
 
-def uses_own_optimizer(raw: Mapping[str, Any], fp8: FP8Config, given: Any = None) -> bool:
-    """Return whether ds_fp8.optim.AdamW takes the place of the optimizer of `raw`, or of the caller's, `given`.
+def uses_own_optimizer(configuration: Configuration, given: Any = None) -> bool:
+    """Return whether ds_fp8.optim.AdamW takes the place of the configuration's optimizer, or of the caller's, `given`.
 
     It must where state is compressed or the configuration asks for it. It does wherever it computes the same under
     ZeRO-3 on the device, for it is what the step of zero/step.py needs.
     """
+    fp8 = configuration.fp8
     if not fp8.enabled or needs_own_optimizer(fp8):
         return fp8.enabled
-    zero = section_of(raw, "zero_optimization")
-    if zero.get("stage") != 3 or section_of(zero, "offload_optimizer").get("device", "none") not in ("none", None):
+    if configuration.stage != 3 or configuration.optimizer_device != "none":
         return False
     if given is not None:
         return isinstance(given, AdamW) or (_is_adamw(given) and not any(map(_unlike_ours, given.param_groups)))
-    section = section_of(raw, "optimizer")
-    params = section_of(section, "params")
+    params = configuration.optimizer_params
     known = set(params) <= {*_OWN, *_CHOOSE_AN_IMPLEMENTATION, *_ONLY}
-    return str(section.get("type")).lower() in _ADAM and known and not _unlike_ours(params)
+    return configuration.optimizer_type in _ADAM and known and not _unlike_ours(params)
 
 
 def needs_own_optimizer(fp8: FP8Config) -> bool:
@@ -58,59 +57,39 @@ def _unlike_ours(params: Mapping[str, Any]) -> str | None:
 
 
 def choose_optimizer(
-    raw: dict[str, Any],
-    fp8: FP8Config,
-    file: str | os.PathLike | None,
-    given: Any,
-    parameters: Any,
-    rank: Callable[[], int],
-) -> AdamW | Callable[[Iterable], AdamW] | None:
-    """Return the optimizer to hand to deepspeed.initialize so that its state is as `fp8` says.
+    configuration: Configuration, given: Any, parameters: Any, rank: Callable[[], int]
+) -> AdamW | Callable[[Iterable], AdamW | Madam] | None:
+    """Return this package's optimizer to hand to deepspeed.initialize, or None for the one that it has.
 
     Args:
-        raw: The DeepSpeed configuration; changed so that DeepSpeed accepts the result.
-        fp8: Its "fp8" section, which asks for this package's optimizer (`uses_own_optimizer`).
-        file: The file that `raw` comes from, for errors.
+        configuration: What was given to `initialize`.
         given: The caller's optimizer: None, a ds_fp8.optim.AdamW, or another AdamW, which is taken over.
         parameters: The caller's `model_parameters`.
         rank: Asked when the optimizer is made; ranks draw different random numbers.
 
     Returns:
-        An optimizer; a function of parameters that makes one; None for an engine without one, such as a reference
-        model's.
+        An optimizer; a function of parameters that makes one; None for DeepSpeed's own, for the caller's, and for an
+        engine without one, such as a reference model's.
 
     Raises:
         UserError: the given optimizer, or the "optimizer" section, is not Adam with decoupled weight decay.
     """
-    if given is None and parameters is None and not section_of(raw, "optimizer"):
+    if not uses_own_optimizer(configuration, given):
+        if given is not None or configuration.optimizer_type != "madam":
+            return None
+        params = configuration.optimizer_params
+        return lambda parameters: Madam(parameters, **params)
+    if given is None and parameters is None and not configuration.has_optimizer:
         return None
     if isinstance(given, AdamW):
         given.precision.check_flattened()
-        chosen = given
-    elif given is None:
-        chosen = make_adamw(raw, fp8, file, rank)
-    else:
-        chosen = _take_over(given, fp8, file, rank)
-    # DeepSpeed asks these before it accepts an optimizer that it does not know.
-    raw["zero_allow_untested_optimizer"] = True
-    raw["zero_force_ds_cpu_optimizer"] = False
-    return chosen
+        return given
+    if given is None:
+        return make_adamw(configuration, rank)
+    return _take_over(given, configuration, rank)
 
 
-def is_madam(raw: Mapping[str, Any]) -> bool:
-    """Return whether the "optimizer" section asks for ds_fp8.optim.Madam, which DeepSpeed does not know."""
-    return str(section_of(raw, "optimizer").get("type")).lower() == "madam"
-
-
-def choose_madam(raw: dict[str, Any]) -> Callable[[Iterable], Madam]:
-    """Return deepspeed.initialize's optimizer for a section of Madam; `raw` is changed so that it is accepted."""
-    params = dict(section_of(section_of(raw, "optimizer"), "params"))
-    raw["zero_allow_untested_optimizer"] = True
-    raw["zero_force_ds_cpu_optimizer"] = False
-    return lambda parameters: Madam(parameters, **params)
-
-
-def _take_over(given: Any, fp8: FP8Config, file: str | os.PathLike | None, rank: Callable[[], int]) -> AdamW:
+def _take_over(given: Any, configuration: Configuration, rank: Callable[[], int]) -> AdamW:
     """Return an AdamW in the place of the caller's, with the same parameter groups.
 
     Both share the groups from now on, so that a learning-rate scheduler bound to the one moves the other.
@@ -119,7 +98,7 @@ def _take_over(given: Any, fp8: FP8Config, file: str | os.PathLike | None, rank:
         raise UserError(
             f"fp8.optimizer keeps the state of AdamW, and the optimizer given is another ({type(given).__name__})",
             key="fp8.optimizer",
-            file=file,
+            file=configuration.file,
             remedy='a torch.optim.AdamW (Trainer: optim="adamw_torch"), or a preset with FP32 moments such as "infir2"',
         )
     for group in given.param_groups:
@@ -127,10 +106,13 @@ def _take_over(given: Any, fp8: FP8Config, file: str | os.PathLike | None, rank:
             raise UserError(
                 f"{name}={group[name]} does not go with the optimizer state that fp8.optimizer asks for",
                 key="fp8.optimizer",
-                file=file,
+                file=configuration.file,
                 remedy=f"{name}={_ONLY[name]} in the optimizer, or exp_avg, exp_avg_sq and master fp32",
             )
-    ours = AdamW([{key: group[key] for key in ("params", *_OWN)} for group in given.param_groups], **_state(fp8, rank))
+    ours = AdamW(
+        [{key: group[key] for key in ("params", *_OWN)} for group in given.param_groups],
+        **_state(configuration.fp8, rank),
+    )
     for mine, theirs in zip(ours.param_groups, given.param_groups, strict=True):
         mine.update({key: value for key, value in theirs.items() if key not in mine})
 
@@ -149,25 +131,20 @@ def _state(fp8: FP8Config, rank: Callable[[], int]) -> dict[str, Any]:
     return {**precision, "seed": precision["seed"] + rank(), "check_finite": False}
 
 
-def make_adamw(
-    raw: Mapping[str, Any], fp8: FP8Config, file: str | os.PathLike | None, rank: Callable[[], int]
-) -> Callable[[Iterable], AdamW]:
+def make_adamw(configuration: Configuration, rank: Callable[[], int]) -> Callable[[Iterable], AdamW]:
     """Return a function of parameters that makes the AdamW that a configuration asks for.
 
     Args:
-        raw: DeepSpeed's configuration, whose "optimizer" section is read.
-        fp8: Says in what formats the state is kept.
-        file: File of the configuration, for errors.
+        configuration: Its "optimizer" section is read; its "fp8" section says in what formats the state is kept.
         rank: Asked for this process's rank when the optimizer is made; ranks draw different random numbers.
 
     Raises:
         UserError: Here and not later: the section does not describe Adam with decoupled weight decay.
     """
-    section = section_of(raw, "optimizer")
-    name, params = section.get("type"), dict(section_of(section, "params"))
-    refuse = refusal_in(file)
+    name, params = configuration.optimizer_type, configuration.optimizer_params
+    refuse = refusal_in(configuration.file)
 
-    if str(name).lower() not in _ADAM:
+    if name not in _ADAM:
         refuse(
             "optimizer.type",
             f"fp8.optimizer keeps the state of AdamW, and the optimizer is {name!r}",
@@ -189,11 +166,11 @@ def make_adamw(
     try:
         AdamW([torch.nn.Parameter(torch.zeros(1))], **arguments)
     except UserError as error:
-        raise error.located(file) from None
+        raise error.located(configuration.file) from None
     except TypeError as error:
         refuse("optimizer.params", f"the optimizer refuses its params: {error}", "lr, betas, eps and weight_decay")
 
     def make(parameters: Iterable) -> AdamW:
-        return AdamW(parameters, **arguments, **_state(fp8, rank))
+        return AdamW(parameters, **arguments, **_state(configuration.fp8, rank))
 
     return make

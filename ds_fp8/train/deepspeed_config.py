@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ds_fp8.config.deepspeed_json import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import check_writable
-from ds_fp8.config.fp8 import section_of
 from ds_fp8.config.schema import shown
-from ds_fp8.engine.deepspeed_values import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, check_values
+from ds_fp8.engine.deepspeed_values import check_values
 
 MAX_ROWS = 1 << 24
 """Most rows of a step: more than any training uses, and few enough to be listed."""
@@ -87,13 +87,14 @@ def ranks_of_batch(raw: Mapping[str, Any]) -> int | None:
     return None if rest else ranks
 
 
-def check_sections(raw: dict[str, Any]) -> None:
+def check_sections(configuration: Configuration) -> None:
     """Check DeepSpeed's own sections of a stage, but for its optimizer.
 
     Raises:
         UserError: DeepSpeed refuses a value or would fail at it later, a stage has no use for a section, or a monitor
             cannot write.
     """
+    raw = configuration.values
     for key, reason in _NOT_IN_A_STAGE.items():
         section = raw.get(key)
         is_off = isinstance(section, Mapping) and key in _SWITCHED and not section.get("enabled")
@@ -102,12 +103,12 @@ def check_sections(raw: dict[str, Any]) -> None:
     bf16 = raw.get("bf16", raw.get("bfloat16"))
     if not (isinstance(bf16, dict) and bf16.get("enabled") is True):
         raise UserError("the stage runner trains in BF16", key="bf16", remedy='"bf16": {"enabled": true}')
-    check_values(raw)
+    check_values(configuration)
+    monitors = configuration.deepspeed.monitor_config
     for key, package in _MONITOR_PACKAGES.items():
-        if section_of(raw, key).get("enabled") and find_spec(package) is None:
+        if getattr(monitors, key).enabled and find_spec(package) is None:
             raise UserError(f"{key} is not installed", key=f"{key}.enabled", remedy=f"pip install {package}, or false")
     for key in ("tensorboard", "csv_monitor"):
-        section = section_of(raw, key)
-        if section.get("enabled"):
-            folder = Path(section.get("output_path", ""), section.get("job_name", "DeepSpeedJobName"))
-            check_writable(folder, f"{key}.output_path")
+        monitor = getattr(monitors, key)
+        if monitor.enabled:
+            check_writable(Path(monitor.output_path, monitor.job_name), f"{key}.output_path")

@@ -27,14 +27,11 @@ class RunHealth:
         health: Health | None,
         run_dir: Path,
         log: MetricsLog,
-        say: Callable[[str], None],
         send: Callable[[Record], None],
     ):
         self._health, self._log, self._send = health, log, send
         self._picture = run_dir / PICTURE
         self._drawn = time.monotonic()
-        if health is not None:
-            health.say = say
 
     def log_step(self, step: int) -> None:
         """Log and send what step `step`, the last one done, showed if it was a measured one."""

@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 from transformers import PreTrainedTokenizerBase
 
 from ds_fp8.cluster import watchdog
+from ds_fp8.config.log import logger
 from ds_fp8.data import StageData
 from ds_fp8.train import checkpoints
 from ds_fp8.train.checkpoints import RunState
@@ -64,8 +65,8 @@ class TrainingLoop:
             self.saved = RunState(0, state.data_step)
         self.rollbacks = 0
         """Rollbacks to the last checkpoint."""
-        self.writer = CheckpointWriter(engine, stage, progress.say)
-        self.health = RunHealth(engine.fp8.health, stage.run_dir, log, progress.say, self._send)
+        self.writer = CheckpointWriter(engine, stage, logger.info)
+        self.health = RunHealth(engine.fp8.health, stage.run_dir, log, self._send)
         self._go_to(state)
         if state.step and dist.get_rank() == 0:
             with self._written("which checkpoint is the latest"):
@@ -124,7 +125,7 @@ class TrainingLoop:
                 if self.saved.checkpoint is None
                 else f"as after {self.rollbacks} rollbacks"
             )
-            self.progress.say(f"{line}; {why}, going on" if wanted else line)
+            logger.info(f"{line}; {why}, going on" if wanted else line)
             self.log.append({"step": spike.step, "event": "spike", "score": spike.score})
             return False
         state = replace(self.saved, data_step=self.data_step)
@@ -132,7 +133,7 @@ class TrainingLoop:
         if dist.get_rank() == 0:
             with self._written("the checkpoint's place in the data"):
                 checkpoints.move_in_data(state)  # resumed from here, the run leaves out the same data
-        self.progress.say(f"{line}; back to step {state.step}, its data of {self.step - state.step} steps left out")
+        logger.info(f"{line}; back to step {state.step}, its data of {self.step - state.step} steps left out")
         self.log.go_back(state.step)
         self.log.append({"step": state.step, "event": "rollback", "score": spike.score, "from_step": self.step})
         self.health.rolled_back(state.step)
@@ -178,9 +179,7 @@ class TrainingLoop:
         questions = self.data.questions[:wanted]
         if not questions:
             if self.step == 0:
-                self.progress.say(
-                    'no exact match: the data has no known answers ("data.answer_pattern" finds them in chats)'
-                )
+                logger.info('no exact match: the data has no known answers ("data.answer_pattern" finds them in chats)')
             return
         answers = exact_match(
             self.engine, self.stage, self.tokenizer, questions, self.data.answer_pattern, self._check_slow
@@ -223,7 +222,7 @@ class TrainingLoop:
 
     def _report(self, step: int, key: str, value: float, line: str, **more: Any) -> None:
         self.log.append({"step": step, key: value, **more})
-        self.progress.say(f"step {step}: {line}")
+        logger.info(f"step {step}: {line}")
         self._monitor({key: value})
 
     def _monitor(self, values: Record) -> None:
@@ -247,4 +246,4 @@ class TrainingLoop:
         try:
             yield
         except OSError as error:
-            self.progress.say(f"WARNING: {what} could not be written: {error.strerror or error}")
+            logger.warning(f"WARNING: {what} could not be written: {error.strerror or error}")

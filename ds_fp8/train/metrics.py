@@ -16,6 +16,7 @@ import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ds_fp8.config.log import logger
 from ds_fp8.monitor.records import Record
 from ds_fp8.train.durable import write_atomically
 from ds_fp8.train.run_files import read_lines
@@ -58,7 +59,7 @@ class MetricsLog:
             try:
                 self._file.write(json.dumps(record) + "\n")
             except OSError as error:  # what could not be written stays in the file's buffer
-                print(f"WARNING: {self._file.name} could not be written: {error.strerror}", flush=True)
+                logger.warning("WARNING: %s could not be written: %s", self._file.name, error.strerror)
 
     def go_back(self, step: int) -> None:
         """Remove all records after `step`, in the file as well."""
@@ -69,7 +70,7 @@ class MetricsLog:
             try:
                 write_atomically(name, "".join(json.dumps(record) + "\n" for record in self.records))
             except OSError as error:
-                print(f"WARNING: {name} still has what came after step {step}: {error.strerror}", flush=True)
+                logger.warning("WARNING: %s still has what came after step %s: %s", name, step, error.strerror)
             finally:
                 self._file = name.open("a", buffering=1)
 

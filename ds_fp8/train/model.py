@@ -18,14 +18,13 @@ from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.fp8 import section_of
+from ds_fp8.config.log import logger
 from ds_fp8.data import load_tokenizer
 from ds_fp8.export.generation import make_savable
 from ds_fp8.layers import munit
 from ds_fp8.train import packed_attention
 from ds_fp8.train.model_config import untrained_config
 from ds_fp8.train.processes import on_first_rank
-from ds_fp8.train.progress import RunProgress
 from ds_fp8.train.stage import Stage
 from ds_fp8.train.stored_model import (
     ModelSource,
@@ -74,7 +73,7 @@ def parameters_to_train(stage: Stage, model: torch.nn.Module) -> list[Any]:
     """
     if not munit.is_munit(model.config):
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rate = section_of(section_of(stage.raw, "optimizer"), "params").get("lr")
+    rate = stage.configuration.optimizer_params.get("lr")
     if rate is None:
         raise UserError(
             "munit scaling multiplies a learning rate, and the stage has none",
@@ -100,7 +99,7 @@ def build_sharded_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Modu
     Raises:
         UserError: on all ranks, where the model cannot be built.
     """
-    if section_of(stage.raw, "zero_optimization").get("stage") != 3:
+    if stage.configuration.stage != 3:
         return build_model(stage, config)
     model = None
 
@@ -205,7 +204,7 @@ def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
         )
     # Now, for at the end save_pretrained would refuse it.
     if left_out := make_savable(model.generation_config):
-        RunProgress.say_on(os.environ.get("RANK", "0") == "0")(f"note: {left_out}")
+        logger.info("note: %s", left_out)
     return _prepare(stage, model)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 from rich.console import Console
 from rich.progress import (
@@ -18,6 +17,7 @@ from rich.progress import (
 )
 
 from ds_fp8.cluster import watchdog
+from ds_fp8.config.log import logger
 from ds_fp8.train.metrics import Record
 
 LINES = 20
@@ -61,18 +61,8 @@ class RunProgress:
         if self._bar:
             self._bar.update(self._task, completed=step, figures=_figures(record))
         elif step >= self._line_due or step == self._total:
-            self.say(f"step {step}/{self._total}  {_figures(record)}")
+            logger.info("step %s/%s  %s", step, self._total, _figures(record))
             self._line_due = (step // self._every + 1) * self._every
-
-    @staticmethod
-    def say_on(shown: bool) -> Callable[[str], None]:
-        """Return a function that prints a line on the rank that shows it, before there is a bar."""
-        return partial(print, flush=True) if shown else lambda line: None
-
-    def say(self, line: str) -> None:
-        """Print a line above the bar."""
-        if self._shown:
-            self._console.print(line, markup=False)
 
 
 class TokeniserProgress:
@@ -103,7 +93,7 @@ class TokeniserProgress:
         rate = (tokens - self._first_tokens[path]) / max(now - self._started, 1e-3)
         line = f"tokenising {path}: {examples:,} examples, {tokens:,} tokens"
         if complete:
-            self._console.print(f"tokenised {path}: {examples:,} examples, {tokens:,} tokens", markup=False)
+            logger.info("tokenised %s: %s examples, %s tokens", path, f"{examples:,}", f"{tokens:,}")
         elif self._console.is_terminal:
             if self._bar is None:
                 columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -113,7 +103,7 @@ class TokeniserProgress:
             self._bar.update(self._bar.task_ids[0], description=f"{line}, {rate:,.0f} tokens/s")
         elif now - self._said > SECONDS_BETWEEN_LINES:
             self._said = now
-            self._console.print(f"{line}, {rate:,.0f} tokens/s", markup=False)
+            logger.info("%s, %s tokens/s", line, f"{rate:,.0f}")
 
 
 def _figures(record: Record) -> str:

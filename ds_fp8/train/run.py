@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 import ds_fp8
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.log import logger
 from ds_fp8.data import StageData, build_data, build_tokenizer, default_cache_dir, describe
 from ds_fp8.data.tokenise import tokenizer_identity
 from ds_fp8.monitor.records import layers_in_bf16
@@ -50,12 +51,10 @@ def train(stage: Stage, times: StartTimes | None = None) -> dict[str, Any]:
     times = times or StartTimes()
     processes.set_single_process_env()
     watchdog.beat("preparing data and model", slow=True)
-    rank = int(os.environ["RANK"])
     try:
         state = resume.inspect_run(stage)
         if state.result is not None:
-            if rank == 0:
-                print(f"{stage.run_dir} has finished its {state.step} steps: nothing to do", flush=True)
+            logger.info("%s has finished its %s steps: nothing to do", stage.run_dir, state.step)
             return state.result
         tokenizer = build_tokenizer(stage.data, default_cache_dir())
         with TokeniserProgress() as report:
@@ -75,9 +74,8 @@ def train(stage: Stage, times: StartTimes | None = None) -> dict[str, Any]:
         times.end("meeting the other ranks")
         model = build_sharded_model(stage, config)
         times.end("model")
-        say = RunProgress.say_on(rank == 0)
-        with only_run_in(stage.run_dir, say):
-            return _train(stage, data, tokenizer, model, resume.settle(stage, say), times)
+        with only_run_in(stage.run_dir, logger.info):
+            return _train(stage, data, tokenizer, model, resume.settle(stage, logger.info), times)
     except UserError as error:
         raise error.located(stage.file) from None
 
@@ -116,9 +114,9 @@ def _train(
             engine.skipped_steps = 0  # those before were the other run's
     log = MetricsLog(stage.run_dir / checkpoints.METRICS, records, writes=rank == 0)
     with RunProgress(stage.run_dir.name, stage.train.steps, state.step, shown=rank == 0) as progress:
-        describe(data.report, progress.say)
+        describe(data.report, logger.info)
         times.end("ZeRO-3 and FP8")
-        progress.say(str(times))
+        logger.info(str(times))
         run = TrainingLoop(stage, data, tokenizer, engine, log, progress, Interrupt(engine.device), state)
         try:
             run.all_steps()
@@ -127,13 +125,13 @@ def _train(
             run.save()
             run.finish_save()
             run.draw()
-            progress.say(
+            logger.info(
                 f"interrupted: {run.step} steps are done and {'saved' if run.saved.step == run.step else 'not saved'}; "
                 "the same command resumes"
             )
             raise
     watchdog.beat("writing the result", slow=True)
-    result = write_result(stage, engine, tokenizer, log, data.report, progress.say)
+    result = write_result(stage, engine, tokenizer, log, data.report, logger.info)
     dist.barrier()
     return result
 
@@ -158,7 +156,6 @@ def _prepare_wandb(stage: Stage) -> None:
     os.environ.setdefault("WANDB_DIR", str(stage.run_dir))
     if "WANDB_API_KEY" not in os.environ and "WANDB_MODE" not in os.environ:
         os.environ["WANDB_MODE"] = "offline"
-        print(
-            f"wandb: no WANDB_API_KEY, so the run is logged offline in {stage.run_dir}; WANDB_MODE=online overrides",
-            flush=True,
+        logger.info(
+            "wandb: no WANDB_API_KEY, so the run is logged offline in %s; WANDB_MODE=online overrides", stage.run_dir
         )

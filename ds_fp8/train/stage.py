@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from ds_fp8.config.deepspeed_json import Configuration, known_keys
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.files import apply_override, check_writable, read_json
-from ds_fp8.config.fp8 import FP8Config, parse_fp8
+from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import Section, Seed, nearest, parse_section, shown
 from ds_fp8.data import DataConfig
 from ds_fp8.engine.compatibility import check_deepspeed
-from ds_fp8.engine.deepspeed_values import known_keys
 from ds_fp8.engine.optimizer_section import check_optimizer
 from ds_fp8.optim.from_config import make_adamw, needs_own_optimizer, uses_own_optimizer
 from ds_fp8.train.deepspeed_config import check_sections, resolve_batch
@@ -120,11 +120,11 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True)
 class Stage:
-    """A checked stage. `raw` is the whole JSON after the command line's changes."""
+    """A checked stage."""
 
-    raw: dict[str, Any]
+    configuration: Configuration
+    """The whole JSON after the command line's changes."""
     file: Path
-    fp8: FP8Config
     model: ModelConfig
     data: DataConfig
     train: TrainConfig
@@ -132,6 +132,16 @@ class Stage:
     global_batch: int
     micro_batch: int
     accumulation: int
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """Return the JSON itself."""
+        return dict(self.configuration.values)
+
+    @property
+    def fp8(self) -> FP8Config:
+        """Return the "fp8" section."""
+        return self.configuration.fp8
 
     @property
     def run_dir(self) -> Path:
@@ -191,17 +201,18 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
     for section in ("data", "train"):
         if section not in raw:
             raise UserError(f'the section "{section}" is missing', key=section, remedy=f'add "{section}": {{...}}')
-    fp8 = parse_fp8(raw, file)
+    configuration = Configuration(raw, os.fspath(file))
+    fp8 = configuration.fp8
     model = parse_section(ModelConfig, raw.get("model", {}), key="model", file=file)
     data = parse_section(DataConfig, raw["data"], key="data", file=file)
     train = parse_section(TrainConfig, raw["train"], key="train", file=file)
     global_batch, micro_batch, accumulation = resolve_batch(raw, world)
-    check_sections(raw)
-    check_deepspeed(raw, fp8, file)
-    own = uses_own_optimizer(raw, fp8)
-    check_optimizer(raw, own=own)
+    check_sections(configuration)
+    check_deepspeed(configuration)
+    own = uses_own_optimizer(configuration)
+    check_optimizer(configuration, own=own)
     if own:
-        make_adamw(raw, fp8, file, rank=lambda: 0)
+        make_adamw(configuration, rank=lambda: 0)
     if train.compact_checkpoints and fp8.enabled and not needs_own_optimizer(fp8):
         raise UserError(
             "compact checkpoints store compressed moments, and the optimizer's are FP32",
@@ -222,7 +233,7 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
             key="train_micro_batch_size_per_gpu",
             remedy='"train_micro_batch_size_per_gpu": 1, with "train_batch_size" as the examples of a step',
         )
-    return Stage(raw, file, fp8, model, data, train, world, global_batch, micro_batch, accumulation)
+    return Stage(configuration, file, model, data, train, world, global_batch, micro_batch, accumulation)
 
 
 def _world_size() -> int:

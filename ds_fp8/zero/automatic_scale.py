@@ -38,6 +38,11 @@ class AutomaticScale:
     def scales(self, gradients: list[torch.Tensor], names: list[str], group: object = None) -> torch.Tensor:
         """Return the scales of `gradients`, FP32 [T], equal on all ranks. Collective."""
         index, self._group = self._index(tuple(names), gradients[0].device), group
+        #     amax, share = max over ranks                           one all-reduce for all gradients of the message
+        #     mu          = mu / 2 if share > limit else mu * 2^(1/1000)
+        #     scale       = amax / largest rounded to a power of two, over mu
+        # Saturation is that of the last reduction: this one's is known only after its cast, when it is too late to
+        # change.
         amax = torch.stack([_amax(gradient) for gradient in gradients])
         agreed = torch.cat([amax, self._share[index]])
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
@@ -46,6 +51,7 @@ class AutomaticScale:
         adapted = torch.where(share > SATURATION_LIMIT, mu / 2, mu * GROWTH)
         mu = torch.where((amax > 0) & amax.isfinite(), adapted, mu)
         self._mu[index] = mu
+        # On the device: Python would have to wait for amax, at every bucket.
         _, exponent = torch.frexp(self._largest / amax.clamp_min(_SMALLEST_AMAX))  # 2^(exponent - 1) is the floor
         scale = torch.ldexp(torch.ones_like(mu), 1 - exponent) / mu
         return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))

@@ -67,12 +67,15 @@ class CastSet:
             source: Returns the numbers of a weight; offloaded ones are copied here first, and for that the host waits.
             wire: Counts the bytes of amax.
         """
+        # Zeros: blocks of which this rank has no element must not raise the maximum of the others.
         amax = torch.zeros(self.num_scales, device=self._device)
         for shard_cast, spec in self._shard_casts:
             if fixed_scale(spec.scale) is None:
                 shard_cast.write_amax(amax, source)
         scales = self._agreed(amax, wire)
         if self._pinned is not None:
+            # Behind the products of the last micro-step, which read these scales: the cast's stream waits for
+            # `_changed`, an event that the optimizer's stream, the products' own, recorded after them.
             scales = self._pinned.copy_(scales)
         for shard_cast, _ in self._shard_casts:
             shard_cast.cast(scales, source)
@@ -106,6 +109,7 @@ class CastSet:
             if fixed is not None:
                 scales[start:end] = fixed
             else:
+                # One all-reduce for all weights of a group that are cast alike: their maxima lie side by side.
                 dist.all_reduce(amax[start:end], op=dist.ReduceOp.MAX, group=group)
                 wire.count(GATHER, "all_reduce", amax[start:end].nbytes, group)
                 if spec.scale != "e4m3":

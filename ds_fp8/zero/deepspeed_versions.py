@@ -65,7 +65,13 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine": (
             *("create", "makedirs", "save", "load", "commit", "is_data_parallel_writer"),
         ),
-        "deepspeed.runtime.config": ("DeepSpeedConfig", "ADAM_W_MODE", "DEEPSPEED_OPTIMIZERS", "TORCH_ADAM_PARAM"),
+        "deepspeed.runtime.config": (
+            "DeepSpeedConfig",
+            "ADAM_W_MODE",
+            "DEEPSPEED_OPTIMIZERS",
+            "TORCH_ADAM_PARAM",
+            "get_bfloat16_config",
+        ),
         "deepspeed.runtime.config_utils": ("DeepSpeedConfigModel",),
         "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
         "deepspeed.runtime.zero": ("parameter_offload", "partition_parameters"),

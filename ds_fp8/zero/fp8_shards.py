@@ -17,6 +17,7 @@ from ds_fp8.config.formats import CastSpec
 from ds_fp8.layers.outlier_channels import OutlierChannels
 from ds_fp8.zero import seams, streams
 from ds_fp8.zero.cast_set import CastSet, in_runs
+from ds_fp8.zero.profiling import profiled
 from ds_fp8.zero.shards import ShardedWeight, on_device, stacks_of
 from ds_fp8.zero.transport import Transport, choose
 from ds_fp8.zero.wire import WireMeter
@@ -144,11 +145,13 @@ class FP8Shards:
         stale = [some for some in self._sets if some.stale]
         if not stale:
             return
+        # It may have copied BF16 shards on the current stream: the cast's stream must wait for that, too.
         if self.before_cast():
             self._changed = streams.record_event()
-        with streams.on_stream(self._stream):
+        with profiled("cast"), streams.on_stream(self._stream):
             # The stream that the masters were written on holds the products too, which read the scales.
             streams.wait_event(self._changed)
+            # In this order: the last gathers have read, then all shards are written, then all ranks know it.
             self.transport.write()
             for some in stale:
                 some.cast(self._source, self._wire)
@@ -183,6 +186,8 @@ class FP8Shards:
             changed = [
                 bool((seams.bf16_shard(weight.parameter) != old)[: weight.shard.valid].any()) for weight, old in pairs
             ]
+            # A rank whose part of the weight is unchanged must cast it again as well, for its blocks share scales with
+            # the others.
             flags = torch.tensor(changed, dtype=torch.int32, device=self.codes.device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=pairs[0][0].shard.group)
             for (weight, _), flag in zip(pairs, flags.tolist(), strict=True):

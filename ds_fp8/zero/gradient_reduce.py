@@ -220,6 +220,8 @@ class GradientReduce:
         if nodes is None:
             return self._exchange(message, group), shape, places
         # What this node's ranks found for its place in every node: to each node's rank at that place.
+        #     inside a host:   every rank sums what its host has for the places with its number, in FP32
+        #     between hosts:   those sums are cast again and exchanged: 1 / ranks-a-host of the bytes leave the host
         inside = sum_rows(self._exchange(message, nodes.inside), shape, self._config.format)
         shape = Message(count, 1, width)
         message = shape.empty(inside.device)
@@ -253,6 +255,7 @@ class GradientReduce:
 
     def _exchange(self, message: torch.Tensor, group: object) -> torch.Tensor:
         """Send row r to rank r of `group`; return the rows that came here, [ranks of the group, row bytes]."""
+        # Both on the stream of reductions, where they are allocated, cast, sent and summed: nothing has to be recorded.
         received = torch.empty_like(message)
         self._wire.count(GRADIENT, "all_to_all", message.nbytes, group)
         dist.all_to_all_single(received, message, group=group)

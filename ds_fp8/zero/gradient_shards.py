@@ -85,6 +85,7 @@ class GradientShards:
                 place.add_(part.view(-1)) if accumulate else place.copy_(part.view(-1))
                 if name not in self._unsummed:
                     self._unsummed[name] = None
+                    # The message may have left a sum here: these squares are taken from the shard itself at the step.
                     self._squares[self._spans[name] : self._spans[name] + span_count(numel)] = 0
 
     def _expect(self, names: Sequence[str], accumulate: bool) -> None:
@@ -137,6 +138,7 @@ class GradientShards:
             # Sliced again: offload_states and reload_states move the buffer.
             places = [self._places[name] for name in names]
             parts = [self._flat[start : start + numel] for start, numel in places]
+            # In FP64: squares of gradients below 1e-19 are subnormal in FP32.
             norms = torch._foreach_norm(parts, 2, torch.float64)
             total = total + torch.stack(norms).square().sum()
         return total

@@ -43,6 +43,9 @@ def _add_rows(
     ROWS: tl.constexpr, LOOPED: tl.constexpr, UNROLL: tl.constexpr, EXACT: tl.constexpr, ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
+    #     sums      = sum over rows of code * scale            in the order of the ranks, FP32
+    #     gradient  = gradient + sums / divisor                (or = , for the first micro-batch)
+    #     squares[span] = sum of gradient^2 in FP64            of what is stored: the norm needs no other read
     program = tl.program_id(0)
     fields = table + tl.load(owner + program) * 5
     first_program, column, start = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
@@ -70,10 +73,12 @@ def _add_rows(
     place = gradient + start + within
     if ACCUMULATE:
         sums += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    # The square of the rounded number: the norm must be that of what the optimizer reads.
     stored = sums.to(gradient.dtype.element_ty)
     tl.store(place, stored, mask=inside)
     square = stored.to(tl.float64)
     square = tl.where(inside, square * square, 0.0)
+    # A place for each span, and no atomics: added up in a fixed order later, the norm has the same bits in every run.
     tl.store(squares + span + program - first_program, tl.sum(square))
 
 
@@ -124,6 +129,7 @@ def _tables(targets: tuple[Target, ...], device: torch.device) -> _Tables:
     aligned = all(number % ALIGNMENT == 0 for target in targets for number in (target.start, target.numel))
     on_host: tuple[torch.Tensor, ...] = ()
     if device.type == "cuda":  # copied without making the host wait
+        # A graph copies from these addresses again at every replay, so they live as long as the tables.
         on_host = owner.pin_memory(), table.pin_memory()
         owner, table = (x.to(device, non_blocking=True) for x in on_host)
         on_host = on_host if torch.cuda.is_current_stream_capturing() else ()

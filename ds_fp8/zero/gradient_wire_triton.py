@@ -40,9 +40,15 @@ def _pack(
     RESIDUAL: tl.constexpr, TENSOR: tl.constexpr, STOCHASTIC: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr,
     LARGEST: tl.constexpr, SMALLEST: tl.constexpr, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr,
 ):
+    #     x     = gradient[rank's slice] + residual           what error feedback still owes
+    #     scale = 2^ceil(log2(amax / largest)) a group        or one a tensor, found from earlier steps
+    #     code  = round(x / scale);  residual = x - code * scale
+    #     message[row of rank] = codes | scales               one row a rank: what an all-to-all sends
     rank = tl.program_id(1)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     within = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    # Slices of ceil(numel / ranks): the last ones may be short or empty, and are padded to whole groups with zeros, so
+    # that every row of the message has one length.
     index = rank.to(tl.int64) * length + within
     inside = (within < length) & (index < numel)
     x = tl.load(gradient + index, mask=inside, other=0.0).to(tl.float32)
@@ -54,6 +60,7 @@ def _pack(
         in_units = tl.div_rn(x, scale[:, None] + tl.zeros_like(x))
         outside = tl.abs(in_units) > LARGEST
         count = tl.sum(tl.sum(outside.to(tl.int32), 1), 0)
+        # Few programs have anything to report, and an atomic of each would queue at one address.
         if count > 0:
             tl.atomic_add(clipped, count, sem="relaxed")
         in_units = tl.where(outside, tl.where(x < 0, -LARGEST, LARGEST), in_units)
@@ -69,12 +76,14 @@ def _pack(
     if RESIDUAL:
         # Not decoded from the codes: ptxas 12.8 reads a register that was never written where FP8 is made and unpacked.
         lost = x - in_units * scale[:, None]
+        # A gradient with NaN or Inf must not stay in the residual for ever: its step is left out.
         lost = tl.where(tl.abs(lost) < float("inf"), lost, before)
         tl.store(residual + index, lost.to(residual.dtype.element_ty), mask=inside)
 
     first = (rank // rows).to(tl.int64) * width + column
     row = message + (rank % rows).to(tl.int64) * row_bytes
     tl.store(row + first + within, codes.to(tl.uint8, bitcast=True), mask=within < padded)
+    # Scales behind all codes of the row: both are read in runs as long as the row is.
     scales = (row + codes_in_row).to(tl.pointer_type(tl.float32))
     tl.store(scales + first // 128 + group, scale, mask=group * 128 < padded)
 
@@ -83,6 +92,9 @@ def _pack(
 def _sum_rows(message, total, codes_in_row, row_bytes, rows, divisor, GROUPS: tl.constexpr, DTYPE: tl.constexpr):
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     place = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    #     sums = 0;  for each rank, in order:  sums += code * scale        FP32
+    #     total = sums / divisor
+    # In the order of the ranks on every rank, so that the sum has the same bits whoever computes it.
     sums = tl.zeros([GROUPS, 128], tl.float32)
     done = 0
     while done < rows:
@@ -100,6 +112,7 @@ def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: 
     """Do pack of gradient_wire.py; the residual is contiguous."""
     target = FORMATS[options.format]
     world = shape.rows * shape.places
+    # The second axis is the rank: at most 65535 programs there, and the first axis takes a large gradient's groups.
     _pack[(triton.cdiv(slices.padded, GROUPS * BLOCK), world)](
         gradient.contiguous(), options.residual, options.scale, options.clipped, message,
         gradient.numel(), slices.length, slices.padded, slices.column, shape.width, shape.codes, shape.row_bytes,

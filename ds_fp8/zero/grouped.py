@@ -28,6 +28,8 @@ def all_gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], 
         group: process group.
     """
     # torch has no public name for this; DeepSpeed's all_gather_coalesced loses the handle.
+    # NCCL begins all of them in one launch, on its own stream behind the current one. The tensors live at least until
+    # Work.wait: whoever gathers holds outputs in the handle, and inputs are views of the buffer of all shards.
     with distributed_c10d._coalescing_manager(group, async_ops=True) as manager:
         for output, shard in zip(outputs, inputs, strict=True):
             distributed_c10d.all_gather_into_tensor(output, shard, group=group, async_op=True)

@@ -24,6 +24,7 @@ from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero import seams, streams
 from ds_fp8.zero.gradient_reduce import Reduction
 from ds_fp8.zero.parameter_gather import ParameterGather
+from ds_fp8.zero.profiling import profiled
 from ds_fp8.zero.seams.bf16_shards import Bf16Shards
 from ds_fp8.zero.step import Step
 from ds_fp8.zero.wire import GATHER, WireMeter
@@ -48,11 +49,12 @@ class Handle:
 
     def wait(self, handle_dependency: bool = True) -> None:
         """Let the current stream wait for all of them; the parameters are available then."""
-        if self._stock is not None:
-            self._stock.wait(handle_dependency=handle_dependency)
-            self._stock = None
-        while self._finish:
-            self._finish.pop(0)()
+        with profiled("gather"):
+            if self._stock is not None:
+                self._stock.wait(handle_dependency=handle_dependency)
+                self._stock = None
+            while self._finish:
+                self._finish.pop(0)()
 
 
 class Lifecycle:
@@ -91,23 +93,29 @@ class Lifecycle:
 
     def step(self, stock: Stock, *args, **kwargs) -> Any:
         """Take an optimizer step, and cast what it has changed."""
-        if self.weights is not None:
-            self.weights.shards.wait_for_cast()  # it reads masters, on a stream of its own
-        if self.update is not None:
-            result, taken = None, self.update()
-        else:
-            result = stock(*args, **kwargs)
-            taken = not getattr(self._engine.optimizer, "overflow", False)
-        if self.weights is not None:
-            if taken:
-                self.weights.shards.masters_updated()
-            self.weights.shards.cast()
-        if self.update is not None and taken:  # DeepSpeed's step has done so itself
-            self.update.gather_persistent()
-        self._written = streams.record_event()
-        for callback in self.after_step:
-            callback()
-        return result
+        with profiled("step"):
+            if self.weights is not None:
+                self.weights.shards.wait_for_cast()  # it reads masters, on a stream of its own
+            if self.update is not None:
+                result, taken = None, self.update()
+            else:
+                result = stock(*args, **kwargs)
+                taken = not getattr(self._engine.optimizer, "overflow", False)
+            if self.weights is not None:
+                # A step that was left out has changed nothing: the shards of before are still right, and no cast is
+                # due.
+                if taken:
+                    self.weights.shards.masters_updated()
+                self.weights.shards.cast()
+            if self.update is not None and taken:  # DeepSpeed's step has done so itself
+                self.update.gather_persistent()
+            # Behind update, cast and gather of persistent parameters: whoever gathers next on another stream waits for
+            # all of it.
+            self._written = streams.record_event()
+            # Last: callbacks may save, evaluate or measure, and see what the next forward would.
+            for callback in self.after_step:
+                callback()
+            return result
 
     # ---------------------------------------------------------------- parameters
 
@@ -117,16 +125,19 @@ class Lifecycle:
         """Begin to gather parameters for the modules that compute with them."""
         # DeepSpeed's stream of gathers waits for no other: nothing else keeps it from shards that are still written.
         streams.wait_event(self._written)
-        if self.weights is None:
-            return stock(self._counted(params), *args, **kwargs)
-        params = sorted(params, key=seams.order)
-        in_fp8 = [p for p in params if self.weights.gathers(p)]
-        others = [p for p in params if not self.weights.gathers(p)]
-        if in_fp8:
-            self.weights.shards.cast()
-        self.weights.give_bf16(others)
-        handle = stock(self._counted(others), *args, **kwargs) if others else None
-        return Handle(self.weights.gather(in_fp8), handle)
+        with profiled("gather"):
+            if self.weights is None:
+                return stock(self._counted(params), *args, **kwargs)
+            # DeepSpeed hands over sets, whose order differs from rank to rank; that of collectives must not.
+            params = sorted(params, key=seams.order)
+            in_fp8 = [p for p in params if self.weights.gathers(p)]
+            others = [p for p in params if not self.weights.gathers(p)]
+            if in_fp8:
+                # Masters may have been written since the step (a checkpoint, a user): nothing where all is fresh.
+                self.weights.shards.cast()
+            self.weights.give_bf16(others)
+            handle = stock(self._counted(others), *args, **kwargs) if others else None
+            return Handle(self.weights.gather(in_fp8), handle)
 
     def gather_bf16(
         self,
@@ -138,12 +149,13 @@ class Lifecycle:
     ) -> Any:
         """Gather parameters for readers of BF16, and those that stay whole between steps."""
         streams.wait_event(self._written)  # as in `gather`
-        params = self._counted([parameter] if param_list is None else param_list)
-        if self.weights is not None:
-            self.weights.give_bf16(params)
-        if self.update is not None and not async_op and seams.gather_together(self._engine, params):
-            return None
-        return stock(params, async_op=async_op, hierarchy=hierarchy)
+        with profiled("gather"):
+            params = self._counted([parameter] if param_list is None else param_list)
+            if self.weights is not None:
+                self.weights.give_bf16(params)
+            if self.update is not None and not async_op and seams.gather_together(self._engine, params):
+                return None
+            return stock(params, async_op=async_op, hierarchy=hierarchy)
 
     def release(
         self,
@@ -156,6 +168,7 @@ class Lifecycle:
     ) -> None:
         """Drop gathered parameters; where `has_been_updated`, what a rank wrote to them becomes their shards."""
         params = [parameter] if param_list is None else list(param_list)
+        # Before DeepSpeed frees the data: it compares the BF16 shards from before with those from after.
         before = self.weights.release(params, has_been_updated) if self.weights is not None else None
         stock(params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
         if self.weights is not None:
@@ -175,10 +188,11 @@ class Lifecycle:
 
     def reduce(self, stock: Stock, parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
         """Reduce a bucket of gradients, on the stream of reductions; return this rank's slices for DeepSpeed to add."""
-        if self.reduction is None:
-            return stock(parameters, dtype)
-        named = {self._names[id(parameter)]: parameter for parameter in parameters}
-        return self.reduction(named, dtype, seams.accumulates(self._engine), lambda some: stock(some, dtype))
+        with profiled("reduce"):
+            if self.reduction is None:
+                return stock(parameters, dtype)
+            named = {self._names[id(parameter)]: parameter for parameter in parameters}
+            return self.reduction(named, dtype, seams.accumulates(self._engine), lambda some: stock(some, dtype))
 
     def accumulate(self, stock: Stock, parameters: list[nn.Parameter], slices: list[torch.Tensor]) -> Any:
         """Add reduced slices to the gradient shards, where `reduce` has not done so."""
@@ -271,6 +285,7 @@ class Lifecycle:
         finally:
             if self.weights is not None:
                 self.weights.shards.frozen_written()  # DeepSpeed writes their shards, and calls nothing
+        # Popped, whether it is loaded or not: the user gets back the client state that was saved, and no more.
         states = {key: client_state.pop(key, None) if client_state else None for key in self.states}
         if path is not None and not signature(stock).bind(*args, **kwargs).arguments.get("load_module_only", False):
             for key, state in self.states.items():

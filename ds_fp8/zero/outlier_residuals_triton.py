@@ -39,6 +39,9 @@ def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.const
     block = start // columns // 128 + program - tl.load(fields + 11)
     scale = scales + tl.load(fields + 9) + block * tl.load(fields + 10)
 
+    #     x    = master[n, channel];  code = FP8 shard[n, channel]       of outlier channels only
+    #     lost = x - code * scale[block of n, channel / 128]
+    #     residual[n, place] = cast(lost / largest scale of the row of blocks)
     n = block * 128 + tl.arange(0, 128)
     place = tl.program_id(1) * 64 + tl.arange(0, 64)
     channel = tl.load(channels + place, mask=place < count, other=0).to(tl.int64)
@@ -52,6 +55,7 @@ def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.const
     code = tl.load(codes + index, mask=inside, other=0).to(DTYPE, bitcast=True).to(tl.float32)
     of_channel = tl.load(scale + channel // 128)
     group = tl.arange(0, GROUPS)
+    # One scale for a row of blocks, known everywhere: the largest of that row's bounds all of its rounding errors.
     of_row = tl.max(tl.load(scale + group, mask=group < (columns + 127) // 128, other=0.0), 0)
     lost = to_fp8(x - code * of_channel[None, :], tl.div_rn(1.0, of_row), DTYPE).to(tl.uint8, bitcast=True)
     tl.store(residual + n[:, None] * count + place[None, :], lost, mask=inside)

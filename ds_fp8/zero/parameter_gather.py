@@ -157,6 +157,7 @@ class ParameterGather:
         """Begin one gather of weights of one process group, sorted by `start`; the result waits for it."""
         self.shards.wait_for_cast()
         stream = streams.current_stream()
+        # DeepSpeed counts a parameter as in flight from here on: a second gather of it would be an error.
         for weight in weights:
             seams.begin_gather(weight.parameter)
         world, group = weights[0].shard.world, weights[0].shard.group
@@ -165,9 +166,12 @@ class ParameterGather:
         landed, sent = {}, []
         for stack in stacks:
             if world == 1 and stack[0].start % ALIGNMENT == 0:
+                # One rank has the whole weight: its shard is what products read, and nothing is copied. A cast would
+                # overwrite it while a product reads; before_cast copies what is gathered at that moment.
                 landed.update((weight, weight.data) for weight in stack)
                 continue
             sent += stack
+            # One allocation for a stack: what lands side by side is one operand, without a concatenation.
             lengths = [world * weight.shard.numel for weight in stack]
             landed.update(zip(stack, self.shards.transport.allocate(sum(lengths)).split(lengths), strict=True))
         self._wire.count(GATHER, "all_gather", sum(weight.data.nbytes for weight in sent), group)

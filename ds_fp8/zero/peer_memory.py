@@ -95,10 +95,14 @@ class PeerMemory:
             group: The group of this memory.
         """
         before = streams.current_stream()
+        # One stream for all copies of this rank: they share the copy engines anyway, and one event behind the last is
+        # enough for `write` to know that all have read.
         with streams.on_stream(self._stream):
+            # The shards of this rank were cast, and the outputs allocated, in the order of that stream.
             streams.wait_stream(before)
             for output, shard in zip(outputs, inputs, strict=True):
                 start, numel = shard.storage_offset(), shard.numel()
+                # Each rank begins with itself and goes on with the next one: all at once would read from rank 0 first.
                 for rank in self._order:
                     peer = self._of_rank[rank][start : start + numel]
                     output[rank * numel : (rank + 1) * numel].copy_(peer, non_blocking=True)
@@ -108,11 +112,15 @@ class PeerMemory:
     def write(self) -> None:
         """Let the current stream wait until all ranks have read all that they began to. Collective."""
         # The last copy's event stands for all of them: they run on one stream.
+        # [Note: who may write] This rank's copies out of the others' memory must have ended before it says so in the
+        # barrier; after it, every rank has said so, and nobody reads what is about to be written. The barrier without
+        # the event would only order the hosts' launches: copies run on a stream of their own.
         streams.wait_event(self._done)
         self.barrier()
 
     def written(self) -> None:
         """Let the current stream wait until all ranks have written their shards. Collective."""
+        # Every rank's cast lies before it on this stream: behind the barrier the bytes of all ranks are there.
         self.barrier()
 
     def barrier(self) -> None:

@@ -37,6 +37,7 @@ def _geometry(owner, table, first_program, ALIGNED: tl.constexpr):
     fields = table + weight * 8
     columns, start, stop = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
     data_start = tl.load(fields + 5)
+    # Promised to the compiler, which then loads 16 bytes a thread; the sizes are numbers in memory to it otherwise.
     if ALIGNED:
         columns, start, stop = tl.multiple_of(columns, 16), tl.multiple_of(start, 16), tl.multiple_of(stop, 16)
         data_start = tl.multiple_of(data_start, 16)
@@ -65,6 +66,9 @@ def _load(source, place, inside, ALIGNED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_program", "first_weight"])
 def _amax(owner, table, sources, first_program, first_weight, amax, MODE: tl.constexpr, ALIGNED: tl.constexpr):
+    #     index[r, c] = r * columns + c                     place in the whole weight, flat
+    #     inside      = start <= index < stop               what of the tile this rank has
+    #     amax[block] = max |x[index - start]| of those     0 where another rank has them: the all-reduce MAX adds theirs
     weight, columns, start, stop, row, column, _, scale_start, scales_per_row = _geometry(
         owner, table, first_program, ALIGNED
     )
@@ -73,11 +77,13 @@ def _amax(owner, table, sources, first_program, first_weight, amax, MODE: tl.con
     x = _load(sources + 2 * (weight - first_weight), index - start, inside, ALIGNED)
     bits = tl.minimum(amax_bits(x, 1), 0x7F800000)  # Inf for NaN: an all-reduce MAX must carry it
     if MODE == ROW:
+        # A row reaches over several tiles, and over the edge of a shard.
         tl.atomic_max(amax + scale_start + row, bits, mask=(row * columns < stop) & ((row + 1) * columns > start), sem="relaxed")
     elif MODE == TENSOR:
         tl.atomic_max(amax + scale_start, tl.max(bits, 0), sem="relaxed")
     else:
         block = tl.min(row, 0) // 128 * scales_per_row + tl.min(column, 0) // 128
+        # A block of 128 x 128 is this program's alone on this rank: a plain store into a buffer of zeros.
         tl.store(amax + scale_start + block, tl.max(bits, 0))
 
 
@@ -87,6 +93,9 @@ def _cast(
     MODE: tl.constexpr, ALIGNED: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
     SATURATE: tl.constexpr,
 ):
+    #     scale = scales[block]                             of the whole weight: agreed between ranks before this launch
+    #     data[index - start] = cast(x / scale)             one byte an element, in the order of the shard
+    # The bits are those of a cast of the whole weight by one rank, for the scales are, and an element needs no other.
     weight, columns, start, stop, row, column, data_start, scale_start, scales_per_row = _geometry(
         owner, table, first_program, ALIGNED
     )
@@ -102,6 +111,7 @@ def _cast(
         scale = tl.load(scales + scale_start + block) + tl.zeros([128], tl.float32)
     if POW2 == 1:  # the reciprocal, exactly: its exponent is the scale's, mirrored
         reciprocal = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        # A scale of NaN has an exponent of ones, whose mirror image is a finite number: NaN must stay loud.
         reciprocal = tl.where(scale == scale, reciprocal, float("nan"))
     else:
         reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
@@ -172,6 +182,7 @@ class TritonShardCast:
         if sources != self._listed:
             table = torch.tensor(sources, dtype=torch.int64)
             if self._shards.device.type == "cuda":
+                # Pinned memory goes back to its pool only behind this copy: the pool knows the stream that used it.
                 table = table.pin_memory().to(self._shards.device, non_blocking=True)
             self._listed, self._sources = sources, table
         return self._sources

@@ -59,6 +59,9 @@ class ShardedWeight:
         self.numel = rows * columns
         # Rows that share a row of scales; the cover begins with a whole group of them.
         self.unit = group_shape(self.granularity)[0] if self.granularity in SQUARE else 1
+        # A shard begins anywhere in a row. Casts by torch see whole rows, from the first row of a block of scales on:
+        #     cover   rows [first_row, first_row + num_rows) of the weight, zeros where other ranks have the elements
+        #     offset  of the shard's first element in the cover
         self.first_row = min(self.shard.start, self.numel) // columns // self.unit * self.unit
         stop = math.ceil((self.shard.start + self.shard.valid) / columns) if self.shard.valid else self.first_row
         self.num_rows = stop - self.first_row
@@ -78,6 +81,7 @@ class ShardedWeight:
 
     def scales_in(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return this weight's scales (or amax) in a flat buffer of those of all weights."""
+        # A view: what a cast writes is what every holder of these scales reads.
         return buffer.as_strided(self.scale_shape, self.scale_strides, self.scale_start)
 
     def rotated(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -146,6 +150,7 @@ def without_padding(stack: list[ShardedWeight], landed: list[torch.Tensor]) -> l
         landed: All ranks' shards [W * n] of every weight, adjacent.
     """
     codes = [shards[: weight.numel] for weight, shards in zip(stack, landed, strict=True)]
+    # A padded weight leaves a hole before the next one, and a product reads no holes.
     if any(len(mine) < len(shards) for mine, shards in zip(codes[:-1], landed, strict=False)):
         return list(torch.cat(codes).split([weight.numel for weight in stack]))
     return codes

@@ -64,12 +64,16 @@ class Step:
         zero.begin()
         self.gradients.close_step(zero.frozen())
         norm = self._norm()
+        # [Note: one wait a step] The optimizer is launched before the host knows whether the step counts: its kernels
+        # read `skip` on the device and change nothing then. The host waits for the verdict only after, while the GPU
+        # computes.
         skip = norm.isfinite().logical_not().to(torch.int32)
         verdict = streams.Fetch(skip)
         zero.clear_model_gradients()
         work = list(zero.sub_groups())
         self._optimizer.step(work=work, factor=self._factor(norm), skip=skip)
         if verdict.get():
+            # Its counters of steps were advanced with the launch: the masters are untouched, the counters go back.
             self._optimizer.take_back(masters for _, masters, _ in work)
             zero.skip()
             return False
@@ -87,5 +91,7 @@ class Step:
         """Return the factor of the gradients, FP32 []; None for 1."""
         loss_scale, clip = self._zero.loss_scale, self._zero.clip
         if clip > 0:
+            # min(1, clip / (norm + 1e-6)), over the loss scale, in the order of DeepSpeed's operations: the same bits
+            # as its step.
             return (1.0 / (((norm / loss_scale + 1e-6) / clip).clamp(min=1.0) * loss_scale)).float()
         return None if loss_scale == 1 else norm.new_full((), 1.0 / loss_scale).float()

@@ -18,6 +18,8 @@ def capture() -> Iterator[None]:
 
     The caller of the replay must let its stream wait for them.
     """
+    # A wait for an event from before the capture would make the graph depend on what is not in it: CUDA ends the
+    # capture. Inside, events are marked, and only those of the same capture are waited for.
     global _capture
     _capture = object()
     try:
@@ -47,6 +49,8 @@ def record_event() -> object | None:
         return None
     event = get_accelerator().Event()
     event.record()
+    # An event of a capture marks a place in the graph, and none in time: once the capture has ended nobody may wait for
+    # it.
     event.capture = _capture
     return event
 
@@ -66,6 +70,11 @@ def wait_stream(stream: object | None) -> None:
 def used_by_current_stream(tensor: torch.Tensor) -> None:
     """Keep the memory of `tensor` from reuse until the current stream has passed this point."""
     if not get_accelerator().is_synchronized_device():
+        # [Note: lifetimes across streams] The allocator gives memory back to the stream it was allocated on, as soon as
+        # Python drops the tensor: that stream's next kernels may write it while another stream still reads. Two ways
+        # out are used here. Either the owner's stream waits for the reader before it reuses the memory (wait_stream),
+        # or the tensor is marked as in use by the reader, and the allocator waits for an event there. The second keeps
+        # memory longer.
         tensor.record_stream(get_accelerator().current_stream())
 
 
@@ -77,6 +86,8 @@ class Fetch:
         self._copied = None
         self._host = value
         if value.device.type == "cuda":
+            # Pinned, or the copy would make the host wait. The tensor `value` may be dropped: it was allocated on this
+            # stream.
             self._host = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
             self._copied = record_event()
 

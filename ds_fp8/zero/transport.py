@@ -71,6 +71,8 @@ class Collectives:
 
         The other ranks have read from a gather's input once it has ended here: it is a collective.
         """
+        # A gather runs on NCCL's own stream. But every handle is waited for on the stream that it began on, that of a
+        # prefetch which nobody used by DeepSpeed: behind that stream all of them have ended.
         for stream in self._readers:
             streams.wait_stream(stream)
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 
+from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.deepspeed_values import check_values
 
@@ -44,7 +45,7 @@ WRONG = [
     ({"data_types": {"grad_accum_dtype": 3}}, "data_types.grad_accum_dtype"),
     ({"data_types": "fp32"}, "data_types"),
     ({"checkpoint": {"tag_validation": 3}}, "checkpoint.tag_validation"),
-    ({"checkpoint": {"tag_validation": "maybe"}}, "checkpoint"),
+    ({"checkpoint": {"tag_validation": "maybe"}}, "checkpoint.tag_validation"),
     ({"flops_profiler": {"enabled": True, "profile_step": "x"}}, "flops_profiler.profile_step"),
     ({"elasticity": {"enabled": True}}, "elasticity"),
     ({"csv_monitor": {"enabled": True, "output_path": None}}, "csv_monitor.output_path"),
@@ -57,6 +58,8 @@ WRONG = [
     (zero(reduce_bucket_size="large"), "zero_optimization.reduce_bucket_size"),
     (zero(reduce_bucket_size=10**15), "zero_optimization.reduce_bucket_size"),
     (zero(allgather_bucket_size=10**15), "zero_optimization.allgather_bucket_size"),
+    (zero(zero_hpz_partition_size=None), "zero_optimization.zero_hpz_partition_size"),
+    (zero(mics_shard_size=-1), "zero_optimization.mics_shard_size"),
     (zero(sub_group_size=0), "zero_optimization.sub_group_size"),
     (zero(stage3_prefetch_bucket_size=-1), "zero_optimization.stage3_prefetch_bucket_size"),
     (zero(offload_optimizer={"device": "disk"}), "zero_optimization.offload_optimizer.device"),
@@ -71,7 +74,7 @@ def test_a_wrong_value_names_file_key_and_remedy(change, key):
     raw = copy.deepcopy({**GOOD, **change})
     before = copy.deepcopy(raw)
     with pytest.raises(UserError) as caught:
-        check_values(raw, "ds.json")
+        check_values(Configuration(raw, "ds.json"))
     assert caught.value.key == key
     assert caught.value.file == "ds.json"
     assert caught.value.remedy
@@ -100,10 +103,10 @@ def test_a_wrong_value_names_file_key_and_remedy(change, key):
     ids=lambda value: str(value)[:60],
 )
 def test_what_deepspeed_works_with_is_accepted(change):
-    check_values({**GOOD, **change})
+    check_values(Configuration({**GOOD, **change}))
 
 
 def test_auto_is_explained():
     with pytest.raises(UserError) as caught:
-        check_values({**GOOD, "gradient_clipping": "auto"})
+        check_values(Configuration({**GOOD, "gradient_clipping": "auto"}))
     assert '"auto"' in caught.value.remedy

@@ -1,10 +1,12 @@
 """The "optimizer" section is tried out: what DeepSpeed's optimizer would not take or survive is an error beforehand."""
 
+import logging
 import os
 import shutil
 
 import pytest
 
+from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.compiled_kernels import announce_compilation
 from ds_fp8.engine.optimizer_section import check_optimizer
@@ -61,7 +63,7 @@ def adamw(**params):
 )
 def test_a_wrong_section_names_file_key_and_remedy(raw, key):
     with pytest.raises(UserError) as caught:
-        check_optimizer(raw, "ds.json")
+        check_optimizer(Configuration(raw, "ds.json"))
     assert (caught.value.key, caught.value.file) == (key, "ds.json")
     assert caught.value.remedy
     assert len(str(caught.value)) < 800
@@ -83,32 +85,32 @@ def test_a_wrong_section_names_file_key_and_remedy(raw, key):
     ids=lambda raw: str(raw["optimizer"])[:70],
 )
 def test_what_the_optimizer_takes_is_accepted(raw):
-    check_optimizer(raw)
+    check_optimizer(Configuration(raw))
 
 
 def test_what_this_packages_adamw_takes_is_accepted():
     """make_adamw checks its keys; no kernel of DeepSpeed's has to be compiled for it."""
-    check_optimizer(configuration("AdamW", {"lr": 1e-3, "set_grad_none": True}), own=True)
+    check_optimizer(Configuration(configuration("AdamW", {"lr": 1e-3, "set_grad_none": True})), own=True)
     with pytest.raises(UserError, match="no pair"):
-        check_optimizer(configuration("AdamW", {"lr": 1e-3, "betas": [0.9]}), own=True)
+        check_optimizer(Configuration(configuration("AdamW", {"lr": 1e-3, "betas": [0.9]})), own=True)
 
 
 def test_an_optimizer_that_must_be_compiled_needs_a_compiler(monkeypatch):
     raw = configuration("AdamW", {"lr": 1e-3})
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    check_optimizer(raw)
+    check_optimizer(Configuration(raw))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UserError, match="ninja") as caught:
-        check_optimizer(raw)
+        check_optimizer(Configuration(raw))
     assert '"torch_adam": true' in caught.value.remedy
 
 
 def test_an_optimizer_that_a_cpu_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     with pytest.raises(UserError, match="no FusedLion for cpu"):
-        check_optimizer(configuration("Lion", {"lr": 1e-3}))
+        check_optimizer(Configuration(configuration("Lion", {"lr": 1e-3})))
     offloaded = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    check_optimizer({**configuration("Lion", {"lr": 1e-3}), "zero_optimization": offloaded})
+    check_optimizer(Configuration({**configuration("Lion", {"lr": 1e-3}), "zero_optimization": offloaded}))
 
 
 @pytest.fixture
@@ -120,31 +122,37 @@ def cpu_adam(tmp_path, monkeypatch):
     return configuration("AdamW", {"lr": 1e-3}) | offloaded, tmp_path / "cpu_adam"
 
 
-def test_a_compilation_is_announced_until_it_is_done(cpu_adam, capsys):
+def test_a_compilation_is_announced_by_the_first_rank_until_it_is_done(cpu_adam, caplog, monkeypatch):
     raw, folder = cpu_adam
-    announce_compilation(raw, first_rank=False)
-    assert capsys.readouterr().out == ""
-    announce_compilation(raw, first_rank=True)
-    said = capsys.readouterr().out
-    assert str(folder) in said
-    assert "minutes" in said
+    caplog.set_level(logging.INFO, logger="ds_fp8")
+    with monkeypatch.context() as second:
+        second.setenv("RANK", "1")
+        announce_compilation(Configuration(raw))
+    assert caplog.text == ""
+    announce_compilation(Configuration(raw))
+    assert str(folder) in caplog.text
+    assert "minutes" in caplog.text
+    caplog.clear()
     (folder / "cpu_adam.so").touch()
-    announce_compilation(raw, first_rank=True)
-    announce_compilation(configuration("AdamW", {"lr": 1e-3, "torch_adam": True}), first_rank=True)
-    announce_compilation(configuration("SGD", {"lr": 1e-3}), first_rank=True)
-    assert capsys.readouterr().out == ""
+    announce_compilation(Configuration(raw))
+    announce_compilation(Configuration(configuration("AdamW", {"lr": 1e-3, "torch_adam": True})))
+    announce_compilation(Configuration(configuration("SGD", {"lr": 1e-3})))
+    assert caplog.text == ""
 
 
-def test_a_lock_that_no_process_holds_is_named(cpu_adam, capsys):
+def test_a_lock_that_no_process_holds_is_named(cpu_adam, caplog):
     raw, folder = cpu_adam
+    caplog.set_level(logging.INFO, logger="ds_fp8")
     lock = folder / "lock"
     with lock.open("x"):
         os.utime(lock, (0, 0))
-        announce_compilation(raw, first_rank=True)  # held by this process
-    assert f"waiting until {lock}" in capsys.readouterr().out
+        announce_compilation(Configuration(raw))  # held by this process
+    assert f"waiting until {lock}" in caplog.text
+    caplog.clear()
     with pytest.raises(UserError, match="wait for ever") as caught:
-        announce_compilation(raw, first_rank=False)
+        announce_compilation(Configuration(raw))
     assert f"remove {lock}" in caught.value.remedy
+    assert caplog.text == ""
     os.utime(lock)
-    announce_compilation(raw, first_rank=True)  # about to be opened, perhaps
-    assert f"waiting until {lock}" in capsys.readouterr().out
+    announce_compilation(Configuration(raw))  # about to be opened, perhaps
+    assert f"waiting until {lock}" in caplog.text

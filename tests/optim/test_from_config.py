@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.compatibility import check_deepspeed
@@ -26,8 +27,7 @@ def raw(fp8: dict, optimizer: dict | None = ADAMW, **sections) -> dict:
 
 
 def adamw(fp8: dict, optimizer: dict | None = ADAMW, rank: int = 0):
-    config = raw(fp8, optimizer)
-    return make_adamw(config, parse_fp8(config), "stage.json", lambda: rank)([nn.Parameter(torch.zeros(2))])
+    return make_adamw(Configuration(raw(fp8, optimizer), "stage.json"), lambda: rank)([nn.Parameter(torch.zeros(2))])
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_deepspeeds_adam_may_stay_while_all_state_is_fp32(fp8, own):
     assert needs_own_optimizer(parse_fp8(config)) == own
     offloaded = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     for zero in ({"stage": 1}, offloaded):
-        assert uses_own_optimizer({**config, "zero_optimization": zero}, parse_fp8(config)) == own
-    assert uses_own_optimizer(config, parse_fp8(config)) == fp8.get("enabled", True)
+        assert uses_own_optimizer(Configuration({**config, "zero_optimization": zero})) == own
+    assert uses_own_optimizer(Configuration(config)) == fp8.get("enabled", True)
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ def test_deepspeeds_adam_may_stay_while_all_state_is_fp32(fp8, own):
 )
 def test_a_zero3_step_is_this_packages_where_it_computes_the_same(optimizer, own):
     config = raw({}, optimizer)
-    assert uses_own_optimizer(config, parse_fp8(config)) == own
+    assert uses_own_optimizer(Configuration(config)) == own
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, AdamW])
 def test_so_is_that_of_an_adamw_that_is_given(make):
     config = raw({}, None)
     given = make([nn.Parameter(torch.zeros(2))], lr=1e-3)
-    assert uses_own_optimizer(config, parse_fp8(config), given) == (make is not torch.optim.SGD)
+    assert uses_own_optimizer(Configuration(config), given) == (make is not torch.optim.SGD)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_another_optimizer_that_is_given_is_refused_where_state_is_compressed(ma
     config = raw({"preset": "coat"}, None)
     given = make([nn.Parameter(torch.zeros(2))], lr=1e-3, **more)
     with pytest.raises(UserError, match=message) as caught:
-        choose_optimizer(config, parse_fp8(config), "stage.json", given, None, lambda: 0)
+        choose_optimizer(Configuration(config, "stage.json"), given, None, lambda: 0)
     assert (caught.value.key, caught.value.file) == ("fp8.optimizer", "stage.json")
     assert "AdamW" in caught.value.remedy or "amsgrad=False" in caught.value.remedy
 
@@ -214,13 +214,13 @@ def test_the_way_out_that_an_error_names_is_one():
 def test_what_handles_fp32_state_itself_is_refused(sections, key):
     config = raw({"optimizer": COAT}, **sections)
     with pytest.raises(UserError) as caught:
-        check_deepspeed(config, parse_fp8(config))
+        check_deepspeed(Configuration(config))
     assert caught.value.key.endswith(key)
 
 
 def test_cpu_offload_is_not_refused():
     config = raw({"optimizer": COAT}, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
-    check_deepspeed(config, parse_fp8(config))
+    check_deepspeed(Configuration(config))
 
 
 def test_a_stage_is_checked_before_anything_starts(tmp_path):

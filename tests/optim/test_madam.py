@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.optimizer_section import check_optimizer
 from ds_fp8.optim import Madam
@@ -93,7 +94,7 @@ def test_options_out_of_range(params, key):
 def test_a_section_that_madam_does_not_take(params, key):
     section = {"optimizer": {"type": "Madam", "params": params}, "zero_optimization": {"stage": 3}}
     with pytest.raises(UserError) as caught:
-        check_optimizer(section)
+        check_optimizer(Configuration(section))
     assert caught.value.key == key
 
 

@@ -233,7 +233,7 @@ def pictures_of_saves(folder, moments):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(health, "time", clock)
-        run = health.RunHealth(None, folder, log, print, print)
+        run = health.RunHealth(None, folder, log, print)
         return [*(drawn(moment, now=False) for moment in moments), drawn(moments[-1])]
 
 

@@ -58,7 +58,7 @@ def train_on_these_ranks(file: Path, run_dir: Path, steps: int, cache: str) -> N
 
 @pytest.mark.slow
 def test_a_run_stopped_by_signals_and_resumed_equals_an_uninterrupted_one(
-    tiny, write, launch, ranks, tmp_path, cache_home, monkeypatch, capsys
+    tiny, write, launch, ranks, tmp_path, cache_home, monkeypatch, caplog
 ):
     """Stopped by a rank and by the launcher; undisturbed, and resumed for the last time, on ranks without one."""
     tiny["train"] |= {
@@ -107,7 +107,7 @@ def test_a_run_stopped_by_signals_and_resumed_equals_an_uninterrupted_one(
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     assert main() == 0
-    assert "nothing to do" in capsys.readouterr().out
+    assert "nothing to do" in caplog.text
     assert (run_dir / "result.json").read_bytes() == before
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
+from ds_fp8.config.deepspeed_json import known_keys
 from ds_fp8.config.errors import UserError
-from ds_fp8.engine.deepspeed_values import known_keys
 from ds_fp8.train import load_stage
 from ds_fp8.train.deepspeed_config import resolve_batch
 

@@ -126,9 +126,10 @@ def test_what_is_gathered_is_what_was_written_last(ranks, world, point):
     assert ranks(world, rounds, Late, point) == [0] * world
 
 
-@pytest.mark.parametrize(("kind", "point"), [(WritesAtOnce, "before gather"), (ReadsAtOnce, "before write")])
-def test_without_a_barrier_late_ranks_are_found_out(ranks, kind, point):
-    """What the test above would say of a transport that lacks one of the two."""
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("kind", [WritesAtOnce, ReadsAtOnce])
+def test_without_a_barrier_a_late_rank_is_found_out_at_every_point(ranks, kind, point):
+    """What the test above would say of a transport that lacks one of the two: each of its cases can fail."""
     assert sum(ranks(2, rounds, kind, point)) > 0
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
+from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.compatibility import check_deepspeed
 from ds_fp8.zero import deepspeed_functions, deepspeed_versions, grouped, lifecycle, streams
 
@@ -65,7 +65,7 @@ PYTHON = [
     inspect.Signature,
     inspect.BoundArguments,
 ]
-OTHERS = {name for owner in (*TORCH, *PYTHON) for name in dir(owner)} | {"cuda_stream", "value"}
+OTHERS = {name for owner in (*TORCH, *PYTHON) for name in dir(owner)} | {"cuda_stream", "value", "WORLD"}
 DOCUMENTED_NAMES = {"DeepSpeedEngine", "device_name", "module"}
 """Of `deepspeed`, its accelerator and its engine."""
 BY_NAME = {"getattr", "hasattr", "setattr", "replace", "self._replace", "call_around", "wrap_closure", "_around_method"}
@@ -218,9 +218,9 @@ def test_an_unsupported_version_can_be_tried(monkeypatch):
 
 def test_with_fp8_off_any_version_serves(monkeypatch):
     monkeypatch.setattr(deepspeed, "__version__", "0.20.1")
-    check_deepspeed({}, FP8Config(enabled=False))
+    check_deepspeed(Configuration({}))
     with pytest.raises(UserError, match=r"0\.20\.1"):
-        check_deepspeed({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, FP8Config())
+        check_deepspeed(Configuration({"fp8": {}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
 
 
 @pytest.mark.parametrize("version", ["0.19.8", "0.19.9", "0.19.8+d3a7"])
@@ -233,8 +233,9 @@ def test_a_missing_name_is_named_with_the_version():
         "import deepspeed, deepspeed.runtime.zero.stage3 as s\n"
         "del s.DeepSpeedZeroOptimizer_Stage3._restore_from_bit16_weights\n"
         "import ds_fp8, ds_fp8.engine.compatibility as c\n"
-        "c.check_deepspeed({}, ds_fp8.FP8Config(enabled=False))\n"
-        "try:\n    c.check_deepspeed({}, ds_fp8.FP8Config())\n"
+        "from ds_fp8.config.deepspeed_json import Configuration\n"
+        "c.check_deepspeed(Configuration({}))\n"
+        "try:\n    c.check_deepspeed(Configuration({'fp8': {}}))\n"
         "except ds_fp8.UserError as error:\n    print(error)\n"
     )
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

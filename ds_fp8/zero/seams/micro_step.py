@@ -52,6 +52,7 @@ class MicroStep:
         """
         coordinator = self._coordinator
         if not coordinator.is_invalid_trace():
+            # A trace of other modules would end the recording at the first difference.
             coordinator._invalidate_trace()
         coordinator.reset_step()  # which begins to record
         # Every forward calls it; within a capture it would exchange what is recorded with other ranks.
@@ -119,6 +120,8 @@ class MicroStep:
     @contextlib.contextmanager
     def unthrottled(self) -> Iterator[None]:
         """Keep the host from waiting for gathers and reductions: what is captured does not run."""
+        # DeepSpeed has the host wait for events, lest it run too far ahead with memory. In a capture nothing runs, so
+        # that events never come, and memory is reused by the order of the graph.
         fetches, reductions = getattr(self._coordinator, FETCH_EVENTS), self._zero.param_reduce_events
         setattr(self._coordinator, FETCH_EVENTS, _Discarded())
         self._zero.param_reduce_events = _Discarded()
@@ -141,10 +144,13 @@ class MicroStep:
         """Let the current stream wait for all gathers in flight; their parameters are available then."""
         registry = getattr(self._coordinator, IN_FLIGHT)
         for parameter in list(registry):
+            # On the stream of gathers: buffers were allocated there, and what a wait copies must lie behind them in its
+            # order.
             with streams.on_stream(self.side_streams()[0]):
                 handle = registry.pop(parameter, None)
                 if handle is not None:
                     handle.wait()
+        # And only now may products of the current stream read.
         streams.wait_stream(self.side_streams()[0])
 
     def finish_backward(self) -> None:
@@ -207,6 +213,7 @@ class MicroStep:
             parameter.grad = None
             parameter.ds_active_sub_modules.clear()
             if not parameter.ds_persist and parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+                # Its data lies in the pool of the failed capture, which is given back: nobody may read it any more.
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
                 parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         setattr(self._coordinator, AVAILABLE_PARAMETERS, 0)

@@ -79,6 +79,7 @@ class ZeroStep:
         """Keep DeepSpeed from copying gradients into a bucket: they are cast from where autograd left them."""
         replace(self._engine, self._zero, "contiguous_gradients", False)
         for bucket in self._zero.ipg_buckets.values():
+            # DeepSpeed would keep a bucket's worth of memory, a gigabyte by default, for copies that nobody makes.
             bucket.buffer = None
 
     def end_backward(self) -> None:
@@ -115,6 +116,7 @@ class ZeroStep:
         """Do what DeepSpeed does before a step; gradients are complete on the current stream then."""
         self._zero._pre_step()
         self._zero._partition_all_parameters()
+        # The last buckets may still be summed there. No record_stream: gradient shards live as long as the engine.
         streams.wait_stream(self._zero.reduce_and_partition_stream)
 
     def skip(self) -> None:

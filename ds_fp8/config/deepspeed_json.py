@@ -1,0 +1,279 @@
+"""A DeepSpeed configuration, parsed once: the "fp8" section by this package, DeepSpeed's own sections by DeepSpeed.
+
+DeepSpeed checks most of its sections with models of its own. Its plain values and the sections that it reads key by key
+it takes as they are: `DeepSpeedValues` describes those.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, KeysView, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Literal, TypeVar
+
+from deepspeed.runtime.config import DeepSpeedConfig, get_bfloat16_config
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import ConfigDict, Field, ValidationError
+
+from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.files import read_config
+from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
+from ds_fp8.config.schema import Section, nearest, parse_section, shown
+
+TRAIN_BATCH, MICRO_BATCH, ACCUMULATION = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+Dtype = Literal["fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bfloat16"]
+_Parsed = TypeVar("_Parsed")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A DeepSpeed configuration as this package reads it. Sections are parsed when they are first asked for."""
+
+    values: Mapping[str, Any]
+    """The JSON, as it was given."""
+    file: str | None = None
+    """Where it comes from, for errors."""
+
+    @classmethod
+    def read(cls, given: str | os.PathLike | Mapping[str, Any]) -> Configuration:
+        """Read what deepspeed.initialize takes: a mapping, a JSON file, or JSON in base64."""
+        return cls(*read_config(given))
+
+    @cached_property
+    def fp8(self) -> FP8Config:
+        """Return the "fp8" section; disabled where there is none. Raises UserError for what it may not contain."""
+        return parse_fp8(self.values, self.file)
+
+    @cached_property
+    def deepspeed(self) -> DeepSpeedConfig:
+        """Return DeepSpeed's own parse of everything but the batch sizes, all of which are 1 in it.
+
+        Those must fit the number of ranks, which is not known before a process group exists.
+
+        Raises:
+            UserError: DeepSpeed refuses a value, or would fail at it later. It names file, key and remedy.
+        """
+        parse_section(DeepSpeedValues, self.values, key="", file=self.file)
+        judged = copy.deepcopy(dict(self.values)) | {MICRO_BATCH: 1, ACCUMULATION: 1}
+        judged.pop(TRAIN_BATCH, None)
+        return self._judged(lambda: DeepSpeedConfig(judged), lambda: _section_at_fault(self.values))
+
+    @cached_property
+    def zero(self) -> DeepSpeedZeroConfig:
+        """Return the "zero_optimization" section with DeepSpeed's defaults. Raises UserError where DeepSpeed does."""
+        given = self.values.get("zero_optimization")
+        section = {MICRO_BATCH: 1} if given is None else {MICRO_BATCH: 1, "zero_optimization": copy.deepcopy(given)}
+        return self._judged(lambda: DeepSpeedConfig(section).zero_config, lambda: "zero_optimization")
+
+    @cached_property
+    def bf16(self) -> Any:
+        """Return DeepSpeed's model of the "bf16" section. Raises UserError where DeepSpeed refuses it."""
+        return self._judged(lambda: get_bfloat16_config(self.values), lambda: "bf16")
+
+    def given(self, *keys: str) -> Any:
+        """Return the value at a path of keys as it was given, or None."""
+        *sections, last = keys
+        inner = self.values
+        for name in sections:
+            inner = section_of(inner, name)
+        return inner.get(last)
+
+    def _judged(self, parse: Callable[[], _Parsed], section_at_fault: Callable[[], str]) -> _Parsed:
+        """Let DeepSpeed parse; what it refuses becomes a UserError with the key it is about."""
+        try:
+            return parse()
+        except ValidationError as error:
+            raise _explain(error, section_at_fault()).located(self.file) from None
+        except Exception as error:  # DeepSpeed reports mistakes in a configuration with every kind of exception
+            words = clipped(str(error) or type(error).__name__)
+            section = section_at_fault() or next((key for key in sorted(self.values) if key in words), "")
+            # The key itself, where DeepSpeed names it: the first one in its sentence.
+            named = [key for key in section_of(self.values, section) if key in words and key != "enabled"]
+            raise UserError(
+                f"DeepSpeed refuses the configuration: {words}",
+                key=".".join(filter(None, [section, min(named, key=words.index, default="")])),
+                file=self.file,
+                remedy="change or remove what DeepSpeed names",
+            ) from None
+
+    @property
+    def stage(self) -> int:
+        """Return the ZeRO stage."""
+        return int(self.zero.stage)
+
+    @property
+    def optimizer_device(self) -> str:
+        """Return where the optimizer's state is kept: "none" for the device, "cpu" or "nvme"."""
+        return _device(self.zero.offload_optimizer)
+
+    @property
+    def parameter_device(self) -> str:
+        """Return where parameter shards are kept: "none" for the device, "cpu" or "nvme"."""
+        return _device(self.zero.offload_param)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Return whether there is an "optimizer" section."""
+        return "optimizer" in self.values
+
+    @property
+    def optimizer_type(self) -> str:
+        """Return the optimizer's name in lower case, "" where there is none."""
+        return str(self.given("optimizer", "type") or "").lower()
+
+    @property
+    def optimizer_params(self) -> dict[str, Any]:
+        """Return a copy of the optimizer's params."""
+        params = self.given("optimizer", "params")
+        return dict(params) if isinstance(params, Mapping) else {}
+
+
+def _device(offload: Any) -> str:
+    return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+
+
+class _Values(Section):
+    """Base of sections that DeepSpeed reads key by key; it ignores keys that it does not know."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class DataTypes(_Values):
+    """The "data_types" section."""
+
+    grad_accum_dtype: Dtype | None = None
+    param_dtype: Dtype | None = None
+    buffer_dtype: Dtype | None = None
+
+
+class FlopsProfiler(_Values):
+    """The "flops_profiler" section."""
+
+    enabled: bool = False
+    recompute_fwd_factor: float = Field(0.0, ge=0)
+    profile_step: int = Field(1, ge=1)
+    module_depth: int = Field(-1, ge=-1)
+    top_modules: int = Field(1, ge=1)
+    detailed: bool = True
+    output_file: str | None = None
+
+
+class ParallelWrite(_Values):
+    """The "checkpoint.parallel_write" section."""
+
+    pipeline_stage: bool = False
+
+
+class Checkpoint(_Values):
+    """The "checkpoint" section."""
+
+    tag_validation: str = "Warn"
+    load_universal: bool = False
+    use_node_local_storage: bool = False
+    parallel_write: ParallelWrite = ParallelWrite()
+
+
+class DeepSpeedValues(_Values):
+    """Plain values of a DeepSpeed configuration, and sections without a model of DeepSpeed's own."""
+
+    gradient_clipping: float = Field(1.0, ge=0)
+    prescale_gradients: bool = False
+    gradient_predivide_factor: float = Field(1.0, gt=0)
+    gradient_allreduce_op: str = "mean"
+    steps_per_print: float | None = Field(None, gt=0, allow_inf_nan=True)
+    """Accelerate gives infinity, for never."""
+    communication_data_type: str | None = None
+    seq_parallel_communication_data_type: str | None = None
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
+    vocabulary_size: int | None = Field(None, gt=0)
+    managed_gradient_accumulation: bool = True
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    dump_state: bool = False
+    disable_allgather: bool = False
+    disable_python_gc: bool = False
+    dataloader_drop_last: bool = False
+    use_data_before_expert_parallelism: bool = False
+    zero_allow_untested_optimizer: bool = False
+    zero_force_ds_cpu_optimizer: bool = True
+    data_types: DataTypes = DataTypes()
+    flops_profiler: FlopsProfiler = FlopsProfiler()
+    checkpoint: Checkpoint = Checkpoint()
+
+
+class _KeyRecorder(dict):
+    """A config that notes which top-level keys are asked for."""
+
+    def __init__(self, values: dict, asked: set[str]):
+        super().__init__(values)
+        self.asked = asked
+
+    def __contains__(self, key) -> bool:
+        self.asked.add(key)
+        return super().__contains__(key)
+
+    def __getitem__(self, key):
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def keys(self):
+        return KeysView(self)
+
+    def __copy__(self):
+        return _KeyRecorder(self, self.asked)
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """Return the top-level keys the installed DeepSpeed reads, found by letting it read a config."""
+    asked: set[str] = set()
+    DeepSpeedConfig(_KeyRecorder({MICRO_BATCH: 1}, asked))
+    return frozenset(asked)
+
+
+def _explain(error: ValidationError, section: str) -> UserError:
+    """Return the first mistake of a validation by one of DeepSpeed's models, with its full dotted key."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    dotted = ".".join(path if path[:1] == [section] else [section, *path]).strip(".")
+    got = "" if first["type"] == "missing" else f" (got {shown(first.get('input'))})"
+    if first["type"] == "extra_forbidden":
+        model = next((model for model in _subclasses(DeepSpeedConfigModel) if model.__name__ == error.title), None)
+        known = {field.alias or name for name, field in model.model_fields.items()} if model and len(path) == 1 else ()
+        return UserError(
+            f"DeepSpeed does not know the key {shown(dotted)}",
+            key=clipped(dotted),
+            remedy=nearest(path[-1], known) or "remove it",
+        )
+    message = first["msg"].removeprefix("Value error, ")
+    return UserError(f"{dotted}: {message}{got}", key=dotted, remedy=f'change the value of "{dotted}"')
+
+
+def _section_at_fault(raw: Mapping[str, Any]) -> str:
+    """Return the first top-level key that DeepSpeed refuses by itself, "" when only several together are wrong.
+
+    DeepSpeed's messages name the key inside a section, not the section.
+    """
+    for key in sorted(raw.keys() & known_keys() - {TRAIN_BATCH, MICRO_BATCH, ACCUMULATION}):
+        try:
+            DeepSpeedConfig({MICRO_BATCH: 1, key: copy.deepcopy(raw[key])})
+        except Exception:
+            return key
+    return ""
+
+
+def _subclasses(model: type) -> Iterator[Any]:
+    for child in model.__subclasses__():
+        yield child
+        yield from _subclasses(child)

@@ -1,0 +1,61 @@
+"""The logger "ds_fp8": whatever the package tells its user, said by the first rank alone.
+
+    logging.getLogger("ds_fp8").setLevel(logging.WARNING)  # without the start report and progress
+
+Lines go to the standard output until the program configures a handler, for this logger or for all.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+
+from rich.console import Console, RenderableType
+
+logger = logging.getLogger("ds_fp8")
+_WIDTH = 120
+"""Columns of tables in the logs of others, which have no terminal to ask."""
+
+
+def show(renderable: RenderableType) -> None:
+    """Log a table or panel at INFO: in colour on a terminal, as text to the handlers of others."""
+    if logger.isEnabledFor(logging.INFO) and is_first_rank():
+        text = Console(file=io.StringIO(), width=_WIDTH, highlight=False)
+        text.print(renderable)
+        logger.info("\n%s", text.file.getvalue().rstrip(), extra={"renderable": renderable})
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0, by its environment before torch.distributed is initialised."""
+    distributed = sys.modules.get("torch.distributed")  # not imported for a line that no rank asked for
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank() == 0
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+class _Standard(logging.Handler):
+    """Writes to the standard output, but where the program has configured a handler of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        others = logger.handlers + (logging.getLogger().handlers if logger.propagate else [])
+        if any(other is not self for other in others):
+            return
+        try:
+            # Asked for at each line: progress bars and tests put another stream in its place.
+            console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+            renderable = getattr(record, "renderable", None)
+            if renderable is not None:
+                console.print(renderable, soft_wrap=False)
+            else:
+                console.print(record.getMessage(), markup=False)
+            sys.stdout.flush()
+        except Exception:
+            self.handleError(record)
+
+
+logger.addHandler(_Standard())
+logger.addFilter(lambda record: is_first_rank())
+if logger.level == logging.NOTSET:  # or else the program has chosen already
+    logger.setLevel(logging.INFO)

@@ -123,11 +123,12 @@ def test_the_same_stage_trains_on_a_file_of_ones_own(tiny, write, launch, tmp_pa
     assert "no exact match" in output
     lines = output.splitlines()
     assert any(line.startswith("ready after") and "(imports " in line for line in lines)
-    run = tmp_path / "run"
-    assert f"model:   {run / 'model'}" in lines
-    assert f"report:  {run / 'report.html'}" in lines
-    assert "learning rate" in (run / "report.html").read_text()
-    assert f"export:  ds-fp8 export {run} {run}-fp8 --format fp8" in lines
+    assert lines[-3:] == [
+        "model:   run/model",
+        "report:  run/report.html",
+        "export:  ds-fp8 export run run-fp8 --format fp8",
+    ]
+    assert "Learning rate" in (tmp_path / "run" / "report.html").read_text()
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["final_loss"] < result["first_validation_loss"]
     assert result["exact_match"] == {"before": None, "after": None, "problems": 0}

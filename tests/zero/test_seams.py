@@ -20,6 +20,8 @@ from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.compatibility import check_deepspeed
 from ds_fp8.zero import deepspeed_functions, deepspeed_versions, grouped, lifecycle, streams
+from ds_fp8.zero.seams import installation
+from tests.zero import models
 
 
 def test_every_name_exists_in_the_installed_version():
@@ -242,3 +244,31 @@ def test_a_missing_name_is_named_with_the_version():
     assert "DeepSpeedZeroOptimizer_Stage3._restore_from_bit16_weights" in printed
     assert deepspeed.__version__ in printed
     assert "0.19.8" in printed
+
+
+def replacements(_):
+    """How often each attribute of each object is replaced while an engine is made, and its parameters."""
+    counts, replace = {}, installation.replace
+
+    def counted(engine, owner, name, value):
+        counts[id(owner), name] = counts.get((id(owner), name), 0) + 1
+        replace(engine, owner, name, value)
+
+    ours = [module for name, module in list(sys.modules.items()) if name.startswith("ds_fp8.zero")]
+    patched = [module for module in ours if vars(module).get("replace") is replace]
+    for module in patched:
+        module.replace = counted
+    try:
+        engine = models.build(models.config({"monitor": {"every": 1}}))
+    finally:
+        for module in patched:
+            module.replace = replace
+    names = [name for _, name in counts]
+    often = {name: names.count(name) for name in ("step", "all_gather_coalesced", "partition")}
+    return max(counts.values()), often, len(list(engine.module.parameters()))
+
+
+def test_every_method_is_replaced_once(ranks):
+    for most, counts, parameters in ranks(2, replacements, None):
+        assert most == 1
+        assert counts == {"step": 1, "all_gather_coalesced": parameters, "partition": parameters}

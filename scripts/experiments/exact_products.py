@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from ds_fp8.casts import rotate
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.research_recipe import ResearchRecipe
 from ds_fp8.layers.weights import dgrad_weight
 
 
@@ -37,7 +38,8 @@ class _ExactProducts(torch.autograd.Function):
         dy_TN, (own_weight, own_input) = dy.flatten(0, -2), ctx.own
         dx = dy_TN @ (dgrad_weight([weight], ctx.recipe)[0].dequantize().t() if own_weight else read_w)
         if own_input:
-            rotated = rotate(dy_TN, ctx.recipe.wgrad_grad_output_rotation)
+            rotates = isinstance(ctx.recipe, ResearchRecipe)
+            rotated = rotate(dy_TN, ctx.recipe.wgrad_grad_output_rotation) if rotates else dy_TN
             dw = rotated.t() @ ctx.recipe.cast_input_columnwise(x_TK).dequantize().t()
         else:
             dw = dy_TN.t() @ read_x

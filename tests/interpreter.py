@@ -1,5 +1,6 @@
 """Triton's interpreter with the installed NumPy."""
 
+import importlib.util
 from typing import Any
 
 
@@ -8,6 +9,8 @@ def count_with_tensors() -> None:
 
     Triton 3.6 makes an index of an array of one element by int(), which NumPy refuses from 2.4 on.
     """
+    if importlib.util.find_spec("triton") is None:
+        return
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor

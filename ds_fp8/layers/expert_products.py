@@ -208,16 +208,11 @@ class _ExpertProducts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         if not ctx.routed:
-            zeros = [torch.zeros(w.shape, dtype=w.dtype, device=w.device) for w in ctx.weights if w.requires_grad]
-            of_weights = [zeros.pop(0) if w.requires_grad else None for w in ctx.weights]
-            return (
-                torch.zeros_like(dy),
-                None,
-                dy.new_zeros(ctx.weight_shape, dtype=ctx.weight_dtype),
-                *of_weights,
-                None,
-                None,
+            of_weights = (
+                torch.zeros(w.shape, dtype=w.dtype, device=w.device) if w.requires_grad else None for w in ctx.weights
             )
+            dweights = dy.new_zeros(ctx.weight_shape, dtype=ctx.weight_dtype)
+            return torch.zeros_like(dy), None, dweights, *of_weights, None, None
         x, factors, *tensors = ctx.saved_tensors
         layout = ExpertLayout(*tensors[:5])
         gradients = ctx.products.backward(dy, x, layout, factors, ctx.weights, _unpack(tensors[5:]))

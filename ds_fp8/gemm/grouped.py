@@ -13,24 +13,13 @@ backend "reference", plain torch.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.gemm import deep_gemm, reference
-
-
-class RowGroups(NamedTuple):
-    """Which rows of a matrix [R, ...] belong to which group; R is a multiple of 128."""
-
-    counts: torch.Tensor
-    """int32 [G], the rows of each group."""
-    starts: torch.Tensor
-    """int32 [G], the first row of each group: multiples of 128, in the order of the groups."""
-    of_tile: torch.Tensor
-    """int32 [R/128], the group of each 128 rows; -1 where they belong to none."""
+from ds_fp8.gemm.row_groups import RowGroups
 
 
 def unsupported(a: CastSpec, b: CastSpec) -> str | None:

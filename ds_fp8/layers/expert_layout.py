@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 
 from ds_fp8.config.formats import BLOCK
-from ds_fp8.gemm.grouped import RowGroups
+from ds_fp8.gemm.row_groups import RowGroups
 
 
 class ExpertLayout(NamedTuple):
-    """Which row of the experts' operands has which pair of token and choice."""
+    """Rows of the experts' operands: the pair of token and choice in each, and the expert of each."""
 
     source: torch.Tensor
     """int32 [R], the pair t * k + choice in each row; -1 where there is none."""

@@ -67,6 +67,13 @@ def scaled_matmul(
     return result
 
 
+def multiplies_groups() -> bool:
+    """Return whether the installed DeepGEMM multiplies groups of rows by their own matrices."""
+    import deep_gemm
+
+    return hasattr(deep_gemm, "m_grouped_fp8_gemm_nt_contiguous")
+
+
 def grouped_matmul(a: QuantizedTensor, b: QuantizedTensor, of_tile: torch.Tensor, groups: int) -> torch.Tensor:
     """Multiply the rows a [R, K] of each group by its matrix of b [groups * N, K], transposed: BF16 [R, N].
 

@@ -72,7 +72,7 @@ def grouped_matmul(
         )
     if backend == "reference" or a.data.device.type != "cuda":
         return matmul_reference(a, b, groups, out_dtype)
-    if backend == "deep_gemm" and out_dtype is torch.bfloat16:
+    if backend == "deep_gemm" and out_dtype is torch.bfloat16 and deep_gemm.multiplies_groups():
         from ds_fp8.gemm.grouped_triton import zero_unused_tiles
 
         return zero_unused_tiles(deep_gemm.grouped_matmul(a, b, groups.of_tile, number), groups.of_tile)

@@ -45,12 +45,17 @@ def _multiply_tiles(
     if group < 0:
         tl.store(address, accumulator.to(result.dtype.element_ty))
         return
+    a_scale += m
     b_scale += (group * (N // 128) + column) * b_scale_across
+    factor = tl.load(a_scale) * tl.load(b_scale)
     for block in range(K // 128):
+        # scales of the next block: loaded for this one, they would hold up its product
+        following = (block + 1) % (K // 128)
+        factor_a, factor_b = tl.load(a_scale + following * a_scale_along), tl.load(b_scale + following)
         left = a.load([tile * 128, block * 128])
         right = b.load([group * N + column * 128, block * 128])
-        factor = tl.load(a_scale + block * a_scale_along + m) * tl.load(b_scale + block)
         accumulator += tl.dot(left, right.T) * factor[:, None]
+        factor = factor_a * factor_b
     tl.store(address, accumulator.to(result.dtype.element_ty))
 
 
@@ -67,17 +72,24 @@ def _multiply_along_rows(
     k = first_k + tl.arange(0, 128)
     begin = tl.load(starts + group) // 128
     end = begin + (tl.load(counts + group) + 127) // 128
+    last = tl.maximum(end - 1, 0)
+    dy_scale += n
+    x_scale += first_k // 128 * x_scale_across if BLOCKS else k
+    factor_dy = tl.load(dy_scale + tl.minimum(begin, last) * dy_scale_along)
+    factor_x = tl.load(x_scale + tl.minimum(begin, last) * x_scale_along)
     accumulator = tl.zeros([128, 128], dtype=tl.float32)
     for tile in range(begin, end):
+        following = tl.minimum(tile + 1, last)  # as in _multiply_tiles
+        next_dy = tl.load(dy_scale + following * dy_scale_along)
+        next_x = tl.load(x_scale + following * x_scale_along)
         left = dy.load([first_n, tile * 128])
         right = x.load([first_k, tile * 128])
-        factor = tl.load(dy_scale + tile * dy_scale_along + n)
+        product = tl.dot(left, right.T)
         if BLOCKS:
-            factor *= tl.load(x_scale + tile * x_scale_along + first_k // 128 * x_scale_across)
-            accumulator += tl.dot(left, right.T) * factor[:, None]
+            accumulator += product * (factor_dy * factor_x)[:, None]
         else:
-            along_k = tl.load(x_scale + tile * x_scale_along + k)
-            accumulator += tl.dot(left, right.T) * factor[:, None] * along_k[None, :]
+            accumulator += product * factor_dy[:, None] * factor_x[None, :]
+        factor_dy, factor_x = next_dy, next_x
     address = result + (group.to(tl.int64) * N + n[:, None]) * K + k[None, :]
     tl.store(address, accumulator.to(result.dtype.element_ty))
 

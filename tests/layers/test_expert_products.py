@@ -16,6 +16,7 @@ from ds_fp8.layers.expert_products import (
     unsupported,
     unsupported_shapes,
 )
+from ds_fp8.layers.gated_activation import GatedCast, GatedGradients
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.weights import GATHERED, placeholder
 from tests.gemm.tolerance import CHAIN
@@ -23,6 +24,8 @@ from tests.layers.expert_loop import Gradients, error, high_precision, with_cast
 
 FP8_ERROR = 0.01, 0.15
 """Relative error of FP8 products beside FP32: less would mean that nothing was cast."""
+INTERPRETED = 0.3
+"""Relative error of a chain of casts in Triton's interpreter, each of which is 0.1 off."""
 
 
 def recipe(activations: dict | None = None, **linear) -> LinearRecipe:
@@ -210,6 +213,46 @@ def test_without_gradients_it_is_the_same():
     y, _ = run(x, index, router_weights, gate_up, down, dy, settings())
     with torch.no_grad():
         assert torch.equal(expert_products(x, index, router_weights, ExpertWeights(gate_up, down), settings()), y)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels in tests/gpu")
+@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128"])
+def test_the_kernels_fit_together(monkeypatch, wgrad_input):
+    """The whole operation by the kernels a GPU runs, in Triton's interpreter, whose casts round in their own way."""
+    gated = pytest.importorskip("ds_fp8.layers.gated_activation_triton", reason="Triton is not installed")
+    from ds_fp8.gemm import grouped_triton
+    from ds_fp8.layers import expert_products as module
+    from ds_fp8.layers import permutation_triton
+
+    def permute_cast(x, layout, format="e4m3", rowwise="1x128", columnwise=None, scale="pow2"):
+        return permutation_triton.permute_tiles(x, layout, format, rowwise, columnwise, scale)
+
+    def activation_cast(gate_up, activation, recipe, keep, factors):
+        _, cast, saved = gated.gated_forward(gate_up, activation, recipe.input, keep, row_factor=factors)
+        return GatedCast(cast, saved, None)
+
+    def activation_backward(dproduct, saved, activation, recipe, down, row_factor):
+        return GatedGradients(*gated.gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor))
+
+    given = inputs((5, 0, 130), 2, hidden=128)
+    expected = run(*given, settings(wgrad={"input": wgrad_input}))
+    kernels = {
+        "permute_cast": permute_cast,
+        "grouped_matmul": lambda a, b, groups, backend, out_dtype: grouped_triton.multiply_tiles(
+            a, b, groups, out_dtype
+        ),
+        "grouped_wgrad": lambda a, b, groups, backend, out_dtype: grouped_triton.multiply_along_rows(
+            a, b, groups, out_dtype
+        ),
+        "unpermute": permutation_triton.sum_rows,
+        "gated_activation_cast": activation_cast,
+        "gated_activation_backward": activation_backward,
+    }
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(module, name, kernel)
+    found = run(*given, settings(wgrad={"input": wgrad_input}))
+    for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        assert error(one, other) < INTERPRETED
 
 
 def test_infinity_is_seen():

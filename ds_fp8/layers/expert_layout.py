@@ -60,7 +60,9 @@ def expert_layout(top_k_index: torch.Tensor, experts: int) -> ExpertLayout:
     """
     pairs, device = top_k_index.numel(), top_k_index.device
     rows = worst_case_rows(pairs, experts)
-    chosen, order = top_k_index.reshape(-1).sort(stable=True)
+    # a radix sort goes over every byte of its keys: two are enough
+    keys = top_k_index.reshape(-1).clamp(-1, experts).to(torch.int16 if experts < 2**15 else torch.int32)
+    chosen, order = keys.sort(stable=True)
     numbers = torch.arange(experts + 1, dtype=chosen.dtype, device=device)
     first = torch.searchsorted(chosen, numbers)  # of each expert among the sorted pairs
     counts = first.diff()
@@ -68,7 +70,7 @@ def expert_layout(top_k_index: torch.Tensor, experts: int) -> ExpertLayout:
     ends = padded.cumsum(0)
     starts = ends - padded
 
-    expert = chosen.clamp(0, experts - 1)
+    expert = chosen.clamp(0, experts - 1).long()
     sorted_place = starts[expert] + torch.arange(pairs, device=device) - first[expert]
     # one more row takes what belongs to no expert
     sorted_place = torch.where((chosen >= 0) & (chosen < experts), sorted_place, rows)

@@ -58,11 +58,18 @@ def expert_layout(top_k_index: torch.Tensor, experts: int) -> ExpertLayout:
             parallelism marks pairs of other ranks like this.
         experts: E, the number of experts.
     """
+    if top_k_index.device.type == "cuda" and top_k_index.numel():
+        from ds_fp8.layers.expert_layout_triton import lay_out
+
+        return ExpertLayout(*lay_out(top_k_index, experts, worst_case_rows(top_k_index.numel(), experts)))
+    return expert_layout_reference(top_k_index, experts)
+
+
+def expert_layout_reference(top_k_index: torch.Tensor, experts: int) -> ExpertLayout:
+    """Compute expert_layout in plain torch; there too no device makes the host wait."""
     pairs, device = top_k_index.numel(), top_k_index.device
     rows = worst_case_rows(pairs, experts)
-    # a radix sort goes over every byte of its keys: two are enough
-    keys = top_k_index.reshape(-1).clamp(-1, experts).to(torch.int16 if experts < 2**15 else torch.int32)
-    chosen, order = keys.sort(stable=True)
+    chosen, order = top_k_index.reshape(-1).sort(stable=True)
     numbers = torch.arange(experts + 1, dtype=chosen.dtype, device=device)
     first = torch.searchsorted(chosen, numbers)  # of each expert among the sorted pairs
     counts = first.diff()
@@ -70,7 +77,7 @@ def expert_layout(top_k_index: torch.Tensor, experts: int) -> ExpertLayout:
     ends = padded.cumsum(0)
     starts = ends - padded
 
-    expert = chosen.clamp(0, experts - 1).long()
+    expert = chosen.clamp(0, experts - 1)
     sorted_place = starts[expert] + torch.arange(pairs, device=device) - first[expert]
     # one more row takes what belongs to no expert
     sorted_place = torch.where((chosen >= 0) & (chosen < experts), sorted_place, rows)

@@ -6,7 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_fp8.config.formats import BLOCK
-from ds_fp8.layers.expert_layout import expert_layout, worst_case_rows
+from ds_fp8.layers.expert_layout import ExpertLayout, expert_layout, expert_layout_reference, worst_case_rows
+
+kernels = pytest.importorskip("ds_fp8.layers.expert_layout_triton", reason="Triton is not installed")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def assert_is_layout(layout, top_k_index, experts):
@@ -72,3 +76,27 @@ def test_the_worst_case_is_never_exceeded(counts):
 def test_the_worst_case_can_happen():
     counts = [1] * 7 + [129]
     assert worst_case_rows(sum(counts), len(counts)) == sum(-(-count // BLOCK) * BLOCK for count in counts)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(
+    ("tokens", "choices", "experts"), [(1, 1, 1), (7, 2, 64), (300, 8, 8), (700, 4, 200), (1000, 3, 5), (4096, 2, 16)]
+)
+def test_kernels_lay_out_as_the_reference(tokens, choices, experts, dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "CELLS", 2048)
+    torch.manual_seed(0)
+    for ours in (experts, experts - 1):  # without the last one's choices, which are those of other ranks then
+        if not ours:
+            continue
+        index = torch.rand(tokens, experts).topk(choices).indices.to(dtype)
+        found = ExpertLayout(*kernels.lay_out(index.to(DEVICE), ours, worst_case_rows(index.numel(), ours)))
+        for name, one, other in zip(ExpertLayout._fields, found, expert_layout_reference(index, ours), strict=True):
+            assert one.dtype is other.dtype, name
+            assert torch.equal(one.cpu(), other), name
+
+
+def test_kernels_read_any_strides():
+    index = torch.randint(0, 5, (3, 40)).t()
+    found = kernels.lay_out(index.to(DEVICE), 5, worst_case_rows(120, 5))
+    for one, other in zip(found, expert_layout_reference(index, 5), strict=True):
+        assert torch.equal(one.cpu(), other)

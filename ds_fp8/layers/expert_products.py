@@ -139,7 +139,9 @@ class ExpertProducts:
         along_tokens = "1x128" if wants[1] else None
         dy_cast, dy_columnwise = permute_cast(dy, layout, spec.format, "1x128", along_tokens, spec.scale)
         dproduct = self._multiply(dy_cast, self._transposed(weights.down, down), layout, down, dtype)
-        casts = gated_activation_backward(dproduct, saved, self.activation, recipe, down, row_factor=factors)
+        casts = gated_activation_backward(
+            dproduct, saved, self.activation, recipe, down, row_factor=factors, wgrad=any(wants)
+        )
         del dproduct, saved, dy_cast
         rows = self._multiply(casts.dgate_up, self._transposed(weights.gate_up, recipe), layout, recipe, dtype)
         dx = unpermute(rows, layout)

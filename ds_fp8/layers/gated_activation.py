@@ -46,10 +46,10 @@ class GatedGradients(NamedTuple):
 
     dgate_up: QuantizedTensor
     """[T, 2F], for dgrad."""
-    dgate_up_columnwise: QuantizedTensor
-    """[2F, T], for wgrad of gate_proj and up_proj."""
-    product_columnwise: QuantizedTensor
-    """[F, T], for wgrad of down_proj."""
+    dgate_up_columnwise: QuantizedTensor | None
+    """[2F, T], for wgrad of gate_proj and up_proj; None where there is no wgrad."""
+    product_columnwise: QuantizedTensor | None
+    """[F, T], for wgrad of down_proj; None where there is no wgrad."""
     drow_factor: torch.Tensor | None = None
     """FP32 [T], the gradient of the rows' factors, where they have some."""
 
@@ -137,6 +137,7 @@ def gated_activation_backward(
     dgrad_factor: torch.Tensor | None = None,
     product_factor: torch.Tensor | None = None,
     row_factor: torch.Tensor | None = None,
+    wgrad: bool = True,
 ) -> GatedGradients:
     """Return the casts of backward.
 
@@ -149,6 +150,7 @@ def gated_activation_backward(
         dgrad_factor: [2F], multiplied into dgate_up for dgrad.
         product_factor: [F], multiplied into the product for wgrad.
         row_factor: FP32 [T], what forward multiplied the rows of the product by.
+        wgrad: Whether any of the three weights has a gradient.
     """
     if dproduct.device.type == "cuda":
         from ds_fp8.layers.gated_activation_triton import gated_backward, gated_backward_cast
@@ -156,7 +158,7 @@ def gated_activation_backward(
         whole_tiles = all(length % BLOCK == 0 for length in dproduct.shape)
         by_tile = recipe.casts_by_tile and not down.input.by_torch and down.wgrad_input in ("1x128", "128x128")
         if dgrad_factor is None and product_factor is None and by_tile and whole_tiles:
-            casts = GatedGradients(*gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor))
+            casts = GatedGradients(*gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor, wgrad))
             if recipe.monitor.active:
                 dgate_up, _ = gated_backward(dproduct, saved, activation)
                 recipe.observe("grad_output", dgate_up, casts.dgate_up, row_factor)
@@ -169,6 +171,6 @@ def gated_activation_backward(
     if row_factor is not None:
         drow_factor = (dproduct.float() * product).sum(1)
         dgate_up, product = (x * row_factor[:, None] for x in (dgate_up, product))
-    row, column = recipe.cast_grad_output(dgate_up, column_factor=dgrad_factor)
-    columns = down.cast_input_columnwise(product, column_factor=product_factor)
+    row, column = recipe.cast_grad_output(dgate_up, wgrad=wgrad, column_factor=dgrad_factor)
+    columns = down.cast_input_columnwise(product, column_factor=product_factor) if wgrad else None
     return GatedGradients(row, column, columns, drow_factor)

@@ -244,7 +244,8 @@ def gated_backward_cast(
     recipe: LinearRecipe,
     down: LinearRecipe,
     row_factor: torch.Tensor | None = None,
-) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor, torch.Tensor | None]:
+    wgrad: bool = True,
+) -> tuple[QuantizedTensor, QuantizedTensor | None, QuantizedTensor | None, torch.Tensor | None]:
     """Return the casts of dgate_up [T, 2F] and [2F, T] and of the product [F, T], and the gradient of row_factor.
 
     T and F are multiples of 128.
@@ -260,13 +261,14 @@ def gated_backward_cast(
         recipe: Recipe of the product of gate and up.
         down: Recipe of down_proj's product.
         row_factor: FP32 [T], multiplied into the product by forward, or None.
+        wgrad: Whether the second and third result are wanted; else they are None.
     """
     M, F = dproduct.shape
     dproduct = dproduct.contiguous()
     dy, x = recipe.grad_output, down.input
     row = empty_result(M, 2 * F, dy.format, "1x128", dy.scale, dproduct.device)
-    column = empty_result(2 * F, M, dy.format, "1x128", dy.scale, dproduct.device)
-    product = empty_result(F, M, x.format, down.wgrad_input, x.scale, dproduct.device)
+    column = empty_result(2 * F, M, dy.format, "1x128" if wgrad else None, dy.scale, dproduct.device)
+    product = empty_result(F, M, x.format, down.wgrad_input if wgrad else None, x.scale, dproduct.device)
     shares = None if row_factor is None else torch.empty(tiles(F), M, device=dproduct.device)
     if dproduct.numel() == 0:
         return row, column, product, None if shares is None else shares.sum(0)
@@ -277,17 +279,18 @@ def gated_backward_cast(
     of_product = {f"PRODUCT_{key}": value for key, value in format_arguments(x.format, x.scale).items()}
     del of_product["PRODUCT_SMALLEST"]
     product_amax = None
-    if down.wgrad_input == "128x128":
+    if wgrad and down.wgrad_input == "128x128":
         product_amax = torch.zeros(M // BLOCK * tiles(F), dtype=torch.int32, device=dproduct.device)
     rows = 32 if product_amax is None else 16  # as registers allow
     _backward_rows[(tiles(F), M // rows)](
         *source, *result_arguments(row), product_amax, shares, ROWS=rows, num_warps=4, **common, **gradient
     )
-    width = 16
-    _backward_columns[(F // width, M // BLOCK)](
-        *source, *result_arguments(column), *result_arguments(product), product_amax, WIDTH=width,
-        PRODUCT=MODES[down.wgrad_input], num_warps=4, **common, **gradient, **of_product,
-    )
+    if wgrad:
+        width = 16
+        _backward_columns[(F // width, M // BLOCK)](
+            *source, *result_arguments(column), *result_arguments(product), product_amax, WIDTH=width,
+            PRODUCT=MODES[down.wgrad_input], num_warps=4, **common, **gradient, **of_product,
+        )
     return row, column, product, None if shares is None else shares.sum(0)
 
 

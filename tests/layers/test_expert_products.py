@@ -231,8 +231,8 @@ def test_the_kernels_fit_together(monkeypatch, wgrad_input):
         _, cast, saved = gated.gated_forward(gate_up, activation, recipe.input, keep, row_factor=factors)
         return GatedCast(cast, saved, None)
 
-    def activation_backward(dproduct, saved, activation, recipe, down, row_factor):
-        return GatedGradients(*gated.gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor))
+    def activation_backward(dproduct, saved, activation, recipe, down, row_factor, wgrad):
+        return GatedGradients(*gated.gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor, wgrad))
 
     given = inputs((5, 0, 130), 2, hidden=128)
     expected = run(*given, settings(wgrad={"input": wgrad_input}))

@@ -121,6 +121,10 @@ def test_gated_activation_of_rows_with_factors(activation, saved_as, wgrad_input
         assert_cast(product_column, product.detach().t())
         assert error(dfactor, of_rows.grad) < FP32_ERROR
         assert not row.dequantize()[130:].any()
+    frozen = gated_kernels.gated_backward_cast(dproduct, saved, activation, mixed, mixed, factor, wgrad=False)
+    assert frozen[1] is frozen[2] is None
+    assert torch.equal(frozen[0].data.view(torch.uint8), kernel[0].data.view(torch.uint8))
+    assert torch.equal(frozen[3], kernel[3])
 
 
 @pytest.mark.parametrize("saved_as", ["fp8", "bf16"])

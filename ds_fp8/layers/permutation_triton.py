@@ -45,7 +45,7 @@ def _permute_tiles(
         m = first_m + tl.arange(0, 128)
         tile = _gathered(x, source, m, k, stride_m, CHOICES)
         store_cast(
-            tile, k, m, K, R, row_data, row_scale, None, row_scale_along, row_scale_across,
+            tile, k, m, K, R, row_data, K, row_scale, None, row_scale_along, row_scale_across,
             1, GROUP, DTYPE, LARGEST, SMALLEST, POW2, True,
         )
     else:
@@ -56,7 +56,7 @@ def _permute_tiles(
         x3 = _gathered(x, source, m + 3, k, stride_m, CHOICES)
         if ROWWISE != NONE:
             store_cast_rowwise(
-                x0, x1, x2, x3, first_m, k, R, K, row_data, row_scale, None, row_scale_along, row_scale_across,
+                x0, x1, x2, x3, first_m, k, R, K, row_data, K, row_scale, None, row_scale_along, row_scale_across,
                 ROWWISE, DTYPE, LARGEST, SMALLEST, POW2,
             )
         store_cast_columnwise(

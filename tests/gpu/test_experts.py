@@ -13,7 +13,7 @@ from ds_fp8.layers.expert_layout import expert_layout
 from ds_fp8.layers.expert_products import ExpertProducts, ExpertWeights, expert_products
 from ds_fp8.layers.gated_activation import gated_activation_backward, gated_activation_cast
 from ds_fp8.layers.permutation import permute_cast, permute_cast_reference, unpermute, unpermute_reference
-from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.recipe_from_config import recipe_from_config
 from tests.gemm.groups import AWKWARD, random_rows, row_groups, spans
 from tests.gemm.tolerance import CHAIN, OF_SCALES, ROUNDING, assert_is_product
 from tests.layers.expert_loop import error
@@ -28,7 +28,7 @@ and drop what lies more than 13 bits below it."""
 
 def settings(activation="silu", activations=None, **linear) -> ExpertProducts:
     config = {"linear": {"backend": "cublas", **linear}, "activations": activations or {}, "monitor": {"every": 0}}
-    ours = LinearRecipe.from_config(FP8Config(**config))
+    ours = recipe_from_config(FP8Config(**config))
     return ExpertProducts(activation, ours, ours)
 
 

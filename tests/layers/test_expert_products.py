@@ -18,6 +18,7 @@ from ds_fp8.layers.expert_products import (
 )
 from ds_fp8.layers.gated_activation import GatedCast, GatedGradients
 from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.recipe_from_config import recipe_from_config
 from ds_fp8.layers.weights import GATHERED, placeholder
 from tests.gemm.tolerance import CHAIN
 from tests.layers.expert_loop import Gradients, error, high_precision, with_casts
@@ -30,7 +31,7 @@ INTERPRETED = 0.3
 
 def recipe(activations: dict | None = None, **linear) -> LinearRecipe:
     config = {"linear": {"backend": "reference", **linear}, "activations": activations or {}, "monitor": {"every": 0}}
-    return LinearRecipe.from_config(FP8Config(**config))
+    return recipe_from_config(FP8Config(**config))
 
 
 def settings(activation: str = "silu", activations: dict | None = None, **linear) -> ExpertProducts:
@@ -265,7 +266,7 @@ def test_infinity_is_seen():
 
 
 def test_casts_are_observed():
-    monitored = LinearRecipe.from_config(FP8Config(linear={"backend": "reference"}, monitor={"every": 1}))
+    monitored = recipe_from_config(FP8Config(linear={"backend": "reference"}, monitor={"every": 1}))
     run(*inputs((60, 7, 130)), ExpertProducts("silu", monitored.at("gate_up"), monitored.at("down")))
     measured = monitored.monitor.end_step()
     for tensor_class in ("input", "weight", "grad_output"):
@@ -277,7 +278,7 @@ def test_presets_are_supported_or_say_why_not(preset):
     from ds_fp8.config.fp8 import parse_fp8
 
     section = {"preset": preset, "linear": {"backend": "reference"}, "monitor": {"every": 0}}
-    reason = unsupported(LinearRecipe.from_config(parse_fp8({"fp8": section})))
+    reason = unsupported(recipe_from_config(parse_fp8({"fp8": section})))
     if preset in ("infir2", "hybrid_fast"):
         assert reason is None
         return

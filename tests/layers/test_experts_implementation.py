@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.layers.experts_implementation import NAME, products_of, register
-from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.recipe_from_config import recipe_from_config
 from tests.layers.expert_loop import error
 from tests.layers.test_expert_products import FP8_ERROR
 
@@ -30,7 +30,7 @@ SIZES = {
 
 
 def recipe(**linear):
-    return LinearRecipe.from_config(FP8Config(linear={"backend": "reference", **linear}, monitor={"every": 0}))
+    return recipe_from_config(FP8Config(linear={"backend": "reference", **linear}, monitor={"every": 0}))
 
 
 def experts(architecture, classes=CLASSES, **changes):

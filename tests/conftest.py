@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.interpreter import count_with_tensors
 from tests.ranks import RankPools
 
 settings.register_profile("ds_fp8", deadline=None)  # other tests run beside, on few cores
@@ -12,6 +13,7 @@ settings.load_profile("ds_fp8")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined: they run on the CPU
+    count_with_tensors()
 
 
 def pytest_collection_modifyitems(items):

@@ -13,6 +13,7 @@ from ds_fp8.config.formats import (
     FORMATS,
     GRANULARITIES,
     NATIVE_FORMATS,
+    SQUARE,
     Rotation,
     check_scale_type,
     fixed_scale,
@@ -157,24 +158,37 @@ def clipped(x: torch.Tensor, q: QuantizedTensor) -> torch.Tensor:
     return in_units.abs_() > FORMATS[q.format].max
 
 
-def transpose(q: QuantizedTensor) -> QuantizedTensor:
+def transpose(q: QuantizedTensor, matrices: int = 1) -> QuantizedTensor:
     """Return the transposed matrix with its bytes copied to lie contiguous along the other dimension.
 
     Args:
         q: A matrix [M, K] cast per tensor or per 128x128 block.
+        matrices: How many matrices of equal shape q stacks along its rows; each is transposed. Blocks belong to one.
 
     Returns:
-        The same numbers as [K, M], not cast again.
+        The same numbers as [K, M], or stacked as [matrices * K, M / matrices], not cast again.
 
     Raises:
         ValueError: For granularities that cannot be transposed without casting again (QuantizedTensor.t).
     """
-    turned = q.t()
-    if q.data.device.type == "cuda":
+    if matrices == 1:
+        turned = q.t()
+        return replace(turned, data=_transposed(q.data))
+    if q.granularity not in ("tensor", *SQUARE):
+        q.t()  # raises
+    scale = q.scale
+    if scale.dim():
+        scale = scale.unflatten(0, (matrices, -1)).transpose(1, 2).flatten(0, 1)
+    return replace(q, data=_transposed(q.data.unflatten(0, (matrices, -1))).flatten(0, 1), scale=scale)
+
+
+def _transposed(data: torch.Tensor) -> torch.Tensor:
+    """Return codes [..., M, K] as contiguous [..., K, M]."""
+    if data.device.type == "cuda":
         from ds_fp8.casts.quantization_triton import transpose_bytes
 
-        return replace(turned, data=transpose_bytes(q.data.contiguous()))
-    return replace(turned, data=turned.data.contiguous())
+        return transpose_bytes(data.contiguous())
+    return data.transpose(-2, -1).contiguous()
 
 
 def _reference(x: torch.Tensor, format: str, granularity: str, scale: str, rounding: str) -> QuantizedTensor:

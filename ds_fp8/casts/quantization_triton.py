@@ -13,6 +13,8 @@ the amax of every row and column, then the same tile kernel casts with the scale
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -141,7 +143,10 @@ def _cast_statically(
 
 @triton.jit
 def _transpose_tiles(x, result, M, K, SIZE: tl.constexpr):
-    """Transpose bytes [M, K] -> [K, M]."""
+    """Transpose the bytes of each matrix, [M, K] -> [K, M]."""
+    matrix = tl.program_id(2).to(tl.int64) * M * K
+    x += matrix
+    result += matrix
     k = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     m = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = (m < M)[:, None] & (k < K)[None, :]
@@ -220,12 +225,12 @@ def quantize_statically(
 
 
 def transpose_bytes(data: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous FP8 matrix [M, K] as a contiguous [K, M]."""
-    M, K = data.shape
-    result = torch.empty(K, M, dtype=data.dtype, device=data.device)
+    """Return a contiguous FP8 matrix [M, K], or some [B, M, K], as a contiguous [K, M] or [B, K, M]."""
+    *matrices, M, K = data.shape
+    result = torch.empty(*matrices, K, M, dtype=data.dtype, device=data.device)
     if data.numel():
         size = 128
-        _transpose_tiles[(triton.cdiv(K, size), triton.cdiv(M, size))](
+        _transpose_tiles[triton.cdiv(K, size), triton.cdiv(M, size), math.prod(matrices)](
             data.view(torch.uint8), result.view(torch.uint8), M, K, SIZE=size, num_warps=8
         )
     return result

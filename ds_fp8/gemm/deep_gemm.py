@@ -67,6 +67,36 @@ def scaled_matmul(
     return result
 
 
+def multiplies_groups() -> bool:
+    """Return whether the installed DeepGEMM multiplies groups of rows by their own matrices."""
+    import deep_gemm
+
+    return hasattr(deep_gemm, "m_grouped_fp8_gemm_nt_contiguous")
+
+
+def grouped_matmul(a: QuantizedTensor, b: QuantizedTensor, of_tile: torch.Tensor, groups: int) -> torch.Tensor:
+    """Multiply the rows a [R, K] of each group by its matrix of b [groups * N, K], transposed: BF16 [R, N].
+
+    Args:
+        a: Cast 1x128.
+        b: Cast 128x128.
+        of_tile: int32 [R/128], the group of each 128 rows; the result of those with -1 is undefined.
+        groups: Number of groups.
+    """
+    import deep_gemm
+
+    rows, contraction = a.shape
+    matrices = b.data.contiguous().view(groups, -1, contraction)
+    scales = b.scale.contiguous().view(groups, -1, contraction // BLOCK)
+    result = torch.empty(rows, matrices.shape[1], dtype=torch.bfloat16, device=a.data.device)
+    of_row = of_tile[:, None].expand(-1, BLOCK).reshape(-1)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+        (a.data.contiguous(), cublas.group_scale(a)), (matrices, scales), result, of_row,
+        recipe=(1, BLOCK, BLOCK), compiled_dims="nk",
+    )  # fmt: skip
+    return result
+
+
 def _packed(scale: torch.Tensor) -> torch.Tensor:
     """Return `scale` [rows, columns] with strides (columns, 1), which contiguous() does not promise for one row."""
     if scale.stride() == (scale.shape[1], 1):

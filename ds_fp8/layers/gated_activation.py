@@ -4,6 +4,11 @@
     backward  dg = dp · u · act'(g),  du = dp · act(g)   cast row-wise for dgrad and along the tokens for wgrad
               p  = act(g) · u                       once more, cast along the tokens for down_proj's wgrad
 
+With a factor r a row, as experts have it from their router:
+
+    forward   p = r · act(g) · u
+    backward  dg, du, p times r,   dr = sum over the features of dp · act(g) · u
+
 gate and up are the two halves of one matrix gate_up [T, 2F]. Kept in FP8, g and u of backward carry that cast's
 rounding; everything else is computed in FP32.
 """
@@ -41,16 +46,21 @@ class GatedGradients(NamedTuple):
 
     dgate_up: QuantizedTensor
     """[T, 2F], for dgrad."""
-    dgate_up_columnwise: QuantizedTensor
-    """[2F, T], for wgrad of gate_proj and up_proj."""
-    product_columnwise: QuantizedTensor
-    """[F, T], for wgrad of down_proj."""
+    dgate_up_columnwise: QuantizedTensor | None
+    """[2F, T], for wgrad of gate_proj and up_proj; None where there is no wgrad."""
+    product_columnwise: QuantizedTensor | None
+    """[F, T], for wgrad of down_proj; None where there is no wgrad."""
+    drow_factor: torch.Tensor | None = None
+    """FP32 [T], the gradient of the rows' factors, where they have some."""
 
 
-def gated_product_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return act(gate) · up in FP32, [T, F]."""
+def gated_product_reference(
+    gate_up: torch.Tensor, activation: str, row_factor: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return act(gate) · up, times row_factor [T], in FP32, [T, F]."""
     gate, up = gate_up.float().chunk(2, -1)
-    return activate(gate, activation) * up
+    product = activate(gate, activation) * up
+    return product if row_factor is None else product * row_factor[:, None]
 
 
 def gated_backward_reference(
@@ -64,8 +74,22 @@ def gated_backward_reference(
     return dgate_up, product.detach()
 
 
-def gated_activation_cast(gate_up: torch.Tensor, activation: str, recipe: LinearRecipe, keep: bool = True) -> GatedCast:
-    """Compute the product of gate_up [T, 2F] and cast it with down_proj's recipe; without `keep`, nothing is saved."""
+def gated_activation_cast(
+    gate_up: torch.Tensor,
+    activation: str,
+    recipe: LinearRecipe,
+    keep: bool = True,
+    row_factor: torch.Tensor | None = None,
+) -> GatedCast:
+    """Compute the product of gate_up [T, 2F] and cast it with down_proj's recipe.
+
+    Args:
+        gate_up: [T, 2F].
+        activation: Name of the activation of gate.
+        recipe: Recipe of down_proj's product.
+        keep: Whether anything is saved for backward.
+        row_factor: FP32 [T], multiplied into the product; only without outlier channels.
+    """
     in_fp8 = keep and recipe.save == "fp8"
     if gate_up.device.type == "cuda":
         from ds_fp8.layers.gated_activation_triton import gated_forward
@@ -80,17 +104,19 @@ def gated_activation_cast(gate_up: torch.Tensor, activation: str, recipe: Linear
             keeps,
             fuse_cast=fuses,
             room=recipe.room_for_outliers(gate_up.shape[1] // 2),
+            row_factor=row_factor,
         )
         if in_fp8 and statically:
             saved = kept_gate_up(gate_up, recipe)
     else:
-        product, cast = gated_product_reference(gate_up, activation), None
+        product, cast = gated_product_reference(gate_up, activation, row_factor), None
         saved = kept_gate_up(gate_up, recipe) if in_fp8 else None
     smoothing = channel_factors(product) if recipe.smooth else None
     if cast is None:
         cast = recipe.cast_input(product, column_factor=None if smoothing is None else smoothing.reciprocal())
     elif recipe.monitor.active:
-        recipe.observe("input", lambda rows: gated_product_reference(gate_up[rows], activation), cast)
+        factors = (lambda rows: None) if row_factor is None else row_factor.__getitem__
+        recipe.observe("input", lambda rows: gated_product_reference(gate_up[rows], activation, factors(rows)), cast)
     cast = product_with_outliers(recipe, cast, gate_up, activation)
     return GatedCast(cast, gate_up if keep and not in_fp8 else saved, smoothing)
 
@@ -110,6 +136,8 @@ def gated_activation_backward(
     down: LinearRecipe,
     dgrad_factor: torch.Tensor | None = None,
     product_factor: torch.Tensor | None = None,
+    row_factor: torch.Tensor | None = None,
+    wgrad: bool = True,
 ) -> GatedGradients:
     """Return the casts of backward.
 
@@ -121,6 +149,8 @@ def gated_activation_backward(
         down: Recipe of down_proj's product.
         dgrad_factor: [2F], multiplied into dgate_up for dgrad.
         product_factor: [F], multiplied into the product for wgrad.
+        row_factor: FP32 [T], what forward multiplied the rows of the product by.
+        wgrad: Whether any of the three weights has a gradient.
     """
     if dproduct.device.type == "cuda":
         from ds_fp8.layers.gated_activation_triton import gated_backward, gated_backward_cast
@@ -128,14 +158,19 @@ def gated_activation_backward(
         whole_tiles = all(length % BLOCK == 0 for length in dproduct.shape)
         by_tile = recipe.casts_by_tile and not down.input.by_torch and down.wgrad_input in ("1x128", "128x128")
         if dgrad_factor is None and product_factor is None and by_tile and whole_tiles:
-            row, column, product_column = gated_backward_cast(dproduct, saved, activation, recipe, down)
+            casts = GatedGradients(*gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor, wgrad))
             if recipe.monitor.active:
                 dgate_up, _ = gated_backward(dproduct, saved, activation)
-                recipe.observe("grad_output", dgate_up, row)
-            return GatedGradients(row, column, product_column)
+                recipe.observe("grad_output", dgate_up, casts.dgate_up, row_factor)
+            return casts
         dgate_up, product = gated_backward(dproduct, saved, activation)
     else:
         gate_up = saved.dequantize() if isinstance(saved, QuantizedTensor) else saved
         dgate_up, product = gated_backward_reference(dproduct, gate_up, activation)
-    row, column = recipe.cast_grad_output(dgate_up, column_factor=dgrad_factor)
-    return GatedGradients(row, column, down.cast_input_columnwise(product, column_factor=product_factor))
+    drow_factor = None
+    if row_factor is not None:
+        drow_factor = (dproduct.float() * product).sum(1)
+        dgate_up, product = (x * row_factor[:, None] for x in (dgate_up, product))
+    row, column = recipe.cast_grad_output(dgate_up, wgrad=wgrad, column_factor=dgrad_factor)
+    columns = down.cast_input_columnwise(product, column_factor=product_factor) if wgrad else None
+    return GatedGradients(row, column, columns, drow_factor)

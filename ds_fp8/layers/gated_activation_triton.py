@@ -25,7 +25,7 @@ def _load(x, m, k, M, stride, offset, F, EVEN: tl.constexpr):
 
 @triton.jit
 def _forward_tiles(
-    gate_up, M, F, stride, product, pitch, product_scale, saved, saved_scale,
+    gate_up, row_factor, M, F, stride, product, pitch, product_scale, saved, saved_scale,
     ACTIVATION: tl.constexpr, CAST: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
@@ -38,6 +38,8 @@ def _forward_tiles(
     u = _load(gate_up, m, k, M, stride, F, F, EVEN)
     value, _ = activate(g, ACTIVATION)
     p = value * u
+    if row_factor is not None:
+        p *= tl.load(row_factor + m, mask=m < M, other=0.0)[:, None]
     if CAST:
         store_cast(
             p, k, m, F, M, product, pitch, product_scale, None, M, 1, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN
@@ -63,11 +65,12 @@ def gated_forward(
     warps: int = 4,
     fuse_cast: bool = True,
     room: int = 0,
+    row_factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, QuantizedTensor | None, QuantizedTensor | None]:
     """Return (product [T, F] or None, its row-wise cast or None, gate_up [T, 2F] in FP8 or None).
 
-    The cast is given where `fuse_cast` and `spec` has granularity 1x128, the product where not. `room` is that of
-    empty_result, of the cast.
+    The product is multiplied by row_factor [T], FP32. The cast is given where `fuse_cast` and `spec` has granularity
+    1x128, the product where not. `room` is that of empty_result, of the cast.
     """
     M, width = gate_up.shape
     F = width // 2
@@ -81,7 +84,8 @@ def gated_forward(
         saved = empty_result(M, 2 * F, "e4m3", "1x128", "pow2", gate_up.device)
     if gate_up.numel():
         _forward_tiles[(tiles(F), triton.cdiv(M, rows))](
-            gate_up, M, F, gate_up.stride(0), product if cast is None else cast.data, F + room, cast and cast.scale,
+            gate_up, row_factor, M, F, gate_up.stride(0), product if cast is None else cast.data, F + room,
+            cast and cast.scale,
             saved and saved.data, saved and saved.scale,
             ACTIVATION=ACTIVATION_CODES[activation], CAST=cast is not None, SAVE=saved is not None, ROWS=rows,
             EVEN=M % rows == 0 and is_even(F), num_warps=warps, **format_arguments(spec.format, spec.scale),
@@ -95,10 +99,10 @@ def gated_forward(
 
 @triton.jit
 def _gradients(
-    dproduct, gate_up, scale, m, k, M, F, stride, scale_group,
+    dproduct, gate_up, scale, row_factor, m, k, M, F, stride, scale_group,
     ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, EVEN: tl.constexpr,
 ):
-    """Return (dgate, dup, product) of a tile, FP32."""
+    """Return (dgate, dup, product, and what each element adds to the gradient of its row's factor) of a tile, FP32."""
     dp = _load(dproduct, m, k, M, F, 0, F, EVEN)
     g = _load(gate_up, m, k, M, stride, 0, F, EVEN)
     u = _load(gate_up, m, k, M, stride, F, F, EVEN)
@@ -114,19 +118,33 @@ def _gradients(
     #     dgate = dproduct * up * act'(gate);   dup = dproduct * act(gate);   product = act(gate) * up
     # The product is made again: wgrad of down_proj wants its cast along the tokens, and forward kept none of it.
     value, slope = activate(g, ACTIVATION)
-    return dp * u * slope, dp * value, value * u
+    dg, du, p = dp * u * slope, dp * value, value * u
+    share = dp * p
+    if row_factor is not None:
+        factor = tl.load(row_factor + m, mask=m < M, other=0.0)[:, None]
+        dg, du, p = dg * factor, du * factor, p * factor
+    return dg, du, p, share
 
 
 @triton.jit
 def _backward_rows(
-    dproduct, gate_up, scale, M, F, stride, scale_group, data, row_scale, along, across, product_amax,
+    dproduct, gate_up, scale, row_factor, M, F, stride, scale_group, data, row_scale, along, across, product_amax,
+    drow_factor,
     ROWS: tl.constexpr, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
-    """Store the row-wise cast of dgate and dup, ROWS tokens x 128 features; and the product's amax by tile, where wanted."""
+    """Store the row-wise cast of dgate and dup, ROWS tokens x 128 features.
+
+    Where they are wanted, also the product's amax by tile, and the gradient of the rows' factors that these features
+    are part of, [F/128, M].
+    """
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    dg, du, p = _gradients(dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True)
+    dg, du, p, share = _gradients(
+        dproduct, gate_up, scale, row_factor, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    )
+    if drow_factor is not None:
+        tl.store(drow_factor + tl.program_id(0) * M + m, tl.sum(share, 1))
     store_cast(
         dg, k, m, 2 * F, M, data, 2 * F, row_scale, None, along, across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, True
     )
@@ -141,7 +159,7 @@ def _backward_rows(
 
 @triton.jit
 def _backward_columns(
-    dproduct, gate_up, scale, M, F, stride, scale_group,
+    dproduct, gate_up, scale, row_factor, M, F, stride, scale_group,
     column_data, column_scale, column_along, column_across,
     product_data, product_scale, product_along, product_across, product_amax,
     WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, PRODUCT: tl.constexpr,
@@ -152,15 +170,17 @@ def _backward_columns(
     k = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     first_m = tl.program_id(1) * 128
     m = first_m + 4 * tl.arange(0, 32)  # rows 4i, 4i + 1, ... apart, as store_cast_columnwise wants them
-    dg0, du0, p0 = _gradients(dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True)
-    dg1, du1, p1 = _gradients(
-        dproduct, gate_up, scale, m + 1, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    dg0, du0, p0, _ = _gradients(
+        dproduct, gate_up, scale, row_factor, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
     )
-    dg2, du2, p2 = _gradients(
-        dproduct, gate_up, scale, m + 2, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    dg1, du1, p1, _ = _gradients(
+        dproduct, gate_up, scale, row_factor, m + 1, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
     )
-    dg3, du3, p3 = _gradients(
-        dproduct, gate_up, scale, m + 3, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    dg2, du2, p2, _ = _gradients(
+        dproduct, gate_up, scale, row_factor, m + 2, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    )
+    dg3, du3, p3, _ = _gradients(
+        dproduct, gate_up, scale, row_factor, m + 3, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
     )
     store_cast_columnwise(
         dg0, dg1, dg2, dg3, first_m, k, M, 2 * F, column_data, column_scale, None, column_along, column_across,
@@ -196,7 +216,9 @@ def _backward_tiles(
 ):
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     m = tl.program_id(1) * 32 + tl.arange(0, 32)
-    dg, du, p = _gradients(dproduct, gate_up, scale, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN)
+    dg, du, p, _ = _gradients(
+        dproduct, gate_up, scale, None, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN
+    )
     inside = (m < M)[:, None] & (k < F)[None, :]
     at = m[:, None].to(tl.int64) * F + k[None, :]
     tl.store(product + at, p.to(product.dtype.element_ty), mask=inside)
@@ -221,8 +243,12 @@ def gated_backward_cast(
     activation: str,
     recipe: LinearRecipe,
     down: LinearRecipe,
-) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
-    """Return the casts of dgate_up [T, 2F] and [2F, T] and of the product [F, T]; T and F are multiples of 128.
+    row_factor: torch.Tensor | None = None,
+    wgrad: bool = True,
+) -> tuple[QuantizedTensor, QuantizedTensor | None, QuantizedTensor | None, torch.Tensor | None]:
+    """Return the casts of dgate_up [T, 2F] and [2F, T] and of the product [F, T], and the gradient of row_factor.
+
+    T and F are multiples of 128.
 
     One launch casts along the features and another along the tokens: one that did both would need more registers than
     there are, and reading twice what backward reads costs less. The first also finds the amax of the product's tiles,
@@ -234,34 +260,38 @@ def gated_backward_cast(
         activation: Name of the activation of gate.
         recipe: Recipe of the product of gate and up.
         down: Recipe of down_proj's product.
+        row_factor: FP32 [T], multiplied into the product by forward, or None.
+        wgrad: Whether the second and third result are wanted; else they are None.
     """
     M, F = dproduct.shape
     dproduct = dproduct.contiguous()
     dy, x = recipe.grad_output, down.input
     row = empty_result(M, 2 * F, dy.format, "1x128", dy.scale, dproduct.device)
-    column = empty_result(2 * F, M, dy.format, "1x128", dy.scale, dproduct.device)
-    product = empty_result(F, M, x.format, down.wgrad_input, x.scale, dproduct.device)
+    column = empty_result(2 * F, M, dy.format, "1x128" if wgrad else None, dy.scale, dproduct.device)
+    product = empty_result(F, M, x.format, down.wgrad_input if wgrad else None, x.scale, dproduct.device)
+    shares = None if row_factor is None else torch.empty(tiles(F), M, device=dproduct.device)
     if dproduct.numel() == 0:
-        return row, column, product
+        return row, column, product, None if shares is None else shares.sum(0)
     data, scale, stride, scale_group = _saved_arguments(saved)
-    source = (dproduct, data, scale, M, F, stride, scale_group)
+    source = (dproduct, data, scale, row_factor, M, F, stride, scale_group)
     common = {"ACTIVATION": ACTIVATION_CODES[activation], "SAVED_FP8": scale is not None}
     gradient = format_arguments(dy.format, dy.scale)
     of_product = {f"PRODUCT_{key}": value for key, value in format_arguments(x.format, x.scale).items()}
     del of_product["PRODUCT_SMALLEST"]
     product_amax = None
-    if down.wgrad_input == "128x128":
+    if wgrad and down.wgrad_input == "128x128":
         product_amax = torch.zeros(M // BLOCK * tiles(F), dtype=torch.int32, device=dproduct.device)
     rows = 32 if product_amax is None else 16  # as registers allow
     _backward_rows[(tiles(F), M // rows)](
-        *source, *result_arguments(row), product_amax, ROWS=rows, num_warps=4, **common, **gradient
+        *source, *result_arguments(row), product_amax, shares, ROWS=rows, num_warps=4, **common, **gradient
     )
-    width = 16
-    _backward_columns[(F // width, M // BLOCK)](
-        *source, *result_arguments(column), *result_arguments(product), product_amax, WIDTH=width,
-        PRODUCT=MODES[down.wgrad_input], num_warps=4, **common, **gradient, **of_product,
-    )
-    return row, column, product
+    if wgrad:
+        width = 16
+        _backward_columns[(F // width, M // BLOCK)](
+            *source, *result_arguments(column), *result_arguments(product), product_amax, WIDTH=width,
+            PRODUCT=MODES[down.wgrad_input], num_warps=4, **common, **gradient, **of_product,
+        )
+    return row, column, product, None if shares is None else shares.sum(0)
 
 
 def gated_backward(

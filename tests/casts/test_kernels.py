@@ -105,3 +105,10 @@ def test_transposed_bytes(shape):
     data = torch.randn(shape).to(torch.float8_e4m3fn)
     turned = kernels.transpose_bytes(data.to(DEVICE)).cpu()
     assert torch.equal(turned.view(torch.uint8), data.view(torch.uint8).t())
+
+
+@pytest.mark.parametrize("shape", [(3, 128, 256), (1, 7, 130), (2, 2, 130, 5)])
+def test_transposed_bytes_of_several_matrices(shape):
+    data = torch.randn(shape).to(torch.float8_e4m3fn)
+    turned = kernels.transpose_bytes(data.to(DEVICE)).cpu()
+    assert torch.equal(turned.view(torch.uint8), data.view(torch.uint8).transpose(-2, -1))

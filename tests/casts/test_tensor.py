@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_fp8.casts import QuantizedTensor, quantize
+from ds_fp8.casts import QuantizedTensor, quantize, transpose
 
 
 @pytest.mark.parametrize("granularity", ["row", "1x128"])
@@ -46,3 +46,18 @@ def test_transposing_shares_the_bytes(granularity):
     assert quantized.t().data.data_ptr() == quantized.data.data_ptr()
     assert quantized.t().scale.data_ptr() == quantized.scale.data_ptr()
     assert quantized.t().shape == (7, 130)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "128x128"])
+def test_stacked_matrices_are_transposed_one_by_one(granularity):
+    stacked = quantize(torch.randn(3 * 256, 384), granularity=granularity)
+    turned = transpose(stacked, 3)
+    assert turned.shape == (3 * 384, 256)
+    expected = stacked.dequantize().unflatten(0, (3, 256)).transpose(1, 2).flatten(0, 1)
+    assert torch.equal(turned.dequantize(), expected)
+    assert turned.data.is_contiguous()
+
+
+def test_stacked_matrices_cast_along_their_rows_are_not_transposed():
+    with pytest.raises(ValueError, match="1x128"):
+        transpose(quantize(torch.randn(256, 128)), 2)

@@ -94,6 +94,39 @@ def test_gated_activation_forward(tokens, features, activation):
     assert error(product, expected) < BF16_ERROR
 
 
+@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128"])
+@pytest.mark.parametrize("saved_as", ["fp8", "bf16"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_activation_of_rows_with_factors(activation, saved_as, wgrad_input):
+    torch.manual_seed(0)
+    gate_up, dproduct, factor = random(256, 512), random(256, 256), torch.rand(256, device=DEVICE) + 0.1
+    factor[130:] = 0  # rows that belong to no expert
+    gate_up[130:] = 0
+    saved = quantize(gate_up) if saved_as == "fp8" else gate_up
+    numbers = saved.dequantize() if saved_as == "fp8" else gate_up
+    leaf, of_rows = numbers.float().requires_grad_(), factor.clone().requires_grad_()
+    product = gated_product_reference(leaf, activation, of_rows)
+    product.backward(dproduct.float())
+
+    _, cast, _ = gated_kernels.gated_forward(gate_up, activation, recipe().input, False, row_factor=factor)
+    assert_cast(cast, gated_product_reference(gate_up, activation, factor))
+    assert not cast.dequantize()[130:].any()
+    mixed = recipe(wgrad={"input": wgrad_input})
+    kernel = gated_kernels.gated_backward_cast(dproduct, saved, activation, mixed, mixed, factor)
+    host = saved if DEVICE == "cpu" else numbers.cpu()
+    reference = gated_activation_backward(dproduct.cpu(), host, activation, mixed, mixed, row_factor=factor.cpu())
+    for row, column, product_column, dfactor in (kernel, reference):
+        assert_cast(row, leaf.grad)
+        assert_cast(column, leaf.grad.t())
+        assert_cast(product_column, product.detach().t())
+        assert error(dfactor, of_rows.grad) < FP32_ERROR
+        assert not row.dequantize()[130:].any()
+    frozen = gated_kernels.gated_backward_cast(dproduct, saved, activation, mixed, mixed, factor, wgrad=False)
+    assert frozen[1] is frozen[2] is None
+    assert torch.equal(frozen[0].data.view(torch.uint8), kernel[0].data.view(torch.uint8))
+    assert torch.equal(frozen[3], kernel[3])
+
+
 @pytest.mark.parametrize("saved_as", ["fp8", "bf16"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("tokens", "features"), [(1, 128), (130, 256), (7, 100), (128, 128)])
@@ -115,7 +148,7 @@ def test_gated_activation_backward(tokens, features, activation, saved_as):
         if features % 128 or tokens % 128:
             continue
         mixed = recipe(wgrad={"input": wgrad_input})
-        row, column, product_column = gated_kernels.gated_backward_cast(dproduct, saved, activation, mixed, mixed)
+        row, column, product_column, _ = gated_kernels.gated_backward_cast(dproduct, saved, activation, mixed, mixed)
         assert (row.granularity, column.granularity, product_column.granularity) == ("1x128", "1x128", wgrad_input)
         assert_cast(row, leaf.grad)
         assert_cast(column, leaf.grad.t())

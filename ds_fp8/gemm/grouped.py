@@ -1,0 +1,162 @@
+"""Scaled products of groups of rows, as a mixture of experts multiplies them: no count is read by the host.
+
+    grouped_matmul   y [R, N]       rows of group g:  y_g = a_g [.., K] · b_g [N, K]ᵀ      fprop and dgrad
+    grouped_wgrad    dw [G, N, K]   of group g:       dw_g = dy_gᵀ [N, ..] · x_g [.., K]    over the group's rows
+
+The rows of a group are adjacent and begin at a multiple of 128 (RowGroups); between the end of a group and the next one
+operands hold zeros. Groups of a cast that lies along the rows therefore never belong to two groups of rows.
+
+On a GPU a Triton kernel (grouped_triton.py) or, for grouped_matmul, DeepGEMM computes them, elsewhere, and with the
+backend "reference", plain torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.formats import BLOCK, CastSpec
+from ds_fp8.gemm import deep_gemm, reference
+from ds_fp8.gemm.row_groups import RowGroups
+
+
+def unsupported(a: CastSpec, b: CastSpec) -> str | None:
+    """Return why operands cast like this cannot be multiplied by group, or None.
+
+    Args:
+        a: Cast of the rows, or of the output gradient along them.
+        b: Cast of the weights, or of the input along the rows.
+    """
+    for cast in (a, b):
+        if cast.emulated or cast.format != "e4m3":
+            return f"products of experts multiply e4m3, not {cast}"
+    if a.granularity != "1x128" or b.granularity not in ("1x128", "128x128"):
+        return f"products of experts multiply 1x128 by 128x128 or 1x128, not {a.granularity} by {b.granularity}"
+    return None
+
+
+def grouped_matmul(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    groups: RowGroups,
+    *,
+    backend: str = "reference",
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Multiply the rows of each group by its own matrix, transposed; sum in FP32 and round once.
+
+    Args:
+        a: [R, K], cast 1x128; zeros in rows that belong to no group.
+        b: [G * N, K], cast 128x128: the matrices [N, K] of all groups, stacked.
+        groups: The rows of each group.
+        backend: A key of gemm.BACKENDS; all but "reference" and "deep_gemm" mean the Triton kernel.
+        out_dtype: Dtype of the result.
+
+    Returns:
+        [R, N]; zeros in rows that belong to no group.
+
+    Raises:
+        ValueError: The operands cannot be multiplied by group, or their shapes do not fit.
+    """
+    rows, contraction = a.shape
+    number = len(groups.counts)
+    _check(a, b, groups, rows)
+    if b.granularity != "128x128":
+        raise ValueError(f"the matrices of groups are cast 128x128, not {b.granularity}")
+    if contraction != b.shape[1] or b.shape[0] % (number * BLOCK) or contraction % BLOCK:
+        raise ValueError(
+            f"a {tuple(a.shape)} and the matrices of {number} groups {tuple(b.shape)} do not fit, or have sides that "
+            f"are no multiples of {BLOCK}"
+        )
+    if backend == "reference" or a.data.device.type != "cuda":
+        return matmul_reference(a, b, groups, out_dtype)
+    if backend == "deep_gemm" and out_dtype is torch.bfloat16 and deep_gemm.multiplies_groups():
+        from ds_fp8.gemm.grouped_triton import zero_unused_tiles
+
+        return zero_unused_tiles(deep_gemm.grouped_matmul(a, b, groups.of_tile, number), groups.of_tile)
+    from ds_fp8.gemm.grouped_triton import multiply_tiles
+
+    return multiply_tiles(a, b, groups, out_dtype)
+
+
+def grouped_wgrad(
+    dy: QuantizedTensor,
+    x: QuantizedTensor,
+    groups: RowGroups,
+    *,
+    backend: str = "reference",
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Multiply two matrices over the rows of each group; sum in FP32 and round once.
+
+    Args:
+        dy: [N, R], the output gradient cast 1x128 along the rows; zeros for rows that belong to no group.
+        x: [K, R], the input cast 128x128 or 1x128 along the rows.
+        groups: The rows of each group.
+        backend: A key of gemm.BACKENDS; all but "reference" mean the Triton kernel.
+        out_dtype: Dtype of the result.
+
+    Returns:
+        [G, N, K]; zeros of groups without rows.
+
+    Raises:
+        ValueError: The operands cannot be multiplied by group, or their shapes do not fit.
+    """
+    (features, rows), inputs = dy.shape, x.shape[0]
+    _check(dy, x, groups, rows)
+    if x.shape[1] != rows or features % BLOCK or inputs % BLOCK:
+        raise ValueError(
+            f"dy {tuple(dy.shape)} and x {tuple(x.shape)} do not fit, or have sides that are no multiples of {BLOCK}"
+        )
+    if backend == "reference" or dy.data.device.type != "cuda":
+        return wgrad_reference(dy, x, groups, out_dtype)
+    from ds_fp8.gemm.grouped_triton import multiply_along_rows
+
+    return multiply_along_rows(dy, x, groups, out_dtype)
+
+
+def matmul_reference(
+    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, out_dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """Compute grouped_matmul in plain torch, group by group; on a GPU the host waits for the counts."""
+    number = len(groups.counts)
+    side = b.shape[0] // number
+    result = torch.zeros(a.shape[0], side, dtype=out_dtype, device=a.data.device)
+    for group, (start, count) in enumerate(_spans(groups)):
+        if count:
+            rows, of_b = slice(start, start + count), slice(group * side, (group + 1) * side)
+            blocks = slice(of_b.start // BLOCK, of_b.stop // BLOCK)
+            ours = replace(a, data=a.data[rows], scale=a.scale[rows])
+            matrix = replace(b, data=b.data[of_b], scale=b.scale[blocks])
+            result[rows] = reference.scaled_matmul(ours, matrix, out_dtype)
+    return result
+
+
+def wgrad_reference(
+    dy: QuantizedTensor, x: QuantizedTensor, groups: RowGroups, out_dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """Compute grouped_wgrad in plain torch, group by group; on a GPU the host waits for the counts."""
+    shape = len(groups.counts), dy.shape[0], x.shape[0]
+    result = torch.zeros(shape, dtype=out_dtype, device=dy.data.device)
+    for group, (start, count) in enumerate(_spans(groups)):
+        if count:
+            tiles = slice(start // BLOCK, -(-(start + count) // BLOCK))
+            rows = slice(start, tiles.stop * BLOCK)
+            left, right = (replace(q, data=q.data[:, rows], scale=q.scale[:, tiles]) for q in (dy, x))
+            result[group] = reference.scaled_matmul(left, right, out_dtype)
+    return result
+
+
+def _spans(groups: RowGroups) -> list[tuple[int, int]]:
+    """Return (first row, rows) of each group."""
+    return list(zip(groups.starts.tolist(), groups.counts.tolist(), strict=True))
+
+
+def _check(a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, rows: int) -> None:
+    reason = unsupported(a.spec, b.spec)
+    if reason is not None:
+        raise ValueError(reason)
+    if rows != len(groups.of_tile) * BLOCK:
+        raise ValueError(f"operands of {rows} rows, groups of {len(groups.of_tile)} times {BLOCK}")

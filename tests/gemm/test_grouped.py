@@ -1,0 +1,149 @@
+"""Products of groups of rows: each group's own, beside the product in FP64 of the decoded operands.
+
+The kernels run in Triton's interpreter where there is no GPU (tests/gpu/test_experts.py has them compiled).
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_fp8.casts import QuantizedTensor, quantize, quantize_columnwise
+from ds_fp8.casts.tensor import block_scales
+from ds_fp8.config.formats import CastSpec
+from ds_fp8.gemm import grouped
+from tests.gemm.groups import AWKWARD, random_rows, row_groups, spans
+from tests.gemm.tolerance import OF_SCALES, assert_is_product
+
+kernels = pytest.importorskip("ds_fp8.gemm.grouped_triton", reason="Triton is not installed")
+
+ON_GPU = torch.cuda.is_available()
+interpreted = pytest.mark.skipif(ON_GPU, reason="compiled kernels are tested in tests/gpu")
+
+
+def operands(counts, columns, contraction, scale="pow2"):
+    torch.manual_seed(0)
+    groups = row_groups(counts)
+    a = quantize(random_rows(groups, contraction), scale=scale)
+    b = quantize(torch.randn(len(counts) * columns, contraction), granularity="128x128", scale=scale)
+    return a, b, groups
+
+
+def wgrad_operands(counts, features, inputs, granularity, scale="pow2"):
+    torch.manual_seed(0)
+    groups = row_groups(counts)
+    dy = quantize_columnwise(random_rows(groups, features, 1e-3), scale=scale)
+    return dy, quantize_columnwise(random_rows(groups, inputs), granularity=granularity, scale=scale), groups
+
+
+def assert_products_of_groups(y, a, b, groups):
+    a, b = a.dequantize(), b.dequantize().unflatten(0, (len(groups.counts), -1))
+    rest = torch.ones(len(a), dtype=torch.bool)
+    for span, matrix in zip(spans(groups), b, strict=True):
+        assert_is_product(y[span], a[span], matrix, OF_SCALES)
+        rest[span] = False
+    assert not y[rest].any()
+
+
+def assert_wgrads_of_groups(dw, dy, x, groups):
+    dy, x = dy.dequantize(), x.dequantize()
+    for span, found in zip(spans(groups), dw, strict=True):
+        assert_is_product(found, dy[:, span], x[:, span], OF_SCALES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("counts", AWKWARD)
+def test_each_group_has_its_matrix(counts, scale, dtype):
+    a, b, groups = operands(counts, 128, 384, scale)
+    y = grouped.grouped_matmul(a, b, groups, out_dtype=dtype)
+    assert y.dtype is dtype
+    assert_products_of_groups(y, a, b, groups)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("granularity", ["1x128", "128x128"])
+@pytest.mark.parametrize("counts", AWKWARD)
+def test_each_group_has_the_gradient_over_its_rows(counts, granularity, dtype):
+    dy, x, groups = wgrad_operands(counts, 256, 128, granularity)
+    dw = grouped.grouped_wgrad(dy, x, groups, out_dtype=dtype)
+    assert dw.shape == (len(counts), 256, 128)
+    assert dw.dtype is dtype
+    assert_wgrads_of_groups(dw, dy, x, groups)
+    assert not dw[groups.counts == 0].any()
+
+
+@interpreted
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize(("columns", "contraction"), [(128, 384), (512, 128), (256, 256)])
+@pytest.mark.parametrize("counts", AWKWARD)
+def test_kernel_of_products(counts, columns, contraction, scale):
+    a, b, groups = operands(counts, columns, contraction, scale)
+    y = kernels.multiply_tiles(a, b, groups, torch.float32)
+    assert_products_of_groups(y, a, b, groups)
+
+
+@interpreted
+def test_kernel_covers_all_tiles_whatever_the_panel(monkeypatch):
+    a, b, groups = operands((128,) * 5, 384, 128)
+    for panel in (1, 2, 4, 8):
+        monkeypatch.setattr(kernels, "PANEL", panel)
+        assert_products_of_groups(kernels.multiply_tiles(a, b, groups, torch.float32), a, b, groups)
+
+
+@interpreted
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("granularity", ["1x128", "128x128"])
+@pytest.mark.parametrize(("features", "inputs"), [(128, 384), (256, 256)])
+@pytest.mark.parametrize("counts", AWKWARD)
+def test_kernel_of_wgrad(counts, features, inputs, granularity, scale):
+    dy, x, groups = wgrad_operands(counts, features, inputs, granularity, scale)
+    dw = kernels.multiply_along_rows(dy, x, groups, torch.float32)
+    assert_wgrads_of_groups(dw, dy, x, groups)
+
+
+@interpreted
+def test_kernels_read_scales_in_any_layout():
+    a, b, groups = operands((5, 128), 256, 384)
+    expected = kernels.multiply_tiles(a, b, groups, torch.float32)
+    by_group = a.scale.t().contiguous().t()
+    padded = block_scales(*b.scale.shape).copy_(b.scale)
+    assert padded.stride() != b.scale.stride()
+    for a_scale, b_scale in ((by_group, b.scale), (a.scale, padded), (a.scale, b.scale.t().contiguous().t())):
+        y = kernels.multiply_tiles(replace(a, scale=a_scale), replace(b, scale=b_scale), groups, torch.float32)
+        assert torch.equal(y, expected)
+
+
+def test_rows_of_no_group_become_zeros():
+    groups = row_groups((5, 0, 200), unused=2)
+    result = torch.ones(len(groups.of_tile) * 128, 256)
+    kernels.zero_unused_tiles(result, groups.of_tile)
+    assert result[:-256].eq(1).all()
+    assert not result[-256:].any()
+
+
+def test_operands_that_do_not_fit_are_refused():
+    a, b, groups = operands((5, 128), 256, 384)
+    with pytest.raises(ValueError, match="do not fit"):
+        grouped.grouped_matmul(a, quantize(torch.randn(512, 256), granularity="128x128"), groups)
+    with pytest.raises(ValueError, match="do not fit"):
+        grouped.grouped_matmul(a, quantize(torch.randn(320, 384), granularity="128x128"), groups)
+    with pytest.raises(ValueError, match="128x128"):
+        grouped.grouped_matmul(a, quantize(torch.randn(512, 384)), groups)
+    with pytest.raises(ValueError, match="groups of"):
+        grouped.grouped_matmul(a, b, row_groups((5, 128), unused=3))
+    dy, x, groups = wgrad_operands((5, 128), 256, 128, "128x128")
+    with pytest.raises(ValueError, match="do not fit"):
+        grouped.grouped_wgrad(quantize(torch.randn(100, dy.shape[1])), x, groups)
+
+
+def test_casts_that_no_kernel_multiplies_are_named():
+    e4m3, blocks = CastSpec("e4m3", "1x128"), CastSpec("e4m3", "128x128")
+    assert grouped.unsupported(e4m3, blocks) is None
+    assert grouped.unsupported(e4m3, e4m3) is None
+    assert "e5m2" in grouped.unsupported(CastSpec("e5m2", "1x128"), blocks)
+    assert "row by 128x128" in grouped.unsupported(CastSpec("e4m3", "row"), blocks)
+    assert "e2m1" in grouped.unsupported(e4m3, CastSpec("e2m1", "128x128"))
+    a, b, groups = operands((5, 128), 256, 384)
+    with pytest.raises(ValueError, match="e5m2"):
+        grouped.grouped_matmul(QuantizedTensor(a.data.float().to(torch.float8_e5m2), a.scale, "1x128"), b, groups)

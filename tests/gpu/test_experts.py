@@ -1,0 +1,224 @@
+"""Experts on a GPU: casts with the bits of the reference, products within rounding, a host that waits for nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_fp8.casts import quantize, quantize_columnwise, transpose
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.gemm import grouped, unavailable
+from ds_fp8.layers.activations import ACTIVATIONS
+from ds_fp8.layers.expert_layout import expert_layout
+from ds_fp8.layers.expert_products import ExpertProducts, ExpertWeights, expert_products
+from ds_fp8.layers.gated_activation import gated_activation_backward, gated_activation_cast
+from ds_fp8.layers.permutation import permute_cast, permute_cast_reference, unpermute, unpermute_reference
+from ds_fp8.layers.recipe_from_config import recipe_from_config
+from tests.gemm.groups import AWKWARD, random_rows, row_groups, spans
+from tests.gemm.tolerance import CHAIN, OF_SCALES, ROUNDING, assert_is_product
+from tests.layers.expert_loop import error
+from tests.layers.test_expert_products import inputs, run
+
+pytestmark = pytest.mark.gpu
+
+TENSOR_CORES = 2.0**-10
+"""Error of Hopper's tensor cores, of a sum of magnitudes: they align the terms of a sum of FP8 products to the largest
+and drop what lies more than 13 bits below it."""
+
+
+def settings(activation="silu", activations=None, **linear) -> ExpertProducts:
+    config = {"linear": {"backend": "cublas", **linear}, "activations": activations or {}, "monitor": {"every": 0}}
+    ours = recipe_from_config(FP8Config(**config))
+    return ExpertProducts(activation, ours, ours)
+
+
+def on_gpu(tensors):
+    return type(tensors)(*(tensor.cuda() for tensor in tensors))
+
+
+def same_bits(found, expected) -> None:
+    assert (found is None) == (expected is None)
+    if found is not None:
+        assert torch.equal(
+            found.scale.cpu().contiguous().view(torch.int32), expected.scale.contiguous().view(torch.int32)
+        )
+        assert torch.equal(found.data.cpu().view(torch.uint8), expected.data.view(torch.uint8))
+
+
+def assert_product(found, a, b) -> None:
+    """Assert that `found` is a · bᵀ within FP32's rounding of its sums and what tensor cores drop."""
+    if found.dtype is torch.float32:
+        a, b = a.double(), b.double()
+        bound = (TENSOR_CORES + OF_SCALES * ROUNDING[torch.float32]) * (a.abs() @ b.abs().t())
+        assert ((found.double() - a @ b.t()).abs() <= bound).all()
+    else:
+        assert_is_product(found, a, b, roundings=int(TENSOR_CORES / ROUNDING[torch.float32]))
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize(("tokens", "choices", "experts"), [(1, 1, 1), (300, 8, 64), (4096, 2, 8), (1000, 3, 5)])
+def test_layout_is_that_of_the_cpu(tokens, choices, experts, others):
+    torch.manual_seed(0)
+    index = torch.rand(tokens, experts + others).topk(choices).indices
+    for found, expected in zip(expert_layout(index.cuda(), experts), expert_layout(index, experts), strict=True):
+        assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize(
+    ("rowwise", "columnwise"),
+    [("1x128", None), ("1x128", "1x128"), ("1x128", "128x128"), (None, "128x128"), (None, "1x128")],
+)
+@pytest.mark.parametrize(("tokens", "choices", "hidden"), [(1, 1, 128), (300, 4, 384), (2048, 8, 2048)])
+def test_casts_of_permuted_tokens_have_the_references_bits(tokens, choices, hidden, rowwise, columnwise, scale, dtype):
+    torch.manual_seed(0)
+    layout = expert_layout(torch.rand(tokens, 8).topk(choices).indices, 8)
+    x = (torch.randn(tokens, hidden) * torch.logspace(-20, 15, hidden)).to(dtype)
+    expected = permute_cast_reference(x, layout, "e4m3", rowwise, columnwise, scale)
+    for found, wanted in zip(
+        permute_cast(x.cuda(), on_gpu(layout), "e4m3", rowwise, columnwise, scale), expected, strict=True
+    ):
+        same_bits(found, wanted)
+
+
+@pytest.mark.parametrize(("tokens", "choices", "hidden"), [(1, 1, 128), (300, 4, 384), (70000, 2, 128), (100, 8, 2944)])
+def test_sums_have_the_references_bits(tokens, choices, hidden):
+    torch.manual_seed(0)
+    layout = expert_layout(torch.rand(tokens, 9).topk(choices).indices, 8)
+    rows = torch.randn(len(layout.source), hidden).bfloat16()
+    assert torch.equal(unpermute(rows.cuda(), on_gpu(layout)).cpu(), unpermute_reference(rows, layout))
+
+
+@pytest.mark.parametrize(("experts", "rows", "columns"), [(3, 256, 384), (128, 1536, 256)])
+def test_transposed_experts(experts, rows, columns):
+    stacked = quantize(torch.randn(experts * rows, columns, device="cuda"), granularity="128x128")
+    same_bits(
+        transpose(stacked, experts),
+        transpose(type(stacked)(stacked.data.cpu(), stacked.scale.cpu(), "128x128", "pow2"), experts),
+    )
+
+
+BACKENDS = [
+    "cublas",
+    pytest.param("deep_gemm", marks=pytest.mark.skipif(unavailable("deep_gemm") is not None, reason="not installed")),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize(("columns", "contraction"), [(128, 384), (512, 128), (1536, 2048)])
+@pytest.mark.parametrize("counts", [*AWKWARD, (512,) * 16])
+def test_products_of_groups(counts, columns, contraction, scale, backend):
+    torch.manual_seed(0)
+    groups = row_groups(counts, unused=3)
+    x = random_rows(groups, contraction)
+    w = torch.randn(len(counts) * columns, contraction)
+    a, b = quantize(x.cuda(), scale=scale), quantize(w.cuda(), granularity="128x128", scale=scale)
+    for dtype in (torch.bfloat16, torch.float32):
+        y = grouped.grouped_matmul(a, b, on_gpu(groups), backend=backend, out_dtype=dtype).cpu()
+        left, right = a.dequantize().cpu(), b.dequantize().cpu().unflatten(0, (len(counts), -1))
+        rest = torch.ones(len(left), dtype=torch.bool)
+        for span, matrix in zip(spans(groups), right, strict=True):
+            assert_product(y[span], left[span], matrix)
+            rest[span] = False
+        assert not y[rest].any()
+
+
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("granularity", ["1x128", "128x128"])
+@pytest.mark.parametrize(("features", "inputs"), [(128, 384), (256, 256), (1536, 2048)])
+@pytest.mark.parametrize("counts", [*AWKWARD, (512,) * 16])
+def test_gradients_of_groups(counts, features, inputs, granularity, scale):
+    torch.manual_seed(0)
+    groups = row_groups(counts, unused=3)
+    dy = quantize_columnwise(random_rows(groups, features, 1e-3).cuda(), scale=scale)
+    x = quantize_columnwise(random_rows(groups, inputs).cuda(), granularity=granularity, scale=scale)
+    for dtype in (torch.bfloat16, torch.float32):
+        dw = grouped.grouped_wgrad(dy, x, on_gpu(groups), backend="cublas", out_dtype=dtype).cpu()
+        left, right = dy.dequantize().cpu(), x.dequantize().cpu()
+        for span, found in zip(spans(groups), dw, strict=True):
+            assert_product(found, left[:, span], right[:, span])
+        assert not dw[groups.counts == 0].any()
+
+
+@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128"])
+@pytest.mark.parametrize("save", ["fp8", "bf16"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_with_factors(activation, save, wgrad_input):
+    torch.manual_seed(0)
+    products = settings(activation, {"save": save}, wgrad={"input": wgrad_input})
+    gate_up, dproduct = torch.randn(512, 768).bfloat16(), torch.randn(512, 384).bfloat16()
+    factor = torch.rand(512)
+    gate_up[300:], factor[300:] = 0, 0
+    results = []
+    for where in ("cpu", "cuda"):
+        rows, gradient, r = gate_up.to(where), dproduct.to(where), factor.to(where)
+        cast, saved, _ = gated_activation_cast(rows, activation, products.down, True, r)
+        casts = gated_activation_backward(gradient, saved, activation, products.gate_up, products.down, row_factor=r)
+        results.append([q.dequantize().cpu() for q in (cast, *casts[:3])] + [casts.drow_factor.cpu()])
+        assert not results[-1][0][300:].any()
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert error(found, expected) < CHAIN[torch.bfloat16]
+
+
+@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128"])
+@pytest.mark.parametrize(
+    ("counts", "choices"), [((0, 1, 127, 128, 129), 1), ((300, 0, 0), 2), ((3,) * 64, 8), ((1,), 1)]
+)
+def test_experts_are_those_of_the_reference(counts, choices, wgrad_input):
+    given = inputs(counts, choices)
+    products = settings(wgrad={"input": wgrad_input})
+    expected = run(*given, products)
+    found = run(*(tensor.cuda() for tensor in given), products)
+    for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        assert error(one.cpu(), other) < 2 * CHAIN[torch.bfloat16]  # and what tensor cores drop
+
+
+def parameters(given):
+    x, index, router_weights, gate_up, down, dy = (tensor.cuda() for tensor in given)
+    leaves = [tensor.requires_grad_() for tensor in (x, router_weights, gate_up, down)]
+    return leaves, index, dy
+
+
+def step(leaves, index, dy, products):
+    y = expert_products(leaves[0], index, leaves[1], ExpertWeights(*leaves[2:]), products)
+    return y, *torch.autograd.grad(y, leaves, dy)
+
+
+def test_the_host_waits_for_nothing():
+    leaves, index, dy = parameters(inputs((40, 0, 130, 7), 2))
+    step(leaves, index, dy, settings())  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(leaves, index, dy, settings())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_graph_follows_the_routing_of_every_replay():
+    products = settings()
+    leaves, index, dy = parameters(inputs((40, 0, 130, 7), 2))
+    other = torch.rand(index.shape[0], 4, device="cuda").topk(2).indices
+    expected = [step(leaves, chosen, dy, products) for chosen in (index, other)]
+    static = index.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(leaves, static, dy, products)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(leaves, static, dy, products)
+    for chosen, wanted in zip((index, other), expected, strict=True):
+        static.copy_(chosen)
+        graph.replay()
+        for found, result in zip(results, wanted, strict=True):
+            assert torch.equal(found, result)
+
+
+def test_the_same_twice():
+    leaves, index, dy = parameters(inputs((300, 5, 0, 200), 3))
+    first, second = (step(leaves, index, dy, settings()) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

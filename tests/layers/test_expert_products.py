@@ -1,0 +1,293 @@
+"""FP8 products of experts as one operation, beside a loop over the experts with the same casts and one without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_fp8.casts import quantize
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.presets import PRESETS
+from ds_fp8.layers.activations import ACTIVATIONS
+from ds_fp8.layers.expert_products import (
+    ExpertProducts,
+    ExpertWeights,
+    expert_products,
+    unsupported,
+    unsupported_shapes,
+)
+from ds_fp8.layers.gated_activation import GatedCast, GatedGradients
+from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.recipe_from_config import recipe_from_config
+from ds_fp8.layers.weights import GATHERED, placeholder
+from tests.gemm.tolerance import CHAIN
+from tests.layers.expert_loop import Gradients, error, high_precision, with_casts
+
+FP8_ERROR = 0.01, 0.15
+"""Relative error of FP8 products beside FP32: less would mean that nothing was cast."""
+INTERPRETED = 0.3
+"""Relative error of a chain of casts in Triton's interpreter, each of which is 0.1 off."""
+
+
+def recipe(activations: dict | None = None, **linear) -> LinearRecipe:
+    config = {"linear": {"backend": "reference", **linear}, "activations": activations or {}, "monitor": {"every": 0}}
+    return recipe_from_config(FP8Config(**config))
+
+
+def settings(activation: str = "silu", activations: dict | None = None, **linear) -> ExpertProducts:
+    ours = recipe(activations, **linear)
+    return ExpertProducts(activation, ours, ours)
+
+
+def inputs(counts, choices=1, hidden=256, features=128, dtype=torch.bfloat16):
+    """x, indices, router weights, gate_up, down, dy; expert e is the first choice of counts[e] tokens, shuffled."""
+    torch.manual_seed(0)
+    experts = len(counts)
+    first = torch.cat([torch.full((count,), expert) for expert, count in enumerate(counts)]).long()
+    first = first[torch.randperm(len(first))]
+    others = torch.rand(len(first), experts).scatter_(1, first[:, None], -1).topk(choices - 1).indices
+    index = torch.cat([first[:, None], others], 1)
+    x, dy = torch.randn(len(first), hidden).to(dtype), torch.randn(len(first), hidden).to(dtype)
+    router_weights = torch.rand(index.shape).softmax(-1).to(dtype)
+    gate_up = torch.randn(experts, 2 * features, hidden).mul(hidden**-0.5).to(dtype)
+    down = torch.randn(experts, hidden, features).mul(features**-0.5).to(dtype)
+    return x, index, router_weights, gate_up, down, dy
+
+
+def run(x, index, router_weights, gate_up, down, dy, products) -> tuple[torch.Tensor, Gradients]:
+    """Return the output and all gradients of the operation."""
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, router_weights, gate_up, down)]
+    y = expert_products(leaves[0], index, leaves[1], ExpertWeights(*leaves[2:]), products)
+    y.backward(dy)
+    return y.detach(), Gradients(*(leaf.grad for leaf in leaves))
+
+
+def assert_is_the_loop(given, products) -> None:
+    x, *others, dy = given
+    y, gradients = run(*given, products)
+    expected, of_loop = with_casts(x, *others, products, dy)
+    assert y.dtype is x.dtype
+    assert error(y, expected) < CHAIN[x.dtype]
+    for name, found, wanted in zip(Gradients._fields, gradients, of_loop, strict=True):
+        assert found.shape == wanted.shape, name
+        assert found.dtype is x.dtype, name
+        assert error(found, wanted) < CHAIN[x.dtype], name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "counts",
+    [(0, 1, 127, 128, 129), (200, 0, 0), (0, 0, 300), (1, 0), (1,), (3,) * 64],
+    ids=lambda c: "-".join(map(str, c[:5])),
+)
+def test_awkward_counts(counts, dtype):
+    assert_is_the_loop(inputs(counts, dtype=dtype), settings(wgrad={"input": "128x128"}))
+
+
+@pytest.mark.parametrize(("choices", "experts"), [(1, 1), (2, 4), (3, 3), (8, 8), (8, 64)])
+def test_choices_and_experts(choices, experts):
+    assert_is_the_loop(inputs([12] * experts if experts < 64 else [1] * 64, choices), settings())
+
+
+@pytest.mark.parametrize(("hidden", "features"), [(128, 128), (384, 256), (512, 384), (128, 512)])
+def test_sides(hidden, features):
+    assert_is_the_loop(inputs((130, 5, 40), 2, hidden, features), settings())
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("save", ["fp8", "bf16"])
+def test_activations_however_they_are_kept(activation, save):
+    assert_is_the_loop(inputs((60, 7, 130), 2), settings(activation, {"save": save}))
+
+
+@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128"])
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+def test_scales_and_blocks(scale, wgrad_input):
+    scaled = {"scale": scale}
+    linear = {"input": scaled, "weight": scaled, "grad_output": scaled, "wgrad": {"input": wgrad_input}}
+    assert_is_the_loop(inputs((60, 7, 130), 2), settings(**linear))
+
+
+@pytest.mark.parametrize("counts", [(40, 30, 20, 10), (0, 1, 127, 128)])
+def test_fp8_beside_high_precision(counts):
+    x, index, *weights, dy = inputs(counts, 2)
+    y, gradients = run(x, index, *weights, dy, settings())
+    expected, of_loop = high_precision(x, index, *weights, "silu", dy)
+    low, high = FP8_ERROR
+    for found, wanted in zip((y, *gradients), (expected, *of_loop), strict=True):
+        assert low < error(found, wanted) < high
+
+
+def test_computed_again_it_is_the_same():
+    given = inputs((60, 7, 130), 2)
+    kept = run(*given, settings())
+    again = run(*given, settings(activations={"recompute": "mlp"}))
+    for one, other in zip((kept[0], *kept[1]), (again[0], *again[1]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_is_kept_is_x_and_gate_up():
+    def kept(activations):
+        held = {}
+
+        def pack(tensor):
+            held[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        x, index, router_weights, gate_up, down, _ = inputs((300, 200), 2)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            x = x.requires_grad_()
+            expert_products(x, index, router_weights, ExpertWeights(gate_up, down), settings(activations=activations))
+        return sum(held.values()) - held[x.data_ptr()]
+
+    rows, features = 1000 + 2 * 127 - 102, 128
+    maps = 16 * (1000 + 2 * 128)  # places, sources and factors of rows
+    in_fp8 = rows * 2 * features
+    assert in_fp8 <= kept({"save": "fp8"}) <= in_fp8 * (1 + 4 / 128) + maps
+    assert 2 * in_fp8 <= kept({"save": "bf16"}) <= 2 * in_fp8 + maps
+    assert kept({"recompute": "mlp"}) <= maps
+
+
+def test_a_rank_without_tokens_has_gradients_of_zeros():
+    x, index, router_weights, gate_up, down, _ = inputs((3, 4), 2)
+    empty = x[:0], index[:0], router_weights[:0], gate_up, down, x[:0]
+    y, gradients = run(*empty, settings())
+    assert y.shape == (0, x.shape[1])
+    for gradient, leaf in zip(gradients, (x[:0], router_weights[:0], gate_up, down), strict=True):
+        assert gradient.shape == leaf.shape
+        assert gradient.dtype is leaf.dtype
+        assert not gradient.any()
+
+
+def test_experts_without_tokens_have_gradients_of_zeros():
+    _, gradients = run(*inputs((5, 0, 200)), settings())
+    for gradient in (gradients.gate_up, gradients.down):
+        assert gradient[0].any()
+        assert not gradient[1].any()
+
+
+def test_choices_of_other_ranks_add_nothing():
+    x, index, router_weights, gate_up, down, dy = inputs((40, 30, 20), 2)
+    elsewhere = torch.rand(index.shape) < 0.3
+    marked = torch.where(elsewhere, len(gate_up), index)
+    y, gradients = run(x, marked, router_weights, gate_up, down, dy, settings())
+    expected, of_loop = with_casts(x, marked, router_weights, gate_up, down, settings(), dy)
+    assert error(y, expected) < CHAIN[x.dtype]
+    assert not gradients.router_weights[elsewhere].any()
+    for found, wanted in zip(gradients, of_loop, strict=True):
+        assert error(found, wanted) < CHAIN[x.dtype]
+
+
+def test_gathered_weights_are_read_in_fp8():
+    x, index, router_weights, gate_up, down, dy = inputs((60, 7, 130), 2)
+    products = settings()
+    expected = run(x, index, router_weights, gate_up, down, dy, products)
+    weights = []
+    for weight in (gate_up, down):
+        spread = torch.nn.Parameter(placeholder(weight.shape, weight.dtype, weight.device))
+        setattr(spread, GATHERED, quantize(weight.flatten(0, 1), granularity="128x128"))
+        weights.append(spread)
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, router_weights)]
+    y = expert_products(leaves[0], index, leaves[1], ExpertWeights(*weights), products)
+    found = torch.autograd.grad(y, [*leaves, *weights], dy)
+    for one, other in zip((y, *found), (expected[0], *expected[1]), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("frozen", [("gate_up",), ("down",), ("gate_up", "down")])
+def test_frozen_weights_have_no_gradient(frozen):
+    x, index, router_weights, gate_up, down, dy = inputs((60, 7, 130), 2)
+    _, expected = run(x, index, router_weights, gate_up, down, dy, settings())
+    leaves = {"x": x, "router_weights": router_weights, "gate_up": gate_up, "down": down}
+    leaves = {name: tensor.clone().requires_grad_(name not in frozen) for name, tensor in leaves.items()}
+    weights = ExpertWeights(leaves["gate_up"], leaves["down"])
+    expert_products(leaves["x"], index, leaves["router_weights"], weights, settings()).backward(dy)
+    for name, leaf in leaves.items():
+        if name in frozen:
+            assert leaf.grad is None
+        else:
+            assert torch.equal(leaf.grad, getattr(expected, name))
+
+
+def test_without_gradients_it_is_the_same():
+    x, index, router_weights, gate_up, down, dy = inputs((60, 7, 130), 2)
+    y, _ = run(x, index, router_weights, gate_up, down, dy, settings())
+    with torch.no_grad():
+        assert torch.equal(expert_products(x, index, router_weights, ExpertWeights(gate_up, down), settings()), y)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels in tests/gpu")
+@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128"])
+def test_the_kernels_fit_together(monkeypatch, wgrad_input):
+    """The whole operation by the kernels a GPU runs, in Triton's interpreter, whose casts round in their own way."""
+    gated = pytest.importorskip("ds_fp8.layers.gated_activation_triton", reason="Triton is not installed")
+    from ds_fp8.gemm import grouped_triton
+    from ds_fp8.layers import expert_products as module
+    from ds_fp8.layers import permutation_triton
+
+    def permute_cast(x, layout, format="e4m3", rowwise="1x128", columnwise=None, scale="pow2"):
+        return permutation_triton.permute_tiles(x, layout, format, rowwise, columnwise, scale)
+
+    def activation_cast(gate_up, activation, recipe, keep, factors):
+        _, cast, saved = gated.gated_forward(gate_up, activation, recipe.input, keep, row_factor=factors)
+        return GatedCast(cast, saved, None)
+
+    def activation_backward(dproduct, saved, activation, recipe, down, row_factor, wgrad):
+        return GatedGradients(*gated.gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor, wgrad))
+
+    given = inputs((5, 0, 130), 2, hidden=128)
+    expected = run(*given, settings(wgrad={"input": wgrad_input}))
+    kernels = {
+        "permute_cast": permute_cast,
+        "grouped_matmul": lambda a, b, groups, backend, out_dtype: grouped_triton.multiply_tiles(
+            a, b, groups, out_dtype
+        ),
+        "grouped_wgrad": lambda a, b, groups, backend, out_dtype: grouped_triton.multiply_along_rows(
+            a, b, groups, out_dtype
+        ),
+        "unpermute": permutation_triton.sum_rows,
+        "gated_activation_cast": activation_cast,
+        "gated_activation_backward": activation_backward,
+    }
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(module, name, kernel)
+    found = run(*given, settings(wgrad={"input": wgrad_input}))
+    for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        assert error(one, other) < INTERPRETED
+
+
+def test_infinity_is_seen():
+    x, index, router_weights, gate_up, down, dy = inputs((60, 7, 130))
+    x[3, 5] = torch.inf
+    y, gradients = run(x, index, router_weights, gate_up, down, dy, settings())
+    assert y[3].isnan().any()
+    assert y.isfinite().all(1).sum() == len(y) - 1
+    assert gradients.gate_up[index[3, 0]].isnan().any()
+
+
+def test_casts_are_observed():
+    monitored = recipe_from_config(FP8Config(linear={"backend": "reference"}, monitor={"every": 1}))
+    run(*inputs((60, 7, 130)), ExpertProducts("silu", monitored.at("gate_up"), monitored.at("down")))
+    measured = monitored.monitor.end_step()
+    for tensor_class in ("input", "weight", "grad_output"):
+        assert set(measured[tensor_class]) == {"gate_up", "down"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_supported_or_say_why_not(preset):
+    from ds_fp8.config.fp8 import parse_fp8
+
+    section = {"preset": preset, "linear": {"backend": "reference"}, "monitor": {"every": 0}}
+    reason = unsupported(recipe_from_config(parse_fp8({"fp8": section})))
+    if preset in ("infir2", "hybrid_fast"):
+        assert reason is None
+        return
+    expected = {"precise": "outlier", "rowwise": "128x128", "munit": "round to nearest"}
+    assert expected.get(preset, "128x128") in reason
+
+
+def test_shapes_that_are_no_stacks_of_blocks_are_named():
+    assert unsupported_shapes(torch.Size((8, 512, 384)), torch.Size((8, 384, 256))) is None
+    assert "stacks" in unsupported_shapes(torch.Size((512, 384)), torch.Size((8, 384, 256)))
+    assert "not [E" in unsupported_shapes(torch.Size((8, 384, 512)), torch.Size((8, 384, 256)))
+    assert "multiples of 128" in unsupported_shapes(torch.Size((8, 5760, 2880)), torch.Size((8, 2880, 2880)))

@@ -103,15 +103,15 @@ def initialize(
     own_optimizer = choose_optimizer(configuration, optimizer, model_parameters, _rank)
     if fp8.enabled:
         conversion = _located(file, convert, model, fp8, monitor)
-        if not conversion.converted:
+        if not conversion.converted and not conversion.experts.converted:
             monitor.every = 0  # a measured step runs outside graphs, and there is no cast to measure
         rope_notes = restore_inverse_frequencies(model)
 
     if fp8.fuses_loss and model is not None:
         loss = _located(file, _fuse_loss, model, fp8)
-    if conversion is not None and conversion.fusion.classes:
+    if conversion is not None and conversion.leaf_classes:
         # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
-        set_z3_leaf_modules(model, sorted(conversion.fusion.classes, key=lambda fused: fused.__name__))
+        set_z3_leaf_modules(model, sorted(conversion.leaf_classes, key=lambda leaf: leaf.__name__))
     if fp8.enabled:
         check_launch()
     if not dist.is_initialized():

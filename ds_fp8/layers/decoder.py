@@ -14,7 +14,6 @@ asked for what the fused one does not have (attention weights), or when somethin
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +36,7 @@ from ds_fp8.layers.structure import (
     prove_layer,
     prove_mlp,
 )
+from ds_fp8.layers.swapped import Swapped, swapped_class
 from ds_fp8.layers.weights import GROUP, WeightGroup, can_stack
 
 
@@ -51,14 +51,10 @@ class Fusion:
     """Classes of the fused modules, which must be ZeRO-3 leaf modules."""
 
 
-class Fused(nn.Module):
-    """A class that `fuse_decoder` puts before a module's own class; its objects can be copied and pickled."""
+class Fused(Swapped):
+    """A class that `fuse_decoder` puts before a module's own class."""
 
     fused_parts: Parts
-
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        # The class was made at run time, so that pickle would not find it by its name.
-        return _empty, type(self).__bases__, self.__getstate__()
 
 
 class FusedDecoderLayer(Fused):
@@ -177,7 +173,7 @@ def _fuse_layer(layer: nn.Module, name: str) -> None:
     layer.self_attn.o_proj.input_is_saved = not runs_in_fp8(layer.self_attn)
     _group(weights)
     _group([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
-    layer.__class__ = _fused_class(FusedDecoderLayer, type(layer))
+    layer.__class__ = swapped_class(FusedDecoderLayer, type(layer))
 
 
 def _fuse_mlp(mlp: nn.Module, name: str) -> None:
@@ -188,7 +184,7 @@ def _fuse_mlp(mlp: nn.Module, name: str) -> None:
     mlp.fused_mlp = _fused_part(mlp, name, activation)
     mlp.fused_parts = Parts(mlp)
     _group([mlp.gate_proj.weight, mlp.up_proj.weight])
-    mlp.__class__ = _fused_class(FusedMLP, type(mlp))
+    mlp.__class__ = swapped_class(FusedMLP, type(mlp))
 
 
 def _fused_part(mlp: nn.Module, name: str, activation: str) -> GatedMLP:
@@ -252,15 +248,3 @@ def _stacked_recipe(linears: Sequence[FP8Linear]) -> LinearRecipe:
 def _group(weights: list[nn.Parameter]) -> None:
     for weight in weights:
         setattr(weight, GROUP, WeightGroup(weights))
-
-
-def _empty(fused: type, own: type) -> Fused:
-    """Return an object of a fused class without any state, for pickle to fill."""
-    kind = _fused_class(fused, own)
-    return kind.__new__(kind)
-
-
-@functools.cache
-def _fused_class(fused: type, own: type) -> type:
-    # The name is kept within it: Hugging Face finds layers that must not be split by the names of their classes.
-    return type(f"FP8{own.__name__}", (fused, own), {"__module__": own.__module__})

@@ -125,10 +125,14 @@ class _Untouched(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output: torch.Tensor, hidden_states: torch.Tensor, *weights: nn.Parameter) -> torch.Tensor:
         ctx.like = [(x.shape, x.dtype, x.device) for x in (hidden_states, *weights)]
+        # Gradient checkpointing recomputes when the first saved tensor is asked for, and up to the last one: with one
+        # here this rank calls the same modules at the same time as those whose experts have tokens.
+        ctx.save_for_backward(hidden_states)
         return output.clone()
 
     @staticmethod
     def backward(ctx, dy: torch.Tensor):
+        _ = ctx.saved_tensors
         return None, *(
             torch.zeros(shape, dtype=dtype, device=device) if needed else None
             for (shape, dtype, device), needed in zip(ctx.like, ctx.needs_input_grad[1:], strict=True)

@@ -131,7 +131,12 @@ def test_mixtures_end_within_one_percent_of_bf16(ranks, architecture, world):
     assert sum(fp8[-5:]) == pytest.approx(sum(bf16[-5:]), rel=0.01)
 
 
-EXACT = {"linear": {"skip": ["self_attn", "lm_head"]}, "grad_reduce": {"format": "bf16"}, "fuse": "off", "loss": {"mode": "off"}}
+EXACT = {
+    "linear": {"skip": ["self_attn", "lm_head"]},
+    "grad_reduce": {"format": "bf16"},
+    "fuse": "off",
+    "loss": {"mode": "off"},
+}
 """Experts in FP8 and nothing else."""
 
 

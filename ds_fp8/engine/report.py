@@ -31,6 +31,14 @@ from ds_fp8.zero.gradient_reduce import residual_bytes
 from ds_fp8.zero.nodes import why_flat
 
 
+FUSED = {
+    "fused_layers": "decoder layers",
+    "fused_attention_halves": "attention halves of layers with experts",
+    "fused_mlps": "MLPs",
+}
+"""Keys of the report that count fused parts -> what these are."""
+
+
 def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int | None) -> dict[str, Any]:
     """Return facts about an initialised engine, ready for JSON. Counts are of the whole model; bytes as their keys say.
 
@@ -77,6 +85,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "left_in_bf16": left,
         "expert_parallelism_below_tokens": _tokens_to_hide_experts(engine),
         "fused_layers": len(state.conversion.fusion.layers),
+        "fused_attention_halves": len(state.conversion.fusion.attention_halves),
         "fused_mlps": len(state.conversion.fusion.mlps),
         "not_fused": state.conversion.fusion.left,
         **_attention(state.conversion.attention),
@@ -249,8 +258,8 @@ def log_report(report: dict[str, Any]) -> None:
     if (tokens := report["expert_parallelism_below_tokens"]) is not None:
         table.add_row(
             "experts",
-            f"below about {tokens:,} tokens a GPU and micro-batch (computed, for NVLink) their gathers take longer than "
-            "their products: expert parallelism would be faster",
+            f"below about {tokens:,} tokens a GPU and micro-batch (computed, for NVLink) their gathers take longer "
+            "than their products: expert parallelism would be faster",
         )
     table.add_row("hosts x ranks", report["ranks_of_hosts"])
     share = report["fp8_parameters"] / total
@@ -262,7 +271,7 @@ def log_report(report: dict[str, Any]) -> None:
             f"{count} tensor{'s' * (count > 1)}, {part['parameters']:,} parameters ({part['parameters'] / total:.1%})"
         )
         table.add_row("in BF16", f"{part['reason']}: {tensors}, {names}")
-    fused = [f"{report[key]} {what}" for key, what in (("fused_layers", "decoder layers"), ("fused_mlps", "MLPs"))]
+    fused = [f"{report[key]} {what}" for key, what in FUSED.items()]
     table.add_row("fused", ", ".join(text for text in fused if not text.startswith("0 ")) or "nothing")
     for reason in dict.fromkeys(report["not_fused"].values()):
         table.add_row("not fused", f"{_some(report['not_fused'], reason)}: {reason}")

@@ -20,7 +20,7 @@ from ds_fp8.layers.attention_format import (
     runs_in_fp8,
     use_fp8_attention,
 )
-from ds_fp8.layers.decoder import FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
+from ds_fp8.layers.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
 from ds_fp8.layers.experts import ExpertsConversion, FP8Experts, convert_experts, names_of_experts, restore_experts
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.loss import FusedHead, fuse_loss, withholds_logits
@@ -233,9 +233,12 @@ def _ends(names: Iterable[str]) -> list[str]:
 
 
 def layer_of(model: nn.Module, site: str) -> str:
-    """Return the name of the layer that computes at a site: a fused decoder layer or MLP, or the linear itself."""
-    fused = (name for name, module in model.named_modules() if isinstance(module, (FusedDecoderLayer, FusedMLP)))
-    return next((name for name in fused if site.startswith(f"{name}.")), site)
+    """Return the name of the layer that computes at a site: a fused decoder layer or MLP, or the module itself."""
+    for name, module in model.named_modules():
+        part = "self_attn." if isinstance(module, FusedAttentionHalf) else ""
+        if isinstance(module, (FusedDecoderLayer, FusedMLP)) and site.startswith(f"{name}.{part}"):
+            return name
+    return site
 
 
 def stop_casting(model: nn.Module) -> None:
@@ -261,8 +264,9 @@ def casts(model: nn.Module) -> bool:
 
 def restore(layer: nn.Module) -> list[nn.Parameter]:
     """Let a layer compute in its own precision again, by its own class; returns the weights that were FP8's."""
-    if isinstance(layer, (FusedDecoderLayer, FusedMLP)):
-        unfuse(layer)
+    for module in list(layer.modules()):
+        if isinstance(module, (FusedDecoderLayer, FusedMLP)):
+            unfuse(module)
     linears = [module for module in layer.modules() if isinstance(module, FP8Linear)]
     for linear in linears:
         linear.__class__ = linear.own_class

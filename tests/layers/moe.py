@@ -13,9 +13,9 @@ EXPERTS = 4
 SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": EXPERTS, "intermediate_size": 128, "sliding_window": None},
     "qwen3_moe": {"num_experts": EXPERTS, "moe_intermediate_size": 128, "decoder_sparse_step": 1},
-    "olmoe": {"num_experts": EXPERTS, "intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 32},
+    "qwen2_moe": {"num_experts": EXPERTS, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 256},
+    "olmoe": {"num_experts": EXPERTS, "intermediate_size": 128},
     "deepseek_v3": {
-        "num_key_value_heads": 4,
         "n_routed_experts": EXPERTS,
         "n_group": 1,
         "topk_group": 1,
@@ -36,5 +36,5 @@ SIZES: dict[str, dict[str, Any]] = {
 
 def mixture(architecture: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> PreTrainedModel:
     """A random model in training mode; the same arguments give the same numbers."""
-    common = {"hidden_size": 128, "head_dim": 32, "num_experts_per_tok": 2}
+    common = {"hidden_size": 128, "head_dim": 32, "num_key_value_heads": 4, "num_experts_per_tok": 2}
     return causal_lm(architecture, dtype, **{**common, **SIZES[architecture], **changes})

@@ -11,12 +11,16 @@ from torch.utils.checkpoint import checkpoint
 from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.layers.convert import convert, restore
+from ds_fp8.layers.convert import convert, layer_of, restore
+from ds_fp8.layers.decoder import FusedAttentionHalf
 from ds_fp8.layers.experts import FP8Experts, convert_experts, decode
+from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.swapped import Swapped
 from ds_fp8.layers.weights import GATHERED, placeholder
 from tests.layers.hugging_face import tokens
 from tests.layers.moe import EXPERTS, mixture
+from tests.layers.test_decoder import FP8_ERROR, error, fp8, losses_and_gradients
 
 TOKENS = 24
 
@@ -259,3 +263,63 @@ def test_they_can_be_copied_and_pickled():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert isinstance(twin.model.layers[0].mlp.experts, FP8Experts)
         assert torch.equal(twin(input_ids=tokens(), labels=tokens()).loss, expected)
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+def test_the_attention_half_of_their_layers_is_fused(architecture):
+    # Every token to every expert: rounding sends none elsewhere.
+    exact, plain, fused = (mixture(architecture, num_experts_per_tok=EXPERTS) for _ in range(3))
+    fp8(plain, fuse="off")
+    fusion = fp8(fused).fusion
+    assert fusion.attention_halves == ["model.layers.0", "model.layers.1"]
+    assert not fusion.layers
+    assert not fusion.left
+    assert all(isinstance(layer, FusedAttentionHalf) for layer in fused.model.layers)
+    assert list(fused.state_dict()) == list(exact.state_dict())
+
+    (logits, gradients), (of_plain, plain_gradients), (of_fused, fused_gradients) = (
+        losses_and_gradients(model) for model in (exact, plain, fused)
+    )
+    assert error(of_fused, logits) < max(FP8_ERROR, 1.1 * error(of_plain, logits))
+    assert fused_gradients.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        assert error(fused_gradients[key], gradient) < 2 * error(plain_gradients[key], gradient) + 0.03, key
+
+
+def test_a_shared_expert_is_fused_inside_a_layer_whose_attention_half_is():
+    model = mixture("qwen2_moe")
+    fusion = fp8(model).fusion
+    assert fusion.attention_halves == ["model.layers.0", "model.layers.1"]
+    assert fusion.mlps == ["model.layers.0.mlp.shared_expert", "model.layers.1.mlp.shared_expert"]
+    linear = model.model.layers[0].mlp.shared_expert.gate_proj
+    assert layer_of(model, linear.recipe.site) == "model.layers.0.mlp.shared_expert"
+    assert layer_of(model, "model.layers.0.self_attn.qkv_proj") == "model.layers.0"
+    assert layer_of(model, "model.layers.0.mlp.experts") == "model.layers.0.mlp.experts"
+    restore(model.model.layers[0])
+    ids = tokens()
+    assert model(input_ids=ids, labels=ids).loss.isfinite()
+    assert not any(isinstance(part, (Swapped, FP8Linear)) for part in model.model.layers[0].modules())
+
+
+def test_hooks_of_the_called_half_run_and_those_of_the_fused_one_unfuse_it():
+    model = mixture("qwen3_moe")
+    fp8(model)
+    layer, seen = model.model.layers[0], []
+    layer.mlp.gate.register_forward_hook(lambda *_: seen.append("gate"))
+    layer.mlp.register_forward_hook(lambda *_: seen.append("mlp"))
+    model(input_ids=tokens())
+    assert seen == ["gate", "mlp"]
+    assert layer.fused_parts.attachment() is None
+    layer.self_attn.register_forward_hook(lambda *_: seen.append("attention"))
+    with pytest.warns(UserWarning, match="self_attn has forward hooks"):
+        model(input_ids=tokens())
+    assert seen[2:] == ["attention", "gate", "mlp"]
+
+
+def test_router_logits_and_the_auxiliary_loss_are_as_before():
+    exact, model = (mixture("qwen3_moe", router_aux_loss_coef=0.5) for _ in range(2))
+    fp8(model)
+    expected, output = (m(input_ids=tokens(), labels=tokens(), output_router_logits=True) for m in (exact, model))
+    assert len(output.router_logits) == 2
+    assert output.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=0.05)
+    assert output.loss.item() == pytest.approx(expected.loss.item(), rel=0.05)

@@ -153,7 +153,7 @@ def route(model, reached, keep):
 
     def forward(self, hidden_states):
         x = hidden_states.flatten(0, 1)
-        logits, scores, index = self.gate(x)
+        _, scores, index = self.gate(x)
         index = torch.tensor(reached).expand_as(index)
         chosen = slice(None) if keep else slice(0, 0)
         y = self.experts(x[chosen], index[chosen], scores[chosen])

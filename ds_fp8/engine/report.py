@@ -30,7 +30,6 @@ from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import residual_bytes
 from ds_fp8.zero.nodes import why_flat
 
-
 FUSED = {
     "fused_layers": "decoder layers",
     "fused_attention_halves": "attention halves of layers with experts",

@@ -289,3 +289,97 @@ def test_experts_take_half_the_bytes(ranks, world):
     bf16, *_ = ranks(world, bytes_gathered, {"enabled": False})[0]
     assert experts > 0.95 * total
     assert fp8 <= 0.53 * bf16
+
+
+def lora_steps(section):
+    """Losses of LoRA on attention; bytes sent by a forward and backward, and by a step; what the experts have."""
+    from peft import LoraConfig, get_peft_model
+
+    import ds_fp8
+
+    models.leave_modules_to_themselves()
+    model = mixture("qwen3_moe", moe_intermediate_size=512)
+    torch.manual_seed(1)
+    model = get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    ).bfloat16()
+    config = models.config({**QUIET, **section}, stage3_param_persistence_threshold=2000)
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    losses = train(engine, 2)
+    ids = batch(2, 0)
+    engine.fp8.wire.take()
+    loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+    engine.backward(loss)
+    computed = engine.fp8.wire.take()
+    engine.step()
+    stepped = engine.fp8.wire.take()
+    experts = experts_of(engine)
+    assert all(weight.grad is None and not weight.requires_grad for weight in experts.values())
+    learning = sum(p.ds_numel for p in engine.module.parameters() if p.requires_grad)
+    return losses, computed, stepped, sum(weight.ds_numel for weight in experts.values()), learning
+
+
+def test_lora_beside_frozen_experts_gathers_a_byte_and_sends_no_gradient_of_them(ranks):
+    losses, computed, stepped, experts, learning = ranks(2, lora_steps, {})[0]
+    bf16, computed_in_bf16, *_ = ranks(2, lora_steps, {"enabled": False})[0]
+    assert losses == pytest.approx(bf16, rel=0.02)
+    assert experts <= computed["all_gather_bytes"] <= 0.55 * computed_in_bf16["all_gather_bytes"]
+    assert computed["grad_bytes"] <= 4 * learning
+    assert stepped["all_gather_bytes"] <= 4 * learning
+
+
+def stopped_and_resumed(folder):
+    """Losses of 4 steps, and of the last 2 by an engine that begins with a checkpoint; whether weights agree."""
+    engine = engine_of("qwen3_moe", {})
+    train(engine, 2)
+    engine.save_checkpoint(folder)
+    losses = train(engine, 2, start=2)
+    weights = models.bf16_weights(engine)
+    engine.destroy()
+    resumed = engine_of("qwen3_moe", {})
+    resumed.load_checkpoint(folder)
+    again = train(resumed, 2, start=2)
+    return losses, again, all(torch.equal(weights[name], w) for name, w in models.bf16_weights(resumed).items())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_resumed_run_is_the_run_that_did_not_stop(ranks, world, tmp_path):
+    for losses, again, same in ranks(world, stopped_and_resumed, str(tmp_path)):
+        assert losses == again
+        assert same
+
+
+def moved_to_bf16():
+    """Losses before and after the experts of one layer went back to BF16, and what is gathered in FP8 then."""
+    engine = engine_of("qwen3_moe", {})
+    losses = train(engine, 2)
+    engine.fp8.health.move_to_bf16(["model.layers.0.mlp.experts"])
+    losses += train(engine, 2, start=2)
+    gather = engine.fp8.parameter_gather
+    return losses, {name: gather.gathers(weight) for name, weight in experts_of(engine).items()}
+
+
+def test_experts_of_one_layer_go_on_in_bf16(ranks):
+    losses, gathered = ranks(2, moved_to_bf16)[0]
+    assert losses == pytest.approx(ranks(2, trained, "qwen3_moe", {"enabled": False}, 4)[0][0], rel=0.02)
+    assert gathered == {
+        f"model.layers.{layer}.mlp.experts.{name}": layer == 1
+        for layer in (0, 1)
+        for name in ("gate_up_proj", "down_proj")
+    }
+
+
+def measured():
+    """The figures of the experts' casts in a measured step."""
+    engine = engine_of("qwen3_moe", {"monitor": {"every": 1}})
+    train(engine, 1)
+    return engine.fp8.health.last.measurement
+
+
+def test_the_monitor_measures_their_weights_and_gradients(ranks):
+    figures = ranks(2, measured)[0]
+    for layer in (0, 1):
+        site = f"model.layers.{layer}.mlp.experts"
+        for tensor_class in ("weight", "grad_weight"):
+            assert figures[tensor_class][site].snr_db > 20
+        assert site not in figures["input"]

@@ -13,7 +13,7 @@ from tests.zero.test_training import QUIET
 
 
 def loaded(folder, architecture):
-    """By name: whether an expert's weight under zero.Init is the one that was saved, and whether all of it was sharded."""
+    """By name: whether experts under zero.Init are those that were saved; and whether every parameter was sharded."""
     import ds_fp8
 
     models.leave_modules_to_themselves()

@@ -5,7 +5,7 @@ Which layers, selection.py decides; which decoder layers, decoder.py. One layer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -21,7 +21,15 @@ from ds_fp8.layers.attention_format import (
     use_fp8_attention,
 )
 from ds_fp8.layers.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
-from ds_fp8.layers.experts import ExpertsConversion, FP8Experts, convert_experts, names_of_experts, restore_experts
+from ds_fp8.layers.experts import (
+    ExpertsConversion,
+    FP8Experts,
+    cast_of_experts,
+    convert_experts,
+    names_of_experts,
+    restore_experts,
+    unconverted_experts,
+)
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.loss import FusedHead, fuse_loss, withholds_logits
 from ds_fp8.layers.recipe import LinearRecipe
@@ -130,7 +138,9 @@ def convert(
             result.converted.append(name)
         elif isinstance(layer, FP8Linear):
             restore(layer)
-    result = replace(result, experts=convert_experts(model, _recipes_of_experts(experts, config, recipe, overrides)))
+    recipes = {name: overrides[pattern].recipe for name, pattern in first_matches(experts, overrides).items()}
+    converted = convert_experts(model, experts_left(model, config), lambda name: recipes.get(name, recipe))
+    result = replace(result, experts=converted)
     for name, override in override_of.items():
         if name not in result.left or result.left[name].startswith(OVERRIDDEN):
             override.linears.append(name)
@@ -156,21 +166,21 @@ def convert(
     return replace(result, fusion=fuse_decoder(model)) if config.fuse == "auto" else result
 
 
-def _recipes_of_experts(
-    names: Iterable[str], config: FP8Config, recipe: LinearRecipe, overrides: Mapping[str, Override]
-) -> Callable[[str], LinearRecipe | str]:
-    """Return the function that gives the recipe of experts by their name, or why they stay in BF16."""
-    names = list(names)
-    if config.param_gather.format == "bf16":
-        return lambda name: 'fp8.param_gather.format is "bf16"'
+def experts_left(model: nn.Module, config: FP8Config) -> dict[str, str]:
+    """Return why weights of experts are not gathered in FP8, by the names of those that are not."""
+    names = names_of_experts(model)
     by_user = named_by_user(names, config.linear)
-    override_of = first_matches(names, overrides)
+    override_of = first_matches(names, config.linear.overrides)
 
-    def recipe_of(name: str) -> LinearRecipe | str:
-        pattern = override_of.get(name)
-        return by_user.get(name) or (recipe if pattern is None else overrides[pattern].recipe)
+    def reason_of(name: str) -> str | None:
+        if config.param_gather.format == "bf16":
+            return 'fp8.param_gather.format is "bf16"'
+        if name in by_user:
+            return by_user[name]
+        casts = config.linear.overrides[override_of[name]] if name in override_of else config.linear
+        return cast_of_experts(casts.weight.spec).why_not_gathered
 
-    return recipe_of
+    return unconverted_experts(model, reason_of)
 
 
 def _check_patterns(overrides: Iterable[str], layers: Iterable[str]) -> None:

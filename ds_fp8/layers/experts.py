@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,7 +29,7 @@ import torch
 from torch import nn
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.config.formats import BLOCK
+from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.layers.linear import runs_eagerly
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.swapped import Swapped, swapped_class
@@ -208,36 +209,49 @@ def _shown(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[N
             vars(module).pop(name, None)
 
 
-def convert_experts(model: nn.Module, recipe_of: Callable[[str], LinearRecipe | str]) -> ExpertsConversion:
+def unconverted_experts(model: nn.Module, reason_of: Callable[[str], str | None]) -> dict[str, str]:
+    """Decide about every weight of experts of a model.
+
+    Args:
+        model: Any module, before or after a conversion.
+        reason_of: Returns why a weight is to stay in BF16, by its name, or None.
+
+    Returns:
+        The name of each weight that stays in BF16 -> the reason.
+    """
+    left = {}
+    modules = dict(model.named_modules())
+    users = Counter(id(parameter) for module in modules.values() for parameter in module._parameters.values())
+    for name, module in modules.items():
+        parent = modules.get(name.rpartition(".")[0])
+        for own_name, weight in expert_weights(name, module).items():
+            full_name = f"{name}.{own_name}".lstrip(".")
+            reason = reason_of(full_name) or _objection(module, weight, parent)
+            if reason is None and users[id(weight)] > 1:
+                reason = "shared with another module"
+            if reason is not None:
+                left[full_name] = reason
+    return left
+
+
+def convert_experts(
+    model: nn.Module, left: Mapping[str, str], recipe_of: Callable[[str], LinearRecipe]
+) -> ExpertsConversion:
     """Prepare the experts of a model for a gather in FP8, in place.
 
     Args:
         model: Any module, none of whose experts are FP8Experts.
-        recipe_of: Returns the recipe of a parameter by its name, or the reason why it stays in BF16.
+        left: Weights that stay in BF16.
+        recipe_of: Returns the recipe of each other one by its name.
     """
-    result = ExpertsConversion()
-    modules = dict(model.named_modules())
-    users: dict[int, int] = {}
-    for module in modules.values():
-        for parameter in module._parameters.values():
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
-    for name, module in modules.items():
+    result = ExpertsConversion(left=dict(left))
+    for name, module in model.named_modules():
         recipes = {}
-        for own_name, weight in expert_weights(name, module).items():
+        for own_name in expert_weights(name, module):
             full_name = f"{name}.{own_name}".lstrip(".")
-            reason = _objection(module, weight, modules.get(name.rpartition(".")[0]))
-            if reason is None and users[id(weight)] > 1:
-                reason = "shared with another module"
-            found = reason or recipe_of(full_name)
-            if isinstance(found, str):
-                result.left[full_name] = found
-                continue
-            recipe = _for_experts(found, name)
-            if recipe.weight.why_not_gathered is not None:
-                result.left[full_name] = recipe.weight.why_not_gathered
-                continue
-            recipes[own_name] = recipe
-            result.converted.append(full_name)
+            if full_name not in left:
+                recipes[own_name] = _for_experts(recipe_of(full_name), name)
+                result.converted.append(full_name)
         if recipes:
             module.expert_recipes = recipes
             module.__class__ = swapped_class(FP8Experts, type(module))
@@ -285,9 +299,13 @@ def _objection(module: nn.Module, weight: nn.Parameter, parent: nn.Module | None
     return None
 
 
+def cast_of_experts(cast: CastSpec) -> CastSpec:
+    """Return the cast of experts where linears have `cast`: in blocks, and not rotated."""
+    return replace(cast, granularity=GRANULARITY, rotation=None)
+
+
 def _for_experts(recipe: LinearRecipe, site: str) -> LinearRecipe:
-    """Return the recipe of experts: in blocks, not rotated, without outlier channels."""
-    weight = replace(recipe.weight, granularity=GRANULARITY, rotation=None)
+    weight = cast_of_experts(recipe.weight)
     return replace(recipe, weight=weight, site=site, outliers=None, outlier_channels=0)
 
 

@@ -118,7 +118,7 @@ class LeftToOthers(torch.nn.Module):
 
 def test_experts_that_are_not_called_have_zero_gradients():
     model = torch.nn.ModuleDict({"experts": LeftToOthers()})
-    convert_experts(model, lambda name: LinearRecipe.from_config(config()))
+    convert_experts(model, {}, lambda name: LinearRecipe.from_config(config()))
     x = torch.ones(3, 128, dtype=torch.bfloat16, requires_grad=True)
     model["experts"](x).sum().backward()
     assert not x.grad.any()

@@ -153,9 +153,7 @@ def initialize(
     return result
 
 
-def _for_deepspeed(
-    configuration: Configuration, own_optimizer: bool, prefetch: Mapping[str, int]
-) -> dict[str, Any]:
+def _for_deepspeed(configuration: Configuration, own_optimizer: bool, prefetch: Mapping[str, int]) -> dict[str, Any]:
     """Return the JSON for deepspeed.initialize: what was given, with what this package needs.
 
     Nothing else changes a configuration. What the user has set stays, but for the two keys by which DeepSpeed accepts

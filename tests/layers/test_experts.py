@@ -15,7 +15,7 @@ from ds_fp8.layers.convert import convert, layer_of, restore
 from ds_fp8.layers.decoder import FusedAttentionHalf
 from ds_fp8.layers.experts import FP8Experts, convert_experts, decode
 from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.recipe_from_config import recipe_from_config
 from ds_fp8.layers.swapped import Swapped
 from ds_fp8.layers.weights import GATHERED, placeholder
 from tests.layers.hugging_face import tokens
@@ -118,7 +118,7 @@ class LeftToOthers(torch.nn.Module):
 
 def test_experts_that_are_not_called_have_zero_gradients():
     model = torch.nn.ModuleDict({"experts": LeftToOthers()})
-    convert_experts(model, {}, lambda name: LinearRecipe.from_config(config()))
+    convert_experts(model, {}, lambda name: recipe_from_config(config()))
     x = torch.ones(3, 128, dtype=torch.bfloat16, requires_grad=True)
     model["experts"](x).sum().backward()
     assert not x.grad.any()

@@ -257,7 +257,7 @@ def changing_traces(section, steps):
         if step % 2:
             engine.eval()
             with torch.no_grad():
-                engine.module.model.layers[1].mlp(torch.ones(1, 3, 128, dtype=torch.bfloat16))
+                engine.module.model(input_ids=batch(step, dist.get_rank()))
             engine.train()
         ids = batch(step, dist.get_rank())
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss

@@ -38,6 +38,9 @@ from ds_fp8.layers.weights import GATHERED
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """Attributes of the experts that transformers can compute in several ways (its ExpertsInterface)."""
 
+PIECE = 1 << 25
+"""Elements that are decoded at once."""
+
 GRANULARITY = "128x128"
 """Elements of experts that share a scale, whatever the linears' is: such blocks serve both products of a weight."""
 
@@ -101,11 +104,17 @@ def decode(weight: nn.Parameter, first: int = 0, rows: int | None = None) -> tor
     """
     gathered: QuantizedTensor = getattr(weight, GATHERED)
     rows = gathered.shape[0] if rows is None else rows
-    blocks = slice(first // BLOCK, math.ceil((first + rows) / BLOCK))
-    start = blocks.start * BLOCK
-    data, scale = gathered.data[start : blocks.stop * BLOCK], gathered.scale[blocks]
-    whole = replace(gathered, data=data, scale=scale).dequantize(weight.dtype)
-    return whole[first - start : first - start + rows]
+    begin, end = first // BLOCK * BLOCK, math.ceil((first + rows) / BLOCK) * BLOCK
+    result = torch.empty(end - begin, gathered.shape[1], dtype=weight.dtype, device=gathered.data.device)
+    # In pieces: what a decoding needs besides its result is not of the size of all experts.
+    at_once = max(PIECE // gathered.shape[1] // BLOCK, 1) * BLOCK
+    for start in range(begin, end, at_once):
+        stop = min(start + at_once, end)
+        piece = replace(
+            gathered, data=gathered.data[start:stop], scale=gathered.scale[start // BLOCK : math.ceil(stop / BLOCK)]
+        )
+        result[start - begin : stop - begin] = piece.dequantize(weight.dtype)
+    return result[first - begin : first - begin + rows]
 
 
 class _Decoded(torch.autograd.Function):

@@ -82,6 +82,15 @@ def test_they_compute_with_the_decoded_weights(implementation, reached):
     assert all(weight.isnan().all() for weight in experts.parameters())
 
 
+@pytest.mark.parametrize(("first", "rows"), [(0, None), (128, 256), (100, 200), (1000, 24)])
+def test_weights_are_decoded_in_pieces(monkeypatch, first, rows):
+    experts, twin = pair("grouped_mm")
+    monkeypatch.setattr("ds_fp8.layers.experts.PIECE", 300 * 128)
+    expected = twin.gate_up_proj.detach().flatten(0, 1)
+    stop = len(expected) if rows is None else first + rows
+    assert torch.equal(decode(experts.gate_up_proj, first, rows), expected[first:stop])
+
+
 def test_experts_without_tokens_have_zero_gradients():
     experts, _ = pair("grouped_mm")
     *_, gate_up, down = results(experts, inputs((1, 3)))

@@ -49,7 +49,7 @@ def train(engine, steps, start=0):
 
     losses = []
     for step in range(start, start + steps):
-        ids = batch(step, dist.get_rank())
+        ids = batch(step, dist.get_rank()).to(engine.device)
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
         engine.backward(loss)
         engine.step()
@@ -99,6 +99,7 @@ def trained(architecture, section, steps):
     losses = train(engine, steps)
     apart = 0.0
     for weight in models.bf16_weights(engine).values():
+        weight = weight.to(engine.device)
         first = weight.clone()
         dist.broadcast(first, 0)
         apart = max(apart, (first.float() - weight.float()).abs().max().item())
@@ -154,7 +155,7 @@ def route(model, reached, keep):
     def forward(self, hidden_states):
         x = hidden_states.flatten(0, 1)
         _, scores, index = self.gate(x)
-        index = torch.tensor(reached).expand_as(index)
+        index = torch.tensor(reached, device=index.device).expand_as(index)
         chosen = slice(None) if keep else slice(0, 0)
         y = self.experts(x[chosen], index[chosen], scores[chosen])
         return torch.cat([y, x.new_zeros(len(x) - len(y), x.shape[1])]).view_as(hidden_states)
@@ -187,7 +188,7 @@ def gradients(section, routing, implementation, recompute, accumulate, steps, ze
     engine = engine_of("qwen3_moe", section, prepare, accumulate=accumulate, **zero)
     result = {}
     for step in range(steps * accumulate):
-        ids = batch(step, dist.get_rank())
+        ids = batch(step, dist.get_rank()).to(engine.device)
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
         engine.backward(loss)
         if step + 1 == accumulate:
@@ -259,7 +260,7 @@ def changing_traces(section, steps):
             with torch.no_grad():
                 engine.module.model(input_ids=batch(step, dist.get_rank()))
             engine.train()
-        ids = batch(step, dist.get_rank())
+        ids = batch(step, dist.get_rank()).to(engine.device)
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
         engine.backward(loss)
         engine.step()

@@ -241,12 +241,17 @@ def _cells(result: dict[str, Any]) -> list[str]:
         first = f"{result['bf16'][0]:.3f} → {result['bf16'][-1]:.3f}" if "bf16" in result else ""
         return ["", "", first, result["status"], "", reason]
     report, bf16, fp8 = result["report"], result["bf16"], result["fp8"]
-    counts = ((report["fused_layers"], "layer"), (report["fused_mlps"], "MLP"))
-    fused = [f"{count} {what}{'s' * (count > 1)}" for count, what in counts if count]
+    counts = (
+        (report["fused_layers"], "layer", "layers"),
+        (report.get("fused_attention_halves", 0), "attention half", "attention halves"),
+        (report["fused_mlps"], "MLP", "MLPs"),
+    )
+    fused = [f"{count} {one if count == 1 else several}" for count, one, several in counts if count]
+    in_fp8 = report["fp8_parameters"] + report.get("fp8_gathered_experts", 0)
     gap = fp8[-1] - bf16[-1]
     kept = max(report.get("kept_in_bf16", []), key=lambda part: part["parameters"], default=None)
     return [
-        f"{report['fp8_parameters'] / report['parameters']:.0%}",
+        f"{in_fp8 / report['parameters']:.0%}",
         " and ".join(fused) or "no",
         f"{bf16[0]:.3f} → {bf16[-1]:.3f}",
         f"{fp8[0]:.3f} → {fp8[-1]:.3f}",

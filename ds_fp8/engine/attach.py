@@ -9,6 +9,7 @@ from ds_fp8.engine.graph_conditions import why_no_graphs
 from ds_fp8.engine.health import Health
 from ds_fp8.engine.micro_steps import MicroStepGraphs
 from ds_fp8.engine.state import CHECKPOINT_KEY, FP8State
+from ds_fp8.layers.experts import FP8Experts
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.optim import AdamW
 from ds_fp8.zero import seams
@@ -71,6 +72,13 @@ def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lif
         and module.recipe.weight.why_not_gathered is None
         and seams.is_partitioned(module.weight)
         and id(module.weight) not in read
+    ]
+    weights += [
+        (parameter, recipe.weight, None)
+        for module in engine.module.modules()
+        if isinstance(module, FP8Experts)
+        for parameter, recipe in module.recipes_of_weights()
+        if seams.is_partitioned(parameter)
     ]
     if not weights:
         return

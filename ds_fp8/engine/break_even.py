@@ -1,6 +1,7 @@
-"""Measured number of tokens above which FP8 layers are faster than BF16 ones where Python launches both.
+"""Numbers of tokens above which FP8 layers are faster than BF16 ones, and experts gathered faster than tokens sent.
 
-As CUDA graphs they were faster at every size measured, and the start report has nothing to say.
+The first is measured, where Python launches both; as CUDA graphs FP8 layers were faster at every size measured, and the
+start report has nothing to say. The second is computed.
 """
 
 from __future__ import annotations
@@ -54,3 +55,23 @@ def typical_hidden(linears: list[torch.nn.Linear]) -> int | None:
     """Return the median number of input features of a model's FP8 linears: its hidden size, but for odd models."""
     features = sorted(linear.in_features for linear in linears)
     return features[len(features) // 2] if features else None
+
+
+LINK = 400e9
+"""Bytes a second that reach a GPU from the others of its host, by NVLink."""
+PRODUCTS = 310e12
+"""FLOP/s of FP8 products, casts included."""
+
+
+def tokens_to_hide_experts(total: int, active: int, ranks: int) -> int:
+    """Return the tokens of a micro-batch on one GPU below which gathers take longer than products.
+
+    Every layer is gathered twice and its gradients are reduced once, a byte a parameter each, whatever the tokens;
+    forward and backward take 6 FLOP a token and active parameter. Expert parallelism sends tokens instead.
+
+    Args:
+        total: Parameters of the decoder layers.
+        active: Those that multiply one token.
+        ranks: GPUs that the layers are sharded over, of one host.
+    """
+    return round(3 * total * (ranks - 1) / ranks / LINK / (6 * active / PRODUCTS))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_fp8.layers.experts import expert_weights
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.selection import ROUTERS
 from ds_fp8.zero import seams
 
-EXPERTS = "experts, stored as 3-D parameters"
+EXPERTS = "experts"
+"""Beginning of the reasons of experts that stay in BF16."""
+NOT_GATHERED = "which only ZeRO-3 gathers in FP8, and not those below its persistence threshold"
 LITTLE = 1 / 3
 """Share of the parameters in FP8 below which the start report warns."""
 
@@ -35,6 +38,9 @@ class Coverage:
 
     total: int
     in_fp8: int
+    """Weights of FP8 linears."""
+    gathered: int
+    """Experts gathered in FP8, and decoded to BF16 where they are multiplied."""
     kept: list[Kept]
     """Experts first, then the most parameters."""
 
@@ -43,26 +49,31 @@ class Coverage:
         return {
             "parameters": self.total,
             "fp8_parameters": self.in_fp8,
+            "fp8_gathered_experts": self.gathered,
             "kept_in_bf16": [asdict(kept) for kept in self.kept],
         }
 
     def warning(self) -> str | None:
         """Return a warning if most of the model is not in FP8, or None."""
-        if self.in_fp8 >= LITTLE * self.total:
+        in_fp8 = self.in_fp8 + self.gathered
+        if in_fp8 >= LITTLE * self.total:
             return None
-        return f"only {self.in_fp8 / self.total:.0%} of the parameters are in FP8: expect little of it"
+        return f"only {in_fp8 / self.total:.0%} of the parameters are in FP8: expect little of it"
 
 
-def coverage(model: nn.Module, left: Mapping[str, str]) -> Coverage:
+def coverage(
+    model: nn.Module, left: Mapping[str, str], gathers: Callable[[nn.Parameter], bool] = lambda parameter: False
+) -> Coverage:
     """Count the parameters of a converted model.
 
     Args:
         model: the module of an engine, partitioned or not.
-        left: name of each linear layer that was not converted -> the reason.
+        left: name of each linear layer and of each weight of experts that was not converted -> the reason.
+        gathers: whether a parameter is gathered in FP8.
     """
     kept: dict[str, Kept] = {}
     seen: set[int] = set()
-    total = in_fp8 = 0
+    total = in_fp8 = gathered = 0
     for owner_name, owner in model.named_modules():
         for own_name, parameter in owner.named_parameters(recurse=False):
             if id(parameter) in seen:
@@ -73,12 +84,19 @@ def coverage(model: nn.Module, left: Mapping[str, str]) -> Coverage:
             if isinstance(owner, FP8Linear) and own_name == "weight":
                 in_fp8 += math.prod(shape)
                 continue
-            reason = _reason(owner_name, owner, shape, left)
+            name = f"{owner_name}.{own_name}".lstrip(".")
+            if own_name in expert_weights(owner_name, owner):
+                if gathers(parameter):
+                    gathered += math.prod(shape)
+                    continue
+                reason = f"{EXPERTS}, {left.get(name, NOT_GATHERED)}"
+            else:
+                reason = _reason(owner_name, owner, shape, left)
             part = kept.setdefault(reason, Kept(reason))
             part.parameters += math.prod(shape)
-            part.names.append(f"{owner_name}.{own_name}".lstrip("."))
-    order = sorted(kept.values(), key=lambda part: (part.reason != EXPERTS, -part.parameters))
-    return Coverage(total, in_fp8, order)
+            part.names.append(name)
+    order = sorted(kept.values(), key=lambda part: (not part.reason.startswith(EXPERTS), -part.parameters))
+    return Coverage(total, in_fp8, gathered, order)
 
 
 def _reason(name: str, owner: nn.Module, shape: torch.Size, left: Mapping[str, str]) -> str:
@@ -89,8 +107,6 @@ def _reason(name: str, owner: nn.Module, shape: torch.Size, left: Mapping[str, s
     if isinstance(owner, nn.Embedding):
         return "embeddings"
     kind = type(owner).__name__
-    if len(shape) == 3 and "expert" in f"{name} {kind}".lower():
-        return EXPERTS
     if "Router" in kind or ROUTERS & set(name.split(".")[-2:]):
         return "a router or gate"
     return "parameters of other layers"

@@ -17,6 +17,7 @@ from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.log import logger
 from ds_fp8.layers.convert import layer_of, restore
+from ds_fp8.layers.experts import FP8Experts
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.outlier_channels import look_again, sites_of
 from ds_fp8.monitor.cast_monitor import CastMonitor, Measurement
@@ -54,8 +55,11 @@ class Health:
         self._thresholds = Thresholds(config.monitor)
         linears = {name: module for name, module in engine.module.named_modules() if isinstance(module, FP8Linear)}
         self._site_of = {id(linear.weight): linear.recipe.site for linear in linears.values()}
+        experts = [module for module in engine.module.modules() if isinstance(module, FP8Experts)]
+        weights_of_experts = [weight for module in experts for weight in module.recipes_of_weights()]
+        self._site_of |= {id(weight): recipe.site for weight, recipe in weights_of_experts}
         self._name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-        self._site_of_gradient = {self._name_of[id(linear.weight)]: linear.recipe.site for linear in linears.values()}
+        self._site_of_gradient = {self._name_of[weight]: site for weight, site in self._site_of.items()}
         self._outliers = dict(sites_of(engine.module))
         group = seams.data_parallel_group(engine)
         self._add_over_ranks = functools.partial(_add_over_ranks, group)

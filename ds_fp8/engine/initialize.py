@@ -23,6 +23,7 @@ from ds_fp8.engine.compiled_kernels import announce_compilation
 from ds_fp8.engine.deepspeed_values import check_values
 from ds_fp8.engine.launch import check_launch
 from ds_fp8.engine.optimizer_section import check_optimizer
+from ds_fp8.engine.prefetch import wider_prefetch
 from ds_fp8.engine.report import log_report, start_report
 from ds_fp8.engine.state import FP8State
 from ds_fp8.layers.convert import convert
@@ -95,6 +96,7 @@ def initialize(
 
     monitor = CastMonitor(fp8.monitor.every if fp8.enabled else 0)
     conversion = loss = None
+    prefetch: dict[str, int] = {}
     if fp8.enabled:
         if model is None:
             raise UserError("initialize needs a model to put FP8 into", remedy="pass model=...")
@@ -103,15 +105,17 @@ def initialize(
     own_optimizer = choose_optimizer(configuration, optimizer, model_parameters, _rank)
     if fp8.enabled:
         conversion = _located(file, convert, model, fp8, monitor)
-        if not conversion.converted:
+        if not conversion.converted and not conversion.experts.converted:
             monitor.every = 0  # a measured step runs outside graphs, and there is no cast to measure
-        rope_notes = restore_inverse_frequencies(model)
+        notes = restore_inverse_frequencies(model)
+        prefetch, more = wider_prefetch(configuration.zero, model)
+        notes += more
 
     if fp8.fuses_loss and model is not None:
         loss = _located(file, _fuse_loss, model, fp8)
-    if conversion is not None and conversion.fusion.classes:
+    if conversion is not None and conversion.leaf_classes:
         # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
-        set_z3_leaf_modules(model, sorted(conversion.fusion.classes, key=lambda fused: fused.__name__))
+        set_z3_leaf_modules(model, sorted(conversion.leaf_classes, key=lambda leaf: leaf.__name__))
     if fp8.enabled:
         check_launch()
     if not dist.is_initialized():
@@ -133,7 +137,7 @@ def initialize(
         mpu,
         dist_init_required,
         collate_fn,
-        _for_deepspeed(configuration, own_optimizer is not None),
+        _for_deepspeed(configuration, own_optimizer is not None, prefetch),
         mesh_param,
     )
     engine = result[0]
@@ -143,17 +147,17 @@ def initialize(
     attach(engine, state, measured="fp8" in configuration.values)
     state.report = start_report(engine, state, _micro_batch_tokens(configuration, engine))
     if conversion is not None:
-        state.report["notes"] += rope_notes
+        state.report["notes"] += notes
     if "fp8" in configuration.values:
         log_report(state.report)
     return result
 
 
-def _for_deepspeed(configuration: Configuration, own_optimizer: bool) -> dict[str, Any]:
+def _for_deepspeed(configuration: Configuration, own_optimizer: bool, prefetch: Mapping[str, int]) -> dict[str, Any]:
     """Return the JSON for deepspeed.initialize: what was given, with what this package needs.
 
     Nothing else changes a configuration. What the user has set stays, but for the two keys by which DeepSpeed accepts
-    an optimizer that it does not know.
+    an optimizer that it does not know, and for limits of `prefetch` that are too small for a layer with experts.
     """
     values = copy.deepcopy(dict(configuration.values))
     if configuration.fp8.enabled:
@@ -162,6 +166,8 @@ def _for_deepspeed(configuration: Configuration, own_optimizer: bool) -> dict[st
         if configuration.stage == 3:
             # The sum over ranks arrives in FP32: an accumulator in BF16 would round it at every micro-batch.
             values.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    if prefetch:
+        values["zero_optimization"] |= prefetch
     if own_optimizer:
         values |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     return values

@@ -18,16 +18,24 @@ from ds_fp8.config.log import show
 from ds_fp8.config.optimizer_state import MOMENTS
 from ds_fp8.engine import break_even
 from ds_fp8.engine.coverage import EXPERTS, coverage
-from ds_fp8.engine.known_code import code_of_others
+from ds_fp8.engine.known_code import code_of_others, text_config
 from ds_fp8.engine.micro_steps import EAGER_STEPS
 from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
 from ds_fp8.layers.attention_format import AttentionFormat
+from ds_fp8.layers.experts import expert_weights
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.optim.codecs import moment_bytes
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import residual_bytes
 from ds_fp8.zero.nodes import why_flat
+
+FUSED = {
+    "fused_layers": "decoder layers",
+    "fused_attention_halves": "attention halves of layers with experts",
+    "fused_mlps": "MLPs",
+}
+"""Keys of the report that count fused parts -> what these are."""
 
 
 def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int | None) -> dict[str, Any]:
@@ -52,11 +60,12 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         return report
 
     linears = [module for module in engine.module.modules() if isinstance(module, FP8Linear)]
-    covered = coverage(engine.module, state.conversion.left)
-    partitioned = [m.weight for m in linears if seams.is_partitioned(m.weight)]
     gather = state.parameter_gather
+    left = state.conversion.left | state.conversion.experts.left
+    covered = coverage(engine.module, left, gather.gathers if gather is not None else lambda parameter: False)
+    partitioned = [m.weight for m in linears if seams.is_partitioned(m.weight)]
     gathered = [weight for weight in partitioned if gather is not None and gather.gathers(weight)]
-    gathered_count = sum(math.prod(seams.full_shape(weight)) for weight in gathered)
+    gathered_count = sum(math.prod(seams.full_shape(weight)) for weight in gathered) + covered.gathered
     whole, read = len(linears) - len(partitioned), len(partitioned) - len(gathered)
     fp8, recipe = state.config, state.conversion.recipe
     precision = fp8.optimizer.precision()
@@ -72,8 +81,10 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "outlier_channels": fp8.linear.outlier_channels,
         "fp8_linears": len(linears),
         **covered.as_json(),
-        "left_in_bf16": state.conversion.left,
+        "left_in_bf16": left,
+        "expert_parallelism_below_tokens": _tokens_to_hide_experts(engine),
         "fused_layers": len(state.conversion.fusion.layers),
+        "fused_attention_halves": len(state.conversion.fusion.attention_halves),
         "fused_mlps": len(state.conversion.fusion.mlps),
         "not_fused": state.conversion.fusion.left,
         **_attention(state.conversion.attention),
@@ -119,7 +130,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         report["notes"].append(
             "master weights take the values of scaled FP16, in the FP32 shards that ZeRO holds: no memory is saved"
         )
-    if not linears:
+    if not linears and not covered.gathered:
         report["notes"].append("no linear layer is in FP8: fp8.linear.overrides keeps them in BF16")
     elif (warning := covered.warning()) is not None:
         report["notes"].append(warning)
@@ -146,6 +157,29 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     if state.graphs is not None and (others := code_of_others(engine.module)) is not None:
         report["notes"].append(f"{others}: graphs keep the Python values of their capture until a check finds a change")
     return report
+
+
+def _tokens_to_hide_experts(engine: deepspeed.DeepSpeedEngine) -> int | None:
+    """Return the tokens a GPU below which expert parallelism would be faster; None without experts, or on one GPU."""
+    model, ranks = engine.module, dist.get_world_size()
+    shapes = [
+        seams.full_shape(parameter)
+        for name, module in model.named_modules()
+        for parameter in expert_weights(name, module).values()
+    ]
+    config = text_config(getattr(model, "config", None))
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if not shapes or not isinstance(chosen, int) or ranks == 1:
+        return None
+    experts = sum(map(math.prod, shapes))
+    outside = {
+        id(p) for module in model.modules() if isinstance(module, torch.nn.Embedding) for p in module.parameters()
+    }
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    outside |= {id(p) for p in head.parameters()} if head is not None else set()
+    total = sum(math.prod(seams.full_shape(p)) for p in model.parameters() if id(p) not in outside)
+    active = total - experts + sum(min(chosen / shape[0], 1) * math.prod(shape) for shape in shapes)
+    return break_even.tokens_to_hide_experts(total, active, ranks)
 
 
 def _forgotten(names: list[str]) -> str:
@@ -213,9 +247,18 @@ def log_report(report: dict[str, Any]) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     total, kept = report["parameters"], report["kept_in_bf16"]
-    if kept and kept[0]["reason"] == EXPERTS:
+    experts = [part for part in kept if part["reason"].startswith(EXPERTS)]
+    if experts:
+        share = sum(part["parameters"] for part in experts) / total
+        table.add_row("experts", f"[bold]{share:.0%} of the parameters stay BF16: experts[/bold]")
+    if report["fp8_gathered_experts"]:
+        share = report["fp8_gathered_experts"] / total
+        table.add_row("experts", f"{share:.1%} of the parameters: gathered in FP8, decoded and multiplied in BF16")
+    if (tokens := report["expert_parallelism_below_tokens"]) is not None:
         table.add_row(
-            "experts", f"[bold]{kept[0]['parameters'] / total:.0%} of the parameters stay BF16: experts[/bold]"
+            "experts",
+            f"below about {tokens:,} tokens a GPU and micro-batch (computed, for NVLink) their gathers take longer "
+            "than their products: expert parallelism would be faster",
         )
     table.add_row("hosts x ranks", report["ranks_of_hosts"])
     share = report["fp8_parameters"] / total
@@ -227,7 +270,7 @@ def log_report(report: dict[str, Any]) -> None:
             f"{count} tensor{'s' * (count > 1)}, {part['parameters']:,} parameters ({part['parameters'] / total:.1%})"
         )
         table.add_row("in BF16", f"{part['reason']}: {tensors}, {names}")
-    fused = [f"{report[key]} {what}" for key, what in (("fused_layers", "decoder layers"), ("fused_mlps", "MLPs"))]
+    fused = [f"{report[key]} {what}" for key, what in FUSED.items()]
     table.add_row("fused", ", ".join(text for text in fused if not text.startswith("0 ")) or "nothing")
     for reason in dict.fromkeys(report["not_fused"].values()):
         table.add_row("not fused", f"{_some(report['not_fused'], reason)}: {reason}")

@@ -19,6 +19,8 @@ from ds_fp8.config.fp8 import FP8Config, section_of
 from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, check_target, write_folder
 from ds_fp8.export.layouts import check_layout
 from ds_fp8.export.plan import Plan, check_architecture, make_plan
+from ds_fp8.layers.convert import experts_left
+from ds_fp8.layers.experts import names_of_experts
 from ds_fp8.layers.selection import unconverted
 from ds_fp8.zero.safe_load import tensors_only
 
@@ -79,9 +81,16 @@ def export_checkpoint(
         left |= {
             name: "moved to BF16 in training" for name, _ in model.get_submodule(layer).named_modules(prefix=layer)
         }
+        left |= {name: "moved to BF16 in training" for name in names_of_experts(model) if name.startswith(f"{layer}.")}
+    rounds_first = _rounds_first(fp8, deepspeed_config or {})
+    parameters = dict(model.named_parameters())
+    kept = experts_left(model, fp8) if fp8.enabled else {}
+    for name in names_of_experts(model):
+        if name in kept or not fp8.enabled or rounds_first(parameters[name].numel()):
+            left.setdefault(name, kept.get(name, "in BF16 in training"))
     plan = make_plan(model, left, fp8.linear, layout)
     _check_same_model(_masters(checkpoint), plan, checkpoint)
-    weights = _cast(_read(checkpoint, plan), plan, _rounds_first(fp8, deepspeed_config or {}))
+    weights = _cast(_read(checkpoint, plan), plan, rounds_first)
     config.architectures = [type(model).__name__]
     write_folder(
         folder,
@@ -179,5 +188,5 @@ def _cast(
         if not entry.quantized or rounds_first(numbers.numel()):
             numbers = numbers.bfloat16()
         if entry.quantized:
-            numbers = quantize(numbers, plan.cast.format, plan.cast.granularity, plan.cast.scale)
+            numbers = quantize(numbers.flatten(0, -2), plan.cast.format, plan.cast.granularity, plan.cast.scale)
         yield name, numbers

@@ -15,6 +15,7 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, check_target, write_folder
 from ds_fp8.export.plan import Plan, make_plan
+from ds_fp8.layers.experts import names_of_experts
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.selection import linear_layers
 from ds_fp8.zero.seams import full_shape
@@ -87,15 +88,18 @@ def served_weights(
 
     Yields:
         (name, codes, scales): float8_e4m3fn codes [R, C] and FP32 scales to multiply by, of 128x128 blocks, rows or the
-        tensor as training cast; or (name, BF16 tensor, None).
+        tensor as training cast; or (name, BF16 tensor, None). Of experts each matrix by itself, by its name.
     """
     linear = engine.fp8.config.linear
     in_bf16 = engine.fp8.conversion is None or linear.rotation.fprop is not None
     by_blocks = linear.weight.granularity == "128x128"
     layout = "bf16" if in_bf16 else "fp8" if by_blocks else "compressed-tensors"
-    for name, numbers in _gathered(engine, _plan(engine, layout)):
-        quantized = isinstance(numbers, QuantizedTensor)
-        yield (name, numbers.data, numbers.scale) if quantized else (name, numbers, None)
+    plan = _plan(engine, layout)
+    entries = {entry.name: entry for entry in plan.entries}
+    for name, whole in _gathered(engine, plan):
+        for stored, numbers in entries[name].stored(whole).items():
+            quantized = isinstance(numbers, QuantizedTensor)
+            yield (stored, numbers.data, numbers.scale) if quantized else (stored, numbers, None)
 
 
 def _plan(engine: deepspeed.DeepSpeedEngine, layout: str) -> Plan:
@@ -103,6 +107,10 @@ def _plan(engine: deepspeed.DeepSpeedEngine, layout: str) -> Plan:
     left = {} if state.conversion is None else dict(state.conversion.left)
     for name, linear in linear_layers(engine.module).items():
         if not isinstance(linear, FP8Linear):
+            left.setdefault(name, "in BF16 in training")
+    gather, parameters = state.parameter_gather, dict(engine.module.named_parameters())
+    for name in names_of_experts(engine.module):
+        if gather is None or not gather.gathers(parameters[name]):
             left.setdefault(name, "in BF16 in training")
     return make_plan(engine.module, left, state.config.linear, layout, full_shape)
 

@@ -117,8 +117,10 @@ def _write_weights(folder: Path, plan: Plan, weights: Iterable[NamedWeight], sha
     split = split_torch_state_dict_into_shards(planned, filename_pattern=pattern, max_shard_size=shard_bytes)
     shard: dict[str, torch.Tensor] = {}
     done: set[str] = set()
+    entries = {entry.name: entry for entry in plan.entries}
     for name, numbers in weights:
-        shard.update(_stored(name, numbers, plan))
+        for part, own in entries[name].stored(numbers).items():
+            shard.update(_stored(part, own, plan))
         for file, names in split.filename_to_tensors.items():
             if file not in done and shard.keys() >= set(names):
                 save_file({name: shard.pop(name) for name in names}, folder / file, metadata={"format": "pt"})

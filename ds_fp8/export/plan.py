@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.config.linear import LinearConfig, WeightCast
+from ds_fp8.export.experts import Parts, parts_of_parameters, split
 from ds_fp8.export.layouts import SCALE_SUFFIX, check_layout
 from ds_fp8.layers import munit
+from ds_fp8.layers.experts import cast_of_experts, names_of_experts
 from ds_fp8.layers.selection import first_matches, linear_layers
 
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -25,18 +28,27 @@ class Entry:
     """A tensor of the model as the folder holds it."""
 
     name: str
+    """Name of the parameter."""
     shape: tuple[int, ...]
     quantized: bool
+    parts: Parts | None = field(default=None, compare=False)
+    """How it is stored; None: as it is, under its name."""
+
+    def stored(self, numbers: torch.Tensor | QuantizedTensor) -> dict[str, torch.Tensor | QuantizedTensor]:
+        """Return the tensors that the parameter is stored as, by name."""
+        return {self.name: numbers} if self.parts is None else split(numbers, self.parts, self.shape)
 
     def tensors(self, plan: Plan) -> dict[str, torch.Tensor]:
         """Return the tensors that are stored for this one, by name, without data (on the meta device)."""
         if not self.quantized:
-            return {self.name: torch.empty(self.shape, dtype=torch.bfloat16, device="meta")}
-        scales = scale_shape(self.shape, plan.cast.granularity)
-        return {
-            self.name: torch.empty(self.shape, dtype=torch.float8_e4m3fn, device="meta"),
-            self.name + SCALE_SUFFIX[plan.layout]: torch.empty(scales, dtype=torch.float32, device="meta"),
-        }
+            return self.stored(torch.empty(self.shape, dtype=torch.bfloat16, device="meta"))
+        result = {}
+        codes = torch.empty(self.shape, dtype=torch.float8_e4m3fn, device="meta")
+        for name, part in ({self.name: codes} if self.parts is None else self.parts(codes)).items():
+            scales = scale_shape(part.shape, plan.cast.granularity)
+            result[name] = part
+            result[name + SCALE_SUFFIX[plan.layout]] = torch.empty(scales, dtype=torch.float32, device="meta")
+        return result
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,7 @@ class Plan:
     cast: WeightCast
     entries: list[Entry]
     left: dict[str, str] = field(default_factory=dict)
-    """Linear layers in BF16, tied ones among them, with the reason."""
+    """Linear layers in BF16, tied ones among them, experts and routers, with the reason."""
 
     @property
     def quantized(self) -> list[str]:
@@ -76,7 +88,8 @@ def make_plan(
 
     Args:
         model: On any device, without data too.
-        left: Linear layers that training computed in BF16, with the reason; all others were FP8.
+        left: Linear layers that training computed in BF16, and weights of experts, with the reason; all others were
+            FP8.
         linear: How training cast weights. Those that an override casts in another way are stored in BF16.
         layout: One of layouts.LAYOUTS.
         shape_of: Gives the whole shape of a parameter that is partitioned.
@@ -97,8 +110,13 @@ def make_plan(
         )
     shape_of = shape_of or (lambda parameter: parameter.shape)
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # of tied ones the first
+    parts = parts_of_parameters(model)
+
+    def entries(in_fp8: Collection[str]) -> list[Entry]:
+        return [Entry(n, tuple(shape_of(p)), n in in_fp8, parts.get(n)) for n, p in model.named_parameters()]
+
     if layout == "bf16":
-        return Plan(layout, cast, [Entry(n, tuple(shape_of(p)), False) for n, p in model.named_parameters()])
+        return Plan(layout, cast, entries(()))
     linears = linear_layers(model)
     reasons = {name: left[name] for name in linears if name in left}
     for name, pattern in first_matches(linears, linear.overrides).items():
@@ -121,9 +139,39 @@ def make_plan(
         partner = next((other for other in merged if f"{parent}.{other}" in reasons), None)
         if partner is not None:
             reasons.setdefault(name, f"servers stack it with {partner}, which is in BF16")
-    in_fp8 = {f"{name}.weight" for name in linears if name not in reasons}
+    experts = _experts_in_fp8(model, left, linear, layout)
+    in_fp8 = {f"{name}.weight" for name in linears if name not in reasons} | experts
     if not in_fp8:
         why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
         raise UserError(f"no layer of this model can be stored in FP8 ({why})", remedy="--format bf16")
-    entries = [Entry(name, tuple(shape_of(p)), name in in_fp8) for name, p in model.named_parameters()]
-    return Plan(layout, cast, entries, reasons)
+    planned = entries(in_fp8)
+    return Plan(layout, cast, planned, reasons | _beside_experts(planned, linears, names_of_experts(model)))
+
+
+def _experts_in_fp8(model: nn.Module, left: Mapping[str, str], linear: LinearConfig, layout: str) -> set[str]:
+    """Return the weights of experts that are stored in FP8: all of a module's, or none."""
+    names = names_of_experts(model)
+    override_of = first_matches(names, linear.overrides)
+    cast, found = linear.weight.spec, set()
+    for module in {name.rpartition(".")[0] for name in names}:
+        weights = [name for name in names if name.rpartition(".")[0] == module]
+        casts = [linear.overrides[override_of[name]] if name in override_of else linear for name in weights]
+        alike = all(name not in left for name in weights) and all(own != "bf16" for own in casts)
+        if alike and layout == "fp8" and all(cast_of_experts(own.weight.spec) == cast for own in casts):
+            found.update(weights)
+    return found
+
+
+def _beside_experts(entries: Iterable[Entry], linears: Collection[str], experts: Collection[str]) -> dict[str, str]:
+    """Return modules of layers with experts that are in BF16 and no linear layers: servers make linears of routers."""
+    found = {}
+    for entry in entries:
+        module = entry.name.rpartition(".")[0]
+        if entry.parts is None or entry.quantized or module in linears:
+            continue
+        if entry.name in experts:
+            found[module] = "experts in BF16"
+        elif entry.name.endswith(".weight") and len(entry.shape) == 2:
+            stored = next(iter(entry.parts(torch.empty(entry.shape, device="meta"))))
+            found |= dict.fromkeys((module, stored.removesuffix(".weight")), "a router or gate")
+    return found

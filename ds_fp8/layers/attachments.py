@@ -8,6 +8,7 @@ attachment already; a fused module looks again at every forward, and calls its m
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 
 from torch import nn
 
@@ -28,11 +29,18 @@ def attachment_of(module: nn.Module) -> str | None:
 class Parts:
     """The submodules of a module, as they were when its forward was fused."""
 
-    def __init__(self, root: nn.Module):
+    def __init__(self, root: nn.Module, called: Collection[str] = ()):
+        """Remember them.
+
+        Args:
+            root: The module.
+            called: Names of children that its fused forward calls, as its own does: whatever they carry runs.
+        """
         self._parts = [
             (owner._modules, own_name, part, type(part), f"{name}.{own_name}".lstrip("."))
             for name, owner in root.named_modules()
             for own_name, part in owner.named_children()
+            if f"{name}.{own_name}".lstrip(".").split(".")[0] not in called
         ]
         self._said = False
 

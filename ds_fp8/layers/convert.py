@@ -1,11 +1,11 @@
-"""Convert a Hugging Face model in place: linear layers become FP8Linear, and decoder layers are fused.
+"""Convert a Hugging Face model in place: linears become FP8Linear, experts FP8Experts, and decoder layers are fused.
 
 Which layers, selection.py decides; which decoder layers, decoder.py. One layer goes back by `restore`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -20,12 +20,29 @@ from ds_fp8.layers.attention_format import (
     runs_in_fp8,
     use_fp8_attention,
 )
-from ds_fp8.layers.decoder import FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
+from ds_fp8.layers.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
+from ds_fp8.layers.experts import (
+    ExpertsConversion,
+    FP8Experts,
+    cast_of_experts,
+    convert_experts,
+    names_of_experts,
+    restore_experts,
+    unconverted_experts,
+)
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.loss import FusedHead, fuse_loss, withholds_logits
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.recipe_from_config import recipe_from_config
-from ds_fp8.layers.selection import OVERRIDDEN, Filter, first_matches, linear_layers, matches, unconverted
+from ds_fp8.layers.selection import (
+    OVERRIDDEN,
+    Filter,
+    first_matches,
+    linear_layers,
+    matches,
+    named_by_user,
+    unconverted,
+)
 from ds_fp8.layers.structure import MLP_PARTS
 from ds_fp8.monitor.cast_monitor import CastMonitor
 
@@ -60,6 +77,13 @@ class Conversion:
     fusion: Fusion = field(default_factory=Fusion)
     attention: AttentionFormat | None = None
     """None: attention is not in FP8."""
+    experts: ExpertsConversion = field(default_factory=ExpertsConversion)
+    """3-D parameters that ZeRO-3 can gather in FP8."""
+
+    @property
+    def leaf_classes(self) -> set[type]:
+        """Return the classes of modules that must be ZeRO-3 leaf modules."""
+        return self.fusion.classes | self.experts.classes
 
 
 def convert(
@@ -92,9 +116,13 @@ def convert(
     for module in list(model.modules()):
         if isinstance(module, (FusedDecoderLayer, FusedMLP)):
             unfuse(module)
+        elif isinstance(module, FP8Experts):
+            restore_experts(module)
     restore_attention(model)
     layers = linear_layers(model)
-    _check_patterns(config.linear.overrides, layers)
+    experts = names_of_experts(model)
+    named = [*layers, *experts]
+    _check_patterns(config.linear.overrides, named)
     overrides = {
         pattern: Override(None if casts == "bf16" else recipe_from_config(config, recipe.monitor, casts))
         for pattern, casts in config.linear.overrides.items()
@@ -110,14 +138,22 @@ def convert(
             result.converted.append(name)
         elif isinstance(layer, FP8Linear):
             restore(layer)
+    recipes = {name: overrides[pattern].recipe for name, pattern in first_matches(experts, overrides).items()}
+    converted = convert_experts(model, experts_left(model, config), lambda name: recipes.get(name, recipe))
+    result = replace(result, experts=converted)
     for name, override in override_of.items():
         if name not in result.left or result.left[name].startswith(OVERRIDDEN):
             override.linears.append(name)
+    for name, pattern in first_matches(experts, overrides).items():
+        reason = result.experts.left.get(name, "")
+        if name in result.experts.converted or reason.startswith(OVERRIDDEN):
+            overrides[pattern].linears.append(name)
     if config.linear.smooth_swiglu:
         result.smoothed.extend(_smooth(model))
     if "skip" in config.linear.model_fields_set:
-        result.unmatched.extend(p for p in config.linear.skip if not any(matches(name, p) for name in layers))
-    if not result.converted and not any(reason.startswith(OVERRIDDEN) for reason in result.left.values()):
+        result.unmatched.extend(p for p in config.linear.skip if not any(matches(name, p) for name in named))
+    in_fp8 = result.converted or result.experts.converted
+    if not in_fp8 and not any(reason.startswith(OVERRIDDEN) for reason in result.left.values()):
         first = {reason: name for name, reason in reversed(result.left.items())}
         reasons = "; ".join(f"{name}: {reason}" for reason, name in reversed(first.items()))
         raise UserError(
@@ -130,8 +166,25 @@ def convert(
     return replace(result, fusion=fuse_decoder(model)) if config.fuse == "auto" else result
 
 
-def _check_patterns(overrides: Iterable[str], layers: Mapping[str, nn.Module]) -> None:
-    """Raise UserError for a pattern of fp8.linear.overrides that means no linear layer of the model."""
+def experts_left(model: nn.Module, config: FP8Config) -> dict[str, str]:
+    """Return why weights of experts are not gathered in FP8, by the names of those that are not."""
+    names = names_of_experts(model)
+    by_user = named_by_user(names, config.linear)
+    override_of = first_matches(names, config.linear.overrides)
+
+    def reason_of(name: str) -> str | None:
+        if config.param_gather.format == "bf16":
+            return 'fp8.param_gather.format is "bf16"'
+        if name in by_user:
+            return by_user[name]
+        casts = config.linear.overrides[override_of[name]] if name in override_of else config.linear
+        return cast_of_experts(casts.weight.spec).why_not_gathered
+
+    return unconverted_experts(model, reason_of)
+
+
+def _check_patterns(overrides: Iterable[str], layers: Iterable[str]) -> None:
+    """Raise UserError for a pattern of fp8.linear.overrides that means no linear layer of the model, and no experts."""
     for pattern in overrides:
         if not any(matches(name, pattern) for name in layers):
             raise UserError(
@@ -190,9 +243,12 @@ def _ends(names: Iterable[str]) -> list[str]:
 
 
 def layer_of(model: nn.Module, site: str) -> str:
-    """Return the name of the layer that computes at a site: a fused decoder layer or MLP, or the linear itself."""
-    fused = (name for name, module in model.named_modules() if isinstance(module, (FusedDecoderLayer, FusedMLP)))
-    return next((name for name in fused if site.startswith(f"{name}.")), site)
+    """Return the name of the layer that computes at a site: a fused decoder layer or MLP, or the module itself."""
+    for name, module in model.named_modules():
+        part = "self_attn." if isinstance(module, FusedAttentionHalf) else ""
+        if isinstance(module, (FusedDecoderLayer, FusedMLP)) and site.startswith(f"{name}.{part}"):
+            return name
+    return site
 
 
 def stop_casting(model: nn.Module) -> None:
@@ -209,7 +265,7 @@ def stop_casting(model: nn.Module) -> None:
 def casts(model: nn.Module) -> bool:
     """Return whether anything that a model computes is cast."""
     return any(
-        isinstance(module, FP8Linear)
+        isinstance(module, (FP8Linear, FP8Experts))
         or (isinstance(module, FusedHead) and module.recipe is not None)
         or (is_attention(module) and runs_in_fp8(module))
         for module in model.modules()
@@ -218,11 +274,13 @@ def casts(model: nn.Module) -> bool:
 
 def restore(layer: nn.Module) -> list[nn.Parameter]:
     """Let a layer compute in its own precision again, by its own class; returns the weights that were FP8's."""
-    if isinstance(layer, (FusedDecoderLayer, FusedMLP)):
-        unfuse(layer)
+    for module in list(layer.modules()):
+        if isinstance(module, (FusedDecoderLayer, FusedMLP)):
+            unfuse(module)
     linears = [module for module in layer.modules() if isinstance(module, FP8Linear)]
     for linear in linears:
         linear.__class__ = linear.own_class
         for name in ("recipe", "input_is_saved", "own_class"):
             linear.__dict__.pop(name, None)
-    return [linear.weight for linear in linears]
+    experts = [module for module in layer.modules() if isinstance(module, FP8Experts)]
+    return [linear.weight for linear in linears] + [weight for module in experts for weight in restore_experts(module)]

@@ -4,8 +4,9 @@
     o          = o_proj(attention(q, k, v))          FP8Linear; attention keeps its output anyway, o_proj keeps nothing
     y          = normed_mlp(o, residual = x)         add -> RMSNorm -> gated MLP -> add
 
-Which layers this is the same computation for is found by their structure and proved by trying (structure.py). A
-layer of another structure keeps its forward; where its MLP is a gated one, that alone is fused.
+Which layers this is the same computation for is found by their structure and proved by trying (structure.py). Of a
+layer with experts the attention half is fused and the rest called. A layer of another structure keeps its forward;
+where its MLP is a gated one, that alone is fused.
 
 The class is swapped under the live module for a subclass of its own class, whose forward the layer falls back to when
 asked for what the fused one does not have (attention weights), or when something was attached to its submodules
@@ -14,7 +15,6 @@ asked for what the fused one does not have (attention weights), or when somethin
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,10 +25,12 @@ from torch import nn
 from ds_fp8.layers.attachments import Parts
 from ds_fp8.layers.attention import NormedHeads, attend, normed_heads
 from ds_fp8.layers.attention_format import runs_in_fp8
+from ds_fp8.layers.experts import expert_weights
 from ds_fp8.layers.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
 from ds_fp8.layers.linear import FP8Linear, runs_eagerly
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.structure import (
+    MLP_HALF,
     Unfusable,
     changes_in_place,
     gated_activation_of,
@@ -37,6 +39,7 @@ from ds_fp8.layers.structure import (
     prove_layer,
     prove_mlp,
 )
+from ds_fp8.layers.swapped import Swapped, swapped_class
 from ds_fp8.layers.weights import GROUP, WeightGroup, can_stack
 
 
@@ -45,20 +48,18 @@ class Fusion:
     """Result of `fuse_decoder`: names of fused layers and MLPs, and of those not fused with the reason."""
 
     layers: list[str] = field(default_factory=list)
+    attention_halves: list[str] = field(default_factory=list)
+    """Layers whose MLP is called."""
     mlps: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     classes: set[type] = field(default_factory=set)
     """Classes of the fused modules, which must be ZeRO-3 leaf modules."""
 
 
-class Fused(nn.Module):
-    """A class that `fuse_decoder` puts before a module's own class; its objects can be copied and pickled."""
+class Fused(Swapped):
+    """A class that `fuse_decoder` puts before a module's own class."""
 
     fused_parts: Parts
-
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        # The class was made at run time, so that pickle would not find it by its name.
-        return _empty, type(self).__bases__, self.__getstate__()
 
 
 class FusedDecoderLayer(Fused):
@@ -80,7 +81,7 @@ class FusedDecoderLayer(Fused):
         **kwargs: Any,
     ) -> Any:
         """Compute the layer's own forward in a few fused operations."""
-        attention, mlp = self.self_attn, self.mlp
+        attention = self.self_attn
         wants_weights = kwargs.get("output_attentions") or getattr(attention.config, "output_attentions", False)
         if wants_weights or position_embeddings is None or self.fused_parts.must_be_called():
             return super().forward(
@@ -104,9 +105,21 @@ class FusedDecoderLayer(Fused):
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, attention.layer_idx)
         output = attend(attention, q, k, v, attention_mask, position_ids=position_ids, use_cache=use_cache, **kwargs)
-        norm = self.post_attention_layernorm
-        y = normed_mlp(attention.o_proj(output), residual, norm.weight, norm_eps(norm), weights_of(mlp), self.fused_mlp)
+        y = self._mlp_half(attention.o_proj(output), residual)
         return (y,) if self.fused_returns_tuple else y
+
+    def _mlp_half(self, output: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output from that of attention, and what it is added to."""
+        norm = self.post_attention_layernorm
+        return normed_mlp(output, residual, norm.weight, norm_eps(norm), weights_of(self.mlp), self.fused_mlp)
+
+
+class FusedAttentionHalf(FusedDecoderLayer):
+    """Forward of a layer whose attention half is fused, and whose MLP, a router and experts, is called."""
+
+    def _mlp_half(self, output: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        hidden = residual + output
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class FusedMLP(Fused):
@@ -133,8 +146,9 @@ def fuse_decoder(model: nn.Module) -> Fusion:
     for name, layer in list(model.named_modules()):
         if all(hasattr(layer, part) for part in ("self_attn", "mlp")) and not isinstance(layer, FusedDecoderLayer):
             try:
-                _fuse_layer(layer, name)
-                fusion.layers.append(name)
+                half = _has_experts(layer.mlp)
+                _fuse_layer(layer, name, half)
+                (fusion.attention_halves if half else fusion.layers).append(name)
                 fusion.classes.add(type(layer))
             except Unfusable as reason:
                 fusion.left[name] = str(reason)
@@ -154,14 +168,20 @@ def fuse_decoder(model: nn.Module) -> Fusion:
     return fusion
 
 
-def _fuse_layer(layer: nn.Module, name: str) -> None:
+def _has_experts(mlp: nn.Module) -> bool:
+    return any(expert_weights(name, module) for name, module in mlp.named_modules())
+
+
+def _fuse_layer(layer: nn.Module, name: str, half: bool) -> None:
+    """Fuse a layer, or its attention half. Raises Unfusable where that cannot be."""
     _check_own_forward(layer)
     layout = head_layout_of(layer.self_attn)
-    activation = gated_activation_of(layer.mlp)
+    activation = None if half else gated_activation_of(layer.mlp)
     projections = [getattr(layer.self_attn, part) for part in ("q_proj", "k_proj", "v_proj")]
     weights = [projection.weight for projection in projections]
     heads_recipe = _stacked_recipe(projections).at(f"{name}.self_attn.qkv_proj")
-    _check_mlp(layer.mlp)
+    if not half:
+        _check_mlp(layer.mlp)
     returns_tuple = prove_layer(layer, layout, activation)
 
     head_norm = getattr(layer.self_attn, "q_norm", None)
@@ -170,14 +190,15 @@ def _fuse_layer(layer: nn.Module, name: str) -> None:
     )
     for projection in projections:
         projection.recipe = heads_recipe
-    layer.fused_mlp = _fused_part(layer.mlp, f"{name}.mlp", activation)
     layer.fused_returns_tuple = returns_tuple
-    layer.fused_parts = Parts(layer)
+    layer.fused_parts = Parts(layer, MLP_HALF if half else ())
     # Attention in FP8 keeps its output in a byte an element, of which o_proj's product could make nothing.
     layer.self_attn.o_proj.input_is_saved = not runs_in_fp8(layer.self_attn)
     _group(weights)
-    _group([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
-    layer.__class__ = _fused_class(FusedDecoderLayer, type(layer))
+    if not half:
+        layer.fused_mlp = _fused_part(layer.mlp, f"{name}.mlp", activation)
+        _group([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
+    layer.__class__ = swapped_class(FusedAttentionHalf if half else FusedDecoderLayer, type(layer))
 
 
 def _fuse_mlp(mlp: nn.Module, name: str) -> None:
@@ -188,7 +209,7 @@ def _fuse_mlp(mlp: nn.Module, name: str) -> None:
     mlp.fused_mlp = _fused_part(mlp, name, activation)
     mlp.fused_parts = Parts(mlp)
     _group([mlp.gate_proj.weight, mlp.up_proj.weight])
-    mlp.__class__ = _fused_class(FusedMLP, type(mlp))
+    mlp.__class__ = swapped_class(FusedMLP, type(mlp))
 
 
 def _fused_part(mlp: nn.Module, name: str, activation: str) -> GatedMLP:
@@ -203,7 +224,8 @@ def unfuse(module: nn.Module) -> None:
     """Give a fused layer or MLP its own class and forward again; its linears stay what they are."""
     for name in ("fused_heads", "fused_mlp", "fused_returns_tuple", "fused_parts"):
         module.__dict__.pop(name, None)
-    for part in module.modules():
+    fused = module.self_attn if isinstance(module, FusedAttentionHalf) else module
+    for part in fused.modules():
         if isinstance(part, FP8Linear):
             part.input_is_saved = False
             part.weight.__dict__.pop(GROUP, None)
@@ -252,15 +274,3 @@ def _stacked_recipe(linears: Sequence[FP8Linear]) -> LinearRecipe:
 def _group(weights: list[nn.Parameter]) -> None:
     for weight in weights:
         setattr(weight, GROUP, WeightGroup(weights))
-
-
-def _empty(fused: type, own: type) -> Fused:
-    """Return an object of a fused class without any state, for pickle to fill."""
-    kind = _fused_class(fused, own)
-    return kind.__new__(kind)
-
-
-@functools.cache
-def _fused_class(fused: type, own: type) -> type:
-    # The name is kept within it: Hugging Face finds layers that must not be split by the names of their classes.
-    return type(f"FP8{own.__name__}", (fused, own), {"__module__": own.__module__})

@@ -102,6 +102,14 @@ def unconverted(model: nn.Module, linear: LinearConfig, filter: Filter | None = 
     return reasons
 
 
+def named_by_user(names: Iterable[str], linear: LinearConfig) -> dict[str, str]:
+    """Return why `skip` or `overrides` keep parameters in BF16, by the names of those that they do."""
+    overrides = first_matches(names, linear.overrides)
+    in_bf16 = {name: pattern for name, pattern in overrides.items() if linear.overrides[pattern] == "bf16"}
+    reasons = {name: _named(name, linear.skip, False, in_bf16.get(name)) for name in names}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
 def _named(name: str, skip: tuple[str, ...], is_head: bool, override: str | None) -> str | None:
     for pattern in skip:
         if matches(name, pattern) or (is_head and pattern == "lm_head"):

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+MLP_HALF = {"mlp", "post_attention_layernorm"}
+"""Parts of a layer that are called where its attention half alone is fused."""
 
 
 IN_PLACE = re.compile(r"\w\.[a-z]\w*[a-z]_\(|[-+*/]= ")
@@ -122,13 +124,19 @@ def norm_eps(norm: nn.Module) -> float:
 
 
 @torch.no_grad()
-def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str) -> bool:
+def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str | None) -> bool:
     """Compare the layer's own forward with the formula; return whether it returns a tuple.
+
+    Args:
+        layer: With the parts of a decoder layer.
+        layout: Its heads.
+        activation: Of its gated MLP; None: its MLP, whatever that computes, is called.
 
     Raises:
         Unfusable: They differ, or it cannot be called.
     """
-    _expect(dict(layer.named_children()), LAYER_PARTS, set(), "layer")
+    called = MLP_HALF if activation is None else set()
+    _expect(dict(layer.named_children()), LAYER_PARTS, set(), "layer", called)
     attention = layer.self_attn
     small_attention = _stand_in(attention)
     small_attention.config = copy.copy(attention.config)
@@ -143,7 +151,8 @@ def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str) -> bool:
         for name in HEAD_NORMS & dict(attention.named_children()).keys():
             setattr(small_attention, name, _small_norm(getattr(attention, name), layout.head_dim))
         small = _stand_in(layer)
-        small.self_attn, small.mlp = small_attention, _small_mlp(layer.mlp)
+        small.self_attn = small_attention
+        small.mlp = nn.Linear(HIDDEN, HIDDEN) if activation is None else _small_mlp(layer.mlp)
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(small, name, _small_norm(getattr(layer, name), HIDDEN))
         x = torch.randn(2, TOKENS, HIDDEN)
@@ -186,7 +195,7 @@ def _layer_reference(
     x: torch.Tensor,
     rotation: tuple[torch.Tensor, torch.Tensor],
     layout: HeadLayout,
-    activation: str,
+    activation: str | None,
 ) -> torch.Tensor:
     """Return the fused layer's result, computed in plain torch."""
     attention, (batch, length, _) = layer.self_attn, x.shape
@@ -198,7 +207,8 @@ def _layer_reference(
     q, k, v = layout.split(rotate_reference(qkv, *rotation, layout, None, norms), batch, length)
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attention.scaling, enable_gqa=True)
     hidden = x + attention.o_proj(o.transpose(1, 2).reshape(batch, length, -1))
-    return hidden + _mlp_reference(layer.mlp, _norm(hidden, layer.post_attention_layernorm), activation)
+    normed = _norm(hidden, layer.post_attention_layernorm)
+    return hidden + (layer.mlp(normed) if activation is None else _mlp_reference(layer.mlp, normed, activation))
 
 
 def _mlp_reference(mlp: nn.Module, x: torch.Tensor, activation: str) -> torch.Tensor:
@@ -249,14 +259,16 @@ def _compare(result: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         raise Unfusable(f"its {what} computes something else than the plain {what} of its parts")
 
 
-def _expect(parts: dict[str, nn.Module], wanted: set[str], optional: set[str], what: str) -> None:
+def _expect(
+    parts: dict[str, nn.Module], wanted: set[str], optional: set[str], what: str, called: Collection[str] = ()
+) -> None:
     missing, other = wanted - parts.keys(), parts.keys() - wanted - optional
     if missing:
         raise Unfusable(f"its {what} has no {', '.join(sorted(missing))}")
     if other:
         raise Unfusable(f"its {what} also has {', '.join(sorted(other))}")
     for name, part in parts.items():
-        for inner in part.modules():
+        for inner in part.modules() if name not in called else ():
             if (found := attachment_of(inner)) is not None:
                 raise Unfusable(f"{name} of its {what} has {found}, which a fused forward would not run")
 

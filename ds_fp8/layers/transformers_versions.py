@@ -29,6 +29,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         *("find_packed_sequence_indices", "is_tracing", "packed_sequence_mask_function", "sdpa_mask"),
     ),
     "transformers.integrations.moe": ("ExpertsInterface",),
+    "transformers.core_model_loading": ("revert_weight_conversion",),
     "transformers.integrations.sdpa_attention": ("repeat_kv", "sdpa_attention_forward"),
     "transformers.loss.loss_utils": ("ForCausalLMLoss",),
     "transformers.modeling_outputs": ("MoeModelOutputWithPast",),

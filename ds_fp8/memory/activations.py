@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ds_fp8.config.formats import scale_shape
 from ds_fp8.layers.fp8_attention_cudnn import HEAD_DIM
@@ -37,7 +37,10 @@ def kept(layer: LayerShape, w: Workload) -> Bytes:
 
 def everything(layer: LayerShape, w: Workload) -> Bytes:
     """Return the bytes that backward of the layer reads; with Smooth-SwiGLU also the factors of channels, 4F."""
-    result = _fused(layer, w) if layer.fused else _own_forward(layer, w)
+    if layer.experts is not None:
+        result = _with_experts(layer, w)
+    else:
+        result = _fused(layer, w) if layer.fused else _own_forward(layer, w)
     if "down_proj" in layer.fp8 and layer.fp8["down_proj"].smooth:
         result[MLP] += FP32 * layer.intermediate
     return result
@@ -96,17 +99,32 @@ def _fused(layer: LayerShape, w: Workload) -> Bytes:
     Normed heads (Qwen3) keep the product of q, k and v before the norm as well, 2T(A + K). With attention in FP8 o_proj
     keeps its own cast along the tokens, TA(1 + 1/32): attention keeps another form of its output.
     """
+    half = _fused_attention(layer, w)
+    return half + Counter({NORMS: BF16 * w.tokens * layer.hidden + FP32 * w.tokens, MLP: gate_up(layer, w)})
+
+
+def _with_experts(layer: LayerShape, w: Workload) -> Bytes:
+    """Return a layer with experts: its attention, fused or not, its norm, and what transformers computes these with.
+
+    S = Tk rows of tokens for an expert each: 2SH, gate and up 4SI, act(gate) 2SI, the product 2SI, and the output
+    before its weight 2SH. The router's input 2TH, where nothing else keeps it.
+    """
+    T, H, rows = w.tokens, layer.hidden, w.tokens * layer.experts.chosen
+    result = _fused_attention(layer, w) if layer.fused_attention else _own_attention(layer, w)
+    result += _own_mlp(layer, w)
+    if layer.intermediate and w.fp8.enabled and w.fp8.activations.save == "fp8" and "gate_proj" in layer.fp8:
+        result[NORMS] += BF16 * T * H
+    result[MLP] += BF16 * rows * (2 * H + 4 * layer.experts.intermediate)
+    return result
+
+
+def _fused_attention(layer: LayerShape, w: Workload) -> Bytes:
+    """Return the attention half of _fused: x 2TH, its norm 4T, attention_core, and what `_fused` says of it."""
     T, H = w.tokens, layer.hidden
     own = BF16 * T * layer.qkv if layer.head_norms else 0
     if attention_in_fp8(layer, w) and w.fp8.activations.save == "fp8":
         own += cast(layer.query, T, layer.fp8["o_proj"].wgrad_input)
-    return Counter(
-        {
-            NORMS: 2 * (BF16 * T * H + FP32 * T),
-            ATTENTION: attention_core(layer, w) + own,
-            MLP: gate_up(layer, w),
-        }
-    )
+    return Counter({NORMS: BF16 * T * H + FP32 * T, ATTENTION: attention_core(layer, w) + own})
 
 
 def _own_forward(layer: LayerShape, w: Workload) -> Bytes:
@@ -117,39 +135,45 @@ def _own_forward(layer: LayerShape, w: Workload) -> Bytes:
     attention  attention_core; normed heads 4TA + 2TA + 4T heads for q, the same for k
     MLP        gate, act(gate) and up, 6TF, unless it is fused: gate_up
     """
-    T, H, F = w.tokens, layer.hidden, layer.intermediate
-    result = Counter({NORMS: 2 * (T * H * (FP32 + BF16) + FP32 * T), ATTENTION: attention_core(layer, w)})
+    return _own_attention(layer, w) + _own_mlp(layer, w)
+
+
+def _own_attention(layer: LayerShape, w: Workload) -> Bytes:
+    T, H = w.tokens, layer.hidden
+    result = Counter({NORMS: T * H * (FP32 + BF16) + FP32 * T, ATTENTION: attention_core(layer, w)})
     if layer.head_norms:
         heads = layer.heads + layer.kv_heads
         result[ATTENTION] += T * heads * (layer.head_dim * (FP32 + BF16) + FP32)
+    linears = {"q_proj": ("n1", H), "k_proj": ("n1", H), "v_proj": ("n1", H), "o_proj": ("attention", layer.query)}
+    return result + _inputs_of_linears(linears, ATTENTION, layer, w)
+
+
+def _own_mlp(layer: LayerShape, w: Workload) -> Bytes:
+    T, H, F = w.tokens, layer.hidden, layer.intermediate
+    result = Counter({NORMS: T * H * (FP32 + BF16) + FP32 * T})
     if not layer.fused_mlp:
         result[MLP] += 3 * BF16 * T * F
+        linears = {"gate_proj": ("n2", H), "up_proj": ("n2", H), "down_proj": ("product", F)}
+        return result + _inputs_of_linears(linears, MLP, layer, w)
+    result[MLP] += gate_up(layer, w)
+    if w.fp8.activations.save == "fp8" and w.fp8.activations.recompute == "none":
+        result[MLP] += cast(H, T, layer.fp8["gate_proj"].wgrad_input)
     else:
-        result[MLP] += gate_up(layer, w)
-    result += _inputs_of_linears(layer, w)
+        result[NORMS] += BF16 * T * H
     return result
 
 
-def _inputs_of_linears(layer: LayerShape, w: Workload) -> Bytes:
-    T, H, F = w.tokens, layer.hidden, layer.intermediate
-    in_fp8 = w.fp8.activations.save == "fp8"
+def _inputs_of_linears(linears: Mapping[str, tuple[str, int]], part: str, layer: LayerShape, w: Workload) -> Bytes:
+    """Return the inputs that linears keep, by their names: (where the input comes from, its features)."""
+    T, in_fp8 = w.tokens, w.fp8.activations.save == "fp8"
     result, inputs = Counter(), {}
-    linears = {"q_proj": ("n1", H), "k_proj": ("n1", H), "v_proj": ("n1", H), "o_proj": ("attention", layer.query)}
-    if layer.fused_mlp:
-        if in_fp8 and w.fp8.activations.recompute == "none":
-            result[MLP] += cast(H, T, layer.fp8["gate_proj"].wgrad_input)
-        else:
-            inputs["n2"] = (NORMS, BF16 * T * H)
-    else:
-        linears |= {"gate_proj": ("n2", H), "up_proj": ("n2", H), "down_proj": ("product", F)}
     for name, (source, features) in linears.items():
         if name in layer.fp8 and in_fp8:
-            kept_cast = cast(features, T, layer.fp8[name].wgrad_input)
-            result[ATTENTION if source in ("n1", "attention") else MLP] += kept_cast
+            result[part] += cast(features, T, layer.fp8[name].wgrad_input)
         elif source != "attention":  # which attention keeps anyway
             inputs[source] = (NORMS if source in ("n1", "n2") else MLP, BF16 * T * features)
-    for part, size in inputs.values():
-        result[part] += size
+    for kind, size in inputs.values():
+        result[kind] += size
     return result
 
 
@@ -166,7 +190,19 @@ def workspace(layer: LayerShape, w: Workload) -> int:
     mlp: Callable[[LayerShape, Workload], int] = _own_mlp_workspace
     if layer.fused or layer.fused_mlp:
         mlp = _fused_mlp_workspace
-    return again + BF16 * w.tokens * layer.hidden + mlp(layer, w)
+    most = mlp(layer, w) if layer.intermediate else 0
+    if layer.experts is not None:
+        most = max(most, _experts_workspace(layer, w))
+    return again + BF16 * w.tokens * layer.hidden + most
+
+
+def _experts_workspace(layer: LayerShape, w: Workload) -> int:
+    """Return gradients of gate, up and rows 2S(2I + H) and of all weights 6EHI, and gate_up decoded 4EHI, if in FP8."""
+    experts, H = layer.experts, layer.hidden
+    matrices = experts.count * H * experts.intermediate
+    decoded = 2 * BF16 * matrices if w.gathers_in_fp8 and any(p.in_fp8 for p in layer.parameters) else 0
+    rows = w.tokens * experts.chosen
+    return BF16 * rows * (2 * experts.intermediate + H) + 3 * BF16 * matrices + decoded
 
 
 def _own_mlp_workspace(layer: LayerShape, w: Workload) -> int:

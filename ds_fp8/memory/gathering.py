@@ -52,9 +52,11 @@ def in_backward(w: Workload, layer: int) -> int:
     first_kept = len(layers) - kept_for_backward(w)
     present = [p for index in range(first_kept, layer) for p in layers[index].parameters]
     ahead = list(reversed(layers[layer - 1].parameters)) if 0 < layer <= first_kept else []
-    fetched, count = [], 0
+    fetched, count, limit = [], 0, w.zero.prefetch_bucket_size
+    if limit and w.gathers_in_fp8 and layers[layer].experts is not None:  # as engine/prefetch.py raises it
+        limit = max(limit, _numel(layers[layer].parameters))
     for parameter in ahead:
-        if count >= w.zero.prefetch_bucket_size:
+        if count >= limit:
             break
         fetched.append(parameter)
         count += parameter.numel if is_partitioned(parameter, w) else 0

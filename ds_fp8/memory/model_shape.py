@@ -6,7 +6,7 @@ linears stay in BF16 and whether the loss does without logits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +17,14 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.layers.convert import convert
-from ds_fp8.layers.decoder import FusedDecoderLayer, FusedMLP
+from ds_fp8.layers.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP
+from ds_fp8.layers.experts import FP8Experts
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.loss import fuse_loss
 from ds_fp8.layers.recipe import LinearRecipe
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MLP = PROJECTIONS[4:]
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,24 @@ class ParameterShape:
 
 
 @dataclass(frozen=True)
+class ExpertsShape:
+    """Gated experts [E, 2I, H] and [E, H, I], of which every token goes to some."""
+
+    chosen: int
+    """Experts of a token, k."""
+    intermediate: int
+    """I"""
+    count: int
+    """E"""
+
+
+@dataclass(frozen=True)
 class LayerShape:
-    """A decoder layer with attention and a gated MLP. Sizes in elements; T tokens, H hidden."""
+    """A decoder layer with attention and a gated MLP, or experts. Sizes in elements; T tokens, H hidden."""
 
     hidden: int
     intermediate: int
-    """F"""
+    """F, beside experts that of the shared one, 0 where there is none."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -61,6 +75,9 @@ class LayerShape:
     fused_mlp: bool
     """Whether its MLP alone runs fused."""
     parameters: tuple[ParameterShape, ...]
+    experts: ExpertsShape | None = None
+    fused_attention: bool = False
+    """Whether its attention half runs fused, and its MLP is called."""
 
     @property
     def query(self) -> int:
@@ -111,8 +128,8 @@ def model_shape(config: PretrainedConfig, fp8: FP8Config) -> ModelShape:
     """Return the shape of the model that `config` describes, trained with `fp8`. No weight is allocated.
 
     Raises:
-        UserError: The layers are not attention (q, k, v, o) and a gated MLP (gate, up, down), or `ds_fp8.convert`
-            refuses the model.
+        UserError: The layers are not attention (q, k, v, o) and a gated MLP (gate, up, down) or experts of
+            transformers' interface, or `ds_fp8.convert` refuses the model.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -124,7 +141,7 @@ def model_shape(config: PretrainedConfig, fp8: FP8Config) -> ModelShape:
     if not layers or head is None or embedding is None:
         raise UserError(
             f"there is no estimate for {type(model).__name__}: its layers are not attention with q, k, v and o_proj "
-            "and an MLP with gate, up and down_proj",
+            "and an MLP with gate, up and down_proj or gated experts",
             key="model",
             remedy="measure it: ds-fp8 sweep",
         )
@@ -132,9 +149,11 @@ def model_shape(config: PretrainedConfig, fp8: FP8Config) -> ModelShape:
     own_head = head.weight is not embedding.weight
     head_ids = {id(parameter) for parameter in head.parameters()} if own_head else set()
     in_fp8 = {id(module.weight): module.recipe for module in model.modules() if isinstance(module, FP8Linear)}
+    experts = [module for module in model.modules() if isinstance(module, FP8Experts)]
+    in_fp8 |= {id(weight): recipe for module in experts for weight, recipe in module.recipes_of_weights()}
     outside = [p for p in model.parameters() if id(p) not in inside | head_ids]
     return ModelShape(
-        tuple(_layer_shape(layer, in_fp8) for layer in layers.values()),
+        tuple(_layer_shape(layer, in_fp8, config) for layer in layers.values()),
         tuple(_shape(parameter, in_fp8) for parameter in outside),
         _shape(head.weight, in_fp8) if own_head else None,
         head.weight.shape[0],
@@ -158,26 +177,47 @@ def _anywhere(fp8: FP8Config) -> FP8Config:
 
 def _is_layer(module: nn.Module) -> bool:
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
-    parts = [(attention, name) for name in PROJECTIONS[:4]] + [(mlp, name) for name in PROJECTIONS[4:]]
-    return all(isinstance(getattr(part, name, None), nn.Linear) for part, name in parts)
+    return _has_linears(attention, PROJECTIONS[:4]) and (_has_linears(mlp, MLP) or _experts_of(mlp) is not None)
 
 
-def _layer_shape(layer: nn.Module, in_fp8: Mapping[int, LinearRecipe]) -> LayerShape:
-    attention, mlp = layer.self_attn, layer.mlp
-    linears = {name: getattr(attention if name in PROJECTIONS[:4] else mlp, name) for name in PROJECTIONS}
+def _has_linears(module: nn.Module | None, names: Sequence[str]) -> bool:
+    return all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
+
+
+def _experts_of(mlp: nn.Module | None) -> nn.Module | None:
+    """Return the gated experts, as transformers' interface has them, of an MLP that consists of some, or None."""
+    experts = getattr(mlp, "experts", None)
+    return experts if getattr(experts, "has_gate", False) and hasattr(experts, "gate_up_proj") else None
+
+
+def _layer_shape(layer: nn.Module, in_fp8: Mapping[int, LinearRecipe], config: PretrainedConfig) -> LayerShape:
+    attention, mlp, experts = layer.self_attn, layer.mlp, _experts_of(layer.mlp)
+    if experts is not None:  # beside them may be one for all tokens
+        mlp = next((part for part in mlp.children() if _has_linears(part, MLP)), None)
+    linears = {name: getattr(attention, name) for name in PROJECTIONS[:4]}
+    if mlp is not None:
+        linears |= {name: getattr(mlp, name) for name in MLP}
     head_dim = attention.head_dim
+    half = isinstance(layer, FusedAttentionHalf)
     return LayerShape(
         hidden=linears["q_proj"].in_features,
-        intermediate=linears["down_proj"].in_features,
+        intermediate=0 if mlp is None else linears["down_proj"].in_features,
         heads=linears["q_proj"].out_features // head_dim,
         kv_heads=linears["k_proj"].out_features // head_dim,
         head_dim=head_dim,
         head_norms=hasattr(attention, "q_norm"),
         fp8={name: linear.recipe for name, linear in linears.items() if id(linear.weight) in in_fp8},
-        fused=isinstance(layer, FusedDecoderLayer),
+        fused=isinstance(layer, FusedDecoderLayer) and not half,
         fused_mlp=isinstance(mlp, FusedMLP),
         parameters=tuple(_shape(parameter, in_fp8) for parameter in layer.parameters()),
+        experts=None if experts is None else _experts_shape(experts, config),
+        fused_attention=half,
     )
+
+
+def _experts_shape(experts: nn.Module, config: PretrainedConfig) -> ExpertsShape:
+    count, _, intermediate = experts.down_proj.shape
+    return ExpertsShape(config.get_text_config().num_experts_per_tok, intermediate, count)
 
 
 def _shape(parameter: nn.Parameter, in_fp8: Mapping[int, LinearRecipe]) -> ParameterShape:

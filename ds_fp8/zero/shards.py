@@ -27,7 +27,7 @@ time. The scales of every weight or stack begin at a multiple of it too."""
 
 @dataclass(eq=False)
 class ShardedWeight:
-    """One weight [R, C] that is gathered in FP8, its cast shard and its scales."""
+    """One weight [R, C] that is gathered in FP8, its cast shard and its scales; experts [E, N, K] are [E*N, K]."""
 
     parameter: nn.Parameter
     shard: seams.Shard
@@ -66,7 +66,8 @@ class ShardedWeight:
         stop = math.ceil((self.shard.start + self.shard.valid) / columns) if self.shard.valid else self.first_row
         self.num_rows = stop - self.first_row
         self.offset = self.shard.start - self.first_row * columns
-        self.placeholder = placeholder(self.shard.shape, self.parameter.dtype, self.parameter.device)
+        whole = seams.full_shape(self.parameter)
+        self.placeholder = placeholder(whole, self.parameter.dtype, self.parameter.device)
         self.scale_shape = scale_shape(self.shard.shape, self.granularity)
         scales_per_row = self.scale_shape[-1] if self.scale_shape else 1
         if self.granularity == "128x128":

@@ -24,16 +24,39 @@ def printed(architecture, changes, section):
     return report, " ".join(output.getvalue().replace("│", " ").split())
 
 
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 320}
+
+
 def test_experts_that_stay_bf16_are_said_first_and_little_fp8_is_a_warning(ranks):
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "vocab_size": 320}
+    experts = {**MOE, "moe_intermediate_size": 264}
     (report, text), (_, silent) = ranks(2, printed, "qwen3_moe", experts, {})
-    share = sum(part["parameters"] for part in report["kept_in_bf16"][:1]) / report["parameters"]
+    share = sum(part["parameters"] for part in report["kept_in_bf16"][:2]) / report["parameters"]
     assert text.index(f"{share:.0%} of the parameters stay BF16: experts") < text.index("linears in FP8")
     in_fp8 = report["fp8_parameters"] / report["parameters"]
     assert in_fp8 < 1 / 3
     assert f"only {in_fp8:.0%} of the parameters are in FP8" in text
     assert "a router or gate: 2 tensors, 4,096 parameters" in text
+    assert "experts, matrices of 256 x 264 are no whole number of 128x128 blocks: 2 tensors" in text
     assert silent == ""
+
+
+def test_experts_gathered_in_fp8_count_with_their_share(ranks):
+    report, text = ranks(2, printed, "qwen3_moe", {**MOE, "moe_intermediate_size": 256}, {})[0]
+    experts = 2 * 8 * 3 * 256 * 256
+    assert report["fp8_gathered_experts"] == experts
+    share = experts / report["parameters"]
+    assert f"experts {share:.1%} of the parameters: gathered in FP8, decoded and multiplied in BF16" in text
+    assert "stay BF16" not in text
+    assert "only" not in text
+    kept = sum(part["parameters"] for part in report["kept_in_bf16"])
+    assert report["fp8_parameters"] + experts + kept == report["parameters"]
+    gathered = 2 * report["parameters"] - report["fp8_gathered_parameters"]
+    assert report["gathered_bytes_per_parameter"] == gathered / report["parameters"]
+    attention = report["fp8_parameters"]
+    layers = attention + experts
+    ratio = layers / (attention + experts / 4)
+    assert report["expert_parallelism_below_tokens"] == pytest.approx(3 / 2 / 400e9 * 310e12 / 6 * ratio, rel=0.02)
+    assert f"below about {report['expert_parallelism_below_tokens']:,} tokens a GPU" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="attention in FP8 is emulated on a CPU alone")

@@ -25,7 +25,7 @@ class Shard:
     """Position of this rank's shard in a partitioned parameter."""
 
     shape: torch.Size
-    """Shape of the whole parameter."""
+    """Shape of the whole parameter as a matrix: the rows of stacked matrices (of experts) follow one another."""
     start: int
     """Flat index of the shard's first element."""
     numel: int
@@ -57,7 +57,10 @@ def shard_of(parameter: torch.nn.Parameter) -> Shard:
     numel = parameter.ds_tensor.ds_numel
     start = numel * dist.get_rank(group)
     valid = max(0, min(numel, parameter.ds_numel - start))
-    return Shard(parameter.ds_shape, start, numel, valid, dist.get_world_size(group), group)
+    shape = parameter.ds_shape
+    if len(shape) > 2:
+        shape = torch.Size((shape[:-1].numel(), shape[-1]))
+    return Shard(shape, start, numel, valid, dist.get_world_size(group), group)
 
 
 def shard_group(parameter: torch.nn.Parameter) -> object:

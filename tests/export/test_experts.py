@@ -1,0 +1,127 @@
+"""Folders of mixtures of experts: every expert by the names of the model's first release, in FP8."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.export import export_checkpoint
+from tests.layers.moe import EXPERTS, mixture
+from tests.zero import models
+from tests.zero.test_experts import engine_of, train
+
+NAMES = {
+    "qwen3_moe": ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+}
+"""Router, experts, gate, up and down, as in the folders that Qwen and Mistral published."""
+
+
+def trained_and_exported(folder, architecture, section):
+    """By name what is served, and the masters of the experts; a folder and a checkpoint are written."""
+    from ds_fp8.export import export_engine, served_weights
+
+    engine = engine_of(architecture, section)
+    train(engine, 2)
+    engine.save_checkpoint(str(folder / "checkpoints"), tag="step_2")
+    for layout in ("fp8", "bf16"):
+        export_engine(engine, folder / layout, layout=layout)
+    served = {name: (codes.clone(), scales) for name, codes, scales in served_weights(engine)}
+    weights = dict(engine.module.named_parameters())
+    masters = {name: models.full_master(weights[name]) for name in weights if ".experts." in name}
+    return {name: (codes.view(torch.uint8), scales) for name, (codes, scales) in served.items()}, masters
+
+
+def tensors(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture(params=NAMES, scope="module")
+def exported(request, ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, folder, *ranks(2, trained_and_exported, folder, request.param, {})[0]
+
+
+def decoded(found, name):
+    scale = found[f"{name}.weight_scale_inv"]
+    return QuantizedTensor(found[f"{name}.weight"], scale, "128x128", "pow2").dequantize()
+
+
+def test_every_expert_is_stored_under_its_published_names(exported):
+    architecture, folder, _, masters = exported
+    found, whole = tensors(folder / "fp8"), tensors(folder / "bf16")
+    router, experts, gate, up, down = NAMES[architecture]
+    for layer in (0, 1):
+        prefix = f"model.layers.{layer}."
+        gate_up = masters[f"{prefix}mlp.experts.gate_up_proj"]
+        downs = masters[f"{prefix}mlp.experts.down_proj"]
+        for number in range(EXPERTS):
+            expected = dict(zip((gate, up, down), (*gate_up[number].chunk(2), downs[number]), strict=True))
+            for part, master in expected.items():
+                name = f"{prefix}{experts}.{number}.{part}"
+                assert found[f"{name}.weight"].dtype is torch.float8_e4m3fn
+                assert (decoded(found, name) - master).norm() < 0.04 * master.norm()
+                assert torch.equal(whole[f"{name}.weight"], master.bfloat16())
+        assert found[f"{prefix}{router}.weight"].dtype is torch.bfloat16
+    assert not any("gate_up_proj" in name or name.endswith("experts.down_proj") for name in (*found, *whole))
+    section = json.loads((folder / "fp8" / "config.json").read_text())["quantization_config"]
+    assert f"model.layers.0.{router}" in section["modules_to_not_convert"]
+    assert not any("experts" in name for name in section["modules_to_not_convert"])
+
+
+def test_transformers_reads_them(exported):
+    architecture, folder, _, masters = exported
+    found = tensors(folder / "fp8")
+    _, experts, _, _, down = NAMES[architecture]
+    for layout in ("fp8", "bf16"):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder / layout, dtype=torch.bfloat16, output_loading_info=True
+        )
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        for name, weight in model.named_parameters():
+            if name in masters:
+                error = (weight.float() - masters[name]).norm() / masters[name].norm()
+                assert error < (0.04 if layout == "fp8" else 0.004), name
+        if layout == "fp8":
+            read = model.get_parameter("model.layers.1.mlp.experts.down_proj")[3]
+            assert torch.equal(read.float(), decoded(found, f"model.layers.1.{experts}.3.{down}"))
+
+
+def test_served_weights_and_checkpoints_are_the_same_bytes(exported):
+    architecture, folder, served, _ = exported
+    found = tensors(folder / "fp8")
+    assert served.keys() == {name for name in found if not name.endswith("_scale_inv")}
+    for name, (codes, scales) in served.items():
+        assert torch.equal(codes, found[name].view(torch.uint8)), name
+        assert (scales is None) == (f"{name}_scale_inv" not in found)
+        assert scales is None or torch.equal(scales, found[f"{name}_scale_inv"])
+    zero = models.config()
+    out = folder / "from_checkpoint"
+    export_checkpoint(
+        folder / "checkpoints" / "step_2",
+        out,
+        mixture(architecture).config,
+        parse_fp8({"fp8": {}}),
+        deepspeed_config=zero,
+    )
+    again = tensors(out)
+    assert again.keys() == found.keys()
+    for name, tensor in found.items():
+        assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_experts_that_were_trained_in_bf16_are_stored_so(ranks, tmp_path):
+    section = {"linear": {"overrides": {"layers.0.mlp.experts.down_proj": "bf16"}}}
+    ranks(2, trained_and_exported, tmp_path, "qwen3_moe", section)
+    found = tensors(tmp_path / "fp8")
+    for layer, dtype in ((0, torch.bfloat16), (1, torch.float8_e4m3fn)):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            assert found[f"model.layers.{layer}.mlp.experts.0.{part}.weight"].dtype is dtype
+    section = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    named = [name for name in section["modules_to_not_convert"] if "experts" in name]
+    assert named == ["model.layers.0.mlp.experts"]

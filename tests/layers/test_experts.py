@@ -1,0 +1,334 @@
+"""Experts stored as 3-D parameters: which can be gathered in FP8, and that they compute with the decoded weights."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ds_fp8.casts import quantize
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.layers.convert import convert, layer_of, restore
+from ds_fp8.layers.decoder import FusedAttentionHalf
+from ds_fp8.layers.experts import FP8Experts, convert_experts, decode
+from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.recipe_from_config import recipe_from_config
+from ds_fp8.layers.swapped import Swapped
+from ds_fp8.layers.weights import GATHERED, placeholder
+from tests.layers.hugging_face import tokens
+from tests.layers.moe import EXPERTS, mixture
+from tests.layers.test_decoder import FP8_ERROR, error, fp8, losses_and_gradients
+
+TOKENS = 24
+
+
+def config(**sections):
+    return FP8Config(linear={**sections.pop("linear", {}), "backend": "reference"}, **sections)
+
+
+def gathered_in_fp8(module):
+    """Put the weights of a converted module in the state that ZeRO-3 has them in while it computes."""
+    for weight, recipe in module.recipes_of_weights():
+        spec = recipe.weight
+        rows = weight.detach().float().flatten(0, 1)
+        setattr(weight, GATHERED, quantize(rows, spec.format, spec.granularity, spec.scale))
+        weight.data = placeholder(weight.shape, weight.dtype, weight.device)
+
+
+def pair(implementation):
+    """(experts whose weights are gathered in FP8, the same with the decoded weights as parameters)."""
+    model = mixture("qwen3_moe")
+    model.config._experts_implementation = implementation
+    twin = copy.deepcopy(model).model.layers[0].mlp.experts
+    convert(model, config())
+    experts = model.model.layers[0].mlp.experts
+    gathered_in_fp8(experts)
+    with torch.no_grad():
+        for weight, own in zip(experts.parameters(), twin.parameters(), strict=True):
+            own.copy_(decode(weight).view(own.shape))
+    return experts, twin
+
+
+def inputs(reached=range(EXPERTS), count=TOKENS):
+    """A batch of tokens whose two experts each are among `reached`."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(count, 128, generator=generator).bfloat16().requires_grad_()
+    reached = torch.tensor(list(reached))
+    index = torch.stack([reached[torch.randperm(len(reached), generator=generator)[:2]] for _ in range(count)])
+    share = torch.rand(count, 2, generator=generator).bfloat16().requires_grad_()
+    return x, index, share
+
+
+def results(experts, batch, call=None):
+    """Output, and the gradients of input, shares and weights."""
+    x, index, share = (part.detach().clone().requires_grad_(part.requires_grad) for part in batch)
+    y = (call or (lambda *args: experts(*args)))(x, index, share)
+    y.float().square().sum().backward()
+    gradients = [x.grad, share.grad, *(weight.grad for weight in experts.parameters())]
+    for weight in experts.parameters():
+        weight.grad = None
+    return [y.detach(), *gradients]
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
+@pytest.mark.parametrize("reached", [range(EXPERTS), (1, 3)])
+def test_they_compute_with_the_decoded_weights(implementation, reached):
+    experts, twin = pair(implementation)
+    for ours, expected in zip(results(experts, inputs(reached)), results(twin, inputs(reached)), strict=True):
+        assert torch.equal(ours, expected)
+    assert all(weight.isnan().all() for weight in experts.parameters())
+
+
+@pytest.mark.parametrize(("first", "rows"), [(0, None), (128, 256), (100, 200), (1000, 24)])
+def test_weights_are_decoded_in_pieces(monkeypatch, first, rows):
+    experts, twin = pair("grouped_mm")
+    monkeypatch.setattr("ds_fp8.layers.experts.PIECE", 300 * 128)
+    expected = twin.gate_up_proj.detach().flatten(0, 1)
+    stop = len(expected) if rows is None else first + rows
+    assert torch.equal(decode(experts.gate_up_proj, first, rows), expected[first:stop])
+
+
+def test_experts_without_tokens_have_zero_gradients():
+    experts, _ = pair("grouped_mm")
+    *_, gate_up, down = results(experts, inputs((1, 3)))
+    for gradient in (gate_up, down):
+        assert [bool(part.any()) for part in gradient] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_a_batch_without_tokens_has_zero_gradients(implementation):
+    experts, _ = pair(implementation)
+    empty = torch.empty(0, 2, dtype=torch.int64)
+    x = torch.empty(0, 128, dtype=torch.bfloat16, requires_grad=True)
+    y = experts(x, empty, torch.empty(0, 2, dtype=torch.bfloat16))
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, 128)
+    for weight in experts.parameters():
+        assert not weight.grad.any()
+        assert weight.grad.shape == weight.shape
+
+
+class LeftToOthers(torch.nn.Module):
+    """Experts of which none is called: the tokens' own ones are on another rank."""
+
+    has_gate = is_concatenated = True
+    has_bias = is_transposed = False
+
+    def __init__(self):
+        super().__init__()
+        self.up_experts = torch.nn.Parameter(torch.ones(2, 128, 128, dtype=torch.bfloat16))
+
+    def forward(self, hidden_states):
+        return torch.zeros_like(hidden_states)
+
+
+def test_experts_that_are_not_called_have_zero_gradients():
+    model = torch.nn.ModuleDict({"experts": LeftToOthers()})
+    convert_experts(model, {}, lambda name: recipe_from_config(config()))
+    x = torch.ones(3, 128, dtype=torch.bfloat16, requires_grad=True)
+    model["experts"](x).sum().backward()
+    assert not x.grad.any()
+    gradient = model["experts"].up_experts.grad
+    assert gradient.shape == (2, 128, 128)
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_experts_change_no_bit(reentrant):
+    experts, _ = pair("grouped_mm")
+
+    def recomputed(*args):
+        return checkpoint(experts, *args, use_reentrant=reentrant)
+
+    for ours, expected in zip(results(experts, inputs(), recomputed), results(experts, inputs()), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def held(shape):
+    """Tensors of as many elements as `shape` that lie in memory."""
+    gc.collect()
+    numel = torch.Size(shape).numel()
+    found = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype is torch.bfloat16]
+    return [x for x in found if x.untyped_storage().nbytes() == 2 * numel]
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_no_decoded_weight_is_kept_for_backward(implementation):
+    experts, twin = pair(implementation)
+    del twin
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x.untyped_storage().nbytes()) or x, lambda x: x
+    ):
+        y = experts(*inputs())
+    assert saved, "the hooks around the experts are not called"
+    assert max(saved) < 2 * experts.down_proj.numel()
+    assert not held(experts.gate_up_proj.shape)
+    y.sum().backward()
+    assert experts.gate_up_proj.grad.any()
+
+
+def test_hooks_around_recomputed_experts_save_nothing_of_them():
+    """Gradient checkpointing keeps its inputs alone, though the experts save tensors by hooks of their own."""
+    experts, _ = pair("grouped_mm")
+    x, index, share = inputs(count=999)
+    y = checkpoint(experts, x, index, share, use_reentrant=False)
+    assert not held((2 * 999, 256)), "what the experts save for backward is kept"
+    y.sum().backward()
+    assert x.grad.any()
+
+
+def test_frozen_experts_pass_gradients_through():
+    experts, twin = pair("grouped_mm")
+    for module in (experts, twin):
+        module.requires_grad_(False)
+    for ours, expected in zip(results(experts, inputs())[:3], results(twin, inputs())[:3], strict=True):
+        assert torch.equal(ours, expected)
+    assert all(weight.grad is None for weight in experts.parameters())
+
+
+def test_weights_that_are_not_gathered_in_fp8_are_read_as_they_are():
+    model = mixture("mixtral")
+    expected = copy.deepcopy(model)(input_ids=tokens(), labels=tokens()).loss
+    conversion = convert(model, config(fuse="off", linear={"skip": ["self_attn", "lm_head"]}))
+    assert len(conversion.experts.converted) == 4
+    assert not conversion.converted
+    assert torch.equal(model(input_ids=tokens(), labels=tokens()).loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "reason"),
+    [
+        ("gpt_oss", {}, "stored transposed"),
+        ("mixtral", {"intermediate_size": 192}, "matrices of 128 x 192 are no whole number of 128x128 blocks"),
+        ("llama4_text", {}, "Llama4TextExperts is not of transformers' interface of experts"),
+    ],
+)
+def test_what_stays_in_bf16_has_a_reason(architecture, changes, reason):
+    model = mixture(architecture, **changes)
+    conversion = convert(model, config())
+    assert reason in conversion.experts.left.values()
+    left = [name for name, why in conversion.experts.left.items() if why == reason]
+    assert left[0].startswith("model.layers.0.")
+    assert "experts" in left[0]
+
+
+def test_skip_and_overrides_mean_experts_by_their_names():
+    linear = {"skip": ["layers.0.mlp.experts", "lm_head"], "overrides": {"*.experts.down_proj": "bf16"}}
+    conversion = convert(model := mixture("qwen3_moe"), config(linear=linear))
+    assert conversion.experts.converted == ["model.layers.1.mlp.experts.gate_up_proj"]
+    assert conversion.experts.left == {
+        "model.layers.0.mlp.experts.gate_up_proj": 'named by fp8.linear.skip "layers.0.mlp.experts"',
+        "model.layers.0.mlp.experts.down_proj": 'named by fp8.linear.skip "layers.0.mlp.experts"',
+        "model.layers.1.mlp.experts.down_proj": 'named by fp8.linear.overrides "*.experts.down_proj"',
+    }
+    assert not isinstance(model.model.layers[0].mlp.experts, FP8Experts)
+    assert conversion.overrides["*.experts.down_proj"].linears == ["model.layers.1.mlp.experts.down_proj"]
+    assert not conversion.unmatched
+
+
+def test_overrides_choose_the_format():
+    linear = {"overrides": {"*.experts.down_proj": {"weight": {"format": "e5m2", "granularity": "tensor"}}}}
+    model = mixture("qwen3_moe")
+    convert(model, config(linear=linear))
+    recipes = model.model.layers[1].mlp.experts.expert_recipes
+    assert str(recipes["down_proj"].weight) == "e5m2 128x128 pow2"
+    assert str(recipes["gate_up_proj"].weight) == "e4m3 128x128 pow2"
+
+
+def test_a_pattern_that_means_nothing_is_an_error():
+    with pytest.raises(UserError, match="means no linear layer"):
+        convert(mixture("qwen3_moe"), config(linear={"overrides": {"*.experts.up": "bf16"}}))
+
+
+def test_gathers_in_bf16_leave_the_experts_alone():
+    conversion = convert(model := mixture("qwen3_moe"), config(param_gather={"format": "bf16"}))
+    assert set(conversion.experts.left.values()) == {'fp8.param_gather.format is "bf16"'}
+    assert not any(isinstance(module, FP8Experts) for module in model.modules())
+
+
+def test_they_go_back_and_are_converted_again():
+    model = mixture("olmoe")
+    names = list(model.state_dict())
+    own = type(model.model.layers[0].mlp.experts)
+    assert len(convert(model, config()).experts.converted) == 4
+    experts = model.model.layers[0].mlp.experts
+    assert isinstance(experts, own)
+    assert type(experts) is not own
+    assert len(convert(model, config()).experts.converted) == 4
+    assert list(model.state_dict()) == names
+    assert len(restore(experts)) == 2
+    assert type(experts) is own
+    assert "expert_recipes" not in vars(experts)
+
+
+def test_they_can_be_copied_and_pickled():
+    model = mixture("qwen3_moe")
+    convert(model, config())
+    expected = model(input_ids=tokens(), labels=tokens()).loss
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(twin.model.layers[0].mlp.experts, FP8Experts)
+        assert torch.equal(twin(input_ids=tokens(), labels=tokens()).loss, expected)
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+def test_the_attention_half_of_their_layers_is_fused(architecture):
+    # Every token to every expert: rounding sends none elsewhere.
+    exact, plain, fused = (mixture(architecture, num_experts_per_tok=EXPERTS) for _ in range(3))
+    fp8(plain, fuse="off")
+    fusion = fp8(fused).fusion
+    assert fusion.attention_halves == ["model.layers.0", "model.layers.1"]
+    assert not fusion.layers
+    assert not fusion.left
+    assert all(isinstance(layer, FusedAttentionHalf) for layer in fused.model.layers)
+    assert list(fused.state_dict()) == list(exact.state_dict())
+
+    (logits, gradients), (of_plain, plain_gradients), (of_fused, fused_gradients) = (
+        losses_and_gradients(model) for model in (exact, plain, fused)
+    )
+    assert error(of_fused, logits) < max(FP8_ERROR, 1.1 * error(of_plain, logits))
+    assert fused_gradients.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        assert error(fused_gradients[key], gradient) < 2 * error(plain_gradients[key], gradient) + 0.03, key
+
+
+def test_a_shared_expert_is_fused_inside_a_layer_whose_attention_half_is():
+    model = mixture("qwen2_moe")
+    fusion = fp8(model).fusion
+    assert fusion.attention_halves == ["model.layers.0", "model.layers.1"]
+    assert fusion.mlps == ["model.layers.0.mlp.shared_expert", "model.layers.1.mlp.shared_expert"]
+    linear = model.model.layers[0].mlp.shared_expert.gate_proj
+    assert layer_of(model, linear.recipe.site) == "model.layers.0.mlp.shared_expert"
+    assert layer_of(model, "model.layers.0.self_attn.qkv_proj") == "model.layers.0"
+    assert layer_of(model, "model.layers.0.mlp.experts") == "model.layers.0.mlp.experts"
+    restore(model.model.layers[0])
+    ids = tokens()
+    assert model(input_ids=ids, labels=ids).loss.isfinite()
+    assert not any(isinstance(part, (Swapped, FP8Linear)) for part in model.model.layers[0].modules())
+
+
+def test_hooks_of_the_called_half_run_and_those_of_the_fused_one_unfuse_it():
+    model = mixture("qwen3_moe")
+    fp8(model)
+    layer, seen = model.model.layers[0], []
+    layer.mlp.gate.register_forward_hook(lambda *_: seen.append("gate"))
+    layer.mlp.register_forward_hook(lambda *_: seen.append("mlp"))
+    model(input_ids=tokens())
+    assert seen == ["gate", "mlp"]
+    assert layer.fused_parts.attachment() is None
+    layer.self_attn.register_forward_hook(lambda *_: seen.append("attention"))
+    with pytest.warns(UserWarning, match="self_attn has forward hooks"):
+        model(input_ids=tokens())
+    assert seen[2:] == ["attention", "gate", "mlp"]
+
+
+def test_router_logits_and_the_auxiliary_loss_are_as_before():
+    exact, model = (mixture("qwen3_moe", router_aux_loss_coef=0.5) for _ in range(2))
+    fp8(model)
+    expected, output = (m(input_ids=tokens(), labels=tokens(), output_router_logits=True) for m in (exact, model))
+    assert len(output.router_logits) == 2
+    assert output.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=0.05)
+    assert output.loss.item() == pytest.approx(expected.loss.item(), rel=0.05)

@@ -82,6 +82,8 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "fp8_linears": len(linears),
         **covered.as_json(),
         "left_in_bf16": left,
+        "experts_multiplied_in_fp8": len(state.conversion.experts.multiplied),
+        "experts_decoded": state.conversion.experts.decoded,
         "expert_parallelism_below_tokens": _tokens_to_hide_experts(engine),
         "fused_layers": len(state.conversion.fusion.layers),
         "fused_attention_halves": len(state.conversion.fusion.attention_halves),
@@ -253,7 +255,10 @@ def log_report(report: dict[str, Any]) -> None:
         table.add_row("experts", f"[bold]{share:.0%} of the parameters stay BF16: experts[/bold]")
     if report["fp8_gathered_experts"]:
         share = report["fp8_gathered_experts"] / total
-        table.add_row("experts", f"{share:.1%} of the parameters: gathered in FP8, decoded and multiplied in BF16")
+        table.add_row("experts", f"{share:.1%} of the parameters: gathered in FP8, {_products_of_experts(report)}")
+        decoded = report["experts_decoded"]
+        for reason in dict.fromkeys(decoded.values()):
+            table.add_row("experts", f"multiplied in BF16: {_some(decoded, reason)}")
     if (tokens := report["expert_parallelism_below_tokens"]) is not None:
         table.add_row(
             "experts",
@@ -310,6 +315,13 @@ def log_report(report: dict[str, Any]) -> None:
     for note in report["notes"]:
         table.add_row("note", note)
     show(Panel(table, title=f"ds_fp8, preset {report['preset']}", title_align="left", expand=False))
+
+
+def _products_of_experts(report: dict[str, Any]) -> str:
+    count, decoded = report["experts_multiplied_in_fp8"], len(report["experts_decoded"])
+    if not count:
+        return "decoded and multiplied in BF16"
+    return "multiplied in FP8" if not decoded else f"multiplied in FP8 in {count} of {count + decoded} layers"
 
 
 def _rounding(parts: Sequence[str]) -> str:

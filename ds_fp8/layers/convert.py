@@ -139,7 +139,8 @@ def convert(
         elif isinstance(layer, FP8Linear):
             restore(layer)
     recipes = {name: overrides[pattern].recipe for name, pattern in first_matches(experts, overrides).items()}
-    converted = convert_experts(model, experts_left(model, config), lambda name: recipes.get(name, recipe))
+    multiply = config.linear.expert_products == "fp8"
+    converted = convert_experts(model, experts_left(model, config), lambda name: recipes.get(name, recipe), multiply)
     result = replace(result, experts=converted)
     for name, override in override_of.items():
         if name not in result.left or result.left[name].startswith(OVERRIDDEN):

@@ -10,7 +10,8 @@ The module's own forward computes, and what it reads are those weights decoded t
     backward   its operations find decode(weight) again, made when they ask for it: no decoded copy is kept between
     gradient   that of the decoded weight, [E, N, K], is the parameter's
 
-A forward that multiplies by the codes themselves takes the place of `_own_forward`. Weights that are not gathered in
+With fp8.linear.expert_products "fp8" the codes themselves are multiplied (expert_products.py), where the experts have
+the structure for it. Weights that are not gathered in
 FP8 at the time (without ZeRO-3, or where the layer went back to BF16) are read as they are.
 
 Which experts, `convert_experts` decides. The class is swapped in under the live module, as FP8Linear is.
@@ -30,6 +31,7 @@ from torch import nn
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import BLOCK, CastSpec
+from ds_fp8.layers.experts_implementation import PRODUCTS, experts_forward, products_of
 from ds_fp8.layers.linear import runs_eagerly
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.swapped import Swapped, swapped_class
@@ -51,6 +53,10 @@ class ExpertsConversion:
 
     converted: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
+    multiplied: list[str] = field(default_factory=list)
+    """Names of modules whose products are in FP8."""
+    decoded: dict[str, str] = field(default_factory=dict)
+    """Names of modules whose products were to be in FP8 and are in BF16, with the reason."""
     classes: set[type] = field(default_factory=set)
     """Classes of the converted modules, which must be ZeRO-3 leaf modules: their own forward may call a part of theirs
     once for every expert that has tokens, and what ZeRO-3 fetches next must not depend on that."""
@@ -80,7 +86,9 @@ class FP8Experts(Swapped):
         return [(self._parameters[name], recipe) for name, recipe in self.expert_recipes.items()]
 
     def _own_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute the module's own forward with decoded weights."""
+        """Compute FP8 products, or the module's own forward with decoded weights."""
+        if PRODUCTS in vars(self):
+            return experts_forward(self, *args, **kwargs)
         gathered = {name: self._parameters[name] for name in self.expert_recipes}
         gathered = {name: weight for name, weight in gathered.items() if getattr(weight, GATHERED, None) is not None}
         if not gathered:
@@ -244,7 +252,7 @@ def unconverted_experts(model: nn.Module, reason_of: Callable[[str], str | None]
 
 
 def convert_experts(
-    model: nn.Module, left: Mapping[str, str], recipe_of: Callable[[str], LinearRecipe]
+    model: nn.Module, left: Mapping[str, str], recipe_of: Callable[[str], LinearRecipe], multiply: bool = False
 ) -> ExpertsConversion:
     """Prepare the experts of a model for a gather in FP8, in place.
 
@@ -252,6 +260,7 @@ def convert_experts(
         model: Any module, none of whose experts are FP8Experts.
         left: Weights that stay in BF16.
         recipe_of: Returns the recipe of each other one by its name.
+        multiply: Whether their products are to be in FP8 too.
     """
     result = ExpertsConversion(left=dict(left))
     for name, module in model.named_modules():
@@ -263,15 +272,34 @@ def convert_experts(
                 result.converted.append(full_name)
         if recipes:
             module.expert_recipes = recipes
+            if multiply:
+                reason = _multiply_in_fp8(module, recipes)
+                if reason is None:
+                    result.multiplied.append(name)
+                else:
+                    result.decoded[name] = reason
             module.__class__ = swapped_class(FP8Experts, type(module))
             result.classes.add(type(module))
     return result
+
+
+def _multiply_in_fp8(module: nn.Module, recipes: Mapping[str, LinearRecipe]) -> str | None:
+    """Give experts their FP8 products, or return why they cannot have any."""
+    missing = [name for name in ("gate_up_proj", "down_proj") if name not in recipes]
+    if missing:
+        return f"{' and '.join(missing)} not gathered in FP8"
+    products = products_of(module, recipes["gate_up_proj"], recipes["down_proj"])
+    if isinstance(products, str):
+        return products
+    setattr(module, PRODUCTS, products)
+    return None
 
 
 def restore_experts(module: nn.Module) -> list[nn.Parameter]:
     """Give experts their own class again; returns the weights that could be gathered in FP8."""
     weights = [module._parameters[name] for name in module.expert_recipes]
     del module.expert_recipes
+    vars(module).pop(PRODUCTS, None)
     _, module.__class__ = type(module).__bases__
     return weights
 

@@ -332,3 +332,47 @@ def test_router_logits_and_the_auxiliary_loss_are_as_before():
     assert len(output.router_logits) == 2
     assert output.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=0.05)
     assert output.loss.item() == pytest.approx(expected.loss.item(), rel=0.05)
+
+
+def multiplied(implementation="grouped_mm", preset="infir2", **linear):
+    """(experts whose gathered codes are multiplied in FP8, the same decoded and multiplied in BF16)."""
+    model = mixture("qwen3_moe")
+    model.config._experts_implementation = implementation
+    twin = copy.deepcopy(model)
+    for each, products in ((model, "fp8"), (twin, "bf16")):
+        linear_section = {"backend": "reference", "expert_products": products, **linear}
+        conversion = convert(each, FP8Config.from_preset(preset=preset, linear=linear_section))
+        gathered_in_fp8(each.model.layers[0].mlp.experts)
+    return *(each.model.layers[0].mlp.experts for each in (model, twin)), conversion
+
+
+@pytest.mark.parametrize("preset", ["infir2", "hybrid_fast"])
+@pytest.mark.parametrize("reached", [range(EXPERTS), (1, 3)])
+def test_products_in_fp8_are_those_of_decoded_weights_but_for_the_casts(preset, reached):
+    ours, twin, _ = multiplied(preset=preset)
+    for found, expected in zip(results(ours, inputs(reached)), results(twin, inputs(reached)), strict=True):
+        assert 0.001 < error(found, expected) < 3 * FP8_ERROR
+    *_, gate_up, down = results(ours, inputs((1, 3)))
+    for gradient in (gate_up, down):
+        assert [bool(part.any()) for part in gradient] == [False, True, False, True]
+
+
+def test_products_that_experts_cannot_have_are_said():
+    model = mixture("qwen3_moe")
+    section = {"backend": "reference", "expert_products": "fp8"}
+    conversion = convert(model, FP8Config.from_preset(preset="rowwise", linear=section))
+    assert conversion.experts.converted
+    assert not conversion.experts.multiplied
+    assert list(conversion.experts.decoded) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    model = mixture("qwen3_moe")
+    section["overrides"] = {"*.experts.down_proj": "bf16"}
+    conversion = convert(model, FP8Config(linear=section))
+    assert set(conversion.experts.decoded.values()) == {"down_proj not gathered in FP8"}
+
+
+def test_experts_that_are_converted_again_lose_their_products():
+    model = mixture("qwen3_moe")
+    convert(model, config(linear={"expert_products": "fp8"}))
+    assert hasattr(model.model.layers[0].mlp.experts, "expert_products")
+    convert(model, config())
+    assert not hasattr(model.model.layers[0].mlp.experts, "expert_products")

@@ -110,6 +110,16 @@ def trained(architecture, section, steps):
 ARCHITECTURES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"]
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
+def test_mixtures_whose_experts_multiply_in_fp8_train_as_bf16_does(ranks, architecture):
+    fp8 = ranks(2, trained, architecture, {"linear": {"expert_products": "fp8"}}, 6)
+    bf16 = ranks(2, trained, architecture, {"enabled": False}, 6)
+    decoded = ranks(2, trained, architecture, {}, 6)
+    assert fp8[0][0] == pytest.approx(bf16[0][0], rel=0.02)
+    assert fp8[0][0] != decoded[0][0]
+    assert fp8[0][2] == 0
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_mixtures_train_as_bf16_does(ranks, architecture):
     fp8 = ranks(2, trained, architecture, {}, 6)

@@ -33,14 +33,14 @@ class ParameterShape:
 
     numel: int
     cast: CastSpec | None
-    """Cast of the weight of an FP8 linear."""
+    """Cast of the weight of an FP8 linear, or of experts gathered in FP8."""
     trainable: bool
     residuals: int = 0
     """Bytes of the residuals of its outlier channels, which every rank keeps."""
 
     @property
     def in_fp8(self) -> bool:
-        """Return whether this is the weight of an FP8 linear."""
+        """Return whether this is the weight of an FP8 linear, or of experts gathered in FP8."""
         return self.cast is not None
 
 
@@ -224,6 +224,6 @@ def _shape(parameter: nn.Parameter, in_fp8: Mapping[int, LinearRecipe]) -> Param
     recipe = in_fp8.get(id(parameter))
     if recipe is None:
         return ParameterShape(parameter.numel(), None, parameter.requires_grad)
-    rows, columns = parameter.shape
-    residuals = rows * min(recipe.outlier_channels, columns)
+    columns = parameter.shape[-1]
+    residuals = parameter.numel() // columns * min(recipe.outlier_channels, columns)
     return ParameterShape(parameter.numel(), recipe.weight, parameter.requires_grad, residuals)

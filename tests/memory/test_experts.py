@@ -30,8 +30,8 @@ def test_layers_keep_nearly_what_the_formulas_say(section, model):
     assert kept == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("section", [{}, {"enabled": False}], ids=["fp8", "bf16"])
-def test_a_step_takes_what_is_estimated(ranks, section):
+@pytest.mark.parametrize(("section", "error"), [({}, 0.08), ({"enabled": False}, 0.12)], ids=["fp8", "bf16"])
+def test_a_step_takes_what_is_estimated(ranks, section, error):
     sizes = {**MOE, "num_hidden_layers": 3}
     raw = workloads.stage(model={"config": sizes}, data={"sequence_length": LENGTH}, zero_optimization=EVERY_GATHER)
     raw = merge(raw, {"train_micro_batch_size_per_gpu": ROWS, "fp8": section})
@@ -40,7 +40,7 @@ def test_a_step_takes_what_is_estimated(ranks, section):
     computing = max(phase.total for phase in expected.phases if phase.name != "the optimizer step")
     for lasting, peak in ranks(2, measured, raw):
         assert lasting == pytest.approx(expected.lasting_bytes, rel=2e-3)
-        assert peak == pytest.approx(computing, rel=0.08)
+        assert peak == pytest.approx(computing, rel=error)
 
 
 def test_experts_in_fp8_take_less():

@@ -11,10 +11,10 @@ The module's own forward computes, and what it reads are those weights decoded t
     gradient   that of the decoded weight, [E, N, K], is the parameter's
 
 With fp8.linear.expert_products "fp8" the codes themselves are multiplied (expert_products.py), where the experts have
-the structure for it. Weights that are not gathered in
-FP8 at the time (without ZeRO-3, or where the layer went back to BF16) are read as they are.
+the structure for it. Weights that are not gathered in FP8 at the time (without ZeRO-3, or where the layer went back to
+BF16) are read as they are.
 
-Which experts, `convert_experts` decides. The class is swapped in under the live module, as FP8Linear is.
+`convert_experts` decides which experts. The class is swapped in under the live module, as FP8Linear is.
 """
 
 from __future__ import annotations

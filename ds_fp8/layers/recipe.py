@@ -1,7 +1,7 @@
 """LinearRecipe: the casts of a linear layer's operands, and the backend of its products.
 
-    fprop  y  [T, N] = x  [T, K] · w  [N, K]ᵀ     x cast along K                    w in one cast for both
-    dgrad  dx [T, K] = dy [T, N] · w             dy cast along N                   (transposed here)
+    fprop  y  [T, N] = x  [T, K] · w  [N, K]ᵀ     x cast along K, w in one cast for both products
+    dgrad  dx [T, K] = dy [T, N] · w             dy cast along N, w's cast transposed
     wgrad  dw [N, K] = dyᵀ       · x             both cast along the tokens T, each from high precision
 
 T tokens, N output and K input features. Weights with one scale per row (output channel) contract over that dimension in
@@ -58,7 +58,7 @@ class LinearRecipe:
     outlier_channels: int = 0
     """Channels of the input that fprop multiplies with the residuals of their casts."""
     outliers: OutlierChannels | None = field(default=None, compare=False)
-    """Which they are, of one site."""
+    """The outlier channels found at this site."""
     site: str = field(default="", compare=False)
     """Name of what multiplies with this recipe, for statistics."""
 
@@ -136,8 +136,8 @@ class LinearRecipe:
     def cast_input_both(self, x: torch.Tensor, column_factor: Factor = None) -> tuple[QuantizedTensor, QuantizedTensor]:
         """Cast x [T, K], times its factors, as fprop reads it, and as wgrad does, in one pass."""
         spec, room = self.input, self.room_for_outliers(x.shape[-1])
-        words = spec.format, spec.granularity, self.wgrad_input, spec.scale
-        both = quantize_both(x, *words, None, column_factor, spec.rounding, room=room)
+        arguments = spec.format, spec.granularity, self.wgrad_input, spec.scale
+        both = quantize_both(x, *arguments, None, column_factor, spec.rounding, room=room)
         self.observe("input", x, both[0], None, column_factor)
         return both
 
@@ -195,9 +195,9 @@ def cast_rowwise(
     x: torch.Tensor, spec: CastSpec, row_factor: Factor = None, column_factor: Factor = None, room: int = 0
 ) -> QuantizedTensor:
     """Return the cast of a matrix [M, K] along K, times its factors, with `room` for outlier blocks (quantize)."""
-    words = spec.format, spec.granularity, spec.scale
+    arguments = spec.format, spec.granularity, spec.scale
     options = {"rounding": spec.rounding, "rotation": spec.rotation, "room": room}
-    return quantize(x, *words, row_factor=row_factor, column_factor=column_factor, **options)
+    return quantize(x, *arguments, row_factor=row_factor, column_factor=column_factor, **options)
 
 
 def _cast_columnwise(

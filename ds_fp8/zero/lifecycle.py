@@ -78,7 +78,7 @@ class Lifecycle:
         self.moments: AdamW | None = None
         """Holds the moments, in formats of its own."""
         self.after_step: list[Callable[[], None]] = []
-        """Called in order after every step, also after one that was left out because of an overflow."""
+        """Called in order after every step, also after one that was skipped because of an overflow."""
         self.before_load: list[Callable[[], None]] = []
         """Called in order, on all ranks, before the engine loads a checkpoint."""
         self.states: dict[str, CheckpointState] = {}
@@ -102,7 +102,7 @@ class Lifecycle:
                 result = stock(*args, **kwargs)
                 taken = not getattr(self._engine.optimizer, "overflow", False)
             if self.weights is not None:
-                # A step that was left out has changed nothing: the shards of before are still right, and no cast is
+                # A skipped step has changed nothing: the shards of before are still right, and no cast is
                 # due.
                 if taken:
                     self.weights.shards.masters_updated()
@@ -112,7 +112,8 @@ class Lifecycle:
             # Behind update, cast and gather of persistent parameters: whoever gathers next on another stream waits for
             # all of it.
             self._written = streams.record_event()
-            # Last: callbacks may save, evaluate or measure, and see what the next forward would.
+            # Last here, and before DeepSpeed advances its scheduler and counters: callbacks may save, evaluate or measure, and
+            # see what the next forward would.
             for callback in self.after_step:
                 callback()
             return result

@@ -112,8 +112,8 @@ class Lifecycle:
             # Behind update, cast and gather of persistent parameters: whoever gathers next on another stream waits for
             # all of it.
             self._written = streams.record_event()
-            # Last here, and before DeepSpeed advances its scheduler and counters: callbacks may save, evaluate or measure, and
-            # see what the next forward would.
+            # Last here, and before DeepSpeed advances its scheduler and counters: callbacks may save, evaluate or
+            # measure, and see what the next forward would.
             for callback in self.after_step:
                 callback()
             return result

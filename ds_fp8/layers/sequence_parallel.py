@@ -13,7 +13,8 @@ are found from the positions again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -93,6 +94,23 @@ def find_documents(name: str) -> None:
 
     keep_to_documents.finds_documents = True
     ALL_ATTENTION_FUNCTIONS[name] = keep_to_documents
+
+
+@contextlib.contextmanager
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """Let each rank compute whole sequences of its own inside, as generation must: with "sdpa", and no exchange.
+
+    "sdpa" must have no exchange around it.
+    """
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    names = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation = "sdpa"
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = names[key]
 
 
 def _as_before(before: Attention, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:

@@ -108,6 +108,12 @@ def runs_in_fp8(module: nn.Module) -> bool:
     return name.startswith(PREFIX) and _why_not(module, not torch.cuda.is_available()) is None
 
 
+def is_exchanged(module: nn.Module) -> bool:
+    """Return whether DeepSpeed's sequence parallelism exchanges heads around an attention module's attention."""
+    name = (module.config._attn_implementation or "").removeprefix(PREFIX)
+    return sequence_parallel.exchange_of(ALL_ATTENTION_FUNCTIONS.get(name)) is not None
+
+
 def _why_not(module: nn.Module, emulated: bool) -> str | None:
     """Return why no call of an attention module can be in FP8, or None."""
     if not module.is_causal:

@@ -242,7 +242,6 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
     return Stage(configuration, file, model, data, train, world, shared_by, global_batch, micro_batch, accumulation)
 
 
-
 def _check_shared(configuration: Configuration, model: ModelConfig, data: DataConfig, shared_by: int) -> None:
     """Raise UserError where ranks cannot share the sequences of a stage."""
     data.check_budget(shared_by)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
+import deepspeed.runtime.sequence_parallel.parallel_state_sp as groups_of_ranks
 from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import nn
 from transformers import PretrainedConfig
@@ -124,4 +124,4 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
             key=KEY,
             remedy="a process of its own for each model",
         )
-    return parallel_state_sp
+    return groups_of_ranks

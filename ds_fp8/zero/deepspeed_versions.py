@@ -74,7 +74,7 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "deepspeed.runtime.config_utils": ("DeepSpeedConfigModel",),
         "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
-        "deepspeed.runtime.sequence_parallel": ("parallel_state_sp",),
+        "deepspeed.runtime.sequence_parallel.parallel_state_sp": ("get_sequence_parallel_world_size",),
         "deepspeed.runtime.sequence_parallel.ulysses_sp": ("UlyssesSPAttentionHF",),
         "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF": ("register_with_transformers",),
         "deepspeed.runtime.zero": ("parameter_offload", "partition_parameters"),

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed import comm as dist
-from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # noqa: F401  before ranks are asked
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.fp8 import parse_fp8
@@ -124,7 +123,7 @@ def relative(one, other):
     [(4, 2, [8192]), (8, 8, [2048]), (4, 1, [4096]), (4, 2, [5000, 3192]), (14, 2, [1000, 6168, 1024])],
 )
 def test_attention_of_two_gpus_is_that_of_one(gpu_ranks, heads, kv_heads, counts):
-    """Forward bit for bit; gradients up to the order in which cuDNN sums dq. Errors against FP32 are those of one GPU."""
+    """Forward bit for bit; gradients up to the order in which cuDNN sums dq. Errors against FP32 are as on one GPU."""
     for to_one, to_fp32, of_one in gpu_ranks(RANKS, shared_and_whole, heads, kv_heads, counts, 1000):
         print(heads, kv_heads, counts, to_one, to_fp32, of_one)
         assert to_one["output"] == 0

@@ -50,12 +50,24 @@ def losses(folder):
 
 
 @pytest.fixture
-def two(monkeypatch):
-    """Two ranks of their own: DeepSpeed's groups of sequence parallelism stay with a process."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    pool = RankPool(2)
-    yield pool.run
-    pool.close()
+def own_ranks(monkeypatch):
+    """Ranks of the test's own: DeepSpeed's groups of sequence parallelism stay with a process."""
+    pools = []
+
+    def start(world):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        pools.append(RankPool(world))
+        return pools[-1].run
+
+    yield start
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def two(own_ranks):
+    """Two of them."""
+    return own_ranks(2)
 
 
 @pytest.mark.parametrize(
@@ -84,24 +96,28 @@ def test_two_ranks_that_share_sequences_are_one(tiny, write, tmp_path, cache_hom
     assert norms[0] == pytest.approx(norms[1], rel=0.05)  # DeepSpeed's mean over ranks is that over the step's tokens
 
 
-def test_a_resumed_run_repeats_the_whole_one(tiny, write, tmp_path, cache_home, two):
-    file = write(stage_of(tiny, tmp_path / "run", 2))
-    two(run, str(file), str(cache_home))
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_resumed_run_repeats_the_whole_one(tiny, write, tmp_path, cache_home, own_ranks, world):
+    """4 ranks are two groups, whose shards of the optimizer are those of all ranks."""
+    accumulation = 4 // world
+    file = write(stage_of(tiny, tmp_path / "run", 2, gradient_accumulation_steps=accumulation))
+    start = own_ranks(world)
+    start(run, str(file), str(cache_home))
     first = losses(tmp_path / "run")
     model = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
     for gone in ("checkpoints/step_6", "model"):
         shutil.rmtree(tmp_path / "run" / gone)
     (tmp_path / "run" / "result.json").unlink()
     (tmp_path / "run" / "saved.json").unlink()
-    two(run, str(file), str(cache_home))
+    start(run, str(file), str(cache_home))
     assert losses(tmp_path / "run") == first
     assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == model
-    tiny |= {"sequence_parallel_size": 1, "train_batch_size": 4}
+    tiny |= {"sequence_parallel_size": 1, "train_batch_size": world * accumulation}
     with pytest.raises(UserError, match="holds a run with sequence_parallel_size = 2, not 1"):
-        refused(write(tiny, "other.json"), 2)
-    tiny |= {"sequence_parallel_size": 2, "train_batch_size": 2}
-    with pytest.raises(UserError, match="was saved by 2 ranks, not 4"):
-        refused(write({**tiny, "gradient_accumulation_steps": 1}, "more.json"), 4)
+        refused(write(tiny, "other.json"), world)
+    tiny |= {"sequence_parallel_size": 2, "train_batch_size": 4 * accumulation}
+    with pytest.raises(UserError, match=f"was saved by {world} ranks, not 8"):
+        refused(write(tiny, "more.json"), 8)
 
 
 def refused(file, world):

@@ -98,6 +98,12 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
             remedy="a model of transformers, or mpu=... for one of your own",
         )
     check_heads(config, size)
+    if config._attn_implementation == "eager":
+        raise UserError(
+            'the model\'s attention is "eager", which needs a mask of whole rows',
+            key=KEY,
+            remedy='attn_implementation="sdpa" when the model is loaded',
+        )
     if not dist.is_initialized():
         seams.disable_shm_build()
         deepspeed.init_distributed()
@@ -105,23 +111,35 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
     rows = DeepSpeedConfig(dict(raw)).train_micro_batch_size_per_gpu
     name = config._attn_implementation
     before = exchange_of(ALL_ATTENTION_FUNCTIONS.get(name))
-    if before is None:
-        try:
-            return UlyssesSPAttentionHF.register_with_transformers(
-                model, core_attn_implementation=name, sequence_parallel_size=size, micro_batch_size=rows
-            )
-        except ValueError as error:
-            raise UserError(
-                f"DeepSpeed cannot share sequences: {str(error).splitlines()[0]}",
-                key=KEY,
-                remedy='attn_implementation="sdpa" when the model is loaded',
-            ) from None
-    text = config.get_text_config()
-    if (before.world_size, before.batch_size, before.attn_head_count) != (size, rows, text.num_attention_heads):
+    if before is None and not _has_groups():
+        return _registered(model, name, size, rows)
+    heads = config.get_text_config().num_attention_heads
+    if before is None or (before.world_size, before.batch_size, before.attn_head_count) != (size, rows, heads):
         raise UserError(
-            f"this process already shares sequences of another model, {before.batch_size} rows over "
-            f"{before.world_size} ranks",
+            "this process already shares sequences of another model",
             key=KEY,
             remedy="a process of its own for each model",
         )
     return groups_of_ranks
+
+
+def _registered(model: nn.Module, name: str, size: int, rows: int) -> Any:
+    try:
+        return UlyssesSPAttentionHF.register_with_transformers(
+            model, core_attn_implementation=name, sequence_parallel_size=size, micro_batch_size=rows
+        )
+    except ValueError as error:
+        raise UserError(
+            f"DeepSpeed cannot share sequences: {str(error).splitlines()[0]}",
+            key=KEY,
+            remedy='attn_implementation="sdpa" when the model is loaded',
+        ) from None
+
+
+def _has_groups() -> bool:
+    """Return whether DeepSpeed has made its groups of ranks, which it does once a process."""
+    try:
+        groups_of_ranks.get_sequence_parallel_group()
+    except AssertionError:
+        return False
+    return True

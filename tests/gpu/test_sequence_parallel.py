@@ -15,10 +15,10 @@ from ds_fp8.layers.convert import convert
 from ds_fp8.layers.fp8_attention import fp8_attention
 from ds_fp8.layers.heads import HeadLayout
 from ds_fp8.train import packed_attention
+from tests.engine.test_sequence_parallel import losses
 from tests.layers.hugging_face import causal_lm
 from tests.layers.test_sequence_parallel import shared
 from tests.ranks import RankPool
-from tests.zero import models
 
 UNAVAILABLE = fp8_attention_cudnn.unavailable()
 pytestmark = [
@@ -133,58 +133,12 @@ def test_attention_of_two_gpus_is_that_of_one(gpu_ranks, heads, kv_heads, counts
             assert to_fp32[name] < 1.1 * of_one[name], name
 
 
-LENGTH = 2048
-SECTION = {"attention": {"format": "e4m3"}, "monitor": {"every": 0}, "graph": "off"}
-
-
-def losses(size, length, steps):
-    """Mean losses of steps over rows of two documents, which two GPUs share or not."""
-    import ds_fp8
-
-    packed_rows.LONG = length // 4
-    packed_attention.register()
-    sizes = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": FEATURES,
-        "max_position_embeddings": length,
-    }
-    model = causal_lm("qwen3", **sizes, attn_implementation="packed")
-    config = {**models.config(SECTION), "train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": size}
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    assert len(engine.fp8.conversion.attention.layers) == 2
-    group, place = divmod(dist.get_rank(), size)
-    found = []
-    for number in range(steps):
-        starts = torch.randint(1, 97, (RANKS, 1), generator=torch.Generator().manual_seed(number))
-        ids = (starts + torch.arange(length)) % 97
-        targets = F.pad(ids[:, 1:], (0, 1), value=-100)
-        places = torch.arange(length).expand(RANKS, -1) % (5 * length // 8)
-        total = torch.zeros((), device=engine.device)
-        rows = range(RANKS) if size == RANKS else [group]
-        for index, row in enumerate(rows):
-            batch = {"input_ids": ids, "position_ids": places, "labels": targets, "shift_labels": targets}
-            batch = {
-                name: x[row : row + 1].chunk(size, 1)[place].contiguous().to(engine.device) for name, x in batch.items()
-            }
-            engine.set_gradient_accumulation_boundary(index == len(rows) - 1)
-            # Of the mean over ranks and the sum over rows: the mean over all targets.
-            items = torch.tensor((length - 1) * len(rows) / size, device=engine.device)
-            loss = engine(**batch, use_cache=False, num_items_in_batch=items).loss
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach()
-        dist.all_reduce(total)
-        found.append(total.item() / RANKS)
-    return found
-
-
 def test_training_follows_one_gpu_a_sequence():
     results = []
     for size in (1, RANKS):
         pool = RankPool(RANKS, "cuda")  # DeepSpeed's groups of sequence parallelism stay with a process
         try:
-            results.append(pool.run(losses, size, LENGTH, 6)[0])
+            results.append(pool.run(losses, size, 2048, 6)[0])
         finally:
             pool.close()
     whole, split = results

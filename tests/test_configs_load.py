@@ -8,7 +8,8 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_fp8.config.files import read_json
-from ds_fp8.memory import estimate
+from ds_fp8.memory import estimate, estimate_workload, read_workload
+from ds_fp8.memory.fit import longest_contexts
 from ds_fp8.memory.gpus import gpu_of
 from ds_fp8.memory.known_models import SHAPES, with_known_model
 from ds_fp8.train import Stage, learning_rate_factor, load_stage
@@ -53,7 +54,7 @@ def test_a_stage_loads_here_and_in_stock_deepspeed(file):
     stage = load_stage(file)
     raw = json.loads(file.read_text())
     if "train_batch_size" in raw:  # stock DeepSpeed sees one rank here
-        raw["train_batch_size"] //= 8
+        raw["train_batch_size"] //= 8 // stage.shared_by
     stock = DeepSpeedConfig(raw)
     assert stock.zero_config.stage == 3
     assert stock.bfloat16_config.enabled
@@ -89,6 +90,19 @@ def test_what_all_stages_of_the_recipe_share(family, name):
     assert stage.fp8.preset == "infir2"
     assert stage.train.schedule.min_ratio == 0.1
     assert stage.model.activation_checkpointing
+
+
+@pytest.mark.parametrize("name", ["cpt_128k", "sft_128k"])
+def test_stages_of_128k_fit_on_8_gpus(name):
+    """The model's own rotary embedding reaches as far, and attention is in FP8."""
+    file = FOLDER / "llama3.1_8b" / f"{name}.json"
+    stage = load_stage(file)
+    assert (stage.data.sequence_length, stage.shared_by, stage.micro_batch) == (131072, 4, 1)
+    assert stage.fp8.attention.format == "e4m3"
+    w = read_workload(with_known_model(json.loads(file.read_text()), file), gpus=8)
+    assert (w.sequence_length, w.tokens, w.model.longest) == (131072, 32768, 131072)
+    assert estimate_workload(w).device_bytes < gpu_of("h200").bytes
+    assert longest_contexts(w, gpu_of("h200").bytes)[4] > 2 * 131072
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -57,7 +57,7 @@ def test_zero_optimization_may_be_a_word_of_old():
 def test_what_deepspeed_is_given_is_what_was_given_and_what_fp8_needs(stage, own):
     given = {**copy.deepcopy(GOOD), "zero_optimization": {"stage": stage}, "somebody": {"else": 1}}
     before = copy.deepcopy(given)
-    handed = _for_deepspeed(Configuration(given), own)
+    handed = _for_deepspeed(Configuration(given), own, {})
     assert given == before
     added = {key: handed[key] for key in handed.keys() - given.keys()}
     assert {key: handed[key] for key in given} == given
@@ -70,13 +70,13 @@ def test_what_deepspeed_is_given_is_what_was_given_and_what_fp8_needs(stage, own
 
 def test_what_the_user_has_set_stays():
     chosen = {"timers": {"throughput": {"synchronized": True}}, "data_types": {"grad_accum_dtype": "bf16"}}
-    handed = _for_deepspeed(Configuration({**GOOD, **chosen}), False)
+    handed = _for_deepspeed(Configuration({**GOOD, **chosen}), False, {})
     assert {key: handed[key] for key in chosen} == chosen
 
 
 def test_without_fp8_nothing_is_changed():
     plain = {key: value for key, value in GOOD.items() if key != "fp8"}
-    assert _for_deepspeed(Configuration(plain), False) == plain
+    assert _for_deepspeed(Configuration(plain), False, {}) == plain
 
 
 def test_deepspeeds_refusal_names_the_file_and_its_key(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_fp8.cluster import entry
+from ds_fp8.cluster import entry, watchdog
 from ds_fp8.cluster.guardian.messages import USER
 from ds_fp8.config.errors import EXIT_USER_ERROR, UserError, as_user_error
 
@@ -96,7 +96,7 @@ def test_what_the_file_system_refuses_is_a_users_mistake(body, said):
 
 def test_and_a_rank_says_so_to_the_others(monkeypatch):
     told = []
-    monkeypatch.setattr(entry.watchdog, "fail", lambda *words: told.append(words))
+    monkeypatch.setattr(watchdog, "fail", lambda *words: told.append(words))
     monkeypatch.setattr(entry, "main_entry", lambda main: main())
     with pytest.raises(UserError, match="Not a directory"):
         entry.rank_entry(lambda: Path("/proc/version/x").read_text())

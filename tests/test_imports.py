@@ -38,6 +38,8 @@ PUBLIC = {
     "deepspeed.pipe",
     "deepspeed.runtime.config",
     "deepspeed.runtime.config_utils",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp",
     "deepspeed.runtime.zero.config",
     "deepspeed.utils",
     "deepspeed.utils.logging",

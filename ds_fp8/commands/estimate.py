@@ -38,6 +38,7 @@ def main() -> int:
     from ds_fp8.config.files import apply_override, read_json
     from ds_fp8.memory import estimate_workload, largest_that_fits, read_workload
     from ds_fp8.memory.comparison import print_estimates
+    from ds_fp8.memory.fit import longest_contexts
     from ds_fp8.memory.gpus import gpu_of
     from ds_fp8.memory.known_models import with_known_model
     from ds_fp8.memory.workload import bf16_twin
@@ -69,6 +70,7 @@ def main() -> int:
             for name, value in estimates.items():
                 sizes = ("micro_batch", "sequence_length")
                 result[name]["largest"] = {what: largest_that_fits(value.workload, what, memory) for what in sizes}
+                result[name]["longest_by_sequence_parallel_size"] = longest_contexts(value.workload, memory)
                 result[name]["fits"] = value.device_bytes <= memory
             result["as configured"]["verdict"] = verdict
         print(json.dumps(result, indent=2))

@@ -40,9 +40,10 @@ class AttentionConfig(Section):
     """The products of attention: of queries and keys, of probabilities and values, and those of their gradients."""
 
     format: Literal["bf16", "e4m3"] = "bf16"
-    """e4m3: causal attention over whole rows computes forward and backward in FP8 (E4M3, gradients E5M2, one scale a
-    tensor), through Transformer Engine on a Hopper GPU, for heads of 128 features. All other attention stays BF16: of
-    rows that are padded or hold several documents, with a sliding window or dropout, and of generation."""
+    """e4m3: causal attention over whole rows, and within documents of at least 16384 tokens in packed rows, computes
+    forward and backward in FP8 (E4M3, gradients E5M2, one scale a tensor), through Transformer Engine on a Hopper GPU,
+    for heads of 128 features, with DeepSpeed's sequence parallelism or without. All other attention stays BF16: of
+    padded rows and shorter documents, with a sliding window or dropout, and of generation."""
 
 
 class ParameterGatherConfig(Section):

@@ -74,7 +74,8 @@ class DataConfig(Section):
 
     tokens_per_gpu: int | None = Field(default=None, ge=8, le=MAX_TOKENS)
     """Null: batch sizes count rows of `sequence_length` tokens. A number: batch sizes count examples, and each GPU
-    packs its examples of a step into as few micro-batches of at most this many tokens as they need."""
+    packs its examples of a step into as few micro-batches of at most this many tokens as they need. GPUs that share
+    sequences pack into this many tokens times their number."""
 
     overlong: Literal["split", "cut", "drop"] | None = None
     """For examples longer than `sequence_length`. "split": the pieces become separate examples; "cut": the end is
@@ -132,14 +133,18 @@ class DataConfig(Section):
                 key="data.validation_fraction",
                 remedy="0.05 each, say",
             )
-        if self.tokens_per_gpu is not None and self.tokens_per_gpu < self.sequence_length:
+        return self
+
+    def check_budget(self, shared_by: int = 1) -> None:
+        """Raise UserError where an example may be longer than the micro-batch of the ranks that share a sequence."""
+        if self.tokens_per_gpu is not None and self.tokens_per_gpu * shared_by < self.sequence_length:
+            over = f" over {shared_by} GPUs" if shared_by > 1 else ""
             raise UserError(
                 f"an example of sequence_length {self.sequence_length} tokens does not fit into tokens_per_gpu "
-                f"{self.tokens_per_gpu}",
+                f"{self.tokens_per_gpu}{over}",
                 key="data.tokens_per_gpu",
-                remedy=f"at least {self.sequence_length}, or a smaller sequence_length",
+                remedy=f"at least {-(-self.sequence_length // shared_by)}, or a smaller sequence_length",
             )
-        return self
 
     def each_source(self) -> list[DataConfig]:
         """Return this section once per source, each with `path` and keys of that source and no `sources`."""

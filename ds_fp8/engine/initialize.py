@@ -25,6 +25,7 @@ from ds_fp8.engine.launch import check_launch
 from ds_fp8.engine.optimizer_section import check_optimizer
 from ds_fp8.engine.prefetch import wider_prefetch
 from ds_fp8.engine.report import log_report, start_report
+from ds_fp8.engine.sequence_parallel import sequence_parallel_size, share_sequences
 from ds_fp8.engine.state import FP8State
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.inverse_frequencies import restore_inverse_frequencies
@@ -94,6 +95,7 @@ def initialize(
         if optimizer is None and configuration.has_optimizer:
             check_optimizer(configuration, own=uses_own_optimizer(configuration))
 
+    mpu = _located(file, share_sequences, configuration.values, model, mpu, mesh_param)
     monitor = CastMonitor(fp8.monitor.every if fp8.enabled else 0)
     conversion = loss = None
     prefetch: dict[str, int] = {}
@@ -176,8 +178,9 @@ def _for_deepspeed(configuration: Configuration, own_optimizer: bool, prefetch: 
 def _micro_batch_tokens(configuration: Configuration, engine: deepspeed.DeepSpeedEngine) -> int | None:
     """Return the tokens of one micro-batch on one GPU, where the configuration has a "data" section that says so."""
     length = configuration.given("data", "sequence_length")
+    shared_by = sequence_parallel_size(configuration.values)
     return configuration.given("data", "tokens_per_gpu") or (
-        length and length * engine.train_micro_batch_size_per_gpu()
+        length and length * engine.train_micro_batch_size_per_gpu() // shared_by
     )
 
 

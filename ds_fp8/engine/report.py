@@ -22,6 +22,7 @@ from ds_fp8.engine.known_code import code_of_others, text_config
 from ds_fp8.engine.micro_steps import EAGER_STEPS
 from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
+from ds_fp8.layers import packed_rows
 from ds_fp8.layers.attention_format import AttentionFormat
 from ds_fp8.layers.experts import expert_weights
 from ds_fp8.layers.linear import FP8Linear
@@ -53,6 +54,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "deepspeed": deepspeed.__version__,
         "torch": torch.__version__,
         "ranks": dist.get_world_size(),
+        "sequence_parallel_size": engine.sequence_parallel_size,
         "zero_stage": engine.zero_optimization_stage(),
         "parameters": total,
     }
@@ -206,7 +208,8 @@ def _attention(attention: AttentionFormat | None) -> dict[str, Any]:
     if attention is None:
         return {"attention": "bf16", "fp8_attention_layers": 0, "attention_in_bf16": {}}
     how = "emulated" if attention.emulated else "cuDNN through Transformer Engine"
-    where = "in rows of one document; BF16 in rows of several" if attention.packed else "in rows without padding"
+    where = "in rows of one document" if attention.packed else "in rows without padding"
+    where += f" and documents from {packed_rows.LONG} tokens on; BF16 in shorter ones" if attention.packed else ""
     return {
         "attention": f"e4m3, gradients e5m2 ({how}), {where}",
         "fp8_attention_layers": len(attention.layers),
@@ -265,7 +268,9 @@ def log_report(report: dict[str, Any]) -> None:
             f"below about {tokens:,} tokens a GPU and micro-batch (computed, for NVLink) their gathers take longer "
             "than their products: expert parallelism would be faster",
         )
-    table.add_row("hosts x ranks", report["ranks_of_hosts"])
+    shared_by = report["sequence_parallel_size"]
+    shared = f", {shared_by} ranks share a sequence" if shared_by > 1 else ""
+    table.add_row("hosts x ranks", f"{report['ranks_of_hosts']}{shared}")
     share = report["fp8_parameters"] / total
     table.add_row("linears in FP8", f"{report['fp8_linears']} ({share:.1%} of {total:,} parameters)")
     for part in kept:

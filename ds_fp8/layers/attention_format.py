@@ -1,12 +1,15 @@
 """Let the attention modules of a Hugging Face model compute in FP8, by attention implementations of transformers.
 
 "fp8_sdpa" and "fp8_packed" take the place of "sdpa" and "packed" in the model's configuration. Masks are made as
-before; where a call is causal attention over whole rows it is fp8_attention's, and any other goes on to the
-implementation before, in BF16. Fused and unconverted layers alike find their attention by its name.
+before; where a call is causal attention over whole rows, or within long documents of packed rows, fp8_attention
+computes it, and any other goes on to the implementation before, in BF16. Fused and unconverted layers alike find their
+attention by its name. Under DeepSpeed's sequence parallelism all this happens between its two exchanges
+(sequence_parallel.py).
 
 Which modules can be in FP8 at all is decided at the start. Of the calls of such a module these are not:
 
-    rows of several packed documents, padded batches    their mask is not causal: a warning says so in training
+    short documents of packed rows (packed_rows.py)     FP8 gains nothing: a warning says so in training
+    padded batches                                      their mask is not causal: likewise
     generation with a cache                             a few queries of many keys
 
 That a call is without gradients changes nothing: recomputation would find other numbers than the first forward.
@@ -27,6 +30,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.layers import documents, packed_rows, sequence_parallel
 from ds_fp8.layers import fp8_attention_cudnn as cudnn
 from ds_fp8.layers.fp8_attention import fp8_attention
 
@@ -104,6 +108,12 @@ def runs_in_fp8(module: nn.Module) -> bool:
     return name.startswith(PREFIX) and _why_not(module, not torch.cuda.is_available()) is None
 
 
+def is_exchanged(module: nn.Module) -> bool:
+    """Return whether DeepSpeed's sequence parallelism exchanges heads around an attention module's attention."""
+    name = (module.config._attn_implementation or "").removeprefix(PREFIX)
+    return sequence_parallel.exchange_of(ALL_ATTENTION_FUNCTIONS.get(name)) is not None
+
+
 def _why_not(module: nn.Module, emulated: bool) -> str | None:
     """Return why no call of an attention module can be in FP8, or None."""
     if not module.is_causal:
@@ -129,12 +139,6 @@ def _check_implementation(name: str) -> None:
             key="fp8.attention.format",
             remedy=f'attn_implementation="sdpa" when the model is loaded ("packed" in a stage), or {BF16}',
         )
-    if getattr(ALL_ATTENTION_FUNCTIONS[name], "__module__", "").startswith("deepspeed"):
-        raise UserError(
-            "DeepSpeed's sequence parallelism exchanges heads around the model's attention, which FP8 would bypass",
-            key="fp8.attention.format",
-            remedy=BF16,
-        )
 
 
 def _mask(implementation: str, **arguments: Any) -> Any:
@@ -154,15 +158,42 @@ def _attention(
     **more: Any,
 ) -> tuple[torch.Tensor, Any]:
     """Output [B, S, heads, D] of queries [B, heads, S, D] and keys and values [B, kv_heads, S, D]."""
+    before, options = ALL_ATTENTION_FUNCTIONS[implementation], {"dropout": dropout, "scaling": scaling, **more}
+    core = functools.partial(_whole_attention, implementation == "packed")
+    exchange = sequence_parallel.exchange_of(before)
+    if exchange is None:
+        return core(before, module, query, key, value, attention_mask, **options)
+    return sequence_parallel.exchanged(exchange, before, core, module, query, key, value, **options)
+
+
+def _whole_attention(
+    takes_ends: bool,
+    before: sequence_parallel.Attention,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Return attention in FP8 where module and call allow it, and elsewhere that of the function before.
+
+    mask: as the implementation before makes it, or where documents end, whether that implementation takes it or not.
+    """
+    options = {"dropout": dropout, "scaling": scaling, **more}
+    in_bf16 = functools.partial(packed_rows.attention, before, takes_ends, module, options)
     if _why_not(module, not query.is_cuda) is None:
-        why = _why_not_this_call(query, key, value, attention_mask, more)
+        why = _why_not_this_call(query, key, value, mask, more)
         if why is None:
-            return fp8_attention(query, key, value, scaling), None
+            in_fp8 = functools.partial(fp8_attention, scaling=scaling)
+            return packed_rows.by_length(in_fp8, in_bf16, query, key, value, mask), None
         if module.training:
             _warn(why)
-    return ALL_ATTENTION_FUNCTIONS[implementation](
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
-    )
+    if mask is not None and mask.ndim == 1:
+        return in_bf16(query, key, value, mask), None
+    return before(module, query, key, value, mask, **options)
 
 
 def _why_not_this_call(
@@ -180,7 +211,9 @@ def _why_not_this_call(
         return "heads of keys and of values are not of one size"
     if mask is not None and mask.ndim == 1:
         # Where documents end: as many as there are rows are whole rows.
-        return None if len(mask) == len(query) + 1 else "rows hold several documents"
+        if len(mask) == len(query) + 1 or packed_rows.longest(documents.places(mask)) >= packed_rows.LONG:
+            return None
+        return f"rows hold several documents, all shorter than {packed_rows.LONG} tokens"
     return (
         None if mask is None else "the mask is not causal over whole rows: they are padded, or hold several documents"
     )

@@ -24,7 +24,7 @@ from torch import nn
 
 from ds_fp8.layers.attachments import Parts
 from ds_fp8.layers.attention import NormedHeads, attend, normed_heads
-from ds_fp8.layers.attention_format import runs_in_fp8
+from ds_fp8.layers.attention_format import is_exchanged, runs_in_fp8
 from ds_fp8.layers.experts import expert_weights
 from ds_fp8.layers.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
 from ds_fp8.layers.linear import FP8Linear, runs_eagerly
@@ -192,8 +192,9 @@ def _fuse_layer(layer: nn.Module, name: str, half: bool) -> None:
         projection.recipe = heads_recipe
     layer.fused_returns_tuple = returns_tuple
     layer.fused_parts = Parts(layer, MLP_HALF if half else ())
-    # Attention in FP8 keeps its output in a byte an element, of which o_proj's product could make nothing.
-    layer.self_attn.o_proj.input_is_saved = not runs_in_fp8(layer.self_attn)
+    # Attention in FP8 keeps its output in a byte an element, of which o_proj's product could make nothing, and between
+    # exchanges it keeps that of other heads.
+    layer.self_attn.o_proj.input_is_saved = not (runs_in_fp8(layer.self_attn) or is_exchanged(layer.self_attn))
     _group(weights)
     if not half:
         layer.fused_mlp = _fused_part(layer.mlp, f"{name}.mlp", activation)

@@ -18,6 +18,7 @@ import torch
 
 _NOTE = "ds_fp8_documents"
 _WHOLE = "ds_fp8_whole"
+_ENDS = "ds_fp8_document_ends"
 _fixed = 0
 
 
@@ -80,6 +81,44 @@ def ends(begins: torch.Tensor, most: int) -> torch.Tensor:
     document = begins.reshape(-1).cumsum(0, dtype=torch.int32)  # of every token, from 1
     numbers = torch.arange(1, most + 2, dtype=torch.int32, device=begins.device)
     return torch.searchsorted(document, numbers, out_int32=True)
+
+
+def ends_of(positions: torch.Tensor) -> torch.Tensor | None:
+    """Return where the documents of rows end, or None where every row is one; the host waits for the device.
+
+    Args:
+        positions: int [rows, tokens]; a document begins where they do not count on.
+
+    Returns:
+        int32 [documents + 1], from 0 to rows * tokens.
+    """
+    begins = torch.ones_like(positions, dtype=torch.bool)
+    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    starts = torch.nonzero(begins.reshape(-1)).flatten()
+    if len(starts) == len(positions):
+        return None
+    return torch.nn.functional.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
+
+
+def note_ends(tensor: torch.Tensor | None, found: object) -> None:
+    """Remember what was found of the documents that a tensor tells of, until it is written to."""
+    if tensor is not None and not tensor.is_inference():
+        setattr(tensor, _ENDS, (found, tensor._version))
+
+
+def noted_ends(tensor: torch.Tensor | None) -> object | None:
+    """Return what `note_ends` has noted on a tensor, or None."""
+    known = getattr(tensor, _ENDS, None)
+    return known[0] if known is not None and known[1] == tensor._version else None
+
+
+def places(ends: torch.Tensor) -> list[int]:
+    """Return `ends` as numbers; the host waits for the device once for each tensor."""
+    known = noted_ends(ends)
+    if known is None:
+        known = ends.tolist()
+        note_ends(ends, known)
+    return known
 
 
 @contextlib.contextmanager

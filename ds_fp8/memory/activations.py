@@ -70,9 +70,10 @@ def attention_core(layer: LayerShape, w: Workload) -> int:
     """Return the bytes of q, k, v, the output and the normaliser of each head: 2T(A + K) + 2TA + 4T heads.
 
     Without grouped attention in the kernel, k and v are repeated for every query head. Attention in FP8 keeps half of
-    it, but the bytes of rows of several documents, which it computes in BF16, must be there.
+    it, but the bytes of rows of several documents, which it computes in BF16, must be there. GPUs that share sequences
+    have all tokens of some heads, as many bytes, but at least one head of k and v each.
     """
-    kv_heads = layer.kv_heads if groups_heads(w.attention) else layer.heads
+    kv_heads = max(layer.kv_heads, w.shared_by) if groups_heads(w.attention) else layer.heads
     qkv = (layer.heads + 2 * kv_heads) * layer.head_dim
     return w.tokens * (BF16 * (qkv + layer.query) + FP32 * layer.heads)
 
@@ -97,7 +98,8 @@ def _fused(layer: LayerShape, w: Workload) -> Bytes:
     """Return the bytes of x 2TH, x + attention 2TH, two norms 4T each; attention_core; gate_up.
 
     Normed heads (Qwen3) keep the product of q, k and v before the norm as well, 2T(A + K). With attention in FP8 o_proj
-    keeps its own cast along the tokens, TA(1 + 1/32): attention keeps another form of its output.
+    keeps its own cast along the tokens, TA(1 + 1/32): attention keeps another form of its output, as it does where GPUs
+    share sequences.
     """
     half = _fused_attention(layer, w)
     return half + Counter({NORMS: BF16 * w.tokens * layer.hidden + FP32 * w.tokens, MLP: gate_up(layer, w)})
@@ -122,8 +124,10 @@ def _fused_attention(layer: LayerShape, w: Workload) -> Bytes:
     """Return the attention half of _fused: x 2TH, its norm 4T, attention_core, and what `_fused` says of it."""
     T, H = w.tokens, layer.hidden
     own = BF16 * T * layer.qkv if layer.head_norms else 0
-    if attention_in_fp8(layer, w) and w.fp8.activations.save == "fp8":
+    if w.fp8.activations.save == "fp8" and (attention_in_fp8(layer, w) or w.shared_by > 1):
         own += cast(layer.query, T, layer.fp8["o_proj"].wgrad_input)
+    elif w.shared_by > 1:
+        own += BF16 * T * layer.query
     return Counter({NORMS: BF16 * T * H + FP32 * T, ATTENTION: attention_core(layer, w) + own})
 
 
@@ -170,8 +174,8 @@ def _inputs_of_linears(linears: Mapping[str, tuple[str, int]], part: str, layer:
     for name, (source, features) in linears.items():
         if name in layer.fp8 and in_fp8:
             result[part] += cast(features, T, layer.fp8[name].wgrad_input)
-        elif source != "attention":  # which attention keeps anyway
-            inputs[source] = (NORMS if source in ("n1", "n2") else MLP, BF16 * T * features)
+        elif source != "attention" or w.shared_by > 1:  # otherwise attention keeps it anyway
+            inputs[source] = (NORMS if source in ("n1", "n2") else part, BF16 * T * features)
     for kind, size in inputs.values():
         result[kind] += size
     return result
@@ -183,8 +187,8 @@ def _inputs_of_linears(linears: Mapping[str, tuple[str, int]], part: str, layer:
 def workspace(layer: LayerShape, w: Workload) -> int:
     """Return the most that backward of a layer allocates beyond what is kept, while everything kept is still there.
 
-    That is in the MLP, at the start of its backward: dy 2TH, and what the functions below say. With
-    activation_checkpointing everything that backward reads is made again first.
+    That is in the MLP, at the start of its backward, or in the exchange of heads: dy 2TH, and what the functions below
+    say. With activation_checkpointing everything that backward reads is made again first.
     """
     again = sum(everything(layer, w).values()) if w.activation_checkpointing else 0
     mlp: Callable[[LayerShape, Workload], int] = _own_mlp_workspace
@@ -193,7 +197,17 @@ def workspace(layer: LayerShape, w: Workload) -> int:
     most = mlp(layer, w) if layer.intermediate else 0
     if layer.experts is not None:
         most = max(most, _experts_workspace(layer, w))
+    if w.shared_by > 1:
+        most = max(most, _exchange(layer, w))
     return again + BF16 * w.tokens * layer.hidden + most
+
+
+def _exchange(layer: LayerShape, w: Workload) -> int:
+    """Return three forms of the gradients of q, k and v: as attention leaves them, laid out, and received, 6T(A + K).
+
+    DeepSpeed exchanges one after the other and lets none go before all have come. GPUs have a head of k and v at least.
+    """
+    return 3 * BF16 * w.tokens * (layer.heads + 2 * max(layer.kv_heads, w.shared_by)) * layer.head_dim
 
 
 def _experts_workspace(layer: LayerShape, w: Workload) -> int:
@@ -247,7 +261,9 @@ def rotary(w: Workload, layer: LayerShape) -> int:
 def batch(w: Workload) -> int:
     """Return the bytes of input_ids, labels and position_ids, int64: 24T.
 
-    Attention other than packed has a mask, T length.
+    Attention other than packed has a mask, T length. GPUs that share sequences have the labels twice, and the positions
+    of whole rows, 8TP.
     """
     mask = 0 if w.attention == "packed" else w.tokens * w.sequence_length
-    return 3 * 8 * w.tokens + mask
+    shared = 8 * w.tokens * (1 + w.shared_by) if w.shared_by > 1 else 0
+    return 3 * 8 * w.tokens + mask + shared

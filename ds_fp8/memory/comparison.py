@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_fp8.memory.estimate import KINDS, Estimate
-from ds_fp8.memory.fit import largest_that_fits
+from ds_fp8.memory.fit import largest_that_fits, longest_contexts
 from ds_fp8.memory.grid import Point
 from ds_fp8.memory.report import deviation, speed
 from ds_fp8.memory.results import Record
@@ -42,8 +42,17 @@ def print_estimates(estimates: Mapping[str, Estimate], memory_bytes: int | None,
         table.add_section()
         for what, label in (("micro_batch", "largest micro-batch, rows"), ("sequence_length", "longest row, tokens")):
             largest = [largest_that_fits(column.workload, what, memory_bytes) for column in columns]
-            table.add_row(label, *(f"{size:,}" if size else "none" for size in largest))
+            table.add_row(label, *map(_size, largest))
+        longest = [longest_contexts(column.workload, memory_bytes) for column in columns]
+        for size in longest[0]:
+            if longest[0].keys() != {1}:
+                shared = "one GPU" if size == 1 else f"{size} GPUs"
+                table.add_row(f"longest in memory, {shared}", *(_size(found[size]) for found in longest))
     console.print(table)
+
+
+def _size(size: int) -> str:
+    return f"{size:,}" if size else "none"
 
 
 def print_plan(

@@ -114,6 +114,7 @@ class Estimate:
             "parameters": w.model.numel,
             "micro_batch": w.rows,
             "sequence_length": w.sequence_length,
+            "sequence_parallel_size": w.shared_by,
             "peak": self.peak.name,
             "peak_bytes": self.peak_bytes,
             "parts": {kind: self.peak.parts[kind] for kind in KINDS if self.peak.parts.get(kind)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from ds_fp8.memory.estimate import estimate_workload
@@ -22,7 +23,27 @@ def largest_that_fits(w: Workload, what: Size, memory_bytes: int) -> int:
     limit = LARGEST[what]
     if what == "sequence_length" and w.model.longest is not None:
         limit = w.model.longest
-    unit = MULTIPLE[what]
+    return _largest(w, what, memory_bytes, limit)
+
+
+def longest_contexts(w: Workload, memory_bytes: int) -> dict[int, int]:
+    """Return the longest rows that fit where so many of the GPUs share each: tokens by `sequence_parallel_size`.
+
+    Only memory bounds them: for more positions than the model has, its rotary embedding must be scaled. A size counts
+    if it divides the GPUs and the model's heads.
+    """
+    layer = w.model.layers[0]
+    sizes = [
+        size
+        for size in range(1, w.gpus + 1)
+        if w.gpus % size == 0 and layer.heads % size == 0 and (layer.kv_heads % size == 0 or size % layer.kv_heads == 0)
+    ]
+    limit = LARGEST["sequence_length"]
+    return {size: _largest(replace(w, shared_by=size), "sequence_length", memory_bytes, limit) for size in sizes}
+
+
+def _largest(w: Workload, what: Size, memory_bytes: int, limit: int) -> int:
+    unit = MULTIPLE[what] * (w.shared_by if what == "sequence_length" else 1)
 
     def fits(units: int) -> bool:
         return estimate_workload(w.resized(what, units * unit)).device_bytes <= memory_bytes

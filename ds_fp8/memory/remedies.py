@@ -9,6 +9,7 @@ from typing import Any
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import apply_override
+from ds_fp8.engine.sequence_parallel import sequence_parallel_size
 from ds_fp8.memory.estimate import estimate_workload
 from ds_fp8.memory.workload import read_workload
 from ds_fp8.train.deepspeed_config import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, resolve_batch
@@ -77,7 +78,7 @@ def _changes(raw: Mapping[str, Any], gpus: int) -> Iterator[tuple[str, ...]]:
 
 def _one_row(raw: Mapping[str, Any], gpus: int) -> tuple[str, ...]:
     """Return the changes that take micro-batches of one row, with as many rows in a step; none where it has one."""
-    _, micro_batch, accumulation = resolve_batch(dict(raw), gpus)
+    _, micro_batch, accumulation = resolve_batch(dict(raw), gpus // sequence_parallel_size(raw))
     if micro_batch == 1:
         return ()
     changes = (f"{MICRO_BATCH}=1",)

@@ -18,6 +18,7 @@ from ds_fp8.config.fp8 import FP8Config, section_of
 from ds_fp8.config.schema import parse_section
 from ds_fp8.data import DataConfig
 from ds_fp8.engine.compatibility import check_deepspeed
+from ds_fp8.engine.sequence_parallel import check_heads, check_ranks, sequence_parallel_size
 from ds_fp8.memory.model_shape import ModelShape, model_shape
 from ds_fp8.optim.from_config import uses_own_optimizer
 from ds_fp8.train.deepspeed_config import resolve_batch
@@ -40,6 +41,7 @@ class Workload:
     rows: int
     """Rows of a micro-batch."""
     sequence_length: int
+    """Tokens of a row, all of them where GPUs share it."""
     zero: DeepSpeedZeroConfig
     accumulation_bytes: int
     """Bytes of an element of the gradient shards."""
@@ -51,6 +53,8 @@ class Workload:
     own_optimizer: bool
     """True where the optimizer is this package's AdamW."""
     device: Device = "cuda"
+    shared_by: int = 1
+    """GPUs that share a sequence."""
 
     @property
     def own_step(self) -> bool:
@@ -59,8 +63,8 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Return T, the tokens of a micro-batch."""
-        return self.rows * self.sequence_length
+        """Return T, the tokens of a micro-batch on one GPU."""
+        return self.rows * self.sequence_length // self.shared_by
 
     @property
     def stage(self) -> int:
@@ -145,14 +149,18 @@ def _read(
             key="model.attn_implementation",
             remedy='"packed"',
         )
-    _, micro_batch, _ = resolve_batch(raw, gpus)
+    shared_by = sequence_parallel_size(raw)
+    check_ranks(shared_by, gpus)
+    check_heads(model, shared_by)
+    data.check_budget(shared_by)
+    _, micro_batch, _ = resolve_batch(raw, gpus // shared_by)
     accumulation = configuration.deepspeed.grad_accum_dtype
     if accumulation is None:  # as initialize fills it in
         accumulation = "fp32" if fp8.enabled and fp8.grad_reduce.format != "bf16" else "bf16"
     # Untrained and stored models alike are rows of so many tokens, unless micro-batches are made by tokens.
     rows, tokens = micro_batch, length or data.sequence_length
     if data.tokens_per_gpu is not None and length is None:
-        rows, tokens = 1, data.tokens_per_gpu
+        rows, tokens = 1, data.tokens_per_gpu * shared_by
     return Workload(
         model=_cached_shape(model.to_json_string(use_diff=False), type(model), fp8.model_dump_json()),
         fp8=fp8,
@@ -166,6 +174,7 @@ def _read(
         activation_checkpointing=model_section.activation_checkpointing,
         attention=model_section.attn_implementation,
         device=device,
+        shared_by=shared_by,
     )
 
 

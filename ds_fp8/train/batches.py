@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import torch
 from deepspeed import comm as dist
+from torch.nn import functional as F
 
 from ds_fp8.data import IGNORED, PackedDataset, StageData, budgeted_micro_batches, local_micro_batches
 from ds_fp8.layers import documents
 from ds_fp8.train.stage import Stage
 
 Batch = dict[str, torch.Tensor]
-"""`input_ids`, `labels` and `position_ids`, int64 [rows, tokens]."""
+"""`input_ids`, `labels` and `position_ids`, int64 [rows, tokens]. Where ranks share sequences, a rank's slice of them,
+with `labels` moved to the token before, and once more as `shift_labels`."""
 
 LENGTH_MULTIPLE = 128
 """Micro-batches made by tokens are padded to a multiple of this many: the edge of a block of scales."""
@@ -79,7 +81,7 @@ class BatchesAhead:
         labels = torch.tensor(sum(map(dataset.label_tokens, rows)), dtype=torch.float32)
         items = labels.clamp_min(torch.finfo(torch.float32).tiny) / self._loss_share
         built = StepBatches(
-            [_stacked(dataset, lines, length) for lines, length in plans[dist.get_rank()]],
+            _own_batches(stage, dataset, plans),
             items,
             sum(len(lines) * length for plan in plans for lines, length in plan),
         )
@@ -96,18 +98,35 @@ def micro_batches(stage: Stage, dataset: PackedDataset, rows: Sequence[int], dev
     last ones are padding without loss. With it, a micro-batch is one row of at most so many tokens, which holds several
     rows of the dataset one after the other.
     """
-    plan = _plans(stage, dataset, rows)[dist.get_rank()]
-    return [{name: x.to(device) for name, x in _stacked(dataset, *micro).items()} for micro in plan]
+    batches = _own_batches(stage, dataset, _plans(stage, dataset, rows))
+    return [{name: x.to(device) for name, x in batch.items()} for batch in batches]
 
 
-def label_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """Return how many tokens of int64 labels [rows, tokens] carry loss: the first of a row is never predicted."""
-    return (labels[:, 1:] != IGNORED).sum()
+def label_tokens(batch: Batch) -> torch.Tensor:
+    """Return how many tokens of a batch carry loss: the first of a row is never predicted."""
+    return (batch.get("shift_labels", batch["labels"][:, 1:]) != IGNORED).sum()
+
+
+def _own_batches(stage: Stage, dataset: PackedDataset, plans: list[list[tuple[list[list[int]], int]]]) -> list[Batch]:
+    """Return the micro-batches of this rank, or its slices of those of the ranks that it shares sequences with."""
+    group, place = divmod(dist.get_rank(), stage.shared_by)
+    batches = [_stacked(dataset, lines, length) for lines, length in plans[group]]
+    return batches if stage.shared_by == 1 else [_slice(batch, place, stage.shared_by) for batch in batches]
+
+
+def _slice(batch: Batch, place: int, shared_by: int) -> Batch:
+    """Return slice `place` of a batch; what comes after its last token is the first token of the next slice."""
+    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    whole = {**batch, "labels": targets, "shift_labels": targets}
+    return {name: x.chunk(shared_by, 1)[place].contiguous() for name, x in whole.items()}
 
 
 def _plans(stage: Stage, dataset: PackedDataset, rows: Sequence[int]) -> list[list[tuple[list[list[int]], int]]]:
-    """Return by rank, for every micro-batch, the rows of the dataset in each of its rows, and its tokens a row."""
-    world, budget = dist.get_world_size(), stage.data.tokens_per_gpu
+    """Return by group, for every micro-batch, the rows of the dataset in each of its rows, and its tokens a row.
+
+    A group is the ranks that share sequences, or one rank.
+    """
+    world, budget = dist.get_world_size() // stage.shared_by, stage.data.tokens_per_gpu
     if budget is None:
         missing = -len(rows) % (stage.micro_batch * world)
         padded: list[int | None] = [*rows, *[None] * missing]
@@ -116,13 +135,18 @@ def _plans(stage: Stage, dataset: PackedDataset, rows: Sequence[int]) -> list[li
         chosen = [local_micro_batches(padded, rank, world, stage.micro_batch, rounds) for rank in range(world)]
         return [[([[] if row is None else [row] for row in micro], length) for micro in micros] for micros in chosen]
     counts = {row: dataset.row_tokens(row) for row in rows}
+    budget *= stage.shared_by
     shares = budgeted_micro_batches(rows, [counts[row] for row in rows], world, budget)
-    return [[([joined], _padded(sum(counts[row] for row in joined), budget)) for joined in share] for share in shares]
+    multiple = LENGTH_MULTIPLE * stage.shared_by
+    return [
+        [([joined], _padded(sum(counts[row] for row in joined), multiple, budget)) for joined in share]
+        for share in shares
+    ]
 
 
-def _padded(count: int, budget: int) -> int:
+def _padded(count: int, multiple: int, budget: int) -> int:
     """Return the length of a row that holds so many tokens."""
-    return max(count, min(-(-max(count, 1) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, budget))
+    return max(count, min(-(-max(count, 1) // multiple) * multiple, budget))
 
 
 def _stacked(dataset: PackedDataset, lines: list[list[int]], length: int) -> Batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_fp8.data import PackedDataset, Question, extract_answer, stop_tokens
 from ds_fp8.layers.loss import withholds_logits
+from ds_fp8.layers.sequence_parallel import whole_sequences
 from ds_fp8.train.batches import label_tokens, micro_batches
 from ds_fp8.train.stage import Stage
 
@@ -58,7 +60,7 @@ def validation_loss(
         for batch in micro_batches(stage, rows, chosen, engine.device):
             # With one item in the batch the mean is the sum.
             loss = engine(**batch, **options, num_items_in_batch=torch.ones((), device=engine.device)).loss
-            totals += torch.stack([loss.double(), label_tokens(batch["labels"]).double()])
+            totals += torch.stack([loss.double(), label_tokens(batch).double()])
     engine.train()
     dist.all_reduce(totals)
     total, count = totals.tolist()
@@ -96,15 +98,16 @@ def exact_match(
         batch = mine[start : start + QUESTIONS_AT_ONCE]
         prompts = [list(question.prompt) for question in batch]
         ids, mask = _left_padded(prompts, tokenizer.pad_token_id, engine.device)
-        out = engine.module.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=stage.train.max_new_tokens,
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=stop_tokens(tokenizer, stage.data.format == "chat"),
-            synced_gpus=world > 1,
-        )
+        with whole_sequences(engine.module) if stage.shared_by > 1 else nullcontext():
+            out = engine.module.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=stage.train.max_new_tokens,
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=stop_tokens(tokenizer, stage.data.format == "chat"),
+                synced_gpus=world > 1,
+            )
         texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
         pairs = list(zip(batch, texts, strict=True))[: max(counted - start, 0)]
         for question, text in pairs:

@@ -13,6 +13,7 @@ from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.schema import shown
+from ds_fp8.engine.sequence_parallel import KEY
 from ds_fp8.train.checkpoints import CHECKPOINTS, CONFIG, METRICS, MODEL, RESULT, SAVED, RunState, survey
 from ds_fp8.train.deepspeed_config import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from ds_fp8.train.durable import flush
@@ -82,6 +83,8 @@ def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
                 remedy="choose another run_dir",
             )
         return _branch(stage, rejected)
+    if found:
+        _check_shared(stage, found[1])
     # Other ranks need other numbers for the same batch, which is checked as a whole.
     free = BATCH_KEYS if found and found[1].ranks != stage.world else ()
     _check_same_run(stage, stored, free)
@@ -332,6 +335,16 @@ def _check_same_run(stage: Stage, stored: dict[str, Any], free: Sequence[str]) -
             f"not {clipped(json.dumps(now))}{more}",
             key=key,
             remedy="set it back to resume that run, or choose another train.run_dir",
+        )
+
+
+def _check_shared(stage: Stage, manifest: Manifest) -> None:
+    """Raise UserError where ranks that share sequences would go on in another number, which nobody has tried."""
+    if stage.shared_by > 1 and manifest.ranks != stage.world:
+        raise UserError(
+            f"the run in {stage.run_dir} shares sequences and was saved by {manifest.ranks} ranks, not {stage.world}",
+            key=KEY,
+            remedy=f"{manifest.ranks} ranks, or another train.run_dir",
         )
 
 

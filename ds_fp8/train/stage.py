@@ -18,6 +18,7 @@ from ds_fp8.config.schema import Section, Seed, nearest, parse_section, shown
 from ds_fp8.data import DataConfig
 from ds_fp8.engine.compatibility import check_deepspeed
 from ds_fp8.engine.optimizer_section import check_optimizer
+from ds_fp8.engine.sequence_parallel import KEY, check_ranks, sequence_parallel_size
 from ds_fp8.optim.from_config import make_adamw, needs_own_optimizer, uses_own_optimizer
 from ds_fp8.train.deepspeed_config import check_sections, resolve_batch
 from ds_fp8.train.run_files import MAX_RANKS
@@ -129,6 +130,8 @@ class Stage:
     data: DataConfig
     train: TrainConfig
     world: int
+    shared_by: int
+    """Ranks that share a sequence: "sequence_parallel_size"."""
     global_batch: int
     micro_batch: int
     accumulation: int
@@ -194,7 +197,7 @@ def load_stage(path: str | os.PathLike, overrides: list[str] | tuple[str, ...] =
 
 
 def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
-    known = known_keys() | set(OWN_SECTIONS)
+    known = known_keys() | {*OWN_SECTIONS, KEY}  # which DeepSpeed looks up among running ranks alone
     for key in raw:
         if key not in known:
             raise UserError(f"unknown key {shown(key)}", key=clipped(key), remedy=nearest(key, known))
@@ -206,7 +209,10 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
     model = parse_section(ModelConfig, raw.get("model", {}), key="model", file=file)
     data = parse_section(DataConfig, raw["data"], key="data", file=file)
     train = parse_section(TrainConfig, raw["train"], key="train", file=file)
-    global_batch, micro_batch, accumulation = resolve_batch(raw, world)
+    shared_by = sequence_parallel_size(raw)
+    check_ranks(shared_by, world)
+    _check_shared(configuration, model, data, shared_by)
+    global_batch, micro_batch, accumulation = resolve_batch(raw, world // shared_by)
     check_sections(configuration)
     check_deepspeed(configuration)
     own = uses_own_optimizer(configuration)
@@ -233,7 +239,32 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
             key="train_micro_batch_size_per_gpu",
             remedy='"train_micro_batch_size_per_gpu": 1, with "train_batch_size" as the examples of a step',
         )
-    return Stage(configuration, file, model, data, train, world, global_batch, micro_batch, accumulation)
+    return Stage(configuration, file, model, data, train, world, shared_by, global_batch, micro_batch, accumulation)
+
+
+def _check_shared(configuration: Configuration, model: ModelConfig, data: DataConfig, shared_by: int) -> None:
+    """Raise UserError where ranks cannot share the sequences of a stage."""
+    data.check_budget(shared_by)
+    if shared_by == 1:
+        return
+    if model.attn_implementation != "packed":
+        raise UserError(
+            f'attention "{model.attn_implementation}" loses the mask of packed rows where ranks share sequences',
+            key="model.attn_implementation",
+            remedy='"packed"',
+        )
+    if data.sequence_length % shared_by:
+        raise UserError(
+            f"{shared_by} ranks cannot share rows of {data.sequence_length} tokens evenly",
+            key="data.sequence_length",
+            remedy=f"a multiple of {shared_by}",
+        )
+    if configuration.stage != 3 or "data_parallel_size" in configuration.values:
+        raise UserError(
+            "a stage whose ranks share sequences trains in ZeRO stage 3, without a device mesh",
+            key=KEY,
+            remedy='"zero_optimization": {"stage": 3}, and no "data_parallel_size"',
+        )
 
 
 def _world_size() -> int:

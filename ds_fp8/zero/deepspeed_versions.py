@@ -74,6 +74,9 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "deepspeed.runtime.config_utils": ("DeepSpeedConfigModel",),
         "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
+        "deepspeed.runtime.sequence_parallel.parallel_state_sp": ("get_sequence_parallel_world_size",),
+        "deepspeed.runtime.sequence_parallel.ulysses_sp": ("UlyssesSPAttentionHF",),
+        "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF": ("register_with_transformers",),
         "deepspeed.runtime.zero": ("parameter_offload", "partition_parameters"),
         "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig", "ZeroStageEnum"),
         "deepspeed.runtime.zero.utils": ("get_norm_dtype", "ZERO_SUPPORTED_OPTIMIZERS"),
@@ -119,6 +122,7 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
         "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module": (
             *("ds_z3_leaf_module", "ds_grads_remaining", "applied_pre_backward_ref_cnt"),
         ),
+        "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.__init__": ("attn", "process_group"),
         f"{_PARTITIONS}:_init_external_params": ("_external_params",),
         f"{_PARTITIONS}:Init._partition_param": ("ds_quant_scale",),
         f"{_PARTITIONS}:Init._convert_to_deepspeed_param": (

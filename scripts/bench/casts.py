@@ -157,9 +157,10 @@ def swiglu_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Ite
     def backward() -> Any:
         return gated_activation_backward(dproduct, saved, "silu", recipe, recipe, factor)
 
-    row, column, product = backward()
-    casts = f"{in_words(row, column)}, product {in_words(None, product)}"
-    del row, column, product
+    found = backward()
+    of_gate_up = in_words(found.dgate_up, found.dgate_up_columnwise)
+    casts = f"{of_gate_up}, product {in_words(None, found.product_columnwise)}"
+    del found
     peer = cast_peers.swiglu_backward(dproduct, gate_up, of_dy.format, of_dy.granularity, of_dy.granularity)
     yield Operation("SwiGLU backward", casts, elements, 9, backward, peer)
 

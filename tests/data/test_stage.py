@@ -157,7 +157,6 @@ def test_questions_come_from_the_last_turns_of_held_out_chats(tokenizer, tmp_pat
         ({"path": "x", "sources": [{"path": "y"}]}, "data.sources"),
         ({"sources": [{"path": "y", "weight": 0}]}, "data.sources.0.weight"),
         ({"validation_fraction": 0.5, "test_fraction": 0.5}, "data.validation_fraction"),
-        ({"tokens_per_gpu": 100}, "data.tokens_per_gpu"),
         ({"overlong": "keep"}, "data.overlong"),
         ({"answer_pattern": "("}, "data.answer_pattern"),
         ({"answer_pattern": "no group"}, "data.answer_pattern"),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.layers import attention_format
+from ds_fp8.layers import attention_format, packed_rows
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.fp8_attention import (
     Reference,
@@ -205,14 +205,21 @@ def test_models_that_cannot_are_refused(architecture, changes, reason):
 
 
 @emulated
-def test_sequence_parallelism_is_refused(monkeypatch):
-    def exchanging(*_args, **_more):
-        raise AssertionError
-
-    exchanging.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
-    monkeypatch.setitem(attention_format.ALL_ATTENTION_FUNCTIONS, "sdpa", exchanging)
-    with pytest.raises(UserError, match="sequence parallelism"):
-        converted(causal_lm("qwen2"))
+def test_long_documents_of_packed_rows_are_in_fp8_each_by_itself(monkeypatch):
+    monkeypatch.setattr(packed_rows, "LONG", 16)
+    packed_attention.register()
+    model, ids = causal_lm("qwen2", attn_implementation="packed"), tokens(1, 48)
+    (in_bf16, _), (in_fp8, _) = (converted(model, format, fuse="off") for format in ("bf16", "e4m3"))
+    counts = (20, 5, 7, 16)
+    places = torch.cat([torch.arange(count) for count in counts])[None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is said to stay in BF16
+        found = in_fp8(input_ids=ids, position_ids=places, use_cache=False).logits.split(counts, 1)
+    for piece, count, document in zip(ids.split(counts, 1), counts, found, strict=True):
+        places = torch.arange(count)[None]
+        alone, in_16_bits = (m(input_ids=piece, position_ids=places, use_cache=False).logits for m in (in_fp8, in_bf16))
+        wanted, other = (alone, in_16_bits) if count >= 16 else (in_16_bits, alone)
+        assert (document - wanted).norm() < 0.2 * (document - other).norm()
 
 
 @emulated

@@ -1,0 +1,145 @@
+"""DeepSpeed's key "sequence_parallel_size" put to work: so many ranks share every sequence (Ulysses)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+import deepspeed.runtime.sequence_parallel.parallel_state_sp as groups_of_ranks
+from deepspeed import comm as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.schema import shown
+from ds_fp8.layers.sequence_parallel import exchange_of, find_documents
+from ds_fp8.zero import seams
+
+KEY = "sequence_parallel_size"
+"""DeepSpeed's key: the number of ranks that share a sequence."""
+PACKED = "packed"
+"""The attention implementation that takes where documents end."""
+
+
+def sequence_parallel_size(raw: Mapping[str, Any]) -> int:
+    """Return how many ranks share a sequence: 1 where the configuration does not say, or leaves it to a device mesh.
+
+    Raises:
+        UserError: The number is none.
+    """
+    size = raw.get(KEY, 1)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UserError(
+            f"{KEY} must be a whole number of at least 1, got {shown(size)}", key=KEY, remedy=f'"{KEY}": 2, say'
+        )
+    return 1 if "data_parallel_size" in raw else size  # DeepSpeed makes a device mesh of the two
+
+
+def check_ranks(size: int, world: int) -> None:
+    """Raise UserError where `world` ranks are no whole number of groups of `size`."""
+    if world % size:
+        raise UserError(
+            f"{size} ranks share a sequence, and there are {world}",
+            key=KEY,
+            remedy=f"a number that divides {world}, or another number of ranks",
+        )
+
+
+def check_heads(config: PretrainedConfig, size: int) -> None:
+    """Raise UserError where the heads of a model cannot be spread over `size` ranks."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    good = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if size > 1 and size not in good:
+        raise UserError(
+            f"{heads} heads, and {kv_heads} of keys and values, cannot be spread over {size} ranks",
+            key=KEY,
+            remedy=f"one of 1, {', '.join(map(str, good))}",
+        )
+
+
+def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, mesh_param: Any) -> Any:
+    """Put DeepSpeed's exchange around the attention of a model, as "sequence_parallel_size" says. Collective.
+
+    Does nothing where the caller has done so, as an `mpu` or a device mesh tells.
+
+    Args:
+        raw: DeepSpeed configuration.
+        model: A model of transformers.
+        mpu: As of deepspeed.initialize.
+        mesh_param: As of deepspeed.initialize.
+
+    Returns:
+        The `mpu` for deepspeed.initialize.
+
+    Raises:
+        UserError: The model or the number of ranks does not allow it.
+    """
+    size = sequence_parallel_size(raw)
+    if mpu is None and mesh_param is None and size > 1:
+        mpu = _register(raw, model, size)
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if name == PACKED:
+        find_documents(name)
+    return mpu
+
+
+def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any:
+    config = getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        raise UserError(
+            f"ranks share sequences by the attention functions of transformers, and {type(model).__name__} has none",
+            key=KEY,
+            remedy="a model of transformers, or mpu=... for one of your own",
+        )
+    check_heads(config, size)
+    if config._attn_implementation == "eager":
+        raise UserError(
+            'the model\'s attention is "eager", which needs a mask of whole rows',
+            key=KEY,
+            remedy='attn_implementation="sdpa" when the model is loaded',
+        )
+    if not dist.is_initialized():
+        seams.disable_shm_build()
+        deepspeed.init_distributed()
+    check_ranks(size, dist.get_world_size())
+    rows = DeepSpeedConfig(dict(raw)).train_micro_batch_size_per_gpu
+    name = config._attn_implementation
+    before = exchange_of(ALL_ATTENTION_FUNCTIONS.get(name))
+    if before is None and not _has_groups():
+        return _registered(model, name, size, rows)
+    heads = config.get_text_config().num_attention_heads
+    if before is None or (before.world_size, before.batch_size, before.attn_head_count) != (size, rows, heads):
+        raise UserError(
+            "this process already shares sequences of another model",
+            key=KEY,
+            remedy="a process of its own for each model",
+        )
+    return groups_of_ranks
+
+
+def _registered(model: nn.Module, name: str, size: int, rows: int) -> Any:
+    try:
+        return UlyssesSPAttentionHF.register_with_transformers(
+            model, core_attn_implementation=name, sequence_parallel_size=size, micro_batch_size=rows
+        )
+    except ValueError as error:
+        raise UserError(
+            f"DeepSpeed cannot share sequences: {str(error).splitlines()[0]}",
+            key=KEY,
+            remedy='attn_implementation="sdpa" when the model is loaded',
+        ) from None
+
+
+def _has_groups() -> bool:
+    """Return whether DeepSpeed has made its groups of ranks, which it does once a process."""
+    try:
+        groups_of_ranks.get_sequence_parallel_group()
+    except AssertionError:
+        return False
+    return True

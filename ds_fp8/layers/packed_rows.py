@@ -1,0 +1,115 @@
+"""Causal attention within the documents of packed rows, each document in the format that its length pays for.
+
+    row    | long document | short | short | long document | short |
+    calls  | FP8           | BF16, one call | FP8           | BF16  |
+
+cuDNN's FP8 kernels take sequences of one length, so that a long document is a call of its own, with scales of its own:
+the numbers it would have in a row by itself. Documents below `LONG` tokens stay in BF16, those that lie side by side in
+one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_fp8.layers import documents
+
+LONG = 16384
+"""Tokens from which on a document of a packed row is in FP8. On an H200 cuDNN's FP8 attention takes 0.81 of the time of
+BF16 at 32768 tokens, and gains nothing at 8192 (docs/performance.md); between them nothing was measured."""
+
+Heads = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""[B, heads, S, D], twice [B, kv_heads, S, D] -> [B, S, heads, D]"""
+
+
+def longest(places: list[int]) -> int:
+    """Return the tokens of the longest document, of where documents end."""
+    return max((stop - start for start, stop in pairwise(places)), default=0)
+
+
+def by_length(
+    in_fp8: Heads,
+    in_bf16: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return attention [B, S, heads, D] with long documents in FP8; rows of one document are in FP8 at any length.
+
+    Args:
+        in_fp8: Causal attention over whole rows.
+        in_bf16: Takes besides q, k and v where documents end.
+        query: [B, heads, S, D].
+        key: [B, kv_heads, S, D].
+        value: [B, kv_heads, S, D].
+        ends: int32 [documents + 1] through all rows, or None.
+    """
+    rows, length = len(query), query.shape[2]
+    if ends is None or len(ends) == rows + 1:
+        return in_fp8(query, key, value)
+    outputs, places = [], documents.places(ends)
+    for first, last in _runs(places, length):
+        heads = _tokens_of(places[first], places[last], query, key, value)
+        if longest(places[first : last + 1]) >= LONG:
+            outputs.append(in_fp8(*heads)[0])
+        else:
+            outputs.append(in_bf16(*heads, ends[first : last + 1] - places[first])[0])
+    return torch.cat(outputs).unflatten(0, (rows, length))
+
+
+def attention(
+    before: Callable[..., tuple[torch.Tensor, Any]],
+    takes_ends: bool,
+    module: nn.Module,
+    options: Mapping[str, Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+) -> torch.Tensor:
+    """Return an attention function's output [B, S, heads, D] within documents.
+
+    Args:
+        before: The function.
+        takes_ends: Whether it takes `ends` as its mask; otherwise it is called for each document.
+        module: The attention module.
+        options: Of the function.
+        query: [B, heads, S, D].
+        key: [B, kv_heads, S, D].
+        value: [B, kv_heads, S, D].
+        ends: int32 [documents + 1] through all rows.
+    """
+    if takes_ends:
+        return before(module, query, key, value, ends, **options)[0]
+    outputs = []
+    for start, stop in pairwise(documents.places(ends)):
+        if start < stop:
+            outputs.append(before(module, *_tokens_of(start, stop, query, key, value), None, **options)[0][0])
+    return torch.cat(outputs).unflatten(0, (len(query), query.shape[2]))
+
+
+def _tokens_of(start: int, stop: int, *heads: torch.Tensor) -> list[torch.Tensor]:
+    """Return [1, heads, stop - start, D] of tensors [B, heads, S, D]: tokens of one row, counted through all rows."""
+    row, first = divmod(start, heads[0].shape[2])
+    return [x[row : row + 1, :, first : first + stop - start] for x in heads]
+
+
+def _runs(places: list[int], length: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last index in `places` of each call's documents: no call crosses the end of a row."""
+    first = 0
+    for index, (start, stop) in enumerate(pairwise(places)):
+        alone = stop - start >= LONG
+        if index > first and (alone or start % length == 0):
+            yield first, index
+            first = index
+        if alone:
+            yield index, index + 1
+            first = index + 1
+    if first < len(places) - 1:
+        yield first, len(places) - 1

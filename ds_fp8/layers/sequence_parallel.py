@@ -1,0 +1,134 @@
+"""Attention under DeepSpeed's sequence parallelism (Ulysses), where each rank has a slice of every sequence.
+
+    q, k, v    [B, heads, S / P, D]      of this rank's tokens
+    exchange   [B, heads / P, S, D]      one all-to-all each; with fewer than P heads of k and v, repeated before
+    attention  [B, S, heads / P, D]      of whole sequences: the core
+    exchange   [B, S / P, heads · D]
+
+DeepSpeed's `UlyssesSPAttentionHF.register_with_transformers` puts the exchange around one of transformers' attention
+functions. It drops the mask, which was made of this rank's tokens, and hands the positions of whole sequences to the
+core. Cores that ignore positions (sdpa) would attend from one document of a packed row to another; here the documents
+are found from the positions again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ds_fp8.layers import documents
+
+Attention = Callable[..., tuple[torch.Tensor, Any]]
+"""An attention function of transformers: (module, query, key, value, mask, **options) -> (output, weights)."""
+
+
+def exchange_of(attention: Attention) -> UlyssesSPAttentionHF | None:
+    """Return DeepSpeed's exchange of heads that a registered attention function makes, or None."""
+    cells = getattr(attention, "__closure__", None) or ()
+    held = (cell.cell_contents for cell in cells)
+    return next((value for value in held if isinstance(value, UlyssesSPAttentionHF)), None)
+
+
+def exchanged(
+    exchange: UlyssesSPAttentionHF,
+    attention: Attention,
+    core: Callable[..., tuple[torch.Tensor, Any]],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    **options: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Return the output [B, S / P, heads · D] of an attention over whole sequences, of which a rank has slices.
+
+    Args:
+        exchange: As `exchange_of` returns it.
+        attention: The function that makes it.
+        core: What runs inside of the exchange: an attention function whose first argument is the one that ran there
+            before. Its mask is where documents of packed rows end, int32 [documents + 1] through all rows, or None
+            where every row is one document.
+        module: The attention module.
+        query: [B, heads, S / P, D].
+        key: [B, kv_heads, S / P, D].
+        value: [B, kv_heads, S / P, D].
+        options: Of the attention function, with `position_ids` int64 [B or 1, S / P].
+    """
+    of_slice, before = options.get("position_ids"), exchange.attn
+    groups = getattr(module, "num_key_value_groups", None)
+
+    def of_whole(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, **more: Any
+    ) -> tuple[torch.Tensor, Any]:
+        ends = _document_ends(query, more.get("position_ids"), of_slice)
+        return core(before, module, query, key, value, ends, **more)
+
+    exchange.attn = of_whole
+    try:
+        return attention(module, query, key, value, None, **options)
+    finally:
+        exchange.attn = before
+        if groups is not None:  # DeepSpeed sets those of this rank's heads, and generation needs those of all
+            module.num_key_value_groups = groups
+
+
+def find_documents(name: str) -> None:
+    """Let the attention of a name keep to the documents of packed rows when DeepSpeed's exchange is around it.
+
+    name: of an attention function of transformers that takes as its mask where documents end.
+    """
+    attention = ALL_ATTENTION_FUNCTIONS[name]
+    exchange = exchange_of(attention)
+    if exchange is None or getattr(attention, "finds_documents", False):
+        return
+
+    def keep_to_documents(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
+    ) -> tuple[torch.Tensor, Any]:
+        return exchanged(exchange, attention, _as_before, module, query, key, value, **options)
+
+    keep_to_documents.finds_documents = True
+    ALL_ATTENTION_FUNCTIONS[name] = keep_to_documents
+
+
+@contextlib.contextmanager
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """Let each rank compute whole sequences of its own inside, as generation must: with "sdpa", and no exchange.
+
+    "sdpa" must have no exchange around it.
+    """
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    names = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation = "sdpa"
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = names[key]
+
+
+def _as_before(before: Attention, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+    return before(*arguments, **options)
+
+
+def _document_ends(
+    query: torch.Tensor, positions: torch.Tensor | None, noted_on: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return where documents end, int32 [documents + 1] through all rows, or None for rows of one document.
+
+    DeepSpeed gathers positions in every layer. The host waits for the device in the first one alone: what was found is
+    noted on the positions of this rank's slice, which are the same tensor in all layers.
+    """
+    if positions is None or positions.dim() != 2 or query.shape[2] != positions.shape[1]:
+        return None
+    note = documents.noted_ends(noted_on)
+    if note is None:
+        note = (documents.ends_of(positions.expand(len(query), -1)),)
+        documents.note_ends(noted_on, note)
+    return note[0]

@@ -1,0 +1,111 @@
+"""A script of the user's own whose JSON has "sequence_parallel_size", and no mpu."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed import comm as dist
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.engine.sequence_parallel import sequence_parallel_size
+from ds_fp8.layers import packed_rows
+from ds_fp8.train import packed_attention
+from tests.layers.hugging_face import causal_lm
+from tests.ranks import RankPool
+from tests.zero import models
+
+RANKS = 2
+SECTION = {"attention": {"format": "e4m3"}, "monitor": {"every": 0}, "graph": "off"}
+
+
+def initialized(size, length, **changes):
+    import ds_fp8
+
+    packed_attention.register()
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": length}
+    model = causal_lm("qwen3", **{**sizes, "attn_implementation": "packed", **changes})
+    config = {**models.config(SECTION), "train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": size}
+    return ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def losses(size, length, steps):
+    """Mean losses of steps over two rows of two documents, which ranks share or not."""
+    packed_rows.LONG = length // 4
+    engine = initialized(size, length)
+    assert len(engine.fp8.conversion.attention.layers) == 2
+    assert engine.fp8.report["sequence_parallel_size"] == size
+    group, place = divmod(dist.get_rank(), size)
+    rows = range(RANKS) if size == RANKS else [group]
+    found = []
+    for number in range(steps):
+        starts = torch.randint(1, 97, (RANKS, 1), generator=torch.Generator().manual_seed(number))
+        ids = (starts + torch.arange(length)) % 97
+        targets = F.pad(ids[:, 1:], (0, 1), value=-100)
+        places = torch.arange(length).expand(RANKS, -1) % (5 * length // 8)
+        whole = {"input_ids": ids, "position_ids": places, "labels": targets, "shift_labels": targets}
+        # Label tokens of the step, of the mean over ranks and the sum over micro-batches: the mean over all of them.
+        items = torch.tensor((length - 1) * RANKS / RANKS, device=engine.device)
+        total = torch.zeros((), device=engine.device)
+        for index, row in enumerate(rows):
+            batch = {name: x[row : row + 1].chunk(size, 1)[place].contiguous() for name, x in whole.items()}
+            batch = {name: x.to(engine.device) for name, x in batch.items()}
+            engine.set_gradient_accumulation_boundary(index == len(rows) - 1)
+            loss = engine(**batch, use_cache=False, num_items_in_batch=items).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach()
+        dist.all_reduce(total)
+        found.append(total.item() / RANKS)
+    return found
+
+
+def refusals(size, length):
+    """What is said to a model without attention functions, one of other heads, and one whose heads do not divide."""
+    import ds_fp8
+
+    said = []
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    for start in (
+        lambda: ds_fp8.initialize(model=plain, config={**models.config({}), "sequence_parallel_size": size}),
+        lambda: initialized(size, length, num_attention_heads=3, num_key_value_heads=3),
+        lambda: initialized(size, length, attn_implementation="eager"),
+        lambda: (initialized(size, length), initialized(size, length, num_attention_heads=8)),
+    ):
+        with pytest.raises(UserError) as error:
+            start()
+        assert error.value.key == "sequence_parallel_size"
+        said.append(str(error.value))
+    return said
+
+
+@pytest.fixture
+def own_ranks():
+    """Two ranks of the test's own: DeepSpeed's groups of sequence parallelism stay with a process."""
+    pool = RankPool(RANKS)
+    yield pool.run
+    pool.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu has it")
+def test_training_follows_one_rank_a_sequence(ranks, own_ranks):
+    whole, split = ranks(RANKS, losses, 1, 128, 4)[0], own_ranks(losses, RANKS, 128, 4)[0]
+    assert split == pytest.approx(whole, rel=2e-3)
+    assert split[-1] < split[0]
+
+
+def test_what_cannot_be_shared_is_refused(own_ranks):
+    plain, odd, eager, other = own_ranks(refusals, RANKS, 64)[0]
+    assert "Sequential has none" in plain
+    assert "3 heads, and 3 of keys and values, cannot be spread over 2 ranks" in odd
+    assert "eager" in eager
+    assert "already shares sequences of another model" in other
+
+
+@pytest.mark.parametrize("size", [0, -1, True, "2", 2.0, None])
+def test_no_number_of_ranks(size):
+    with pytest.raises(UserError, match="whole number of at least 1"):
+        sequence_parallel_size({"sequence_parallel_size": size})
+
+
+def test_a_device_mesh_is_left_to_deepspeed():
+    assert sequence_parallel_size({"sequence_parallel_size": 2, "data_parallel_size": 1}) == 1
+    assert sequence_parallel_size({}) == 1

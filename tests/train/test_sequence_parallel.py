@@ -1,0 +1,188 @@
+"""A stage whose ranks share sequences ("sequence_parallel_size") beside the same stage on one rank."""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.layers import packed_rows
+from ds_fp8.train import load_stage, train
+from ds_fp8.train.batches import label_tokens, micro_batches
+from ds_fp8.train.metrics import read_metrics
+from tests.ranks import RankPool
+
+STEPS = 6
+ROUNDING = 2e-3
+"""Relative: FP8 scales follow the tokens and heads of a rank, and sums are in another order."""
+
+
+def stage_of(tiny, folder, size, **changes):
+    """A stage with four heads, two rows of a step and documents that lie on both ranks."""
+    tiny["sequence_parallel_size"] = size
+    tiny["train_batch_size"] = 2
+    tiny["train_micro_batch_size_per_gpu"] = 1
+    tiny["gradient_accumulation_steps"] = 2
+    tiny["fp8"]["attention"] = {"format": "e4m3"}
+    tiny["model"]["config"] |= {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tiny["train"] |= {"run_dir": str(folder), "steps": STEPS, "save_every": 3, "keep_last": 3}
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        tiny[section] = {**tiny[section], name: value} if name else value
+    return tiny
+
+
+def run(file, cache, long=32):
+    """The result of a stage on this rank; documents of `long` tokens are in FP8."""
+    os.environ["DS_FP8_CACHE"] = cache
+    packed_rows.LONG = long
+    with contextlib.redirect_stdout(io.StringIO()):
+        result = train(load_stage(file))
+    return result
+
+
+def losses(folder):
+    return {r["step"]: r["loss"] for r in read_metrics(folder / "metrics.jsonl", STEPS) if "loss" in r}
+
+
+@pytest.fixture
+def own_ranks(monkeypatch):
+    """Ranks of the test's own: DeepSpeed's groups of sequence parallelism stay with a process."""
+    pools = []
+
+    def start(world):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        pools.append(RankPool(world))
+        return pools[-1].run
+
+    yield start
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def two(own_ranks):
+    """Two of them."""
+    return own_ranks(2)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"data__tokens_per_gpu": 64, "data__format": "chat"}, {"fp8__enabled": False}], ids=str
+)
+def test_two_ranks_that_share_sequences_are_one(tiny, write, tmp_path, cache_home, ranks, two, changes):
+    changes = {"train__exact_match_problems": 2, **changes}
+    one = dict(changes)
+    if "data__tokens_per_gpu" in changes:
+        changes |= {"train_batch_size": 6, "gradient_accumulation_steps": 6}
+        one = {**changes, "data__tokens_per_gpu": 2 * changes["data__tokens_per_gpu"]}
+    folders = tmp_path / "shared", tmp_path / "whole"
+    shared = write(stage_of(json.loads(json.dumps(tiny)), folders[0], 2, **changes), "shared.json")
+    whole = write(stage_of(json.loads(json.dumps(tiny)), folders[1], 1, **one), "whole.json")
+    of_two = two(run, str(shared), str(cache_home))[0]
+    of_one = ranks(1, run, str(whole), str(cache_home))[0]
+    assert list(losses(folders[0]).values()) == pytest.approx(list(losses(folders[1]).values()), rel=ROUNDING)
+    for name in ("first_validation_loss", "final_loss"):
+        assert of_two[name] == pytest.approx(of_one[name], rel=ROUNDING), name
+    assert of_two["exact_match"]["problems"] == 2
+    logged = [read_metrics(folder / "metrics.jsonl", STEPS) for folder in folders]
+    tokens, norms = (
+        [[r[key] for r in records if key in r] for records in logged] for key in ("tokens", "gradient_norm")
+    )
+    assert tokens[0] == tokens[1]
+    assert norms[0] == pytest.approx(norms[1], rel=0.05)  # DeepSpeed's mean over ranks is that over the step's tokens
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_resumed_run_repeats_the_whole_one(tiny, write, tmp_path, cache_home, own_ranks, world):
+    """4 ranks are two groups, whose shards of the optimizer are those of all ranks."""
+    accumulation = 4 // world
+    file = write(stage_of(tiny, tmp_path / "run", 2, gradient_accumulation_steps=accumulation))
+    start = own_ranks(world)
+    start(run, str(file), str(cache_home))
+    first = losses(tmp_path / "run")
+    model = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    for gone in ("checkpoints/step_6", "model"):
+        shutil.rmtree(tmp_path / "run" / gone)
+    (tmp_path / "run" / "result.json").unlink()
+    (tmp_path / "run" / "saved.json").unlink()
+    start(run, str(file), str(cache_home))
+    assert losses(tmp_path / "run") == first
+    assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == model
+    tiny |= {"sequence_parallel_size": 1, "train_batch_size": world * accumulation}
+    with pytest.raises(UserError, match="holds a run with sequence_parallel_size = 2, not 1"):
+        refused(write(tiny, "other.json"), world)
+    tiny |= {"sequence_parallel_size": 2, "train_batch_size": 4 * accumulation}
+    with pytest.raises(UserError, match=f"was saved by {world} ranks, not 8"):
+        refused(write(tiny, "more.json"), 8)
+
+
+def refused(file, world):
+    from ds_fp8.train.resume import inspect_run
+
+    inspect_run(load_stage(file, world=world))
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "key", "message"),
+    [
+        ({"sequence_parallel_size": 0}, 2, "sequence_parallel_size", "at least 1"),
+        ({"sequence_parallel_size": "2"}, 2, "sequence_parallel_size", "whole number"),
+        ({"sequence_parallel_size": 2}, 3, "sequence_parallel_size", "2 ranks share a sequence, and there are 3"),
+        ({"model__attn_implementation": "sdpa"}, 2, "model.attn_implementation", "loses the mask"),
+        ({"data__sequence_length": 63}, 2, "data.sequence_length", "rows of 63 tokens"),
+        ({"zero_optimization__stage": 1, "fp8__enabled": False}, 2, "sequence_parallel_size", "ZeRO stage 3"),
+        (
+            {"sequence_parallel_size": 1, "data__tokens_per_gpu": 63},
+            1,
+            "data.tokens_per_gpu",
+            "into tokens_per_gpu 63",
+        ),
+        ({"data__tokens_per_gpu": 31}, 2, "data.tokens_per_gpu", "does not fit into tokens_per_gpu 31 over 2 GPUs"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_shared_is_refused(tiny, write, tmp_path, changes, world, key, message):
+    raw = stage_of(tiny, tmp_path / "run", 2, **changes)
+    with pytest.raises(UserError, match=message) as error:
+        load_stage(write(raw), world=world)
+    assert error.value.key == key
+
+
+def heads_refused(file, cache):
+    os.environ["DS_FP8_CACHE"] = cache
+    with pytest.raises(UserError, match="3 heads, and 1 of keys and values, cannot be spread over 2 ranks"):
+        train(load_stage(file))
+
+
+def test_heads_that_cannot_be_spread_are_refused(tiny, write, tmp_path, cache_home, two):
+    changes = {"hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 1}
+    raw = stage_of(tiny, tmp_path / "run", 2)
+    raw["model"]["config"] |= changes
+    two(heads_refused, str(write(raw)), str(cache_home))
+
+
+def slices(file, cache):
+    """This rank's slices of two rows, and how many of their tokens carry loss."""
+    from ds_fp8.data import build_data, build_tokenizer
+
+    os.environ["DS_FP8_CACHE"] = cache
+    stage = load_stage(file)
+    data = build_data(stage.data, build_tokenizer(stage.data, cache), cache)
+    batches = micro_batches(stage, data.train, [0, 1], torch.device("cpu"))
+    return [(batch, int(label_tokens(batch))) for batch in batches], [data.train[row] for row in (0, 1)]
+
+
+def test_slices_make_up_the_rows(tiny, write, tmp_path, cache_home, two):
+    file = write(stage_of(tiny, tmp_path / "run", 2))
+    (first, rows), (second, _) = two(slices, str(file), str(cache_home))
+    for (left, left_count), (right, right_count), row in zip(first, second, rows, strict=True):
+        for name in ("input_ids", "position_ids"):
+            assert torch.equal(torch.cat([left[name], right[name]], 1)[0], row[name])
+        targets = torch.cat([left["shift_labels"], right["shift_labels"]], 1)[0]
+        assert torch.equal(targets[:-1], row["labels"][1:])
+        assert left_count + right_count == int((row["labels"][1:] != -100).sum())
+        assert torch.equal(left["labels"], left["shift_labels"])

@@ -127,8 +127,9 @@ def _document_ends(
     """
     if positions is None or positions.dim() != 2 or query.shape[2] != positions.shape[1]:
         return None
-    note = documents.noted_ends(noted_on)
-    if note is None:
-        note = (documents.ends_of(positions.expand(len(query), -1)),)
-        documents.note_ends(noted_on, note)
-    return note[0]
+    shape = (len(query), query.shape[2])  # of other rows, or of a slice by itself, nothing is known
+    noted_shape, ends = documents.noted_ends(noted_on) or (None, None)
+    if noted_shape != shape:
+        ends = documents.ends_of(positions.expand(len(query), -1))
+        documents.note_ends(noted_on, (shape, ends))
+    return ends

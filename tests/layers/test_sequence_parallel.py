@@ -55,10 +55,10 @@ def mine(x, dim):
 class shared:
     """Two ranks a sequence, for models with attention of one name; afterwards everything is as it was."""
 
-    def __init__(self, model, rows=ROWS):
+    def __init__(self, model, rows=ROWS, disable_in_eval=False):
         self.name = model.config._attn_implementation
         self.before = ALL_ATTENTION_FUNCTIONS[self.name]
-        self.model, self.rows = model, rows
+        self.model, self.rows, self.disable_in_eval = model, rows, disable_in_eval
 
     def __enter__(self):
         UlyssesSPAttentionHF.register_with_transformers(
@@ -66,6 +66,7 @@ class shared:
             core_attn_implementation=self.name,
             sequence_parallel_size=RANKS,
             micro_batch_size=self.rows,
+            disable_in_eval=self.disable_in_eval,
         )
 
     def __exit__(self, *_):
@@ -221,3 +222,34 @@ def test_a_model_on_two_ranks_is_that_on_one(ranks, fuse, attention, packed):
     distance, apart = ((x[1:] - whole[1:]).norm() / whole[1:].norm() for x in (split, other))
     assert distance < 0.02
     assert apart > 5 * distance  # documents matter
+
+
+def evaluated(packed, split):
+    """Logits of whole rows in evaluation, without an exchange there; before it, where `split`, a step with one."""
+    packed_rows.LONG, before = SHORT_AND_LONG, packed_rows.LONG
+    model = model_of(4, 1, "packed")
+    ids, places = tokens(ROWS, LENGTH), positions(packed)
+
+    def logits():
+        in_fp8(model)
+        return model.eval()(input_ids=ids, position_ids=places, use_cache=False).logits.detach()
+
+    try:
+        if not split:
+            return logits()
+        with shared(model, disable_in_eval=True):
+            in_fp8(model)
+            half = {"input_ids": mine(ids, 1).contiguous(), "position_ids": mine(places, 1).contiguous()}
+            model(**half, use_cache=False).logits.sum().backward()
+            return logits()
+    finally:
+        packed_rows.LONG = before
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_evaluation_without_the_exchange(ranks, packed):
+    """As Accelerate evaluates: each rank has whole rows of its own."""
+    whole = evaluated(packed, False)
+    assert not torch.equal(whole, evaluated(not packed, False))
+    for found in ranks(RANKS, evaluated, packed, True):
+        assert torch.equal(found, whole)

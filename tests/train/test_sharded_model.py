@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,8 @@ def _peak(warm_up: Path, file: Path) -> dict[str, float]:
     # Else the C library keeps small blocks that are freed, of models this small nearly all.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     for stage in map(load_stage, (warm_up, file)):
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what reading sources has left free would take a part of the model
         figures = load_memory.measure(stage, _config(stage), every_rank=False)
     return figures
 

@@ -288,6 +288,7 @@ def ends_after_its_work(rank: int) -> int:
 
 
 def is_interrupted_early(rank: int) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a shell inherit SIG_IGN
     signal.raise_signal(signal.SIGINT)
     return 0
 

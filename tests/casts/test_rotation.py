@@ -112,6 +112,7 @@ def test_casts_rotate_behind_the_factors(format, granularity, scale, rounding):
 
 
 kernels = pytest.importorskip("ds_fp8.casts.rotation_triton", reason="Triton is not installed")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the compiled kernels")
 PAIRS = [
     ("1x128", "1x128"), ("128x128", "128x128"), ("row", "row"), ("tensor", "tensor"), ("tensor", None), (None, "row"),
 ]  # fmt: skip
@@ -122,6 +123,7 @@ def whole_numbers(*shape, dtype=torch.float32):
     return torch.randint(-64, 65, shape, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
+@interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("block", "seed"), [(16, 3), (32, None), (64, 1), (128, 0)])
 @pytest.mark.parametrize("axis", [0, 1])
@@ -138,6 +140,7 @@ def test_the_kernel_rotates_to_the_same_bits_and_back(axis, block, seed, dtype):
     )
 
 
+@interpreted
 @pytest.mark.parametrize("factors", [False, True])
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])
 @pytest.mark.parametrize(("rowwise", "columnwise"), PAIRS)
@@ -162,6 +165,7 @@ def test_the_kernel_rotates_and_casts_in_one_pass(shape, rowwise, columnwise, sc
                 assert (result.data.view(torch.uint8) == wanted.data.view(torch.uint8)).float().mean() > 0.8
 
 
+@interpreted
 @pytest.mark.parametrize("rotation", [Rotation(16, 1, 0), Rotation(64)])
 def test_the_kernel_with_a_static_scale(rotation):
     """Numbers whose rotation E4M3 holds exactly."""

@@ -114,6 +114,7 @@ def test_kernels_read_scales_in_any_layout():
         assert torch.equal(y, expected)
 
 
+@interpreted
 def test_rows_of_no_group_become_zeros():
     groups = row_groups((5, 0, 200), unused=2)
     result = torch.ones(len(groups.of_tile) * 128, 256)

@@ -15,6 +15,7 @@ from ds_fp8.layers.convert import convert
 from tests.gemm.mxfp8_library import DTYPES
 from tests.layers.hugging_face import causal_lm, tokens
 
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has libraries and products of its own")
 SIZES = [(1, 1), (7, 130), (32, 32), (96, 160), (128, 128), (129, 127), (257, 300), (300, 512)]
 
 
@@ -141,6 +142,7 @@ def test_scales_that_are_no_powers_of_two_are_refused_with_the_remedy(scale):
             scaled_matmul(*pair, backend="mxfp8")
 
 
+@no_gpu
 def test_fp32_scales_are_a_reason_before_the_first_product(library, monkeypatch):
     monkeypatch.setattr(mxfp8, "unavailable", lambda: None)
     powers, others = CastSpec(), CastSpec(scale="fp32")
@@ -185,6 +187,7 @@ def test_hopper_is_named_as_too_old(monkeypatch):
     assert "10.0" in mxfp8.unavailable.__wrapped__()
 
 
+@no_gpu
 def test_blackwell_without_the_library_is_told_what_to_install(monkeypatch):
     on_gpu(monkeypatch, (10, 0))
     assert "pip install ds-fp8[te]" in mxfp8.unavailable.__wrapped__()

@@ -183,7 +183,9 @@ def parameters(given):
 
 def step(leaves, index, dy, products):
     y = expert_products(leaves[0], index, leaves[1], ExpertWeights(*leaves[2:]), products)
-    return y, *torch.autograd.grad(y, leaves, dy)
+    # Without its history: as long as that is kept, the leaves' gradients belong to the stream of the first step, and
+    # no other stream can capture them.
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
 def test_the_host_waits_for_nothing():

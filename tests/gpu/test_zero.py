@@ -11,7 +11,7 @@ from ds_fp8.layers.weights import GATHERED
 from ds_fp8.zero.gradient_wire import pack, pack_reference, sum_rows, sum_rows_reference
 from ds_fp8.zero.message import CastOptions
 from ds_fp8.zero.shard_cast import ReferenceShardCast, make_shard_cast
-from tests.zero import models
+from tests.zero import models, test_one_rank
 from tests.zero.shard_casts import SHAPES, cast_on_all_ranks
 from tests.zero.test_gradient_reduce import OPTIONS
 from tests.zero.test_gradient_wire import KEY, laid_out
@@ -219,3 +219,21 @@ def test_copy_engines_gather_the_same_bits(gpu_ranks):
     )
     for left, right in zip(nccl, copied, strict=True):
         assert_same(left, right)
+
+
+@pytest.mark.parametrize("preset", ["infir2", "tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    ("sizes", "accumulate"), [(test_one_rank.ALIGNED, 1), (test_one_rank.ALIGNED, 2), (test_one_rank.RAGGED, 1)]
+)
+def test_one_rank_without_copies_has_the_bits_of_one_with(gpu_ranks, preset, sizes, accumulate):
+    losses, masters = gpu_ranks(1, test_one_rank.trained, preset, sizes, False, accumulate)[0]
+    expected, expected_masters = gpu_ranks(1, test_one_rank.trained, preset, sizes, True, accumulate)[0]
+    assert losses == expected
+    assert all(map(torch.equal, masters, expected_masters))
+
+
+def test_one_rank_sends_and_copies_nothing(gpu_ranks):
+    assert gpu_ranks(1, test_one_rank.sent_and_allocated)[0] == [True] * 6
+    for left_out in (False, True):
+        assert gpu_ranks(1, test_one_rank.gathered_over_a_step, left_out)[0] == (True, None if left_out else False)
+    assert gpu_ranks(1, test_one_rank.fetched_over_a_step) == [True]

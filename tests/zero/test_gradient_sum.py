@@ -90,7 +90,8 @@ def test_many_ranks_are_summed_in_their_order(rows):
 def test_tables_of_buckets_that_vary_are_forgotten(monkeypatch):
     kernel = pytest.importorskip("ds_fp8.zero.gradient_sum_triton", reason="Triton is not installed")
     message, shape, targets, total = message_of([5000, 6000, 7000])
-    gradient, squares = torch.zeros(total), torch.zeros(sum(span_count(t.numel) for t in targets)).double()
+    message, gradient = message.to(DEVICE), torch.zeros(total, device=DEVICE)
+    squares = torch.zeros(sum(span_count(t.numel) for t in targets), device=DEVICE).double()
     monkeypatch.setattr(kernel, "_caches", type(kernel._caches)())
     for number in range(1, LIMIT + 5):
         kernel._caches.setdefault(squares, kernel._Cache()).tables((targets[0]._replace(numel=number),), message.device)

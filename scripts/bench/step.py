@@ -19,8 +19,9 @@ time of one more step goes, for this library's variants.
 The time of a step is that from the end of the step before to its own end, on the GPU; medians are shown. The host runs
 as far ahead as the code lets it, as in training.
 
-The model is Qwen2-like with random weights of seed 0, made on the GPU. Tokens are synthetic (a noisy counter, quickly
-learnt) or the bytes of --text FILE. Every variant of this library sees the same tokens in the same order.
+The model is Qwen2-like, or Qwen3-MoE-like for sizes of mixtures, with random weights of seed 0, made on the GPU. Tokens
+are synthetic (a noisy counter, quickly learnt) or the bytes of --text FILE. Every variant of this library sees the same
+tokens in the same order.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     parser.add_argument("--gpus", type=int, help="ranks on this host (default: all GPUs, 1 without)")
-    parser.add_argument("--size", help="7b or 1.5b (default 7b, --quick: tiny)")
+    parser.add_argument("--size", help="7b, 1.5b, or a mixture: qwen3-30b, tiny-mixture (default 7b, --quick: tiny)")
     parser.add_argument("--layers", type=int, help="decoder layers (default 8, --quick: 2)")
     parser.add_argument("--vocabulary", type=int, help="default 152064, --quick: 512")
     parser.add_argument("--variants", type=words, metavar="NAME,...", help="default bf16,infir2,infir2/bf16-wire")

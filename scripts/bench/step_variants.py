@@ -1,8 +1,8 @@
 """What step.py measures: this library's variants by their names, and the peers, whose scripts lie in a folder.
 
 A variant of this library is "bf16" (plain DeepSpeed) or PRESET[+OPTIMIZER][/CHOICE...]: the preset, the optimizer
-section of another, and any of bf16-wire (gather and reduce in BF16), fp8-head, fp8-attention, graph, graph-auto, and
-the name of a GEMM backend.
+section of another, and any of bf16-wire (gather and reduce in BF16), fp8-experts (products of a mixture), fp8-head,
+fp8-attention, graph, graph-auto, and the name of a GEMM backend.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ds_fp8.gemm import BACKENDS
 CHOICES: dict[str, dict[str, Any]] = {
     "bf16-wire": {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}},
     "copy-engine": {"param_gather": {"transport": "copy_engine"}},
+    "fp8-experts": {"linear": {"expert_products": "fp8"}},
     "fp8-head": {"loss": {"head": "fp8"}},
     "graph": {"graph": "on"},
     "graph-auto": {"graph": "auto"},
@@ -64,7 +65,8 @@ def fp8_section(variant: str, monitor: int = 0) -> dict[str, Any]:
     for choice in choices:
         if choice not in CHOICES:
             raise UserError(f'unknown variant "{variant}"', key="--variants", remedy=nearest(choice, CHOICES))
-        section |= CHOICES[choice]
+        for key, value in CHOICES[choice].items():  # several choices may set keys of one subsection
+            section[key] = {**section.get(key, {}), **value} if isinstance(value, dict) else value
     return section
 
 

@@ -113,21 +113,39 @@ def zero3_config(micro_batch: int = 1, accumulation: int = 1, fp8: dict[str, Any
     return config | {"fp8": fp8 if fp8 is not None else {"enabled": False}}
 
 
-def causal_lm_config(size: str, layers: int, vocabulary: int, positions: int) -> Any:
-    """Return the configuration of a Qwen2-like model of one of SIZES, with `layers` layers."""
-    from transformers import Qwen2Config
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3-30b": {
+        "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    },
+    "tiny-mixture": {
+        "hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    },
+}  # fmt: skip
+"""Mixtures of experts: Qwen3-30B-A3B, and one for any machine."""
 
+
+def causal_lm_config(size: str, layers: int, vocabulary: int, positions: int) -> Any:
+    """Return the configuration of a Qwen2-like or Qwen3-MoE-like model of one of SIZES or MIXTURES."""
+    from transformers import Qwen2Config, Qwen3MoeConfig
+
+    common = {
+        "vocab_size": vocabulary,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": positions,
+        "use_cache": False,
+    }
+    if size in MIXTURES:
+        return Qwen3MoeConfig(**common, **MIXTURES[size], norm_topk_prob=True)
     if size not in SIZES:
-        raise UserError(f'unknown size "{size}"', key="--size", remedy=f"one of {', '.join(SIZES)}")
+        raise UserError(f'unknown size "{size}"', key="--size", remedy=f"one of {', '.join([*SIZES, *MIXTURES])}")
     shape = SIZES[size]
     return Qwen2Config(
-        vocab_size=vocabulary,
+        **common,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
-        num_hidden_layers=layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=positions,
-        use_cache=False,
         tie_word_embeddings=shape.tied,
     )

@@ -30,7 +30,7 @@ def trained(preset, sizes, copied, accumulate):
         losses = models.train(engine, 4)
     engine.eval()
     with torch.no_grad():
-        losses.append(engine(models.batch(99, 0)).item())
+        losses.append(engine(models.batch(99, 0).to(engine.device)).item())
     return losses, [models.full_master(p) for p in engine.module.parameters()]
 
 

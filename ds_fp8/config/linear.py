@@ -268,9 +268,10 @@ class LinearConfig(LinearCasts):
     accumulation: Literal["fp32", "fast"] = "fp32"
     """fast: tensor- and row-wise products are summed in fewer bits on Hopper and finish earlier; relative error about
     1e-3 at K = 4096, 3e-3 at 16384. Block-scaled products are summed in FP32 either way."""
-    expert_products: Literal["bf16", "fp8"] = "bf16"
+    expert_products: Literal["auto", "bf16", "fp8"] = "auto"
     """Products of experts that are gathered in FP8. bf16: transformers' own, with decoded weights. fp8: this package's
-    grouped products, whose kernels have not run on a GPU yet."""
+    grouped products, where experts and casts have a form that they know; the start report names the others. auto: fp8
+    on Hopper, bf16 where FP8 products are emulated or the kernels have never run."""
     smooth_swiglu: bool = False
     """Divide every channel of act(gate) · up in gated MLPs by a power of two before the cast, and multiply the input
     channels of down_proj by it before theirs. The function is unchanged, and outlier channels are gone."""

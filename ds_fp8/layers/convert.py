@@ -139,7 +139,7 @@ def convert(
         elif isinstance(layer, FP8Linear):
             restore(layer)
     recipes = {name: overrides[pattern].recipe for name, pattern in first_matches(experts, overrides).items()}
-    multiply = config.linear.expert_products == "fp8"
+    multiply = multiplies_experts(config.linear.expert_products, recipe.backend)
     converted = convert_experts(model, experts_left(model, config), lambda name: recipes.get(name, recipe), multiply)
     result = replace(result, experts=converted)
     for name, override in override_of.items():
@@ -165,6 +165,12 @@ def convert(
     if config.attention.format != "bf16":
         result = replace(result, attention=use_fp8_attention(model))
     return replace(result, fusion=fuse_decoder(model)) if config.fuse == "auto" else result
+
+
+def multiplies_experts(expert_products: str, backend: str) -> bool:
+    """Return whether experts are multiplied in FP8, given fp8.linear.expert_products and the backend of the linears."""
+    # The kernels of groups ran on Hopper alone, and are plain torch, slower than decoding, where linears are emulated.
+    return expert_products == "fp8" or (expert_products == "auto" and backend not in ("reference", "mxfp8"))
 
 
 def experts_left(model: nn.Module, config: FP8Config) -> dict[str, str]:

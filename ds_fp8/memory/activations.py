@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 from ds_fp8.config.formats import scale_shape
 from ds_fp8.layers.fp8_attention_cudnn import HEAD_DIM
+from ds_fp8.memory.experts import experts_kept, experts_workspace
 from ds_fp8.memory.model_shape import LayerShape
 from ds_fp8.memory.workload import BF16, FP32, Workload
 from ds_fp8.train.packed_attention import varlen_attn
@@ -106,17 +107,18 @@ def _fused(layer: LayerShape, w: Workload) -> Bytes:
 
 
 def _with_experts(layer: LayerShape, w: Workload) -> Bytes:
-    """Return a layer with experts: its attention, fused or not, its norm, and what transformers computes these with.
+    """Return a layer with experts: its attention, fused or not, its norm, and what `experts_kept` says.
 
-    S = Tk rows of tokens for an expert each: 2SH, gate and up 4SI, act(gate) 2SI, the product 2SI, and the output
-    before its weight 2SH. The router's input 2TH, where nothing else keeps it.
+    The router's input 2TH, where nothing else keeps it, and the output of a shared expert with a gate 2TH.
     """
-    T, H, rows = w.tokens, layer.hidden, w.tokens * layer.experts.chosen
+    T, H = w.tokens, layer.hidden
     result = _fused_attention(layer, w) if layer.fused_attention else _own_attention(layer, w)
     result += _own_mlp(layer, w)
-    if layer.intermediate and w.fp8.enabled and w.fp8.activations.save == "fp8" and "gate_proj" in layer.fp8:
-        result[NORMS] += BF16 * T * H
-    result[MLP] += BF16 * rows * (2 * H + 4 * layer.experts.intermediate)
+    saves = w.fp8.activations
+    if layer.intermediate and w.fp8.enabled and saves.save == "fp8" and "gate_proj" in layer.fp8:
+        # The shared expert keeps a cast of its input, or with recompute the input itself, which is the router's too.
+        result[NORMS] += BF16 * T * H * (saves.recompute == "none")
+    result[MLP] += experts_kept(layer, w) + BF16 * T * H * layer.experts.shared_gate
     return result
 
 
@@ -196,7 +198,7 @@ def workspace(layer: LayerShape, w: Workload) -> int:
         mlp = _fused_mlp_workspace
     most = mlp(layer, w) if layer.intermediate else 0
     if layer.experts is not None:
-        most = max(most, _experts_workspace(layer, w))
+        most = max(most, experts_workspace(layer, w))
     if w.shared_by > 1:
         most = max(most, _exchange(layer, w))
     return again + BF16 * w.tokens * layer.hidden + most
@@ -208,15 +210,6 @@ def _exchange(layer: LayerShape, w: Workload) -> int:
     DeepSpeed exchanges one after the other and lets none go before all have come. GPUs have a head of k and v at least.
     """
     return 3 * BF16 * w.tokens * (layer.heads + 2 * max(layer.kv_heads, w.shared_by)) * layer.head_dim
-
-
-def _experts_workspace(layer: LayerShape, w: Workload) -> int:
-    """Return gradients of gate, up and rows 2S(2I + H) and of all weights 6EHI, and gate_up decoded 4EHI, if in FP8."""
-    experts, H = layer.experts, layer.hidden
-    matrices = experts.count * H * experts.intermediate
-    decoded = 2 * BF16 * matrices if w.gathers_in_fp8 and any(p.in_fp8 for p in layer.parameters) else 0
-    rows = w.tokens * experts.chosen
-    return BF16 * rows * (2 * experts.intermediate + H) + 3 * BF16 * matrices + decoded
 
 
 def _own_mlp_workspace(layer: LayerShape, w: Workload) -> int:

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.layers.convert import convert
+from ds_fp8.layers.convert import convert, multiplies_experts
 from ds_fp8.layers.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP
 from ds_fp8.layers.experts import FP8Experts
+from ds_fp8.layers.experts_implementation import PRODUCTS
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.loss import fuse_loss
 from ds_fp8.layers.recipe import LinearRecipe
@@ -54,6 +55,10 @@ class ExpertsShape:
     """I"""
     count: int
     """E"""
+    multiplied: bool
+    """Whether their products are FP8 ones of this package."""
+    shared_gate: bool
+    """Whether the output of a shared expert is multiplied by a gate, as in Qwen2-MoE."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +129,10 @@ class ModelShape:
         return self.vocabulary * self.hidden
 
 
-def model_shape(config: PretrainedConfig, fp8: FP8Config) -> ModelShape:
-    """Return the shape of the model that `config` describes, trained with `fp8`. No weight is allocated.
+def model_shape(config: PretrainedConfig, fp8: FP8Config, device: str = "cuda") -> ModelShape:
+    """Return the shape of the model that `config` describes, trained with `fp8` on "cuda" or "cpu".
+
+    No weight is allocated.
 
     Raises:
         UserError: The layers are not attention (q, k, v, o) and a gated MLP (gate, up, down) or experts of
@@ -134,7 +141,7 @@ def model_shape(config: PretrainedConfig, fp8: FP8Config) -> ModelShape:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if fp8.enabled:
-        convert(model, _anywhere(fp8))
+        convert(model, _anywhere(fp8, device))
     loss_without_logits = fp8.fuses_loss and fuse_loss(model).fused
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     layers = {name: layer for name, layer in model.named_modules() if _is_layer(layer)}
@@ -164,14 +171,17 @@ def model_shape(config: PretrainedConfig, fp8: FP8Config) -> ModelShape:
     )
 
 
-def _anywhere(fp8: FP8Config) -> FP8Config:
+def _anywhere(fp8: FP8Config, device: str) -> FP8Config:
     """Return the same for any machine: which backend multiplies does not change what is kept.
 
-    But for one case: Transformer Engine has no scales per row, which stacked weights with a scale each need.
+    But for two cases: Transformer Engine has no scales per row, which stacked weights with a scale each need, and
+    experts are multiplied in FP8 by backends of Hopper.
     """
     linear = fp8.linear
+    backend = linear.backend if linear.backend != "auto" else {"cuda": "cublas"}.get(device, "reference")
     stacks = not (linear.backend == "transformer_engine" and linear.weight.granularity == "tensor")
-    changes = {"linear": linear.model_copy(update={"backend": "reference"})}
+    products = "fp8" if multiplies_experts(linear.expert_products, backend) else "bf16"
+    changes = {"linear": linear.model_copy(update={"backend": "reference", "expert_products": products})}
     return fp8.model_copy(update=changes if stacks else {**changes, "fuse": "off"})
 
 
@@ -210,14 +220,15 @@ def _layer_shape(layer: nn.Module, in_fp8: Mapping[int, LinearRecipe], config: P
         fused=isinstance(layer, FusedDecoderLayer) and not half,
         fused_mlp=isinstance(mlp, FusedMLP),
         parameters=tuple(_shape(parameter, in_fp8) for parameter in layer.parameters()),
-        experts=None if experts is None else _experts_shape(experts, config),
+        experts=None if experts is None else _experts_shape(experts, layer.mlp, config),
         fused_attention=half,
     )
 
 
-def _experts_shape(experts: nn.Module, config: PretrainedConfig) -> ExpertsShape:
+def _experts_shape(experts: nn.Module, around: nn.Module, config: PretrainedConfig) -> ExpertsShape:
     count, _, intermediate = experts.down_proj.shape
-    return ExpertsShape(config.get_text_config().num_experts_per_tok, intermediate, count)
+    chosen = config.get_text_config().num_experts_per_tok
+    return ExpertsShape(chosen, intermediate, count, hasattr(experts, PRODUCTS), hasattr(around, "shared_expert_gate"))
 
 
 def _shape(parameter: nn.Parameter, in_fp8: Mapping[int, LinearRecipe]) -> ParameterShape:

@@ -162,7 +162,7 @@ def _read(
     if data.tokens_per_gpu is not None and length is None:
         rows, tokens = 1, data.tokens_per_gpu * shared_by
     return Workload(
-        model=_cached_shape(model.to_json_string(use_diff=False), type(model), fp8.model_dump_json()),
+        model=_cached_shape(model.to_json_string(use_diff=False), type(model), fp8.model_dump_json(), device),
         fp8=fp8,
         gpus=gpus,
         rows=rows,
@@ -179,8 +179,8 @@ def _read(
 
 
 @lru_cache(maxsize=32)
-def _cached_shape(model_json: str, kind: type[PretrainedConfig], fp8_json: str) -> ModelShape:
-    return model_shape(kind.from_dict(json.loads(model_json)), FP8Config.model_validate_json(fp8_json))
+def _cached_shape(model_json: str, kind: type[PretrainedConfig], fp8_json: str, device: Device) -> ModelShape:
+    return model_shape(kind.from_dict(json.loads(model_json)), FP8Config.model_validate_json(fp8_json), device)
 
 
 def _model_config(section: ModelConfig, data: DataConfig, train: Mapping[str, Any]) -> PretrainedConfig:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.layers.convert import convert, layer_of, restore
+from ds_fp8.layers.convert import convert, layer_of, multiplies_experts, restore
 from ds_fp8.layers.decoder import FusedAttentionHalf
 from ds_fp8.layers.experts import FP8Experts, convert_experts, decode
 from ds_fp8.layers.linear import FP8Linear
@@ -372,9 +372,24 @@ def test_products_that_experts_cannot_have_are_said():
     assert set(conversion.experts.decoded.values()) == {"down_proj not gathered in FP8"}
 
 
+@pytest.mark.parametrize(
+    ("asked", "backend", "in_fp8"),
+    [
+        ("auto", "cublas", True),
+        ("auto", "deep_gemm", True),
+        ("auto", "mxfp8", False),
+        ("auto", "reference", False),
+        ("fp8", "reference", True),
+        ("bf16", "cublas", False),
+    ],
+)
+def test_experts_are_multiplied_in_fp8_where_the_kernels_have_run(asked, backend, in_fp8):
+    assert multiplies_experts(asked, backend) is in_fp8
+
+
 def test_experts_that_are_converted_again_lose_their_products():
     model = mixture("qwen3_moe")
     convert(model, config(linear={"expert_products": "fp8"}))
     assert hasattr(model.model.layers[0].mlp.experts, "expert_products")
-    convert(model, config())
+    convert(model, config(linear={"expert_products": "bf16"}))
     assert not hasattr(model.model.layers[0].mlp.experts, "expert_products")

@@ -19,7 +19,16 @@ MOE = {
     "moe_intermediate_size": 256,
 }
 SHARED = {**MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 384}
-CASES = {"fused": {}, "linear by linear": {"fuse": "off"}, "bf16": {"enabled": False}}
+DECODED = {"linear": {"expert_products": "bf16"}}
+MULTIPLIED = {"linear": {"expert_products": "fp8"}}
+CASES = {
+    "fused": DECODED,
+    "linear by linear": {**DECODED, "fuse": "off"},
+    "bf16": {"enabled": False},
+    "multiplied in fp8": MULTIPLIED,
+    "kept in bf16": {**MULTIPLIED, "activations": {"save": "bf16"}},
+    "gate and up again": {**MULTIPLIED, "activations": {"recompute": "mlp"}},
+}
 
 
 @pytest.mark.parametrize("model", [MOE, SHARED], ids=["experts", "a shared one beside"])

@@ -266,7 +266,9 @@ def _checked(routes: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], expert
     if routes.keys() != experts.keys():
         name = min(routes.keys() ^ experts.keys())
         problem = f"there are no routes of {name}" if name in experts else f"the model has no experts {name}"
-        raise UserError(problem, remedy="give routes that were recorded from this model, or a list in its layers' order")
+        raise UserError(
+            problem, remedy="give routes that were recorded from this model, or a list in its layers' order"
+        )
     checked, mistakes = {}, []
     for name, given in routes.items():
         if given.dim() != 2 or given.is_floating_point():

@@ -51,15 +51,14 @@ def health_curves(measurement: Measurement) -> dict[str, float]:
 def routing_record(step: int, measurement: RoutingMeasurement) -> Record:
     """Return router statistics as one line of metrics.jsonl: names of layers, and a list of each figure in their order.
 
-    `mean` has the means over the layers. `auxiliary_loss` is left out of models that return none.
+    `mean` has the means over the layers. `auxiliary_loss`, beside them, is left out of models that return none.
     """
     content: Record = {"layers": list(measurement.layers)}
     for figure in routing.FIGURES:
         content[figure] = [_rounded(getattr(layer, figure)) for layer in measurement.layers.values()]
     content["mean"] = {figure: _rounded(getattr(measurement.mean, figure)) for figure in routing.FIGURES}
-    if measurement.auxiliary_loss is not None:
-        content["auxiliary_loss"] = measurement.auxiliary_loss
-    return {"step": step, "routing": content}
+    record = {"step": step, "routing": content}
+    return record if measurement.auxiliary_loss is None else {**record, "auxiliary_loss": measurement.auxiliary_loss}
 
 
 def routing_curves(measurement: RoutingMeasurement) -> dict[str, float]:

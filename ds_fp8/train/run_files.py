@@ -127,7 +127,6 @@ class _Routing(_Content):
     largest_share: list[Share]
     experts_without_tokens: list[Amount]
     mean: _MeanRouting
-    auxiliary_loss: Loss | None = None
 
     @model_validator(mode="after")
     def _one_value_a_layer(self) -> _Routing:
@@ -162,6 +161,7 @@ class RecordContent(_Content):
     answers: list[_Answer] | None = None
     health: _Health | None = None
     routing: _Routing | None = None
+    auxiliary_loss: Loss | None = None
 
     @model_validator(mode="after")
     def _event_is_whole(self) -> RecordContent:

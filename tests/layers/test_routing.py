@@ -217,7 +217,10 @@ def test_a_context_without_a_forward_of_the_model_is_refused():
     model = model_of("mixtral")
     with routing.record(model) as routes:
         step(model)
-    with pytest.raises(UserError, match="no forward of model.layers.0.mlp.experts ran"), routing.replay(model, routes):
+    with (
+        pytest.raises(UserError, match=r"no forward of model\.layers\.0\.mlp\.experts ran"),
+        routing.replay(model, routes),
+    ):
         pass
     with pytest.raises(UserError, match="already"), routing.replay(model, routes), routing.record(model):
         step(model)
@@ -227,7 +230,7 @@ def test_models_that_cannot_be_recorded_are_named():
     with pytest.raises(UserError, match="has no experts"), routing.record(causal_lm("qwen2")):
         pass
     phimoe = causal_lm("phimoe", torch.float32, num_local_experts=EXPERTS, num_experts_per_tok=2)
-    with pytest.raises(UserError, match="without torch.topk"), routing.record(phimoe):
+    with pytest.raises(UserError, match=r"without torch\.topk"), routing.record(phimoe):
         step(phimoe)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
+from ds_fp8.cli import main
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.monitor.cast_monitor import TENSOR_CLASSES, CastFigures
 from ds_fp8.monitor.heat_maps import write_heat_maps
@@ -319,7 +320,6 @@ MIXTURE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "head_dim": 32,
     "max_position_embeddings": 128,
     "output_router_logits": True,
 }
@@ -344,6 +344,7 @@ def test_a_run_of_a_mixture_logs_its_routing_and_reports_it(ranks, tiny, write, 
         assert 1.9 < record["auxiliary_loss"] < 4  # top_k where all experts get as many tokens
     names = {file.name for file in (tmp_path / "csv" / "tiny").glob("Routing_*")}
     assert {"Routing_entropy_mean.csv", "Routing_auxiliary_loss.csv"} <= names
+    main(["report", str(tmp_path / "run")])
     page = (tmp_path / "run" / "report.html").read_text()
     assert "entropy of tokens per expert, end" in page
     assert "Auxiliary loss" in page

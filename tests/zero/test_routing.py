@@ -35,7 +35,7 @@ def watched(section, recompute=None, accumulate=1, every=1, steps=1, prepare=Non
     def count(name):
         def hook(module, args):
             if forwards["running"] and not engine.global_steps:
-                counts[name] += torch.bincount(args[1].flatten(), minlength=EXPERTS)
+                counts[name] += torch.bincount(args[1].flatten(), minlength=EXPERTS).cpu()
 
         return hook
 
@@ -44,7 +44,8 @@ def watched(section, recompute=None, accumulate=1, every=1, steps=1, prepare=Non
     measurements = []
     for step in range(steps):
         for part in range(accumulate):
-            ids = batch(step * accumulate + part, torch.distributed.get_rank(), rows=1 + torch.distributed.get_rank())
+            rank = torch.distributed.get_rank()
+            ids = batch(step * accumulate + part, rank, rows=1 + rank).to(engine.device)
             forwards["running"] = True
             output = engine(input_ids=ids, labels=ids, use_cache=False)
             forwards["running"] = False
@@ -56,7 +57,7 @@ def watched(section, recompute=None, accumulate=1, every=1, steps=1, prepare=Non
         measurements.append(report and report.routing)
         engine.eval()
         with torch.no_grad():
-            engine(input_ids=batch(99, 0))
+            engine(input_ids=batch(99, 0).to(engine.device))
         engine.train()
     assert engine.fp8.routing() == next(m for m in reversed(measurements) if m is not None)
     return measurements, {name: count.tolist() for name, count in counts.items()}, losses
@@ -121,8 +122,12 @@ def test_other_steps_measure_nothing(ranks):
     assert [found is None for found in measurements] == [False, True, False]
 
 
+def is_ours(hook):
+    return getattr(hook, "func", hook).__module__ == "ds_fp8.monitor.routing"
+
+
 def hooks(section, architecture="qwen3_moe"):
-    """Forward hooks of this package's monitor on the model and its experts, before and after engine.destroy()."""
+    """(this monitor's hooks on model and experts, those after engine.destroy(), figures, whether copies count)."""
     engine = engine_of(architecture, section)
 
     def found():
@@ -130,20 +135,19 @@ def hooks(section, architecture="qwen3_moe"):
         all_hooks = [
             hook for part in parts for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
         ]
-        return sum(getattr(hook, "func", hook).__module__ == "ds_fp8.monitor.routing" for hook in all_hooks)
+        return sum(map(is_ours, all_hooks))
 
     before = found()
-    copied = (
-        copy.deepcopy(engine.module._forward_pre_hooks),
-        copy.deepcopy(engine.module.get_submodule(LAYERS[0])._forward_pre_hooks),
-    )
-    copies = [hook.func.__self__ for hooks in copied for hook in hooks.values() if hasattr(hook, "func")]
+    experts = engine.module.get_submodule(LAYERS[0])
+    copies = [hook.func.__self__ for hook in copy.deepcopy(experts._forward_pre_hooks).values() if is_ours(hook)]
     engine.destroy()
-    return before, found(), engine.fp8.routing(), [copied._monitor.active for copied in copies]
+    return before, found(), engine.fp8.routing(), [routing._monitor.active for routing in copies]
 
 
 def test_nothing_is_watched_without_a_monitor_or_after_destroy(ranks):
-    assert ranks(1, hooks, {"monitor": {"every": 1}})[0][:3] == (3, 0, None)
+    before, after, measured, copies = ranks(1, hooks, {"monitor": {"every": 1}})[0]
+    assert (before, after, measured) == (3, 0, None)
+    assert copies == [False], "the copy of a model counts nothing"
     assert ranks(1, hooks, {"monitor": {"every": 0}})[0][:2] == (0, 0)
 
 

@@ -279,8 +279,9 @@ def _checked(routes: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], expert
         chosen = checked[name] = given.long()
         ordered = chosen.sort(1).values
         outside = ((chosen < 0) | (chosen >= experts[name])).any()
-        mistakes.append(torch.stack([outside, (ordered[:, 1:] == ordered[:, :-1]).any()]).cpu())
-    for name, (outside, twice) in zip(checked, torch.stack(mistakes).tolist(), strict=True):
+        mistakes.append(torch.stack([outside, (ordered[:, 1:] == ordered[:, :-1]).any()]))
+    found = torch.stack([mistake.to(mistakes[0].device) for mistake in mistakes])  # read once for all layers
+    for name, (outside, twice) in zip(checked, found.tolist(), strict=True):
         if outside:
             raise UserError(
                 f"routes of {name} name experts that are not among 0 to {experts[name] - 1}",

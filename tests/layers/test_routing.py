@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from architectures import tiny_config
+from transformers import AutoModelForCausalLM
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers import routing
@@ -92,6 +94,35 @@ def test_other_routing_gives_its_experts_with_weights_of_the_routers_own_scores(
     with routing.replay(model, list(turned.values())):
         again, _ = step(model)
     assert torch.allclose(again, logits, atol=1e-4)
+
+
+OTHERS = """
+    afmoe cohere2_moe deepseek_v2 ernie4_5_moe flex_olmo glm4_moe granitemoe hunyuan_v1_moe jamba minimax_m2 nemotron_h
+    qwen3_next
+""".split()  # noqa: SIM905
+"""Architectures whose layers find experts in other ways: without a router of its own, with biases, with sigmoids."""
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_other_architectures_are_recorded_and_replayed(architecture):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(architecture), dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 2 and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.2)
+    ids, logits = tokens(), []
+    seen = experts_called(model)
+    with torch.no_grad():
+        with routing.record(model) as routes:
+            logits.append(model(input_ids=ids, use_cache=False).logits)
+        assert routes.keys() == seen.keys()
+        other = {layer: chosen.flip(0) for layer, chosen in routes.items()}
+        for given in (routes, other):
+            with routing.replay(model, given):
+                logits.append(model(input_ids=ids, use_cache=False).logits)
+            assert all(torch.equal(seen[layer][0].view_as(chosen), chosen) for layer, chosen in given.items())
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.equal(logits[0], logits[2])
 
 
 def test_weights_of_replayed_experts_are_those_of_the_formula():

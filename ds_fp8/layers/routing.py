@@ -27,9 +27,6 @@ from ds_fp8.monitor.routing import in_backward
 Routes = dict[str, torch.Tensor]
 """Experts of each token [tokens, top_k] by layer, the name of its module of experts."""
 
-Choose = Callable[[torch.Tensor, int], torch.Tensor | None]
-"""Returns the experts [tokens, k] for scores [tokens, experts], or None for those with the highest scores."""
-
 
 def mixtures(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of experts of a model by name, those of transformers' interface of experts."""

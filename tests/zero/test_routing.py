@@ -9,6 +9,7 @@ import torch
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers import routing
+from ds_fp8.layers.decoder import FusedAttentionHalf
 from ds_fp8.monitor.routing import RoutingFigures
 from tests.layers.moe import EXPERTS
 from tests.zero.test_experts import batch, engine_of
@@ -138,6 +139,9 @@ def hooks(section, architecture="qwen3_moe"):
         return sum(map(is_ours, all_hooks))
 
     before = found()
+    fused = [module for module in engine.module.modules() if isinstance(module, FusedAttentionHalf)]
+    assert len(fused) == 2
+    assert not any(layer.fused_parts.must_be_called() for layer in fused), "these stay fused"
     experts = engine.module.get_submodule(LAYERS[0])
     copies = [hook.func.__self__ for hook in copy.deepcopy(experts._forward_pre_hooks).values() if is_ours(hook)]
     engine.destroy()

@@ -27,8 +27,13 @@ PAGE: dict[str, dict[str, tuple[str, ...]]] = {
         "ds_fp8.uninstall": (),
         "ds_fp8.FP8Config": ("from_preset",),
         "ds_fp8.convert": (),
-        "ds_fp8.engine.state.FP8State": ("saturation", "stop_casting", "state_dict", "load_state_dict"),
+        "ds_fp8.engine.state.FP8State": ("saturation", "routing", "stop_casting", "state_dict", "load_state_dict"),
         "ds_fp8.UserError": (),
+    },
+    "Routing of experts": {
+        "ds_fp8.layers.routing.record": (),
+        "ds_fp8.layers.routing.replay": (),
+        "ds_fp8.layers.routing.changed_tokens": (),
     },
     "Casts": {"ds_fp8.quantize": (), "ds_fp8.QuantizedTensor": ("dequantize", "t", "shape", "format", "nbytes")},
     "Optimizers": {

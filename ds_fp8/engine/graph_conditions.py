@@ -15,6 +15,7 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.known_code import hook_of_others, text_config
 from ds_fp8.layers import documents
 from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.routing import is_routed
 
 COMPILED = "the module is compiled"
 SAVED_ELSEWHERE = "what backward needs is saved by hooks of the caller's"
@@ -79,6 +80,8 @@ def why_eager(modules: Sequence[nn.Module], device: torch.device, args: tuple, k
     why = why_not_recomputed(modules)
     if why is not None:
         return why
+    if any(map(is_routed, modules)):
+        return "routing of experts is recorded or replayed"
     for name, value in kwargs.items():
         if torch.is_tensor(value):
             if value.requires_grad:

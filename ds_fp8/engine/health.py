@@ -16,11 +16,13 @@ from ds_fp8.casts import QuantizedTensor, cast, quantize
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.log import logger
+from ds_fp8.engine.routing import watch_routing
 from ds_fp8.layers.convert import layer_of, restore
 from ds_fp8.layers.experts import FP8Experts
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.outlier_channels import look_again, sites_of
 from ds_fp8.monitor.cast_monitor import CastMonitor, Measurement
+from ds_fp8.monitor.routing import RoutingMeasurement
 from ds_fp8.monitor.thresholds import Degradation, Thresholds
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import GradientReduce
@@ -36,6 +38,8 @@ class HealthReport:
     """What has crossed a threshold with this measurement."""
     moved: list[str]
     """Layers that go on in BF16 because of it."""
+    routing: RoutingMeasurement | None = None
+    """Router statistics of a model with experts."""
 
 
 class Health:
@@ -66,6 +70,7 @@ class Health:
         for outliers in self._outliers.values():
             outliers.add_over_ranks = self._add_over_ranks
         over_all_ranks = functools.partial(_over_all_ranks, group)
+        self.routing = watch_routing(engine, monitor, self._add_over_ranks)
         monitor.attach(engine.module, dict.fromkeys(self._site_of.values()), engine.device, over_all_ranks)
 
     def observe_gradient(self, gradient: torch.Tensor, name: str, scale: torch.Tensor | None) -> None:
@@ -88,6 +93,7 @@ class Health:
         measurement = self._monitor.end_step()
         if measurement is None:
             return
+        routing = None if self.routing is None else self.routing.take()
         if look_again(self._outliers.values(), self._add_over_ranks):
             self._write_residuals()
         degraded = self._thresholds.check(measurement)
@@ -98,7 +104,7 @@ class Health:
             moved = list(dict.fromkeys(layer_of(self._model, degradation.site) for degradation in degraded))
             moved = [layer for layer in moved if layer not in self.layers_in_bf16]
             self.move_to_bf16(moved)
-        self.last = HealthReport(measurement, degraded, moved)
+        self.last = HealthReport(measurement, degraded, moved, routing)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the layers moved to BF16 and the monitor's counters, in plain values; the same on all ranks."""

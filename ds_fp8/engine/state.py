@@ -13,6 +13,7 @@ from ds_fp8.engine.micro_steps import MicroStepGraphs
 from ds_fp8.layers.convert import Conversion, casts, stop_casting
 from ds_fp8.layers.loss import LossFusion
 from ds_fp8.monitor.cast_monitor import CastMonitor
+from ds_fp8.monitor.routing import RoutingMeasurement
 from ds_fp8.optim import AdamW
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import GradientReduce
@@ -65,6 +66,16 @@ class FP8State:
     def saturation(self) -> dict[str, float] | None:
         """Return the shares {"saturated", "underflow"} of the casts of the last measured step; None before one."""
         return self.monitor.last
+
+    def routing(self) -> RoutingMeasurement | None:
+        """Return the router statistics of the last measured step; None before one, and without experts.
+
+        Of each layer with experts (`layers`) and as their mean (`mean`), over the tokens of all ranks: `entropy` of the
+        tokens per expert, 1 where all get as many, `largest_share` of one expert, and `experts_without_tokens`. And
+        `auxiliary_loss`, where the model returns one.
+        """
+        routing = None if self.health is None else self.health.routing
+        return None if routing is None else routing.last
 
     @property
     def casts(self) -> bool:

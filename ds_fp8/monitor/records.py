@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+from ds_fp8.monitor import routing
 from ds_fp8.monitor.cast_monitor import CastFigures, Measurement
+from ds_fp8.monitor.routing import RoutingMeasurement
 
 Record = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -44,6 +46,32 @@ def health_curves(measurement: Measurement) -> dict[str, float]:
         for figure in CURVES
         if (value := getattr(figures, figure)) is not None
     }
+
+
+def routing_record(step: int, measurement: RoutingMeasurement) -> Record:
+    """Return router statistics as one line of metrics.jsonl: names of layers, and a list of each figure in their order.
+
+    `mean` has the means over the layers. `auxiliary_loss`, beside them, is left out of models that return none.
+    """
+    content: Record = {"layers": list(measurement.layers)}
+    for figure in routing.FIGURES:
+        content[figure] = [_rounded(getattr(layer, figure)) for layer in measurement.layers.values()]
+    content["mean"] = {figure: _rounded(getattr(measurement.mean, figure)) for figure in routing.FIGURES}
+    record = {"step": step, "routing": content}
+    return record if measurement.auxiliary_loss is None else {**record, "auxiliary_loss": measurement.auxiliary_loss}
+
+
+def routing_curves(measurement: RoutingMeasurement) -> dict[str, float]:
+    """Return router statistics as named figures for DeepSpeed's monitors, by layer and as their mean."""
+    layers = {"mean": measurement.mean, **measurement.layers}
+    curves = {
+        f"Routing/{figure}/{name}": getattr(figures, figure)
+        for figure in routing.FIGURES
+        for name, figures in layers.items()
+    }
+    if measurement.auxiliary_loss is not None:
+        curves["Routing/auxiliary_loss"] = measurement.auxiliary_loss
+    return curves
 
 
 def layers_in_bf16(records: Iterable[Record]) -> list[str]:

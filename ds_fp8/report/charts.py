@@ -123,6 +123,39 @@ def speed(comparison: Comparison) -> str | None:
     return _over_steps(comparison, "tokens_per_second", "Tokens per second")
 
 
+ROUTING = {
+    "entropy": ("Entropy of tokens per expert, 1 = even", min, "lowest layer"),
+    "largest_share": ("Largest expert's share of a layer's tokens", max, "highest layer"),
+}
+"""Figures of routing that are drawn: title, the layer drawn beside the mean, and its name."""
+
+
+def routing(comparison: Comparison) -> list[str]:
+    """Draw how evenly tokens are spread over experts, and the auxiliary loss, where a run has recorded them."""
+    pictures = [_routing(comparison, figure) for figure in ROUTING]
+    pictures.append(_over_steps(comparison, "auxiliary_loss", "Auxiliary loss"))
+    return [picture for picture in pictures if picture is not None]
+
+
+@svg.styled
+def _routing(comparison: Comparison, figure: str) -> str | None:
+    title, worst, name = ROUTING[figure]
+    drawing, axes = svg.chart(2.4)
+    for (label, run), style in zip(comparison.columns.items(), _styles(comparison), strict=False):
+        steps = [record["step"] for record in run.routing]
+        mean = [record["routing"]["mean"][figure] for record in run.routing]
+        layer = [worst(record["routing"][figure]) for record in run.routing]
+        if steps:
+            line = {"color": style["color"], "linestyle": style["linestyle"]}
+            axes.plot(*_thinned(steps, mean, MAX_POINTS), **line, linewidth=1.3, label=f"{label} mean")
+            axes.plot(*_thinned(steps, layer, MAX_POINTS), **line, linewidth=0.8, alpha=0.6, label=f"{label} {name}")
+    if not axes.lines:
+        return None
+    axes.set(xlabel="step", title=title)
+    axes.legend()
+    return svg.as_svg(drawing, f"{title}, over the steps, {comparison.name}")
+
+
 @svg.styled
 def _over_steps(comparison: Comparison, key: str, title: str) -> str | None:
     """Draw one figure of the training steps from zero upwards; where it spans orders of magnitude, by its logarithm."""

@@ -22,6 +22,13 @@ from ds_fp8.train.metrics import ANSWERS
 HTML, JSON = "report.html", "summary.json"
 NOT_MEASURED = "–"
 ALL_CLEAR = {"flushed": "Nothing flushed to zero in any layer.", "saturated": "Nothing saturated in any layer."}
+ROUTING_ROWS = (
+    ("entropy of tokens per expert, end", "entropy", "{:.3f}", 1.0),
+    ("largest expert's share, %, end", "largest_share", "{:.1f}", 0.01),
+    ("experts without tokens a layer, end", "experts_without_tokens", "{:.1f}", 1.0),
+    ("auxiliary loss, end", "auxiliary_loss", "{:.4f}", 1.0),
+)
+"""Of a mixture of experts: name, key, how it is shown and in which unit; means over the layers."""
 OPEN_ANSWERS = 3
 """Answers that are shown before the fold."""
 
@@ -92,6 +99,7 @@ def _stage(comparison: Comparison, tolerance: float) -> dict[str, Any]:
         charts.learning_rate(comparison),
         charts.gradient_norm(comparison),
         charts.speed(comparison),
+        *charts.routing(comparison),
     ]
     return {
         "name": comparison.name.replace("_", " "),
@@ -188,6 +196,14 @@ def _rows(comparison: Comparison) -> list[Row]:
             row("tokens per second", "tokens_per_second", "{:,.0f}", ratio="{:.2f}×"),
         ]
     rows.append(row("skipped steps", "skipped_steps", "{:,.0f}"))
+    rows += [
+        Row(
+            name,
+            [_number(values and values[key], shape, unit) for values in (entry["routing"] for entry in figures)],
+            "",
+        )
+        for name, key, shape, unit in ROUTING_ROWS
+    ]
     return [each for each in rows if set(each.values) != {NOT_MEASURED}]
 
 

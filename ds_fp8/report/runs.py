@@ -65,6 +65,11 @@ class RunRecord:
         """Return records with the health of the casts."""
         return [record for record in self.metrics if record.get("health")]
 
+    @cached_property
+    def routing(self) -> list[dict[str, Any]]:
+        """Return records with the router statistics of a mixture of experts."""
+        return [record for record in self.metrics if record.get("routing")]
+
     def _checked(self, name: str, model: type[BaseModel]) -> dict[str, Any]:
         try:
             content = read_checked(self.folder / name, model)

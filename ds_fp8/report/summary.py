@@ -33,6 +33,7 @@ def run_figures(run: RunRecord) -> dict[str, Any]:
     """Return the figures of one run; a figure that was not measured is None."""
     result = run.result
     answers = result["exact_match"]
+    routing = run.routing[-1] if run.routing else None
     return {
         "steps": result["steps"],
         "first_loss": result["first_loss"],
@@ -50,6 +51,7 @@ def run_figures(run: RunRecord) -> dict[str, Any]:
         "tokens_per_second": result["tokens_per_second"],
         "peak_memory_bytes": result["peak_memory_bytes"],
         "skipped_steps": result["skipped_steps"],
+        "routing": routing and {**routing["routing"]["mean"], "auxiliary_loss": routing.get("auxiliary_loss")},
         "concerns": concerns(run),
     }
 

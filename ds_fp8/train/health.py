@@ -11,7 +11,7 @@ from deepspeed import comm as dist
 
 from ds_fp8.engine.health import Health
 from ds_fp8.monitor.heat_maps import write_heat_maps
-from ds_fp8.monitor.records import FALLBACK, health_curves, health_record
+from ds_fp8.monitor.records import FALLBACK, health_curves, health_record, routing_curves, routing_record
 from ds_fp8.train.metrics import MetricsLog, Record
 
 PICTURE = "health.png"
@@ -40,6 +40,9 @@ class RunHealth:
         report, self._health.last = self._health.last, None
         self._log.append(health_record(step, report.measurement))
         self._send(health_curves(report.measurement))
+        if report.routing is not None:
+            self._log.append(routing_record(step, report.routing))
+            self._send(routing_curves(report.routing))
         for found in report.degraded:
             self._log.append({"step": step, "event": "degraded", **asdict(found)})
         if report.moved:

@@ -14,6 +14,7 @@ from ds_fp8.config.files import MAX_BYTES, check_plain
 from ds_fp8.config.schema import shown
 from ds_fp8.monitor.heat_maps import PANELS
 from ds_fp8.monitor.records import FALLBACK
+from ds_fp8.monitor.routing import FIGURES as ROUTING_FIGURES
 
 MAX_STEPS = 1 << 38
 """More steps than a run can have; times the largest batch they still count rows in 64 bits."""
@@ -112,6 +113,28 @@ class _Health(BaseModel):
         return self
 
 
+class _MeanRouting(_Content):
+    entropy: Amount
+    largest_share: Share
+    experts_without_tokens: Amount
+
+
+class _Routing(_Content):
+    """Names of layers with experts, and a list of each figure in their order."""
+
+    layers: list[Name] = Field(min_length=1)
+    entropy: list[Amount]
+    largest_share: list[Share]
+    experts_without_tokens: list[Amount]
+    mean: _MeanRouting
+
+    @model_validator(mode="after")
+    def _one_value_a_layer(self) -> _Routing:
+        if any(len(getattr(self, figure)) != len(self.layers) for figure in ROUTING_FIGURES):
+            raise ValueError("the figures are not as many as the layers")
+        return self
+
+
 class RecordContent(_Content):
     """One line of metrics.jsonl: what is read of it."""
 
@@ -137,6 +160,8 @@ class RecordContent(_Content):
     reason: Text | None = None
     answers: list[_Answer] | None = None
     health: _Health | None = None
+    routing: _Routing | None = None
+    auxiliary_loss: Loss | None = None
 
     @model_validator(mode="after")
     def _event_is_whole(self) -> RecordContent:

@@ -271,6 +271,18 @@ DAMAGES = {
     "health without sites": _changed("metrics.jsonl", health={"input": {"amax": [1.0]}}),
     "health of other sites": _changed("metrics.jsonl", health={"sites": ["a"], "input": {"amax": [1.0, 2.0]}}),
     "health of one figure": _changed("metrics.jsonl", health={"sites": ["a"], "input": {"amax": [1.0]}}),
+    "routing without a mean": _changed("metrics.jsonl", routing={"layers": ["a"]}),
+    "routing of other layers": _changed(
+        "metrics.jsonl",
+        routing={
+            "layers": ["a"],
+            "entropy": [1.0, 1.0],
+            "largest_share": [0.5],
+            "experts_without_tokens": [0],
+            "mean": {"entropy": 1.0, "largest_share": 0.5, "experts_without_tokens": 0},
+        },
+    ),
+    "an endless auxiliary loss": _changed("metrics.jsonl", auxiliary_loss=float("inf")),
     "a nested line": _is("metrics.jsonl", "[" * 100_000 + "\n"),
     "a configuration in a list": _is("config.json", "[]"),
     "a nested configuration": _is("config.json", '{"a":' * 5000 + "1" + "}" * 5000),

@@ -8,10 +8,19 @@ import pytest
 import torch
 from matplotlib.image import imread
 
+from ds_fp8.cli import main
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.monitor.cast_monitor import TENSOR_CLASSES, CastFigures
 from ds_fp8.monitor.heat_maps import write_heat_maps
-from ds_fp8.monitor.records import FIGURES, health_curves, health_record, layers_in_bf16
+from ds_fp8.monitor.records import (
+    FIGURES,
+    health_curves,
+    health_record,
+    layers_in_bf16,
+    routing_curves,
+    routing_record,
+)
+from ds_fp8.monitor.routing import RoutingFigures, RoutingMeasurement
 from ds_fp8.train import health
 from ds_fp8.train.metrics import MetricsLog, read_metrics
 from tests.layers.hugging_face import causal_lm, tokens
@@ -198,6 +207,34 @@ def test_a_record_has_every_figure_of_every_site():
     assert "grad_weight" not in record["health"]
 
 
+def routed(auxiliary_loss=None):
+    layers = {"a": RoutingFigures(0.9, 0.5, 0), "b": RoutingFigures(0.50001, 0.75, 3)}
+    return RoutingMeasurement(layers, auxiliary_loss)
+
+
+def test_a_record_of_routing_has_layers_and_means():
+    assert json.loads(json.dumps(routing_record(7, routed()))) == {
+        "step": 7,
+        "routing": {
+            "layers": ["a", "b"],
+            "entropy": [0.9, 0.5],
+            "largest_share": [0.5, 0.75],
+            "experts_without_tokens": [0, 3],
+            "mean": {"entropy": 0.7, "largest_share": 0.625, "experts_without_tokens": 1.5},
+        },
+    }
+    assert routing_record(7, routed(2.5))["auxiliary_loss"] == 2.5
+
+
+def test_routing_has_curves_by_layer_and_as_a_mean():
+    curves = routing_curves(routed(2.5))
+    assert curves["Routing/entropy/b"] == 0.50001
+    assert curves["Routing/experts_without_tokens/mean"] == 1.5
+    assert curves["Routing/auxiliary_loss"] == 2.5
+    assert len(curves) == 10
+    assert "Routing/auxiliary_loss" not in routing_curves(routed())
+
+
 def test_curves_leave_out_what_is_not_known():
     curves = health_curves({"input": {"a": figures(snr_db=None)}})
     assert curves == {"FP8/input/flushed/a": 0.01, "FP8/input/saturated/a": 0.0}
@@ -271,6 +308,50 @@ def test_a_run_logs_its_health_and_resumes_with_the_same_layers_in_bf16(ranks, t
     last = next(record for record in reversed(again) if "health" in record)
     moved = tuple(f"{layer}." for layer in layers)
     assert not any(f"{site}.".startswith(moved) for site in last["health"]["sites"])
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "output_router_logits": True,
+}
+LAYERS = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
+
+
+def test_a_run_of_a_mixture_logs_its_routing_and_reports_it(ranks, tiny, write, tmp_path):
+    tiny["fp8"]["monitor"] = {"every": 2}
+    tiny["model"]["config"] = MIXTURE
+    tiny["train"] |= {"steps": 4, "run_dir": str(tmp_path / "run")}
+    tiny["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "tiny"}
+    records = ranks(2, run_stage, write(tiny), [])[0]
+    measured = [record for record in records if "routing" in record]
+    assert [record["step"] for record in measured] == [1, 3]
+    for record in measured:
+        found = record["routing"]
+        assert found["layers"] == LAYERS
+        assert all(0.5 < entropy <= 1 for entropy in found["entropy"])
+        assert found["mean"]["entropy"] == pytest.approx(sum(found["entropy"]) / 2, abs=1e-3)
+        assert all(0.25 <= share <= 0.5 for share in found["largest_share"])
+        assert all(0 <= count <= 2 for count in found["experts_without_tokens"])
+        assert 1.9 < record["auxiliary_loss"] < 4  # top_k where all experts get as many tokens
+    names = {file.name for file in (tmp_path / "csv" / "tiny").glob("Routing_*")}
+    assert {"Routing_entropy_mean.csv", "Routing_auxiliary_loss.csv"} <= names
+    main(["report", str(tmp_path / "run")])
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "entropy of tokens per expert, end" in page
+    assert "Auxiliary loss" in page
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stages"]["run"]["fp8"]["routing"] == {
+        **measured[-1]["routing"]["mean"],
+        "auxiliary_loss": measured[-1]["auxiliary_loss"],
+    }
 
 
 def test_a_log_that_goes_back_forgets_layers_but_a_run_does_not(tmp_path):

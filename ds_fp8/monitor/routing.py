@@ -1,0 +1,141 @@
+"""Router statistics of mixtures of experts: how evenly tokens are spread over experts, on every measured step.
+
+    p                        share of a layer's choices (top_k a token) that each expert gets, over all ranks' tokens
+    entropy                  -sum p log p / log(experts): 1 where all experts get as many
+    largest_share            max p: 1 / experts where all get as many
+    experts_without_tokens   number of experts with p = 0
+
+Counts lie in one buffer on the device. A measured step adds it up over the ranks and reads it once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from ds_fp8.monitor.cast_monitor import CastMonitor
+
+
+@dataclass(frozen=True)
+class RoutingFigures:
+    """Spread of the tokens of one layer, or means over all layers."""
+
+    entropy: float
+    largest_share: float
+    experts_without_tokens: float
+
+
+@dataclass(frozen=True)
+class RoutingMeasurement:
+    """Router statistics of a measured step, the same on all ranks."""
+
+    layers: dict[str, RoutingFigures]
+    """By name of the module of experts."""
+    auxiliary_loss: float | None
+    """Load balancing loss before its coefficient, as the model returns it (`aux_loss`): the mean over micro-batches and
+    ranks. None where it returns none."""
+
+    @property
+    def mean(self) -> RoutingFigures:
+        """Return the means over the layers."""
+        return RoutingFigures(*(fmean(getattr(layer, name) for layer in self.layers.values()) for name in FIGURES))
+
+
+FIGURES = tuple(field.name for field in fields(RoutingFigures))
+
+
+class RoutingMonitor:
+    """Counts the tokens of every expert on the steps that a CastMonitor measures; costs nothing on the others."""
+
+    def __init__(
+        self,
+        monitor: CastMonitor,
+        experts: Mapping[str, int],
+        device: torch.device,
+        add_over_ranks: Callable[[torch.Tensor], None],
+    ):
+        """Begin with no tokens.
+
+        Args:
+            monitor: Says which steps are measured.
+            experts: Number of experts by layer, in the same order on all ranks.
+            device: Where the counts lie.
+            add_over_ranks: Adds up over all ranks, in place.
+        """
+        self.last: RoutingMeasurement | None = None
+        """Figures of the last measured step."""
+        self._monitor, self._experts, self._add_over_ranks = monitor, dict(experts), add_over_ranks
+        # A column more than experts: transformers marks choices that no expert here computes by that number.
+        shape = len(self._experts), max(self._experts.values(), default=0) + 1
+        self._buffer = torch.zeros(math.prod(shape) + 2, dtype=torch.float64, device=device)
+        self._counts = self._buffer[:-2].view(shape)
+        self._losses = self._buffer[-2:]
+        """Sum and number of the auxiliary losses."""
+
+    def __getstate__(self) -> dict:
+        # A copy of a model under training has no engine that would read its counts.
+        return vars(RoutingMonitor(CastMonitor(0), {}, torch.device("cpu"), _nothing))
+
+    @torch.compiler.disable
+    def observe(self, layer: int, module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Count the choices that experts are called with: a forward pre-hook of the experts of a layer.
+
+        Args:
+            layer: Number of the layer among those with experts.
+            module: The experts.
+            args: Their positional arguments: hidden states, experts of each token, ...
+            kwargs: Their other arguments.
+        """
+        if not self._monitor.active or in_backward():
+            return
+        chosen = (args[1] if len(args) > 1 else kwargs["top_k_index"]).flatten().long()
+        chosen = chosen.clamp(max=self._counts.shape[1] - 1)
+        self._counts[layer].scatter_add_(0, chosen, torch.ones_like(chosen, dtype=self._counts.dtype))
+
+    @torch.compiler.disable
+    def observe_output(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
+        """Add up the auxiliary loss in a model's output, where there is one: a forward hook of the model."""
+        loss = getattr(output, "aux_loss", None)
+        if torch.is_tensor(loss) and self._monitor.active and not in_backward():
+            self._losses[0] += loss.detach().double()
+            self._losses[1] += 1
+
+    def take(self) -> RoutingMeasurement | None:
+        """Return the figures of a measured step and start from zero; None where no token was routed. Collective."""
+        self._add_over_ranks(self._buffer)
+        *_, loss, losses = self._buffer.tolist()
+        counts = self._counts.tolist()
+        self._buffer.zero_()
+        layers = {
+            name: _figures(row[:experts])
+            for (name, experts), row in zip(self._experts.items(), counts, strict=True)
+            if sum(row[:experts])
+        }
+        if not layers:
+            return None
+        self.last = RoutingMeasurement(layers, loss / losses if losses else None)
+        return self.last
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs a backward pass now: a forward in it recomputes activations."""
+    # As torch.utils.module_tracker asks; torch has no public name for it.
+    return torch._C._current_graph_task_id() != -1
+
+
+def _figures(counts: list[float]) -> RoutingFigures:
+    total = math.fsum(counts)
+    shares = [count / total for count in counts]
+    entropy = -math.fsum(share * math.log(share) for share in shares if share)
+    return RoutingFigures(
+        entropy / math.log(len(counts)) if len(counts) > 1 else 1.0, max(shares), sum(not count for count in counts)
+    )
+
+
+def _nothing(sums: torch.Tensor) -> None:
+    pass

@@ -17,7 +17,7 @@ from ds_fp8.train.stored_model import first_line
 
 MAX_LAYERS = 10_000
 # Keys that Hugging Face configurations take without having them as attributes.
-_UNLISTED_KEYS = {"model_type", "architectures", "rope_theta", "rope_scaling", "dtype", "torch_dtype"}
+_UNLISTED_KEYS = {"model_type", "architectures", "head_dim", "rope_theta", "rope_scaling", "dtype", "torch_dtype"}
 
 
 def untrained_config(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:

@@ -21,6 +21,15 @@ def load(tiny, write, cache_home):
     return load
 
 
+def test_head_dim_is_a_size_of_models_that_do_not_list_it(load):
+    heads = '"head_dim": 24, "num_attention_heads": 4, "num_key_value_heads": 2'
+    experts = '"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128'
+    sizes = f'"hidden_size": 128, "num_hidden_layers": 1, {heads}, {experts}'
+    stage, tokenizer = load(f'model.config={{"model_type": "qwen3_moe", {sizes}}}')
+    model = build_model(stage, load_model_config(stage, tokenizer))
+    assert model.model.layers[0].self_attn.q_proj.weight.shape == (4 * 24, 128)
+
+
 def test_an_untrained_model_follows_from_the_seed_alone(load):
     stage, tokenizer = load()
     torch.rand(7)

@@ -180,6 +180,17 @@ class Checkpoint(_Values):
     parallel_write: ParallelWrite = ParallelWrite()
 
 
+class ActivationCheckpointing(_Values):
+    """The "activation_checkpointing" section."""
+
+    partition_activations: bool = False
+    contiguous_memory_optimization: bool = False
+    cpu_checkpointing: bool = False
+    number_checkpoints: int | None = Field(None, gt=0)
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+
+
 class DeepSpeedValues(_Values):
     """Plain values of a DeepSpeed configuration, and sections without a model of DeepSpeed's own."""
 
@@ -206,6 +217,7 @@ class DeepSpeedValues(_Values):
     data_types: DataTypes = DataTypes()
     flops_profiler: FlopsProfiler = FlopsProfiler()
     checkpoint: Checkpoint = Checkpoint()
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
 
 
 class _KeyRecorder(dict):

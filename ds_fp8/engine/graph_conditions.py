@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.host_checkpoints import HostCheckpoints, recomputed_by
 from ds_fp8.engine.known_code import hook_of_others, text_config
 from ds_fp8.layers import documents
 from ds_fp8.layers.linear import FP8Linear
@@ -110,12 +111,12 @@ def by_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
 
 def why_not_recomputed(modules: Sequence[nn.Module]) -> str | None:
     """Return why a graph cannot recompute the activations of a model as Python does, or None; None where none are."""
-    # Looked up where transformers sets it: asking a module for what it lacks is slow.
-    recomputed = [part for part in modules if vars(part).get("gradient_checkpointing")]
-    if not recomputed:
+    functions = [function for part in modules if (function := recomputed_by(part)) is not None]
+    if not functions:
         return None
-    functions = [getattr(part, "_gradient_checkpointing_func", None) for part in recomputed]
-    if any(getattr(function, "func", function) is not checkpoint for function in functions):
+    if any(isinstance(function, HostCheckpoints) for function in functions):
+        return "inputs of recomputed layers are kept on the host"
+    if any(function is not checkpoint for function in functions):
         return "activations are recomputed by a function of the model's own, or kept on the host"
     for part in modules:
         dropout = part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "attention_dropout", 0)

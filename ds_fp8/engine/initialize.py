@@ -18,6 +18,7 @@ from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.attach import attach
+from ds_fp8.engine.checkpointing_section import apply_checkpointing_section
 from ds_fp8.engine.compatibility import check_deepspeed, check_parallelism
 from ds_fp8.engine.compiled_kernels import announce_compilation
 from ds_fp8.engine.deepspeed_values import check_values
@@ -118,6 +119,7 @@ def initialize(
     if conversion is not None and conversion.leaf_classes:
         # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
         set_z3_leaf_modules(model, sorted(conversion.leaf_classes, key=lambda leaf: leaf.__name__))
+    apply_checkpointing_section(configuration, model)
     if fp8.enabled:
         check_launch()
     if not dist.is_initialized():

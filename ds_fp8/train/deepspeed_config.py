@@ -100,6 +100,13 @@ def check_sections(configuration: Configuration) -> None:
         is_off = isinstance(section, Mapping) and key in _SWITCHED and not section.get("enabled")
         if key in raw and not is_off:
             raise UserError(f'"{key}" does not go with a stage: {reason}', key=key, remedy=f'remove "{key}"')
+    section = raw.get("activation_checkpointing")
+    if isinstance(section, Mapping) and any(section.values()):
+        raise UserError(
+            '"activation_checkpointing" does not go with a stage: the model section says what is recomputed',
+            key="activation_checkpointing",
+            remedy='"model": {"activation_checkpointing": "offload"} keeps the inputs of layers on the host',
+        )
     bf16 = raw.get("bf16", raw.get("bfloat16"))
     if not (isinstance(bf16, dict) and bf16.get("enabled") is True):
         raise UserError("the stage runner trains in BF16", key="bf16", remedy='"bf16": {"enabled": true}')

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
 from ds_fp8.data import load_tokenizer
+from ds_fp8.engine.host_checkpoints import keep_on_host
 from ds_fp8.export.generation import make_savable
 from ds_fp8.layers import munit
 from ds_fp8.train import packed_attention
@@ -218,6 +219,15 @@ def _prepare(stage: Stage, model: torch.nn.Module) -> torch.nn.Module:
     """Make the model ready to be trained, and return it."""
     if stage.model.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if stage.model.activation_checkpointing == "offload":
+        if not keep_on_host(model):
+            raise UserError(
+                f"{type(model).__name__} recomputes its layers by a function of its own, which keeps their inputs",
+                key="model.activation_checkpointing",
+                remedy="true",
+            )
+        if get_accelerator().is_synchronized_device():
+            logger.info('note: on a CPU model.activation_checkpointing "offload" saves no memory')
     return model.train()
 
 

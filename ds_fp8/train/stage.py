@@ -40,8 +40,9 @@ class ModelConfig(Section):
     attn_implementation: Literal["packed", "sdpa", "eager", "flex_attention"] = "packed"
     """packed: variable-length attention within each document. The others are transformers' own, which build a mask of
     sequence_length x sequence_length for packed rows."""
-    activation_checkpointing: bool = False
-    """Recompute each decoder layer in backward."""
+    activation_checkpointing: bool | Literal["offload"] = False
+    """Recompute each decoder layer in backward. offload: and keep the layers' inputs in pinned host memory until then
+    (2 bytes x tokens x hidden size x layers), which ends CUDA graphs; for [long rows](long_context.md#how-long)."""
 
 
 class TrainConfig(Section):

@@ -1,0 +1,278 @@
+"""Inputs of recomputed layers that wait on the host: the same bits, and at most two of them on the device."""
+
+import gc
+import logging
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from ds_fp8.config.deepspeed_json import Configuration
+from ds_fp8.config.errors import UserError
+from ds_fp8.engine import checkpointing_section
+from ds_fp8.engine.graph_conditions import why_not_recomputed
+from ds_fp8.engine.host_checkpoints import HostCheckpoints, _Input, keep_on_host, recomputed_by
+from tests.layers.hugging_face import causal_lm, tokens
+from tests.zero import models
+from tests.zero.test_training import QUIET
+
+LAYERS = 6
+ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
+
+
+def recomputed(architecture="llama", reentrant=False, **changes):
+    model = causal_lm(architecture, **{"num_hidden_layers": LAYERS, **changes})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+def gradients(model, *numbers, backward=lambda losses: sum(losses).backward()):
+    """Gradients of one or more forwards."""
+    model.zero_grad()
+    losses = []
+    for number in numbers or (0,):
+        ids = tokens(2, 16).roll(number, 1)
+        losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
+    backward(losses)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def inputs_kept():
+    gc.collect()
+    return sum(isinstance(one, _Input) for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
+def test_no_bit_of_a_gradient_changes(architecture, reentrant):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64} if "moe" in architecture else {}
+    model = recomputed(architecture, reentrant, **experts)
+    expected = gradients(model)
+    assert keep_on_host(model)
+    assert_same(gradients(model), expected)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_at_most_two_inputs_are_on_the_device(on_host):
+    """Both of what a forward keeps, and while layers are recomputed."""
+    model, inputs, most = recomputed(), [], 0
+
+    def alive():
+        return sum(not storage.expired() for storage in inputs)
+
+    def note(layer, args):
+        nonlocal most
+        inputs.append(StorageWeakRef(args[0].untyped_storage()))
+        most = max(most, alive())
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(note)
+    if on_host:
+        keep_on_host(model)
+    ids = tokens()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    assert len(inputs) == LAYERS
+    assert (alive(), most) == ((1, 2) if on_host else (LAYERS, LAYERS))
+    most = 0
+    loss.backward()
+    assert len(inputs) == 2 * LAYERS
+    assert most <= 2 if on_host else most >= LAYERS
+
+
+def test_the_input_of_the_layer_before_is_fetched_while_a_layer_is_recomputed():
+    model, order = recomputed(), []
+    keep_on_host(model)
+    (on_host,) = {recomputed_by(layer) for layer in model.model.layers}
+    fetch, recompute = on_host._fetch, lambda layer, args: order.append(f"recompute {layer.self_attn.layer_idx}")
+
+    def noted(kept):
+        if kept.on_device is None:
+            order.append("fetch")
+        fetch(kept)
+
+    on_host._fetch = noted
+    ids = tokens()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(recompute)
+    loss.backward()
+    # The last layer's input has not left the device.
+    ahead = [what for index in reversed(range(1, LAYERS)) for what in ("fetch", f"recompute {index}")]
+    assert order == [*ahead, "recompute 0"]
+
+
+def test_several_forwards_before_a_backward_in_any_order():
+    model = recomputed()
+
+    def first_to_last(losses):
+        for loss in losses:
+            loss.backward()
+
+    together, one_by_one = gradients(model, 0, 3), gradients(model, 0, 3, backward=first_to_last)
+    keep_on_host(model)
+    assert_same(gradients(model, 0, 3), together)
+    assert_same(gradients(model, 0, 3, backward=first_to_last), one_by_one)
+
+
+def test_a_forward_without_backward_leaves_nothing_behind():
+    model = recomputed()
+    expected = gradients(model)
+    keep_on_host(model)
+    before = inputs_kept()
+    ids = tokens()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    assert inputs_kept() == before + LAYERS
+    del loss
+    assert inputs_kept() == before
+    assert_same(gradients(model), expected)
+    assert inputs_kept() == before
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    assert inputs_kept() == before
+
+
+def test_a_loss_that_is_still_held_keeps_no_inputs_after_its_backward():
+    model = recomputed()
+    keep_on_host(model)
+    before, ids = inputs_kept(), tokens()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert inputs_kept() == before
+
+
+def test_a_graph_can_be_retained():
+    model = recomputed(reentrant=True)
+    keep_on_host(model)
+    expected = {name: 2 * gradient for name, gradient in gradients(model).items()}
+
+    def twice(losses):
+        losses[0].backward(retain_graph=True)
+        losses[0].backward()
+
+    assert_same(gradients(model, backward=twice), expected)
+
+
+def test_masks_and_tables_that_layers_share_stay_where_they_are():
+    on_host, weight = HostCheckpoints(), torch.randn(8, 8, requires_grad=True)
+    mask, x = torch.ones(8, 8), torch.randn(8, 8, requires_grad=True)
+    before = inputs_kept()
+    y = on_host(lambda x, mask: torch.tanh(x @ weight) * mask, x, mask, use_reentrant=False)
+    assert inputs_kept() == before + 1
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(torch.tanh(x @ weight).sum(), x)[0])
+
+
+def test_only_what_torch_recomputes_is_moved():
+    model = recomputed()
+    assert not keep_on_host(causal_lm("llama"))
+    model.model.layers[0]._gradient_checkpointing_func = own = lambda function, *args: function(*args)
+    assert keep_on_host(model)
+    kinds = [recomputed_by(layer) for layer in model.model.layers]
+    assert kinds[0] is own
+    assert all(isinstance(kind, HostCheckpoints) for kind in kinds[1:])
+    assert not keep_on_host(model)  # it has been done
+    model.gradient_checkpointing_enable()
+    assert {recomputed_by(layer) for layer in model.model.layers} == {checkpoint}
+
+
+def test_graphs_say_why_there_are_none():
+    model = recomputed()
+    assert why_not_recomputed(list(model.modules())) is None
+    keep_on_host(model)
+    assert why_not_recomputed(list(model.modules())) == "inputs of recomputed layers are kept on the host"
+
+
+# ---------------------------------------------------------------- DeepSpeed's section
+
+
+def section(model, caplog, given, fp8=True):
+    raw = {"train_micro_batch_size_per_gpu": 1, "activation_checkpointing": given, **({"fp8": {}} if fp8 else {})}
+    with caplog.at_level(logging.WARNING, "ds_fp8"):
+        checkpointing_section.apply_checkpointing_section(Configuration(raw), model)
+    return " ".join(caplog.messages)
+
+
+def test_the_key_of_deepspeed_keeps_inputs_on_the_host(caplog):
+    model = recomputed()
+    assert section(model, caplog, {"cpu_checkpointing": True, "profile": False}) == ""
+    assert isinstance(recomputed_by(model.model.layers[0]), HostCheckpoints)
+    assert section(model, caplog, {"cpu_checkpointing": True}) == ""  # a second engine of the same model
+
+
+@pytest.mark.parametrize("given", [{}, {"cpu_checkpointing": False}])
+def test_without_it_they_stay(caplog, given):
+    model = recomputed()
+    assert section(model, caplog, given) == ""
+    assert recomputed_by(model.model.layers[0]) is checkpoint
+    assert section(model, caplog, {"cpu_checkpointing": True}, fp8=False) == ""
+    assert recomputed_by(model.model.layers[0]) is checkpoint
+
+
+def test_a_key_without_effect_is_named(caplog):
+    said = section(causal_lm("llama"), caplog, {"cpu_checkpointing": True})
+    assert "activation_checkpointing.cpu_checkpointing has no effect: no layer of the model is recomputed" in said
+    said = section(recomputed(), caplog, {"partition_activations": True, "number_checkpoints": 4})
+    assert "activation_checkpointing.partition_activations, activation_checkpointing.number_checkpoints has no" in said
+
+
+def test_a_function_that_keeps_inputs_itself_is_named(caplog):
+    model = causal_lm("llama")
+    model.gradient_checkpointing_enable(offload=True)
+    assert "checkpoint_func, which decides itself" in section(model, caplog, {"cpu_checkpointing": True})
+
+
+def test_a_value_that_is_none_is_refused():
+    raw = {"train_micro_batch_size_per_gpu": 1, "activation_checkpointing": {"cpu_checkpointing": "yes"}}
+    with pytest.raises(UserError, match="cpu_checkpointing"):
+        _ = Configuration(raw).deepspeed
+
+
+# ---------------------------------------------------------------- real ranks
+
+
+def train(architecture, recompute, on_host, section):
+    """(losses, BF16 weights, whether inputs were kept on the host) of three steps of two micro-batches each."""
+    import ds_fp8
+
+    model = causal_lm(architecture, num_hidden_layers=3)
+    if recompute is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
+    config = {**models.config({**QUIET, **section}), "gradient_accumulation_steps": 2, **(ON_HOST if on_host else {})}
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    losses = []
+    for step in range(6):
+        ids = models.batch(step, dist.get_rank())
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    kept = isinstance(recomputed_by(engine.module.model.layers[0]), HostCheckpoints)
+    return losses, models.bf16_weights(engine), kept
+
+
+@pytest.mark.parametrize(
+    ("world", "recompute", "section"),
+    [
+        (2, "not reentrant", {}),
+        (1, "not reentrant", {}),
+        (2, "reentrant", {}),
+        (2, "not reentrant", {"fuse": "off"}),
+        (2, "not reentrant", {"enabled": False}),
+    ],
+)
+def test_engines_train_the_same_bits(ranks, world, recompute, section):
+    ours = ranks(world, train, "qwen3", recompute, True, section)
+    plain = ranks(world, train, "qwen3", None, False, section)
+    for (losses, weights, kept), (expected, trained, _) in zip(ours, plain, strict=True):
+        assert kept
+        assert losses == expected
+        for name, weight in trained.items():
+            assert torch.equal(weights[name], weight), name

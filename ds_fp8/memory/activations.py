@@ -30,10 +30,32 @@ Bytes = Counter[str]
 
 
 def kept(layer: LayerShape, w: Workload) -> Bytes:
-    """Return the bytes between forward and backward: all that backward reads, or with activation_checkpointing 2TH."""
+    """Return the bytes between forward and backward: all that backward reads, or with activation_checkpointing 2TH.
+
+    None with offload, where the GPU holds those of one layer at a time (`input_on_device`).
+    """
+    if w.offloads_activations:
+        return Counter()
     if w.activation_checkpointing:
         return Counter({NORMS: BF16 * w.tokens * layer.hidden})
     return everything(layer, w)
+
+
+def input_on_device(w: Workload) -> Bytes:
+    """Return what of offloaded inputs is on the GPU beside those of the layer that computes: one, 2TH.
+
+    After forward it is the last layer's; in backward that of the layer before, which is fetched ahead.
+    """
+    if not w.offloads_activations:
+        return Counter()
+    return Counter({NORMS: BF16 * w.tokens * max(layer.hidden for layer in w.model.layers)})
+
+
+def inputs_on_host(w: Workload) -> int:
+    """Return the pinned host memory of offloaded inputs: 2TH a layer, each rounded up to a power of two by torch."""
+    if not w.offloads_activations:
+        return 0
+    return sum(1 << (BF16 * w.tokens * layer.hidden - 1).bit_length() for layer in w.model.layers)
 
 
 def everything(layer: LayerShape, w: Workload) -> Bytes:

@@ -38,6 +38,8 @@ def print_estimates(estimates: Mapping[str, Estimate], memory_bytes: int | None,
     table.add_row("at", *(column.peak.name for column in columns))
     table.add_row("allocator slack", *(gib(column.slack_bytes) for column in columns))
     table.add_row("the GPU needs", *(gib(column.device_bytes) for column in columns), style="bold")
+    if any(column.host_bytes for column in columns):
+        table.add_row("pinned host memory, activations", *(gib(column.host_bytes) for column in columns))
     if memory_bytes is not None:
         table.add_section()
         for what, label in (("micro_batch", "largest micro-batch, rows"), ("sequence_length", "longest row, tokens")):

@@ -105,6 +105,11 @@ class Estimate:
         """Return the memory that the GPU must have: the peak, the allocator's slack, and CUDA's context."""
         return self.peak_bytes + self.slack_bytes + CONTEXT
 
+    @property
+    def host_bytes(self) -> int:
+        """Return the pinned host memory of activations, for each GPU."""
+        return activations.inputs_on_host(self.workload)
+
     def as_json(self) -> dict[str, Any]:
         """Return figures ready for JSON; every value in bytes but for names and counts."""
         w = self.workload
@@ -121,6 +126,7 @@ class Estimate:
             "slack_bytes": self.slack_bytes,
             "context_bytes": CONTEXT,
             "device_bytes": self.device_bytes,
+            "pinned_host_bytes": self.host_bytes,
             "phases": {phase.name: phase.total for phase in self.phases},
         }
 
@@ -172,6 +178,7 @@ def _passes(w: Workload, lasting: Counter[str]) -> Iterator[Phase]:
     present = lasting + Counter({INPUTS: activations.batch(w) + activations.rotary(w, layers[0])})
     # The first layer's input is counted with that layer, the last one's output with the final norm.
     kept = [activations.kept(layer, w) for layer in layers]
+    present += activations.input_on_device(w)
     for amounts in kept:
         present += amounts
     head = Counter({GATHERED: gathering.at_the_loss(w), LOSS: loss.loss(w)})
@@ -186,6 +193,7 @@ def _passes(w: Workload, lasting: Counter[str]) -> Iterator[Phase]:
         parts = present + of_layer + waiting + Counter({REDUCTION: transient})
         yield Phase(f"backward of layer {index + 1} of {len(layers)}", dict(parts))
         present = present - kept[index]
+    present = present - activations.input_on_device(w)
     last = max((reduction.transient(r, w) for r in reductions if r.layer < 0), default=0)
     embedding = Counter({LOSS: loss.head_gradient(w) + 2 * w.model.embedding, REDUCTION: last})
     yield Phase("backward of the embedding", dict(present + embedding))

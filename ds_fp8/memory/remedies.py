@@ -30,8 +30,8 @@ class Remedy:
 def settings_that_fit(raw: Mapping[str, Any], gpus: int, memory_bytes: int) -> Remedy | None:
     """Return the first change of settings with which the stage fits on as many GPUs, or None.
 
-    Recomputed layers and smaller micro-batches keep the result of a step; compressed moments and an optimizer on the
-    host, which are tried after them, do not, or take time.
+    Recomputed layers, smaller micro-batches and activations on the host keep the result of a step; compressed moments
+    and an optimizer on the host, which are tried after them, do not, or take time.
 
     Args:
         raw: The stage.
@@ -64,16 +64,18 @@ def _changes(raw: Mapping[str, Any], gpus: int) -> Iterator[tuple[str, ...]]:
     """Return lists of `--set` values, the most harmless first."""
     recompute = ("model.activation_checkpointing=true",)
     rows = _one_row(raw, gpus)
+    offload = ("model.activation_checkpointing=offload",)
     moments = ("fp8.optimizer.exp_avg=e4m3_expanded", "fp8.optimizer.exp_avg_sq=e4m3_expanded")
     host = ('zero_optimization.offload_optimizer.device="cpu"',)
     yield recompute
     if rows:
         yield rows
         yield (*recompute, *rows)
+    yield (*offload, *rows)
     if raw.get("fp8", {}).get("enabled", "fp8" in raw):
         yield moments
-        yield (*recompute, *rows, *moments)
-    yield (*recompute, *rows, *host)
+        yield (*offload, *rows, *moments)
+    yield (*offload, *rows, *host)
 
 
 def _one_row(raw: Mapping[str, Any], gpus: int) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ class Workload:
     """Bytes of an element of the gradient shards."""
     torch_adam: bool
     """Whether DeepSpeed was told to use torch's AdamW, which needs a second copy of exp_avg_sq while it steps."""
-    activation_checkpointing: bool
+    activation_checkpointing: bool | Literal["offload"]
     attention: str
     """attn_implementation"""
     own_optimizer: bool
@@ -90,6 +90,11 @@ class Workload:
     def offloads_parameters(self) -> bool:
         """Return whether shards of weights lie outside the GPU."""
         return self.zero.offload_param is not None and self.zero.offload_param.device != "none"
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Return whether inputs of recomputed layers lie outside the GPU; on a CPU they go nowhere else."""
+        return self.activation_checkpointing == "offload" and self.device == "cuda"
 
     def resized(self, what: Literal["micro_batch", "sequence_length"], value: int) -> Workload:
         """Return the same with another number of rows in a micro-batch, or of tokens in a row."""
@@ -157,6 +162,9 @@ def _read(
     accumulation = configuration.deepspeed.grad_accum_dtype
     if accumulation is None:  # as initialize fills it in
         accumulation = "fp32" if fp8.enabled and fp8.grad_reduce.format != "bf16" else "bf16"
+    recomputed = model_section.activation_checkpointing
+    if recomputed and configuration.given("activation_checkpointing", "cpu_checkpointing"):
+        recomputed = "offload"
     # Untrained and stored models alike are rows of so many tokens, unless micro-batches are made by tokens.
     rows, tokens = micro_batch, length or data.sequence_length
     if data.tokens_per_gpu is not None and length is None:
@@ -171,7 +179,7 @@ def _read(
         accumulation_bytes=FP32 if accumulation in ("fp32", "float32") else BF16,
         torch_adam=bool(configuration.optimizer_params.get("torch_adam", False)),
         own_optimizer=uses_own_optimizer(configuration),
-        activation_checkpointing=model_section.activation_checkpointing,
+        activation_checkpointing=recomputed,
         attention=model_section.attn_implementation,
         device=device,
         shared_by=shared_by,

@@ -47,7 +47,7 @@ def assert_same(found, expected):
 
 def inputs_kept():
     gc.collect()
-    return sum(isinstance(one, _Input) for one in gc.get_objects())
+    return sum(type(one) is _Input for one in gc.get_objects())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

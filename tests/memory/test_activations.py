@@ -5,7 +5,7 @@ import torch
 
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
-from ds_fp8.memory import activations, read_workload
+from ds_fp8.memory import activations, estimate, read_workload
 from tests.memory import workloads
 
 CASES = {
@@ -87,3 +87,39 @@ def test_checkpointing_keeps_one_input_a_layer():
     inputs = sum(sum(activations.kept(layer, w).values()) for layer in w.model.layers)
     norm = activations.final_norm(w) - 2 * w.tokens * w.model.hidden
     assert kept == inputs + norm + 8 * w.tokens
+
+
+def long_rows(**model):
+    return workloads.stage(model=model, data={"sequence_length": 4096}, fp8={"activations": {"recompute": "mlp"}})
+
+
+@pytest.mark.parametrize("shared_by", [1, 2])
+def test_offload_leaves_one_input_on_the_device_and_the_others_on_the_host(shared_by):
+    size = {"sequence_parallel_size": shared_by}
+    kept = estimate({**long_rows(activation_checkpointing=True), **size}, gpus=2)
+    offloaded = estimate({**long_rows(activation_checkpointing="offload"), **size}, gpus=2)
+    w = kept.workload
+    of_a_layer, layers = 2 * w.tokens * w.model.hidden, len(w.model.layers)
+    for before, after in zip(kept.phases, offloaded.phases, strict=True):
+        inputs = {"the optimizer step": 0, "backward of the embedding": 0, "the loss": layers}
+        there = inputs.get(before.name) if before.name in inputs else int(before.name.split()[3])
+        one = there > 0
+        assert before.total - after.total == (there - one) * of_a_layer, before.name
+    assert (kept.host_bytes, offloaded.host_bytes) == (0, layers * of_a_layer)  # a power of two
+    assert offloaded.as_json()["pinned_host_bytes"] == offloaded.host_bytes
+
+
+def test_pinned_memory_is_rounded_up_to_powers_of_two():
+    w = read_workload(workloads.stage(model={"activation_checkpointing": "offload"}, data={"sequence_length": 1152}))
+    assert activations.inputs_on_host(w) == 3 * 2 * 2048 * 2 * 256
+
+
+def test_offload_on_a_cpu_moves_nothing_away():
+    raw = long_rows(activation_checkpointing="offload")
+    assert estimate(raw, device="cpu").peak_bytes > estimate(raw).peak_bytes
+    assert activations.inputs_on_host(read_workload(raw, device="cpu")) == 0
+
+
+def test_the_key_of_deepspeed_is_estimated_as_offload():
+    raw = {**long_rows(activation_checkpointing=True), "activation_checkpointing": {"cpu_checkpointing": True}}
+    assert estimate(raw).peak_bytes == estimate(long_rows(activation_checkpointing="offload")).peak_bytes

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import FormatName
+from ds_fp8.config.formats import BLOCK, FormatName
 from ds_fp8.config.linear import LinearConfig
 from ds_fp8.config.optimizer_state import (
     AUTO,
@@ -34,6 +34,21 @@ class ActivationsConfig(Section):
     recompute: Literal["none", "mlp"] = "none"
     """mlp: gated MLPs do not keep gate and up, and compute them again in backward. (To recompute whole layers use the
     model's gradient_checkpointing.)"""
+    mlp_tile_tokens: int | None = Field(None, gt=0)
+    """A multiple of 128: gated MLPs of fused layers compute so many tokens at a time, forward and backward, and keep
+    neither gate nor up. For [long rows](long_context.md#memory). Gradients of their weights are summed in FP32 over the
+    tiles. Needs scales of groups of tokens, as `infir2`, `hybrid_fast` and `precise` have them."""
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> ActivationsConfig:
+        tokens = self.mlp_tile_tokens
+        if tokens is not None and tokens % BLOCK:
+            raise UserError(
+                f"tiles of {tokens} tokens would cut groups of {BLOCK} tokens that have a scale together",
+                key="fp8.activations.mlp_tile_tokens",
+                remedy=f'"mlp_tile_tokens": {max(1, round(tokens / BLOCK)) * BLOCK}',
+            )
+        return self
 
 
 class AttentionConfig(Section):

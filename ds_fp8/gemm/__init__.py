@@ -63,6 +63,13 @@ def unavailable(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -
     return reason
 
 
+def why_not_in_fp32(name: str, a: CastSpec, b: CastSpec) -> str | None:
+    """Return why backend `name`, which multiplies operands of these casts, gives no FP32 result of them, or None."""
+    if name == "reference":
+        return None
+    return trial.why_not(BACKENDS[name].scaled_matmul, a, b, torch.float32)
+
+
 def _unsupported_cast(name: str, *operands: CastSpec) -> str | None:
     """Return why a backend cannot multiply operands that are emulated or have scales of such types, or None."""
     found = next((operand for operand in operands if operand.emulated), None)

@@ -19,7 +19,7 @@ SIZE = 128
 Multiply = Callable[[QuantizedTensor, QuantizedTensor, torch.dtype], torch.Tensor]
 
 
-def why_not(multiply: Multiply, a: CastSpec, b: CastSpec) -> str | None:
+def why_not(multiply: Multiply, a: CastSpec, b: CastSpec, out_dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Return why a backend cannot multiply operands of these casts on this GPU, or None.
 
     The host waits for the first product of a kind; its outcome is kept for this process and GPU.
@@ -28,16 +28,19 @@ def why_not(multiply: Multiply, a: CastSpec, b: CastSpec) -> str | None:
         multiply: The backend's product.
         a: Cast of the left operand.
         b: Cast of the right operand.
+        out_dtype: Dtype of the result.
     """
-    return _why_not(multiply, (a.format, a.granularity), (b.format, b.granularity), _device())
+    return _why_not(multiply, (a.format, a.granularity), (b.format, b.granularity), out_dtype, _device())
 
 
 @functools.lru_cache(maxsize=256)
-def _why_not(multiply: Multiply, a: tuple[str, str], b: tuple[str, str], device: torch.device) -> str | None:
+def _why_not(
+    multiply: Multiply, a: tuple[str, str], b: tuple[str, str], out_dtype: torch.dtype, device: torch.device
+) -> str | None:
     try:
         with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
-            product = multiply(_ones(*a, device), _ones(*b, device), torch.bfloat16)
-            if product.shape == (SIZE, SIZE) and bool((product == SIZE).all()):
+            product = multiply(_ones(*a, device), _ones(*b, device), out_dtype)
+            if product.shape == (SIZE, SIZE) and product.dtype is out_dtype and bool((product == SIZE).all()):
                 return None
         what = "its result is wrong"
     # A library that cannot run raises the errors of its parts: RuntimeError, AssertionError, OSError of a compiler.

@@ -164,7 +164,11 @@ def convert(
         )
     if config.attention.format != "bf16":
         result = replace(result, attention=use_fp8_attention(model))
-    return replace(result, fusion=fuse_decoder(model)) if config.fuse == "auto" else result
+    if config.fuse == "auto":
+        result = replace(result, fusion=fuse_decoder(model))
+    if config.activations.mlp_tile_tokens is not None:
+        _check_tiles(model, result.fusion)
+    return result
 
 
 def multiplies_experts(expert_products: str, backend: str) -> bool:
@@ -188,6 +192,22 @@ def experts_left(model: nn.Module, config: FP8Config) -> dict[str, str]:
         return cast_of_experts(casts.weight.spec).why_not_gathered
 
     return unconverted_experts(model, reason_of)
+
+
+def _check_tiles(model: nn.Module, fusion: Fusion) -> None:
+    """Raise UserError for a decoder layer whose MLP is not computed in tiles, though the configuration says so."""
+    layers = [name for name, layer in model.named_modules() if hasattr(layer, "self_attn") and hasattr(layer, "mlp")]
+    mlps = {name: f"{name}.mlp" for name in layers}
+    whole = next((name for name in layers if name not in fusion.layers and mlps[name] not in fusion.mlps), None)
+    if whole is None and layers:
+        return
+    reasons = [fusion.left[name] for name in (whole, mlps.get(whole)) if name in fusion.left]
+    why = reasons[-1] if reasons else 'its MLP is not fused (with fp8.fuse "off", or kept in BF16)'
+    raise UserError(
+        f"the MLP of {whole} cannot be computed in tiles: {why}" if layers else "the model has no layer that is fused",
+        key="fp8.activations.mlp_tile_tokens",
+        remedy='remove "mlp_tile_tokens", or change what the message names',
+    )
 
 
 def _check_patterns(overrides: Iterable[str], layers: Iterable[str]) -> None:

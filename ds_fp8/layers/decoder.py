@@ -40,6 +40,7 @@ from ds_fp8.layers.structure import (
     prove_mlp,
 )
 from ds_fp8.layers.swapped import Swapped, swapped_class
+from ds_fp8.layers.tiled_mlp import tiled_gated_mlp, tiled_normed_mlp, why_not_tiled
 from ds_fp8.layers.weights import GROUP, WeightGroup, can_stack
 
 
@@ -111,7 +112,8 @@ class FusedDecoderLayer(Fused):
     def _mlp_half(self, output: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return the layer's output from that of attention, and what it is added to."""
         norm = self.post_attention_layernorm
-        return normed_mlp(output, residual, norm.weight, norm_eps(norm), weights_of(self.mlp), self.fused_mlp)
+        compute = normed_mlp if self.fused_mlp.gate_up.mlp_tile_tokens is None else tiled_normed_mlp
+        return compute(output, residual, norm.weight, norm_eps(norm), weights_of(self.mlp), self.fused_mlp)
 
 
 class FusedAttentionHalf(FusedDecoderLayer):
@@ -132,7 +134,8 @@ class FusedMLP(Fused):
         """Compute the MLP's own forward in one operation."""
         if self.fused_parts.must_be_called():
             return super().forward(x)
-        return gated_mlp(x, weights_of(self), self.fused_mlp)
+        compute = gated_mlp if self.fused_mlp.gate_up.mlp_tile_tokens is None else tiled_gated_mlp
+        return compute(x, weights_of(self), self.fused_mlp)
 
 
 def weights_of(mlp: nn.Module) -> MLPWeights:
@@ -240,8 +243,12 @@ def _check_own_forward(module: nn.Module) -> None:
 
 
 def _check_mlp(mlp: nn.Module) -> None:
-    _stacked_recipe([mlp.gate_proj, mlp.up_proj])
-    _check_unrotated(mlp.down_proj.recipe)
+    gate_up, down = _stacked_recipe([mlp.gate_proj, mlp.up_proj]), mlp.down_proj.recipe
+    _check_unrotated(down)
+    if gate_up.mlp_tile_tokens is not None:
+        why = why_not_tiled(gate_up) or why_not_tiled(down)
+        if why is not None:
+            raise Unfusable(f"fp8.activations.mlp_tile_tokens: {why}")
 
 
 def _check_unrotated(recipe: LinearRecipe) -> None:

@@ -79,8 +79,12 @@ class GatedMLP:
         kept: Kept,
         n_rowwise: Callable[[], QuantizedTensor],
         n_columnwise: Callable[[], QuantizedTensor],
+        wgrad_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-        """Return (dn [T, H], gradients of the weights that have one) from dy [T, H]; the functions cast n again."""
+        """Return (dn [T, H], gradients of the weights that have one) from dy [T, H]; the functions cast n again.
+
+        Gradients have the dtype of their weights, unless `wgrad_dtype` says another.
+        """
         recipe, dtype = self.gate_up, dy.dtype
         saved, smoothing = kept
         inverse = None if smoothing is None else smoothing.reciprocal()
@@ -103,10 +107,10 @@ class GatedMLP:
         dn = recipe.multiply(casts.dgate_up, gate_up, dtype)
         ddown = dgate = dup = None
         if wants[2]:
-            ddown = self.down.multiply(dy_columnwise, casts.product_columnwise, weights.down.dtype)
+            ddown = self.down.multiply(dy_columnwise, casts.product_columnwise, wgrad_dtype or weights.down.dtype)
             ddown = scale_columns(ddown, smoothing)
         if wants[0] or wants[1]:
-            stacked = recipe.multiply(casts.dgate_up_columnwise, n_columnwise(), weights.gate.dtype)
+            stacked = recipe.multiply(casts.dgate_up_columnwise, n_columnwise(), wgrad_dtype or weights.gate.dtype)
             dgate, dup = split_rows(stacked, weights[:2])
         return dn, (dgate, dup, ddown)
 

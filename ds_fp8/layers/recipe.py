@@ -53,6 +53,8 @@ class LinearRecipe:
     recompute: str
     """activations.recompute: "none" or "mlp"."""
     monitor: CastMonitor = field(compare=False)
+    mlp_tile_tokens: int | None = None
+    """activations.mlp_tile_tokens."""
     smooth: bool = False
     """Whether channels of x are divided by factors, and columns of w multiplied (smoothing.py)."""
     outlier_channels: int = 0

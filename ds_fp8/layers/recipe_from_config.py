@@ -40,6 +40,7 @@ def recipe_from_config(
         "fast_accumulation": linear.accumulation == "fast",
         "save": config.activations.save,
         "recompute": config.activations.recompute,
+        "mlp_tile_tokens": config.activations.mlp_tile_tokens,
         "monitor": monitor or CastMonitor(config.monitor.every),
         "outlier_channels": casts.outlier_channels,
     }

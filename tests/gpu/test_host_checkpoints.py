@@ -1,0 +1,70 @@
+"""Inputs of recomputed layers that wait in pinned host memory: the same bits, and the memory of all layers but two."""
+
+import pytest
+import torch
+
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.host_checkpoints import _Input, keep_on_host
+from ds_fp8.layers.convert import convert
+from tests.layers.hugging_face import causal_lm
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, HIDDEN, TOKENS = 12, 1024, 16384
+INPUT = 2 * HIDDEN * TOKENS
+
+
+def model_of(fp8, reentrant, on_host):
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 8}
+    sizes |= {"head_dim": 128, "num_hidden_layers": LAYERS, "max_position_embeddings": TOKENS}
+    model = causal_lm("llama", **sizes, attn_implementation="sdpa").cuda()
+    if fp8:
+        convert(model, parse_fp8({"fp8": {}}))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert not on_host or keep_on_host(model)
+    return model
+
+
+def steps(model, count=3):
+    """Gradients summed over steps without a wait in between, and the most memory of the last."""
+    ids = torch.arange(TOKENS, device="cuda")[None] % 97
+    for step in range(count):
+        torch.cuda.reset_peak_memory_stats()
+        loss = model.model(input_ids=ids.roll(step, 1), use_cache=False).last_hidden_state.float().square().mean()
+        loss.backward()
+    torch.cuda.synchronize()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return gradients, torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_same_bits_in_the_memory_of_two_inputs(fp8, reentrant):
+    expected, most = steps(model_of(fp8, reentrant, False))
+    found, less = steps(model_of(fp8, reentrant, True))
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+    del expected, found
+    # Both hold a model and its gradients, and the second run those of the first besides.
+    held = sum(2 * p.nbytes for p in model_of(fp8, reentrant, False).parameters())
+    assert less - held < most - (LAYERS - 3) * INPUT
+
+
+def test_copies_go_to_pinned_memory_beside_the_computing_stream():
+    from ds_fp8.engine.host_checkpoints import HostCheckpoints
+
+    on_host, kept = HostCheckpoints(), []
+    pack = on_host._pack
+    on_host._pack = lambda x: kept.append(pack(x)) or kept[-1]
+    weight = torch.randn(4096, 4096, device="cuda", requires_grad=True)
+    x = torch.randn(4096, 4096, device="cuda", requires_grad=True)
+    y = on_host(lambda x: torch.tanh(x @ weight), x, use_reentrant=False)
+    (one,) = kept
+    assert isinstance(one, _Input)
+    assert one.host.is_pinned()
+    assert on_host._stream != torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    assert torch.equal(one.host, x.detach().cpu())
+    y.sum().backward()
+    plain = torch.autograd.grad(torch.tanh(x @ weight).sum(), x)[0]
+    assert torch.equal(x.grad, plain)

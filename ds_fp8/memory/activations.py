@@ -25,6 +25,8 @@ ATTENTION, MLP, NORMS = "activations: attention", "activations: MLP", "activatio
 EMULATED = 40
 """Bytes an element of the product that a fused MLP's backward takes on a CPU, where it is torch's autograd in FP32:
 gate and up 8, act(gate) and the product 8, their gradients and the product's 16, the gradient of gate and up 8."""
+EMULATED_CASTS = 11
+"""Bytes an element that casts in both directions take on a CPU, where they compute in FP32."""
 
 Bytes = Counter[str]
 
@@ -80,9 +82,9 @@ def cast(rows: int, columns: int, granularity: str) -> int:
 def gate_up(layer: LayerShape, w: Workload) -> int:
     """Return the bytes of gate and up of a fused MLP.
 
-    2TF(1 + 1/32) in FP8, 4TF in BF16, nothing with recompute "mlp".
+    2TF(1 + 1/32) in FP8, 4TF in BF16, nothing with recompute "mlp" or in tiles.
     """
-    if w.fp8.activations.recompute == "mlp":
+    if w.fp8.activations.recompute == "mlp" or w.fp8.activations.mlp_tile_tokens is not None:
         return 0
     if w.fp8.activations.save == "fp8":
         return cast(w.tokens, 2 * layer.intermediate, "1x128")
@@ -184,7 +186,8 @@ def _own_mlp(layer: LayerShape, w: Workload) -> Bytes:
         linears = {"gate_proj": ("n2", H), "up_proj": ("n2", H), "down_proj": ("product", F)}
         return result + _inputs_of_linears(linears, MLP, layer, w)
     result[MLP] += gate_up(layer, w)
-    if w.fp8.activations.save == "fp8" and w.fp8.activations.recompute == "none":
+    activations = w.fp8.activations
+    if activations.save == "fp8" and activations.recompute == "none" and activations.mlp_tile_tokens is None:
         result[MLP] += cast(H, T, layer.fp8["gate_proj"].wgrad_input)
     else:
         result[NORMS] += BF16 * T * H
@@ -218,6 +221,8 @@ def workspace(layer: LayerShape, w: Workload) -> int:
     mlp: Callable[[LayerShape, Workload], int] = _own_mlp_workspace
     if layer.fused or layer.fused_mlp:
         mlp = _fused_mlp_workspace
+        if w.fp8.activations.mlp_tile_tokens is not None:
+            mlp = _tiled_mlp_workspace
     most = mlp(layer, w) if layer.intermediate else 0
     if layer.experts is not None:
         most = max(most, experts_workspace(layer, w))
@@ -239,16 +244,41 @@ def _own_mlp_workspace(layer: LayerShape, w: Workload) -> int:
     return BF16 * (3 * w.tokens * layer.intermediate + layer.hidden * layer.intermediate)
 
 
+def _tiled_mlp_workspace(layer: LayerShape, w: Workload) -> int:
+    """Return the bytes that backward of a fused MLP in tiles allocates, or that of attention, whichever is more.
+
+    The gradient of the MLP's input 2TH, sums of the gradients of its weights 12FH, and for a tile what a whole MLP
+    allocates that keeps no gate_up, or, once that is gone, the tile's own gradients, 12FH.
+
+    Attention then comes into view: the gradients of its output 2TA and of q, k and v 2T(A + K), the kernel's sums of
+    q's in FP32, 4TA, and the casts of those of q, k and v, 2T(A + K). On a CPU, where casts are emulated, those take
+    11T(A + K), and the stacked gradients 2T(A + K).
+    """
+    T, H, F = w.tokens, layer.hidden, layer.intermediate
+    tokens = min(T, w.fp8.activations.mlp_tile_tokens)
+    gradients = 3 * FP32 * F * H
+    tile = max(_mlp_backward(layer, w, tokens, recomputes=True), gradients)
+    attention = T * (BF16 * layer.query + 2 * BF16 * layer.qkv + FP32 * layer.query)
+    if w.device == "cpu":
+        attention = T * (2 * BF16 + EMULATED_CASTS) * layer.qkv
+    return max(BF16 * T * H + gradients + tile, attention)
+
+
 def _fused_mlp_workspace(layer: LayerShape, w: Workload) -> int:
-    """Return the bytes that backward of a fused MLP allocates.
+    """Return the bytes that backward of a fused MLP allocates."""
+    return _mlp_backward(layer, w, w.tokens, w.fp8.activations.recompute == "mlp")
+
+
+def _mlp_backward(layer: LayerShape, w: Workload, tokens: int, recomputes: bool) -> int:
+    """Return the bytes that backward of a fused MLP allocates for T tokens.
 
     dy cast twice 2TH, weights transposed 3HF, the product's gradient 2TF and three casts TF(2 + 2 + 1), scales 1/32.
 
-    Casts other than 1x128 and 128x128 go through dgate_up 4TF and product 2TF in BF16 first. With recompute "mlp"
-    gate and up are there again: 2TF(1 + 1/32) in FP8, made from 4TF in BF16, or those 4TF. On a CPU the casts are
-    emulated: 40TF in their place.
+    Casts other than 1x128 and 128x128 go through dgate_up 4TF and product 2TF in BF16 first. If it recomputes, gate
+    and up are there again: 2TF(1 + 1/32) in FP8, made from 4TF in BF16, or those 4TF. On a CPU the casts are emulated:
+    40TF in their place.
     """
-    T, H, F = w.tokens, layer.hidden, layer.intermediate
+    T, H, F = tokens, layer.hidden, layer.intermediate
     gate_up, down = layer.fp8["gate_proj"], layer.fp8["down_proj"]
     dy = cast(T, H, down.grad_output.granularity) + cast(H, T, down.grad_output.granularity)
     casts = cast(T, 2 * F, gate_up.grad_output.granularity) + cast(2 * F, T, gate_up.grad_output.granularity)
@@ -256,7 +286,7 @@ def _fused_mlp_workspace(layer: LayerShape, w: Workload) -> int:
     by_tile = gate_up.casts_by_tile and down.wgrad_input in ("1x128", "128x128")
     through_bf16 = 0 if by_tile and gate_up.weight.granularity != "row" else BF16 * T * 3 * F
     again = 0
-    if w.fp8.activations.recompute == "mlp":
+    if recomputes:
         again = cast(T, 2 * F, "1x128") if w.fp8.activations.save == "fp8" else BF16 * T * 2 * F
     if w.device == "cpu":
         casts, through_bf16 = EMULATED * T * F, 0

@@ -13,6 +13,8 @@ CASES = {
     "fused": {},
     "fused, gate and up in BF16": {"activations": {"save": "bf16"}},
     "fused, MLP recomputed": {"activations": {"recompute": "mlp"}},
+    "fused, MLP in tiles": {"activations": {"mlp_tile_tokens": 128}},
+    "fused, MLP in tiles, activations in BF16": {"activations": {"mlp_tile_tokens": 128, "save": "bf16"}},
     "linear by linear": {"fuse": "off"},
     "linear by linear, inputs in BF16": {"fuse": "off", "activations": {"save": "bf16"}},
     "tensorwise, linear by linear": {"fuse": "off", "preset": "tensorwise"},

@@ -21,6 +21,11 @@ CASES = {
     "infir2": {},
     "outlier channels": {"fp8": {"preset": "precise"}},
     "FP8 moments": {"fp8": {"optimizer": MOMENTS}},
+    "longer rows": {"data": {"sequence_length": 4 * LENGTH}},
+    "longer rows, MLP in tiles": {
+        "fp8": {"activations": {"mlp_tile_tokens": 256}},
+        "data": {"sequence_length": 4 * LENGTH},
+    },
     "scales by tensor": {"fp8": {"preset": "fp8lm_o2"}},
     "and FP16 masters": {"fp8": {"preset": "fp8lm_o3"}},
     "gradients kept in BF16": {"data_types": {"grad_accum_dtype": "bf16"}, "gradient_accumulation_steps": 1},
@@ -44,8 +49,9 @@ def measured(raw):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     config = {key: value for key, value in raw.items() if key not in ("model", "data", "train")}
     engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    ids = torch.randint(0, 97, (ROWS, LENGTH))
-    positions = torch.arange(LENGTH).expand(ROWS, LENGTH).contiguous()
+    length = raw["data"]["sequence_length"]
+    ids = torch.randint(0, 97, (ROWS, length))
+    positions = torch.arange(length).expand(ROWS, length).contiguous()
 
     def step():
         loss = engine(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss

@@ -54,7 +54,10 @@ def test_more_of_everything_takes_more():
             {"fp8": {"fuse": "off"}},
             {"fp8": {}},
             {"fp8": {"activations": {"recompute": "mlp"}}},
+            {"fp8": {"activations": {"mlp_tile_tokens": 512}}},
             {"model": {"activation_checkpointing": True}},
+            {"model": {"activation_checkpointing": "offload"}},
+            {"model": {"activation_checkpointing": "offload"}, "fp8": {"activations": {"mlp_tile_tokens": 512}}},
         )
     ]
     assert sizes == sorted(sizes, reverse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from ds_fp8.config.files import read_json
+from ds_fp8.config.files import apply_override, read_json
 from ds_fp8.memory import estimate, estimate_workload, read_workload
 from ds_fp8.memory.fit import longest_contexts
 from ds_fp8.memory.gpus import gpu_of
@@ -103,6 +103,21 @@ def test_stages_of_128k_fit_on_8_gpus(name):
     assert (w.sequence_length, w.tokens, w.model.longest) == (131072, 32768, 131072)
     assert estimate_workload(w).device_bytes < gpu_of("h200").bytes
     assert longest_contexts(w, gpu_of("h200").bytes)[4] > 2 * 131072
+
+
+def test_the_page_of_long_context_has_the_figures_of_estimates():
+    file = FOLDER / "llama3.1_8b" / "cpt_128k.json"
+    page = (FOLDER.parent / "docs" / "long_context.md").read_text()
+    offload, tiles = "model.activation_checkpointing=offload", "fp8.activations.mlp_tile_tokens=8192"
+    figures = []
+    for changes in ((), (offload,), (offload, tiles)):
+        raw = with_known_model(json.loads(file.read_text()), file)
+        for change in changes:
+            apply_override(raw, change)
+        w = read_workload(raw, gpus=8)
+        longest = longest_contexts(w, gpu_of("h200").bytes)[4]
+        figures.append(f"| {estimate_workload(w).device_bytes / 2**30:.1f} | {longest:,} |")
+    assert [row for row in figures if row not in page] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)

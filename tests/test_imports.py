@@ -30,6 +30,7 @@ SEAMS = {
 PUBLIC = {
     "deepspeed",
     "deepspeed.accelerator",
+    "deepspeed.checkpointing",
     "deepspeed.checkpoint.ds_to_universal",
     "deepspeed.comm",
     "deepspeed.constants",

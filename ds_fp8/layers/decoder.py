@@ -248,7 +248,7 @@ def _check_mlp(mlp: nn.Module) -> None:
     if gate_up.mlp_tile_tokens is not None:
         why = why_not_tiled(gate_up) or why_not_tiled(down)
         if why is not None:
-            raise Unfusable(f"fp8.activations.mlp_tile_tokens: {why}")
+            raise Unfusable(why)
 
 
 def _check_unrotated(recipe: LinearRecipe) -> None:

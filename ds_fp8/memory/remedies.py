@@ -15,6 +15,8 @@ from ds_fp8.memory.workload import read_workload
 from ds_fp8.train.deepspeed_config import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, resolve_batch
 
 MAX_GPUS = 1024
+TILE_TOKENS = 8192
+"""Tokens of an MLP's tile: enough for its products to fill a GPU."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Remedy:
 def settings_that_fit(raw: Mapping[str, Any], gpus: int, memory_bytes: int) -> Remedy | None:
     """Return the first change of settings with which the stage fits on as many GPUs, or None.
 
-    Recomputed layers, smaller micro-batches and activations on the host keep the result of a step; compressed moments
-    and an optimizer on the host, which are tried after them, do not, or take time.
+    Recomputed layers, smaller micro-batches, activations on the host and MLPs in tiles keep the result of a step;
+    compressed moments and an optimizer on the host, which are tried after them, do not, or take time.
 
     Args:
         raw: The stage.
@@ -73,6 +75,7 @@ def _changes(raw: Mapping[str, Any], gpus: int) -> Iterator[tuple[str, ...]]:
         yield (*recompute, *rows)
     yield (*offload, *rows)
     if raw.get("fp8", {}).get("enabled", "fp8" in raw):
+        yield (*offload, *rows, f"fp8.activations.mlp_tile_tokens={TILE_TOKENS}")
         yield moments
         yield (*offload, *rows, *moments)
     yield (*offload, *rows, *host)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ds_fp8.config.deepspeed_json import Configuration, known_keys
 from ds_fp8.config.errors import UserError, clipped
@@ -42,7 +42,18 @@ class ModelConfig(Section):
     sequence_length x sequence_length for packed rows."""
     activation_checkpointing: bool | Literal["offload"] = False
     """Recompute each decoder layer in backward. offload: and keep the layers' inputs in pinned host memory until then
-    (2 bytes x tokens x hidden size x layers), which ends CUDA graphs; for [long rows](long_context.md#how-long)."""
+    (2 bytes x tokens x hidden size x layers), which ends CUDA graphs; for [long rows](long_context.md#memory)."""
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _known_word(cls, value: Any) -> Any:
+        if isinstance(value, str) and value != "offload":
+            raise UserError(
+                f"model.activation_checkpointing is {shown(value)}",
+                key="model.activation_checkpointing",
+                remedy='true, false or "offload"',
+            )
+        return value
 
 
 class TrainConfig(Section):

@@ -69,6 +69,19 @@ def test_harmless_changes_come_first():
     assert gpus_that_fit(raw, 2, 1000) is None
 
 
+def test_long_rows_are_offered_the_host_and_then_tiles():
+    wide = {"intermediate_size": 4096, "max_position_embeddings": 1 << 20}
+    raw = workloads.stage(model={"config": wide, "activation_checkpointing": True}, data={"sequence_length": 1 << 18})
+    raw["train_micro_batch_size_per_gpu"] = 1
+    offload = settings_that_fit(raw, 2, estimate(raw, gpus=2).device_bytes - 1)
+    assert offload.change == "--set model.activation_checkpointing=offload"
+    tiles = settings_that_fit(raw, 2, offload.device_bytes - 1)
+    assert tiles.change == f"{offload.change} --set fp8.activations.mlp_tile_tokens=8192"
+    raw["fp8"] = {"preset": "rowwise", "activations": {"mlp_tile_tokens": 8192}}
+    with pytest.raises(UserError, match="that of all tokens"):
+        estimate(raw, gpus=2)
+
+
 @pytest.mark.parametrize("device", ["cpu", "none"])
 def test_an_optimizer_on_the_host_is_estimated(device):
     raw = workloads.stage()

@@ -19,7 +19,13 @@ LENGTH, VOCABULARY = 256, 1024
 
 
 def engine_of(
-    graph: str, preset: str, micro_batches: int, monitor: int, recompute: dict | None = None, attention: str = "sdpa"
+    graph: str,
+    preset: str,
+    micro_batches: int,
+    monitor: int,
+    recompute: dict | None = None,
+    attention: str = "sdpa",
+    activations: dict | None = None,
 ):
     from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -36,6 +42,7 @@ def engine_of(
     if recompute is not None:
         model.gradient_checkpointing_enable(recompute)
     section = {"preset": preset, "graph": graph, "monitor": {"every": monitor}, "linear": {"backend": "cublas"}}
+    section["activations"] = activations or {}
     config = models.config(section, stage3_prefetch_bucket_size=10**6, stage3_max_reuse_distance=10**9)
     config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches}
     return ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
@@ -168,6 +175,7 @@ CASES = {
     "packed rows, several micro-batches": {"attention": "packed", "micro_batches": 2},
     "packed rows, measured steps between": {"attention": "packed", "monitor": 4},
     "packed rows, recomputed activations": {"attention": "packed", "recompute": {"use_reentrant": False}},
+    "an MLP in tiles": {"activations": {"mlp_tile_tokens": 128}, "lengths": (2 * LENGTH,)},
     "two forwards": {"between": two_forwards},
     "a layer that goes on in BF16": {"between": move_a_layer},
 }
@@ -196,9 +204,10 @@ def train(
     recompute=None,
     attention="sdpa",
     packed=documents_of,
+    activations=None,
 ):
     """Losses, gradient norms, masters, bytes on the wire, and what became of the graphs."""
-    engine = engine_of(graph, preset, micro_batches, monitor, recompute, attention)
+    engine = engine_of(graph, preset, micro_batches, monitor, recompute, attention, activations)
     said = []
     engine.fp8.health.say = said.append
     losses, norms = [], []

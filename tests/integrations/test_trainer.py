@@ -76,6 +76,26 @@ def test_losses_equal_a_plain_loops(ranks, tmp_path, fp8, reduced_in):
     assert losses == pytest.approx(ranks(2, plainly_trained, tmp_path, fp8)[0], rel=1e-6)
 
 
+def with_inputs_on_the_host(folder, on_host):
+    """Losses, and whether layers' inputs waited on the host by DeepSpeed's key."""
+    from ds_fp8.engine import host_checkpoints
+
+    kept, pack = [], host_checkpoints.HostCheckpoints._pack
+    host_checkpoints.HostCheckpoints._pack = lambda self, x: kept.append(x.shape) or pack(self, x)
+    try:
+        sections = {"activation_checkpointing": {"cpu_checkpointing": on_host}}
+        losses = trained(folder, {}, sections, gradient_checkpointing=True)[0]
+    finally:
+        host_checkpoints.HostCheckpoints._pack = pack
+    return losses, len(kept)
+
+
+def test_deepspeeds_key_keeps_inputs_of_layers_on_the_host(ranks, tmp_path):
+    plain, kept = ranks(2, with_inputs_on_the_host, tmp_path, False)[0]
+    assert (len(plain), kept) == (STEPS, 0)
+    assert ranks(2, with_inputs_on_the_host, tmp_path, True)[0] == (plain, 2 * STEPS)
+
+
 def with_both_optimizers(folder):
     """COAT's moments with the optimizer that Trainer makes, then with the section that Accelerate fills in."""
     more = {"warmup_steps": 1, "weight_decay": 0.1, "lr_scheduler_type": "linear"}

@@ -59,6 +59,11 @@ def test_overrides_reach_all_sections(tiny, write):
     assert stage.global_batch == 12
 
 
+def test_a_section_of_deepspeed_that_asks_for_nothing_is_no_mistake(tiny, write):
+    tiny["activation_checkpointing"] = {"cpu_checkpointing": False, "profile": False}
+    assert load_stage(write(tiny)).model.activation_checkpointing is False
+
+
 # (override, key the error must name, words the screen must show)
 WRONG = [
     ("trian.steps=5", "trian", 'Did you mean "train"?'),

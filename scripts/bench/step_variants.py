@@ -26,6 +26,7 @@ from ds_fp8.gemm import BACKENDS
 CHOICES: dict[str, dict[str, Any]] = {
     "bf16-wire": {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}},
     "copy-engine": {"param_gather": {"transport": "copy_engine"}},
+    "nccl": {"param_gather": {"transport": "nccl"}},
     "fp8-experts": {"linear": {"expert_products": "fp8"}},
     "fp8-head": {"loss": {"head": "fp8"}},
     "graph": {"graph": "on"},

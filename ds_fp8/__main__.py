@@ -33,7 +33,7 @@ def main() -> None:
         )
     program, *rest = arguments
     if not is_module and not Path(program).is_file():
-        raise UserError(f"there is no program {program}", remedy="check the path; -m MODULE runs a module")
+        raise UserError(f"the program {program} does not exist", remedy="check the path; -m MODULE runs a module")
 
     from ds_fp8.integrations.install import install
 

@@ -12,13 +12,13 @@ from ds_fp8.config.schema import nearest
 
 COMMANDS = {
     "train": "train one stage",
-    "estimate": "say how much memory a stage takes, FP8 beside BF16",
+    "estimate": "estimate how much memory a stage takes, FP8 beside BF16",
     "sweep": "measure memory and speed over a grid of settings",
     "parity": "compare FP8 with BF16 on your own stage",
     "robustness": "compare FP8 with BF16 over seeds and learning rates",
-    "sensitivity": "which casts cost a model the most, and what to keep in BF16",
+    "sensitivity": "measure which casts cost a model the most, and propose what to keep in BF16",
     "export": "write a Hugging Face folder in BF16 or FP8",
-    "evaluate": "perplexity and exact match of a Hugging Face folder",
+    "evaluate": "measure perplexity and exact match of a Hugging Face folder",
     "report": "compare finished FP8 runs with their BF16 twins",
     "check": "check a DeepSpeed JSON without running it",
     "configs": "list the configurations that come with ds_fp8",
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names with the rest; returns its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
-        print("usage: ds-fp8 COMMAND ...    (ds-fp8 COMMAND --help says more; --version)\n")
+        print("usage: ds-fp8 COMMAND ...    (help on a command: ds-fp8 COMMAND --help; version: ds-fp8 --version)\n")
         print("\n".join(f"  {name:<11} {what}" for name, what in COMMANDS.items()))
         return 0
     if given[0] == "--version":
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     command, *rest = given
     if command not in COMMANDS:
-        raise UserError(f'there is no command "{command}"', remedy=nearest(command, COMMANDS, "there are"))
+        raise UserError(f'unknown command "{command}"', remedy=nearest(command, COMMANDS, "there are"))
     sys.argv = [f"ds-fp8 {command}", *rest]
     return import_module(f"ds_fp8.commands.{command}").main() or 0
 

@@ -159,7 +159,7 @@ class Launch:
 _TWO = {
     "hosts": 2,
     "ranks": 4,
-    "transport": "the ranks are not several of one host",
+    "transport": "the ranks are on several hosts, or there is one rank only",
     "hierarchy": "2 nodes x 2",
 }
 
@@ -174,7 +174,7 @@ LAUNCHES = {
     "`deepspeed --launcher slurm`": Launch(deepspeed_slurm, asks_mpi=True),
     "`deepspeed --launcher mpich`": Launch(deepspeed_mpich),
     "Ray (OpenRLHF, verl)": Launch(ray),
-    "`python`": Launch(python, ranks=1, transport="the ranks are not several of one host"),
+    "`python`": Launch(python, ranks=1, transport="the ranks are on several hosts, or there is one rank only"),
     "two hosts: `deepspeed --hostfile`": Launch(deepspeed, **_TWO),
     "two hosts: `torchrun --nnodes 2`": Launch(torchrun, **_TWO),
     "two hosts: `srun`": Launch(srun, **_TWO),

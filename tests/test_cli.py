@@ -85,9 +85,9 @@ def test_names_that_are_no_configuration(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["evaluate", "nowhere"], "no Hugging Face folder"),
+        (["evaluate", "nowhere"], "not a Hugging Face folder"),
         (["evaluate", "run", "quickstart/cpt.json"], "no tokenizer"),
-        (["evaluate", "model"], "nothing to measure"),
+        (["evaluate", "model"], "neither a stage nor --tasks"),
         (["evaluate", "model", "--tasks", "gsm8k"], "lm_eval"),
         (["report", "nowhere"], "no folder"),
         (["report", "model"], "not a finished run"),

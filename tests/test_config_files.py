@@ -51,8 +51,8 @@ WRONG_TEXTS = [
     (b"hello", "not valid JSON"),
     (b'{"a": 1} {"b": 2}', "line 1, column 10"),
     (b'{"a": 1, # one\n"b" 2}', "line 2"),
-    (b'{"a": {"b": 1, "b": 2}}', '"b" is given twice'),
-    (b'{"a": 1, # one\n"a": 2}', '"a" is given twice'),
+    (b'{"a": {"b": 1, "b": 2}}', '"b" appears twice'),
+    (b'{"a": 1, # one\n"a": 2}', '"a" appears twice'),
     (b'{"a": NaN}', "not valid JSON"),
     (b'{"a": -Infinity}', "not valid JSON"),
     (b'{"a": [1e999]}', "inf"),
@@ -67,7 +67,7 @@ WRONG_TEXTS = [
     (b'{"a": "x\\u0000y"}', "Unicode"),
     (b'{"a": "\xff\xfe"}', "cannot be read"),
     (b"\x00\x01\x02" * 50, "not valid JSON"),
-    (b'{"' + b"k" * 100_000 + b'": 1, "' + b"k" * 100_000 + b'": 2}', "given twice"),
+    (b'{"' + b"k" * 100_000 + b'": 1, "' + b"k" * 100_000 + b'": 2}', "appears twice"),
     (b" " * (MAX_BYTES + 1), "bytes"),
 ]
 

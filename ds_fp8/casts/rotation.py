@@ -36,7 +36,7 @@ def rotate(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
     if rotation is None:
         return x
     if rotation.axis == 1 and x.shape[1] % rotation.block:
-        raise ValueError(f"{x.shape[1]} columns are no multiple of a block of {rotation.block}")
+        raise ValueError(f"{x.shape[1]} columns are not a multiple of the rotation block {rotation.block}")
     if x.device.type == "cuda" and x.numel():
         from ds_fp8.casts.rotation_triton import rotate_tiles
 

@@ -147,7 +147,7 @@ def quantize_rotated(
     M, K = x.shape
     for rotation in (row_rotation, column_rotation):
         if rotation is not None and rotation.axis == 1 and K % rotation.block:
-            raise ValueError(f"{K} columns are no multiple of a block of {rotation.block}")
+            raise ValueError(f"{K} columns are not a multiple of the rotation block {rotation.block}")
     if fixed_scale(scale) is not None:  # its cast needs no tile: a pass of its own
         x = apply_factors(x, row_factor, column_factor)
         by_row, by_column = (

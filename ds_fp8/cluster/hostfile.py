@@ -42,9 +42,11 @@ def read_hostfile(path: str | os.PathLike) -> list[Host]:
             data = content.read(MAX_BYTES + 1)
         text = data.decode("utf-8")
     except FileNotFoundError:
-        raise UserError("there is no such hostfile", file=file, remedy=f"write one line a host: {_EXAMPLE}") from None
+        raise UserError("the hostfile does not exist", file=file, remedy=f"write one line a host: {_EXAMPLE}") from None
     except UnicodeDecodeError:
-        raise UserError("the hostfile is no text", file=file, remedy=f"write one line a host: {_EXAMPLE}") from None
+        raise UserError(
+            "the hostfile is not a text file", file=file, remedy=f"write one line a host: {_EXAMPLE}"
+        ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the hostfile cannot be read ({reason})", file=file, remedy="check the path") from None
@@ -71,13 +73,13 @@ def parse_hostfile(text: str, file: Path) -> list[Host]:
         host = _host(words, f"line {number}", file)
         if host.name in hosts:
             raise UserError(
-                f"line {number}: {host.name} stands in line {hosts[host.name][0]} already",
+                f"line {number}: {host.name} is already in line {hosts[host.name][0]}",
                 file=file,
-                remedy="give a host one line with all of its slots",
+                remedy="give each host one line with all of its slots",
             )
         hosts[host.name] = number, host
     if not hosts:
-        raise UserError("the hostfile names no host", file=file, remedy=f"write one line a host: {_EXAMPLE}")
+        raise UserError("the hostfile lists no hosts", file=file, remedy=f"write one line a host: {_EXAMPLE}")
     return [host for _, host in hosts.values()]
 
 
@@ -85,13 +87,15 @@ def _host(words: list[str], line: str, file: Path) -> Host:
     name, *rest = words
     if not _NAME.fullmatch(name):
         raise UserError(
-            f"{line}: {_shown(name)} is no host's name",
+            f"{line}: {_shown(name)} is not a host name",
             file=file,
             remedy=f"a name or address as for ssh, and one host a line: {_EXAMPLE}",
         )
     slots = _SLOTS.fullmatch(rest[0]) if len(rest) == 1 else None
     if slots is None:
-        after = f"{_shown(' '.join(rest))} stands after the name" if rest else "nothing stands after the name"
+        after = (
+            f"{_shown(' '.join(rest))} after the name is not slots=N" if rest else "slots=N is missing after the name"
+        )
         raise UserError(f"{line}: {after}", file=file, remedy=f"slots=N, N GPUs of that host: {_EXAMPLE}")
     if not 0 < int(slots[1]) <= MAX_SLOTS:
         raise UserError(f"{line}: {slots[1]} slots", file=file, remedy=f"1 to {MAX_SLOTS}: the GPUs of that host")

@@ -75,7 +75,11 @@ def with_restarts(start: Callable[[int], int], max_restarts: int, settle: float 
         UserError: max_restarts is below 0.
     """
     if max_restarts < 0:
-        raise UserError(f"{max_restarts} restarts cannot be", key="--max-restarts", remedy="0 for none, or a number")
+        raise UserError(
+            f"--max-restarts must be at least 0, got {max_restarts}",
+            key="--max-restarts",
+            remedy="0 for none, or a number",
+        )
     for attempt in range(max_restarts + 1):
         if attempt:
             time.sleep(settle)

@@ -15,18 +15,23 @@ from ds_fp8.config.errors import UserError
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `launch_as` reads."""
     group = parser.add_argument_group("many hosts")
-    group.add_argument("--hostfile", metavar="FILE", help="start on these hosts over ssh: lines of NAME slots=GPUS")
     group.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="start again N times after a host or a rank was lost"
+        "--hostfile", metavar="FILE", help="start on the hosts of this file over ssh; its lines are NAME slots=GPUS"
     )
     group.add_argument(
-        "--min-hosts", type=int, metavar="N", help="start again with fewer hosts, but not fewer than N (default: all)"
+        "--max-restarts", type=int, default=0, metavar="N", help="restart up to N times after a host or a rank is lost"
+    )
+    group.add_argument(
+        "--min-hosts",
+        type=int,
+        metavar="N",
+        help="restart with the hosts that are left, if these are N or more (default: all)",
     )
     group.add_argument(
         "--launcher-options",
         default="",
         metavar="TEXT",
-        help='more for the deepspeed command, such as "--master_addr 10.0.0.1 --ssh_port 2222"',
+        help='further options of the deepspeed command, such as "--master_addr 10.0.0.1 --ssh_port 2222"',
     )
 
 
@@ -42,15 +47,15 @@ def check_launch_options(arguments: argparse.Namespace, local_restarts: bool = F
     hostfile = {"--hostfile": arguments.hostfile}
     if "RANK" in os.environ:
         refused, why = hostfile | restarts | needs_hosts, "another launcher has started this rank (RANK is set)"
-        remedy = "leave it out, and give it to that launcher; or unset RANK"
+        remedy = "give the option to that launcher instead; or unset RANK"
     elif arguments.hostfile is None:
-        refused, why = needs_hosts | ({} if local_restarts else restarts), "there is no --hostfile"
-        remedy = "give --hostfile FILE, or leave it out"
+        refused, why = needs_hosts | ({} if local_restarts else restarts), "--hostfile is not given"
+        remedy = "give --hostfile FILE, or remove this option"
     else:
         return
     for option, given in refused.items():
         if given:
-            raise UserError(f"{option} does nothing here: {why}", key=option, remedy=remedy)
+            raise UserError(f"{option} has no effect here: {why}", key=option, remedy=remedy)
 
 
 def launch_as(arguments: argparse.Namespace, command: Sequence[str]) -> int:

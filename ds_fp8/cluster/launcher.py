@@ -54,12 +54,12 @@ def launch(hostfile: str | os.PathLike, job: Launch) -> int:
     for program in ("pdsh", "ssh"):
         if shutil.which(program) is None:
             raise UserError(
-                f"there is no {program} on this host", remedy=f"install {program} (Debian: apt install pdsh)"
+                f"{program} is not installed on this host", remedy=f"install {program} (Debian: apt install pdsh)"
             )
     fewest = len(hosts) if job.min_hosts is None else job.min_hosts
     if not 1 <= fewest <= len(hosts):
         raise UserError(
-            f"{fewest} hosts are to be left of {len(hosts)}",
+            f"--min-hosts {fewest} is not possible with {len(hosts)} hosts",
             key="--min-hosts",
             remedy=f"a number from 1 to {len(hosts)}",
         )

@@ -108,12 +108,12 @@ def deepspeed_command(ranks: int) -> list[str]:
     names = visible.split(",")
     if not all(name.isdecimal() for name in names):
         raise UserError(
-            f"the deepspeed command reads numbers, and CUDA_VISIBLE_DEVICES is {visible}",
+            f"the deepspeed command needs GPU numbers, but CUDA_VISIBLE_DEVICES is {visible}",
             remedy="give the GPUs' numbers, as nvidia-smi lists them",
         )
     if len(names) < ranks:
         raise UserError(
-            f"{ranks} GPUs are asked for, and CUDA_VISIBLE_DEVICES={visible} names {len(names)}",
-            remedy="ask for fewer, or name more",
+            f"{ranks} GPUs are requested, but CUDA_VISIBLE_DEVICES={visible} lists {len(names)}",
+            remedy="request fewer GPUs, or list more",
         )
     return [*command, "--include", "localhost:" + ",".join(names[:ranks])]

@@ -27,7 +27,11 @@ def add_stage(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stage", nargs="?", metavar="FILE", help="the stage's JSON, or one of `ds-fp8 configs`")
     parser.add_argument("--deepspeed_config", metavar="FILE", help="the same")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of it, such as train.steps=50"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of the stage, such as train.steps=50",
     )
 
 
@@ -99,7 +103,7 @@ def _whole(text: str, least: int) -> int:
     except ValueError:
         number = least - 1
     if not least <= number <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no whole number from {least} to {MAX_COUNT}")
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number from {least} to {MAX_COUNT}")
     return number
 
 
@@ -114,5 +118,5 @@ def amount(text: str) -> float:
     except ValueError:
         number = math.nan
     if not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no finite number above 0")
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a finite number above 0")
     return number

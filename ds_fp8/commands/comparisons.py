@@ -38,8 +38,8 @@ def add_out(parser: argparse.ArgumentParser, default: str | None) -> None:
 def add_grid(parser: argparse.ArgumentParser) -> None:
     """Add --grid and --sweep, which name the points of a grid."""
     parser.add_argument("--grid", action="append", default=[], metavar="KEY=VALUE,...",
-                        help="values of a key to try; repeatable: every combination")  # fmt: skip
-    parser.add_argument("--sweep", metavar="FILE", help="such a grid, or points with names, in a file")
+                        help="values to try for a key; repeatable, every combination is run")  # fmt: skip
+    parser.add_argument("--sweep", metavar="FILE", help="file with a grid or with named points")
 
 
 def read_points(arguments: argparse.Namespace) -> dict[str, tuple[str, ...]]:
@@ -57,9 +57,11 @@ def read_points(arguments: argparse.Namespace) -> dict[str, tuple[str, ...]]:
         key for settings in (config.set, config.grid, *(named.set for named in config.points)) for key in settings
     }
     if GPUS in varied:
-        raise UserError("the points of a comparison have the same ranks", key=GPUS, remedy="--gpus 4")
+        raise UserError("all points of a comparison need the same number of ranks", key=GPUS, remedy="--gpus 4")
     if "fp8.enabled" in varied:
-        raise UserError("every point is compared with BF16 as it is", key="fp8.enabled", remedy="leave it out")
+        raise UserError(
+            "a comparison runs every point with FP8 and with BF16 already", key="fp8.enabled", remedy="leave it out"
+        )
     return {point.name: tuple(point.overrides(measuring=False)) for point in points}
 
 

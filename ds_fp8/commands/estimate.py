@@ -26,9 +26,9 @@ def main() -> int:
     add_stage(parser)
     parser.add_argument("--gpus", type=count, default=1, help="data-parallel ranks (default 1)")
     parser.add_argument(
-        "--gpu", metavar="NAME", help="the kind of GPU: h100, h200, b200, l40s, ... (any other lists them)"
+        "--gpu", metavar="NAME", help="the kind of GPU: h100, h200, b200, l40s, ... (an unknown name lists all)"
     )
-    parser.add_argument("--memory", type=amount, metavar="GIB", help="of a GPU, in the place of --gpu")
+    parser.add_argument("--memory", type=amount, metavar="GIB", help="memory of a GPU, instead of --gpu")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     arguments = parser.parse_args()
 
@@ -44,7 +44,7 @@ def main() -> int:
     from ds_fp8.memory.workload import bf16_twin
 
     if arguments.gpu is not None and arguments.memory is not None:
-        raise UserError("--gpu and --memory both say how much memory there is", key="--memory", remedy="give one")
+        raise UserError("--gpu and --memory exclude each other", key="--memory", remedy="give one")
     gpu = None if arguments.gpu is None else gpu_of(arguments.gpu)
     memory = round(arguments.memory * GIB) if arguments.memory else gpu and gpu.bytes
     set_log_level_from_string("warning")
@@ -94,7 +94,5 @@ def _verdict(raw: Mapping[str, Any], estimate: Estimate, memory: int, gpu: str |
         return f"fits: {figures}"
     found = [remedy(raw, gpus, memory) for remedy in (settings_that_fit, gpus_that_fit)]
     ways = [f"{remedy.change} ({remedy.device_bytes / GIB:.1f} GiB)" for remedy in found if remedy is not None]
-    would = (
-        f"fits with {' or with '.join(ways)}" if ways else "no change of settings or GPUs that was tried makes it fit"
-    )
+    would = f"fits with {' or with '.join(ways)}" if ways else "no tried setting or number of GPUs fits"
     return f"does not fit: {figures}; {would}"

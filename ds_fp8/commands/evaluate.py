@@ -46,16 +46,19 @@ def main() -> int:
     parser.add_argument("--batches", type=count, help="validation batches (default train.eval_batches)")
     parser.add_argument("--gpus", type=count, help="ranks of the run (default: what the stage's batch fixes, or 1)")
     parser.add_argument(
-        "--problems", type=count_or_none, default=100, help="problems to answer, where known (default 100)"
+        "--problems",
+        type=count_or_none,
+        default=100,
+        help="held-out problems to answer, if the data has answers (default 100)",
     )
     parser.add_argument("--tasks", metavar="NAMES", help="tasks of lm_eval, separated by commas")
-    parser.add_argument("--include", metavar="FOLDER", help="with tasks of your own, as YAML")
+    parser.add_argument("--include", metavar="FOLDER", help="folder with additional tasks as YAML")
     parser.add_argument("--limit", type=count, help="documents of each task (default all)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     if not (arguments.folder / "config.json").is_file():
-        raise UserError(f"{arguments.folder} is no Hugging Face folder", remedy="give a folder with a config.json")
+        raise UserError(f"{arguments.folder} is not a Hugging Face folder", remedy="give a folder with a config.json")
     if not any((arguments.folder / name).is_file() for name in TOKENIZERS):
         raise UserError(
             f"{arguments.folder} has no tokenizer", remedy="copy tokenizer.json and tokenizer_config.json there"
@@ -63,7 +66,7 @@ def main() -> int:
     has_stage = arguments.stage is not None or arguments.deepspeed_config is not None
     if not has_stage and arguments.tasks is None:
         raise UserError(
-            "nothing to measure is given",
+            "neither a stage nor --tasks is given",
             remedy="name a stage, such as quickstart/cpt.json, whose held-out data is read; or --tasks",
         )
     if arguments.tasks is not None:
@@ -138,7 +141,7 @@ def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None
         raise UserError(
             f"transformers cannot load the model: {unreadable(error)}",
             file=folder,
-            remedy="repair or complete the folder: tensors alone are read, and no code",
+            remedy="repair or complete the folder: only tensors are read, never code",
         ) from None
     return model.to(device), None
 

@@ -56,7 +56,7 @@ def main() -> int:
         raw = read_json(config_file(arguments.deepspeed_config))
     if raw is None and arguments.format != "bf16":
         raise UserError(
-            "how the weights were cast in training is not known",
+            "the casts of the training are unknown",
             remedy='give the JSON with the "fp8" section: --deepspeed_config FILE, or export --format bf16',
         )
     plan = export_checkpoint(

@@ -90,7 +90,7 @@ def _amounts(text: str) -> list[float]:
     """Parse "0.5,1,2"."""
     found = [amount(part) for part in text.split(",")]
     if len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r} names one of them twice")
+        raise argparse.ArgumentTypeError(f"{text!r} lists a value twice")
     return found
 
 

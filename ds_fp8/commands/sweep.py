@@ -22,22 +22,30 @@ def main() -> int:
     parser = parser_of(__doc__)
     add_stage(parser)
     add_grid(parser)
-    parser.add_argument("--gpus", type=count, default=1, help="where the sweep does not say how many (default 1)")
+    parser.add_argument("--gpus", type=count, default=1, help="ranks of points that do not set them (default 1)")
     parser.add_argument("--steps", type=count, default=4, help="optimizer steps to measure (default 4)")
-    parser.add_argument("--timeout", type=amount, default=900, metavar="SECONDS", help="for a point (default 900)")
+    parser.add_argument(
+        "--timeout", type=amount, default=900, metavar="SECONDS", help="limit for a point (default 900)"
+    )
     add_out(parser, None)
     parser.add_argument(
         "--plan", action="store_true", help="print the points and their estimates for GPUs, and run nothing"
     )
     parser.add_argument("--only", action="append", metavar="POINT", help="measure this point alone (repeatable)")
     parser.add_argument(
-        "--rerun", action="append", default=[], metavar="STATUS", help="measure these again: failed, ..."
+        "--rerun",
+        action="append",
+        default=[],
+        metavar="STATUS",
+        help="measure points with this status again: failed, ...",
     )
     parser.add_argument(
-        "--find-max", choices=["micro_batch", "sequence_length"], help="search the largest of every point"
+        "--find-max",
+        choices=["micro_batch", "sequence_length"],
+        help="find the largest value that fits, for every point",
     )
     parser.add_argument(
-        "--memory", type=amount, metavar="GIB", help="of a GPU, for --plan and --find-max on other machines"
+        "--memory", type=amount, metavar="GIB", help="memory of a GPU, for --plan and --find-max on other machines"
     )
     arguments = parser.parse_args()
 
@@ -60,7 +68,7 @@ def main() -> int:
     console = Console(highlight=False, soft_wrap=True)
     for status in arguments.rerun:
         if status not in DONE:
-            raise UserError(f'no point ends as "{status}"', remedy=nearest(status, DONE))
+            raise UserError(f'"{status}" is not a status of points', remedy=nearest(status, DONE))
     stage, sweep_file = stage_file(arguments), arguments.sweep and config_file(arguments.sweep)
     raw = read_json(stage)
     config, points = read_sweep(sweep_file, arguments.gpus, arguments.grid, arguments.set)

@@ -43,7 +43,9 @@ def main() -> int:
     check_launch_options(arguments, local_restarts=True)
     if arguments.hostfile:
         if arguments.gpus:
-            raise UserError("--gpus does nothing beside --hostfile", key="--gpus", remedy="its lines have slots=GPUS")
+            raise UserError(
+                "--gpus has no effect together with --hostfile", key="--gpus", remedy="its lines have slots=GPUS"
+            )
         return launch_as(arguments, [*TRAIN, *own])
     if "RANK" not in os.environ:
         import torch

@@ -100,7 +100,7 @@ class Configuration:
                 f"DeepSpeed refuses the configuration: {words}",
                 key=".".join(filter(None, [section, min(named, key=words.index, default="")])),
                 file=self.file,
-                remedy="change or remove what DeepSpeed names",
+                remedy="change or remove the key that DeepSpeed names",
             ) from None
 
     @property

@@ -54,7 +54,7 @@ def read_json(file: str | os.PathLike) -> dict[str, Any]:
     try:
         path = Path(file)
         if path.exists() and not path.is_file():
-            raise UserError("the configuration is no file", file=file, remedy="give a JSON file")
+            raise UserError("the configuration is not a file", file=file, remedy="give a JSON file")
         if path.stat().st_size > MAX_BYTES:
             raise UserError(
                 f"the configuration has more than {MAX_BYTES:,} bytes", file=file, remedy="give a DeepSpeed JSON"
@@ -157,7 +157,7 @@ def check_plain(value: Any, key: str = "") -> None:
             wrong = wrong or (isinstance(value, int) and abs(value) > MAX_INTEGER)
             remedy = "give a finite number of at most 64 bits"
         if wrong:
-            raise UserError(f"no setting can be {shown(value)}", key=ascii(clipped(key)).strip("'"), remedy=remedy)
+            raise UserError(f"{shown(value)} is not a valid value", key=ascii(clipped(key)).strip("'"), remedy=remedy)
 
 
 def _parse(text: str) -> Any:
@@ -202,14 +202,14 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for key, value in pairs:
         if key in values:
             raise UserError(
-                f'the key "{clipped(key)}" is given twice in one object', key=clipped(key), remedy="remove one of them"
+                f'the key "{clipped(key)}" appears twice in one object', key=clipped(key), remedy="remove one of them"
             )
         values[key] = value
     return values
 
 
 def _refuse_constant(name: str) -> Any:
-    raise _NotJson(f"{name} is no number")
+    raise _NotJson(f"{name} is not a JSON number")
 
 
 def check_writable(folder: Path, key: str = "") -> None:

@@ -97,8 +97,7 @@ class GradientReduceConfig(Section):
             for key in ("scale", "rounding", "error_feedback"):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise UserError(
-                        f'grad_reduce.{key} "{getattr(self, key)}" says how gradients are cast, and with format "bf16" '
-                        "they are not",
+                        f'grad_reduce.{key} "{getattr(self, key)}" needs a cast, but grad_reduce.format is "bf16"',
                         key=f"fp8.grad_reduce.{key}",
                         remedy=f'remove "{key}", or "format": "e4m3"',
                     )
@@ -165,7 +164,7 @@ class LossConfig(Section):
     def _fp8_needs_the_fused_loss(self) -> LossConfig:
         if self.head == "fp8" and self.mode == "off":
             raise UserError(
-                'loss.head "fp8" is part of the fused loss, which loss.mode "off" leaves out',
+                'loss.head "fp8" needs the fused loss, which loss.mode "off" disables',
                 key="fp8.loss.head",
                 remedy='remove "mode": "off", or "head": "bf16"',
             )
@@ -264,7 +263,7 @@ class FP8Config(Section):
     def _head_is_not_rotated(self) -> FP8Config:
         if self.loss.head == "fp8" and self.linear.rotation.products:
             raise UserError(
-                "a head in FP8 casts as linear does, but rotates nothing",
+                'loss.head "fp8" does not support fp8.linear.rotation',
                 key="fp8.loss.head",
                 remedy='"head": "bf16", or rotate in linear.overrides only',
             )

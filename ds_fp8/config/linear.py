@@ -53,31 +53,31 @@ class Cast(Section):
     def _static_is_of_a_tensor(self) -> Cast:
         if self.scale == "static" and self.granularity != "tensor":
             raise UserError(
-                f'scale "static" is one for all of a tensor, and granularity is "{self.granularity}"',
+                f'scale "static" needs granularity "tensor", but granularity is "{self.granularity}"',
                 key="fp8.linear",
                 remedy='"scale": "static", "granularity": "tensor"',
             )
         if self.scale == "static" and self.format not in NATIVE_FORMATS:
             raise UserError(
-                f'scale "static" of format "{self.format}", whose codes hold no NaN: overflow would be hidden',
+                f'scale "static" needs a format with NaN, which shows overflow, but format is "{self.format}"',
                 key="fp8.linear",
                 remedy=f'"format": {" or ".join(NATIVE_FORMATS)}, or another scale',
             )
         if self.scale == "mse" and self.rounding == "stochastic":
             raise UserError(
-                'scale "mse" lets elements saturate, and stochastic rounding is no longer right on average',
+                'scale "mse" saturates elements, so stochastic rounding would be biased',
                 key="fp8.linear",
                 remedy='"scale": "pow2", or "rounding": "nearest"',
             )
         if self.scale == "fitted" and self.format not in NATIVE_FORMATS:
             raise UserError(
-                f'scale "fitted" of format "{self.format}"',
+                f'scale "fitted" is not available for format "{self.format}"',
                 key="fp8.linear",
                 remedy=f'"format": {" or ".join(NATIVE_FORMATS)}, or "scale": "mse"',
             )
         if self.scale != "static" and self.static_exponent:
             raise UserError(
-                f'static_exponent {self.static_exponent} is of scale "static", and scale is "{self.scale}"',
+                f'static_exponent {self.static_exponent} applies to scale "static" only, but scale is "{self.scale}"',
                 key="fp8.linear",
                 remedy='"scale": "static", or remove "static_exponent"',
             )
@@ -189,7 +189,7 @@ class LinearCasts(Section):
         fits &= {x.scale, w.scale} <= {"pow2", "fp32"} and {x.rounding, w.rounding} == {"nearest"}
         if self.outlier_channels and not (fits and not self.rotation.fprop and self.recast.of != "fprop"):
             raise UserError(
-                f"outlier channels are multiplied in blocks of E4M3, and input is {x}, weight {w}"
+                f"outlier channels need E4M3 casts in blocks, but input is {x}, weight {w}"
                 + (", rotated" if self.rotation.fprop else "")
                 + (", cast again" if self.recast.of == "fprop" else ""),
                 key="fp8.linear.outlier_channels",
@@ -204,7 +204,7 @@ class LinearCasts(Section):
         if self.recast.of != "fprop":
             if self.recast != RecastConfig():
                 raise UserError(
-                    "it says how fprop's operands are cast again, and they are not",
+                    "these keys apply only if fprop's operands are cast again in backward",
                     key=key,
                     remedy='"recast": {"of": "fprop"}',
                 )
@@ -217,13 +217,13 @@ class LinearCasts(Section):
             )
         if "stochastic" in (self.input.rounding, self.weight.rounding):
             raise UserError(
-                "what fprop multiplied is made again in backward, and stochastic rounding makes it another",
+                "fprop's operands are cast again in backward, and stochastic rounding would change their values",
                 key=key,
                 remedy='"rounding": "nearest" of input and weight',
             )
         if self.rotation.wgrad == "in_features":
             raise UserError(
-                "what fprop multiplied is rotated along in_features already, where fprop is",
+                "with recast, rotation.fprop already rotates wgrad's input along in_features",
                 key=f"{key}, fp8.linear.rotation.wgrad",
                 remedy='"wgrad": "tokens"',
             )
@@ -244,7 +244,7 @@ class LinearCasts(Section):
     def _static_along_the_tokens_too(self) -> LinearCasts:
         if self.input.scale == "static" and self.wgrad.input not in (None, "tensor"):
             raise UserError(
-                f'wgrad.input "{self.wgrad.input}" wants groups, and input has the static scale of a whole tensor',
+                f'wgrad.input "{self.wgrad.input}" needs scales of groups, but input has one static scale',
                 key="fp8.linear.wgrad.input",
                 remedy='remove "wgrad"',
             )

@@ -57,7 +57,7 @@ class StatePrecision:
                 )
         if self.granularity == "tensor" and "e4m3_expanded" in (self.exp_avg, self.exp_avg_sq):
             raise UserError(
-                "e4m3_expanded bends the range of every 128 elements by itself, and granularity is tensor",
+                'e4m3_expanded needs groups of 128 elements, but granularity is "tensor"',
                 key="fp8.optimizer.granularity",
                 remedy='"granularity": "1x128"',
             )
@@ -71,7 +71,7 @@ class StatePrecision:
             if "e4m3_expanded" not in formats:
                 remedy = f'"granularity": "tensor", or {remedy}'
             raise UserError(
-                "fp16_scaled masters have a scale for each tensor, moments one for every 128 elements of a flat shard",
+                "fp16_scaled masters have one scale a tensor, which does not combine with moments of one scale a group",
                 key="fp8.optimizer.master",
                 remedy=remedy,
             )

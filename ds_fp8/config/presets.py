@@ -152,7 +152,7 @@ def preset_values(preset: Any) -> dict[str, Any]:
             _known(axis, AXES, "section of a preset", "fp8.preset")
             values[axis] = _ALL[_known(name, _ALL, "preset", f"fp8.preset.{axis}")].get(axis, {})
         return values
-    raise UserError(f"preset {shown(preset)} is no name", key="fp8.preset", remedy=f'"preset": "{DEFAULT}"')
+    raise UserError(f"preset {shown(preset)} is not a name", key="fp8.preset", remedy=f'"preset": "{DEFAULT}"')
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def tokenize_chats(
     """Return `tokenize_chat` of many conversations at once, which is several times faster."""
     if not tokenizer.is_fast:
         raise UserError(
-            "this tokenizer does not tell where in the text its tokens are, which the loss on assistant turns needs",
+            "the loss on assistant turns needs the offsets of tokens, which this tokenizer does not return",
             key="data.tokenizer",
             remedy="use a tokenizer that has a tokenizer.json",
         )

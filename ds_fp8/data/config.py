@@ -113,7 +113,7 @@ class DataConfig(Section):
             try:
                 groups = re.compile(pattern).groups
             except re.error as error:
-                raise ValueError(f"is no regular expression: {error}") from None
+                raise ValueError(f"is not a valid regular expression: {error}") from None
             if groups < 1:
                 raise ValueError("needs a group in parentheses around the answer")
         return pattern
@@ -128,7 +128,7 @@ class DataConfig(Section):
             raise UserError("data.sources is empty", key="data.sources", remedy='[{"path": ..., "weight": 1.0}, ...]')
         if self.validation_fraction + self.test_fraction >= 1:
             raise UserError(
-                f"nothing is left to train on: validation_fraction {self.validation_fraction} and test_fraction "
+                f"no examples are left to train on: validation_fraction {self.validation_fraction} and test_fraction "
                 f"{self.test_fraction} make up all examples",
                 key="data.validation_fraction",
                 remedy="0.05 each, say",

@@ -110,7 +110,7 @@ def _load(path: str) -> datasets.IterableDataset:
         options = {"sample_by": "paragraph"} if kind == "text" else {}
         name, subset, options = kind, None, {"data_files": list(map(str, files)), **options}
     elif _ending(local) in LOADERS or path.startswith(("/", "./", "../", "~")):
-        raise UserError(f"no file or folder {path}", key="data.path", remedy="give the path of existing data")
+        raise UserError(f"{path} does not exist", key="data.path", remedy="give the path of existing data")
     else:
         name, _, subset = path.partition(":")
         options = {}
@@ -170,7 +170,7 @@ def _files(local: Path) -> list[Path]:
     if not files:
         raise UserError(f"the folder {local} holds no {known} file", key="data.path", remedy=f"give {known} files")
     if not set(endings) <= set(LOADERS):
-        raise UserError(f"{local} is of no known kind", key="data.path", remedy=f"give one of {known}")
+        raise UserError(f"{local} has no known file type", key="data.path", remedy=f"give one of {known}")
     if len({LOADERS[ending] for ending in endings}) > 1:
         raise UserError(
             f"the folder {local} mixes {', '.join(endings)} files", key="data.path", remedy="keep one kind in a folder"
@@ -184,7 +184,7 @@ def _checked_text(text: Any, row: int, config: DataConfig) -> str:
         return ""
     if not isinstance(text, str):
         raise UserError(
-            f'"{config.text_key}" of row {row} of {config.path} is no text but {type(text).__name__}',
+            f'"{config.text_key}" of row {row} of {config.path} is not text but {type(text).__name__}',
             key="data.text_key",
             remedy="name the column that holds the text",
         )
@@ -202,12 +202,12 @@ def _checked_messages(messages: Any, row: int, config: DataConfig) -> Chat:
         )
 
     if not isinstance(messages, list) or not messages:
-        raise malformed("is no list of messages")
+        raise malformed("is not a list of messages")
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise malformed('has a message without "role" and "content"')
         if not isinstance(message["role"], str) or not isinstance(message["content"], str):
-            raise malformed("has a role or a content that is no text")
+            raise malformed("has a role or a content that is not text")
         if message["role"] not in ROLES:
             raise malformed(f'has the unknown role "{message["role"]}"')
     if not any(message["role"] == "assistant" for message in messages):

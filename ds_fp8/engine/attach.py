@@ -1,4 +1,4 @@
-"""The parts of FP8, put to work in an engine that deepspeed.initialize has made: collectives, step, graphs, health."""
+"""Attach the FP8 parts to an engine of deepspeed.initialize: collectives, step, graphs, health."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
     """Let micro-steps run as CUDA graphs, where all ranks can capture them."""
     why = why_no_graphs(engine, state.config, state.why_no_step)
     if state.step is not None and seams.untrained(engine):
-        why = why or "parameters that the optimizer lacks have gradients, which a graph would keep where they were"
+        why = why or "some parameters have gradients but are not in the optimizer"
     state.why_no_graphs = _of_any_rank(why)
     if state.why_no_graphs is None:
         checked = state.config.graph == "auto"

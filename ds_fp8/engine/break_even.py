@@ -1,4 +1,4 @@
-"""Numbers of tokens above which FP8 layers are faster than BF16 ones, and experts gathered faster than tokens sent.
+"""Token counts above which FP8 layers beat BF16, and gathering experts beats sending tokens.
 
 The first is measured, where Python launches both; as CUDA graphs FP8 layers were faster at every size measured, and the
 start report has nothing to say. The second is computed.

@@ -1,8 +1,8 @@
-"""The CUDA graphs of an engine, and the memory that they share.
+"""CUDA graphs of an engine and their shared memory pool.
 
 They are captured on one stream into one pool, which keeps the activations of one micro-step. Nothing outside of a graph
-is allocated there, so what Python launches beside them (evaluation, measured micro-steps, longer batches) needs memory
-of its own. Where that is short the graphs are freed, and captured again later.
+is allocated there, so eager work beside them (evaluation, measured micro-steps, longer batches) needs other memory.
+Where that is short the graphs are freed, and captured again later.
 """
 
 from __future__ import annotations

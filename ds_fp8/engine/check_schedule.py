@@ -1,4 +1,4 @@
-"""Schedule of the checks of CUDA graphs: often at first, for that is cheap, and now and then for ever."""
+"""Schedule of the checks of CUDA graphs: frequent at first, then at long intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that DeepSpeed compiles for an optimizer when it is first used: announced, with locks that nobody holds."""
+"""Announce kernels that DeepSpeed compiles for an optimizer at first use, and detect abandoned locks."""
 
 from __future__ import annotations
 

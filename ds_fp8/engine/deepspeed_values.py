@@ -1,4 +1,4 @@
-"""Combinations of DeepSpeed's own values that it accepts, and fails at later."""
+"""Reject combinations of DeepSpeed's own values that it accepts and fails with later."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_values(configuration: Configuration) -> None:
         if getattr(zero, key) > MAX_BUCKET:
             refuse(
                 f"zero_optimization.{key}",
-                f"zero_optimization.{key} {getattr(zero, key):,} is a buffer that no device holds",
+                f"zero_optimization.{key} {getattr(zero, key):,} is a buffer larger than a device's memory",
                 f'"{key}": 500000000, DeepSpeed\'s default, or less',
             )
     if zero.sub_group_size == 0:
@@ -61,7 +61,7 @@ def check_values(configuration: Configuration) -> None:
         if offload is not None and offload.device == "nvme" and not offload.nvme_path:
             refuse(
                 f"zero_optimization.{key}.nvme_path",
-                f"zero_optimization.{key} swaps to NVMe, and does not say where",
+                f"zero_optimization.{key} swaps to NVMe, but has no nvme_path",
                 '"nvme_path": "/local_nvme"',
             )
 

@@ -1,4 +1,4 @@
-"""Forwards that Python launched and whose backward may still come: no graph runs meanwhile.
+"""Track eager forwards whose backward may still come; no graph runs meanwhile.
 
 Replaying a backward would overwrite gradients of another forward in flight.
 """

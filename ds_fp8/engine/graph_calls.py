@@ -1,4 +1,4 @@
-"""Calls of an engine's module in training, as one rank sees them: could they run as a graph, of which signature?"""
+"""Classify a training call of an engine's module on one rank: eligible for a graph or not, and its signature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of CUDA graphs: the forward of a batch by the graph, beside the one that Python launches and training takes.
+"""Check CUDA graphs: compare a graph's forward with Python's on the same batch, and train on Python's.
 
 A graph keeps every Python value that its capture met: attributes, schedules by the number of steps, branches taken on
 values of the host. When such a value changes, Python computes something else, and the outputs differ. The replayed

@@ -19,7 +19,7 @@ from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.routing import is_routed
 
 COMPILED = "the module is compiled"
-SAVED_ELSEWHERE = "what backward needs is saved by hooks of the caller's"
+SAVED_ELSEWHERE = "hooks of the caller change the tensors saved for backward"
 ITEMS = "num_items_in_batch"
 PACKED = "packed"
 """The attention implementation that reads on the device where documents end. "fp8_packed" computes rows of one document
@@ -86,11 +86,11 @@ def why_eager(modules: Sequence[nn.Module], device: torch.device, args: tuple, k
     for name, value in kwargs.items():
         if torch.is_tensor(value):
             if value.requires_grad:
-                return f'"{name}" has a gradient of its own'
+                return f'"{name}" requires a gradient'
             if value.device.type != device.type:
                 return f'"{name}" is on the host, where its values may decide what is computed'
             if name == "attention_mask" and value.dim() != 2:
-                return "the attention mask is not one of tokens"
+                return "the attention mask is not of shape [rows, tokens]"
         elif value is not None and not isinstance(value, (bool, int, float, str)):
             return f'"{name}" is a {type(value).__name__}'
     if torch.is_autocast_enabled(device.type):
@@ -117,7 +117,7 @@ def why_not_recomputed(modules: Sequence[nn.Module]) -> str | None:
     if any(isinstance(function, HostCheckpoints) for function in functions):
         return "inputs of recomputed layers are kept on the host"
     if any(function is not checkpoint for function in functions):
-        return "activations are recomputed by a function of the model's own, or kept on the host"
+        return "activations are recomputed by the model's own code, or kept on the host"
     for part in modules:
         dropout = part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "attention_dropout", 0)
         if part.training and dropout:
@@ -140,7 +140,7 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
     """
     mask, positions = (batch.get(name) for name in ("attention_mask", "position_ids"))
     if mask is not None and not documents.whole(mask):
-        return 0, "rows are padded: what attention computes differs from batch to batch"
+        return 0, "rows are padded, so that attention's work differs from batch to batch"
     if positions is None:
         return 0, None
     found = documents.count(positions)

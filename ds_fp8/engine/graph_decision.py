@@ -60,9 +60,9 @@ def decide(facts: Facts) -> tuple[Action, str | None]:
     if not facts.unmeasured:
         return Action.EAGER, None
     if not facts.lasting:
-        return Action.END, "they were freed again and again, for memory that is short or a model that changes"
+        return Action.END, "they were freed repeatedly, because memory is short or the model changes"
     if not facts.has_capacity:
-        return Action.EAGER, "batches of too many shapes: no more of them are captured"
+        return Action.EAGER, "batches have too many shapes, and no more of them are captured"
     return (Action.CAPTURE if facts.ready else Action.EAGER), None
 
 

@@ -1,4 +1,4 @@
-"""The health of FP8 in an engine: measure all casts, name what degrades and, where it is wanted, move it to BF16."""
+"""FP8 health of an engine: measure casts, name layers that degrade and, if configured, move them to BF16."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Health:
                 self.gradient_reduce.leave_out(self._name_of[id(weight)] for weight in weights)
             self.layers_in_bf16.append(name)
             self.on_move()
-            self.say(f"{name} goes on in BF16")
+            self.say(f"{name} now runs in BF16")
 
     def _write_residuals(self) -> None:
         if self.parameter_gather is not None:

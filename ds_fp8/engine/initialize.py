@@ -1,4 +1,4 @@
-"""`initialize`: deepspeed.initialize, with the "fp8" section of its configuration put to work."""
+"""`initialize`: call deepspeed.initialize and apply the "fp8" section of its configuration."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _fuse_loss(model: torch.nn.Module, fp8: FP8Config) -> LossFusion:
     loss = fuse_loss(model, recipe_from_config(fp8, CastMonitor(0)))
     if not loss.fused:
         raise UserError(
-            f"the head cannot be computed in FP8, for the loss stays {loss.description}",
+            f"the head cannot be computed in FP8, because the loss stays {loss.description}",
             key="fp8.loss.head",
             remedy='remove "head": "fp8"',
         )

@@ -1,4 +1,4 @@
-"""Python code of a model, which a CUDA graph runs at its capture alone: whose it is, and whether it has changed."""
+"""Find Python code of a model that a CUDA graph would run at its capture only, and detect changes of it."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class MicroStepGraph:
                 self.differentiable = differentiable(leaves)
                 self._used = [place for place in self.differentiable if place in used]
                 if not self._used:
-                    raise ValueError("no output of the model has had a gradient")
+                    raise ValueError("no output of the model has received a gradient")
                 # Memory of the pool, rewritten by the next replay: callers get copies, these stay inside.
                 self._leaves = [leaf.detach() if torch.is_tensor(leaf) else leaf for leaf in leaves]
                 micro_step.finish_gathers()

@@ -1,4 +1,4 @@
-"""Micro-steps of an engine as CUDA graphs: which ones are captured, when, and why others are not.
+"""Micro-steps of an engine as CUDA graphs: choose which to capture and when, and report reasons against it.
 
 All ranks do the same: NCCL does not document that a captured collective may match an eager one on another rank. So
 before every micro-step they compare facts, on the host and beside the device; graph_decision.py decides from them.
@@ -253,7 +253,7 @@ class MicroStepGraphs:
         # Code of others may fail in backward where it did not with another batch.
         self._graphs.needs_dry_run = self._calls.code_of_others is not None
         self._captured_once = True
-        self._log(f"forward and backward run as CUDA graphs from here on, which keep {kept / 2**30:.2f} GiB")
+        self._log(f"forward and backward now run as CUDA graphs, which keep {kept / 2**30:.2f} GiB")
         return True
 
     def _launch_and_check(self, here: Call) -> Any:

@@ -1,4 +1,4 @@
-"""The "optimizer" section of a DeepSpeed configuration, tried out on a few numbers before the model is built."""
+"""Try the "optimizer" section of a DeepSpeed configuration on a few numbers before the model is built."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _check(configuration: Configuration, own: bool) -> None:
         raise UserError("the optimizer's params must be an object", key="optimizer.params", remedy='"params": {...}')
     if "max_grad_norm" in params:
         raise UserError(
-            "max_grad_norm is no parameter of an optimizer",
+            "max_grad_norm is not a parameter of an optimizer",
             key="optimizer.params.max_grad_norm",
             remedy='"gradient_clipping": 1.0, beside "optimizer"',
         )
@@ -135,11 +135,13 @@ def _check_kinds(params: Mapping[str, Any]) -> None:
         numbers = value if key == "betas" else [value]
         is_sequence = isinstance(numbers, list | tuple)
         if not is_sequence or not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
-            problem = f"{key} {shown(value)} is no number" if key != "betas" else f"betas {shown(value)} are no numbers"
+            problem = (
+                f"{key} {shown(value)} is not a number" if key != "betas" else f"betas {shown(value)} are not numbers"
+            )
             raise UserError(problem, key=f"optimizer.params.{key}", remedy=f'"{key}": {_USUAL[key]}')
         if key == "betas" and len(numbers) != 2:
             raise UserError(
-                f"betas {shown(value)} are no pair", key="optimizer.params.betas", remedy=f'"betas": {_USUAL[key]}'
+                f"betas {shown(value)} are not a pair", key="optimizer.params.betas", remedy=f'"betas": {_USUAL[key]}'
             )
 
 
@@ -194,7 +196,7 @@ def _check_compiler(kind: type) -> None:
     missing = [tool for tool in tools if shutil.which(tool) is None]
     if missing and not installed_ops.get(operation, False):
         raise UserError(
-            f"DeepSpeed compiles {kind.__name__} when it is first used, and there is no {' and no '.join(missing)}",
+            f"DeepSpeed compiles {kind.__name__} when it is first used, but {' and '.join(missing)} cannot be found",
             key="optimizer",
             remedy=f"{instead}, or install {' and '.join(missing)}",
         )
@@ -211,7 +213,7 @@ def _try(kind: type, arguments: Mapping[str, Any]) -> None:
             optimizer.step()
     except Exception as error:  # an optimizer meets a value of the wrong kind with any exception
         raise UserError(
-            f"{kind.__name__} refuses its params: {clipped(str(error))}",
+            f"{kind.__name__} rejects its params: {clipped(str(error))}",
             key=_key_at_fault(kind, here),
             remedy=_REMEDY,
         ) from None

@@ -1,4 +1,4 @@
-"""The start report: what became FP8, what did not and why, and what that means in bytes."""
+"""Start report: what is in FP8, what is not and why, and the bytes that follow."""
 
 from __future__ import annotations
 
@@ -139,9 +139,9 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     elif (warning := covered.warning()) is not None:
         report["notes"].append(warning)
     if state.conversion.unmatched:
-        report["notes"].append(f"fp8.linear.skip names no linear with {', '.join(state.conversion.unmatched)}")
+        report["notes"].append(f"fp8.linear.skip matches no linear: {', '.join(state.conversion.unmatched)}")
     report["notes"] += [
-        f'fp8.linear.overrides "{part["pattern"]}" decides nothing: other patterns, or the reasons above, come first'
+        f'fp8.linear.overrides "{part["pattern"]}" has no effect: other patterns, or the reasons above, apply first'
         for part in report["overrides"]
         if not part["linears"]
     ]
@@ -246,7 +246,7 @@ def _name_of_optimizer(engine: deepspeed.DeepSpeedEngine) -> str:
 def log_report(report: dict[str, Any]) -> None:
     """Log the report as one panel."""
     if not report["enabled"]:
-        show("[bold]FP8 is off[/bold]: plain DeepSpeed, BF16 all the way")
+        show("[bold]FP8 is off[/bold]: plain DeepSpeed in BF16")
         return
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
@@ -296,7 +296,7 @@ def log_report(report: dict[str, Any]) -> None:
         backend = "" if part["backend"] in ("bf16", report["backend"]) else f", by {part['backend']}"
         table.add_row("override", f"{part['pattern']}: {count} linear{'s' * (count != 1)}, {part['casts']}{backend}")
     if report["outlier_channels"]:
-        words = "the input's channels of the largest energy, multiplied with what their casts lose"
+        words = "the input channels with the largest energy, multiplied with their cast errors too"
         table.add_row("outlier channels", f"{report['outlier_channels']} a product: {words}")
     if report["smooth_swiglu"]:
         table.add_row("Smooth-SwiGLU", f"{report['smooth_swiglu']} gated MLPs")
@@ -348,7 +348,7 @@ def _unusual(report: dict[str, Any]) -> list[str]:
 def _monitoring(monitor: dict[str, Any]) -> str:
     if not monitor["every"]:
         return "not measured"
-    result = "goes on in BF16" if monitor["fallback"] else "is named"
+    result = "now runs in BF16" if monitor["fallback"] else "is named"
     return f"measured every {monitor['every']} steps; a layer that degrades {result}"
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's key "sequence_parallel_size" put to work: so many ranks share every sequence (Ulysses)."""
+"""DeepSpeed's key "sequence_parallel_size": ranks that share every sequence (Ulysses)."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
         raise UserError(
             "this process already shares sequences of another model",
             key=KEY,
-            remedy="a process of its own for each model",
+            remedy="one process for each model",
         )
     return groups_of_ranks
 

@@ -127,10 +127,10 @@ class FP8State:
         if self.health is None:
             return
         if not state:
-            self.health.say("the checkpoint has no FP8 state: gradient scales and counters start anew")
+            self.health.say("the checkpoint has no FP8 state: gradient scales and counters are reset")
             state = {}
         elif state.get("error_feedback") == STARTS_ANEW:
-            self.health.say("error feedback of the gradients starts anew: checkpoints do not hold it")
+            self.health.say("error feedback of the gradients is reset: checkpoints do not hold it")
         if self.graphs is not None:
             self.graphs.reset()
         self._micro_batches_before = state.get("micro_batches", 0) - self._engine.micro_steps

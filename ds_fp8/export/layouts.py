@@ -35,7 +35,7 @@ _STRATEGIES = {
 def check_layout(layout: str, cast: WeightCast) -> None:
     """Raise UserError for a layout that does not exist or cannot hold weights cast as `cast` says."""
     if layout not in LAYOUTS:
-        raise UserError(f'there is no layout "{layout}"', key="--format", remedy=f"one of {', '.join(LAYOUTS)}")
+        raise UserError(f'unknown layout "{layout}"', key="--format", remedy=f"one of {', '.join(LAYOUTS)}")
     if layout == "bf16":
         return
     if cast.format != "e4m3":

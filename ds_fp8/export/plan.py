@@ -71,8 +71,8 @@ def check_architecture(config: PretrainedConfig | None) -> None:
     """Raise UserError for a model that servers would take for another."""
     if config is not None and munit.is_munit(config):
         raise UserError(
-            f'a model of type "{config.model_type}" is no {config.model_type.removeprefix(munit.PREFIX)}: its products '
-            "and residuals have factors that servers do not know",
+            f'a model of type "{config.model_type}" is not a {config.model_type.removeprefix(munit.PREFIX)}: servers '
+            "do not know the factors of its products and residuals",
             remedy="run_dir/model holds it for ds_fp8: ds-fp8 evaluate, model.path, train.init_from",
         )
 

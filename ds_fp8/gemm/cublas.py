@@ -43,7 +43,7 @@ def unavailable() -> str | None:
 def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity: str) -> str | None:
     """Return why the operand pair is unsupported, or None."""
     if a_format == b_format == "e5m2":
-        return "Hopper multiplies no two E5M2 operands"
+        return "Hopper cannot multiply two E5M2 operands"
     if "e5m2" in (a_format, b_format) and {a_granularity, b_granularity} & set(BLOCKWISE):
         return "cuBLASLt has no block-scaled product with an E5M2 operand (use e4m3, or granularity row or tensor)"
     return None

@@ -68,7 +68,7 @@ def grouped_matmul(
     if contraction != b.shape[1] or b.shape[0] % (number * BLOCK) or contraction % BLOCK:
         raise ValueError(
             f"a {tuple(a.shape)} and the matrices of {number} groups {tuple(b.shape)} do not fit, or have sides that "
-            f"are no multiples of {BLOCK}"
+            f"are not multiples of {BLOCK}"
         )
     if backend == "reference" or a.data.device.type != "cuda":
         return matmul_reference(a, b, groups, out_dtype)
@@ -108,7 +108,7 @@ def grouped_wgrad(
     _check(dy, x, groups, rows)
     if x.shape[1] != rows or features % BLOCK or inputs % BLOCK:
         raise ValueError(
-            f"dy {tuple(dy.shape)} and x {tuple(x.shape)} do not fit, or have sides that are no multiples of {BLOCK}"
+            f"dy {tuple(dy.shape)} and x {tuple(x.shape)} do not fit, or have sides that are not multiples of {BLOCK}"
         )
     if backend == "reference" or dy.data.device.type != "cuda":
         return wgrad_reference(dy, x, groups, out_dtype)

@@ -71,7 +71,7 @@ def differs(device: torch.device) -> str | None:
 def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity: str) -> str | None:
     """Return why the operand pair is unsupported, or None."""
     if a_format == b_format == "e5m2":
-        return "Blackwell multiplies no two E5M2 operands"
+        return "Blackwell cannot multiply two E5M2 operands"
     if not {a_granularity, b_granularity} <= set(BLOCKWISE):
         return "MXFP8 products are for 1x128 and 128x128 scales (cublas multiplies operands scaled per row or tensor)"
     return None
@@ -81,7 +81,7 @@ def unsupported_scale(scale: str, granularity: str) -> str | None:
     """Return why scales of a type are unsupported, or None."""
     if has_power_of_two_scales(scale):
         return None
-    return f'MXFP8 has powers of two for scales, and scales of type "{scale}" are others (set "scale": "pow2")'
+    return f'MXFP8 needs scales that are powers of two, unlike those of type "{scale}" (set "scale": "pow2")'
 
 
 def scaled_matmul(

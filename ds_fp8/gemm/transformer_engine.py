@@ -55,7 +55,7 @@ def unsupported_scale(scale: str, granularity: str) -> str | None:
         return None
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0):
         # There Transformer Engine reads no more than the exponents of such scales.
-        return f'block scales of type "{scale}" are no powers of two, which Blackwell needs (set "scale": "pow2")'
+        return f'block scales of type "{scale}" are not powers of two, which Blackwell needs (set "scale": "pow2")'
     return None
 
 

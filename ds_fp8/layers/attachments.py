@@ -16,7 +16,7 @@ from torch import nn
 def attachment_of(module: nn.Module) -> str | None:
     """Return the module's attachment that only calling it would run (hooks, an own forward), in words, or None."""
     if "forward" in vars(module):
-        return "a forward of its own, set on the instance"
+        return "a forward set on the instance"
     if module._forward_hooks or module._forward_pre_hooks:
         return "forward hooks"
     if module._backward_hooks or module._backward_pre_hooks:
@@ -49,7 +49,7 @@ class Parts:
         for siblings, own_name, part, kind, name in self._parts:
             now = siblings.get(own_name)
             if now is not part or type(part) is not kind:
-                return f"{name} has become a {type(now).__module__}.{type(now).__qualname__}"
+                return f"{name} was replaced by a {type(now).__module__}.{type(now).__qualname__}"
             # The same questions as attachment_of asks, but this runs in every forward.
             if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or "forward" in vars(part):
                 return f"{name} has {attachment_of(part)}"
@@ -66,7 +66,7 @@ class Parts:
             self._said = True
             # Python shows a text once: not for every layer that has the same attachment.
             warnings.warn(
-                f"fused layers call their modules one by one, in FP8 still: {found}, which they would not run",
+                f"fused layers call their modules one by one, in FP8 still: {found}, which they would not call",
                 stacklevel=2,
             )
         return True

@@ -68,7 +68,7 @@ def use_fp8_attention(model: nn.Module) -> AttentionFormat:
     left = {name: why for name, module in modules.items() if (why := _why_not(module, emulated)) is not None}
     layers = [name for name in modules if name not in left]
     if not layers:
-        reasons = "; ".join(dict.fromkeys(left.values())) or "transformers' attention functions compute none of them"
+        reasons = "; ".join(dict.fromkeys(left.values())) or "none calls transformers' attention functions"
         raise UserError(
             f"no attention module of this model can run in FP8: {reasons}", key="fp8.attention.format", remedy=BF16
         )
@@ -120,7 +120,9 @@ def _why_not(module: nn.Module, emulated: bool) -> str | None:
         return "it is not causal"
     head_dim = getattr(module, "head_dim", None)
     if not emulated and head_dim != cudnn.HEAD_DIM:
-        return f"its heads have {head_dim or 'several numbers of'} features, and cuDNN's on Hopper {cudnn.HEAD_DIM}"
+        return (
+            f"its heads have {head_dim or 'several numbers of'} features, and cuDNN on Hopper supports {cudnn.HEAD_DIM}"
+        )
     if getattr(module, "attention_dropout", 0.0):
         return "it has dropout"
     if getattr(module, "sliding_window", None) is not None:
@@ -204,7 +206,7 @@ def _why_not_this_call(
     if changed:
         return f"it is called with {', '.join(changed)}"
     if more.get("is_causal") is False:
-        return "it is called as not causal"
+        return "it is called with is_causal=False"
     if query.shape[2] != key.shape[2]:
         return "there are not as many queries as keys"
     if query.shape[3] != value.shape[3]:

@@ -215,7 +215,7 @@ def _check_patterns(overrides: Iterable[str], layers: Iterable[str]) -> None:
     for pattern in overrides:
         if not any(matches(name, pattern) for name in layers):
             raise UserError(
-                f'fp8.linear.overrides "{pattern}" means no linear layer of this model',
+                f'fp8.linear.overrides "{pattern}" matches no linear layer of this model',
                 key=f'fp8.linear.overrides["{pattern}"]',
                 remedy=nearest(pattern, dict.fromkeys([*_ends(layers), *layers])),
             )
@@ -234,8 +234,8 @@ def _check_blocks(name: str, layer: FP8Linear) -> None:
         for rotation in rotations:
             if rotation is not None and rotation.axis == 1 and features % rotation.block:
                 raise UserError(
-                    f"{name} is {layer.out_features} x {layer.in_features}, and {features} features are no multiple of "
-                    f"blocks of {rotation.block}",
+                    f"{name} is {layer.out_features} x {layer.in_features}, and {features} features are not a "
+                    f"multiple of blocks of {rotation.block}",
                     key="fp8.linear.rotation.block",
                     remedy=f'a smaller "block", or "overrides": {{"{name}": {NO_ROTATION}}}',
                 )

@@ -80,7 +80,7 @@ class _Attention(torch.autograd.Function):
         return *gradients, None, None
 
 
-@torch.compiler.disable(reason="cuDNN's FP8 attention runs as it is between the graphs of what is around it")
+@torch.compiler.disable(reason="cuDNN's FP8 attention stays outside of the graphs of torch.compile")
 def fp8_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None = None) -> torch.Tensor:
     """Compute causal attention in FP8.
 

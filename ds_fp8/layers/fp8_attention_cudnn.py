@@ -36,7 +36,7 @@ def unavailable() -> str | None:
     if not torch.cuda.is_available():
         return "there is no CUDA GPU"
     if torch.cuda.get_device_capability() != (9, 0):
-        return f"{torch.cuda.get_device_name()} is no Hopper GPU"
+        return f"{torch.cuda.get_device_name()} is not a Hopper GPU"
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed (pip install ds-fp8[te])"
     try:

@@ -74,8 +74,8 @@ class _FP8LinearFunction(torch.autograd.Function):
 
 
 runs_eagerly = torch.compiler.disable(
-    reason="an FP8 layer of ds_fp8 multiplies with bytes that ZeRO-3 has gathered for this very step, which a graph "
-    "cannot hold: it runs as it is between the graphs of what is around it (so no fullgraph=True)"
+    reason="FP8 layers of ds_fp8 read weights that ZeRO-3 gathers at every step, so they stay outside of the graphs of "
+    "torch.compile (remove fullgraph=True)"
 )
 """Decorator of the forwards of FP8 layers."""
 

@@ -106,7 +106,7 @@ def _structural_objection(model: nn.Module, head: nn.Module | None) -> str | Non
     """Return why the parts of `model` do not fit together as a fused loss needs, or None."""
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        return f"{kind} is no model of transformers"
+        return f"{kind} is not a model of transformers"
     if head is None:
         return f"{kind} has no output embeddings"
     if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
@@ -116,10 +116,10 @@ def _structural_objection(model: nn.Module, head: nn.Module | None) -> str | Non
     if head.bias is not None:
         return "its head has a bias"
     if model.loss_function is not ForCausalLMLoss:
-        return "it has a loss function of its own"
+        return "it has a custom loss function"
     children = list(model.children())
     if not any(child is head for child in children) or not any(child is model.base_model for child in children):
-        return f"{kind} does not hold its decoder and its head as parts of its own"
+        return f"{kind} has no separate modules for its decoder and its head"
     return None
 
 

@@ -132,13 +132,13 @@ def _of_another_kind(layer: nn.Module) -> str | None:
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight without calling it"
     if "forward" in vars(layer):
-        return "has a forward of its own, set on the instance"
+        return "has a forward set on the instance"
     if "weight" not in layer._parameters:
         return "its weight is computed from others (parametrization, weight norm)"
     if not layer.weight.is_floating_point():
         return f"its weight is stored as {str(layer.weight.dtype).removeprefix('torch.')}"
     if not isinstance(layer, FP8Linear) and not _computes_as_linear(layer):
-        return f"is a {kind}, which has a forward of its own"
+        return f"is a {kind}, which overrides forward"
     return None
 
 

@@ -62,11 +62,11 @@ def head_layout_of(attention: nn.Module) -> HeadLayout:
     if not isinstance(head_dim, int) or any(
         not hasattr(attention, name) for name in ("config", "scaling", "attention_dropout")
     ):
-        raise Unfusable("its attention does not say its head_dim, scaling, attention_dropout and config")
+        raise Unfusable("its attention does not define its head_dim, scaling, attention_dropout and config")
     if k.out_features != v.out_features or o.in_features != q.out_features or q.out_features % k.out_features:
         raise Unfusable("its attention has heads of several sizes")
     if head_dim % 2 or q.out_features % head_dim or k.out_features % head_dim:
-        raise Unfusable(f"its attention's projections are no whole number of heads of {head_dim}")
+        raise Unfusable(f"its attention's projections are not a whole number of heads of {head_dim}")
     if len({part.bias is None for part in (q, k, v)}) > 1:
         raise Unfusable("some of q_proj, k_proj and v_proj have a bias and others have none")
     if parts.keys() & HEAD_NORMS and not parts.keys() >= HEAD_NORMS:
@@ -120,7 +120,7 @@ def norm_eps(norm: nn.Module) -> float:
     for name in ("variance_epsilon", "eps"):
         if isinstance(getattr(norm, name, None), float):
             return getattr(norm, name)
-    raise Unfusable(f"{type(norm).__name__} does not say its epsilon")
+    raise Unfusable(f"{type(norm).__name__} does not define its epsilon")
 
 
 @torch.no_grad()
@@ -256,7 +256,7 @@ def _run(own: type, stand_in: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _compare(result: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     same_shape = isinstance(result, torch.Tensor) and result.shape == expected.shape
     if not same_shape or not (result - expected).norm() <= TOLERANCE * expected.norm():
-        raise Unfusable(f"its {what} computes something else than the plain {what} of its parts")
+        raise Unfusable(f"its {what} computes something other than the plain {what} of its parts")
 
 
 def _expect(

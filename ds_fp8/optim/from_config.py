@@ -168,7 +168,7 @@ def make_adamw(configuration: Configuration, rank: Callable[[], int]) -> Callabl
     except UserError as error:
         raise error.located(configuration.file) from None
     except TypeError as error:
-        refuse("optimizer.params", f"the optimizer refuses its params: {error}", "lr, betas, eps and weight_decay")
+        refuse("optimizer.params", f"the optimizer rejects its params: {error}", "lr, betas, eps and weight_decay")
 
     def make(parameters: Iterable) -> AdamW:
         return AdamW(parameters, **arguments, **_state(configuration.fp8, rank))

@@ -20,7 +20,7 @@ _NOT_IN_A_STAGE = {
     "scheduler": "the learning-rate schedule belongs to the stage: set train.schedule",
     "fp16": "a stage trains in BF16",
     "torch_autocast": "a stage trains in BF16 as it is",
-    "autotuning": "the autotuner starts runs of its own; `ds-fp8 sweep` tries settings of a stage",
+    "autotuning": "the autotuner starts other runs; `ds-fp8 sweep` tries settings of a stage",
     "data_efficiency": "a stage orders its data itself",
     "hybrid_engine": "a stage does not train on what it generates",
     "tensor_parallel": "a stage shards its model by ZeRO alone",

@@ -261,7 +261,7 @@ def _check_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) ->
         return  # the hub has models without one
     if not stored.items() <= ours.items():
         raise UserError(
-            f"data.tokenizer numbers tokens otherwise than the tokenizer of {source.path}",
+            f"data.tokenizer assigns other token ids than the tokenizer of {source.path}",
             key="data.tokenizer",
             remedy=f'set "tokenizer" (and "vocab_size") as the model of {source.key} has it, or to "{source.path}"',
         )

@@ -43,7 +43,7 @@ def untrained_config(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase)
         if not hasattr(known, key) and key not in _UNLISTED_KEYS:
             choices = set(known.to_dict()) | _UNLISTED_KEYS
             raise UserError(
-                f'unknown key "{key}" in model.config: {kind} has none such',
+                f'unknown key "{key}" in model.config of type {kind}',
                 key=f"model.config.{key}",
                 remedy=nearest(key, choices),
             )
@@ -91,7 +91,7 @@ def _check_sizes(config: PretrainedConfig) -> None:
         empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
     except Exception as error:  # each model class fails at a wrong size in its own way
         raise UserError(
-            f"no model can be made of model.config: {type(error).__name__}: {first_line(error)}",
+            f"model.config does not describe a valid model: {type(error).__name__}: {first_line(error)}",
             key="model.config",
             remedy="change the sizes in model.config",
         ) from None
@@ -110,5 +110,5 @@ def _check_sizes(config: PretrainedConfig) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if ("dropout" in key or key.endswith("pdrop")) and is_number and not 0 <= value < 1:
             raise UserError(
-                f"{key} {value} is no probability", key=f"model.config.{key}", remedy="at least 0 and less than 1"
+                f"{key} {value} is not a probability", key=f"model.config.{key}", remedy="at least 0 and less than 1"
             )

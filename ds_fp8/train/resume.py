@@ -72,7 +72,7 @@ def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
         foreign = [name for name in (CHECKPOINTS, METRICS, MODEL, RESULT, SAVED) if os.path.lexists(run_dir / name)]
         if os.path.lexists(run_dir / CONFIG):
             raise UserError(
-                f"{run_dir / CONFIG} is damaged, and no checkpoint tells what it said",
+                f"{run_dir / CONFIG} is damaged, and no checkpoint holds a copy of it",
                 key="train.run_dir",
                 remedy="restore it from a copy, or choose another run_dir",
             )
@@ -162,7 +162,7 @@ def _unlike(stage: Stage, manifest: Manifest) -> str | None:
     if changed := _changed_keys(stage, manifest.config, () if alike else BATCH_KEYS):
         return f"it is of another run, with {changed[0]} = {shown(_fixed_keys(manifest.config, ()).get(changed[0]))}"
     if alike and manifest.global_batch != stage.global_batch:
-        return f"it tells of batches of {manifest.global_batch}, and its configuration of {stage.global_batch}"
+        return f"it records batches of {manifest.global_batch}, and its configuration of {stage.global_batch}"
     return None
 
 
@@ -182,7 +182,7 @@ def _result(stage: Stage, saved: int | None) -> tuple[dict[str, Any] | None, str
     if result is None or result.get(length[0]) != length[1]:
         return None, None
     if saved is not None and saved < result["steps"]:
-        return None, f"{RESULT} tells of {result['steps']} steps, and the newest checkpoint of {saved}: {again}"
+        return None, f"{RESULT} records {result['steps']} steps, and the newest checkpoint of {saved}: {again}"
     return result, None
 
 
@@ -230,14 +230,18 @@ def _refuse_to_start_anew(run_dir: Path, damaged: Mapping[Path, str]) -> None:
     reasons = [f"{folder.name}: {reason}" for folder, reason in damaged.items()] + aside
     # A run that was ended before its first save left metrics as well.
     saved = [record["step"] for record in read_lines(run_dir / METRICS)[0] if record.get("saved")]
-    traces = [f"what {name} tells of is gone" for name in (SAVED, RESULT, MODEL) if os.path.lexists(run_dir / name)]
-    traces += [f"step {max(saved)}, which {METRICS} tells of, is gone"] if saved else []
+    traces = [
+        f"the checkpoints that {name} records are missing"
+        for name in (SAVED, RESULT, MODEL)
+        if os.path.lexists(run_dir / name)
+    ]
+    traces += [f"step {max(saved)}, which {METRICS} records, is missing"] if saved else []
     reasons = reasons or traces[:1]
     if reasons:
         raise UserError(
             f"no checkpoint of the run in {run_dir} is good ({'; '.join(reasons)})",
             key="train.run_dir",
-            remedy=f"restore a checkpoint into {run_dir / CHECKPOINTS}, or begin anew in another run_dir",
+            remedy=f"restore a checkpoint into {run_dir / CHECKPOINTS}, or start again in another run_dir",
         )
 
 

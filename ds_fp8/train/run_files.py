@@ -214,7 +214,7 @@ def read_object(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise Invalid(f"cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
-        raise Invalid(f"is no JSON: {clipped(str(error), 100)}") from None
+        raise Invalid(f"is not valid JSON: {clipped(str(error), 100)}") from None
     except UserError as error:
         raise Invalid(f"is damaged: {error.problem}") from None
     return content
@@ -275,7 +275,7 @@ def read_lines(file: Path, finished: bool = False) -> tuple[list[dict[str, Any]]
             records.append(record)
         except (ValueError, RecursionError):
             if finished or line.endswith("\n"):
-                mistakes.append(f"line {number} is no JSON")
+                mistakes.append(f"line {number} is not valid JSON")
         except Invalid as error:
             mistakes.append(f"line {number} {error}")
     return records, mistakes

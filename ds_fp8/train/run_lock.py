@@ -72,7 +72,7 @@ class RunLock:
                 os.close(self._descriptor)  # the holder left and took the file along, between our two calls
                 return self.acquire()
             if _locks_are_local(self._file):
-                warning = f"the file system of {self._file.parent} keeps locks to this host"
+                warning = f"the file system of {self._file.parent} does not share locks between hosts"
         except OSError as error:
             if error.errno in _HELD:
                 raise self._refused("is in use by another run", "wait for that run, stop it, or") from None

@@ -174,7 +174,7 @@ class CheckpointWriter:
             forget_cached(part / name)
         problems = manifest.problems(part, names)
         if problems:
-            raise OSError(f"what was written is not what is read back: {problems[0]}")
+            raise OSError(f"the files read back differ from those written: {problems[0]}")
 
     def _commit(self, part: Path, folder: Path, manifest: Manifest, losses: Mapping[int, float]) -> None:
         if self._rank:
@@ -186,7 +186,7 @@ class CheckpointWriter:
         try:
             self.complete(manifest.step, losses)
         except OSError as error:  # the checkpoint itself is whole
-            self._say(f"WARNING: step {manifest.step} is saved; not all that follows a save was done: {_words(error)}")
+            self._say(f"WARNING: step {manifest.step} is saved, but a later part of saving failed: {_words(error)}")
 
     def complete(self, step: int, losses: Mapping[int, float]) -> None:
         """Name the checkpoint of `step` the latest and delete what older ones are not kept. For rank 0 alone.

@@ -284,7 +284,7 @@ def _world_size() -> int:
     size = os.environ.get("WORLD_SIZE", "1")
     if not size.isdecimal() or not 1 <= int(size[:10]) <= MAX_RANKS:
         raise UserError(
-            f"the environment variable WORLD_SIZE is {shown(size)}, no number of ranks",
+            f"the environment variable WORLD_SIZE is {shown(size)}, which is not a number of ranks",
             remedy="leave it to the launcher: unset WORLD_SIZE",
         )
     return int(size)

@@ -1,4 +1,4 @@
-"""Weights whose FP8 shards are cast together: those that the optimizer trains, or those that it does not.
+"""A set of weights whose FP8 shards are cast together: the trained ones, or the frozen ones.
 
     amax[b]  = max over all ranks of |master[i]|, i in block b     one all-reduce MAX, all weights of the set together
     shard    = cast(master shard, scale(amax))                     local, one byte a parameter

@@ -1,6 +1,6 @@
-"""Functions of DeepSpeed that the seams replace, imitate or rely on, as they were in the versions looked at.
+"""Digests of DeepSpeed functions that the seams replace, imitate or rely on, by version.
 
-A version may keep every name and do something else. `changed_functions` says which of them it does it in.
+A version may keep every name and change behaviour: `changed_functions` lists the functions that differ.
 """
 
 from __future__ import annotations

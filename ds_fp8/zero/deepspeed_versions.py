@@ -1,8 +1,7 @@
-"""The DeepSpeed versions that are supported, and the names of theirs that the seams use.
+"""Supported DeepSpeed versions, and the private names that the seams use in each.
 
-Most of them are private: a version that nobody has looked at may have kept a name and changed what it does. So a
-version outside the table is refused unless the user wants to try it, and so is any that lacks a name; a warning names
-the functions (deepspeed_functions.py) that have changed.
+An untested version may keep a name and change its meaning. A version outside the table is refused unless the user
+asks to try it, and so is any that lacks a name; a warning lists functions that differ (deepspeed_functions.py).
 """
 
 from __future__ import annotations

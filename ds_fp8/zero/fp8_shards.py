@@ -1,7 +1,7 @@
-"""The FP8 shards of all weights that are gathered in FP8: cast from the masters after each change (cast_set.py).
+"""FP8 shards of all weights that are gathered in FP8, cast from the masters after each change (cast_set.py).
 
-Weights that the optimizer does not train are cast once, and again only when somebody has written to them. It happens on
-a stream of its own, right after an optimizer step, beside whatever comes before the first gather.
+Frozen weights are cast once, and again only after a write to them. Casts run on a separate stream, right after an
+optimizer step, and overlap with the work that precedes the first gather.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The reduction of gradients: those that are large in FP8, an all-to-all of slices that are summed in FP32.
+"""Gradient reduction: large gradients in FP8, by an all-to-all of slices that are summed in FP32.
 
 A reduce-scatter in FP8 would add FP8 numbers. Instead every rank sends every other rank its slice of the gradient, cast
 per 128 elements, and the receiver sums in FP32 (ZeRO++, arXiv 2306.10209, section 3.3):

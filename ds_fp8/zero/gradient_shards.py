@@ -1,4 +1,4 @@
-"""The gradients of one optimizer step as ZeRO-3 keeps them: one flat shard, and its norm without reading it again."""
+"""Flat FP32 shard of the gradients of one optimizer step, with the squares that its norm needs."""
 
 from __future__ import annotations
 

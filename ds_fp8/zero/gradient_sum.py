@@ -1,4 +1,4 @@
-"""The receiver's half of the gradient reduction: rows of a message summed straight into the FP32 gradient shards.
+"""Receiver's half of the gradient reduction: rows of a message summed into the FP32 gradient shards.
 
     gradient[i]  = 1/W * sum over rows of code * scale              first micro-batch of a step
     gradient[i] += the same                                         later ones

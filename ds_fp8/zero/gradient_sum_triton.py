@@ -1,4 +1,4 @@
-"""add_rows of gradient_sum.py: one launch for all gradients of a message.
+"""Triton kernel of gradient_sum.add_rows: one launch for all gradients of a message.
 
 A program takes one span of one gradient. It finds the gradient through `owner`, and that gradient's numbers in a row of
 `table`; both are kept on the device, for a bucket has the same gradients in every step.

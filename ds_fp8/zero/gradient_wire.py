@@ -1,4 +1,4 @@
-"""The bytes of a gradient reduction: FP8 slices with their scales, packed by the sender, summed by the receiver.
+"""Wire format of a gradient reduction: FP8 slices with scales, packed by the sender, summed by the receiver.
 
 Each function has a Triton kernel for the GPU and a reference in torch; where scales are powers of two, the same bits.
 Emulated formats have the reference only.

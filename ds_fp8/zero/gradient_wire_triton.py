@@ -1,4 +1,4 @@
-"""pack and sum_rows of gradient_wire.py, one kernel each: a gradient is read once, a message written once, read once.
+"""Triton kernels of gradient_wire: pack and sum_rows read and write every byte once.
 
 A program takes 32 groups of 128 elements. In `_pack` they belong to the slice of one rank; in `_sum_rows` they are those
 places of all rows, which it adds in FP32 in the order of the ranks.

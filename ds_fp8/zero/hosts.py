@@ -1,4 +1,4 @@
-"""The hosts of a job. Launchers tell which ranks share one each in its own way, or not at all: ranks ask each other."""
+"""Ranks grouped by host. Launchers do not name hosts in one common way, so the ranks ask each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods that take the calls of DeepSpeed's: what runs around steps, gathers and loads, and in which order.
+"""Handlers of DeepSpeed's calls: the work around steps, gathers and loads, in order.
 
 DeepSpeed's methods (seams/methods.py has their names) call the methods of `Lifecycle` in place of their own code:
 

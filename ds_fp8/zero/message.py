@@ -1,4 +1,4 @@
-"""The messages of the gradient reduction: their layout, how gradients are cast into them, where their sums go.
+"""Messages of the gradient reduction: layout, casts of gradients into them, destinations of their sums.
 
 A message is uint8 [rows, places * width * 33/32], one row for each rank it goes to: first the codes, `width` for each
 of `places` slices, then one FP32 scale for every 128 of them. The slice of rank r lies in row r mod rows, place r div

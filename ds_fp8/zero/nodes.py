@@ -1,4 +1,4 @@
-"""Process groups of a reduction in two levels: the ranks of a node, and those at the same position in every node."""
+"""Process groups of a two-level reduction: the ranks of a node, and the ranks at one position in all nodes."""
 
 from __future__ import annotations
 

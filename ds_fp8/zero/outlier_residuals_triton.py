@@ -1,4 +1,4 @@
-"""Residuals of all weights in one launch; outlier_residuals.py has the maths and the reference.
+"""Triton kernel of outlier_residuals.py: the residuals of all weights in one launch.
 
 A program takes 128 rows, and 64 outlier channels, of a weight that this rank has a part of. It finds its weight through `owner`, and what it
 needs of it in a row of `table`:

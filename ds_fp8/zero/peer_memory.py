@@ -1,4 +1,4 @@
-"""FP8 shards that the other ranks of a host read by themselves, with copy engines: gathers take no multiprocessor.
+"""FP8 shards in memory that all ranks of a host map, gathered by copy engines without multiprocessors.
 
 NCCL's all-gather runs as a kernel beside the products and takes some of their multiprocessors. Where all ranks of a
 group can map each other's memory (one host, NVLink or PCIe peers), a gather needs no collective: every rank copies the
@@ -84,7 +84,7 @@ class PeerMemory:
         read = [int(memory[0]) for memory in self._of_rank]
         self.barrier()
         self.local[:1] = 0
-        return None if read == list(range(1, len(read) + 1)) else "another rank's memory holds what it did not write"
+        return None if read == list(range(1, len(read) + 1)) else "a read of another rank's memory returned wrong bytes"
 
     def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object = None) -> Copies:
         """Begin to copy all ranks' shards into every output, behind what the current stream holds.
@@ -147,7 +147,7 @@ def share(numel: int, device: torch.device, group: object) -> PeerMemory | str:
     places: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(places, _Place(identity(), device.index, visible[device.index]), group=group)
     if len(places) == 1 or len({place.host for place in places}) > 1:
-        return "the ranks are not several of one host"
+        return "the ranks are on several hosts, or there is one rank only"
     gpus = {place.gpu for place in places}
     if len(gpus) < len(places):
         return "several ranks share a GPU"

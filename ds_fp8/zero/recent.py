@@ -1,4 +1,4 @@
-"""A cache of what was used last."""
+"""Cache of the most recently used items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading checkpoints without running code that was put into them.
+"""Checkpoint loading that never runs code from the files.
 
 A file of torch.save is a pickle, which can name any function to be called. torch's own reader of tensors and plain
 values (`weights_only`) refuses that; of DeepSpeed's classes it is told those that its checkpoints contain.

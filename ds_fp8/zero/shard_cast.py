@@ -1,4 +1,4 @@
-"""The cast of all master shards to FP8, in two halves around the all-reduce that agrees on the amax of every group.
+"""Cast of all master shards to FP8, in two halves around the all-reduce of every amax.
 
     write_amax   amax[g] = max |master[i]| over this rank's elements i of group g, into one flat buffer
     cast         code[i] = cast(master[i] / scale[g]), into one flat buffer of codes

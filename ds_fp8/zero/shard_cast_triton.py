@@ -1,4 +1,4 @@
-"""All master shards of a rank in one launch: the amax of their groups, and their cast.
+"""Triton kernels of shard_cast: amax and cast of all master shards of a rank, one launch each.
 
 The weights are cut into tiles of 128 x 128 elements; a shard gives one program to each tile that it has a part of. A
 program finds its weight through `owner`, that weight's geometry in a row of `table`, and the numbers to cast at an

@@ -52,7 +52,7 @@ class ShardedWeight:
         if rotation is not None and (self.shard.numel % rotation.block or columns % rotation.block):
             raise UserError(
                 f"a weight of {rows} x {columns} is sharded over {self.shard.world} ranks in parts of "
-                f"{self.shard.numel} elements, no whole blocks of {rotation.block}: no rank can rotate its own",
+                f"{self.shard.numel} elements, which are not whole blocks of {rotation.block}",
                 key="fp8.linear.rotation.block",
                 remedy='a smaller "block", or "param_gather": {"format": "bf16"}',
             )

@@ -1,4 +1,4 @@
-"""The optimizer step of ZeRO-3 in as few passes over memory as there can be.
+"""Optimizer step of ZeRO-3 with the fewest passes over memory.
 
     squares = sum over ranks of gradient²       summed where gradients were written (gradient_shards.py); 8 bytes travel
     norm    = sqrt(squares)

@@ -1,4 +1,4 @@
-"""Transports of FP8 shards from rank to rank: collectives, or copies out of each other's memory.
+"""Transports of FP8 shards between ranks: collectives, or copies from each other's memory.
 
 All keep one promise: what `gather` delivers was written, on every rank, before the last `written` that lies before the
 gather, and no `write` lies in between. Ranks may be late at any point.

@@ -78,7 +78,7 @@ def test_empty(axis):
 
 
 def test_columns_that_are_no_whole_blocks_are_refused():
-    with pytest.raises(ValueError, match="130 columns are no multiple of a block of 128"):
+    with pytest.raises(ValueError, match="130 columns are not a multiple of the rotation block 128"):
         rotate(torch.zeros(2, 130), Rotation())
 
 

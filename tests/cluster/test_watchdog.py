@@ -217,7 +217,7 @@ def guardian_is_stopped(rank: int) -> None:
 def test_a_guardian_that_is_not_heard_of_is_lost_before_the_timeout(job):
     ended = job(2, guardian_is_stopped)
     assert ended.codes == [75, 75]
-    assert "(rank 1): nothing heard for" in ended.output
+    assert "(rank 1): no message for" in ended.output
     assert not ended.left
 
 

@@ -128,7 +128,7 @@ def test_missing_file(name, tmp_path):
 
 
 def test_relative_missing_file_is_not_taken_for_a_datasets_name(tmp_path):
-    assert "no file or folder" in str(_error(DataConfig(path="some/data.jsonl")))
+    assert "does not exist" in str(_error(DataConfig(path="some/data.jsonl")))
 
 
 @pytest.mark.parametrize("name", ["owner/no_such_dataset", "owner/no_such_dataset:subset"])

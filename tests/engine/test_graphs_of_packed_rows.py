@@ -109,7 +109,7 @@ def check(ranks, rows):
     for theirs, ours in zip(launched, captured, strict=True):
         assert ", ".join(ours[1]) == ", ".join(what for *_, what in rows)
         assert ours[0] == theirs[0]
-        assert [line for line in ours[2] if not line.startswith("forward and backward run as")] == []
+        assert [line for line in ours[2] if not line.startswith("forward and backward now run as")] == []
 
 
 def test_rows_of_one_document_are_plain_until_packed_ones_come(ranks):

@@ -123,7 +123,7 @@ def test_counters_and_layers_in_bf16_are_resumed(ranks, tmp_path):
         assert before["monitor"]["steps"] == 5
         assert {count for *_, count in before["monitor"]["in_a_row"]} == {3}
         assert before["layers_in_bf16"] == ["layers.1.up"]
-        assert said == ["layers.1.up goes on in BF16"]
+        assert said == ["layers.1.up now runs in BF16"]
         assert losses[0] == losses[1]
         assert len(moved[0]) == 6  # with the fourth measurement in a row
         assert moved[0] == moved[1]

@@ -177,7 +177,7 @@ CASES = {
     "packed rows, recomputed activations": {"attention": "packed", "recompute": {"use_reentrant": False}},
     "an MLP in tiles": {"activations": {"mlp_tile_tokens": 128}, "lengths": (2 * LENGTH,)},
     "two forwards": {"between": two_forwards},
-    "a layer that goes on in BF16": {"between": move_a_layer},
+    "a layer that now runs in BF16": {"between": move_a_layer},
 }
 BROKEN = {
     "a read on the host": read_on_the_host,

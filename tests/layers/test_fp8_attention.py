@@ -195,7 +195,7 @@ def test_packed_rows_are_in_fp8_where_they_hold_one_document():
         ("qwen2", {"attention_dropout": 0.1}, "dropout"),
         ("gemma2", {}, "caps its scores"),
         ("qwen2", {"attn_implementation": "eager"}, '"eager"'),
-        ("mamba", {}, "attention functions compute none"),
+        ("mamba", {}, "none calls transformers' attention functions"),
     ],
 )
 def test_models_that_cannot_are_refused(architecture, changes, reason):

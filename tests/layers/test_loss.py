@@ -322,7 +322,7 @@ def with_shift_labels_lost(model):
     [
         (with_biased_head, "bias"),
         (with_other_head, "Sequential"),
-        (with_own_loss, "loss function of its own"),
+        (with_own_loss, "custom loss function"),
         (with_replaced_forward, "replaced"),
         (with_doubled_loss, "works on its logits"),
         (with_shift_labels_lost, "another loss"),
@@ -342,7 +342,7 @@ def test_other_models_are_left_with_the_reason(change, reason):
 def test_a_module_that_is_no_hugging_face_model_is_left():
     result = fuse_loss(torch.nn.Linear(3, 4))
     assert not result.fused
-    assert "Linear is no model of transformers" in result.description
+    assert "Linear is not a model of transformers" in result.description
 
 
 def zero_training(kind, tied, fused, bf16):

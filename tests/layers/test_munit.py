@@ -88,7 +88,7 @@ def test_a_saved_model_loads_again_and_says_what_it_is(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(loaded(tokens()).logits, model.eval()(tokens()).logits)
-    with pytest.raises(UserError, match="is no llama"):
+    with pytest.raises(UserError, match="is not a llama"):
         make_plan(loaded, {}, LinearConfig(), "bf16")
 
 

@@ -155,9 +155,9 @@ CASTS = {"weight": {"granularity": "1x32"}}
     [
         ({"recast": {"of": "fprop"}}, "cast once for fprop and dgrad"),
         ({"recast": {"rounding": "nearest"}}, "they are not"),
-        ({**CASTS, "recast": {"of": "fprop"}, "input": {"rounding": "stochastic"}}, "made again in backward"),
-        ({**CASTS, "recast": {"of": "fprop"}, "rotation": {"wgrad": "in_features"}}, "rotated along in_features"),
-        ({"grad_output": {"scale": "mse", "rounding": "stochastic"}}, "lets elements saturate"),
+        ({**CASTS, "recast": {"of": "fprop"}, "input": {"rounding": "stochastic"}}, "cast again in backward"),
+        ({**CASTS, "recast": {"of": "fprop"}, "rotation": {"wgrad": "in_features"}}, "rotates wgrad"),
+        ({"grad_output": {"scale": "mse", "rounding": "stochastic"}}, "saturates elements"),
     ],
 )
 def test_what_cannot_be_cast_again_is_refused(linear, words):

@@ -133,8 +133,8 @@ def test_fused_layers_go_without_and_say_so():
         ({"rotation": {"dgrad": "out_features"}}, "cast once for fprop and dgrad"),
         ({"rotation": {"fprop": "tokens"}}, "Input should be 'in_features'"),
         ({"rotation": {"fprop": "in_features", "block": 48}}, "Input should be 16, 32, 64 or 128"),
-        ({"rotation": {"fprop": "in_features"}}, "100 features are no multiple of blocks of 128"),
-        ({"rotation": {"wgrad": "in_features"}}, "100 features are no multiple of blocks of 128"),
+        ({"rotation": {"fprop": "in_features"}}, "100 features are not a multiple of blocks of 128"),
+        ({"rotation": {"wgrad": "in_features"}}, "100 features are not a multiple of blocks of 128"),
         ({"weight": {"granularity": "1x32"}, "rotation": {"dgrad": "out_features"}}, "no multiple of blocks of 128"),
     ],
 )

@@ -51,7 +51,7 @@ class Mixer(nn.Module):
         ("up", Unchanged(512, 512), None),
         ("up", Transposed(512, 512), None),
         ("up", Transposed(512, 512, bias=False), None),
-        ("up", Scaled(512, 512), "is a Scaled, which has a forward of its own"),
+        ("up", Scaled(512, 512), "is a Scaled, which overrides forward"),
         ("up", parametrizations.weight_norm(nn.Linear(512, 512)), "its weight is computed from others"),
         ("up", nn.MultiheadAttention(512, 4), "reads its weight without calling it"),
         ("score", nn.Linear(512, 127), "narrower than 128 features"),

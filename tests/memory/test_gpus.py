@@ -53,7 +53,7 @@ def test_what_is_proposed_fits(capsys):
 
 
 def test_one_amount_of_memory():
-    with pytest.raises(UserError, match="both say"):
+    with pytest.raises(UserError, match="exclude each other"):
         main(["estimate", "quickstart/cpt.json", "--gpu", "h100", "--memory", "80"])
 
 

@@ -48,7 +48,7 @@ def test_a_link_that_goes_down_ends_both_sides(make_hosts, tmp_path):
     hosts.cut_link(1)
     assert process.wait(ENDED) == 75
     wait_until_empty(hosts, 0, 1)
-    assert "10.77.0.2 (rank 1): nothing heard for" in output.read_text()
+    assert "10.77.0.2 (rank 1): no message for" in output.read_text()
 
 
 @pytest.mark.slow

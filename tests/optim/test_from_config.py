@@ -193,7 +193,7 @@ def test_a_section_that_does_not_fit_is_explained(section, key):
 
 def test_the_way_out_that_an_error_names_is_one():
     section = {"exp_avg": "e4m3", "master": "fp16_scaled"}
-    with pytest.raises(UserError, match="scale for each tensor") as caught:
+    with pytest.raises(UserError, match="one scale a tensor") as caught:
         parse_fp8(raw({"optimizer": section}))
     assert '"granularity": "tensor"' in caught.value.remedy
     parse_fp8(raw({"optimizer": {**section, "granularity": "tensor"}}))

@@ -239,7 +239,7 @@ def test_a_run_that_was_ended_before_its_first_save_begins_again(stage, run_dir)
     assert inspect_run(stage()).step == 0
     with (run_dir / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 2, "saved": true}\n')
-    with pytest.raises(UserError, match=r"step 2, which metrics.jsonl tells of, is gone"):
+    with pytest.raises(UserError, match=r"step 2, which metrics.jsonl records, is missing"):
         inspect_run(stage())
 
 

@@ -78,7 +78,7 @@ def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write
 
     errors, said = go("whole", undeletable="step_1.deleted")
     assert errors == ["", ""]
-    assert "step 2 is saved; not all that follows a save was done: Permission denied" in said
+    assert "step 2 is saved, but a later part of saving failed: Permission denied" in said
     assert "was not saved" not in said
     folder = tmp_path / "cut"
     assert go("cut", "train.steps=1")[0] == ["", ""]

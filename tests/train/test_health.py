@@ -163,7 +163,7 @@ def test_layers_that_degrade_go_on_in_bf16_on_all_ranks_together(ranks, twins, f
             assert sent[-1]["all_gather_bytes"] == pytest.approx(plain[-1]["all_gather_bytes"], rel=0.05)
     assert same_weights(results)
     said = results[0][1]
-    assert sum("goes on in BF16" in line for line in said) == count
+    assert sum("now runs in BF16" in line for line in said) == count
     assert len(said) == len(set(said)), "something is said twice"
 
 

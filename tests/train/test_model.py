@@ -117,7 +117,7 @@ def test_a_tokenizer_other_than_the_stored_models_is_refused(load, tmp_path):
     build_model(stage, load_model_config(stage, tokenizer)).save_pretrained(tmp_path / "before")
     tokenizer.save_pretrained(tmp_path / "before")
     stage, other = load("model.config=null", f"model.path={tmp_path / 'before'}", "data.vocab_size=500")
-    with pytest.raises(UserError, match="numbers tokens otherwise") as caught:
+    with pytest.raises(UserError, match="assigns other token ids") as caught:
         load_model_config(stage, other)
     assert caught.value.key == "data.tokenizer"
 

@@ -88,7 +88,7 @@ def test_a_stage_is_resumed_saved_loaded_and_not_exported(munit_stage, write, ra
     assert after["first_validation_loss"] == pytest.approx(whole["final_loss"], rel=1e-3)
 
     monkeypatch.setattr("sys.argv", ["ds-fp8 export", str(run_dir), str(tmp_path / "served"), "--format", "bf16"])
-    with pytest.raises(UserError, match="is no qwen2"):
+    with pytest.raises(UserError, match="is not a qwen2"):
         export()
 
 

@@ -119,5 +119,7 @@ def test_the_kernels_cast_rotated_shards(world):
 
 
 def test_shards_that_cut_a_block_are_refused():
-    with pytest.raises(UserError, match="131 x 96 is sharded over 2 ranks in parts of 6288 elements, no whole blocks"):
+    with pytest.raises(
+        UserError, match="131 x 96 is sharded over 2 ranks in parts of 6288 elements, which are not whole blocks"
+    ):
         weights_of(0, 2, "128x128", "cpu", [(131, 96)], Rotation(32))

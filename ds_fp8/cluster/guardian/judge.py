@@ -159,7 +159,7 @@ class Judge:
         silence = min((rank.silence for rank in self._ranks.values()), default=float("inf"))
         for number, rank in self._ranks.items():
             if not rank.gone and now - rank.heard > silence:
-                self._findings.setdefault(number, (SILENT, f"nothing heard for {now - rank.heard:.0f} s"))
+                self._findings.setdefault(number, (SILENT, f"no message for {now - rank.heard:.0f} s"))
         if now - self._started > self.arrival:
             for number in set(range(self.world)) - set(self._ranks):
                 self._findings.setdefault(number, (ABSENT, f"did not arrive within {self.arrival:.0f} s"))
@@ -206,7 +206,7 @@ class Judge:
         now = time.monotonic()
         for number in mute:
             unheard = now - present[number].heard
-            state = "stopped, or stuck in the system" if unheard < 4 * TICK else f"not heard of for {unheard:.0f} s"
+            state = "stopped, or stuck in the system" if unheard < 4 * TICK else f"no message for {unheard:.0f} s"
             lines.append(f"  {self._host(number)} (rank {number}): {state}: shows no stack")
         if not mute and len(busy) < len(present):
             lines += [f"  {self._host(number)} (rank {number}): the others wait for it" for number in busy]

@@ -61,7 +61,7 @@ class Member:
                 # That word may have come together with the end, and `_obey` is yet to read it.
                 await asyncio.sleep(TICK)
             if not self._leaving:
-                self._report({"finding": (DIED, "its process ended without a word (killed, or out of memory)")})
+                self._report({"finding": (DIED, "its process ended without a message (killed, or out of memory)")})
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(asyncio.shield(self._told), 10)
         self._report({"gone": True})
@@ -127,7 +127,7 @@ class Member:
         """Report the rank's state; give up where the judge, the launcher or the rank has been silent for too long."""
         now = time.monotonic()
         if self._leaving and now - self._moved > _LEAVES:
-            self._give_up("the rank was done and did not end")
+            self._give_up("the rank had finished, but its process did not exit")
             return
         if self._judge is None:
             if now - self._moved > self._state["patience"]:
@@ -135,7 +135,7 @@ class Member:
             return
         self._report({"state": {**self._state, "age": now - self._moved}})
         if now - self._judge_heard > self._state["silence"]:
-            self._give_up(f"nothing heard from rank 0's host for {now - self._judge_heard:.0f} s")
+            self._give_up(f"no message from rank 0's host for {now - self._judge_heard:.0f} s")
         elif not (self._stopped or self._leaving) and _hung_up(2):
             # Nobody reads the job's output: its launcher was killed, or the link to it is down. As SIGTERM by hand.
             self._stopped = True

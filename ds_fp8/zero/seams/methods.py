@@ -1,4 +1,4 @@
-"""The methods of DeepSpeed that are replaced, each once, and the handler that gets its calls.
+"""Replacement of DeepSpeed's methods, each once, by the handler that gets its calls.
 
 A handler is called with DeepSpeed's own method before the arguments: it decides when that runs, and whether it does.
 """

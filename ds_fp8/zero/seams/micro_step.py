@@ -1,4 +1,4 @@
-"""One forward and backward under ZeRO-3 as a CUDA graph captures it: DeepSpeed's streams, waits and counters.
+"""DeepSpeed's streams, waits and counters during the CUDA graph capture of a ZeRO-3 micro-step.
 
 DeepSpeed's hooks run while a graph is captured, and not when it is replayed. So a capture begins and ends in the state
 that DeepSpeed is in between two micro-steps: all parameters partitioned but the persistent ones, nothing in flight.

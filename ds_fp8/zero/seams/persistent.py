@@ -1,4 +1,4 @@
-"""The parameters that ZeRO-3 keeps whole between steps, gathered in one launch when a step has written their shards.
+"""One launch that gathers the parameters ZeRO-3 keeps whole, after a step has written their shards.
 
 DeepSpeed gathers them one collective each, and the host then waits for the device. With 28 layers of Qwen2.5 these are
 141 launches a step, after which the GPU is idle until Python has issued the next kernels.

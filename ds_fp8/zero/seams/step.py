@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 optimizer as this package's optimizer step uses it, private names included.
+"""DeepSpeed's ZeRO-3 optimizer as seen by this package's step, private names included.
 
 Gradient shards, FP32 masters and the loss scale stay DeepSpeed's, where safe_get_*, checkpoints and schedulers look.
 """

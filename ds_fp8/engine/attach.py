@@ -39,10 +39,13 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
         state.wire = WireMeter()
     if state.conversion is None and state.wire is None:
         return
+    # First of all: it replaces DeepSpeed's methods, and every part below is only hooked into it. Parts that stay None
+    # leave their calls to DeepSpeed.
     life = state.lifecycle = Lifecycle(engine, state.wire)
     if state.conversion is not None:
         state.hosts = find_hosts()
         state.health = Health(engine, state.monitor, state.config)
+        # Before the gather: BF16 shards may be freed only if the step here, and not DeepSpeed's, writes them.
         state.why_no_step = why_not(engine, getattr(engine, "basic_optimizer", None))
         if state.why_no_step is None:
             state.step = life.update = Step(engine, engine.basic_optimizer)
@@ -50,12 +53,16 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
             give_inputs_gradients(engine)
             _gather_in_fp8(engine, state, life)
         _reduce_in_fp8(engine, state)
+        # Needs the flat shards in their final place, and must come before the first step allocates moments.
         _register_segments(engine, state, life)
     if sharded and seams.has_optimizer(engine):
         shards = state.step.gradients if state.step is not None else None
         life.reduction = Reduction(state.wire, state.gradient_reduce, shards)
     if state.conversion is not None:
+        # Last of the parts: it asks them for reasons against graphs, and wraps the call of the module that includes
+        # them all.
         _capture_graphs(engine, state)
+        # Behind the callbacks of the graphs: a layer that moves to BF16 here resets graphs that are still there.
         life.after_step.append(state.health.end_step)
         life.states[CHECKPOINT_KEY] = CheckpointState(state.state_dict, state.load_state_dict)
 
@@ -70,7 +77,9 @@ def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lif
         for module in engine.module.modules()
         if isinstance(module, FP8Linear)
         and module.recipe.weight.why_not_gathered is None
+        # Persistent weights stay whole in BF16; nothing of them is sent.
         and seams.is_partitioned(module.weight)
+        # A parent reads these without calling the linear: gathered in FP8 they would be NaN to it.
         and id(module.weight) not in read
     ]
     weights += [
@@ -122,11 +131,13 @@ def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
         state.graphs = MicroStepGraphs(
             engine, state.step.gradients, state.parameter_gather, state.wire, state.health, state.monitor, checked
         )
+        # A layer in BF16 runs other kernels than those that were captured.
         state.health.on_move = state.graphs.reset
 
 
 def _of_any_rank(reason: str | None) -> str | None:
     """Return the reason of the first rank that has one. Collective."""
     reasons: list[str | None] = [None] * dist.get_world_size()
+    # All ranks capture or none: a captured collective must not meet an eager one of another rank.
     dist.all_gather_object(reasons, reason)
     return next(filter(None, reasons), None)

@@ -32,6 +32,7 @@ def before_process_groups_end(method: Callable[[torch.distributed.ProcessGroup |
         # Callers that imported destroy_process_group by its name come here as well.
         torch.distributed.ProcessGroup.shutdown = _calling_first(torch.distributed.ProcessGroup.shutdown)
         atexit.register(_call_all, None)
+    # Weak: the registration must not keep an engine and its graphs alive.
     _at_the_end.append(weakref.WeakMethod(method))
 
 
@@ -45,6 +46,7 @@ def _call_all(group: torch.distributed.ProcessGroup | None) -> None:
 def _calling_first(shutdown: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(shutdown)
     def after_calls(group: torch.distributed.ProcessGroup) -> None:
+        # Order matters: NCCL's shutdown waits for the communicator's graphs, so these go first.
         _call_all(group)
         shutdown(group)
 
@@ -77,6 +79,8 @@ def end_failed_capture(device: torch.device) -> None:
     # What was enqueued before the capture must have ended, and an error of it shows here.
     torch.cuda.synchronize(device)
     # Its random numbers are left in the state of a capture that never ends.
+    # A capture marks the generator's state as captured until its end. A failed one never got there, so that a fresh
+    # copy of the state takes its place.
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
 
@@ -127,6 +131,8 @@ def random_states_unread(drawn: bool) -> Iterator[None]:
             raise RuntimeError("activations are recomputed with random numbers, whose state the host repeats")
         return [], []
 
+    # Reading the state of a CUDA generator copies it to the host, which a capture forbids. Without random numbers the
+    # state is not needed, and with them the graph is refused.
     get_device_states = checkpoint.get_device_states
     checkpoint.get_device_states = no_states
     try:
@@ -151,6 +157,8 @@ def masks_as_outside(max_documents: int = 0) -> Iterator[None]:
     def which_document(positions: torch.Tensor) -> torch.Tensor | None:
         return (positions == 0).cumsum(-1) if max_documents else None
 
+    # transformers asks is_tracing and then builds the mask that fits any batch: tokens x tokens booleans, which
+    # attention would read at every layer. Told otherwise it drops the mask where rows are causal.
     names = {"is_tracing": lambda *_: False, "find_packed_sequence_indices": which_document}
     before = {name: getattr(masking_utils, name) for name in names}
     for name, value in names.items():
@@ -171,16 +179,19 @@ def memory_of_other_streams_reused() -> Iterator[None]:
     if setting in given or not hasattr(torch.cuda.memory, "_set_allocator_settings"):
         yield
         return
+    # Settings replace each other as a whole: what the user gave in the environment has to be repeated.
     before = f"{given}," * bool(given)
     try:
         torch.cuda.memory._set_allocator_settings(f"{before}{setting}:True")
     except (RuntimeError, ValueError) as error:
+        # The setting saves memory only. A graph is right without it, so a torch that lacks it is no error.
         warnings.warn(f"CUDA graphs take more memory with this torch: {error}", stacklevel=2)
         yield
         return
     try:
         yield
     finally:
+        # Off again: captures of the user's own keep torch's default.
         torch.cuda.memory._set_allocator_settings(f"{before}{setting}:False")
 
 

@@ -76,6 +76,7 @@ class CapturedGraphs:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
+        # The memory of a pool goes back with its last graph; the next capture begins another pool.
         self._pool, self.kept_bytes, self._tokens = None, 0, 0
 
     def process_group_ends(self, group: torch.distributed.ProcessGroup | None) -> None:
@@ -85,6 +86,8 @@ class CapturedGraphs:
 
     def evict(self) -> None:
         """Free all graphs for what happens beside them."""
+        # Graphs that were freed after many replays were worth their capture; only short-lived ones count against the
+        # next.
         self.evictions = self.evictions + 1 if self._replays < PAID_AFTER else 0
         self._replays = 0
         self.forget()
@@ -110,6 +113,7 @@ class CapturedGraphs:
             Exception: What the model raises.
         """
 
+        # Called twice by MicroStepGraph: forward and backward are two graphs of one pool.
         def capturing(graph: torch.cuda.CUDAGraph) -> AbstractContextManager:
             return self._capturing(graph, max_documents, drawn)
 
@@ -135,6 +139,8 @@ class CapturedGraphs:
         """Capture into a pool that is thrown away: with stream reuse on, torch aborts if a backward capture fails."""
         pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
         try:
+            # Nothing of the dry run is ever read, so its memory may be overwritten while another stream would still use
+            # it.
             with streams_unrecorded():
                 graph = make(capturing)
             if not self._graphs:  # others would share their memory with it
@@ -153,6 +159,7 @@ class CapturedGraphs:
             tokens: Tokens of the batch that it was captured for.
         """
         self._graphs[signature] = graph
+        # Growth of the pool by this graph alone: later graphs reuse what earlier ones hold, and keep little more.
         self.kept_bytes += kept
         self._tokens = max(self._tokens, tokens)
 
@@ -195,7 +202,11 @@ class CapturedGraphs:
     def has_room(self, tokens: int, evaluates: bool = False) -> bool:
         """Return whether graphs leave the memory that `make_room` is for."""
         free, _ = torch.cuda.mem_get_info(self._device)
+        # Eager kernels can use what the allocator has cached. The pool's blocks count as cached too, but only graphs
+        # get them: kept_bytes is taken off.
         reserved, allocated = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
+        # Activations grow with the tokens. The pool holds those of the largest captured batch, the only figure there
+        # is.
         times = tokens / self._tokens if tokens and self._tokens else 1.0
         needed = self.kept_bytes * max(1.0, times / 4 if evaluates else times)
         return free + reserved - allocated - self.kept_bytes >= needed

@@ -20,4 +20,6 @@ class CheckSchedule:
 
     def checked(self) -> None:
         """Note that the graph has been checked."""
+        # Doubling: most values that go stale (warm-up of a schedule, a flag set after the first steps) do so early, and
+        # the total cost of checks stays logarithmic until the interval reaches its limit.
         self._next = self.replays + min(max(self.replays, 1), MAX_INTERVAL)

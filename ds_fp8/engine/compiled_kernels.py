@@ -52,6 +52,7 @@ def _is_left_behind(lock: Path) -> bool:
         before = lock.stat()
     except OSError:
         return False
+    # A fresh lock may belong to a process that has created but not yet opened it; another user's cannot be judged.
     if time.time() - before.st_mtime < _SETTLED or before.st_uid != os.geteuid():
         return False
     for process in psutil.process_iter():
@@ -63,6 +64,8 @@ def _is_left_behind(lock: Path) -> bool:
         except psutil.Error:  # another user's, who could not have made the file
             continue
     try:
+        # The holder may have finished during the scan, and another process may have taken the lock: then it is another
+        # file.
         return os.path.samestat(before, lock.stat())
     except OSError:
         return False

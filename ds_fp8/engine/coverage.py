@@ -76,6 +76,7 @@ def coverage(
     total = in_fp8 = gathered = 0
     for owner_name, owner in model.named_modules():
         for own_name, parameter in owner.named_parameters(recurse=False):
+            # Tied weights appear under every owner's name.
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
@@ -95,6 +96,7 @@ def coverage(
             part = kept.setdefault(reason, Kept(reason))
             part.parameters += math.prod(shape)
             part.names.append(name)
+    # Experts first, whatever their size: they are the reason a report of a mixture of experts is read for.
     order = sorted(kept.values(), key=lambda part: (not part.reason.startswith(EXPERTS), -part.parameters))
     return Coverage(total, in_fp8, gathered, order)
 

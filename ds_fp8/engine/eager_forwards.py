@@ -43,6 +43,8 @@ class EagerForwards:
             stream: Stream that graphs are captured on.
         """
         self._module, self._call, self._device, self._stream = module, call, device, stream
+        # Weak references: a forward is over when its outputs are dropped, as after an evaluation with gradients
+        # enabled.
         self._forwards: list[weakref.ref[_Forward]] = []
         self._used: dict[object, set[int]] = {}
         self.draws = False
@@ -62,7 +64,9 @@ class EagerForwards:
             where_called: Stay on the caller's stream.
             watches: Note in `changes` which attribute of a module of others the forward changes.
         """
+        # Only for code that is not known: comparing all attributes takes time at every step.
         state = PythonState(self._module) if watches else None
+        # The generator's offset is on the host, so asking for it waits for nothing.
         drawn = random_numbers_drawn(self._device)
         output = self._call(*args, **kwargs) if where_called else self._aside(args, kwargs)
         self.draws = self.draws or random_numbers_drawn(self._device) != drawn
@@ -104,6 +108,8 @@ class EagerForwards:
                 leaves[place] = leaves[place].view_as(leaves[place])
             output = tree_unflatten(leaves, structure)
         for place in places:
+            # The hook holds `forward`, and the output's autograd node holds the hook: the forward lives as long as a
+            # backward through this output is possible.
             leaves[place].register_hook(functools.partial(forward.gradient_arrives, place))
         self._forwards = [*self._pending(), weakref.ref(forward)]
         return output

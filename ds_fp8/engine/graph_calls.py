@@ -74,6 +74,8 @@ class Calls:
         if isinstance(kwargs.get(ITEMS), (int, float)):  # a number would be part of the graph
             kwargs[ITEMS] = torch.tensor(float(kwargs[ITEMS]))
         if torch.is_tensor(kwargs.get(ITEMS)):
+            # As a tensor on the device it is copied into the graph's buffer at every replay: the loss divides by the
+            # number of this batch, not of the captured one.
             kwargs[ITEMS] = kwargs[ITEMS].to(self._device)
         here = Call(args, kwargs, pending)
         self._inspect(here)
@@ -90,6 +92,7 @@ class Calls:
             # A replay adds its gradients to none of another forward's, and all graphs share their memory.
             here.why = "a forward ran before the backward of another"
         if here.why is None:
+            # Only for calls that could be graphs: the fingerprint walks over all modules.
             self._forget_other_code()
             # A mask is of ones only, and then transformers leaves it out as well.
             here.batch = {name: value for name, value in here.kwargs.items() if name != "attention_mask"}
@@ -104,6 +107,8 @@ class Calls:
         accumulates = self._micro_step.accumulates
         # Gradients that arrive for the first time in a step are added to zeros, which clears them before.
         arrived = sorted(self._gradients.arrived) if accumulates else None
+        # Each part changes the kernels: the first micro-batch of a step overwrites gradients and later ones add, frozen
+        # parameters have no wgrad, and dropout depends on the mode of its module.
         return batch, accumulates, arrived and tuple(arrived), self._micro_step.trained, self._micro_step.training
 
     def _forget_other_code(self) -> None:

@@ -34,6 +34,7 @@ class ForwardState:
         self._device = device
         self._host = torch.get_rng_state()
         self._random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        # Clones on the current stream, on which both forwards run: no event is needed.
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
 
     def restore(self) -> None:
@@ -42,6 +43,8 @@ class ForwardState:
         if self._random is not None:
             torch.cuda.set_rng_state(self._random, self._device)
         for buffer, value in self._buffers:
+            # Through `.data`: an in-place write that autograd sees would raise the version of tensors saved for
+            # backward.
             buffer.data.copy_(value)
 
 
@@ -96,12 +99,15 @@ class GraphChecks:
     ) -> list[float]:
         """Return how far apart the outputs of replays of one batch are, now and at earlier checks."""
         after = ForwardState(self._module, self._device)
+        # Python's forward may have left gathers in flight; the replay reads shards on its own streams right away.
         self._micro_step.wait_for_sides()
         spread = self._spread.get(signature) or [0.0] * len(first)
         for _ in range(SPREAD_REPLAYS):
             before.restore()
             graph.launch_forward(batch)
+            # The largest distance over all checks so far: a spread seen once may be seen again.
             spread = list(map(max, spread, distances(graph.copies(), first)))
+        # Training goes on behind Python's forward, whose backward may draw random numbers of its own (recomputation).
         after.restore()
         return spread
 
@@ -152,6 +158,7 @@ def _same(a: Any, b: Any) -> bool:
         return type(a) is type(b) and a == b
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    # a != a finds NaN: two NaN at one place count as equal, else a skipped step would end the graphs.
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
@@ -161,5 +168,7 @@ def _distance(a: Any, b: Any) -> float:
         return 0.0 if _same(a, b) else float("inf")
     if not a.numel():
         return 0.0
+    # Equal infinities would give NaN as their difference.
     found = (a.float() - b.float()).abs().masked_fill((a == b) | ((a != a) & (b != b)), 0).max().item()
+    # NaN: one side is NaN where the other is a number.
     return found if found == found else float("inf")

@@ -41,11 +41,13 @@ def why_no_graphs(engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, why_no_step
         '"graph" is "off"': fp8.graph == "off",
         "there is no CUDA device": engine.device.type != "cuda",
         f"DeepSpeed's step stays: {why_no_step}": why_no_step is not None,
+        # The key is an argument of the kernel, and a graph repeats the arguments of its capture.
         "gradients are rounded at random, with a key of every micro-batch": fp8.grad_reduce.rounding == "stochastic",
         "gradients have one scale each, which adapts over time": fp8.grad_reduce.scale == "tensor",
         "casts are emulated, operation by operation": any(cast.by_torch for cast in casts),
         "ranks share sequences": engine.sequence_parallel_size > 1,
         "DeepSpeed times or profiles forward": engine.wall_clock_breakdown() or engine.flops_profiler_enabled(),
+        # Reductions then run on the default stream, which CUDA does not capture.
         "overlap_comm is false": engine.zero_optimization_stage() == 3 and not engine.zero_overlap_comm(),
         "layers are dropped at random": (getattr(getattr(engine.module, "config", None), "layerdrop", None) or 0) > 0,
         COMPILED: is_compiled(engine.module),
@@ -95,6 +97,7 @@ def why_eager(modules: Sequence[nn.Module], device: torch.device, args: tuple, k
             return f'"{name}" is a {type(value).__name__}'
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
+    # Such hooks (offload of activations, for one) run in Python at every save; a replay would not call them.
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return SAVED_ELSEWHERE
     return None
@@ -182,4 +185,5 @@ class Capacities:
             documents: Documents of this batch, the most of any rank; 0 where every row of all ranks is one.
         """
         seen = self._max_seen[signature] = max(documents, self._max_seen.get(signature, 0))
+        # A power of two at least twice the largest number seen: few captures are repeated as batches vary.
         return max(MIN_DOCUMENTS, 1 << (2 * seen - 1).bit_length()) if seen else 0

@@ -53,8 +53,11 @@ def decide(facts: Facts) -> tuple[Action, str | None]:
     """Return what is done with a micro-step, and a reason to log; a pure function of what all ranks know."""
     if not facts.alone:
         return Action.END, "one backward has the losses of several forwards"
+    # From here on the order of the checks is part of the protocol: all ranks evaluate it on the same facts, and only
+    # facts that hold on every rank may lead to a capture or a replay.
     if not facts.alike:
         return Action.EAGER, None  # the reason is another one on every rank
+    # Before `ready` and `lasting`: those only concern graphs that are still to be captured.
     if facts.usable:
         return _with_graph(facts), None
     if not facts.unmeasured:
@@ -67,6 +70,8 @@ def decide(facts: Facts) -> tuple[Action, str | None]:
 
 
 def _with_graph(facts: Facts) -> Action:
+    # A measured micro-step must run eagerly, since the monitor's kernels are not in the graph; it is then used as a
+    # check as well where that is possible.
     if facts.unmeasured and (facts.unchecked or not facts.comparable):
         return Action.REPLAY
     if facts.comparable and facts.room:

@@ -58,6 +58,8 @@ class Health:
         self._device = engine.device
         self._thresholds = Thresholds(config.monitor)
         linears = {name: module for name, module in engine.module.named_modules() if isinstance(module, FP8Linear)}
+        # By id, since a Parameter compares element by element. The model keeps its parameters alive, so ids stay
+        # unique.
         self._site_of = {id(linear.weight): linear.recipe.site for linear in linears.values()}
         experts = [module for module in engine.module.modules() if isinstance(module, FP8Experts)]
         weights_of_experts = [weight for module in experts for weight in module.recipes_of_weights()]

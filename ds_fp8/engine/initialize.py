@@ -97,6 +97,7 @@ def initialize(
             check_optimizer(configuration, own=uses_own_optimizer(configuration))
 
     mpu = _located(file, share_sequences, configuration.values, model, mpu, mesh_param)
+    # Made before the model is converted: recipes keep a reference to the monitor that measures their casts.
     monitor = CastMonitor(fp8.monitor.every if fp8.enabled else 0)
     conversion = loss = None
     prefetch: dict[str, int] = {}
@@ -130,6 +131,7 @@ def initialize(
         # DeepSpeed refuses the configuration in both places.
         args = copy.copy(args)
         args.deepspeed_config = None
+    # From here on ZeRO owns the parameters: modules are replaced above.
     result = _deepspeed_initialize(
         args,
         model,
@@ -146,6 +148,7 @@ def initialize(
     )
     engine = result[0]
 
+    # Also with FP8 disabled: a BF16 twin has the same attributes and the same count of bytes.
     state = engine.fp8 = FP8State(engine, fp8, monitor)
     state.conversion, state.loss = conversion, loss
     attach(engine, state, measured="fp8" in configuration.values)

@@ -98,6 +98,8 @@ class PythonState:
 def _is_unchanged(before: tuple[object, int] | None, now: tuple[object, int] | None) -> bool:
     if before is None or now is None:
         return False
+    # Python may keep equal small values as one object or not, so these are compared by value. A tensor is compared by
+    # identity: its contents may change in place, which a graph does as well.
     plain = isinstance(now[0], (bool, int, float, str)) and type(before[0]) is type(now[0])
     return before[1] == now[1] and (before[0] is now[0] or (plain and before[0] == now[0]))
 
@@ -121,6 +123,8 @@ def fingerprint(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
         own = vars(part)
         for name in _HOOKS:
             seen.append(len(own[name]))
+        # By identity: a forward that was replaced on the class or on the instance is another object. Its code is not
+        # read.
         seen += (id(type(part).forward), id(own.get("forward")))
         for name in _SETTINGS:
             if name in own:

@@ -44,6 +44,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx, anchor: torch.Tensor, graph: MicroStepGraph, token: _Token) -> tuple[torch.Tensor, ...]:
         ctx.graph, ctx.token = graph, token
+        # None for outputs that the loss does not depend on, and not zeros: `replay_backward` tells them apart.
         ctx.set_materialize_grads(False)
         return graph.copies(graph.differentiable)
 
@@ -90,7 +91,9 @@ class MicroStepGraph:
         }
         self._persistent = [(p, p.data.clone()) for p in micro_step.persistent]
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        # Weak, so that only the autograd graph keeps the token alive.
         self._token: weakref.ref[_Token] | None = None
+        # An input that requires a gradient: without one autograd would not call the backward of _Replay.
         self._anchor = torch.zeros((), device=gradients.device, requires_grad=True)
         arrived, sent = gradients.arrived, wire.sent()
         state, outside = micro_step.remember(), [p.data for p, _ in self._persistent]
@@ -108,12 +111,18 @@ class MicroStepGraph:
                     raise ValueError("no output of the model has received a gradient")
                 # Memory of the pool, rewritten by the next replay: callers get copies, these stay inside.
                 self._leaves = [leaf.detach() if torch.is_tensor(leaf) else leaf for leaf in leaves]
+                # Gathers that were fetched ahead must join the capture before it ends; the backward graph gathers
+                # again.
                 micro_step.finish_gathers()
             roots = [leaves[place] for place in self._used]
+            # Buffers that the backward graph reads. Allocated outside of it, hence not in memory that the pool reuses.
             self._output_gradients = [torch.ones_like(self._leaves[place]) for place in self._used]
+            # Only `roots` may hold the autograd graph: it is freed with the backward below, and the pool reuses its
+            # memory.
             del output, leaves
             with capturing(self._backward):
                 torch.autograd.backward(roots, self._output_gradients)
+                # Reductions of the last bucket run on a side stream, which has to join before the capture ends.
                 micro_step.finish_backward()
         finally:
             for (parameter, _), data in zip(self._persistent, outside, strict=True):
@@ -147,6 +156,8 @@ class MicroStepGraph:
         # and `pending` knows that no backward will come. Reference counting, so it is known at once.
         token = _Token()
         self._token = weakref.ref(token)
+        # The backward adds to the shards or overwrites them, as captured. Whatever changes that between forward and
+        # backward (another backward, a step) makes the replay wrong, and it is refused.
         self._before = self._micro_step.accumulates, self._gradients.arrived
         with_gradient = iter(_Replay.apply(self._anchor, self, token))
         others = iter(self.copies([place for place in range(len(self._leaves)) if place not in self.differentiable]))
@@ -157,6 +168,7 @@ class MicroStepGraph:
         """Compute the outputs of a batch in the memory of the graph; they are `copies`."""
         for name, mine in self._batch.items():
             if torch.is_tensor(mine):
+                # On the current stream, the one that the replay is launched on: the copy lies before the graph.
                 mine.copy_(batch[name], non_blocking=True)
         if self._persistent:
             torch._foreach_copy_([mine for _, mine in self._persistent], [p.data for p, _ in self._persistent])
@@ -199,9 +211,13 @@ class MicroStepGraph:
             if place in given:
                 mine.copy_(given[place])
             else:
+                # The capture computes gradients of all used outputs; an output that this loss leaves out contributes
+                # zero.
                 mine.zero_()
         with profiled("graph"):
             self._backward.replay()
+        # Bookkeeping that Python did at the capture and that a replay does not run: which gradients arrived, bytes
+        # sent.
         self._gradients.arrived |= self._arrives
         self._wire.add(self._sends)
 

@@ -123,12 +123,16 @@ class MicroStepGraphs:
         """Return what the module returns: computed by a graph, or eagerly where there is none for this call."""
         if torch.compiler.is_compiling() or self.off is not None:
             return self._stock(*args, **kwargs)
+        # Evaluation runs eagerly, beside graphs that may leave it too little memory.
         if not (self._engine.module.training and torch.is_grad_enabled()):
             self._evaluated = True
             self._graphs.make_room(tokens_of(kwargs), evaluates=True)
             return self._stock(*args, **kwargs)
+        # Local knowledge only; no rank may act on it before `_decide` has compared it with the others'.
         here = self._calls.look_at(args, kwargs, pending=self._graphs.pending or self._eager.pending)
         action, reason = self._decide(here)
+        # The capture has computed nothing. Decided again, so that a new graph is checked against Python before its
+        # first replay.
         if action is Action.CAPTURE and self._capture(here):
             action, reason = self._decide(here)
         if action is Action.END:
@@ -137,6 +141,7 @@ class MicroStepGraphs:
             self._log(f"without CUDA graphs: {reason}")
         if action is Action.REPLAY:
             self._settle()
+            # DeepSpeed's throughput timer is started by a hook of the module, which a replay does not run.
             self._micro_step.start_clock()
             return self._graphs.replay(self._graphs.get(here.signature), here.batch)
         if action is Action.CHECK:
@@ -149,6 +154,7 @@ class MicroStepGraphs:
     def _decide(self, here: Call) -> tuple[Action, str | None]:
         """Return what all ranks do with a call, and a reason to log. Collective."""
         graph = self._graphs.get(here.signature)
+        # The schedule counts replays and not steps: these are the same on all ranks.
         unchecked, unmeasured = graph is None or not graph.schedule.due, not self._monitor.active
         beside = graph is not None and not (unchecked and unmeasured)  # or nobody need know whether there is room
         mine = Facts(
@@ -162,10 +168,13 @@ class MicroStepGraphs:
             lasting=self._graphs.evictions < MAX_EVICTIONS,
             has_capacity=graph is not None or len(self._graphs) < MAX_GRAPHS,
         )
+        # A number that stands for the signature, 0 for none: the ranks compare it in the same MIN all-reduce as the
+        # facts. crc32 and not hash(), which differs between processes.
         number = 0 if here.why is not None else zlib.crc32(repr(here.signature).encode()) + 1
         runs = [self._eager_runs.get((here.signature, packed), 0) for packed in (False, True)]
         ordered = self._micro_step.ready and not self._evaluated
         names = [one.name for one in fields(Facts) if one.name not in ("alike", "ready")]
+        # MIN of a number and of its negative: equal bounds mean that all ranks have the same signature.
         lowest, highest, documents, ordered, *others = self._agreement.least(
             number, -number, -here.documents, ordered, *runs, *(getattr(mine, name) for name in names)
         )
@@ -174,6 +183,7 @@ class MicroStepGraphs:
         if alike:
             here.ordered, here.max_documents = bool(ordered), self._capacities.take(here.signature, -documents)
             packed = here.max_documents > 0  # packed rows have other kernels
+            # By the largest number of documents of any rank: a graph that one rank must capture again, all do.
             facts["usable"] = facts["usable"] and graph.max_documents >= -documents
         elif unmeasured and facts["alone"]:
             self._log(f"without CUDA graphs: {here.why or OTHERS_DIFFER}")
@@ -212,6 +222,7 @@ class MicroStepGraphs:
         self._settle()
         if gather is not None:
             gather.pin_scales()
+        # DeepSpeed's hooks count during the capture although nothing runs; a failed capture puts the counters back.
         state, error, used = self._micro_step.remember(), None, self._eager.used(here.signature)
 
         def make(capturing: Callable) -> MicroStepGraph:
@@ -232,6 +243,7 @@ class MicroStepGraphs:
             if why is not None:
                 raise ValueError(why)
             graph, kept = self._graphs.capture(make, here.max_documents, self._eager.draws, here.ordered)
+        # Also KeyboardInterrupt: DeepSpeed's state has to be put back before anything propagates.
         except BaseException as found:  # whatever cannot be captured: it is reported, and runs eagerly
             error = found
             while error.__context__ is not None:  # what ended the capture, and not that it had ended
@@ -246,6 +258,7 @@ class MicroStepGraphs:
                 raise
         if not self._agreement.least(error is None)[0]:
             why = "another rank failed" if error is None else in_one_line(error)
+            # The traceback holds the frames of the forward, and with them activations in the pool.
             error = without_frames(error)
             self._end(why)
             return False
@@ -275,6 +288,7 @@ class MicroStepGraphs:
 
     def _forget_other_code(self) -> None:
         """Free the graphs of a model whose hooks or settings have been changed since, on this rank."""
+        # A model that is changed before its first graph costs nothing, and is no eviction.
         if len(self._graphs):
             self._graphs.evict()
         self._eager_runs.clear()

@@ -84,6 +84,7 @@ def _check(configuration: Configuration, own: bool) -> None:
     if own:
         _try(torch.optim.AdamW, {key: params[key] for key in _TRIED if key in params})
         return
+    # Its parameters are matrices, which the trial on a flat parameter cannot stand for.
     if name == "muon":
         if configuration.zero.reduce_scatter:
             raise UserError(

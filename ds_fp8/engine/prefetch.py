@@ -40,6 +40,7 @@ def wider_prefetch(zero: DeepSpeedZeroConfig, model: nn.Module) -> tuple[dict[st
     if live < 2 * layer:
         wider[LIVE] = min(2 * layer, 2 * live)
         notes.append(f"{LIVE} raised from {live:,} to {wider[LIVE]:,}: those gathered in FP8 take half the memory")
+    # Two layers: the one that computes and the one that is fetched ahead of it.
     if wider.get(LIVE, live) < 2 * layer:
         notes.append(f"{LIVE} is too small to fetch a layer with experts ahead: {2 * layer:,} would do")
     return wider, notes

@@ -21,6 +21,8 @@ class RankAgreement:
             backend = torch.distributed.group.WORLD._get_backend(device)
             given = getattr(getattr(backend, "options", None), "_timeout", None)
             timeout = max(LEAST_TIMEOUT, given or LEAST_TIMEOUT)
+            # A separate group: gloo's collectives are matched by their order within a group, and others use the default
+            # one.
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
             self.least(0)  # a rank that closes it early must not leave another that is still connecting
 
@@ -28,6 +30,7 @@ class RankAgreement:
         """Return the least of every number over all ranks. Collective."""
         if self._group is None:
             return list(numbers)
+        # Explicitly on the CPU: a default device of the user's would make gloo copy from the GPU, which waits for it.
         found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=self._group)
         return found.tolist()

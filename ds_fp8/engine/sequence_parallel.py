@@ -107,10 +107,12 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
     if not dist.is_initialized():
         seams.disable_shm_build()
         deepspeed.init_distributed()
+    # Before DeepSpeed makes groups of ranks: here a wrong number is an error with a remedy.
     check_ranks(size, dist.get_world_size())
     rows = DeepSpeedConfig(dict(raw)).train_micro_batch_size_per_gpu
     name = config._attn_implementation
     before = exchange_of(ALL_ATTENTION_FUNCTIONS.get(name))
+    # DeepSpeed keeps its groups of ranks in module globals: one set a process, for all models.
     if before is None and not _has_groups():
         return _registered(model, name, size, rows)
     heads = config.get_text_config().num_attention_heads

@@ -91,6 +91,7 @@ class FP8State:
         if self.graphs is not None:
             self.graphs.reset()
         if self.parameter_gather is not None:
+            # Before the switch: a weight that is still gathered holds codes, and its next reader would expect BF16.
             seams.partition_all(self._engine)  # what stayed gathered is in FP8
             self.parameter_gather.gather_in_bf16()
         stop_casting(self._engine.module)
@@ -133,7 +134,9 @@ class FP8State:
             self.health.say("error feedback of the gradients is reset: checkpoints do not hold it")
         if self.graphs is not None:
             self.graphs.reset()
+        # The engine may have counted before the load. clock() adds its count: the sum is the saved number.
         self._micro_batches_before = state.get("micro_batches", 0) - self._engine.micro_steps
+        # Behind the reset of the graphs: moving layers to BF16 changes kernels that graphs have captured.
         self.health.load_state_dict(state)
         if self.gradient_reduce is not None:
             self.gradient_reduce.load_state_dict(state.get("gradients", {}))

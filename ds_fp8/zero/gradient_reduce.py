@@ -99,6 +99,7 @@ class Reduction:
         group = seams.shard_group(next(iter(named.values())))
         accepts = self._in_fp8.casts if self._in_fp8 is not None else lambda shape, name: False
         cast = [name for name, parameter in named.items() if accepts(parameter.grad.shape, name)]
+        # Both lists keep the order of `named`: collectives come in one order on all ranks.
         others = [name for name in named if name not in cast]
         slices: dict[str, torch.Tensor] = {}
         if others:
@@ -207,11 +208,13 @@ class GradientReduce:
         """Cast and exchange gradients; return the message that came, whose rows are to be summed, and its layout."""
         world = dist.get_world_size(group)
         # The slices of all gradients lie side by side, each from a whole group on.
+        # Groups of fewer ranks (experts, sequence parallelism) may span nodes unevenly; they are exchanged flat.
         nodes = self._nodes if world == dist.get_world_size() else None
         places, width = [], 0
         for tensor in tensors:
             places.append(Slices(math.ceil(tensor.numel() / world), width))
             width += places[-1].padded
+        # 512 codes with their 4 scales of 4 bytes: rows start at multiples of 16 bytes, for wide loads of both.
         width = math.ceil(width / ROW_ALIGNMENT) * ROW_ALIGNMENT
         count = 1 if nodes is None else nodes.count
         shape = Message(world // count, count, width)
@@ -273,5 +276,6 @@ class GradientReduce:
             return None
         if name not in self._residuals:
             dtype = _RESIDUALS[self._config.error_feedback]
+            # Kept for the life of the engine at one address, which captured kernels write to.
             self._residuals[name] = torch.zeros(tensor.numel(), dtype=dtype, device=tensor.device)
         return self._residuals[name]

@@ -32,6 +32,7 @@ class GradientShards:
         for name, (_, numel) in places.items():
             self._spans[name] = spans
             spans += span_count(numel)
+        # Written whole by each pass, never added to: a sum per span of 4096 elements, final after the last micro-batch.
         self._squares = torch.zeros(spans, dtype=torch.float64, device=flat.device)
         self._unsummed: dict[str, None] = {}
         """Names, in the order of their arrival, for the last bit of the sum depends on it."""
@@ -111,6 +112,7 @@ class GradientShards:
 
     def close_step(self, frozen: Iterable[str]) -> None:
         """Clear the gradients that did not arrive since the last step, and those of the parameters `frozen`."""
+        # Sums of squares are cleared together with the gradients: stale ones would enter the norm.
         self.clear((self._places.keys() - self._arrived).union(frozen))
         self._arrived.clear()
 

@@ -69,6 +69,7 @@ class Step:
         # computes.
         skip = norm.isfinite().logical_not().to(torch.int32)
         verdict = streams.Fetch(skip)
+        # Parameters that were not reduced (frozen midway) may still hold a gradient; its memory is free for the update.
         zero.clear_model_gradients()
         work = list(zero.sub_groups())
         self._optimizer.step(work=work, factor=self._factor(norm), skip=skip)

@@ -101,6 +101,7 @@ def choose(transport: str, numel: int, device: torch.device, groups: Sequence[ob
     """
     if transport == "nccl":
         return Collectives(numel, device)
+    # Memory is mapped for one group; weights of experts with groups of their own would need one buffer each.
     shared = share(numel, device, groups[0]) if len(groups) == 1 else "the weights are sharded over several groups"
     if isinstance(shared, PeerMemory):
         return shared

@@ -39,6 +39,7 @@ class Bf16Shards:
 
     def free(self, parameter: torch.nn.Parameter) -> None:
         """Free a parameter's shard where it is not needed."""
+        # An absent shard is one NaN with stride 0, hence not contiguous: the stride is the flag.
         if id(parameter) in self._unneeded and parameter.ds_tensor.is_contiguous():  # else it is absent already
             parameter.ds_tensor.data = _absent(parameter)
 
@@ -47,6 +48,7 @@ class Bf16Shards:
         needed = [parameter for parameter in self._parameters if id(parameter) not in self._unneeded]
         if needed:
             shards = [parameter.ds_tensor for parameter in needed]
+            # One launch for all. On the stream of the step: the masters were written just before.
             torch._foreach_copy_(shards, [master_shard(parameter) for parameter in needed])
         for parameter in self._unneeded.values():
             if parameter.ds_tensor.is_contiguous():  # what a user wrote there held until now
@@ -64,6 +66,8 @@ class Bf16Shards:
             shard = flat.narrow(0, start, parameter.partition_numel())
             self.make(parameter)
             shard.copy_(parameter.ds_tensor)
+            # DeepSpeed's own layout again: successive views of one buffer, in the order of the sub-groups, which its
+            # flat groups are narrowed from.
             parameter.ds_tensor.data = shard
             start += len(shard)
         self._zero.lp_param_buffer = flat
@@ -79,6 +83,7 @@ class Bf16Shards:
                 parameter.ds_tensor.data = parameter.ds_tensor.clone()
         flat = self._zero.fp16_partitioned_groups_flat
         flat[:] = [torch.full((1,), torch.nan, dtype=part.dtype, device=part.device).expand(len(part)) for part in flat]
+        # The last reference to the flat buffer: needed shards were cloned above, so it is freed as a whole.
         self._zero.lp_param_buffer = None
 
 

@@ -32,6 +32,7 @@ def on_destroy(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) 
                 vars(engine)[_INSTALLED].close()
 
         replace(engine, engine, "destroy", destroy_and_uninstall)
+    # ExitStack unwinds in reverse: the last replacement of an attribute is undone first.
     vars(engine)[_INSTALLED].callback(callback)
 
 

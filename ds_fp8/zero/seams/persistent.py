@@ -55,7 +55,9 @@ def _gather(parameters: Sequence[torch.nn.Parameter]) -> None:
     if world == 1:
         wholes = shards
     else:
+        # One allocation whose views the parameters share: it lives until all of them are partitioned or gathered again.
         wholes = _aligned([shard.numel() * world for shard in shards], shards[0])
+        # The current stream waits, not the host; products read the parameters on this stream.
         grouped.all_gather(wholes, shards, group).wait()
     for parameter, whole in zip(parameters, wholes, strict=True):
         parameter.data = whole[: parameter.ds_numel].view(parameter.ds_shape)

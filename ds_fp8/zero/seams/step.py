@@ -93,6 +93,7 @@ class ZeroStep:
             index: [partitions[parameter.ds_id] for parameter in parameters]
             for index, parameters in enumerate(zero.fp16_groups)
         }
+        # By it the next forward counts this backward (micro_step_id): its gradients are added, not written.
         zero._epilogue_ran_this_backward = True
 
     # ---------------------------------------------------------------- the step
@@ -115,6 +116,7 @@ class ZeroStep:
     def begin(self) -> None:
         """Do what DeepSpeed does before a step; gradients are complete on the current stream then."""
         self._zero._pre_step()
+        # A weight that is still gathered would keep its old values after the step.
         self._zero._partition_all_parameters()
         # The last buckets may still be summed there. No record_stream: gradient shards live as long as the engine.
         streams.wait_stream(self._zero.reduce_and_partition_stream)
@@ -141,6 +143,7 @@ class ZeroStep:
         zero.overflow = False
         zero._loss_scale_update_and_overflow_cleanup()
         zero._global_grad_norm = norm
+        # As DeepSpeed's step leaves it: sub-groups without gradients, until the next backward ends.
         zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
 
     def gather_persistent(self) -> None:

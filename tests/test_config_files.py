@@ -97,7 +97,7 @@ def test_what_is_no_file_is_refused(name, tmp_path):
 
 
 def test_a_device_is_not_read():
-    with pytest.raises(UserError, match="no file"):
+    with pytest.raises(UserError, match="is not a file"):
         read_json("/dev/zero")
 
 

@@ -11,16 +11,12 @@ TINY = {
     "cast_parity": "--quick --steps 3 --shared-steps 2 --outlier 15 --variants bf16,fishman --json FOUND",
     "corpus": "--megabytes 0.1 --output FOUND",
     "crossover": "--quick --tokens 16 --hidden 256 --presets infir2 --json FOUND",
-    "data": "--megabytes 0.1 --rows 5 --workers 1 --sequence_length 128 --json FOUND",
     "head": "--quick --tokens 96 --chunks 32 --only bf16,fp8,all --json FOUND",
-    "nvfp4_gradients": "--quick --draws 2 --batches 2 --outliers 4 --json FOUND",
     "optimizer_parity": "--quick --steps 4 --shared-steps 2 --presets infir2,perturbed,dithered,coat --json FOUND",
-    "rotations": "--quick --outliers 8 --shared-steps 1 --json FOUND",
-    "width_transfer": "--quick --widths 32 --rates=-4 --standard-rates=-8 --steps 2 --json FOUND",
     "zero_step": "--quick --json FOUND",
 }
 MEASURED_BY_TESTS = {"export_memory": "export/test_memory.py", "load_memory": "train/test_sharded_model.py"}
-HELPERS = {"bench_path", "byte_training", "exact_products"}
+HELPERS = {"bench_path", "byte_training"}
 
 
 @pytest.mark.usefixtures("modules_kept_from_collection")

@@ -76,7 +76,7 @@ def launch(hostfile: str | os.PathLike, job: Launch) -> int:
                 + (f"; {fewest} hosts are needed (--min-hosts)" if attempt else ""),
             )
         if silent:
-            say(f"going on with {len(there)} of {len(hosts)} hosts, without {', '.join(silent)}")
+            say(f"continuing with {len(there)} of {len(hosts)} hosts, without {', '.join(silent)}")
         return _run(there, job, attempt, first_is_there=there[0] == hosts[0])
 
     return with_restarts(start, job.max_restarts, _SETTLE)

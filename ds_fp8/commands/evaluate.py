@@ -158,7 +158,7 @@ def _on_stage(model: PreTrainedModel, stage: Stage, batches: int, problems: int)
     known = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > known:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens with those of the chat template, the model {known}",
+            f"the tokenizer with the chat template has {len(tokenizer)} tokens, but the model has {known}",
             key="data.chat_template",
             remedy="evaluate a model that was trained with this template, or give that of the model's tokenizer",
         )

@@ -30,7 +30,7 @@ def check_deepspeed(configuration: Configuration) -> None:
     bf16, zero = configuration.bf16, configuration.zero
     # "auto" is filled in by Accelerate, before training.
     if not bf16.enabled and configuration.given("bf16", "enabled") != "auto":
-        refuse("bf16.enabled", "fp8 trains BF16 models, and bf16 is not enabled", '"bf16": {"enabled": true}')
+        refuse("bf16.enabled", "fp8 trains BF16 models, but bf16 is not enabled", '"bf16": {"enabled": true}')
     if zero.zenflow is not None:
         refuse("zero_optimization.zenflow", "ZenFlow selects gradient columns before they are reduced", "remove it")
     if fp8.optimizer.precision().compressed:
@@ -47,7 +47,7 @@ def check_deepspeed(configuration: Configuration) -> None:
     if parsed.torch_autocast_enabled:
         refuse(
             "torch_autocast.enabled",
-            "fp8 does not work under torch_autocast: it would cast weights on its own",
+            "fp8 does not work with torch_autocast, which casts weights too",
             'remove "torch_autocast"',
         )
     if parsed.compile_config.deepcompile:
@@ -60,13 +60,13 @@ def check_deepspeed(configuration: Configuration) -> None:
     if parsed.tensor_parallel_config.autotp_size > 1:
         refuse(
             "tensor_parallel.autotp_size",
-            "linears that are split over ranks have not been tried with FP8",
+            "FP8 with linears that are split over ranks is untested",
             'remove "tensor_parallel", or "fp8": {"enabled": false}',
         )
     if parsed.expert_parallel_config.enabled:
         refuse(
             "expert_parallel.enabled",
-            "experts that are spread over ranks have not been tried with FP8",
+            "FP8 with experts that are spread over ranks is untested",
             'remove "expert_parallel", or "fp8": {"enabled": false}',
         )
     if configuration.stage != 3:
@@ -77,13 +77,13 @@ def check_deepspeed(configuration: Configuration) -> None:
         if configuration.given(ACCUMULATION) != 1:
             refuse(
                 "data_types.grad_accum_dtype",
-                f"gradients of several micro-batches are summed in FP32, and grad_accum_dtype is {accumulation}",
+                f"gradients of several micro-batches are summed in FP32, but grad_accum_dtype is {accumulation}",
                 '"gradient_accumulation_steps": 1, or "data_types": {"grad_accum_dtype": "fp32"}',
             )
     elif accumulation not in (None, "fp32", "float32"):
         refuse(
             "data_types.grad_accum_dtype",
-            f"gradients are summed in FP32, and grad_accum_dtype is {accumulation}",
+            f"gradients are summed in FP32, but grad_accum_dtype is {accumulation}",
             '"data_types": {"grad_accum_dtype": "fp32"}, or "bf16" with "gradient_accumulation_steps": 1',
         )
 
@@ -96,13 +96,13 @@ def _check_zero(configuration: Configuration, refuse: Callable[..., None]) -> No
         if gathers:
             refuse(
                 "zero_optimization.stage",
-                f"FP8 parameter all-gather exists in ZeRO stage 3 only, and the stage is {configuration.stage}",
+                f"FP8 parameter all-gather exists in ZeRO stage 3 only, but the stage is {configuration.stage}",
                 '"stage": 3, or "fp8": {"param_gather": {"format": "bf16"}}',
             )
         if reduces:
             refuse(
                 "zero_optimization.stage",
-                f"FP8 gradient reduce-scatter exists in ZeRO stage 3 only, and the stage is {configuration.stage}",
+                f"FP8 gradient reduce-scatter exists in ZeRO stage 3 only, but the stage is {configuration.stage}",
                 '"stage": 3, or "fp8": {"grad_reduce": {"format": "bf16"}}',
             )
         return
@@ -154,16 +154,16 @@ def check_parallelism(model: nn.Module, mpu: Any, fp8: FP8Config) -> None:
         return
     remedy = 'use ZeRO stage 3 alone, or "fp8": {"enabled": false}'
     if isinstance(model, PipelineModule):
-        raise UserError("pipeline parallelism has not been tried with FP8", key="fp8.enabled", remedy=remedy)
+        raise UserError("FP8 with pipeline parallelism is untested", key="fp8.enabled", remedy=remedy)
     if any(isinstance(module, MoE) for module in model.modules()):
-        raise UserError("DeepSpeed's MoE layers have not been tried with FP8", key="fp8.enabled", remedy=remedy)
+        raise UserError("FP8 with DeepSpeed's MoE layers is untested", key="fp8.enabled", remedy=remedy)
     splits = ["get_tensor_model_parallel_world_size", "get_slice_parallel_world_size"]
     if not hasattr(mpu, "get_sequence_parallel_world_size"):  # whose "model parallel" ranks share a sequence
         splits.append("get_model_parallel_world_size")
     size = next((getattr(mpu, name)() for name in splits if hasattr(mpu, name)), 1)
     if size > 1:
         raise UserError(
-            f"tensor parallelism (mpu, {size} ranks) has not been tried with FP8", key="fp8.enabled", remedy=remedy
+            f"tensor parallelism (mpu, {size} ranks) is untested with FP8", key="fp8.enabled", remedy=remedy
         )
 
 
@@ -176,7 +176,7 @@ def _check_compressed_state(configuration: Configuration, refuse: Callable[..., 
     if configuration.optimizer_device == "nvme":
         refuse(
             "zero_optimization.offload_optimizer.device",
-            "NVMe offload swaps FP32 moments, and fp8.optimizer keeps them compressed",
+            "NVMe offload swaps FP32 moments, but fp8.optimizer compresses them",
             f'"device": "cpu", or {fp32}',
         )
     if offload.ratio != 1.0:

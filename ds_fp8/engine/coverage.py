@@ -58,7 +58,7 @@ class Coverage:
         in_fp8 = self.in_fp8 + self.gathered
         if in_fp8 >= LITTLE * self.total:
             return None
-        return f"only {in_fp8 / self.total:.0%} of the parameters are in FP8: expect little of it"
+        return f"only {in_fp8 / self.total:.0%} of the parameters are in FP8: expect little gain"
 
 
 def coverage(

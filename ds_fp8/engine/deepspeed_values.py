@@ -25,7 +25,7 @@ def check_values(configuration: Configuration) -> None:
     if not zero.stage and configuration.bf16.enabled and accumulation not in _BF16:
         refuse(
             "data_types.grad_accum_dtype",
-            f"without ZeRO gradients of a BF16 model are summed in BF16, and grad_accum_dtype is {accumulation}",
+            f"without ZeRO gradients of a BF16 model are summed in BF16, but grad_accum_dtype is {accumulation}",
             '"bf16", or a "zero_optimization.stage" of at least 1',
         )
     quantized = next((key for key in _QUANTIZED if getattr(zero, key)), None)

@@ -30,7 +30,7 @@ def check_launch() -> None:
         missing = [name for name in VARIABLES if name not in os.environ]
     if missing:
         raise UserError(
-            f"the environment has no {', '.join(missing)}, which launchers set",
+            f"the environment lacks {', '.join(missing)}, which launchers set",
             remedy="start with deepspeed, torchrun or accelerate launch; under srun and mpirun install mpi4py, or set "
             "them in a script (docs/many_hosts.md); a single process needs RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 "
             "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500",
@@ -38,6 +38,6 @@ def check_launch() -> None:
     local_rank, gpus = os.environ.get("LOCAL_RANK", ""), torch.cuda.device_count()
     if get_accelerator().device_name() == "cuda" and local_rank.isdigit() and int(local_rank) >= gpus > 0:
         raise UserError(
-            f"LOCAL_RANK is {local_rank}, and this process sees {gpus} GPU{'s' * (gpus != 1)}",
+            f"LOCAL_RANK is {local_rank}, but this process sees {gpus} GPU{'s' * (gpus != 1)}",
             remedy="set LOCAL_RANK=0 for ranks that each see one GPU, or let every rank see all GPUs of its host",
         )

@@ -43,7 +43,7 @@ def check_ranks(size: int, world: int) -> None:
     """Raise UserError where `world` ranks are no whole number of groups of `size`."""
     if world % size:
         raise UserError(
-            f"{size} ranks share a sequence, and there are {world}",
+            f"{size} ranks share a sequence, but there are {world} ranks",
             key=KEY,
             remedy=f"a number that divides {world}, or another number of ranks",
         )

@@ -149,7 +149,8 @@ def _check_same_model(masters: Mapping[str, Any], plan: Plan, checkpoint: Path) 
     if wrong:
         found = tuple(masters[wrong[0]].shape) if wrong[0] in masters else "absent"
         raise UserError(
-            f"the checkpoint is of another model: {wrong[0]} is {found}, and the configuration says {shapes[wrong[0]]}",
+            f"the checkpoint belongs to another model: {wrong[0]} is {found}, but "
+            f"the configuration says {shapes[wrong[0]]}",
             file=checkpoint,
             remedy="give the configuration of the model that was trained (adapters are to be merged first)",
         )

@@ -40,7 +40,7 @@ def check_layout(layout: str, cast: WeightCast) -> None:
         return
     if cast.format != "e4m3":
         raise UserError(
-            f"servers read weights in E4M3, and these were trained in {cast.format.upper()}",
+            f"servers read weights in E4M3, but these were trained in {cast.format.upper()}",
             key="fp8.linear.weight.format",
             remedy="--format bf16",
         )

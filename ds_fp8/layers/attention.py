@@ -55,10 +55,13 @@ class _NormedHeads(torch.autograd.Function):
     def forward(ctx, x, norm, cos, sin, q_norm, k_norm, heads: NormedHeads, keep: bool, *weights_and_biases):
         recipe, layout = heads.recipe, heads.layout
         weights, biases = weights_and_biases[:3], weights_and_biases[3:]
+        # rstd is all that backward needs to make n again from x: 4 bytes a token instead of 2H.
         _, rstd, cast = rms_norm_cast(x.reshape(-1, x.shape[-1]), norm, heads.eps, recipe)
         qkv = recipe.multiply(cast, fprop_weight(weights, recipe), x.dtype)
         bias = None if biases[0] is None else torch.cat(biases)
         norms = None if q_norm is None else HeadNorms(q_norm, k_norm, heads.head_eps)
+        # Without head norms in place of qkv: the rotation is undone from the gradients alone. With them backward needs
+        # qkv.
         rotated = rotate(qkv, cos, sin, layout, bias, norms)
         # Parameters are kept as themselves, not through save_for_backward: their storage is released after forward,
         # and backward finds the weights gathered by then.
@@ -74,6 +77,7 @@ class _NormedHeads(torch.autograd.Function):
         heads, recipe, weights, norm = ctx.heads, ctx.heads.recipe, ctx.weights, ctx.norm
         norms, has_bias = ctx.head_norms, ctx.biases[0] is not None
         bias = torch.cat(ctx.biases) if has_bias and norms is not None else None
+        # One matrix [T, N] again, as the product wrote it: dgrad and wgrad of q, k and v are one product each.
         dqkv, *dnorms = rotate_backward((dq, dk, dv), cos, sin, heads.layout, qkv, bias, norms)
         dbiases = (None, None, None)
         if has_bias and any(bias.requires_grad for bias in ctx.biases):
@@ -87,6 +91,7 @@ class _NormedHeads(torch.autograd.Function):
         if wants_wgrad:
             n_columnwise = rms_norm_columnwise(x_TH, norm, rstd, recipe)
             dweights = split_rows(recipe.multiply(dy_columnwise, n_columnwise, weights[0].dtype), weights)
+        # The residual's gradient is added where dx is written, which saves a read and a write of [T, H].
         dx, dnorm = rms_norm_backward(dn, x_TH, norm, rstd, dresidual.reshape(x_TH.shape))
         if norms is not None:
             dnorms = [d.to(w.dtype) if w.requires_grad else None for d, w in zip(dnorms, norms[:2], strict=True)]
@@ -115,6 +120,7 @@ def normed_heads(
     Returns:
         (q [B, heads, S, D], k and v [B, kv_heads, S, D], x). Use this x, not the given one, as the residual.
     """
+    # Passed as arguments, not closed over: autograd calls the hooks of parameters that it has seen as inputs only.
     parameters = [p.weight for p in projections] + [p.bias for p in projections]
     return _NormedHeads.apply(x, norm, *rotation, *head_norms, heads, torch.is_grad_enabled(), *parameters)
 
@@ -128,6 +134,7 @@ def attention_of(module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
 def fastest_kernel_first() -> contextlib.AbstractContextManager:
     """Return a context in which scaled_dot_product_attention tries its enabled kernels in the order of their speed."""
     enabled = [kernel for kernel, is_enabled in FASTEST_FIRST.items() if is_enabled()]
+    # Without one enabled torch would raise here; outside, it raises with its own words where attention is called.
     return sdpa_kernel(enabled, set_priority=True) if enabled else contextlib.nullcontext()
 
 

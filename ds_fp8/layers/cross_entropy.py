@@ -58,6 +58,7 @@ def linear_cross_entropy(
     """
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"hidden states of {tuple(hidden.shape[:-1])} tokens, targets of {tuple(targets.shape)}")
+    # Inside a Function autocast does not apply, so its casts are made here, where autograd sees them.
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -75,6 +76,7 @@ def chunk_tokens(tokens: int, vocabulary: int, hidden_size: int, on_gpu: bool, i
     casts of its weight beside, and pays nothing for chunks: half the size.
     """
     if on_gpu:
+        # One chunk: 2 bytes x tokens x V of logits are at most 4VH, what the FP32 sum of several chunks would take.
         if tokens <= 2 * hidden_size and not in_fp8:
             return max(tokens, 1)
         row = 2 * vocabulary
@@ -84,7 +86,9 @@ def chunk_tokens(tokens: int, vocabulary: int, hidden_size: int, on_gpu: bool, i
     most = max(most, 1)
     if tokens <= most:
         return most
+    # As many chunks as `most` needs, but of equal size: a short last one would run at a part of the GPU's speed.
     even = -(-tokens // -(-tokens // most))
+    # Whole tiles, so that the kernel that casts by tile can take every chunk but the last.
     return min(most, -(-even // BLOCK) * BLOCK)
 
 

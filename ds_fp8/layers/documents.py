@@ -36,6 +36,7 @@ def count(positions: torch.Tensor) -> int:
         return known[0]
     begins = positions == 0
     counts_on = positions[..., 1:] == positions[..., :-1] + 1
+    # On the device up to here: one number is copied to the host, not two.
     told = begins[..., 0].all() & (begins[..., 1:] | counts_on).all()
     return int(torch.where(told, begins.sum(), 0))
 
@@ -80,6 +81,8 @@ def ends(begins: torch.Tensor, most: int) -> torch.Tensor:
     """
     document = begins.reshape(-1).cumsum(0, dtype=torch.int32)  # of every token, from 1
     numbers = torch.arange(1, most + 2, dtype=torch.int32, device=begins.device)
+    # `document` ascends by one at each first token: the insertion point of n is where document n begins, and that of
+    # numbers beyond the last is the end of all tokens.
     return torch.searchsorted(document, numbers, out_int32=True)
 
 
@@ -93,6 +96,7 @@ def ends_of(positions: torch.Tensor) -> torch.Tensor | None:
         int32 [documents + 1], from 0 to rows * tokens.
     """
     begins = torch.ones_like(positions, dtype=torch.bool)
+    # The first token of a row stays True: no document continues in the next row.
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     starts = torch.nonzero(begins.reshape(-1)).flatten()
     if len(starts) == len(positions):
@@ -102,6 +106,7 @@ def ends_of(positions: torch.Tensor) -> torch.Tensor | None:
 
 def note_ends(tensor: torch.Tensor | None, found: object) -> None:
     """Remember what was found of the documents that a tensor tells of, until it is written to."""
+    # Inference tensors have no version, so that a later write could not be noticed.
     if tensor is not None and not tensor.is_inference():
         setattr(tensor, _ENDS, (found, tensor._version))
 

@@ -62,6 +62,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, scaling: float, implementation: Implementation):
         casts = [cast_heads(x.transpose(1, 2), FORWARD) for x in (q, k, v)]
         o, log_sums = implementation.forward(*casts, scaling)
+        # Of v in high precision, in forward: backward has the codes only, whose norms may be larger than the bound
+        # allows.
         v_norm = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32).amax()
         data, scales = zip(*((c.data, c.scale) for c in casts), strict=True)
         ctx.scaling, ctx.implementation = scaling, implementation
@@ -76,6 +78,7 @@ class _Attention(torch.autograd.Function):
         saved = Saved(q, k, v, QuantizedTensor(o, v.scale, "tensor", "pow2"), log_sums, ctx.scaling)
         scales = gradient_scales(do, q, k, v_norm, ctx.scaling)
         found = ctx.implementation.backward(saved, cast_heads(do, BACKWARD), scales)
+        # The kernels work on [B, S, heads, D]; callers have [B, heads, S, D], a view of the same memory.
         gradients = (_decode(*pair, do.dtype).transpose(1, 2) for pair in zip(found, scales[1:], strict=True))
         return *gradients, None, None
 
@@ -159,6 +162,7 @@ def gradient_scales(
     norms = torch.linalg.vector_norm(do, dim=-1, dtype=torch.float32)
     of_keys = norms.sum(1).unflatten(1, (-1, groups)).sum(2).amax()
     dv = torch.linalg.vector_norm(do, 1, dim=1, dtype=torch.float32).unflatten(1, (-1, groups)).sum(2).amax()
+    # Everything below stays on the device: no scale makes the host wait.
     factor = abs(scaling) * v_norm
     ds = factor * norms.amax()
     q_amax, k_amax = (FORMATS[FORWARD].max * x.scale for x in (q, k))

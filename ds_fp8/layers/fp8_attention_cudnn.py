@@ -80,6 +80,7 @@ def backward(
     # Results are multiplied by `shared`, dq by a and dk by 1 / a, dv by b besides: to units of their scales.
     shared = (scales.dq * scales.dk).rsqrt()
     a = (scales.dk / scales.dq).sqrt()
+    # Under square roots the scales stay powers of two times sqrt(2) at most; factors on both sides of a product cancel.
     b = (shared * scales.dv).reciprocal()
     q, k, v, o, log_sums, scaling = saved
     factors = [(q, 1 / a), (k, a), (v, 1 / b), (o, 1 / b), (do, b)]
@@ -121,7 +122,11 @@ def _operand(codes: torch.Tensor, scale: torch.Tensor) -> Any:
 
     format = FORWARD if codes.dtype == FORMATS[FORWARD].dtype else BACKWARD
     return Float8TensorStorage(
-        data=codes.view(torch.uint8), fp8_scale_inv=scale.view(1), fp8_dtype=_dtype(format), fake_dtype=torch.bfloat16
+        # fake_dtype is what Transformer Engine believes the tensor to be; no BF16 copy is made of it.
+        data=codes.view(torch.uint8),
+        fp8_scale_inv=scale.view(1),
+        fp8_dtype=_dtype(format),
+        fake_dtype=torch.bfloat16,
     )
 
 

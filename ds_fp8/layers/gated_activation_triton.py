@@ -93,6 +93,7 @@ def gated_forward(
     if save and saved is None:
         from ds_fp8.casts import quantize
 
+        # Ragged rows: gate and up share the group in the middle, which the kernel above would split.
         saved = quantize(gate_up, "e4m3", "1x128", "pow2")
     return product, cast, saved
 
@@ -167,6 +168,7 @@ def _backward_columns(
     PRODUCT_DTYPE: tl.constexpr, PRODUCT_LARGEST: tl.constexpr, PRODUCT_POW2: tl.constexpr, SMALLEST: tl.constexpr,
 ):
     """Store the casts along 128 tokens of dgate, dup and the product, WIDTH features; PRODUCT: the last one's mode."""
+    # Groups lie along the tokens here: a program holds 128 tokens, whole groups, of only a few features.
     k = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     first_m = tl.program_id(1) * 128
     m = first_m + 4 * tl.arange(0, 32)  # rows 4i, 4i + 1, ... apart, as store_cast_columnwise wants them
@@ -232,6 +234,7 @@ def _saved_arguments(saved: QuantizedTensor | torch.Tensor) -> tuple:
         scale = saved.scale
         if not scale.dim():  # a static one
             scale = scale.expand(saved.shape[0], tiles(saved.shape[1]))
+        # The kernel steps through the scales of a group by tokens: these must be neighbours in memory.
         scale = scale if scale.stride(0) == 1 else scale.t().contiguous().t()
         return saved.data, scale, saved.data.stride(0), scale.stride(1)
     return saved, None, saved.stride(0), 0
@@ -280,6 +283,7 @@ def gated_backward_cast(
     del of_product["PRODUCT_SMALLEST"]
     product_amax = None
     if wgrad and down.wgrad_input == "128x128":
+        # Bits of FP32 maxima, compared as integers: of numbers >= 0 both order alike. Zeros are the smallest.
         product_amax = torch.zeros(M // BLOCK * tiles(F), dtype=torch.int32, device=dproduct.device)
     rows = 32 if product_amax is None else 16  # as registers allow
     _backward_rows[(tiles(F), M // rows)](

@@ -65,6 +65,7 @@ class GatedMLP:
     ) -> tuple[torch.Tensor, Kept]:
         """Return (y [T, H] of `dtype`, what is kept for backward) of the row-wise cast input n [T, H]."""
         gate_up = self._gate_up(n, weights, dtype)
+        # Recomputed: backward gets n again from its maker, and pays one more product for 2F numbers a token less.
         keep = keep and self.gate_up.recompute != "mlp"
         product, saved, smoothing = gated_activation_cast(gate_up, self.activation, self.down, keep)
         # 2F numbers a token, the largest activation of a layer: it must be gone before the next product allocates.
@@ -100,6 +101,7 @@ class GatedMLP:
         down, factor = dgrad_weight([weights.down], self.down, smoothing)
         dy_cast, dy_columnwise = self.down.cast_grad_output(dy, True, wants[2], factor)
         dproduct = scale_columns(self.down.multiply(dy_cast, down, dtype), inverse)
+        # A view of both weights where ZeRO-3 gathered them side by side: no stacked copy.
         gate_up, factor = dgrad_weight(weights[:2], recipe)
         casts = gated_activation_backward(dproduct, saved, self.activation, recipe, self.down, factor, inverse)
         # Before dn and the gradients of the weights are allocated: this is the peak of a layer's backward.
@@ -110,6 +112,7 @@ class GatedMLP:
             ddown = self.down.multiply(dy_columnwise, casts.product_columnwise, wgrad_dtype or weights.down.dtype)
             ddown = scale_columns(ddown, smoothing)
         if wants[0] or wants[1]:
+            # One product for both weights. n is cast along the tokens only here, and freed with the expression.
             stacked = recipe.multiply(casts.dgate_up_columnwise, n_columnwise(), wgrad_dtype or weights.gate.dtype)
             dgate, dup = split_rows(stacked, weights[:2])
         return dn, (dgate, dup, ddown)
@@ -178,6 +181,7 @@ class _NormedMLP(torch.autograd.Function):
         )
         dhidden, dnorm = rms_norm_backward(dn, hidden, norm, rstd, dy_TH)
         dhidden = dhidden.view(dy.shape)
+        # hidden = x + residual: both get the same gradient, one tensor that nobody writes to.
         return dhidden, dhidden, dnorm if norm.requires_grad else None, *gradients, None, None, None
 
 
@@ -210,6 +214,7 @@ def _unpack(tensors: list[torch.Tensor]) -> Kept:
     """Return the tensors that `_pack_kept` took apart."""
     smoothing, *saved = tensors
     if len(saved) == 2:
+        # Only these two are ever kept; a static scale is a tensor without dimensions.
         words = ("1x128", "pow2") if saved[1].dim() else ("tensor", "static")
         return Kept(QuantizedTensor(*saved, *words), smoothing)
     return Kept(saved[0] if saved else None, smoothing)

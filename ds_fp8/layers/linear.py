@@ -28,15 +28,18 @@ from ds_fp8.layers.weights import dgrad_weight, fprop_weight
 class _FP8LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: nn.Parameter, recipe: LinearRecipe, save: str) -> torch.Tensor:
+        # A view where the layout allows it. Casts take any row stride, so that a slice along K is not copied first.
         x_TK = x.reshape(-1, x.shape[-1])
         needs_wgrad = save != "nothing" and weight.requires_grad
         smoothing = channel_factors(x_TK) if recipe.smooth else None
         inverse = None if smoothing is None else smoothing.reciprocal()
+        # Both casts read x once. wgrad's is made now, although it is used in backward: x itself can then be freed.
         if needs_wgrad and save == "fp8":
             x_cast, x_KT = recipe.cast_input_both(x_TK, inverse)
             saved = [x_KT.data, x_KT.scale]
         else:
             x_cast = recipe.cast_input(x_TK, column_factor=inverse)
+            # Not x_TK: where the layer before saves x for itself, autograd keeps one tensor and not two.
             saved = [x] if needs_wgrad else []
         beyond = recipe.clipped_input(x_TK, x_cast) if save != "nothing" and ctx.needs_input_grad[0] else None
         ctx.save_for_backward(smoothing, beyond, *saved)
@@ -57,10 +60,12 @@ class _FP8LinearFunction(torch.autograd.Function):
         dx = dw = w_KN = factor = None
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         if needs_dgrad:
+            # Before dy is cast: scales that belong to the contraction of dgrad are multiplied into dy.
             w_KN, factor = dgrad_weight([weight], recipe, smoothing)
         dy_cast, dy_NT = recipe.cast_grad_output(dy_TN, needs_dgrad, needs_wgrad, factor)
         if needs_dgrad:
             dx = recipe.dgrad_result(recipe.multiply(dy_cast, w_KN, ctx.input_dtype), len(dy_TN), beyond)
+            # Forward multiplied (x / s) by (W s): the gradient of x is divided by s, that of W multiplied by it.
             dx = scale_columns(dx, inverse).view(ctx.input_shape)
         if needs_wgrad:
             if ctx.save == "fp8":

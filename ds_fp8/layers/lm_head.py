@@ -50,6 +50,8 @@ class HighPrecisionHead:
             logits = logits.float()
         losses = softmax_gradient(logits, targets, dx is not None or wants_dweight)
         if dx is not None:
+            # `logits` holds dlogits by now, on a GPU in the weight's dtype already. Written straight into its rows of
+            # dhidden.
             torch.mm(logits.to(weight.dtype), weight, out=dx)
         if wants_dweight:
             beta = 0 if self.dweight is None else 1
@@ -74,6 +76,7 @@ class FP8Head:
         self._recipe = recipe
         self._dtype = weight.dtype
         self._hidden_size = weight.shape[1]
+        # Cast once for all chunks: V x H elements, more than the activations of a chunk.
         self._high_precision, self._weight = weight, recipe.cast_weight(weight)
         self._transposed, self._factor = None, None
         self.dweight: torch.Tensor | None = None
@@ -101,6 +104,8 @@ class FP8Head:
                 # One product over the tokens of several chunks: every product rounds its sum to BF16.
                 share = self._recipe.multiply(columns, self._recipe.cast_input_columnwise(x), self._dtype)
                 del columns
+                # float() copies only the first time, from the weight's dtype; from then on the sum is in FP32, in
+                # place.
                 self.dweight = share if self.dweight is None else self.dweight.float().add_(share)
         return torch.cat(losses)
 
@@ -125,6 +130,7 @@ class FP8Head:
         recipe, spec, columns = self._recipe, self._recipe.grad_output, None
         if wants_dweight:
             shape = self._weight.shape[0], len(hidden)
+            # One operand [V, T] for all chunks of the group, each of which writes its own range of tokens.
             columns = empty_result(*shape, spec.format, spec.granularity, spec.scale, hidden.device)
         for rows in slices(len(hidden), chunk):
             logits = recipe.multiply(recipe.cast_input(hidden[rows]), self._weight, hidden.dtype)

@@ -59,6 +59,7 @@ def by_length(
         if longest(places[first : last + 1]) >= LONG:
             outputs.append(in_fp8(*heads)[0])
         else:
+            # A call of its own counts its documents from 0; the subtraction runs on the device.
             outputs.append(in_bf16(*heads, ends[first : last + 1] - places[first])[0])
     return torch.cat(outputs).unflatten(0, (rows, length))
 
@@ -105,6 +106,7 @@ def _runs(places: list[int], length: int) -> Iterator[tuple[int, int]]:
     first = 0
     for index, (start, stop) in enumerate(pairwise(places)):
         alone = stop - start >= LONG
+        # A run of short documents ends before a long one, and with its row: q, k and v of a call are slices of one row.
         if index > first and (alone or start % length == 0):
             yield first, index
             first = index

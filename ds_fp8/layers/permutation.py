@@ -53,6 +53,7 @@ def permute_cast_reference(
 
 def permute(x: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
     """Return the tokens x [T, H] as rows of experts [R, H]; zeros where a row has none. T > 0."""
+    # Rows without a token have source -1. They read token 0 and are zeroed, which needs no index on the host.
     token = layout.source.clamp_min(0) // layout.choices
     return x.detach()[token].masked_fill(layout.source[:, None] < 0, 0)
 
@@ -69,6 +70,7 @@ def unpermute(rows: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
 def unpermute_reference(rows: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
     """Compute unpermute in plain torch."""
     total = torch.zeros(len(layout.place), rows.shape[1], device=rows.device)
+    # One choice after the other: the order of the sum is fixed, and equal to the kernel's.
     for place in layout.place.unbind(1):
         total += rows[place.clamp_min(0)].float().masked_fill_(place[:, None] < 0, 0)
     return total.to(rows.dtype)

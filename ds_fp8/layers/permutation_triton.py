@@ -26,6 +26,7 @@ from ds_fp8.layers.expert_layout import ExpertLayout
 @triton.jit
 def _gathered(x, source, m, k, stride_m, CHOICES: tl.constexpr):
     """Return the FP32 tile of the tokens in rows m, columns k; zeros in rows without one."""
+    # One index a row, read by all programs of that row's tiles: it stays in the L2 cache.
     pair = tl.load(source + m)
     address = x + (pair // CHOICES)[:, None].to(tl.int64) * stride_m + k[None, :]
     return tl.load(address, mask=(pair >= 0)[:, None], other=0.0).to(tl.float32)
@@ -108,6 +109,7 @@ def sum_rows(rows: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
     H = rows.shape[1]
     result = torch.empty(T, H, dtype=rows.dtype, device=rows.device)
     if T:
+        # One program sums all rows of a token for these features, so no atomics: the order is that of the choices.
         width = min(1024, triton.next_power_of_2(H))
         _sum_rows[T, triton.cdiv(H, width)](
             rows.contiguous(), layout.place, result, H, CHOICES=k, WIDTH=width, num_warps=4

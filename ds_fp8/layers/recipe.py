@@ -66,6 +66,7 @@ class LinearRecipe:
 
     def at(self, site: str) -> LinearRecipe:
         """Return the same recipe at another site."""
+        # One set of channels a site: recipes are shared by all layers, but every input has channels of its own.
         outliers = OutlierChannels(self.outlier_channels) if self.outlier_channels else None
         return replace(self, site=site, outliers=outliers)
 
@@ -89,6 +90,7 @@ class LinearRecipe:
         """Return whether all casts of backward find their scales inside a tile of 128 x 128 elements."""
         if self.input.by_torch or self.grad_output.by_torch:
             return False
+        # Scales of rows or of a whole tensor need a pass over all of it before the first element is cast.
         return self.wgrad_input in ("1x128", "128x128") and self.grad_output.granularity == "1x128"
 
     def multiply(self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -151,11 +153,14 @@ class LinearRecipe:
         In one pass, unless there is a factor: it belongs to one of the casts only.
         """
         spec = self.grad_output
+        # Granularity 1x128 means groups along the contraction, hence along N for dgrad and along T for wgrad.
         row, column = (spec.granularity if wanted else None for wanted in (dgrad, wgrad))
         cast = self._grad_output_cast(dy)
         if row is None or column_factor is None:
             both = cast(row, column)
         else:
+            # The factor stands for the weight's scales per row, which dgrad contracts over; wgrad does not see the
+            # weight.
             both = cast(row, None, column_factor=column_factor)[0], cast(None, column)[1] if wgrad else None
         if both[0] is not None:
             self.observe("grad_output", dy, both[0], None, column_factor)
@@ -189,6 +194,7 @@ class LinearRecipe:
         if not self.monitor.active:
             return
         if row_factor is not None or column_factor is not None:
+            # Statistics compare the codes with what was cast, and that is x times its factors.
             x = _factored(x, row_factor, column_factor)
         self.monitor.observe(tensor_class, x, quantized, self.site)
 

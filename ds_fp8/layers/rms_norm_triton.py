@@ -40,6 +40,7 @@ def _normalise_rows(
         row = added.to(hidden.dtype.element_ty)  # rounded as it is stored: backward sees the same numbers
         tl.store(hidden + m.to(tl.int64) * H + h, row, mask=inside)
     row = row.to(tl.float32)
+    # Columns beyond H were loaded as zeros, which the sum does not notice; H is the true width.
     factor = tl.rsqrt(tl.sum(row * row) / H + eps)
     tl.store(rstd + m, factor)
     if CAST:
@@ -124,6 +125,7 @@ def normalise_backward(
     """Return the gradients of (hidden [T, H], weight [H])."""
     M, H = hidden.shape
     dn, hidden = (t if t.stride(-1) == 1 else t.contiguous() for t in (dn, hidden))
+    # dhidden is written with the strides of hidden, and the kernel knows one row stride for both: H.
     hidden = hidden.contiguous()
     if dresidual is not None and dresidual.stride(-1) != 1:
         dresidual = dresidual.contiguous()
@@ -132,6 +134,7 @@ def normalise_backward(
         return dhidden, torch.zeros_like(weight)
     block = triton.next_power_of_2(H)
     warps = max(4, min(16, block // 512))
+    # As many as the GPU holds at once (32 warps a multiprocessor): each keeps its row of dw in registers to the end.
     programs = min(M, _multiprocessors(hidden.device) * (32 // warps))
     partial = torch.empty(programs, H, device=hidden.device)
     _normalise_rows_backward[(programs,)](
@@ -139,4 +142,5 @@ def normalise_backward(
         dn.stride(0), dresidual.stride(0) if dresidual is not None else 0,
         ADD=dresidual is not None, BLOCK_H=block, num_warps=warps,
     )
+    # Rows are added by torch in a fixed order: two runs give the same bits, which atomics would not.
     return dhidden, partial.sum(0).to(weight.dtype)

@@ -23,6 +23,7 @@ def _load_half(x, at, inside, bias, column, d, half, BIAS: tl.constexpr):
 @triton.jit
 def _load_angles(cos, sin, t, S, stride_b, stride_s, d, half, inside):
     """Return (cos, sin of the first half of a head, cos, sin of the second) at tokens t, FP32."""
+    # Tokens are counted through all sequences: t // S is the sequence, t % S the position in it.
     angle = (t // S)[:, None] * stride_b + (t % S)[:, None] * stride_s + d[None, :]
     cos1 = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
     cos2 = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)
@@ -75,6 +76,7 @@ def rotate_heads(
 ) -> torch.Tensor:
     """Do `rotate` of rotary.py on the GPU; qkv is contiguous."""
     T, width = qkv.shape
+    # With head norms backward reads the product again, so that it must survive.
     result = qkv if norms is None else torch.empty_like(qkv)
     if qkv.numel():
         # v moves only where it changes: when there is a bias, or the result is another matrix.
@@ -151,6 +153,8 @@ def rotate_heads_backward(
     norms: HeadNorms | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Do `rotate_backward` of rotary.py on the GPU."""
+    # Attention returns them [B, heads, S, D] seen through a transpose, or not; the kernel takes any strides but within
+    # a head.
     gradients = tuple(part if part.stride(-1) == 1 else part.contiguous() for part in gradients)
     batch, _, length, _ = gradients[0].shape
     T, width = batch * length, sum(layout.sizes)
@@ -173,5 +177,6 @@ def rotate_heads_backward(
 
 def _angles(cos: torch.Tensor, sin: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
     """Return cos and sin of one memory layout, and their strides per sequence (0 where all share one) and per position."""
+    # One pair of strides for both; a stride of 0 lets all sequences of a batch read the same angles.
     cos, sin = cos.contiguous(), sin.contiguous()
     return cos, sin, (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))

@@ -30,6 +30,7 @@ def _rows(
 ):
     row = tl.program_id(0)
     target = tl.load(targets + row)
+    # In 64 bits: tokens x vocabulary passes 2^31 with 14k tokens of 152k logits.
     logits += row.to(tl.int64) * stride
     lanes = tl.arange(0, BLOCK)
     if target == IGNORED:
@@ -53,6 +54,7 @@ def _rows(
         k = i * BLOCK + lanes
         x = tl.load(logits + k, mask=k < V, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, x)
+        # exp2 is one instruction, exp is exp2 of a product: the factor log2(e) is applied here once.
         total = total * tl.exp2((largest - larger) * _LOG2E) + tl.exp2((x - larger) * _LOG2E)
         largest = larger
     maximum = tl.max(largest, 0)
@@ -122,6 +124,7 @@ def _cast_tiles(
 ):
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     first_m = tl.program_id(1) * 128
+    # Rows 4i, 4i + 1, 4i + 2 and 4i + 3 in four tensors: four codes of neighbouring tokens make one 32-bit word.
     m = first_m + 4 * tl.arange(0, 32)
     x0 = _gradient(logits, targets, normalisers, m, k, stride, IGNORED)
     x1 = _gradient(logits, targets, normalisers, m + 1, k, stride, IGNORED)
@@ -167,6 +170,7 @@ def softmax_gradient_cast(
     losses = softmax_gradient(logits, targets, ignored, False, normalisers)
     if not wants_row and columns is None:
         return losses, None
+    # From here on the logits are read once more, and never overwritten: both casts follow from the same FP32 numbers.
     row = empty_result(tokens, vocabulary, spec.format, "1x128", spec.scale, logits.device) if wants_row else None
     of_tokens = columns.shape[1] if columns is not None else tokens
     _cast_tiles[(vocabulary // TILE, tokens // TILE)](

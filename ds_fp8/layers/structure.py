@@ -70,7 +70,7 @@ def head_layout_of(attention: nn.Module) -> HeadLayout:
     if len({part.bias is None for part in (q, k, v)}) > 1:
         raise Unfusable("some of q_proj, k_proj and v_proj have a bias and others have none")
     if parts.keys() & HEAD_NORMS and not parts.keys() >= HEAD_NORMS:
-        raise Unfusable("only one of q and k is normed")
+        raise Unfusable("only one of q and k has a norm")
     rope = getattr(attention.config, "rope_parameters", None) or {}
     partial = getattr(attention.config, "partial_rotary_factor", None) or rope.get("partial_rotary_factor")
     if partial not in (None, 1, 1.0):

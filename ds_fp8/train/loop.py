@@ -125,7 +125,7 @@ class TrainingLoop:
                 if self.saved.checkpoint is None
                 else f"as after {self.rollbacks} rollbacks"
             )
-            logger.info(f"{line}; {why}, going on" if wanted else line)
+            logger.info(f"{line}; {why}, continuing" if wanted else line)
             self.log.append({"step": spike.step, "event": "spike", "score": spike.score})
             return False
         state = replace(self.saved, data_step=self.data_step)

@@ -77,7 +77,7 @@ def parameters_to_train(stage: Stage, model: torch.nn.Module) -> list[Any]:
     rate = stage.configuration.optimizer_params.get("lr")
     if rate is None:
         raise UserError(
-            "munit scaling multiplies a learning rate, and the stage has none",
+            "munit scaling multiplies the learning rate, but the stage has none",
             key="optimizer.params.lr",
             remedy='"optimizer": {"type": "AdamW", "params": {"lr": 0.06, "eps": 1e-12}}',
         )

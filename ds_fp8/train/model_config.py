@@ -102,7 +102,7 @@ def _check_sizes(config: PretrainedConfig) -> None:
     needed, there = sum(tensor.nbytes for tensor in model.parameters()), psutil.virtual_memory().total
     if needed > there:
         raise UserError(
-            f"the model takes {needed / 2**30:,.0f} GiB, and this machine has {there / 2**30:,.0f}",
+            f"the model needs {needed / 2**30:,.0f} GiB, but this machine has {there / 2**30:,.0f}",
             key="model.config",
             remedy="give model.config smaller sizes",
         )

@@ -142,7 +142,7 @@ def _check_problems(stage: Stage, data: StageData) -> None:
         return  # data without known answers: the run says so and measures the loss alone
     if wanted > there:
         raise UserError(
-            f"{wanted} problems are to be answered, and the data has {there} held-out ones",
+            f"{wanted} problems are to be answered, but the data has {there} held-out ones",
             key="train.exact_match_problems",
             remedy=f"at most {there}",
         )

@@ -119,7 +119,7 @@ class CheckpointWriter:
             self._error = error
             if self._rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
-                self._say(f"WARNING: step {state.step} was not saved: {error}. The run goes on.")
+                self._say(f"WARNING: step {state.step} was not saved: {error}. The run continues.")
         except Exception as error:
             self._error = error
 

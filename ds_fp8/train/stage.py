@@ -233,7 +233,7 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
         make_adamw(configuration, rank=lambda: 0)
     if train.compact_checkpoints and fp8.enabled and not needs_own_optimizer(fp8):
         raise UserError(
-            "compact checkpoints store compressed moments, and the optimizer's are FP32",
+            "compact checkpoints store compressed moments, but the optimizer's are FP32",
             key="train.compact_checkpoints",
             remedy='remove the key, or compress: "fp8": {"optimizer": {"exp_avg": "e4m3_expanded", ...}}',
         )
@@ -247,7 +247,7 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
     check_writable(Path(train.run_dir), "train.run_dir")
     if data.tokens_per_gpu is not None and micro_batch != 1:
         raise UserError(
-            "data.tokens_per_gpu makes micro-batches by tokens, and a number of rows is given as well",
+            "data.tokens_per_gpu sizes micro-batches by tokens, but a number of rows is given as well",
             key="train_micro_batch_size_per_gpu",
             remedy='"train_micro_batch_size_per_gpu": 1, with "train_batch_size" as the examples of a step',
         )

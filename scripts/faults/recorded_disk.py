@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_SECTOR = 512
 _HEADER = struct.Struct("<qq")
 FLUSH = -1
 """Offset of a flush in the log."""

@@ -67,7 +67,7 @@ def test_ranks_that_have_met_still_need_their_gpu(started):
 
 def test_a_rank_that_sees_one_gpu_calls_it_0(started):
     started(gpus=1, **{**ALL, "LOCAL_RANK": "1"})
-    with pytest.raises(UserError, match=r"LOCAL_RANK is 1, and this process sees 1 GPU\n") as error:
+    with pytest.raises(UserError, match=r"LOCAL_RANK is 1, but this process sees 1 GPU\n") as error:
         check_launch()
     assert "LOCAL_RANK=0" in error.value.remedy
     started(gpus=2, **{**ALL, "LOCAL_RANK": "1"})

@@ -190,7 +190,7 @@ def test_an_existing_folder_is_replaced_only_by_force(trained, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layout": "gguf"}, "no layout"),
+        ({"layout": "gguf"}, "unknown layout"),
         ({"fp8": parse_fp8({"fp8": {"preset": "rowwise"}})}, "128x128"),
         ({"checkpoint": "absent"}, "complete"),
     ],

@@ -242,7 +242,7 @@ def test_overrides_choose_the_format():
 
 
 def test_a_pattern_that_means_nothing_is_an_error():
-    with pytest.raises(UserError, match="means no linear layer"):
+    with pytest.raises(UserError, match="matches no linear layer"):
         convert(mixture("qwen3_moe"), config(linear={"overrides": {"*.experts.up": "bf16"}}))
 
 

@@ -135,7 +135,7 @@ def test_fused_layers_go_without_and_say_so():
         ({"rotation": {"fprop": "in_features", "block": 48}}, "Input should be 16, 32, 64 or 128"),
         ({"rotation": {"fprop": "in_features"}}, "100 features are not a multiple of blocks of 128"),
         ({"rotation": {"wgrad": "in_features"}}, "100 features are not a multiple of blocks of 128"),
-        ({"weight": {"granularity": "1x32"}, "rotation": {"dgrad": "out_features"}}, "no multiple of blocks of 128"),
+        ({"weight": {"granularity": "1x32"}, "rotation": {"dgrad": "out_features"}}, "not a multiple of blocks of 128"),
     ],
 )
 def test_what_cannot_be_is_refused(linear, words):

@@ -66,7 +66,7 @@ def test_tokens_per_gpu_are_those_of_a_gpu():
 
 @pytest.mark.parametrize(
     ("size", "gpus", "message"),
-    [(2, 3, "2 ranks share a sequence, and there are 3"), (3, 3, "cannot be spread over 3")],
+    [(2, 3, "2 ranks share a sequence, but there are 3 ranks"), (3, 3, "cannot be spread over 3")],
 )
 def test_what_cannot_be_shared_is_refused(size, gpus, message):
     with pytest.raises(UserError, match=message) as error:

@@ -139,10 +139,6 @@ class Hosts:
         """Take a host's link down: nothing arrives, and nobody is told."""
         _do("ip", "-n", self._switch, "link", "set", f"port{host}", "down")
 
-    def mend_link(self, host: int) -> None:
-        """Put it up again."""
-        _do("ip", "-n", self._switch, "link", "set", f"port{host}", "up")
-
     def slow_down(self, host: int, rate: str) -> None:
         """Limit what a host sends, for example to "10mbit"."""
         _do(*f"tc -n {self.names[host]} qdisc add dev eth0 root tbf rate {rate} burst 64kb latency 500ms".split())

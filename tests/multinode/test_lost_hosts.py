@@ -72,7 +72,7 @@ def test_a_host_that_dies_is_left_out_of_the_restart(make_hosts, tmp_path):
     wait_until_empty(hosts, 0, 1, 2)
     text = output.read_text()
     assert "10.77.0.3" in text.partition("error: the job was ended on all hosts")[2]
-    assert "going on with 2 of 3 hosts, without 10.77.0.3" in text
+    assert "continuing with 2 of 3 hosts, without 10.77.0.3" in text
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["steps"] == 14
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

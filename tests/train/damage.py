@@ -433,7 +433,6 @@ DAMAGES |= {
 }
 for _name in ("config.json", "metrics.jsonl", "saved.json", "result.json"):
     DAMAGES[f"{_name}: a folder"] = (REFUSED, _a_folder(_name))
-_GOOD_LINES = "".join(f'{{"step": {number}, "loss": 2.5}}\n' for number in range(1, 7))
 for _damaged_line in (
     '{"step": 3, "loss": "x"}',
     '{"step": true, "loss": 1}',

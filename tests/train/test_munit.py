@@ -98,5 +98,5 @@ def test_a_stage_without_a_learning_rate_is_refused(munit_stage, write):
     munit_stage["optimizer"]["params"].pop("lr")
     munit.register()
     stage = load_stage(write(munit_stage))
-    with pytest.raises(UserError, match="multiplies a learning rate"):
+    with pytest.raises(UserError, match="multiplies the learning rate"):
         parameters_to_train(stage, causal_lm("munit_qwen2"))

@@ -131,7 +131,7 @@ def refused(file, world):
     [
         ({"sequence_parallel_size": 0}, 2, "sequence_parallel_size", "at least 1"),
         ({"sequence_parallel_size": "2"}, 2, "sequence_parallel_size", "whole number"),
-        ({"sequence_parallel_size": 2}, 3, "sequence_parallel_size", "2 ranks share a sequence, and there are 3"),
+        ({"sequence_parallel_size": 2}, 3, "sequence_parallel_size", "2 ranks share a sequence, but there are 3 ranks"),
         ({"model__attn_implementation": "sdpa"}, 2, "model.attn_implementation", "loses the mask"),
         ({"data__sequence_length": 63}, 2, "data.sequence_length", "rows of 63 tokens"),
         ({"zero_optimization__stage": 1, "fp8__enabled": False}, 2, "sequence_parallel_size", "ZeRO stage 3"),

@@ -37,6 +37,7 @@ def channel_energy(x: QuantizedTensor) -> torch.Tensor:
     energy = torch.zeros(x.shape[1], device=x.data.device)
     for first in range(0, x.shape[0], 1024):  # in parts: in FP32 all of it would be four times the size
         rows = slice(first, first + 1024)
+        # Parts in a fixed order and of a fixed size: every run adds the same numbers in the same order.
         energy += replace(x, data=x.data[rows], scale=x.scale[rows]).dequantize().square_().sum(0)
     return energy.nan_to_num_(nan=0.0, posinf=0.0)
 
@@ -107,6 +108,8 @@ def extend_weight_reference(w: QuantizedTensor, residual: torch.Tensor, channels
     of_row = of_block.repeat_interleave(BLOCK)[:N, None]
     columns = decode(w.data.view(torch.uint8)[:, at].view(w.data.dtype))
     columns = columns * w.scale[:, at // BLOCK].repeat_interleave(BLOCK, 0)[:N]
+    # The columns of cast(w) once more, in units of the block's one scale: the largest of the row, so that none
+    # saturates.
     again = _cast_in_units(columns, of_row, w.format)
     data = torch.zeros(N, width, dtype=torch.uint8, device=w.data.device)
     data[:, :K] = w.data.view(torch.uint8)
@@ -152,10 +155,12 @@ def extend_input_reference(x: QuantizedTensor, values: torch.Tensor, channels: t
     codes = decode(x.data.view(torch.uint8)[:, at].view(x.data.dtype))
     values = values.detach().float()
     blocks = _halves(values, values - codes * x.scale[:, at // BLOCK])
+    # The amax of the values alone: residuals are smaller by 2^-4 at least and would not change it.
     own = scale_from_amax(group_amax(_halves(values, values), "1x128"), x.format, x.scale_type)
     data = torch.zeros(T, width, dtype=torch.uint8, device=x.data.device)
     data[:, :K] = x.data.view(torch.uint8)
     data[:, start:] = cast(blocks, own, x.format, "1x128").view(torch.uint8)
+    # Group-major, as kernels write scales of 1x128 (store_triton.py).
     scale = torch.empty(width // BLOCK, T, device=x.data.device).t()
     scale[:, : start // BLOCK], scale[:, start // BLOCK :] = x.scale, own
     return QuantizedTensor(data.view(FORMATS[x.format].dtype), scale, "1x128", x.scale_type)

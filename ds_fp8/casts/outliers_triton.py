@@ -76,6 +76,7 @@ def _extend_input(
     scale_m, scale_k, COUNT: tl.constexpr, FACTORS: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
+    # 0 where all is copied, K / 128 where the cast has left room: then these programs write the outlier blocks alone.
     tile = first_tile + tl.program_id(0)
     m = tl.program_id(1) * 128 + tl.arange(0, 128)
     if tile * 128 < K:
@@ -91,6 +92,7 @@ def _extend_input(
             value *= tl.load(row_factor + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
         if FACTORS & 2:
             value *= tl.load(column_factor + channel).to(tl.float32)[None, :]
+        # Read back from the cast itself: what its codes stand for, not what rounding would give here.
         rounded = gather_codes(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE)
         store_outlier_block(value, rounded, m, M, wide, wide_scale, tile, width, DTYPE, LARGEST, SMALLEST, POW2)
 
@@ -133,6 +135,7 @@ def wide_input(x: QuantizedTensor, channels: int) -> tuple[QuantizedTensor, int]
     T, K = x.shape
     width = width_with_outliers(K, channels)
     if x.data.stride(0) == width:  # only a cast with room for exactly these blocks lies so: rows are shorter than this
+        # The memory behind each row belongs to the cast (empty_result, room). Nothing is copied.
         data = x.data.as_strided((T, width), (width, 1))
         scale = x.scale.as_strided((T, width // BLOCK), x.scale.stride())
         return QuantizedTensor(data, scale, "1x128", x.scale_type), K // BLOCK
@@ -169,6 +172,7 @@ def extend_weight_tiles(
     """Do extend_weight of outliers.py in one launch; row_scale [N/128] of its block."""
     N, K = w.shape
     width = width_with_outliers(K, len(channels))
+    # As bytes: torch has few operations on FP8 tensors.
     data = torch.empty(N, width, dtype=torch.uint8, device=w.data.device)
     scale = block_scales(tiles(N), width // BLOCK, w.data.device)
     _extend_weight[width // BLOCK, tiles(N)](

@@ -58,7 +58,9 @@ def quantize(
     Raises:
         ValueError: For an unknown option, or a shape that the granularity does not fit.
     """
+    # Stochastic rounding draws torch's random numbers, which kernels do not have.
     native = rounding == "nearest" and not is_emulated(format, granularity, scale)
+    # Kernels take matrices. Leading dimensions are joined, which changes groups of 128x128 alone.
     if x.device.type == "cuda" and native and x.dim() and (x.dim() == 2 or granularity != "128x128"):
         matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         result, _ = quantize_both(
@@ -146,6 +148,7 @@ def quantize_both(
     row = None if rowwise is None else _reference(rotate(x, row_rotation), format, rowwise, scale, rounding)
     if columnwise is None:
         return row, None
+    # Transposed before the cast: groups along M are then groups along the last dimension, as the reference has them.
     return row, _reference(rotate(x, column_rotation).t().contiguous(), format, columnwise, scale, rounding)
 
 
@@ -178,6 +181,7 @@ def transpose(q: QuantizedTensor, matrices: int = 1) -> QuantizedTensor:
         q.t()  # raises
     scale = q.scale
     if scale.dim():
+        # Blocks of each matrix are transposed like its elements; which matrix is first does not change.
         scale = scale.unflatten(0, (matrices, -1)).transpose(1, 2).flatten(0, 1)
     return replace(q, data=_transposed(q.data.unflatten(0, (matrices, -1))).flatten(0, 1), scale=scale)
 

@@ -51,6 +51,7 @@ def load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS: tl.co
         tile = tl.load(address).to(tl.float32)
     else:
         tile = tl.load(address, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+    # A bit each, known when compiled: without factors nothing is loaded for them. Rows first, as apply_factors does.
     if FACTORS & 1:
         tile *= tl.load(row_factor + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
     if FACTORS & 2:
@@ -144,6 +145,7 @@ def _cast_statically(
 @triton.jit
 def _transpose_tiles(x, result, M, K, SIZE: tl.constexpr):
     """Transpose the bytes of each matrix, [M, K] -> [K, M]."""
+    # The third axis of the grid is the matrix; the product is in 64 bits, for stacks of experts pass 2^31 bytes.
     matrix = tl.program_id(2).to(tl.int64) * M * K
     x += matrix
     result += matrix
@@ -182,6 +184,7 @@ def quantize_tiles(
     source = (x, row_factor, column_factor, M, K, x.stride(0))
     row_amax = column_amax = None
     if {rowwise, columnwise} & {"row", "tensor"}:
+        # One allocation and one fill for both. Zero is the smallest amax, as the bits of an FP32 number.
         row_amax, column_amax = torch.zeros(M + K, dtype=torch.int32, device=x.device).split([M, K])
         _amax_tiles[grid](
             *source, row_amax, column_amax, ROWS=MODES[rowwise], COLUMNS=MODES[columnwise], num_warps=8, **common

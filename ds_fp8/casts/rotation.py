@@ -77,6 +77,7 @@ def unrotate(y: torch.Tensor, rotation: Rotation | None, rows: int | None = None
 def _blocks(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Return x [M, K] with its blocks as the last dimension [.., .., n]."""
     if rotation.axis == 0:
+        # Tokens come in any number. Rows of zeros add nothing to a product that contracts over them.
         x = F.pad(x, (0, 0, 0, padded(x.shape[0], rotation) - x.shape[0])).t()
     return x.unflatten(-1, (x.shape[-1] // rotation.block, rotation.block))
 

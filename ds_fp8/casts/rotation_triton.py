@@ -37,6 +37,7 @@ def _rotated(tile, matrix, AXIS: tl.constexpr, FACTOR: tl.constexpr, NARROW: tl.
         #     y = R' x / sqrt(block)        AXIS 0        R' = R transposed; R R' = block times the identity
         # The inverse reads the same matrix by columns: no second copy of it.
         i = tl.arange(0, 128)
+        # AXIS 1 multiplies by R from the right, AXIS 0 by its transpose from the left; INVERSE exchanges the two.
         if (AXIS == 1) != INVERSE:
             r = tl.load(matrix + i[:, None] * 128 + i[None, :])
         else:
@@ -150,12 +151,14 @@ def quantize_rotated(
             raise ValueError(f"{K} columns are not a multiple of the rotation block {rotation.block}")
     if fixed_scale(scale) is not None:  # its cast needs no tile: a pass of its own
         x = apply_factors(x, row_factor, column_factor)
+        # FP32 in between: a rotated matrix rounded to BF16 first would be rounded twice.
         by_row, by_column = (
             x if rotation is None else rotate_tiles(x, rotation, torch.float32)
             for rotation in (row_rotation, column_rotation)
         )
         row = quantize_statically(by_row, format, scale, True, False)[0] if rowwise else None
         return row, quantize_statically(by_column, format, scale, False, True)[1] if columnwise else None
+    # Only a rotation along the rows pads M, each result by its own: the grid covers the longer.
     rows, columns = padded(M, row_rotation), padded(M, column_rotation)
     row = empty_result(rows, K, format, rowwise, scale, x.device)
     column = empty_result(K, columns, format, columnwise, scale, x.device)
@@ -196,4 +199,5 @@ def _is_narrow(x: torch.Tensor) -> bool:
 def _matrix(rotation: Rotation, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return the matrix [128, 128] of a tile's blocks, of 1, -1 and 0."""
     one = rotation_matrix(rotation, device, dtype)
+    # Zeros off the diagonal add exact zeros to the sums: blocks below 128 cost no kernel of another shape.
     return torch.block_diag(*[one] * (BLOCK // rotation.block)).contiguous()

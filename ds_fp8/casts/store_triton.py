@@ -245,6 +245,7 @@ def empty_result(
         # once.
         factors = torch.empty(tiles(columns + room), rows, device=device).t()[:, : tiles(columns)]
     elif granularity == "128x128":
+        # Rows of these scales are padded to multiples of 4: cuBLAS reads them 16 bytes at a time.
         factors = block_scales(tiles(rows), tiles(columns), device)
     else:
         factors = torch.empty((rows, 1) if granularity == "row" else (), device=device)

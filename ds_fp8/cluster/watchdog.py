@@ -96,6 +96,7 @@ def fail(kind: str, text: str, code: int) -> None:
         sys.stderr.flush()
         _watchdog.tell({"finding": [kind, text]})
         time.sleep(_VERDICT)
+        # Without cleaning up: atexit handlers and destructors of process groups may wait for ranks that are gone.
         os._exit(code)
 
 
@@ -114,6 +115,7 @@ class _Watchdog:
         self.timeout = timeout
         self._rank, self._world = rank, world
         self._dump: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, written until the process ends
+        # In C, without the interpreter: it also shows the stack of a rank that is stuck in a collective or a kernel.
         faulthandler.register(signal.SIGUSR2, file=self._dump, all_threads=True)
         about: dict[str, Any] = {
             "rank": rank,
@@ -140,6 +142,7 @@ class _Watchdog:
         """Meet the guardians of the other ranks over a store at the launcher's address."""
         master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        # torchrun keeps its store over restarts: the keys of the attempt before must not be found.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         # The process group meets at the same address later: multi_tenant lets both use one server.
         store = torch.distributed.TCPStore(
@@ -157,9 +160,11 @@ class _Watchdog:
             served = json.loads(self._guardian.stdout.readline())
             store.set("guardian", json.dumps([served["address"], served["port"], token]))
         address, port, token = json.loads(store.get("guardian"))
+        # From here on a guardian that hangs must not block training.
         os.set_blocking(self._guardian.stdin.fileno(), False)
         self.tell({"connect": [address or ("127.0.0.1" if self._rank == 0 else master), port, token]})
         threading.Thread(target=self._obey, name="guardian", daemon=True).start()
+        # An atomic counter: exactly one rank, the last, opens the gate that all wait at.
         if store.add("arrived", 1) == self._world:
             store.set("complete", "")
         store.get("complete")

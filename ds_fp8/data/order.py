@@ -40,6 +40,7 @@ def rows_of_step(
     for source, (count, (mine, visits)) in enumerate(zip(counts, _visits(places, tuple(weights), seed), strict=True)):
         for epoch in np.unique(visits // count).tolist():
             now = visits // count == epoch
+            # From seed, epoch and source alone: a resumed run needs the number of the step and nothing else.
             rows[np.flatnonzero(mine)[now]] = first + _epoch_order(source, epoch, count, seed)[visits[now] % count]
         first += count
     return rows.tolist()
@@ -65,6 +66,7 @@ def local_micro_batches(
     """
     if len(rows) != world * micro_batch * accumulation:
         raise ValueError(f"{len(rows)} rows do not make {world} x {micro_batch} x {accumulation}")
+    # Micro-batch by micro-batch over all ranks: on another number of ranks a step has the same rows.
     starts = [(index * world + rank) * micro_batch for index in range(accumulation)]
     return [list(rows[start : start + micro_batch]) for start in starts]
 
@@ -93,10 +95,12 @@ def budgeted_micro_batches(
         raise ValueError(f"a row of {max(tokens)} tokens does not fit into {budget}")
     longest_first = sorted(range(len(rows)), key=lambda place: (-tokens[place], place))
     fewest = max(1, -(-sum(tokens) // (budget * world)))
+    # From the fewest that the sum of tokens allows; rarely more than one or two more are needed.
     for rounds in range(fewest, len(rows) + 1):
         bins = _spread(longest_first, tokens, rounds * world)
         if max(filled for filled, _ in bins) <= budget:
             break
+    # Neighbours after sorting run at the same time on different ranks: they differ least in tokens.
     bins.sort(key=lambda entry: (-entry[0], entry[1]))
     batches = [[rows[place] for place in places] for _, places in bins]
     return [batches[rank::world] for rank in range(world)]
@@ -135,6 +139,7 @@ def _shares(weights: tuple[float, ...]) -> tuple[int, ...]:
     share = np.maximum(np.floor(exact).astype(int), 1)
     while share.sum() < BLOCK:
         share[np.argmax(exact - share)] += 1
+    # At least one row each may have used up more than the remainders leave; the largest share then gives it back.
     while share.sum() > BLOCK:
         share[np.argmax(share)] -= 1
     return tuple(share.tolist())

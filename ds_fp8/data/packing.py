@@ -71,6 +71,7 @@ class Plan:
 
     def row_tokens(self) -> np.ndarray:
         """Return int64 [rows]: how many tokens each row has, padding left out."""
+        # Tokens before each piece, so that a row's are a difference: no loop over millions of rows.
         before = np.concatenate([[0], np.cumsum(self.pieces[:, 2])])
         return np.diff(before[self.row_ends], prepend=0)
 
@@ -111,11 +112,13 @@ def plan_rows(
                     continue
                 size = piece[2]
                 kept += size
+                # Best fit: the row with the least free tokens that are enough. Sorted, so each example takes log(rows).
                 place = bisect_left(room, (size, 0)) if together else len(room)
                 free, row = room.pop(place) if place < len(room) else (sequence_length, len(rows))
                 if row == len(rows):
                     rows.append([])
                 rows[row].append(piece)
+                # A full row leaves the list, which stays short.
                 if free > size and together:
                     insort(room, (free - size, row))
             stats.tokens += kept
@@ -196,8 +199,10 @@ class PackedDataset(Dataset):
                 silent = tokens >= NO_LOSS
                 input_ids[start:stop] = tokens & ~NO_LOSS
                 labels[start:stop] = np.where(silent, IGNORED, input_ids[start:stop])
+                # What precedes it belongs to another example, or to nothing.
                 labels[start] = IGNORED
                 position_ids[start:stop] = np.arange(size)
+        # Padding is a document of its own: attention within it meets no token of an example.
         position_ids[stop:] = np.arange(length - stop)
         arrays = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}

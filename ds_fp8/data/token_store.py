@@ -38,6 +38,7 @@ class TokenWriter:
             for name, size in ((_TOKENS, tokens * 4), (_ENDS, examples * 8)):
                 file = _file(folder, shard, name)
                 file.touch()
+                # Bytes behind the last commit are of batches that will be tokenised once more.
                 os.truncate(file, size)
         self._open()
 
@@ -67,6 +68,7 @@ class TokenWriter:
             self._open()
             shard = self._shards[-1]
         self._tokens.write(np.ascontiguousarray(tokens, dtype=np.uint32))
+        # Ends count from the shard's beginning, so that a shard can be read alone.
         self._ends.write(shard[0] + np.cumsum(lengths, dtype=np.int64))
         shard[0] += len(tokens)
         shard[1] += len(lengths)
@@ -75,6 +77,7 @@ class TokenWriter:
         """Make all that was appended count, together with `reader`, which JSON must be able to hold."""
         for file in (self._tokens, self._ends):
             file.flush()
+            # Before the state that counts these bytes: after a power loss it may be too old, never too new.
             os.fsync(file.fileno())
         self.reader = reader
         text = json.dumps({"shards": self._shards, "reader": reader, "complete": complete})
@@ -93,6 +96,7 @@ class TokenStore:
 
     def __init__(self, folder: Path):
         shards = [counts for counts in read_state(folder)["shards"] if counts[1]]
+        # Mapped: pages are read when a row asks for them, and all ranks of a host share them.
         self._tokens = [_map(_file(folder, index, _TOKENS), np.uint32) for index in range(len(shards))]
         self._ends = [_map(_file(folder, index, _ENDS), np.int64) for index in range(len(shards))]
         self._first = np.cumsum([0, *(examples for _, examples in shards)])

@@ -91,6 +91,7 @@ def exclusive(folder: Path) -> Iterator[None]:
     """Keep other processes of this machine out of `folder`; a killed holder's claim ends with it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        # A lock of the kernel: it ends with its holder, however that ends. The file stays and means nothing.
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -140,6 +141,7 @@ def _tokenised(
 ) -> Iterator[tuple[Batch, dict]]:
     """Yield each batch tokenised, in order, with its state."""
     workers = config.workers or _cores()
+    # One more than the limit is enough to know, and `chain` gives them back.
     first = list(islice(batches, BATCHES_WITHOUT_WORKERS + 1))
     if workers == 1 or len(first) <= BATCHES_WITHOUT_WORKERS:
         for batch, state in chain(first, batches):
@@ -152,6 +154,7 @@ def _tokenised(
         running: deque = deque()
         for batch, state in chain(first, batches):
             running.append((pool.submit(_work, batch), state))
+            # Bounds what waits in memory, and keeps results in order: the stream's state must match what is written.
             if len(running) > 3 * workers:
                 future, done = running.popleft()
                 yield future.result(), done

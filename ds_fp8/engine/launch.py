@@ -30,7 +30,7 @@ def check_launch() -> None:
         missing = [name for name in VARIABLES if name not in os.environ]
     if missing:
         raise UserError(
-            f"the environment lacks {', '.join(missing)}, which launchers set",
+            f"the environment has no {', '.join(missing)}, which launchers set",
             remedy="start with deepspeed, torchrun or accelerate launch; under srun and mpirun install mpi4py, or set "
             "them in a script (docs/many_hosts.md); a single process needs RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 "
             "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500",

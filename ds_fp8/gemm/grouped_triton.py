@@ -32,6 +32,7 @@ def _multiply_tiles(
 ):
     """Store one tile of a · b_gᵀ, zeros where it belongs to no group."""
     per_panel = PANEL * (N // 128)
+    # Programs are numbered panel by panel, within one down the rows of a column: PANEL tiles of a meet one tile of b.
     first = tl.program_id(0) // per_panel * PANEL
     height = tl.minimum(tiles - first, PANEL)
     within = tl.program_id(0) % per_panel
@@ -40,6 +41,7 @@ def _multiply_tiles(
     m = tile * 128 + tl.arange(0, 128)
     n = column * 128 + tl.arange(0, 128)
     address = result + m[:, None].to(tl.int64) * N + n[None, :]
+    # Known only on the device: the grid covers the worst case, and the host never reads how many rows there are.
     group = tl.load(of_tile + tile)
     accumulator = tl.zeros([128, 128], dtype=tl.float32)
     if group < 0:
@@ -72,6 +74,7 @@ def _multiply_along_rows(
     k = first_k + tl.arange(0, 128)
     begin = tl.load(starts + group) // 128
     end = begin + (tl.load(counts + group) + 127) // 128
+    # Loads of scales for the next block stay inside, at the end and for groups without rows.
     last = tl.maximum(end - 1, 0)
     dy_scale += n
     x_scale += first_k // 128 * x_scale_across if BLOCKS else k
@@ -151,4 +154,5 @@ def _descriptor(data: torch.Tensor) -> TensorDescriptor:
 
 def _by_group(scale: torch.Tensor) -> torch.Tensor:
     """Return scales of 1x128 [R, K/128] with the rows of a group side by side in memory."""
+    # Group-major is how casts write them; anything else is copied into that layout once.
     return scale if scale.stride(0) == 1 else scale.t().contiguous().t()

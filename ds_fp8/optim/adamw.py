@@ -100,8 +100,10 @@ class AdamW(torch.optim.Optimizer):
         self.precision = StatePrecision(exp_avg, exp_avg_sq, master, granularity, scale, at_random, seed)
         self.compact = False
         """Whether state_dict() holds codes and scales as they are, readable by this optimizer alone."""
+        # DeepSpeed and GradScaler check before the step; as a plain torch optimizer this class has to do so itself.
         self._finite = FiniteCheck() if check_finite else None
         self._formats = StateFormats(self.precision)
+        # Keyed by tensor: torch's tensors hash by identity, and the optimizer keeps them alive.
         self._streams: dict[torch.Tensor, int] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
@@ -161,10 +163,13 @@ class AdamW(torch.optim.Optimizer):
         with_gradients = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for _, p in with_gradients:
             _check_gradient(p)
+        # All states before the first step of any: making one may fail, and then nothing has been changed.
         states = [self._state_of(p) for _, p in with_gradients]
         skips = None
         if self._finite is not None and any(p.numel() for _, p in with_gradients):
             self._finite.resolve()
+            # A tensor per device that the kernels read. True: the gradients are on a CPU, where the answer is known at
+            # once.
             skips = self._finite.begin([p.grad for _, p in with_gradients if p.numel()], states)
             if skips is True:
                 return loss
@@ -191,11 +196,13 @@ class AdamW(torch.optim.Optimizer):
         if not p.numel():
             return
         beta1, beta2 = group["betas"]
+        # `step` lies on the CPU, so that bias corrections are computed there without waiting for the device.
         number = state["step"].item()
         step = AdamStep(number, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
         seed, at_random = None, self.precision.stochastic_parts
         if at_random:
             seed = random_key(self.precision.seed, self._streams[p], int(number))
+        # A copy where p is not contiguous; it is written back below.
         parameter = p.detach().contiguous().view(-1)
         master, options = parameter, {}
         if MASTER in state:
@@ -231,6 +238,7 @@ class AdamW(torch.optim.Optimizer):
         """
         self._formats.set_segments(p, sizes, vectors)
         for key, value in self.state.get(p, {}).items():
+            # Groups of 128 do not depend on the segments; scales by tensor do, and are found again.
             if key == MASTER or (isinstance(value, Moment) and value.layout.granularity == "tensor"):
                 self.state[p][key] = self._formats.encoded(p, key, value)
 

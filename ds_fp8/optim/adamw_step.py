@@ -87,15 +87,18 @@ def adamw_step_reference(
     noise = None if seed is None else torch.Generator(grad.device).manual_seed(seed)
     layout, numel = shared_layout(fp16_masters, master, exp_avg, exp_avg_sq), grad.numel()
     chunks = [(slice(start, min(start + CHUNK, numel)), slice(None)) for start in range(0, numel, CHUNK)]
+    # Pieces of whole groups: a scale is found from all of its elements, and FP32 copies exist of one piece at a time.
     for elements, groups in chunks if layout is None else layout.pieces():
         pieces = [_piece(state, elements, groups, layout) for state in (master, exp_avg, exp_avg_sq)]
         g = grad[elements].float() if factor is None else grad[elements].float() * factor
         w, m, v = (_read(*piece) for piece in pieces)
+        # m + (1 - beta1) (g - m), as torch.optim.AdamW computes it: the same bits for FP32 state.
         m.lerp_(g, 1 - step.beta1)
         v.mul_(step.beta2).addcmul_(g, g, value=1 - step.beta2)
         denominator = v.sqrt().mul_(step.root_factor).add_(step.eps)
         w.mul_(step.decay).addcdiv_(m, denominator, value=-step.step_size)
         if low is not None:
+            # Before the master is rounded to FP16: the model gets the better of the two values.
             low[elements] = w.to(low.dtype)
         if fp16_masters is not None and groups.start not in exact:
             codec, drawn = CODECS["fp16"], draw(noise if "master" in stochastic else None, w)
@@ -114,6 +117,7 @@ class _Piece(NamedTuple):
 
 def _piece(state: torch.Tensor | Moment, elements: slice, groups: slice, layout: Layout | None) -> _Piece:
     """Return a piece of a state; where its groups are finer than the pieces of `layout`, the piece is all of it."""
+    # One segment only (shared_layout): groups of 128 beside a state with one scale for all of it.
     finer = isinstance(state, Moment) and state.layout.granularity != layout.granularity
     return _Piece(state, elements, slice(None) if finer else groups)
 

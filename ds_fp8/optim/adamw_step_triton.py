@@ -193,6 +193,7 @@ def adamw_step(
         "NOISE2": seed is not None and "exp_avg_sq" in stochastic,
         "SKIP": skip is not None,
         "LOW": low is not None,
+        # In Triton's interpreter there are no approximate instructions.
         "FAST": grad.is_cuda,
         "ROWS": ROWS,
     }
@@ -216,6 +217,8 @@ def adamw_step(
             ),
             *((None, None, None) if bits is None else (row[groups] for row in bits)),
             step.beta1, step.beta2, step.eps, step.decay, step.step_size, step.root_factor,
+            # Other random numbers for each piece: offsets count from its start. `&` binds first, so the seed stays
+            # below 2^31.
             (seed or 0) ^ elements.start & 0x7FFFFFFF,
         )  # fmt: skip
         kind = {
@@ -223,7 +226,9 @@ def adamw_step(
             "NOISE3": rounded and seed is not None and "master" in stochastic,
             "num_warps": MASTER_WARPS if rounded else WARPS,
         }
+        # Two launches: all whole programs without masks, and one program with masks for the rest.
         whole, rest = divmod(count, ROWS * BLOCK)
+        # Launches of one stream run in order: the second reads the maxima that the first has completed.
         for measure in (True, False) if tensorwise or rounded else (False,):
             if whole:
                 _adamw[(whole,)](*arguments, 0, *numbers, EVEN=True, MEASURE=measure, **kind, **common)

@@ -70,6 +70,8 @@ def imported(saved: dict[str, Any], p: torch.Tensor) -> SavedState:
             raise UserError(f"{_NOT_OF_ADAM}: it has no {key}", remedy=_WITHOUT)
         value, exponent = saved[key], saved.get(f"{key}_exponent")
         if isinstance(value, dict):
+            # Decoded and encoded again by the caller, whose precision may be another; with the exponents the codes stay
+            # the same.
             value, exponent = Moment.unpacked(value).decode(), value.get("exponent")
         if value.numel() != p.numel():
             raise UserError(

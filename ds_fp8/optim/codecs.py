@@ -204,6 +204,8 @@ def _scale_of(amax: torch.Tensor, largest: float, scale_type: str) -> torch.Tens
     # A tensor as divisor: dividing by a number, CUDA multiplies by its rounded reciprocal.
     exact = amax / torch.full_like(amax, largest)
     mask = SCALE_MASKS[scale_type]
+    # Rounded up on the bits: adding the mask carries into the kept bits unless the low ones are zero already. The next
+    # power of two, or 13 significant bits; a carry into the exponent is right as well.
     rounded = ((exact.view(torch.int32) + mask) & ~mask).view(torch.float32)
     rounded = torch.where(exact.isfinite(), rounded, torch.nan)
     return torch.where(amax == 0, 1.0, rounded.clamp_min(SMALLEST_SCALE))
@@ -211,9 +213,11 @@ def _scale_of(amax: torch.Tensor, largest: float, scale_type: str) -> torch.Tens
 
 def _find_exponent(magnitude: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """Return the group's exponent in sixteenths, from its magnitudes [g, e] and the largest of each [g]."""
+    # Exact zeros do not count: one of them would stretch the range without end.
     smallest = torch.where(magnitude > 0, magnitude, torch.inf).amin(1)
     ratio = largest.log2() - smallest.log2()
     # Equal values have ratio 0; a group of zeros, or of NaN, has no ratio at all.
+    # Rounded down, so that the group's range never exceeds that of the format.
     steps = torch.where(ratio > 0, (EXPONENT_STEPS * LOG2_RANGE / ratio).floor(), LARGEST_EXPONENT)
     return steps.clamp(1, LARGEST_EXPONENT).to(torch.uint8)
 
@@ -234,5 +238,6 @@ def _round_with_noise(
         share = (magnitude - below) / step
     else:
         share = (magnitude**bend - below**bend) / (above**bend - below**bend)
+    # P(noise >= 1 - share) = share, so that the expectation is below + share * step: the number itself.
     rounded = torch.where(share + noise >= 1, above, below)
     return rounded if codec.max is None else torch.where(rounded > codec.max, codec.max, rounded)

@@ -54,6 +54,7 @@ def decode_tile(codes, scale, exponent, rows, inside, KIND: tl.constexpr, DTYPE:
     else:
         x = codes.to(tl.float32)
     if KIND != PLAIN:
+        # rows * 0 and not 0: every row loads the one scale of the tensor, with the shape of scales by group.
         factor = tl.load(scale + (rows * 0 if TENSOR else rows), mask=inside, other=1.0)
         if KIND == EXPANDED:
             # scale * (|x| / MAX) ** (1 / power) as one exponential of one multiply-add; the log of 0 is -inf.
@@ -107,7 +108,9 @@ def _with_noise(y, noise, bend, KIND: tl.constexpr, MAX: tl.constexpr, MANTISSA:
     #     floor   = largest multiple of step not above y;      share = (y - floor) / step in [0, 1)
     #     result  = floor or floor + step, with probabilities so that the decoded number is right on average
     # Exponents are clamped from below: subnormal numbers of the format are all one step apart.
+    # y >= 0, so the shift leaves the biased exponent of FP32, without a sign.
     exponent = tl.maximum(y.to(tl.int32, bitcast=True) >> 23, MIN_EXPONENT + 127)
+    # 2^(exponent - MANTISSA), put together from bits; `inverse` is its exact reciprocal, and no division is needed.
     step = ((exponent - MANTISSA) << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - exponent + MANTISSA) << 23).to(tl.float32, bitcast=True)
     floor = tl.floor(y * inverse)  # in steps
@@ -177,6 +180,8 @@ def encode_store(
                 tl.store(scale + rows, factor, mask=inside)
             bend = inside
             inverse = tl.div_rn(tl.zeros_like(factor) + 1.0, factor)
+            # The reciprocal is rounded where scales are no powers of two; codecs.py multiplies by it too: the same
+            # codes.
             y = bits.to(tl.float32, bitcast=True) * inverse[:, None]
             if not SIGNED:
                 y = tl.where((bits > 0) & (y < SMALLEST), SMALLEST, y)

@@ -96,7 +96,7 @@ def _take_over(given: Any, configuration: Configuration, rank: Callable[[], int]
     """
     if not _is_adamw(given):
         raise UserError(
-            f"fp8.optimizer needs AdamW, but another optimizer is given ({type(given).__name__})",
+            f"fp8.optimizer needs AdamW, but the optimizer given is another ({type(given).__name__})",
             key="fp8.optimizer",
             file=configuration.file,
             remedy='a torch.optim.AdamW (Trainer: optim="adamw_torch"), or a preset with FP32 moments such as "infir2"',

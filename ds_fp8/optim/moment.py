@@ -65,6 +65,7 @@ class Moment:
         self.codes = torch.zeros(layout.numel, dtype=torch.uint8 if codec.dtype.itemsize == 1 else codec.dtype,
                                  device=device).view(codec.dtype)  # fmt: skip
         self.scale = torch.ones(layout.groups, device=device)
+        # 1 and scale 1 with codes of zero: a new state decodes to zeros.
         self.exponent = torch.ones(layout.groups, dtype=torch.uint8, device=device) if codec.expanded else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,6 +112,7 @@ class Moment:
         """Return all numbers, FP32 [numel], on `device` (where the codes are when None)."""
         result = torch.empty(self.layout.numel, device=self.codes.device if device is None else device)
         for elements, groups in self.layout.pieces():
+            # Piece by piece: with `device` "cpu" the GPU never holds all of the state in FP32.
             result[elements] = self.read(elements, groups).to(result.device)
         return result
 
@@ -174,6 +176,7 @@ def shared_layout(fp16_masters: Layout | None, *states: torch.Tensor | Moment) -
     Raises:
         ValueError: There is none: groups of 128 may lie across tensors with separate scales.
     """
+    # By tensor beats groups of 128: its pieces contain whole groups of the other where there is one tensor only.
     layouts = [state.layout for state in states if isinstance(state, Moment)]
     layouts += [] if fp16_masters is None else [fp16_masters]
     shared = max(layouts, key=lambda layout: layout.granularity == "tensor", default=None)

@@ -61,11 +61,13 @@ class BatchesAhead:
                 of the whole step, however unevenly the label tokens are spread.
         """
         self._stage, self._data, self._device, self._loss_share = stage, data, device, loss_share
+        # One thread: batches are built in order, and reading memory-mapped tokens releases the interpreter's lock.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._next: tuple[int, Future[StepBatches]] | None = None
 
     def take(self, data_step: int) -> StepBatches:
         """Return the batches of a step of the data, on the device, and begin to build those of the next one."""
+        # Another step than the one built ahead after a rollback or a resume; what was built is dropped.
         begun = self._next if self._next is not None and self._next[0] == data_step else self._begin(data_step)
         batches = begun[1].result().to(self._device)
         self._next = self._begin(data_step + 1)
@@ -78,7 +80,9 @@ class BatchesAhead:
         stage, dataset = self._stage, self._data.train
         rows = self._data.rows_of_step(data_step, stage.global_batch, stage.train.seed)
         plans = _plans(stage, dataset, rows)
+        # Of all rows of the step, not of this rank's: every rank divides by the same number.
         labels = torch.tensor(sum(map(dataset.label_tokens, rows)), dtype=torch.float32)
+        # Without a label token the summed loss is 0; divided by the smallest number it stays 0 and not NaN.
         items = labels.clamp_min(torch.finfo(torch.float32).tiny) / self._loss_share
         built = StepBatches(
             _own_batches(stage, dataset, plans),
@@ -87,6 +91,8 @@ class BatchesAhead:
         )
         if self._device.type == "cpu":
             return built
+        # Pinned here, in the thread: page-locking waits, and the copy to the device is asynchronous only from pinned
+        # memory.
         pinned = [{key: x.pin_memory() for key, x in batch.items()} for batch in built.batches]
         return StepBatches(pinned, items.pin_memory(), built.tokens)
 
@@ -116,6 +122,7 @@ def _own_batches(stage: Stage, dataset: PackedDataset, plans: list[list[tuple[li
 
 def _slice(batch: Batch, place: int, shared_by: int) -> Batch:
     """Return slice `place` of a batch; what comes after its last token is the first token of the next slice."""
+    # Shifted before the cut, since the target of a slice's last token lies in the next slice, on another rank.
     targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
     whole = {**batch, "labels": targets, "shift_labels": targets}
     return {name: x.chunk(shared_by, 1)[place].contiguous() for name, x in whole.items()}

@@ -17,6 +17,7 @@ def write_atomically(file: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     part.replace(file)
+    # The rename is an entry of the folder, which the disk may write later than the file.
     flush(file.parent)
 
 

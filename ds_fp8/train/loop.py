@@ -76,6 +76,7 @@ class TrainingLoop:
         config = self.stage.train
         self.step, self.data_step = state.step, state.data_step
         self.engine.fp8.monitor.steps = state.step  # the same steps are measured as without a stop
+        # With the losses from before the stop: a resumed run judges the next loss as an uninterrupted one would.
         self.spikes = SpikeDetector(config.spike_window, config.spike_threshold, state.losses)
 
     def all_steps(self) -> None:
@@ -87,10 +88,13 @@ class TrainingLoop:
                 self.finish_save()
                 self.draw()
                 return
+            # `any` stops at the first that goes back: later spikes belong to steps that are undone.
             if any(self.roll_back(spike) for spike in self.train_step()):
                 continue
             if self.step == config.steps or (config.save_every and self.step % config.save_every == 0):
                 self.save()
+            # Only where losses were just read: reading is the one point where all ranks have waited for the device
+            # anyway, and a checkpoint of the interrupt includes all steps.
             if not self.steps.unread:
                 self.interrupt.check()
 
@@ -128,6 +132,7 @@ class TrainingLoop:
             logger.info(f"{line}; {why}, continuing" if wanted else line)
             self.log.append({"step": spike.step, "event": "spike", "score": spike.score})
             return False
+        # The weights go back, the position in the data does not: the batch of the spike is not seen again.
         state = replace(self.saved, data_step=self.data_step)
         checkpoints.load(self.engine, self.stage, state)
         if dist.get_rank() == 0:
@@ -168,6 +173,7 @@ class TrainingLoop:
         key, rows, batches = f"{split}_loss", getattr(self.data, split), self.stage.train.eval_batches
         if self.log.value(self.step, key) is None:
             loss = validation_loss(self.engine, self.stage, rows, batches, self._check_slow)
+            # exp overflows FP64 just above 709.
             perplexity = exp(min(loss, 700.0))
             line = f"{split} loss {loss:.4f}, perplexity {perplexity:.4g}"
             self._report(self.step, key, loss, line, **{f"{split}_perplexity": perplexity})
@@ -191,6 +197,7 @@ class TrainingLoop:
 
     def train_step(self) -> list[Spike]:
         """Do one optimizer step. Returns which of the losses that were read stand out."""
+        # The first step after a start or a save compiles kernels, captures graphs or waits for the disk.
         watchdog.beat(f"step {self.step + 1}", slow=self.step == self.saved.step)
         self.steps.do(self.data_step)
         self.step += 1

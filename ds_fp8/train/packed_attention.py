@@ -101,6 +101,7 @@ def _document_ends(
     def sees(other: torch.Tensor) -> torch.Tensor:
         return mask_function(row, head, place, other).expand(rows, length)
 
+    # The mask function is evaluated at S places instead of S x S.
     begins = ~sees((place - 1).clamp_min(0))
     begins[:, 0] = True
     most = documents.fixed_at()
@@ -110,6 +111,8 @@ def _document_ends(
         return documents.ends(begins, most)
     first = torch.where(begins, place, 0).cummax(dim=1).values
     beyond = sees((place + 1).clamp_max(length - 1))[:, :-1]
+    # The host waits here, once a batch. In the capture of a graph it cannot, and the function's parts are checked
+    # instead.
     if not bool(sees(first).all() & ~beyond.any()):
         return None
     starts = torch.nonzero(begins.reshape(-1)).flatten()

@@ -65,8 +65,10 @@ def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
                 f"{file} is a folder, and a run writes a file there", key="train.run_dir", remedy=f"move {file} away"
             )
     whole, bad = _survey(stage)
+    # Newest first, as `survey` lists them.
     found = next(((folder, manifest) for folder, manifest in whole if folder not in rejected), None)
     # What a start wrote that failed before its first checkpoint does not count.
+    # The manifest is covered by a checksum; config.json beside it may have been edited.
     stored = found[1].config if found else _object_or_none(run_dir / CONFIG)
     if stored is None:
         foreign = [name for name in (CHECKPOINTS, METRICS, MODEL, RESULT, SAVED) if os.path.lexists(run_dir / name)]
@@ -119,6 +121,7 @@ def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
         UserError: there are checkpoints, and none is whole.
     """
     rejected: set[Path] = set()
+    # One rank looks and all get its answer: with a shared folder two hosts may see different states of it.
     bad = on_first_rank(lambda: _survey(stage)[1])
     if dist.get_rank() == 0:
         rejected |= {_set_aside(folder, reason, say) for folder, reason in bad.items()}
@@ -249,6 +252,7 @@ def _set_aside(folder: Path, reason: str, say: Callable[[str], None]) -> Path:
     """Rename a damaged checkpoint, where that is allowed, and say why; returns its folder as it was named."""
     aside = folder.with_name(f"{folder.name}.damaged")
     number = 2
+    # Earlier damage stays where it is, for whoever wants to look at it.
     while aside.exists():
         aside, number = folder.with_name(f"{folder.name}.damaged-{number}"), number + 1
     done = f"set aside as {aside.name}"
@@ -274,6 +278,7 @@ def _warnings(stage: Stage, state: RunState) -> list[str]:
     if mistakes:
         more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
         found.append(f"{METRICS}: {mistakes[0]}{more}; what is damaged is left out of the result")
+    # The last line of a step counts: after a rollback the same step is logged once more.
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     logged = [step for step in losses if step <= state.step]
     here, there = losses.get(state.step), state.losses[-1] if state.losses else None

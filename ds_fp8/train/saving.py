@@ -69,12 +69,14 @@ class CheckpointWriter:
             losses: validation losses by step; the checkpoint with the lowest is kept where the stage wants that.
         """
         self.finish()
+        # Tensors in here are the ones in use. Written at once below, or copied first: the next step changes them.
         files = checkpoint_files(self._engine, f"step_{state.step}", {"step": state.step})
         files[checkpoints.random_file(self._rank)] = random_states()
         if self._copies is None:
             self._write(files, state, losses)
         else:
             arguments = (self._copies.copy(files), state, dict(losses))
+            # A daemon: a rank that is told to end does not wait for a disk that hangs.
             self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
             self._thread.start()
 
@@ -93,6 +95,7 @@ class CheckpointWriter:
             self._failed_saves = 0
         elif isinstance(error, SaveFailed):
             self._failed_saves += 1
+            # Training on without a checkpoint would lose more at the next failure than it gains until then.
             if self._failed_saves >= self._stage.train.max_failed_saves:
                 raise UserError(
                     f"{self._failed_saves} checkpoints in a row could not be saved, the last one because {error}",
@@ -109,6 +112,8 @@ class CheckpointWriter:
         part = folder.with_name(f"{folder.name}.part")
         try:
             needed = sum(self._on_every_rank(lambda: _tensor_bytes(files)))
+            # Every phase ends with all ranks in agreement: no rank writes into a folder that rank 0 has yet to make,
+            # and none renames what another has not read back.
             self._on_every_rank(lambda: self._make_room(part, needed))
             written = self._on_every_rank(lambda: self._write_files(part, files))
             manifest = self._manifest(state, {name: saved for mine in written for name, saved in mine.items()})
@@ -128,6 +133,7 @@ class CheckpointWriter:
         try:
             mine = (work(), None)
         except OSError as error:
+            # Only OSError: errors of the code itself end the run with their traceback.
             mine = (None, f"rank {self._rank} on {socket.gethostname()}: {_words(error)}")
         results: list = [None] * self._stage.world
         torch.distributed.all_gather_object(results, mine, group=self._group)
@@ -171,6 +177,7 @@ class CheckpointWriter:
     def _read_back(self, part: Path, manifest: Manifest) -> None:
         names = manifest.names_for(self._rank, self._stage.world)
         for name in names:
+            # The page cache would show what was written even where the disk does not hold it.
             forget_cached(part / name)
         problems = manifest.problems(part, names)
         if problems:
@@ -179,8 +186,10 @@ class CheckpointWriter:
     def _commit(self, part: Path, folder: Path, manifest: Manifest, losses: Mapping[int, float]) -> None:
         if self._rank:
             return
+        # The manifest last: a folder without one is not a checkpoint, however many files it has.
         manifest.write(part)
         remove(folder)  # what a resume found damaged and could not set aside
+        # Atomic: a reader sees no checkpoint of this step or a whole one.
         part.rename(folder)
         flush(folder.parent)
         try:
@@ -202,6 +211,7 @@ class CheckpointWriter:
         """
         train = self._stage.train
         copy_recovery_scripts(self._engine, self._stage.run_dir / checkpoints.CHECKPOINTS)
+        # Before anything older is deleted: at no moment does `latest` name a folder that is gone.
         checkpoints.name_latest(self._stage.run_dir, step)
         best = checkpoints.best_step(self._stage.run_dir, losses) if train.keep_best else None
         # A newer one may lie there that is damaged and could not be set aside: `step` is kept in any case.

@@ -67,6 +67,7 @@ class Steps:
         # A seed per step, so that a resumed run draws what an uninterrupted one does.
         torch.manual_seed((self._stage.train.seed * 1_000_003 + data_step) * dist.get_world_size() + dist.get_rank())
         self._learning_rate = engine.get_lr()[0]
+        # FP64: the sum over micro-batches rounds nothing that shows.
         loss = torch.zeros((), dtype=torch.float64, device=engine.device)
         for index, batch in enumerate(step.batches, start=1):
             # Steps made by tokens have as many micro-batches as they need.
@@ -82,6 +83,7 @@ class Steps:
         """Return the figures of the steps since the last reading; there must be one. Collective."""
         engine, count = self._engine, self.unread
         losses = torch.stack(self._losses)
+        # One collective for the losses of all steps since the last reading.
         dist.all_reduce(losses)
         # The losses are read first: the clock stops when all of the steps is done.
         means = [loss / self._loss_share for loss in losses.tolist()]
@@ -93,6 +95,7 @@ class Steps:
         )
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         memory, reserved, slowest = most.tolist()
+        # By the slowest rank, agreed above: all ranks read after the same number of steps.
         self._longest_unread = max(1, int(SECONDS_UNREAD / slowest))
         sent = {} if engine.fp8.wire is None else engine.fp8.wire.take()
         record = {

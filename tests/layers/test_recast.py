@@ -154,7 +154,7 @@ CASTS = {"weight": {"granularity": "1x32"}}
     ("linear", "words"),
     [
         ({"recast": {"of": "fprop"}}, "cast once for fprop and dgrad"),
-        ({"recast": {"rounding": "nearest"}}, "they are not"),
+        ({"recast": {"rounding": "nearest"}}, "apply only if"),
         ({**CASTS, "recast": {"of": "fprop"}, "input": {"rounding": "stochastic"}}, "cast again in backward"),
         ({**CASTS, "recast": {"of": "fprop"}, "rotation": {"wgrad": "in_features"}}, "rotates wgrad"),
         ({"grad_output": {"scale": "mse", "rounding": "stochastic"}}, "saturates elements"),

@@ -78,6 +78,7 @@ class Judge:
             listener = _listen(address)
         except OSError:
             address, listener = None, _listen(None)
+        # A long queue: the guardians of thousands of ranks connect within the same second.
         self._server = await asyncio.start_server(self._hear, sock=listener, limit=messages.LIMIT, backlog=4096)
         return address, listener.getsockname()[1]
 
@@ -88,12 +89,14 @@ class Judge:
             if len(self._ranks) == self.world and all(rank.gone for rank in self._ranks.values()):
                 return
             self._look()
+        # The cause may arrive after its consequences: when a rank dies, its neighbours see a broken connection first.
         deadline = time.monotonic() + _MORE_FINDINGS
         while time.monotonic() < deadline and len(self._findings) < self.world:
             await asyncio.sleep(TICK / 5)
             self._look()
         kinds = {kind for kind, _ in self._findings.values()}
         code = next(code for kind, code in _CODES.items() if kind in kinds)
+        # Stacks show who waits for whom. After an error of a rank its own traceback says more.
         if code == 75:
             await self._ask_for_stacks()
         print(f"\n{escaped(self.verdict(code))}\n", file=sys.stderr, flush=True)
@@ -125,6 +128,7 @@ class Judge:
     def _knows(self, greeting: dict[str, Any]) -> bool:
         """Return whether a greeting is that of one of the job's guardians, and its first."""
         number, token = greeting.get("rank"), str(greeting.get("token"))
+        # Compared in constant time: anybody who reaches the port may try.
         shown = hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
         fits = type(number) is int and 0 <= number < self.world and isinstance(greeting.get("host"), str)
         return shown and fits and number not in self._ranks
@@ -137,6 +141,7 @@ class Judge:
             state = message["state"]
             rank.doing = str(state["doing"])
             rank.patience, rank.silence = float(state["patience"]), float(state["silence"])
+            # Ages travel and not times: clocks of hosts differ, and monotonic ones begin anywhere.
             rank.moved = now - float(state["age"])
             self._tell(rank, {"alive": True})
         elif "finding" in message:
@@ -156,6 +161,7 @@ class Judge:
     def _look(self) -> None:
         """Note who is silent or absent, and whether nothing moves any more."""
         now = time.monotonic()
+        # The smallest: all ranks have one timeout, and one that set it late must not delay the verdict.
         silence = min((rank.silence for rank in self._ranks.values()), default=float("inf"))
         for number, rank in self._ranks.items():
             if not rank.gone and now - rank.heard > silence:
@@ -168,6 +174,7 @@ class Judge:
             return
         # One rank may work for long while the others wait for it, as in tokenising: only when all stand still ...
         last = max(present, key=lambda rank: rank.moved)
+        # Earlier than the patience by the time that the end takes, so that the job is gone when the timeout is over.
         if now - last.moved > last.patience - min(_ENDING, last.patience / 5) > 0:
             number = next(number for number, rank in self._ranks.items() if rank is last)
             self._findings[number] = (HUNG, f"no progress for {now - last.moved:.0f} s in {last.doing}")

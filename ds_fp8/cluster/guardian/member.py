@@ -50,6 +50,7 @@ class Member:
         """Return once the rank is gone, and for rank 0 once all are."""
         reader = asyncio.StreamReader(limit=messages.LIMIT)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        # Kept in a set: the event loop itself holds tasks weakly.
         self._spawn(self._obey(reader))
         while not self._told.done() and self._lives():
             self._look()
@@ -77,6 +78,7 @@ class Member:
         return task
 
     def _lives(self) -> bool:
+        # The guardian is the rank's child, and gets another parent when the rank dies; a pid could be given out again.
         return os.getppid() == self._about["pid"]
 
     async def _obey(self, reader: asyncio.StreamReader) -> None:
@@ -173,6 +175,7 @@ class Member:
         for _ in range(20):
             await asyncio.sleep(TICK / 5)
             previous, size = size, os.fstat(dump).st_size
+            # Two looks with the same size: the rank has written all of its stacks.
             if previous == size > before:
                 break
         text = os.pread(dump, size - before, before).decode(errors="replace")
@@ -181,6 +184,7 @@ class Member:
     async def _end(self, code: int) -> None:
         """Have the rank exit with `code`; kill it where it does not."""
         self._answer({"end": code})
+        # The rank exits by itself where it can: a thread of it calls os._exit. One that is stopped cannot.
         deadline = time.monotonic() + _OBEYS
         while self._lives() and time.monotonic() < deadline:
             await asyncio.sleep(TICK / 10)

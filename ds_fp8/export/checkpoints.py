@@ -114,6 +114,7 @@ def _model_without_data(config: PretrainedConfig) -> torch.nn.Module:
             f"transformers has no causal language model for this configuration: {str(error).splitlines()[0]}",
             remedy="give the folder of the model's configuration",
         ) from None
+    # Tied weights are one parameter then, and are planned and read once.
     model.tie_weights()
     return model
 
@@ -176,6 +177,7 @@ def _read(checkpoint: Path, plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
     for entry in plan.entries:
         if mapped > MAPPED_BYTES:
             masters, mapped = _masters(checkpoint), 0
+        # Popped, so that its memory is free once it has been written.
         master = masters.pop(entry.name)
         numbers = master.contiguous()
         mapped += 0 if numbers is master else numbers.nbytes
@@ -189,5 +191,6 @@ def _cast(
         if not entry.quantized or rounds_first(numbers.numel()):
             numbers = numbers.bfloat16()
         if entry.quantized:
+            # Experts are stacks of matrices, cast as one matrix of all their rows, as training casts them.
             numbers = quantize(numbers.flatten(0, -2), plan.cast.format, plan.cast.granularity, plan.cast.scale)
         yield name, numbers

@@ -73,6 +73,7 @@ def export_engine(
             shard_bytes=shard_bytes,
         )
     else:
+        # Other ranks take part in every gather and keep nothing.
         deque(weights, maxlen=0)
     dist.barrier()
     return plan
@@ -125,6 +126,7 @@ def _gathered(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[NamedWe
             yield entry.name, gather.whole(parameter)
             continue
         with deepspeed.zero.GatheredParameters([parameter]), torch.no_grad():
+            # A copy: the gathered memory is freed on leaving the context.
             numbers = parameter.detach().to(torch.bfloat16, copy=True)
         if entry.quantized:
             numbers = owners[entry.name.removesuffix(".weight")].recipe.cast_weight(numbers)

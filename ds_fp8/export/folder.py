@@ -101,6 +101,7 @@ def _complete(folder: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
+    # Between these two lines a kill leaves neither folder under its name, but the complete one as .part.
     part.rename(folder)
 
 
@@ -112,6 +113,7 @@ def make_readable(folder: Path) -> None:
 
 
 def _write_weights(folder: Path, plan: Plan, weights: Iterable[NamedWeight], shard_bytes: int) -> None:
+    # On the meta device: the split into files follows from shapes, before any number is read.
     planned = {name: tensor for entry in plan.entries for name, tensor in entry.tensors(plan).items()}
     pattern = WEIGHTS.replace(".safetensors", "{suffix}.safetensors")
     split = split_torch_state_dict_into_shards(planned, filename_pattern=pattern, max_shard_size=shard_bytes)
@@ -123,6 +125,7 @@ def _write_weights(folder: Path, plan: Plan, weights: Iterable[NamedWeight], sha
             shard.update(_stored(part, own, plan))
         for file, names in split.filename_to_tensors.items():
             if file not in done and shard.keys() >= set(names):
+                # Written as soon as a file's tensors are complete, and dropped: memory holds about one file.
                 save_file({name: shard.pop(name) for name in names}, folder / file, metadata={"format": "pt"})
                 done.add(file)
     missing = [name for file, names in split.filename_to_tensors.items() if file not in done for name in names]

@@ -136,6 +136,7 @@ def make_plan(
     for name in linears:
         parent, _, leaf = name.rpartition(".")
         merged = next((group for group in MERGED if leaf in group), ())
+        # After all reasons are known: one layer in BF16 takes its whole group along.
         partner = next((other for other in merged if f"{parent}.{other}" in reasons), None)
         if partner is not None:
             reasons.setdefault(name, f"servers stack it with {partner}, which is in BF16")
@@ -156,6 +157,7 @@ def _experts_in_fp8(model: nn.Module, left: Mapping[str, str], linear: LinearCon
     for module in {name.rpartition(".")[0] for name in names}:
         weights = [name for name in names if name.rpartition(".")[0] == module]
         casts = [linear.overrides[override_of[name]] if name in override_of else linear for name in weights]
+        # Servers run the experts of a layer in one kernel, which takes codes for all of them or for none.
         alike = all(name not in left for name in weights) and all(own != "bf16" for own in casts)
         if alike and layout == "fp8" and all(cast_of_experts(own.weight.spec) == cast for own in casts):
             found.update(weights)

@@ -58,6 +58,7 @@ def unavailable(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -
             or _unsupported_cast(name, a, b)
             or module.unsupported(a.format, a.granularity, b.format, b.granularity)
         )
+        # Last, since it launches kernels: the answers above need no GPU.
         if name != "reference":
             reason = reason or trial.why_not(module.scaled_matmul, a, b)
     return reason
@@ -106,6 +107,7 @@ def select_backend(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()
     reason = unavailable(name, products)
     if reason is not None:
         able = [backend for backend in BACKENDS if unavailable(backend, products) is None]
+        # "use reference" would be poor advice on a machine with a GPU: it is slower than BF16.
         emulate = able == ["reference"] and torch.cuda.is_available()
         raise UserError(
             f'the GEMM backend "{name}" cannot run here: {reason}',
@@ -119,6 +121,7 @@ def _first_able(products: Sequence[tuple[CastSpec, CastSpec]]) -> str:
     """Return the first backend that can run all products: no emulation that a machine with a GPU was not asked for."""
     reasons: dict[str, str] = {}
     for backend in BACKENDS:
+        # Not tried here: it runs anywhere, and whether it may is decided below.
         if backend == "reference":
             break
         reason = unavailable(backend, products)
@@ -181,6 +184,7 @@ def scaled_matmul(
     )
     if reason is not None:
         raise ValueError(reason)
+    # cuBLASLt refuses empty matrices. An empty contraction sums to zeros.
     if 0 in (*a.shape, *b.shape):
         return torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.data.device)
     return module.scaled_matmul(a, b, out_dtype, fast_accumulation)

@@ -58,6 +58,7 @@ def scaled_matmul(
     pair = {a.granularity, b.granularity}
     if pair == {"tensor"}:
         scaling = (a.scale, kinds.TensorWise, b.scale, kinds.TensorWise)
+    # tensor by row too: the one scale is repeated for every row.
     elif not pair & set(BLOCKWISE):
         scaling = (_row_scale(a), kinds.RowWise, _row_scale(b).t(), kinds.RowWise)
     elif b.granularity == "128x128":
@@ -101,6 +102,7 @@ def group_scale(q: QuantizedTensor) -> torch.Tensor:
     groups = -(-q.shape[1] // BLOCK)
     scale = q.scale
     if q.granularity == "128x128":
+        # Scales of blocks as scales of groups: each of the 128 rows of a block has that of the block.
         scale = scale.repeat_interleave(BLOCK, 0)[: q.shape[0]]
     # cuBLASLt reads 1x128 scales with stride 1 along the rows: 128 rows' scales of one group in one access.
     scale = _padded_rows(scale.expand(q.shape[0], groups))
@@ -112,6 +114,7 @@ def group_scale(q: QuantizedTensor) -> torch.Tensor:
 
 def _padded_rows(scale: torch.Tensor) -> torch.Tensor:
     missing = _round_up(scale.shape[0]) - scale.shape[0]
+    # 1 for rows of padding, whose codes are zeros: uninitialised scales could be NaN, and 0 times NaN is NaN.
     return torch.cat([scale, scale.new_ones(missing, scale.shape[1])]) if missing else scale
 
 

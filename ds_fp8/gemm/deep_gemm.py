@@ -58,6 +58,7 @@ def scaled_matmul(
         return cublas.scaled_matmul(a, b, out_dtype, fast_accumulation)
     import deep_gemm
 
+    # Its kernels are specialised for N and K (compiled_dims): another number of tokens compiles nothing.
     result = torch.empty(rows, columns, dtype=out_dtype, device=a.data.device)
     # scales of a [M, K/128] with strides (1, M); of b [N/128, K/128] with strides (K/128, 1)
     deep_gemm.fp8_gemm_nt(
@@ -89,6 +90,7 @@ def grouped_matmul(a: QuantizedTensor, b: QuantizedTensor, of_tile: torch.Tensor
     matrices = b.data.contiguous().view(groups, -1, contraction)
     scales = b.scale.contiguous().view(groups, -1, contraction // BLOCK)
     result = torch.empty(rows, matrices.shape[1], dtype=torch.bfloat16, device=a.data.device)
+    # DeepGEMM wants the group of every row.
     of_row = of_tile[:, None].expand(-1, BLOCK).reshape(-1)
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
         (a.data.contiguous(), cublas.group_scale(a)), (matrices, scales), result, of_row,

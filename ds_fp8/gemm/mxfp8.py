@@ -54,6 +54,7 @@ def unavailable() -> str | None:
 def differs(device: torch.device) -> str | None:
     """Multiply small operands in every layout; return how products fail or differ from the reference's, or None."""
     generator = torch.Generator().manual_seed(0)
+    # 160 is a multiple of 32 and not of 128: ragged blocks are tried as well.
     x, w = (torch.randn(160, 160, generator=generator).to(device) for _ in range(2))
     groups, blocks = quantize(x), quantize(w, granularity="128x128")
     turned = transpose(blocks).t()  # the same numbers, lying transposed
@@ -121,6 +122,7 @@ def operand(q: QuantizedTensor, columnwise: bool) -> Operand:
         q: The matrix.
         columnwise: Whether memory is to hold its transpose; nothing is copied if it does so already.
     """
+    # Codes of the transpose are the same bytes, and scales of blocks the same numbers the other way round.
     codes, scales = q.data.view(torch.uint8), _scales(q)
     return Operand(
         _padded(codes.t() if columnwise else codes, GROUP).contiguous(),

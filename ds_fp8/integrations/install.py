@@ -51,6 +51,7 @@ def install(
         _default = _as_section(os.environ.get(VARIABLE), f"environment variable {VARIABLE}")
     else:
         _default = _as_section(fp8, None)
+    # Once: a second wrapper would apply the default section twice.
     if _replaced:
         return
     _replace(deepspeed, "initialize", _with_default)
@@ -81,6 +82,7 @@ def _with_default(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def deepspeed_initialize(*args: Any, **keywords: Any) -> tuple:
+        # By DeepSpeed's own signature, since callers pass the configuration by position, by two names, or in args.
         call = signature(original).bind(*args, **keywords).arguments
         in_args = getattr(call.get("args"), "deepspeed_config", None)
         given = next((c for c in (call.get("config"), call.get("config_params"), in_args) if c is not None), None)

@@ -61,6 +61,7 @@ def use_fp8_attention(model: nn.Module) -> AttentionFormat:
     Raises:
         UserError: This machine has no kernels, the attention implementation is another, or no module can be in FP8.
     """
+    # On a CPU the reference takes heads of any size, and tests run on it.
     emulated = not torch.cuda.is_available()
     if not emulated and (why := cudnn.unavailable()) is not None:
         raise UserError(f"attention in FP8 cannot run here: {why}", key="fp8.attention.format", remedy=BF16)
@@ -78,6 +79,8 @@ def use_fp8_attention(model: nn.Module) -> AttentionFormat:
     for name in layers:
         config = modules[name].config
         if not config._attn_implementation.startswith(PREFIX):
+            # Modules share the configuration of the model: those that cannot be in FP8 get the new name too, and each
+            # call asks `_why_not` again.
             config._attn_implementation = f"{PREFIX}{config._attn_implementation}"
     return AttentionFormat(layers, left, emulated, "packed" in implementations)
 
@@ -191,6 +194,7 @@ def _whole_attention(
         if why is None:
             in_fp8 = functools.partial(fp8_attention, scaling=scaling)
             return packed_rows.by_length(in_fp8, in_bf16, query, key, value, mask), None
+        # Generation and evaluation of padded batches are in BF16 as a matter of course.
         if module.training:
             _warn(why)
     if mask is not None and mask.ndim == 1:

@@ -131,6 +131,7 @@ def convert(
     result = Conversion(recipe, left=unconverted(model, config.linear, filter), overrides=overrides)
     for name, layer in layers.items():
         if name not in result.left:
+            # The class from before the first conversion, for `restore`; a converted layer knows it already.
             layer.own_class = type(layer) if not isinstance(layer, FP8Linear) else layer.own_class
             layer.__class__ = FP8Linear
             layer.recipe = (override_of[name].recipe if name in override_of else recipe).at(name)
@@ -151,6 +152,7 @@ def convert(
             overrides[pattern].linears.append(name)
     if config.linear.smooth_swiglu:
         result.smoothed.extend(_smooth(model))
+    # Only the user's own patterns: the default names layers that many models do not have.
     if "skip" in config.linear.model_fields_set:
         result.unmatched.extend(p for p in config.linear.skip if not any(matches(name, p) for name in named))
     in_fp8 = result.converted or result.experts.converted
@@ -164,6 +166,7 @@ def convert(
         )
     if config.attention.format != "bf16":
         result = replace(result, attention=use_fp8_attention(model))
+    # Last: fused layers read the recipes of their linears, and the attention implementation of their configuration.
     if config.fuse == "auto":
         result = replace(result, fusion=fuse_decoder(model))
     if config.activations.mlp_tile_tokens is not None:
@@ -285,6 +288,7 @@ def stop_casting(model: nn.Module) -> None:
             unfuse(module)
     restore(model)
     restore_attention(model)
+    # The head's products go back to BF16, and the loss stays fused.
     if withholds_logits(model):
         fuse_loss(model)
 

@@ -62,8 +62,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, scaling: float, implementation: Implementation):
         casts = [cast_heads(x.transpose(1, 2), FORWARD) for x in (q, k, v)]
         o, log_sums = implementation.forward(*casts, scaling)
-        # Of v in high precision, in forward: backward has the codes only, whose norms may be larger than the bound
-        # allows.
+        # Of v in high precision, which backward does not have any more.
         v_norm = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32).amax()
         data, scales = zip(*((c.data, c.scale) for c in casts), strict=True)
         ctx.scaling, ctx.implementation = scaling, implementation

@@ -80,7 +80,6 @@ def backward(
     # Results are multiplied by `shared`, dq by a and dk by 1 / a, dv by b besides: to units of their scales.
     shared = (scales.dq * scales.dk).rsqrt()
     a = (scales.dk / scales.dq).sqrt()
-    # Under square roots the scales stay powers of two times sqrt(2) at most; factors on both sides of a product cancel.
     b = (shared * scales.dv).reciprocal()
     q, k, v, o, log_sums, scaling = saved
     factors = [(q, 1 / a), (k, a), (v, 1 / b), (o, 1 / b), (do, b)]

@@ -181,7 +181,7 @@ class _NormedMLP(torch.autograd.Function):
         )
         dhidden, dnorm = rms_norm_backward(dn, hidden, norm, rstd, dy_TH)
         dhidden = dhidden.view(dy.shape)
-        # hidden = x + residual: both get the same gradient, one tensor that nobody writes to.
+        # hidden = x + residual: both get the same gradient, one tensor for two inputs.
         return dhidden, dhidden, dnorm if norm.requires_grad else None, *gradients, None, None, None
 
 

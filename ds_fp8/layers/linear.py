@@ -28,7 +28,6 @@ from ds_fp8.layers.weights import dgrad_weight, fprop_weight
 class _FP8LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: nn.Parameter, recipe: LinearRecipe, save: str) -> torch.Tensor:
-        # A view where the layout allows it. Casts take any row stride, so that a slice along K is not copied first.
         x_TK = x.reshape(-1, x.shape[-1])
         needs_wgrad = save != "nothing" and weight.requires_grad
         smoothing = channel_factors(x_TK) if recipe.smooth else None
@@ -39,7 +38,6 @@ class _FP8LinearFunction(torch.autograd.Function):
             saved = [x_KT.data, x_KT.scale]
         else:
             x_cast = recipe.cast_input(x_TK, column_factor=inverse)
-            # Not x_TK: where the layer before saves x for itself, autograd keeps one tensor and not two.
             saved = [x] if needs_wgrad else []
         beyond = recipe.clipped_input(x_TK, x_cast) if save != "nothing" and ctx.needs_input_grad[0] else None
         ctx.save_for_backward(smoothing, beyond, *saved)

@@ -80,6 +80,7 @@ def fuse_loss(model: nn.Module, recipe: LinearRecipe | None = None) -> LossFusio
     """
     model = _unwrapped(model)
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    # A forward on the instance hides that of the class, so that a swapped class would change nothing.
     if "forward" in vars(model) or (head is not None and "forward" in vars(head)):
         return LossFusion(False, "the model's own forward, which has been replaced on the instance")
     if type(head) is not FusedHead:
@@ -87,6 +88,7 @@ def fuse_loss(model: nn.Module, recipe: LinearRecipe | None = None) -> LossFusio
         if reason:
             return LossFusion(False, f"Hugging Face's own, over all logits: {reason}")
         _swap_classes(model, head)
+    # Also where it is fused already: a second call changes only how the products are cast.
     head.recipe = recipe
     return LossFusion(True, f"without logits, {implementation(recipe)}")
 
@@ -117,6 +119,7 @@ def _structural_objection(model: nn.Module, head: nn.Module | None) -> str | Non
         return "its head has a bias"
     if model.loss_function is not ForCausalLMLoss:
         return "it has a custom loss function"
+    # Both must be children of the model itself: the trial below puts stand-ins in their places.
     children = list(model.children())
     if not any(child is head for child in children) or not any(child is model.base_model for child in children):
         return f"{kind} has no separate modules for its decoder and its head"
@@ -140,6 +143,7 @@ def _behavioural_objection(model: PreTrainedModel, head: nn.Linear) -> str | Non
     Between decoder and loss nothing depends on the hidden size, so a shallow copy of the model with a narrow head and
     fixed hidden states runs the very code in question in no time, wherever the parameters are.
     """
+    # More than one row, so that labels shifted across rows would show.
     rows, tokens, width = 2, 5, 4
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
@@ -148,6 +152,7 @@ def _behavioural_objection(model: PreTrainedModel, head: nn.Linear) -> str | Non
         nn.init.normal_(narrow.weight)
         ids, shifted = torch.randint(0, head.out_features, (2, rows, tokens), device="cpu")
         labels = ids.clone()
+        # A token without loss in each: models that average over all tokens give another loss.
         labels[0, 2] = shifted[1, 1] = IGNORED
 
         twin = copy.copy(model)
@@ -162,6 +167,7 @@ def _behavioural_objection(model: PreTrainedModel, head: nn.Linear) -> str | Non
         # The auxiliary loss of a mixture of experts is added to the head's loss, and needs a real decoder.
         if "output_router_logits" in inspect.signature(twin.forward).parameters:
             loss_and_gradients = functools.partial(loss_and_gradients, output_router_logits=False)
+        # The three ways in which callers of transformers reduce the loss; 3.5 is no count of tokens here.
         variants = [{}, {"num_items_in_batch": torch.tensor(3.5)}, {"shift_labels": shifted}]
         try:
             expected = [loss_and_gradients(**more) for more in variants]
@@ -173,6 +179,7 @@ def _behavioural_objection(model: PreTrainedModel, head: nn.Linear) -> str | Non
         except (TypeError, AttributeError, KeyError) as error:  # what using WithheldLogits raises
             return f"{type(model).__name__} works on its logits before the loss ({_first_line(error)})"
     pairs = zip(chain(*got), chain(*expected), strict=True)
+    # Gradients too: an equal loss may come from a head that is also trained by something else.
     if any((ours - theirs).norm() > PROBE_TOLERANCE * theirs.norm() for ours, theirs in pairs):
         return f"{type(model).__name__} computes another loss than the cross entropy of its head's logits"
     return None
@@ -199,6 +206,7 @@ def _fused_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     @functools.wraps(base.forward)
     def forward(self: PreTrainedModel, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
         skip_logits = self.training if skip_logits is None else skip_logits
+        # By name, however the caller passes them: the forward of the base still gets the arguments as they came.
         given = dict(zip(parameters, args, strict=False)) | kwargs
         labels, logits_to_keep = given.get("labels"), given.get("logits_to_keep")
         asks_for_logits = logits_to_keep is not None and (torch.is_tensor(logits_to_keep) or logits_to_keep != 0)
@@ -210,6 +218,7 @@ def _fused_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         try:
             return _without_logits(base.forward(self, *args, **kwargs))
         finally:
+            # Also after an error: a head that keeps targets would withhold logits from the next caller.
             head.targets = None
 
     def loss_function(self: PreTrainedModel) -> Callable[..., torch.Tensor]:

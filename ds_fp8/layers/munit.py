@@ -116,9 +116,11 @@ def _model(base: type[PreTrainedModel], config: type[PretrainedConfig]) -> type[
 def _parametrize(model: PreTrainedModel) -> None:
     tau = model.config.munit_tau
     for layer in model.model.layers:
+        # The class is swapped under the live module, so that parameters and their names stay what they are.
         layer.__class__ = _res_post_norm(type(layer))
         layer.residual_factor, layer.branch_factor = sqrt(1 - tau), sqrt(tau)
         for linear in _linears(layer):
+            # Autograd multiplies the gradient by the same factor: forward and backward stay those of one function.
             linear.register_forward_hook(functools.partial(_times, factor=linear.in_features**-0.5))
     # Before the head rather than behind it: fused losses read the head's weight and call nothing.
     model.model.norm.register_forward_hook(functools.partial(_times, factor=1 / model.config.hidden_size))

@@ -75,10 +75,12 @@ def look_again(sites: Iterable[OutlierChannels], add_over_ranks: Callable[[torch
     measured = [site for site in sites if site.energy is not None]
     if not measured:
         return False
+    # One collective for all products.
     energies = torch.cat([site.energy for site in measured])
     add_over_ranks(energies)
     for site, energy in zip(measured, energies.split([len(site.energy) for site in measured]), strict=True):
         best = largest_channels(energy, site.count)
+        # On the device, like the choice below: channels change without the host, and graphs read them where they are.
         held = energy[site.channels.long()].sum() >= ENOUGH * energy[best.long()].sum()
         site.channels.copy_(torch.where(held, site.channels, best))
         site.energy = None

@@ -74,6 +74,7 @@ def weights_with_outliers(
     channels = recipe.outliers.channels
     residuals = [getattr(weight, RESIDUAL, None) for weight in weights]
     if any(residual is None for residual in residuals):
+        # Weights that are present in high precision: their residuals are computed in every forward.
         residual = weight_residual(torch.cat([weight.detach() for weight in weights]), operand, channels)
     else:
         residual = residuals[0] if len(residuals) == 1 else torch.cat(residuals)

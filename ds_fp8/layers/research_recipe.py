@@ -61,6 +61,7 @@ class ResearchRecipe(LinearRecipe):
         spec = self.weight
         words = spec.format, spec.granularity, spec.scale
         of_dy = self.grad_output.rotation
+        # dy is rotated along N, its columns; of w [N, K] that dimension is the rows.
         rotation = None if of_dy is None or of_dy.axis == 0 else replace(of_dy, axis=0)
         if self.recast is not None:
             return self._cast_again(cast_rowwise(weight, spec, None, column_factor), spec.granularity, rotation)
@@ -134,6 +135,8 @@ class ResearchRecipe(LinearRecipe):
             clipped_input: What the method of this name returned for the input.
         """
         of_dy = self.grad_output.rotation
+        # First what was rotated last: tokens of the product, then the mask in fprop's rotated space, then that
+        # rotation.
         if of_dy is not None and of_dy.axis == 0:
             dx = unrotate(dx, of_dy, tokens)
         if clipped_input is not None:
@@ -150,6 +153,8 @@ class ResearchRecipe(LinearRecipe):
             weight: [N, K]; read only where there is a `recast`, in high precision.
         """
         if self.recast is not None:
+            # Cast once more here: keeping a mask of every weight between forward and backward would take a byte an
+            # element.
             beyond = self._clipped(weight, self.weight, cast_rowwise(weight, self.weight))
             return unrotate(dw if beyond is None else dw.masked_fill(beyond, 0), self.input.rotation)
         of_x = self.wgrad_input_rotation

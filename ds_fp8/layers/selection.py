@@ -119,6 +119,7 @@ def _named(name: str, skip: tuple[str, ...], is_head: bool, override: str | None
 
 def _filtered(name: str, layer: nn.Module, filter: Filter | None) -> str | None:
     if filter is not None:
+        # Noted on the layer: `initialize` converts again later, and has no filter.
         setattr(layer, EXCLUDED, not filter(name, layer))
     return "excluded by the filter" if getattr(layer, EXCLUDED, False) else None
 
@@ -150,6 +151,7 @@ def _special(name: str, layer: nn.Linear, parent: nn.Module, modules: dict[str, 
     own_name = name.rpartition(".")[2]
     if any(part.startswith("lora_") for part in name.split(".")) or _added_by_peft(name, modules):
         return "an adapter"
+    # "gate" is a router's name in some models; a gate_proj by that name would widen.
     if ROUTERS & set(name.split(".")[-2:]) and layer.out_features < layer.in_features:
         return "a router or gate"
     if own_name in STATE_SPACE and hasattr(parent, "A_log"):
@@ -206,6 +208,7 @@ def _computes_as_linear(layer: nn.Linear) -> bool:
         torch.manual_seed(0)
         small, x = nn.Linear(6, 5, bias=layer.bias is not None), torch.randn(2, 3, 6)
     twin = copy.copy(layer)
+    # The same object but for its weights: settings that its forward reads are those of the layer.
     twin.__dict__ = {**vars(layer), "_parameters": dict(small._parameters), "in_features": 6, "out_features": 5}
     try:
         # Not through __call__: hooks of the layer are not meant for this copy.

@@ -30,6 +30,7 @@ Attention = Callable[..., tuple[torch.Tensor, Any]]
 
 def exchange_of(attention: Attention) -> UlyssesSPAttentionHF | None:
     """Return DeepSpeed's exchange of heads that a registered attention function makes, or None."""
+    # DeepSpeed registers a function whose closure holds the exchange, and has no other way to it.
     cells = getattr(attention, "__closure__", None) or ()
     held = (cell.cell_contents for cell in cells)
     return next((value for value in held if isinstance(value, UlyssesSPAttentionHF)), None)
@@ -68,6 +69,7 @@ def exchanged(
         ends = _document_ends(query, more.get("position_ids"), of_slice)
         return core(before, module, query, key, value, ends, **more)
 
+    # DeepSpeed's object is one for all layers: its inner attention is replaced for the time of this call.
     exchange.attn = of_whole
     try:
         return attention(module, query, key, value, None, **options)
@@ -130,6 +132,7 @@ def _document_ends(
     shape = (len(query), query.shape[2])  # of other rows, or of a slice by itself, nothing is known
     noted_shape, ends = documents.noted_ends(noted_on) or (None, None)
     if noted_shape != shape:
+        # Positions of one row stand for all rows of a batch.
         ends = documents.ends_of(positions.expand(len(query), -1))
         documents.note_ends(noted_on, (shape, ends))
     return ends

@@ -30,7 +30,9 @@ def channel_factors(product: torch.Tensor) -> torch.Tensor:
     if product.numel() == 0:
         return torch.ones(product.shape[-1], device=product.device)
     amax = product.detach().abs().amax(0).float()
+    # The median is that of a typical channel, which a few outliers do not move.
     ratio = amax / amax.median()
+    # ratio = m * 2^exponent with m in [0.5, 1): 2^(exponent - 1) is the power of two below, exactly.
     _, exponent = torch.frexp(ratio)
     factors = torch.ldexp(torch.ones_like(amax), (exponent - 1).clamp(0, MAX_EXPONENT))
     return torch.where(ratio.isfinite(), factors, 1.0)

@@ -58,6 +58,7 @@ def head_layout_of(attention: nn.Module) -> HeadLayout:
     _expect(parts, ATTENTION_PARTS, HEAD_NORMS, "attention")
     linears = [_fp8_linear(parts[name], name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     q, k, v, o = linears
+    # Asked, not computed from hidden size and heads: several models have heads of another size.
     head_dim = getattr(attention, "head_dim", None)
     if not isinstance(head_dim, int) or any(
         not hasattr(attention, name) for name in ("config", "scaling", "attention_dropout")
@@ -92,6 +93,7 @@ def gated_activation_of(mlp: nn.Module) -> str:
             raise Unfusable(f"{name} has a bias")
     if not callable(function):
         raise Unfusable("its MLP has no act_fn")
+    # By its values and not by its class: models wrap activations in many ways.
     x = torch.linspace(-6, 6, 97)
     for activation in ACTIVATIONS:
         if torch.allclose(function(x), activate(x, activation), atol=1e-6):
@@ -140,6 +142,7 @@ def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str | None) ->
     attention = layer.self_attn
     small_attention = _stand_in(attention)
     small_attention.config = copy.copy(attention.config)
+    # On a copy of the configuration: the model's own attention may need a GPU or a mask.
     small_attention.config._attn_implementation = "sdpa"
     small_attention.attention_dropout = 0.0  # the fused layer has it: it is an argument of the attention core
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -147,6 +150,7 @@ def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str | None) ->
         for name in ATTENTION_PARTS:
             part = getattr(attention, name)
             sizes = (part.in_features, HIDDEN) if name == "o_proj" else (HIDDEN, part.out_features)
+            # Small along the hidden size only: heads keep their size and number, which the layer's code may rely on.
             setattr(small_attention, name, nn.Linear(*sizes, bias=part.bias is not None))
         for name in HEAD_NORMS & dict(attention.named_children()).keys():
             setattr(small_attention, name, _small_norm(getattr(attention, name), layout.head_dim))
@@ -156,6 +160,7 @@ def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str | None) ->
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(small, name, _small_norm(getattr(layer, name), HIDDEN))
         x = torch.randn(2, TOKENS, HIDDEN)
+        # Random angles, the same for both halves of a head: a forward that rotates other pairs gives another result.
         angle = torch.rand(1, TOKENS, layout.head_dim // 2) * 6
         rotation = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
         positions = torch.arange(TOKENS)[None]

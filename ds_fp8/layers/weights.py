@@ -85,12 +85,15 @@ def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> Qu
     first = operands[0]
     if not can_stack([operand.shape[0] for operand in operands], first.granularity):
         raise ValueError(f"{first.granularity} blocks would straddle two stacked weights")
+    # As bytes, which torch stacks on every device.
     data = _stacked([operand.data.view(torch.uint8) for operand in operands]).view(first.data.dtype)
     if first.granularity == "128x128":
         scales = [operand.scale for operand in operands]
+        # Gathered weights of one product have their scales side by side (place_scales in zero/shards.py): no copy then.
         scale = _view_of_adjacent(scales)
         if scale is None:
             columns = scales[0].shape[1]
+            # Rows of block scales are padded to 16 bytes, which torch.cat of the parts would not keep.
             scale = block_scales(sum(len(s) for s in scales), columns, data.device)
             torch.cat(scales, out=scale) if scale.is_contiguous() else scale.copy_(torch.cat(scales))
         return replace(first, data=data, scale=scale)

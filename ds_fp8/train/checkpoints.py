@@ -126,6 +126,8 @@ def load(engine: deepspeed.DeepSpeedEngine, stage: Stage, state: RunState) -> No
     At step 0 it is another stage's checkpoint: the engine keeps its own learning rate, weight decay and the like.
     """
     folder, own = state.checkpoint, state.step > 0
+    # DeepSpeed's load replaces learning rate and weight decay too; a stage that begins from another's checkpoint has
+    # its own.
     settings = [_settings(group) for group in engine.optimizer.param_groups]
     with tensors_only(folder):
         if state.ranks == stage.world:
@@ -139,6 +141,7 @@ def load(engine: deepspeed.DeepSpeedEngine, stage: Stage, state: RunState) -> No
     if not own:
         for group, before in zip(engine.optimizer.param_groups, settings, strict=True):
             group.update(before)
+    # Random states belong to a rank. On another number of ranks they are drawn from the seed again.
     elif state.ranks == stage.world:
         restore_random_states(load_tensors(folder / random_file(dist.get_rank())))
 

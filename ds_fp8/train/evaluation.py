@@ -63,6 +63,7 @@ def validation_loss(
             totals += torch.stack([loss.double(), label_tokens(batch).double()])
     engine.train()
     dist.all_reduce(totals)
+    # Sums over all ranks divided once: ranks with fewer label tokens do not count more.
     total, count = totals.tolist()
     return total / max(count, 1)
 
@@ -106,6 +107,8 @@ def exact_match(
                 do_sample=False,
                 pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=stop_tokens(tokenizer, stage.data.format == "chat"),
+                # ZeRO-3 gathers weights collectively: a rank whose answers are complete goes on generating with the
+                # others.
                 synced_gpus=world > 1,
             )
         texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)

@@ -89,8 +89,10 @@ class Manifest:
             stored, version = content.pop("checksum"), content.pop("format")
             if version != FORMAT:
                 raise Damaged(f"{NAME} has format {version!r}, and this version reads {FORMAT}")
+            # Before anything is read from it: an altered step or position in the data would be used without notice.
             if stored != checksum({"format": version, **content}):
                 raise Damaged(f"{NAME} was altered: its checksum differs")
+            # As JSON again: pydantic's strict mode takes lists for tuples from JSON only.
             manifest = _MANIFEST.validate_json(json.dumps(content), strict=True)
             check_plain(manifest.config)
         except FileNotFoundError:

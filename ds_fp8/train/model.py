@@ -111,6 +111,7 @@ def build_sharded_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Modu
         return model.generation_config, _dtypes(model), tied
 
     # Stored weights may be untied, or kept in FP32 in part, where the configuration alone does not say so.
+    # Small facts only: weights follow one parameter at a time.
     generation_config, dtypes, tied = on_first_rank(build)
     received = model is None
     if received:
@@ -122,8 +123,10 @@ def build_sharded_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Modu
     device = get_accelerator().current_device_name()
     for prefix, module in model.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
+            # Buffers are not sharded; every rank keeps them whole, with the first rank's numbers.
             setattr(module, name, buffer.to(device, dtypes[f"{prefix}.{name}".lstrip(".")]))
             dist.broadcast(getattr(module, name), 0)
+    # An iterator: the memory of a parameter is made when zero.Init asks for it, and is a shard before the next one is.
     parameters = _with_memory(model, device, dtypes) if received else iter(_in_order(model))
     deepspeed.zero.Init(module=_OneByOne(parameters), config_dict_or_path=copy.deepcopy(stage.raw))
     return model
@@ -162,6 +165,7 @@ def _with_memory(model: torch.nn.Module, device: str, dtypes: dict[str, torch.dt
             places[parameter].append((module, name))
     names = {parameter: name for name, parameter in model.named_parameters()}
     for empty in _in_order(model):
+        # Uninitialised: zero.Init broadcasts the first rank's numbers into it.
         data = torch.empty_like(empty, device=device, dtype=dtypes[names[empty]])
         parameter = torch.nn.Parameter(data, empty.requires_grad)
         for module, name in places[empty]:
@@ -195,6 +199,7 @@ def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
         raise UserError(
             f"the model cannot be built: {first_line(error)}", key="model", remedy="change what the message names"
         ) from None
+    # Now, and not at the first step: without it micro-batches would be averaged with the wrong weights, silently.
     forward = inspect.signature(model.forward).parameters
     if not {"num_items_in_batch", "kwargs"} & set(forward):
         raise UserError(

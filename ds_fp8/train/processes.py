@@ -60,6 +60,7 @@ def on_first_rank(work: Callable[[], T]) -> T:
             outcome[1] = (error.problem, error.remedy, error.key)
         except Exception as error:  # the others would wait for it
             problem = f"the first rank failed: {type(error).__name__}: {error}"
+            # The same collective as below, with which the others are waiting.
             dist.broadcast_object_list([None, (problem, "see the first rank's traceback", None)], src=0)
             raise
     dist.broadcast_object_list(outcome, src=0)

@@ -33,6 +33,7 @@ def load_on_other_ranks(
         )
     finally:
         del engine.load_universal_checkpoint
+    # No rank may still read the folder when rank 0 removes it.
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(universal)

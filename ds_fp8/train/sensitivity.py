@@ -123,6 +123,7 @@ class CastSwitch:
             UserError: as of `convert`.
         """
         self._model = model
+        # The model is in FP32 here, which the reference alone multiplies without rounding to BF16.
         linear = config.linear.model_copy(update={"backend": "reference"})
         config = config.model_copy(update={"fuse": "off", "attention": AttentionConfig(), "linear": linear})
         convert(model, config, CastMonitor(0))
@@ -135,6 +136,7 @@ class CastSwitch:
     def _switch(self, cast: Mapping[str, str]) -> None:
         for name, linear in self.linears.items():
             operand = cast.get(name)
+            # Switched by class, so that a part that is not cast runs the very forward of the model.
             linear.__class__ = {None: linear.own_class, "both": FP8Linear}.get(operand, _OneOperand)
             linear.cast_operand = operand
 
@@ -220,6 +222,7 @@ def measure(
         with switch.only(part.linears, operand):
             found = judge.measure(model)
         _, error = difference(found.losses, plain.losses)
+        # The error is that of the difference by rows, in which what a row's text costs in itself cancels.
         costs.append(Cost(part, operand, found.loss / plain.loss - 1, error / plain.loss, found.divergence))
         done()
     return costs
@@ -263,6 +266,7 @@ def propose(costs: Sequence[Cost], shares: Mapping[str, float], budget: float) -
     for cost in sorted(candidates, key=lambda cost: -cost.per_share):
         new = [name for name in cost.part.linears if name not in taken]
         share = sum(shares[name] for name in new)
+        # The slack is for sums of shares that add up to the budget exactly.
         if new and spent + share <= budget * (1 + 1e-9):
             chosen.append(cost.part)
             taken |= dict.fromkeys(new)

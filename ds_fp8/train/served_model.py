@@ -128,10 +128,12 @@ def _serve(layer: nn.Linear, codes: torch.Tensor, scale: torch.Tensor, recipe: L
     """Let a linear layer multiply these codes [N, K] with these scales."""
     if recipe.weight.granularity == "tensor":
         scale = scale.reshape(())
+    # As a conversion does it (layers/convert.py), with codes of the file in place of a gathered weight.
     layer.own_class = type(layer)
     layer.__class__ = FP8Linear
     layer.recipe = recipe
     setattr(layer.weight, GATHERED, QuantizedTensor(codes, scale, recipe.weight.granularity, recipe.weight.scale))
+    # The decoded weight is freed, and a stray read of it is NaN.
     layer.weight.data = placeholder(layer.weight.shape, layer.weight.dtype, layer.weight.device)
 
 

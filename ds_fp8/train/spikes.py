@@ -38,6 +38,7 @@ class SpikeDetector:
         return list(self._losses)
 
     def _score(self, loss: float) -> float:
+        # Of a few losses the median deviation may be almost zero, and anything would stand out.
         if len(self._losses) < min(LEAST_HISTORY, self._losses.maxlen):
             return 0.0
         centre = median(self._losses)

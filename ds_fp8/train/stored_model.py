@@ -76,6 +76,7 @@ def stored_config(source: ModelSource) -> PretrainedConfig:
         UserError: there is none, no way to it, or transformers has no class for it.
     """
     config = _read_config(source)
+    # The weights are decoded while they are loaded; what is trained and saved is a plain model.
     config.__dict__.pop("quantization_config", None)
     return config
 
@@ -93,6 +94,7 @@ def _read_config(source: ModelSource) -> PretrainedConfig:
             remedy="give a Hugging Face model folder, or copy the missing file beside the weights",
         )
     try:
+        # Code from a model's folder is never run.
         return AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=False)
     except Exception as error:  # transformers fails in its own way at each kind of damage
         if local.is_dir():
@@ -149,6 +151,7 @@ def load_stored_model(source: ModelSource, config: PretrainedConfig, options: di
     """
     quantization = quantization_of(source)
     if quantization:
+        # The caller's configuration goes into the new model's config.json, which is BF16.
         config = copy.deepcopy(config)
         config.quantization_config = {**quantization, "dequantize": True}
         if quantization["quant_method"] == _COMPRESSED_TENSORS:

@@ -28,6 +28,7 @@ def midpoints(format: Format, device: torch.device) -> torch.Tensor:
     rounded = exact.float()
     goes_up = torch.arange(len(exact)) % 2 == 1
     wrong = torch.where(goes_up, rounded < exact, rounded > exact)
+    # Moved by one FP32 number where rounding has put the midpoint on the wrong side for ties to even.
     corrected = torch.nextafter(rounded, torch.where(goes_up, torch.inf, -torch.inf))
     return torch.where(wrong, corrected, rounded).to(device)
 
@@ -93,6 +94,8 @@ def encode(x: torch.Tensor, format: Format) -> torch.Tensor:
 def encode_by_table(x: torch.Tensor, format: Format) -> torch.Tensor:
     """Compute `encode` with two look-ups an element: on a CPU ten times faster than looking for the place."""
     codes, beyond = _nearest_cells(format, x.device)
+    # The upper half of an FP32 number is the BF16 number below it in magnitude: 65536 cells, with at most one limit
+    # each.
     cell = (x.contiguous().view(torch.int32).flatten() >> 16) & 0xFFFF
     code = codes.index_select(0, cell) + (x.abs().flatten() > beyond.index_select(0, cell))
     return code.view(x.shape)
@@ -123,6 +126,7 @@ def encode_stochastically(x: torch.Tensor, draw: torch.Tensor, format: Format) -
     count, beyond = _cells_below(format, x.device)
     cell = magnitude.view(torch.int32).flatten() >> 16
     above = count.index_select(0, cell) + (magnitude.flatten() > beyond.index_select(0, cell))
+    # The largest magnitude has no neighbour above: it is the upper one of the last pair.
     below = (above - 1).clamp_max(len(magnitudes) - 2)
     lower, upper = (magnitudes.index_select(0, index).view(x.shape) for index in (below, below + 1))
     index = below.view(x.shape) + (draw < (magnitude - lower) / (upper - lower))

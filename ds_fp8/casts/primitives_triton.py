@@ -119,6 +119,7 @@ def fitted_scale_of(tile, bits, AXIS: tl.constexpr, largest: tl.constexpr, small
     scale, reciprocal = scale_of(bits, largest, smallest, 0)
     least = tl.sum(error_in_units(tile, tl.expand_dims(reciprocal, AXIS), largest), AXIS)
     for sevenths in tl.static_range(6, 3, -1):
+        # In the order of the reference, from the largest number down, and `<` keeps the first of equal errors.
         _, its = scale_of(bits, largest * sevenths / 7, smallest, 0)
         lost = tl.sum(error_in_units(tile, tl.expand_dims(its, AXIS), largest), AXIS)
         scale, reciprocal, least = fit(scale, reciprocal, least, bits, lost, sevenths, largest, smallest)
@@ -140,6 +141,7 @@ def to_fp8_saturating(x, reciprocal, dtype: tl.constexpr, LARGEST: tl.constexpr)
 
     Inf and NaN become NaN, whose code is 0x7f in both formats. `reciprocal` of the scale, a power of two.
     """
+    # Clamped before the cast: what is too large saturates alike on a GPU and in the interpreter.
     units = tl.minimum(tl.maximum(x * reciprocal, -LARGEST), LARGEST)
     codes = units.to(dtype).to(tl.uint8, bitcast=True)
     return tl.where(tl.abs(x) < float("inf"), codes, 0x7F)

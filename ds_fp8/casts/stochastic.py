@@ -17,6 +17,7 @@ _WORD = 0xFFFFFFFF
 
 def random_key(*parts: int | str) -> int:
     """Return 31 bits that depend on these 64-bit integers and names only, in every process and Python version."""
+    # crc32 and not hash(), which differs between processes; 31 bits fit a signed argument of a kernel.
     return zlib.crc32(b"".join(p.encode() if isinstance(p, str) else struct.pack("q", p) for p in parts)) >> 1
 
 
@@ -26,6 +27,7 @@ def uniform(index: torch.Tensor, key: int) -> torch.Tensor:
     16 bits: added to an element in units of the grid, the sum is still exact.
     """
     step, first, second = MULTIPLIERS
+    # int64 stands for the kernel's uint32: products of 32 bits overflow nothing that the mask keeps.
     word = (index * step + key) & _WORD
     word = ((word ^ (word >> 16)) * first) & _WORD
     word = ((word ^ (word >> 15)) * second) & _WORD

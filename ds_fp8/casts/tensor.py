@@ -49,6 +49,7 @@ class QuantizedTensor:
     def __post_init__(self) -> None:
         if self.emulated is None:
             format_of(self.data.dtype)
+        # Checked once here, so that products and decoding need not: wrong shapes would broadcast silently.
         expected = scale_shape(self.data.shape, self.granularity)
         if tuple(self.scale.shape) != expected:
             raise ValueError(
@@ -113,6 +114,7 @@ class QuantizedTensor:
         if self.granularity == "tensor":
             return replace(self, data=self.data.t())
         if self.granularity in SQUARE:
+            # A transposed block is a block: the same 128 x 128 elements share its scale.
             return replace(self, data=self.data.t(), scale=self.scale.t())
         raise ValueError(
             f"a {self.granularity} cast cannot be transposed: cast the transposed high-precision tensor instead"

@@ -92,6 +92,7 @@ def _check_sum(reduced: torch.Tensor, numbers: torch.Tensor) -> None:
     expected = numbers.float()
     dist.all_reduce(expected)
     expected = expected.view(dist.get_world_size(), -1)[dist.get_rank()] / dist.get_world_size()
+    # As a whole, not by element: rounding to E4M3 is far from zero for single elements.
     wrong = ((reduced - expected).norm() / expected.norm() > _ERROR).float()
     dist.all_reduce(wrong)
     if wrong.item():
@@ -103,6 +104,7 @@ def _check_sum(reduced: torch.Tensor, numbers: torch.Tensor) -> None:
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the median time of `run` on the slowest rank, after a first one that is not counted. Collective."""
+    # Each repetition begins behind a barrier and ends with the slowest rank, as a step does.
     times = []
     for _ in range(_REPEATS + 1):
         dist.barrier()

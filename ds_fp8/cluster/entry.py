@@ -57,4 +57,5 @@ def lost_others(error: Exception) -> bool:
 
     if isinstance(error, torch.distributed.DistError | BrokenPipeError):
         return True
+    # Exactly RuntimeError: its subclasses (out of memory) are errors of this rank.
     return type(error) is RuntimeError and _LINK.search(str(error)) is not None

@@ -78,6 +78,8 @@ def fingerprint(file: Path) -> str:
         with file.open("rb") as content:
             size = os.fstat(content.fileno()).st_size
             digest = hashlib.sha256(content.read(_ENDS))
+            # Appending and truncating change the tail, headers of formats the head; with the size that finds other
+            # files, not flipped bits.
             content.seek(max(0, size - _ENDS))
             digest.update(content.read(_ENDS))
     except FileNotFoundError:

@@ -39,6 +39,7 @@ def run_job(
         if process is not None:
             stop(process)
 
+    # A signal that is ignored stays so: a shell starts background jobs with SIGINT ignored.
     ours = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, pass_on) for number in ours}
     try:
@@ -85,6 +86,7 @@ def with_restarts(start: Callable[[int], int], max_restarts: int, settle: float 
             time.sleep(settle)
             say(f"restart {attempt} of {max_restarts}, from the last checkpoint")
         code = start(attempt)
+        # Only losses are worth another start: errors and mistakes would come again.
         if code != EXIT_LOST:
             break
     return code

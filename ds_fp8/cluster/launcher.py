@@ -65,6 +65,7 @@ def launch(hostfile: str | os.PathLike, job: Launch) -> int:
         )
 
     def start(attempt: int) -> int:
+        # Asked before every attempt: a host may have come back.
         silent = unreachable(hosts)
         there = [host for host in hosts if host.name not in silent]
         # The first start is on all hosts: one that is missing then is a mistake, not a loss.
@@ -86,6 +87,7 @@ def unreachable(hosts: Sequence[Host]) -> dict[str, str]:
     """Return the reason, in ssh's words, for every host on which ssh cannot run a command."""
 
     def ask(host: Host) -> str | None:
+        # BatchMode: a host that asks for a password counts as silent, and does not wait for a terminal.
         command = ["ssh", *_SSH, host.name, "true"]
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * _CONNECT)
@@ -123,6 +125,7 @@ def attempt_options(options: Sequence[str], attempt: int, first_is_there: bool) 
     kept = list(options)
     place = _place("--master_addr", kept)
     if place is not None and not first_is_there:
+        # deepspeed then takes the first host that is left.
         del kept[place : place + (1 if "=" in kept[place] else 2)]
     if _place("--master_port", kept) is None:
         kept += ["--master_port", str(_PORT + attempt)]  # the last attempt's port may still be taken

@@ -39,6 +39,7 @@ def train_here(arguments: Sequence[str], ranks: int, max_restarts: int = 0) -> i
     _adopt_orphans()
 
     def start(attempt: int) -> int:
+        # One rank needs no launcher: it is this process's child, without seconds of imports before it.
         command = [*deepspeed_command(ranks), *TRAIN] if ranks > 1 else [sys.executable, "-m", TRAIN[-1], "--gpus", "1"]
         return run_job([*command, *arguments], stop=_stop_ranks, wait=_wait_for_all)
 
@@ -116,4 +117,5 @@ def deepspeed_command(ranks: int) -> list[str]:
             f"{ranks} GPUs are requested, but CUDA_VISIBLE_DEVICES={visible} lists {len(names)}",
             remedy="request fewer GPUs, or list more",
         )
+    # --num_gpus counts from GPU 0 and ignores CUDA_VISIBLE_DEVICES.
     return [*command, "--include", "localhost:" + ",".join(names[:ranks])]

@@ -63,6 +63,7 @@ def check_ranks(store: Store, job: Job | None = None) -> str:
     # All look at their clocks when rank 0 says so.
     if rank == 0:
         store.set("clock", str(time.time()))
+    # `get` returns on all ranks as soon as rank 0 has written, within the latency of the network.
     behind = time.time() - float(store.get("clock"))
     store.set(f"facts/{rank}", json.dumps(_about_this_rank(job) | {"clock": behind}))
     if rank == 0:
@@ -144,6 +145,7 @@ def _check_shared(store: Store, run_dir: Path) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     made: list[Path] = []
     if rank == 0:
+        # To be removed again: a check leaves no trace.
         made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
         probe = run_dir / f".shared-{uuid.uuid4().hex}"
         try:
@@ -155,6 +157,7 @@ def _check_shared(store: Store, run_dir: Path) -> None:
             store.set("probe", json.dumps([probe.name, ""]))
     name, problem = json.loads(store.get("probe"))
     if name is not None:
+        # One rank of each host looks; the others see the same file system.
         found = os.environ.get("LOCAL_RANK", "0") != "0" or _appears(run_dir, name)
         store.set(f"shared/{rank}", json.dumps(None if found else this_host()))
         if rank == 0:

@@ -61,6 +61,7 @@ class Configuration:
             UserError: DeepSpeed refuses a value, or would fail at it later. It names file, key and remedy.
         """
         parse_section(DeepSpeedValues, self.values, key="", file=self.file)
+        # Copied: DeepSpeed changes the dictionary that it is given.
         judged = copy.deepcopy(dict(self.values)) | {MICRO_BATCH: 1, ACCUMULATION: 1}
         judged.pop(TRAIN_BATCH, None)
         return self._judged(lambda: DeepSpeedConfig(judged), lambda: _section_at_fault(self.values))
@@ -250,6 +251,7 @@ class _KeyRecorder(dict):
 def known_keys() -> frozenset[str]:
     """Return the top-level keys the installed DeepSpeed reads, found by letting it read a config."""
     asked: set[str] = set()
+    # Asked of the installed version rather than listed here: each version reads other keys.
     DeepSpeedConfig(_KeyRecorder({MICRO_BATCH: 1}, asked))
     return frozenset(asked)
 

@@ -79,6 +79,7 @@ def parse_json(text: str, file: str | os.PathLike | None = None) -> dict[str, An
     except UserError as error:
         raise error.located(file) from None
     except (ValueError, RecursionError) as error:
+        # DeepSpeed reads Hjson: comments and trailing commas are no mistakes.
         raw = _parse_hjson(text, error, file)
     if not isinstance(raw, dict):
         raise UserError("the configuration must be a JSON object", file=file, remedy='{"model": {...}, ...}')
@@ -134,6 +135,7 @@ def check_plain(value: Any, key: str = "") -> None:
         UserError: a number that is not finite or takes more than 64 bits, text that is not Unicode or has a NUL, or
             more than MAX_DEPTH levels. It names the key.
     """
+    # An explicit stack, since nested input could exhaust recursion.
     waiting: list[tuple[str, Any, int]] = [(key, value, 0)]
     while waiting:
         key, value, depth = waiting.pop()

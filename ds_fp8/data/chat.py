@@ -39,6 +39,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
     """
     stops = [tokenizer.eos_token_id]
     if chat:
+        # Found out by trial: a template does not name the token that closes a turn.
         turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
         # The last token that carries loss.
         learnt = [label for label in tokenize_chat(tokenizer, turns)[1] if label != IGNORED]
@@ -116,6 +117,7 @@ def _tokenize_by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Mes
                 remedy="begin with a user turn, or use a chat template that has {% generation %}",
             )
         before, after = render(index, prompt=True), render(index + 1, prompt=False)
+        # Templates that drop earlier reasoning or change the last turn do not render prefixes of the conversation.
         if not (after.startswith(before) and text.startswith(after)):
             raise UserError(
                 f"the chat template of this tokenizer rewrites turn {index + 1} when the conversation goes on",

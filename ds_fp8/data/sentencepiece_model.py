@@ -45,6 +45,7 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.normalizer = _normalizer(model.normalizer_spec)
+    # Sentencepiece puts a space before the text, which decoding has to take away again.
     prefix = model.normalizer_spec.add_dummy_prefix
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
         SPACE, prepend_scheme="first" if prefix else "never", split=False
@@ -86,6 +87,7 @@ def _merges(model: sentencepiece_model_pb2.ModelProto, vocabulary: dict[str, int
 
     Sentencepiece keeps scores only.
     """
+    # In BPE models scores fall in the order of the merges.
     pieces = sorted(model.pieces, key=lambda piece: -piece.score)
     return [
         (piece.piece[:cut], piece.piece[cut:])

@@ -115,6 +115,7 @@ def _load(path: str) -> datasets.IterableDataset:
         name, _, subset = path.partition(":")
         options = {}
     with _explained(path):
+        # Streamed: nothing is converted or cached, and the position can be saved with the tokens.
         return datasets.load_dataset(name, subset or None, split="train", streaming=True, **options)
 
 
@@ -124,6 +125,7 @@ def _rows(table: datasets.IterableDataset, path: str) -> Iterator[dict[str, Any]
         rows = iter(table)
     while True:
         with _explained(path):
+            # Only the reading is explained: an error of the caller, between two rows, is not the source's.
             row = next(rows, None)
         if row is None:
             return

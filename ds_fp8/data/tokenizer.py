@@ -97,6 +97,7 @@ def train_synthetic_model(vocab_size: int) -> bytes:
         model_writer=model,
         model_type="bpe",
         vocab_size=vocab_size,
+        # One thread: the same bytes on machines with any number of cores.
         num_threads=1,
         character_coverage=1.0,
         byte_fallback=True,
@@ -125,6 +126,7 @@ def _training_texts() -> list[str]:
     for messages in conversations("train", 0, 1000, "mixed"):
         texts.extend(message["content"] for message in messages)
         texts.extend(message["role"] for message in messages)
+    # Often enough that BPE merges each number into one token.
     texts += [" ".join(["", *map(str, range(60))])] * 300
     # Otherwise "7." would be a token beside "7".
     return [re.sub(r"(\d)(?=\D)", rf"\1{PIECE_END}", text) for text in texts]
@@ -140,6 +142,7 @@ def _synthetic_model(vocab_size: int, cache_dir: Path) -> Path:
         with tempfile.NamedTemporaryFile(dir=cache_dir, prefix=path.name, delete=False) as file:
             file.write(model)
         os.chmod(file.name, 0o644)  # the cache may be several users'
+        # Atomic, and the same bytes from every process: whoever comes last replaces a file by its equal.
         os.replace(file.name, path)
     return path
 
@@ -214,6 +217,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         about = get_tokenizer_config(source, **where)
         # Not by AutoTokenizer where the file is everything: see save_tokenizer.
         generic = about.get("tokenizer_class") in GENERIC and "auto_map" not in about
+        # Without that file AutoTokenizer may build the tokenizer from the files of an older kind.
         whole = not local or (folder / "tokenizer.json").is_file()
         kind = PreTrainedTokenizerFast if generic and whole else AutoTokenizer
         return kind.from_pretrained(source, trust_remote_code=False, **where)

@@ -47,6 +47,7 @@ class Parts:
     def attachment(self) -> str | None:
         """Return the attachment added since, with the name of the submodule, or None."""
         for siblings, own_name, part, kind, name in self._parts:
+            # Looked up in the owner's dictionary: getattr of a module is slow, and this runs in every forward.
             now = siblings.get(own_name)
             if now is not part or type(part) is not kind:
                 return f"{name} was replaced by a {type(now).__module__}.{type(now).__qualname__}"

@@ -69,6 +69,7 @@ def expert_layout_reference(top_k_index: torch.Tensor, experts: int) -> ExpertLa
     """Compute expert_layout in plain torch; there too no device makes the host wait."""
     pairs, device = top_k_index.numel(), top_k_index.device
     rows = worst_case_rows(pairs, experts)
+    # Stable: pairs of an expert stay in the order of the tokens, as in the kernel.
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
     numbers = torch.arange(experts + 1, dtype=chosen.dtype, device=device)
     first = torch.searchsorted(chosen, numbers)  # of each expert among the sorted pairs
@@ -87,6 +88,7 @@ def expert_layout_reference(top_k_index: torch.Tensor, experts: int) -> ExpertLa
     place = torch.where(place < rows, place, -1).int().view(top_k_index.shape)
 
     tiles = torch.arange(0, rows, BLOCK, device=device)
+    # The first expert whose rows end behind the tile's first row; beyond the last one it is none.
     of_tile = torch.searchsorted(ends, tiles, right=True)
     of_tile = torch.where(of_tile < experts, of_tile, -1)
     return ExpertLayout(source[:rows], place, counts.int(), starts.int(), of_tile.int())

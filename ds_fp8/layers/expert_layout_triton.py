@@ -60,8 +60,10 @@ def _place_pairs(
     pair, ours = _is_of_expert(index, pairs, E, CHUNK, EXPERTS)
     expert = tl.arange(0, EXPERTS)
     at = expert * chunks + tl.program_id(0)
+    # Up to and with this chunk, less this chunk's own.
     earlier = tl.load(through + at, mask=expert < E, other=0) - tl.load(counts + at, mask=expert < E, other=0)
     first = tl.load(starts + expert, mask=expert < E, other=0) + earlier
+    # One expert of a pair at most is 1 in `ours`: the sum picks that expert's row.
     row = tl.sum(ours * (first[None, :] + tl.cumsum(ours, 0) - 1), 1)
     row = tl.where(tl.sum(ours, 1) > 0, row, -1)
     tl.store(place + pair, row, mask=pair < pairs)
@@ -77,6 +79,7 @@ def lay_out(index: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor,
         rows: R, the rows that there are.
     """
     pairs, device, index = index.numel(), index.device, index.contiguous()
+    # Triton's ranges are powers of two; what lies beyond E is masked.
     width = triton.next_power_of_2(experts)
     chunk = min(max(CELLS // width, 16), 1024)
     chunks, tiles = triton.cdiv(pairs, chunk), rows // BLOCK

@@ -94,8 +94,10 @@ def gated_activation_cast(
     if gate_up.device.type == "cuda":
         from ds_fp8.layers.gated_activation_triton import gated_forward
 
+        # Smooth-SwiGLU needs the amax of every channel over all tokens before the cast.
         fuses = not (recipe.smooth or recipe.input.by_torch)
         statically = fixed_scale(recipe.input.scale) is not None
+        # The kernel keeps groups of 128, each with a scale; static scales are applied behind it.
         keeps = in_fp8 and not statically
         product, cast, saved = gated_forward(
             gate_up,
@@ -155,6 +157,7 @@ def gated_activation_backward(
     if dproduct.device.type == "cuda":
         from ds_fp8.layers.gated_activation_triton import gated_backward, gated_backward_cast
 
+        # The kernels that cast as they compute mask nothing.
         whole_tiles = all(length % BLOCK == 0 for length in dproduct.shape)
         by_tile = recipe.casts_by_tile and not down.input.by_torch and down.wgrad_input in ("1x128", "128x128")
         if dgrad_factor is None and product_factor is None and by_tile and whole_tiles:
@@ -169,6 +172,7 @@ def gated_activation_backward(
         dgate_up, product = gated_backward_reference(dproduct, gate_up, activation)
     drow_factor = None
     if row_factor is not None:
+        # Before the factor is multiplied in: the gradient of a factor is dp times what it multiplies.
         drow_factor = (dproduct.float() * product).sum(1)
         dgate_up, product = (x * row_factor[:, None] for x in (dgate_up, product))
     row, column = recipe.cast_grad_output(dgate_up, wgrad=wgrad, column_factor=dgrad_factor)

@@ -84,6 +84,7 @@ def rotate_backward_reference(
     """Do `rotate_backward` through torch's autograd over `rotate_reference`."""
     grad = torch.cat([part.transpose(1, 2).flatten(2).flatten(0, 1) for part in gradients], -1)
     with torch.enable_grad():
+        # Without norms the rotation is linear: its gradient does not depend on where it is taken.
         leaf = (torch.zeros_like(grad) if qkv is None else qkv.detach()).float().requires_grad_()
         if norms is not None:
             norms = HeadNorms(*(w.detach().float().requires_grad_() for w in norms[:2]), norms.eps)

@@ -38,6 +38,7 @@ def softmax_gradient_reference(logits: torch.Tensor, targets: torch.Tensor, grad
     normaliser = x.logsumexp(1, keepdim=True)
     losses = (normaliser - x.gather(1, column)).squeeze(1).masked_fill(ignored, 0)
     if gradient:
+        # In place: `x` is a copy where logits are BF16, and the logits themselves in FP32.
         dlogits = x.sub_(normaliser).exp_()
         dlogits.scatter_add_(1, column, torch.full_like(normaliser, -1)).masked_fill_(ignored.unsqueeze(1), 0)
         if dlogits is not logits:

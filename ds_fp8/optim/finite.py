@@ -29,12 +29,14 @@ class FiniteCheck:
         Returns:
             True to skip it, None to take it; otherwise by device a flag that is not zero if it is to be skipped.
         """
+        # The largest magnitude: NaN and Inf carry through it, and no sum can overflow.
         norm = torch.nn.utils.get_total_norm(gradients, norm_type=torch.inf)
         flag = norm.isfinite().logical_not().to(torch.int32)
         devices = {gradient.device for gradient in gradients}
         if not all(device.type == "cuda" for device in devices):
             self._skipped += int(flag.item())
             return bool(flag.item()) or None
+        # Pinned: from pageable memory the copy would make the host wait.
         host = torch.empty((), dtype=torch.int32, pin_memory=True)
         host.copy_(flag, non_blocking=True)
         copied = torch.cuda.Event()
@@ -47,6 +49,7 @@ class FiniteCheck:
         if self._pending is not None:
             copied, host, states = self._pending
             self._pending = None
+            # A step later the copy has long been done.
             copied.synchronize()
             if host.item():
                 self._skipped += 1

@@ -114,9 +114,11 @@ def _take_over(given: Any, configuration: Configuration, rank: Callable[[], int]
         **_state(configuration.fp8, rank),
     )
     for mine, theirs in zip(ours.param_groups, given.param_groups, strict=True):
+        # What schedulers and the caller keep in groups, such as initial_lr.
         mine.update({key: value for key, value in theirs.items() if key not in mine})
 
     def share_groups(optimizer: AdamW) -> None:
+        # One list for both: schedulers hold the caller's optimizer and write into its groups.
         given.param_groups = optimizer.param_groups
 
     share_groups(ours)
@@ -164,6 +166,7 @@ def make_adamw(configuration: Configuration, rank: Callable[[], int]) -> Callabl
     decay = torch.optim.AdamW([torch.zeros(1)]).defaults["weight_decay"] if params.get("torch_adam") else 0.0
     arguments = {"weight_decay": decay} | {key: params[key] for key in _OWN if key in params}
     try:
+        # Made once on nothing, so that mistakes show here, with file and key, and not inside DeepSpeed.
         AdamW([torch.nn.Parameter(torch.zeros(1))], **arguments)
     except UserError as error:
         raise error.located(configuration.file) from None

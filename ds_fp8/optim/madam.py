@@ -114,13 +114,16 @@ def madam_step(
     """
     beta, lowest = options["beta"], math.log2(options["smallest"])
     exp_avg_sq.mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
+    # On the device: the host does not wait to learn whether all gradients were zero.
     begun = (mass > 0) | gradient.any()
+    # 1 - beta^t of the steps that count, without their number.
     mass.mul_(beta).add_((1 - beta) * begun)
     root = (exp_avg_sq / mass.clamp_min(torch.finfo(torch.float32).tiny)).sqrt_().add_(options["eps"])
     normed = (gradient / root.clamp_min(torch.finfo(torch.float32).tiny)).clamp_(-options["bound"], options["bound"])
     sign = torch.where(weight == 0, -gradient.sign(), weight.sign())
     exponent = weight.abs().clamp_min(options["smallest"]).log2()
     exponent -= options["lr"] * (sign * normed + options["weight_decay"])
+    # The number of steps is a power of two, so that the division is exact.
     exponent.mul_(options["steps"]).round_().div_(options["steps"])
     moved = sign * exponent.clamp_min_(lowest).exp2_()
     weight.copy_(torch.where(begun, moved, weight))

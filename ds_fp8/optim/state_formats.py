@@ -41,12 +41,14 @@ class StateFormats:
 
     def complete(self, p: torch.Tensor, state: dict[str, Any]) -> None:
         """Bring the state of p into the form that AdamW.step() works on: create missing state, encode other formats."""
+        # Loading may leave it as a number or move it; on the GPU every step would wait for it.
         if not isinstance(state.get("step"), torch.Tensor) or state["step"].device.type != "cpu":
             state["step"] = torch.tensor(float(state.get("step", 0.0)))
         for key in MOMENTS:
             value = state.get(key)
             if not is_kept_as(value, getattr(self._precision, key), p.device):
                 state[key] = self.encoded(p, key, value)
+        # The first master is the parameter itself; from then on the parameter is its copy.
         if p.dtype is not torch.float32 and state.get(MASTER) is None:
             state[MASTER] = self.encoded(p, MASTER, p.detach().float())
 

@@ -46,6 +46,7 @@ class MetricsLog:
         self._file = None
         if writes:
             write_atomically(file, "".join(json.dumps(record) + "\n" for record in self.records))
+            # By lines: a kill cuts off one line at most, which reading leaves out.
             self._file = file.open("a", buffering=1)
 
     def append(self, record: Record) -> None:
@@ -104,6 +105,7 @@ def begin_peak_memory() -> int:
     if get_accelerator().device_name() != "cpu":
         return 0
     with contextlib.suppress(OSError):
+        # 5 resets the peak of resident memory (proc(5)).
         Path("/proc/self/clear_refs").write_text("5")
     gc.collect()
     storages = {
@@ -153,6 +155,7 @@ def summarise(log: MetricsLog, steps: int) -> Record:
         },
         "bytes_per_step": {key: _mean(logged, key) for key in BYTES},
         # Nothing is known of steps whose lines were lost.
+        # The median: the first step compiles, and a save or an evaluation may fall between two readings.
         "tokens_per_second": median(speed) if speed else None,
         "step_seconds": median(seconds) if seconds else None,
         "peak_memory_bytes": max(memory, default=None),

@@ -90,6 +90,7 @@ class TokeniserProgress:
         if path not in self._first_tokens:
             self._first_tokens[path] = 0 if complete else tokens
             self._started = self._started if complete else now
+        # From the first report on: what an earlier, killed process had tokenised took no time here.
         rate = (tokens - self._first_tokens[path]) / max(now - self._started, 1e-3)
         line = f"tokenising {path}: {examples:,} examples, {tokens:,} tokens"
         if complete:

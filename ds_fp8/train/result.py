@@ -52,6 +52,7 @@ def write_result(
             engine.module.save_pretrained(part, state_dict=state)
             misread = save_tokenizer(tokenizer, part)
             make_readable(part)
+            # Flushed before the rename: a model folder under its final name is on the disk as a whole.
             flush_tree(part)
             remove(final)
             part.rename(final)

@@ -52,6 +52,7 @@ def train(stage: Stage, times: StartTimes | None = None) -> dict[str, Any]:
     processes.set_single_process_env()
     watchdog.beat("preparing data and model", slow=True)
     try:
+        # First, before minutes of preparation: a run that is finished or belongs to another stage ends here.
         state = resume.inspect_run(stage)
         if state.result is not None:
             logger.info("%s has finished its %s steps: nothing to do", stage.run_dir, state.step)
@@ -74,6 +75,7 @@ def train(stage: Stage, times: StartTimes | None = None) -> dict[str, Any]:
         times.end("meeting the other ranks")
         model = build_sharded_model(stage, config)
         times.end("model")
+        # Taken last, and held to the end: what comes before writes nothing into the run folder.
         with only_run_in(stage.run_dir, logger.info):
             return _train(stage, data, tokenizer, model, resume.settle(stage, logger.info), times)
     except UserError as error:
@@ -107,6 +109,7 @@ def _train(
         write_atomically(stage.run_dir / checkpoints.CONFIG, json.dumps(stage.raw, indent=2) + "\n")
     if engine.fp8.health is not None:
         known = dict(engine.module.named_modules())
+        # Before the checkpoint is loaded: it restores the state of a model in which these layers are BF16 already.
         engine.fp8.health.move_to_bf16(layer for layer in layers_in_bf16(records) if layer in known)
     if state.checkpoint is not None:
         checkpoints.load(engine, stage, state)
@@ -132,6 +135,7 @@ def _train(
             raise
     watchdog.beat("writing the result", slow=True)
     result = write_result(stage, engine, tokenizer, log, data.report, logger.info)
+    # Other ranks may not end the job while rank 0 still writes.
     dist.barrier()
     return result
 

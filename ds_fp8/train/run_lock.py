@@ -67,6 +67,7 @@ class RunLock:
         self._descriptor = self._open()
         warning = None
         try:
+            # lockf and not flock: POSIX locks are those that NFS carries to other hosts.
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.exists(self._file) or not os.path.samestat(os.stat(self._file), os.fstat(self._descriptor)):
                 os.close(self._descriptor)  # the holder left and took the file along, between our two calls
@@ -81,6 +82,7 @@ class RunLock:
             warning = f"the file system of {self._file.parent} has no locks"
         if warning and _may_be_running(self._record(), warning.endswith("no locks")):
             raise self._refused("may be in use by another run", f"if that run has ended delete {self._file}, or")
+        # Only once the lock is held: until then the record is another's.
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(_this_process()).encode(), 0)
         return f"{warning}: do not start this run on another host as well" if warning else None
@@ -89,6 +91,7 @@ class RunLock:
         """Give the lock back, and remove the folder where nothing else was written into it."""
         if self._descriptor is None:
             return
+        # While the lock is still held: another process that opened the file before notices it in `acquire`.
         self._file.unlink(missing_ok=True)
         os.close(self._descriptor)
         self._descriptor = None

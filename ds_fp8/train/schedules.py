@@ -62,6 +62,7 @@ def learning_rate_factor(step: int, total: int, schedule: Schedule) -> float:
         return 1.0
     # The step that still has factor 1, after which the decay goes down to the last step.
     if schedule.type == "wsd":
+        # From the end of the run: a longer run has a longer stable part and the same decay.
         peak, shape = max(warmup - 1, total - 1 - _length(schedule.decay, total)), SHAPES[schedule.decay_shape]
     else:
         peak, shape = max(warmup - 1, 0), SHAPES["cosine"]

@@ -91,6 +91,7 @@ def main() -> int:
     if arguments.tasks is not None:
         tokenizer = load_tokenizer(str(arguments.folder))
         result["tasks"] = _on_tasks(model, tokenizer, arguments.tasks.split(","), arguments.include, arguments.limit)
+    # Last, since it converts the model: what was measured before is the model as it is stored.
     if stage is not None and stage.fp8.enabled and serving is None:
         result["loss_as_trained"] = _with_casts(model, stage, arguments.batches or stage.train.eval_batches)
     text = json.dumps(result, indent=2)
@@ -156,6 +157,7 @@ def _on_stage(model: PreTrainedModel, stage: Stage, batches: int, problems: int)
 
     tokenizer = build_tokenizer(stage.data, default_cache_dir())
     known = model.get_input_embeddings().num_embeddings
+    # An embedding of too few rows would be read out of bounds.
     if len(tokenizer) > known:
         raise UserError(
             f"the tokenizer with the chat template has {len(tokenizer)} tokens, but the model has {known}",

@@ -92,11 +92,13 @@ def _find(source: Path, model: str | None) -> _Source:
             raise UserError(f"{source} holds no complete checkpoint", remedy="finish or resume the run first")
         checkpoint = folder_of(source, step)
     elif (source / "latest").is_file():
+        # A folder of DeepSpeed's: `latest` names the checkpoint that was saved last.
         checkpoint = source / (source / "latest").read_text().strip()
     run_dir = checkpoint.parent.parent
     raw = None
     if checkpoint.parent.name == CHECKPOINTS and (run_dir / CONFIG).is_file():
         raw = read_json(run_dir / CONFIG)
+    # A finished run has its model in run_dir/model, Trainer beside or above the checkpoint.
     near = [Path(model)] if model else [run_dir / "model", source, source.parent]
     stored = next((folder for folder in near if _holds_model(folder)), None)
     if stored is not None:

@@ -77,6 +77,7 @@ def main() -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
+    # For all points before the model is loaded: a mistake in the last one shows within seconds.
     rows = {point: _rows(raw["data"], arguments.rows) for point, raw in raws.items()}
     model = _model(arguments.folder)
     for point, raw in raws.items():
@@ -123,6 +124,7 @@ def _measure(
         costs = measure(model, switch, judge, parts, done)
     proposal = propose(costs, parts.shares, arguments.budget)
     figures = _figures(model, switch, judge, parts, costs, proposal)
+    # Before the fused parts are counted, for which the model is converted again.
     switch.close()
     figures["fused"] = _fused(model, fp8, proposal)
     facts = {"model": str(arguments.folder), "data": arguments.file, "preset": fp8.preset_name}
@@ -228,6 +230,7 @@ def _written(raw: dict[str, Any], file: Path, proposal: Proposal) -> dict[str, A
     result = {"fp8": raw["fp8"]} if file.suffix in DOCUMENTS else read_json(config_file(str(file)))
     result["fp8"] = {**result.get("fp8", {}), **raw["fp8"]}
     linear = dict(result["fp8"].get("linear", {}))
+    # The proposed ones first: the first pattern that matches applies.
     linear["overrides"] = {**proposal.overrides, **linear.get("overrides", {})}
     result["fp8"]["linear"] = linear
     return result

@@ -78,6 +78,7 @@ def _minifloat(name: str) -> Format:
     exponent_bits, mantissa_bits = int(name[1]), int(name[3])
     bits, bias, ones = 1 + exponent_bits + mantissa_bits, 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
     magnitudes = []
+    # Each code in turn: subnormals share the exponent of the first normal numbers, without the leading one.
     for code in range(2 ** (bits - 1) - (bits == 8)):
         exponent, mantissa = divmod(code, ones)
         significand = mantissa / ones + (exponent > 0)
@@ -94,6 +95,7 @@ def _integer(name: str) -> Format:
 def _logarithmic(name: str, steps: int = 8) -> Format:
     """Return zero and powers of 2^(1/steps) up to 1, rounded to FP32 (a logarithmic number system, 2106.13914)."""
     bits = int(name[3:])
+    # In FP64, rounded once: every platform has the same table.
     powers = torch.arange(2 - 2 ** (bits - 1), 1, dtype=torch.float64).div(steps).exp2().float()
     return _emulated(name, bits, [0.0, *powers.tolist()])
 
@@ -251,6 +253,7 @@ def scale_shape(shape: tuple[int, ...] | torch.Size, granularity: str) -> tuple[
     if granularity == "row":
         return (*shape[:-1], 1)
     rows, columns = group_shape(granularity)
+    # Groups along the last dimension fit tensors of any rank; blocks need a matrix.
     if rows == 1:
         return (*shape[:-1], math.ceil(shape[-1] / columns))
     if len(shape) != 2:

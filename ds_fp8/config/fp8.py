@@ -235,6 +235,7 @@ class FP8Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_its_preset(cls, values: Any) -> Any:
+        # Before validation, so that the preset's values are checked like the user's and errors name the same keys.
         return merge(preset_values(values.get("preset", DEFAULT)), values) if isinstance(values, Mapping) else values
 
     @property
@@ -304,6 +305,7 @@ def parse_fp8(raw: Mapping[str, Any], file: str | os.PathLike | None = None) -> 
     """
     if "fp8" not in raw:
         for key in raw:
+            # DeepSpeed ignores sections that it does not know: a misspelt one would train in BF16 without a word.
             if key.lower().replace("_", "").replace("-", "") == "fp8":
                 raise UserError(f'unknown key "{key}"', key=key, file=file, remedy='Did you mean "fp8"?')
         return FP8Config(enabled=False)

@@ -147,6 +147,7 @@ def preset_values(preset: Any) -> dict[str, Any]:
     if isinstance(preset, str):
         return _ALL[_known(preset, _ALL, "preset", "fp8.preset")]
     if isinstance(preset, Mapping):
+        # Sections that are not named are the default preset's.
         values = dict(PRESETS[DEFAULT])
         for axis, name in preset.items():
             _known(axis, AXES, "section of a preset", "fp8.preset")

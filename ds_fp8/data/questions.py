@@ -66,6 +66,7 @@ def held_out_questions(
         spoken = np.flatnonzero(tokens < NO_LOSS)
         if not len(spoken):
             continue
+        # Runs of tokens with loss are the assistant's turns; the last run is the last turn.
         breaks = np.flatnonzero(np.diff(spoken) > 1)
         start, stop = int(spoken[breaks[-1] + 1] if len(breaks) else spoken[0]), int(spoken[-1]) + 1
         answer = extract_answer(pattern, tokenizer.decode(tokens[start:stop].tolist(), skip_special_tokens=True))

@@ -144,6 +144,7 @@ def is_held_out(kind: str, numbers: tuple[int, ...]) -> bool:
 
     One in ten does, the same on every machine.
     """
+    # A hash, not hash() or a generator: the split must not depend on Python, seed or order.
     digest = hashlib.sha256(f"{kind} {numbers}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % 10 == 0
 
@@ -154,6 +155,7 @@ def problems(split: Split, seed: int, count: int, difficulty: Difficulty = "basi
     chosen: dict[str, Problem] = {}
     while len(chosen) < count:
         problem = _draw_problem(rng, split, difficulty)
+        # Distinct by question: one identity has many phrasings.
         chosen.setdefault(problem.question, problem)
     return list(chosen.values())
 

@@ -80,6 +80,7 @@ class Health:
         if not self._monitor.active or name not in self._site_of_gradient:
             return
         flat, format = gradient.flatten(), self._config.grad_reduce.format
+        # A ragged last group counts for nothing in a measurement.
         groups = flat[: flat.numel() // BLOCK * BLOCK].view(-1, BLOCK)
         if scale is None:
             quantized = quantize(groups, format, "1x128", "pow2")
@@ -96,6 +97,7 @@ class Health:
         if measurement is None:
             return
         routing = None if self.routing is None else self.routing.take()
+        # After the measurement, which belongs to the channels of before; the next forward multiplies the new ones.
         if look_again(self._outliers.values(), self._add_over_ranks):
             self._write_residuals()
         degraded = self._thresholds.check(measurement)
@@ -104,6 +106,7 @@ class Health:
         moved = []
         if self._config.monitor.fallback:
             moved = list(dict.fromkeys(layer_of(self._model, degradation.site) for degradation in degraded))
+            # A fused layer has several sites: each may have crossed a threshold.
             moved = [layer for layer in moved if layer not in self.layers_in_bf16]
             self.move_to_bf16(moved)
         self.last = HealthReport(measurement, degraded, moved, routing)
@@ -143,6 +146,8 @@ class Health:
             if not weights:
                 continue
             if self.parameter_gather is not None:
+                # Both sides leave FP8 together: a layer in BF16 reads BF16 weights, and its gradient needs no cast any
+                # more.
                 self.parameter_gather.leave_out(weights)
             if self.gradient_reduce is not None:
                 self.gradient_reduce.leave_out(self._name_of[id(weight)] for weight in weights)

@@ -67,6 +67,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     covered = coverage(engine.module, left, gather.gathers if gather is not None else lambda parameter: False)
     partitioned = [m.weight for m in linears if seams.is_partitioned(m.weight)]
     gathered = [weight for weight in partitioned if gather is not None and gather.gathers(weight)]
+    # Whole shapes: a partitioned parameter's own shape is that of an empty tensor.
     gathered_count = sum(math.prod(seams.full_shape(weight)) for weight in gathered) + covered.gathered
     whole, read = len(linears) - len(partitioned), len(partitioned) - len(gathered)
     fp8, recipe = state.config, state.conversion.recipe
@@ -172,6 +173,7 @@ def _tokens_to_hide_experts(engine: deepspeed.DeepSpeedEngine) -> int | None:
         for parameter in expert_weights(name, module).values()
     ]
     config = text_config(getattr(model, "config", None))
+    # The key of transformers' mixtures; of other models nothing is computed.
     chosen = getattr(config, "num_experts_per_tok", None)
     if not shapes or not isinstance(chosen, int) or ranks == 1:
         return None
@@ -182,6 +184,7 @@ def _tokens_to_hide_experts(engine: deepspeed.DeepSpeedEngine) -> int | None:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     outside |= {id(p) for p in head.parameters()} if head is not None else set()
     total = sum(math.prod(seams.full_shape(p)) for p in model.parameters() if id(p) not in outside)
+    # Stacks [E, ...]: of each, a token meets `chosen` of E.
     active = total - experts + sum(min(chosen / shape[0], 1) * math.prod(shape) for shape in shapes)
     return break_even.tokens_to_hide_experts(total, active, ranks)
 
@@ -282,6 +285,7 @@ def log_report(report: dict[str, Any]) -> None:
         table.add_row("in BF16", f"{part['reason']}: {tensors}, {names}")
     fused = [f"{report[key]} {what}" for key, what in FUSED.items()]
     table.add_row("fused", ", ".join(text for text in fused if not text.startswith("0 ")) or "nothing")
+    # Once a reason, with a few names: large models have many layers with the same one.
     for reason in dict.fromkeys(report["not_fused"].values()):
         table.add_row("not fused", f"{_some(report['not_fused'], reason)}: {reason}")
     if report["fp8_attention_layers"]:

@@ -127,6 +127,7 @@ def matmul_reference(
     for group, (start, count) in enumerate(_spans(groups)):
         if count:
             rows, of_b = slice(start, start + count), slice(group * side, (group + 1) * side)
+            # A matrix has whole blocks of scales, since N is a multiple of 128.
             blocks = slice(of_b.start // BLOCK, of_b.stop // BLOCK)
             ours = replace(a, data=a.data[rows], scale=a.scale[rows])
             matrix = replace(b, data=b.data[of_b], scale=b.scale[blocks])
@@ -143,6 +144,7 @@ def wgrad_reference(
     for group, (start, count) in enumerate(_spans(groups)):
         if count:
             tiles = slice(start // BLOCK, -(-(start + count) // BLOCK))
+            # To the end of the last tile: rows behind the group are zeros and add nothing.
             rows = slice(start, tiles.stop * BLOCK)
             left, right = (replace(q, data=q.data[:, rows], scale=q.scale[:, tiles]) for q in (dy, x))
             result[group] = reference.scaled_matmul(left, right, out_dtype)

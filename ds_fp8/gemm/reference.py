@@ -29,5 +29,6 @@ def scaled_matmul(
     exact_in_bf16 = out_dtype is torch.bfloat16 and all(
         has_power_of_two_scales(q.scale_type) and FORMATS[q.format].exact_in_bf16 for q in (a, b)
     )
+    # BF16 has E4M3's and E5M2's mantissas and FP32's exponents: codes times powers of two lose nothing.
     operand = torch.bfloat16 if exact_in_bf16 else torch.float32
     return (a.dequantize(operand) @ b.dequantize(operand).t()).to(out_dtype)

@@ -40,6 +40,7 @@ def _why_not(
     try:
         with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
             product = multiply(_ones(*a, device), _ones(*b, device), out_dtype)
+            # Ones times ones, summed 128 times, is 128 exactly: a kernel that reads the wrong layout of scales shows.
             if product.shape == (SIZE, SIZE) and product.dtype is out_dtype and bool((product == SIZE).all()):
                 return None
         what = "its result is wrong"
@@ -62,6 +63,7 @@ def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index, local_rank = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")
+    # Not yet set by DeepSpeed: all ranks of a host would try the first GPU at once.
     if index == 0 and local_rank.isdigit() and int(local_rank) < torch.cuda.device_count():
         index = int(local_rank)
     return torch.device("cuda", index)

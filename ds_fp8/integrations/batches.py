@@ -25,6 +25,8 @@ def noting(send_to_device: Callable) -> Callable:
             for name, learn in (("attention_mask", _note_mask), ("position_ids", _note_positions)):
                 here, there = batch.get(name), moved.get(name)
                 both = torch.is_tensor(here) and torch.is_tensor(there) and here.dim() == there.dim() == 2
+                # Read on the host, where it costs microseconds; asking the device later would make the host wait in
+                # every step.
                 if both and here.device.type == "cpu" and not there.is_inference():
                     learn(here, there)
         return moved

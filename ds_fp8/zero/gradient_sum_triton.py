@@ -47,6 +47,7 @@ def _add_rows(
     #     gradient  = gradient + sums / divisor                (or = , for the first micro-batch)
     #     squares[span] = sum of gradient^2 in FP64            of what is stored: the norm needs no other read
     program = tl.program_id(0)
+    # Numbers in memory and not arguments: the kernel is compiled once for all buckets and launched once for a message.
     fields = table + tl.load(owner + program) * 5
     first_program, column, start = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
     numel, span = tl.load(fields + 3), tl.load(fields + 4)
@@ -71,6 +72,7 @@ def _add_rows(
     else:
         sums = tl.div_rn(sums, tl.zeros_like(sums) + divisor.to(tl.float32))
     place = gradient + start + within
+    # Added to what is stored, in FP32 before it is rounded.
     if ACCUMULATE:
         sums += tl.load(place, mask=inside, other=0.0).to(tl.float32)
     # The square of the rounded number: the norm must be that of what the optimizer reads.
@@ -111,6 +113,7 @@ class _Cache:
         if targets in self._captured:
             return self._captured[targets]
         tables = self._recent.get(targets, lambda: _tables(targets, device))
+        # A captured kernel has the tables' addresses as arguments: they must not leave the cache.
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured[targets] = tables
         return tables
@@ -121,11 +124,13 @@ _caches = WeakTensorKeyDictionary()
 
 
 def _tables(targets: tuple[Target, ...], device: torch.device) -> _Tables:
+    # A program for each span, numbered through all gradients of the message.
     counts = [span_count(target.numel) for target in targets]
     first = list(itertools.accumulate(counts, initial=0))
     rows = [(begin, *target) for begin, target in zip(first[:-1], targets, strict=True)]
     owner = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(counts))
     table = torch.tensor(rows, dtype=torch.int64)
+    # Also the lengths: the last access of a slice must not reach into the next.
     aligned = all(number % ALIGNMENT == 0 for target in targets for number in (target.start, target.numel))
     on_host: tuple[torch.Tensor, ...] = ()
     if device.type == "cuda":  # copied without making the host wait

@@ -51,6 +51,7 @@ def identity() -> str:
     except OSError:  # not Linux, or hidden in a container
         boot = ""
     try:
+        # Containers with a network each reach one another as hosts do, although they share a kernel.
         network = os.readlink(NETWORK)
     except OSError:
         network = ""
@@ -61,5 +62,6 @@ def find_hosts() -> Hosts:
     """Return the hosts of all ranks. Collective."""
     names: list = [None] * dist.get_world_size()
     dist.all_gather_object(names, identity())
+    # Numbered by first appearance: the same on all ranks, which have the same list.
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return Hosts(tuple(numbers[name] for name in names))

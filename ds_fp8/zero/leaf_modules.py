@@ -72,6 +72,7 @@ def _with_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...
         return None
     if not tensors or tensors[0] is not inputs[0] or not tensors[0].is_floating_point():
         return None
+    # Detached: nothing before it is trained, and a leaf that requires a gradient may be made of any tensor then.
     return inputs[0].detach().requires_grad_(), *inputs[1:]
 
 
@@ -80,6 +81,7 @@ def _reads_a_weight(module: nn.Module) -> bool:
     names = {"forward"}
     while names:
         seen |= names
+        # Names that its methods use, and the methods by these names in turn, until nothing new turns up.
         names = {used for name in names for function in _definitions(module, name) for used in _names_in(function)}
         names -= seen
     return "weight" in seen

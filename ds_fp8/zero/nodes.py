@@ -48,6 +48,7 @@ def find_nodes(hierarchy: str, hosts: Hosts) -> Nodes | None:
     if ranks_per_node is None or why_flat(hierarchy, hosts) is not None:
         return None
     count, rank = hosts.count, dist.get_rank()
+    # new_group is collective over all ranks: each makes every group, also those that it is not in, in one order.
     inside = [dist.new_group([n * ranks_per_node + i for i in range(ranks_per_node)]) for n in range(count)]
     between = [dist.new_group([n * ranks_per_node + i for n in range(count)]) for i in range(ranks_per_node)]
     return Nodes(inside[rank // ranks_per_node], between[rank % ranks_per_node], ranks_per_node, count)

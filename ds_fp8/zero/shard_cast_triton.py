@@ -33,6 +33,7 @@ ALIGNMENT = 16
 def _geometry(owner, table, first_program, ALIGNED: tl.constexpr):
     """Return (weight, columns, start, stop, rows [128], columns [128], where its codes and its scales begin, scales a row)."""
     program = first_program + tl.program_id(0)
+    # 64 bits from here on: offsets into large weights pass 2^31.
     weight = tl.load(owner + program).to(tl.int64)
     fields = table + weight * 8
     columns, start, stop = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
@@ -126,6 +127,7 @@ class TritonShardCast:
     """ShardCast of shard_cast.py in one launch a half; shards that are offloaded or rotated are copied and cast one by one."""
 
     def __init__(self, weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: CastSpec):
+        # A rank may hold nothing but padding of a small weight.
         self._weights = [weight for weight in weights if weight.shard.valid]
         self._shards, self._spec = shards, spec
         tiles = [_tiles(weight) for weight in self._weights]
@@ -139,6 +141,8 @@ class TritonShardCast:
         self._owner = torch.repeat_interleave(
             torch.arange(len(rows), dtype=torch.int32), torch.tensor(self._first).diff()
         ).to(shards.device)
+        # Of all weights: the kernel is launched once and compiled for one answer. row[1:4]: columns, start and stop of
+        # a shard; row[5]: its place among the codes.
         self._aligned = all(number % ALIGNMENT == 0 for row in rows for number in (*row[1:4], row[5]))
         self._listed: list[tuple[int, int]] = []
         self._sources = torch.empty(0, dtype=torch.int64)

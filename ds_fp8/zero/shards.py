@@ -69,10 +69,12 @@ class ShardedWeight:
         whole = seams.full_shape(self.parameter)
         self.placeholder = placeholder(whole, self.parameter.dtype, self.parameter.device)
         self.scale_shape = scale_shape(self.shard.shape, self.granularity)
+        # One scale for all of the weight has no dimensions.
         scales_per_row = self.scale_shape[-1] if self.scale_shape else 1
         if self.granularity == "128x128":
             scales_per_row = math.ceil(scales_per_row / SCALE_ALIGNMENT) * SCALE_ALIGNMENT
         self.scale_strides = (scales_per_row, 1) if self.scale_shape else ()
+        # Padding included: products read whole rows of scales, 16 bytes at a time.
         self.scale_numel = math.prod(self.scale_shape[:1]) * scales_per_row
 
     @property

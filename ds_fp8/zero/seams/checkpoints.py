@@ -56,6 +56,7 @@ def checkpoint_files(engine: deepspeed.DeepSpeedEngine, tag: str, client_state: 
     """
     stock = engine.checkpoint_engine
     engine.checkpoint_engine = _Collector(stock)
+    # It would write a file into a folder that does not exist.
     engine._copy_recovery_script = lambda folder: None
     try:
         engine.save_checkpoint("checkpoint", tag=tag, client_state=client_state, save_latest=False)

@@ -55,6 +55,7 @@ def shard_of(parameter: torch.nn.Parameter) -> Shard:
     """Return the position of this rank's shard in a partitioned parameter."""
     group = parameter.ds_process_group
     numel = parameter.ds_tensor.ds_numel
+    # Shards are equal in size; the last ranks' may reach beyond the parameter, or lie beyond it as a whole.
     start = numel * dist.get_rank(group)
     valid = max(0, min(numel, parameter.ds_numel - start))
     shape = parameter.ds_shape

@@ -25,7 +25,8 @@ from ds_fp8.engine.deepspeed_values import check_values
 from ds_fp8.engine.launch import check_launch
 from ds_fp8.engine.optimizer_section import check_optimizer
 from ds_fp8.engine.prefetch import wider_prefetch
-from ds_fp8.engine.report import log_report, start_report
+from ds_fp8.engine.report import start_report
+from ds_fp8.engine.report_panel import log_report
 from ds_fp8.engine.sequence_parallel import sequence_parallel_size, share_sequences
 from ds_fp8.engine.state import FP8State
 from ds_fp8.layers.convert import convert

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +14,12 @@ from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.schema import shown
 from ds_fp8.engine.sequence_parallel import KEY
 from ds_fp8.train.checkpoints import CHECKPOINTS, CONFIG, METRICS, MODEL, RESULT, SAVED, RunState, survey
-from ds_fp8.train.deepspeed_config import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from ds_fp8.train.durable import flush
 from ds_fp8.train.manifest import Damaged, Manifest
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.run_files import Invalid, Result, SavedStep, read_checked, read_lines, read_object
+from ds_fp8.train.same_run import BATCH_KEYS, changed_keys, check_same_run, fixed_keys
 from ds_fp8.train.stage import Stage
-
-# What a rerun may change: how long, where, and what is measured and written. All else would make it another run.
-_FREE_TRAIN_KEYS = (
-    "run_dir",
-    "steps",
-    "log_every",
-    "eval_every",
-    "eval_batches",
-    "save_every",
-    "keep_last",
-    "keep_best",
-    "async_save",
-    "max_failed_saves",
-    "epochs",
-    "spike",
-    "spike_threshold",
-    "exact_match_problems",
-    "timeout",
-    "max_new_tokens",
-)
-BATCH_KEYS = (TRAIN_BATCH, MICRO_BATCH, ACCUMULATION)
-_FREE_DATA_KEYS = ("workers", "cache_dir")
-_FREE_SECTIONS = ("wandb", "tensorboard", "csv_monitor", "comet", "steps_per_print", "log_level")
 
 
 def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
@@ -89,7 +65,7 @@ def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
         _check_shared(stage, found[1])
     # Other ranks need other numbers for the same batch, which is checked as a whole.
     free = BATCH_KEYS if found and found[1].ranks != stage.world else ()
-    _check_same_run(stage, stored, free)
+    check_same_run(stage, stored, free)
     result, _ = _result(stage, found[1].step if found else None)
     if result is not None:
         return RunState(result["steps"], result=result)
@@ -152,7 +128,7 @@ def _survey(stage: Stage) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]
     whole, bad = survey(stage.run_dir)
     reasons = {folder: _unlike(stage, manifest) for folder, manifest in whole}
     stored = _object_or_none(stage.run_dir / CONFIG)
-    ours = stored is not None and not _changed_keys(stage, stored, BATCH_KEYS)
+    ours = stored is not None and not changed_keys(stage, stored, BATCH_KEYS)
     if ours or not all(reasons.values()):
         bad |= {folder: reason for folder, reason in reasons.items() if reason}
         whole = [(folder, manifest) for folder, manifest in whole if not reasons[folder]]
@@ -162,8 +138,8 @@ def _survey(stage: Stage) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]
 def _unlike(stage: Stage, manifest: Manifest) -> str | None:
     """Return why a checkpoint with this manifest is not one of the stage's run, or None."""
     alike = manifest.ranks == stage.world
-    if changed := _changed_keys(stage, manifest.config, () if alike else BATCH_KEYS):
-        return f"it is of another run, with {changed[0]} = {shown(_fixed_keys(manifest.config, ()).get(changed[0]))}"
+    if changed := changed_keys(stage, manifest.config, () if alike else BATCH_KEYS):
+        return f"it is of another run, with {changed[0]} = {shown(fixed_keys(manifest.config, ()).get(changed[0]))}"
     if alike and manifest.global_batch != stage.global_batch:
         return f"it records batches of {manifest.global_batch}, and its configuration of {stage.global_batch}"
     return None
@@ -322,31 +298,6 @@ def _object_or_none(file: Path) -> dict[str, Any] | None:
         return None
 
 
-def _changed_keys(stage: Stage, stored: dict[str, Any], free: Sequence[str]) -> list[str]:
-    """Return the dotted keys in which the stage is not that of a run with the JSON `stored`, in order."""
-    before, now = _fixed_keys(stored, free), _fixed_keys(stage.raw, free)
-    paths = stage.paths()
-    return sorted(
-        key
-        for key in before.keys() | now.keys()
-        if before.get(key) != now.get(key) and not (key in paths and _same_place(before.get(key), now[key]))
-    )
-
-
-def _check_same_run(stage: Stage, stored: dict[str, Any], free: Sequence[str]) -> None:
-    changed = _changed_keys(stage, stored, free)
-    if changed:
-        key = changed[0]
-        before, now = (_fixed_keys(raw, free).get(key) for raw in (stored, stage.raw))
-        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-        raise UserError(
-            f"{stage.run_dir} holds a run with {key} = {clipped(json.dumps(before))}, "
-            f"not {clipped(json.dumps(now))}{more}",
-            key=key,
-            remedy="set it back to resume that run, or choose another train.run_dir",
-        )
-
-
 def _check_shared(stage: Stage, manifest: Manifest) -> None:
     """Raise UserError where ranks that share sequences would go on in another number, which nobody has tried."""
     if stage.shared_by > 1 and manifest.ranks != stage.world:
@@ -355,39 +306,3 @@ def _check_shared(stage: Stage, manifest: Manifest) -> None:
             key=KEY,
             remedy=f"{manifest.ranks} ranks, or another train.run_dir",
         )
-
-
-def _same_place(before: Any, now: str) -> bool:
-    """Return whether two paths name one file or folder: spelt otherwise, or moved since with a folder around it."""
-    if not isinstance(before, str):
-        return False
-    old, new = os.path.expanduser(before), os.path.expanduser(now)
-    if not os.path.exists(new):  # also where no file can have such a name
-        return False
-    return os.path.samefile(old, new) if os.path.exists(old) else Path(old).name == Path(new).name
-
-
-def _fixed_keys(raw: dict[str, Any], free_keys: Sequence[str]) -> dict[str, Any]:
-    """Return dotted keys and values of everything that may not change within a run."""
-    free = {
-        *free_keys,
-        *_FREE_SECTIONS,
-        *(f"train.{key}" for key in _FREE_TRAIN_KEYS),
-        *(f"data.{key}" for key in _FREE_DATA_KEYS),
-    }
-    flat: dict[str, Any] = {}
-
-    def flatten(prefix: str, value: Any) -> None:
-        if prefix in free:
-            return
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                flatten(f"{prefix}.{key}" if prefix else key, inner)
-        elif prefix == "data.sources" and isinstance(value, list):
-            for number, inner in enumerate(value):
-                flatten(f"{prefix}[{number}]", inner)
-        else:
-            flat[prefix] = value
-
-    flatten("", raw)
-    return flat

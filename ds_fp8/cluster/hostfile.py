@@ -39,6 +39,7 @@ def read_hostfile(path: str | os.PathLike) -> list[Host]:
     file = Path(path)
     try:
         with file.open("rb") as content:
+            # One byte more than is allowed tells a file that is too large, without reading all of it.
             data = content.read(MAX_BYTES + 1)
         text = data.decode("utf-8")
     except FileNotFoundError:
@@ -65,6 +66,7 @@ def parse_hostfile(text: str, file: Path) -> list[Host]:
     Raises:
         UserError: As of `read_hostfile`.
     """
+    # With line numbers, for the message about a host listed twice.
     hosts: dict[str, tuple[int, Host]] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         words = line.partition("#")[0].split()

@@ -96,6 +96,7 @@ def unreachable(hosts: Sequence[Host]) -> dict[str, str]:
         words = done.stderr.decode(errors="replace").strip().splitlines()
         return None if done.returncode == 0 else (words[-1] if words else f"exit code {done.returncode}")
 
+    # All hosts at once: silent ones cost ten seconds each.
     with ThreadPoolExecutor(max_workers=64) as pool:
         answers = dict(zip([host.name for host in hosts], pool.map(ask, hosts), strict=True))
     return {name: reason for name, reason in answers.items() if reason is not None}
@@ -107,6 +108,7 @@ def _run(hosts: Sequence[Host], job: Launch, attempt: int, first_is_there: bool)
     environment = {**os.environ, "PDSH_SSH_ARGS_APPEND": f"{append} {shlex.join([*_SSH, *_DEAD_LINK])}".strip()}
     with tempfile.NamedTemporaryFile("w", prefix="hostfile-") as hostfile:
         hostfile.writelines(f"{host.name} slots={host.slots}\n" for host in hosts)
+        # Flushed, for the child opens the file by its name.
         hostfile.flush()
         # --force_multi: a single host that is left is not necessarily this one.
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile.name, "--force_multi"]

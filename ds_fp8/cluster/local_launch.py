@@ -61,6 +61,7 @@ def _stop_ranks(process: subprocess.Popen) -> None:
     launchers = _descendants(_LAUNCH)
     ranks = [rank for launcher in launchers for rank in _children(launcher)]
     if not ranks:
+        # No ranks yet, as while the launcher imports: the command itself is asked.
         process.terminate()
     for each in ranks or launchers:
         with suppress(psutil.NoSuchProcess):
@@ -70,6 +71,7 @@ def _stop_ranks(process: subprocess.Popen) -> None:
 def _wait_for_all(process: subprocess.Popen) -> int:
     """Return the exit code of `process` once it, its launcher and the ranks have ended."""
     code = process.wait()
+    # Polled: adopted ranks are not children that `Popen.wait` knows.
     while _descendants(TRAIN[-1]):
         time.sleep(0.2)
     return code

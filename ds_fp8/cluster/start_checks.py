@@ -70,6 +70,7 @@ def check_ranks(store: Store, job: Job | None = None) -> str:
         every = [json.loads(value) for value in store.multi_get([f"facts/{number}" for number in range(world)])]
         difference = _difference(every)
         store.set("compared", json.dumps([difference, _warnings(every)]))
+    # Every rank raises the same error: none is left waiting in the first collective.
     difference, warnings = json.loads(store.get("compared"))
     if difference:
         raise UserError(
@@ -102,6 +103,7 @@ def _difference(every: list[dict]) -> str:
     for rank, about in enumerate(every):
         names = every[0]["facts"].keys() | about["facts"].keys()
         own = about["facts"]
+        # Files are compared between hosts only; ranks that read none must not count as lacking them.
         if about["files"] is not None:
             own = own | about["files"]
             names |= (every[0]["files"] or {}).keys() | about["files"].keys()
@@ -114,6 +116,7 @@ def _difference(every: list[dict]) -> str:
     rows = sorted({name for values in columns for name, _ in values})
     first = f"{every[0]['host']} (rank 0)"
     places = [", ".join(dict.fromkeys(every[rank]["host"] for rank in ranks)) for ranks in columns.values()]
+    # A column for each kind of difference, not for each rank: a thousand ranks of two kinds make two columns.
     table = Table("", first)
     for place, ranks in zip(places, columns.values(), strict=True):
         table.add_column(f"{place} ({spans(ranks)})", style="bold")

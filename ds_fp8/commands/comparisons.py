@@ -80,6 +80,7 @@ def train_all(runs: Mapping[str, list[str]], config: Path, ranks: int) -> None:
     """
     from ds_fp8.train import load_stage
 
+    # All of them first: a mistake in the last run is found before the first has taken hours.
     for changes in runs.values():
         load_stage(config, changes, ranks)
     for number, (name, changes) in enumerate(runs.items(), 1):

@@ -52,6 +52,7 @@ def main() -> int:
     raw = read_json(file)
     for override in arguments.set:
         apply_override(raw, override)
+    # A model named on the hub gets its shape from a list: an estimate needs no network.
     raw = with_known_model(raw, file)
 
     def estimated(stage: dict) -> Estimate:

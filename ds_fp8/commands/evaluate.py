@@ -77,8 +77,11 @@ def main() -> int:
             raise UserError(f"{arguments.out} is a folder", key="--out", remedy="name a file")
 
     from ds_fp8.data import load_tokenizer
+
+    # Imported once the arguments are right: torch and transformers take seconds, and a typo should not cost them.
     from ds_fp8.train import processes
 
+    # The evaluation of a stage runs its collectives in a process group, here one of a single rank.
     processes.set_single_process_env()
     result: dict[str, Any] = {"folder": str(arguments.folder)}
     stage = _stage(arguments) if has_stage else None
@@ -113,6 +116,8 @@ def _stage(arguments: argparse.Namespace) -> Stage:
         apply_override(raw, change)
     # A name with a slash is a folder's, whatever it ends in; as JSON it stays a string.
     tokenizer = f"data.tokenizer={json.dumps(f'{arguments.folder}/')}"
+    # The global batch of a stage depends on its ranks, and the validation rows read on the batch: the run's own number
+    # is needed to read the same rows.
     return load_stage(file, [*arguments.set, tokenizer], arguments.gpus or ranks_of_batch(raw) or 1)
 
 
@@ -241,6 +246,7 @@ def _alone(model: PreTrainedModel) -> torch.nn.Module:
     """Return the model as what the evaluation of an engine takes."""
     import torch
 
+    # As an engine shows itself: the model under `module`, its device, and forward by keywords.
     class Alone(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

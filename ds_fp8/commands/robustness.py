@@ -54,6 +54,7 @@ def main() -> int:
     runs = {
         str(cell): [*arguments.set, *cell_overrides(own, cell, arguments.steps, arguments.out)]
         for cell, own in stages.items()
+        # `result.json` is a run's last file: a run that has it is finished, any other is continued.
         if not (cell.folder(arguments.out) / RESULT).is_file()
     }
     train_all(runs, file, ranks)
@@ -126,4 +127,5 @@ def _measure(stage: Stage, cell: Cell, out: Path, batches: int) -> None:
     rows = build_data(stage.data, load_tokenizer(str(folder / MODEL)), default_cache_dir()).validation
     chosen = range(min(batches * stage.global_batch, len(rows)))
     found = logit_sharpness(model, micro_batches(stage, rows, chosen, model.device))
+    # Atomically, for the file's presence says that this model has been measured.
     write_atomically(folder / SHARPNESS, json.dumps(found, indent=2) + "\n")

@@ -109,6 +109,7 @@ def _measure(
     from ds_fp8.train.judge import Judge
     from ds_fp8.train.sensitivity import CastSwitch, measure, measurements, parts_of, propose
 
+    # Once a point: all of its measurements read the same rows.
     rows = [{name: numbers.to(model.device) for name, numbers in row.items()} for row in rows]
     judge = Judge(model, rows)
     switch = CastSwitch(model, fp8)

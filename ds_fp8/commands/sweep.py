@@ -96,6 +96,7 @@ def main() -> int:
         timeout=arguments.timeout,
         limit=limit,
     )
+    # Two drivers of one folder would measure on the same GPUs at once, and each other's memory.
     with only_driver(folder):
         sweep = Sweep(setting, console)
         title = f"{sweep_name}: {stage}"
@@ -106,6 +107,7 @@ def main() -> int:
                     console.print(f"{point.name}: {best['tried'] if best else 'nothing'} fits", markup=False)
             else:
                 sweep.run(points, frozenset(arguments.rerun))
+        # Also after Ctrl-C: the points measured so far make a report.
         finally:
             records = sweep.known(points)
             if records:

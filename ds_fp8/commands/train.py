@@ -47,6 +47,7 @@ def main() -> int:
                 "--gpus has no effect together with --hostfile", key="--gpus", remedy="its lines have slots=GPUS"
             )
         return launch_as(arguments, [*TRAIN, *own])
+    # A launcher sets RANK for the processes that it starts: without it this one starts the ranks.
     if "RANK" not in os.environ:
         import torch
 
@@ -76,6 +77,7 @@ def _train(file: Path, changes: list[str]) -> int:
 
     times = StartTimes.of_process()
     times.end("imports")
+    # Ranks on one CPU share its cores: as many threads each as there are cores would slow all of them down.
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         ranks_here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
@@ -83,11 +85,14 @@ def _train(file: Path, changes: list[str]) -> int:
     transformers.utils.logging.disable_progress_bar()
     # DeepSpeed calls collectives under names that newer versions of torch announce to rename.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # Before the stage is loaded: a rank that fails at loading is noticed by the others, too.
     store = watchdog.start()
     try:
         stage = load_stage(file, changes)
+        # Known only now; until here the watchdog's default applies.
         watchdog.set_timeout(stage.train.timeout)
         if store is not None:
+            # Before anything is built: hosts with different files or versions would fail much later, in a collective.
             same = check_ranks(store, Job(stage.raw, stage.file, stage.paths(), stage.run_dir))
             if int(os.environ["RANK"]) == 0:
                 print(same, flush=True)
@@ -95,6 +100,7 @@ def _train(file: Path, changes: list[str]) -> int:
     except Interrupted:
         return EXIT_INTERRUPTED
     if int(os.environ["RANK"]) == 0:
+        # Drawing the report of a long run may take longer than a step is given.
         watchdog.beat("writing the report", slow=True)
         print("\n".join(_end(stage, result)), flush=True)
     return 0

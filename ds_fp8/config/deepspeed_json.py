@@ -264,6 +264,8 @@ def _explain(error: ValidationError, section: str) -> UserError:
     got = "" if first["type"] == "missing" else f" (got {shown(first.get('input'))})"
     if first["type"] == "extra_forbidden":
         model = next((model for model in _subclasses(DeepSpeedConfigModel) if model.__name__ == error.title), None)
+        # Only for keys at the top of a section: the nested model's fields are not looked up, and a wrong suggestion is
+        # worse than none.
         known = {field.alias or name for name, field in model.model_fields.items()} if model and len(path) == 1 else ()
         return UserError(
             f"DeepSpeed does not know the key {shown(dotted)}",
@@ -279,6 +281,7 @@ def _section_at_fault(raw: Mapping[str, Any]) -> str:
 
     DeepSpeed's messages name the key inside a section, not the section.
     """
+    # Each section alone, beside a batch size that is right: the first that fails is the one to name.
     for key in sorted(raw.keys() & known_keys() - {TRAIN_BATCH, MICRO_BATCH, ACCUMULATION}):
         try:
             DeepSpeedConfig({MICRO_BATCH: 1, key: copy.deepcopy(raw[key])})

@@ -39,6 +39,7 @@ def read_config(config: str | os.PathLike | Mapping[str, Any]) -> tuple[dict[str
         return copy.deepcopy(dict(config)), None
     if isinstance(config, str) and not os.path.exists(config):
         try:
+            # DeepSpeed takes base64 in place of a file name.
             return parse_json(base64.urlsafe_b64decode(config).decode()), None
         except (ValueError, UserError):
             pass  # not an encoded configuration but the name of a file, which is missing
@@ -55,10 +56,12 @@ def read_json(file: str | os.PathLike) -> dict[str, Any]:
         path = Path(file)
         if path.exists() and not path.is_file():
             raise UserError("the configuration is not a file", file=file, remedy="give a JSON file")
+        # Before it is read: a wrong path may name a checkpoint of many gigabytes.
         if path.stat().st_size > MAX_BYTES:
             raise UserError(
                 f"the configuration has more than {MAX_BYTES:,} bytes", file=file, remedy="give a DeepSpeed JSON"
             )
+        # "utf-8-sig" drops the byte-order mark that some editors write, which JSON refuses.
         return parse_json(path.read_text(encoding="utf-8-sig"), file)
     except FileNotFoundError:
         raise UserError(
@@ -111,6 +114,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     except ValueError:  # Python reads no integer of thousands of digits
         raise UserError("the value of --set is too large a number", key=dotted, remedy="give a smaller one") from None
     check_plain(value, dotted)
+    # The key as well as the value: it comes from a command line, and is printed in errors.
     check_plain(path)
     inner = raw
     for depth, name in enumerate(path[:-1]):
@@ -222,6 +226,7 @@ def check_writable(folder: Path, key: str = "") -> None:
     """
     try:
         there = folder
+        # The folder itself need not exist yet: its nearest existing parent decides.
         while not there.exists():
             os.fsencode(there)
             if there.is_symlink():  # to nowhere, or to itself

@@ -110,6 +110,7 @@ def _spread(places: Sequence[int], tokens: Sequence[int], number: int) -> list[t
     """Return `number` bins of (tokens, places), filled evenly: each place goes to the emptiest."""
     filled, members = [0] * number, [[] for _ in range(number)]
     for place in places:
+        # The longest rows are placed first, the short ones even out the bins at the end.
         emptiest = min(range(number), key=filled.__getitem__)
         filled[emptiest] += tokens[place]
         members[emptiest].append(place)
@@ -148,6 +149,7 @@ def _shares(weights: tuple[float, ...]) -> tuple[int, ...]:
 @lru_cache(maxsize=4)
 def _block(block: int, share: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the source of each place of a block, and each place's ordinal within its source."""
+    # A permutation of exact shares, not draws: every block has each source as often as it should.
     sources = np.random.default_rng([seed, block, BLOCK]).permutation(np.repeat(np.arange(len(share)), share))
     ordinals = np.empty(BLOCK, dtype=np.int64)
     for source, count in enumerate(share):

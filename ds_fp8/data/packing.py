@@ -100,6 +100,7 @@ def plan_rows(
     row_ends: list[int] = []
     stats = PackingStats(examples=len(chosen))
     for first in range(0, len(chosen), WINDOW):
+        # New rows for each window: rows of the last one are closed, however much room they have.
         rows: list[list[tuple[int, int, int]]] = []
         room: list[tuple[int, int]] = []  # (free tokens, row), sorted
         for example in chosen[first : first + WINDOW].tolist():
@@ -197,6 +198,8 @@ class PackedDataset(Dataset):
                 tokens = store.read(example, first, size)
                 start, stop = stop, stop + size
                 silent = tokens >= NO_LOSS
+                # The mark lies in the token's highest bit: one uint32 a token holds both, and the embedding must not
+                # see it.
                 input_ids[start:stop] = tokens & ~NO_LOSS
                 labels[start:stop] = np.where(silent, IGNORED, input_ids[start:stop])
                 # What precedes it belongs to another example, or to nothing.
@@ -218,5 +221,6 @@ class PackedDataset(Dataset):
     def _place(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
+        # side="right": a source without rows begins where the next one does, and is skipped.
         source = int(np.searchsorted(self._first, index, side="right")) - 1
         return source, int(index - self._first[source])

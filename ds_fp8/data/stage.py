@@ -102,7 +102,9 @@ def _split(source: DataConfig, examples: int) -> dict[str, np.ndarray]:
             key="data.path",
             remedy="give at least two examples; in a .txt file a blank line parts two documents",
         )
+    # A permutation of all examples by the seed alone: every rank, and a run resumed later, finds the same split.
     order = np.random.default_rng(source.seed).permutation(examples)
+    # At least one example is left for training and one for validation, whatever the fractions say.
     validation = min(max(1, round(examples * source.validation_fraction)), examples - 1)
     test = min(round(examples * source.test_fraction), examples - 1 - validation)
     parts = order[validation + test :], order[:validation], order[validation : validation + test]
@@ -112,9 +114,12 @@ def _split(source: DataConfig, examples: int) -> dict[str, np.ndarray]:
 def _plans(folder: Path, source: DataConfig, store: TokenStore, chosen: dict[str, np.ndarray]) -> dict[str, Plan]:
     """Return the plan of each split, memory-mapped; made and kept beside the tokens the first time it is asked for."""
     together = source.tokens_per_gpu is None
+    # Everything that a plan depends on beside the tokens, which the parent folder is named after: a change makes
+    # another plan beside the old one.
     facts = [source.sequence_length, source.overlong_policy, together, source.seed]
     facts += [source.validation_fraction, source.test_fraction]
     plans = folder / f"rows-{digest(facts)}"
+    # One process plans, the others of this machine wait and map its files.
     with exclusive(plans):
         if not (plans / "packing_stats.json").exists():
             plans.mkdir(exist_ok=True)
@@ -132,12 +137,14 @@ def _plans(folder: Path, source: DataConfig, store: TokenStore, chosen: dict[str
             for split, plan in made.items():
                 np.save(plans / f"{split}.pieces.npy", plan.pieces)
                 np.save(plans / f"{split}.rows.npy", plan.row_ends)
+            # Written last and renamed: its presence says that the arrays before it are complete.
             part = plans / "packing_stats.json.part"
             part.write_text(json.dumps({split: asdict(plan.stats) for split, plan in made.items()}))
             os.replace(part, plans / "packing_stats.json")
     stats = json.loads((plans / "packing_stats.json").read_text())
     return {
         split: Plan(
+            # Memory-mapped: the ranks of a host share the pages, and a plan of billions of tokens fits.
             np.load(plans / f"{split}.pieces.npy", mmap_mode="r"),
             np.load(plans / f"{split}.rows.npy", mmap_mode="r"),
             PackingStats(**stats[split]),

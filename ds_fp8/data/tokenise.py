@@ -62,6 +62,7 @@ def tokenise_source(
 
 def store_folder(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> Path:
     """Return the folder of this source's token store; its name is a hash of everything that its content depends on."""
+    # Only what changes the tokens: another split, length or share of the same source reads the same store.
     facts: list[Any] = [VERSION, source_identity(config.path), tokenizer_identity(tokenizer), config.format]
     if config.format == "chat":
         facts += [config.messages_key]
@@ -77,6 +78,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     inside = (
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(sorted(tokenizer.get_vocab().items()))
     )
+    # Not part of a fast tokenizer's own description, and tokens depend on them all the same.
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template]
     return digest([inside, special])
 
@@ -109,6 +111,7 @@ def tokenise_batch(tokenizer: PreTrainedTokenizerBase, config: DataConfig, examp
 
 def _fill(folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: Report | None) -> None:
     with TokenWriter(folder) as writer:
+        # From the state of the last commit: what was appended behind it by a killed run has been cut off.
         stream = ExampleStream(config, writer.reader)
         committed = time.monotonic()
         for (tokens, lengths), state in _tokenised(_batches(stream), tokenizer, config):
@@ -118,6 +121,7 @@ def _fill(folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, 
                 committed = time.monotonic()
                 if report:
                     report(config.path, writer.examples, writer.tokens, False)
+        # No state of the stream: a complete store is never continued.
         writer.commit(None, complete=True)
         if report:
             report(config.path, writer.examples, writer.tokens, True)
@@ -195,6 +199,7 @@ def _start_worker(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Non
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _worker = tokenizer, config
+    # A daemon: it must not keep a worker alive that the pool has ended.
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -80,6 +80,7 @@ def write_folder(
         if tokenizer is not None:
             tokenizer(part)
         (part / "README.md").write_text(model_card(plan, config, source))
+        # Checksums last, of all files as they lie there.
         files = sorted(path for path in part.iterdir() if path.is_file())
         (part / CHECKSUMS).write_text("".join(f"{_sha256(path)}  {path.name}\n" for path in files))
         make_readable(part)

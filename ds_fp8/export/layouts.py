@@ -44,6 +44,8 @@ def check_layout(layout: str, cast: WeightCast) -> None:
             key="fp8.linear.weight.format",
             remedy="--format bf16",
         )
+    # Servers have kernels for these granularities only; converting to another would change the weights that were
+    # trained.
     if cast.granularity not in _STRATEGIES:
         raise UserError(
             f"no layout holds weights with one scale a {cast.granularity}",
@@ -76,6 +78,8 @@ def quantization_config(layout: str, cast: WeightCast, left: Iterable[str]) -> d
             "ignored_layers": list(left),  # the same to vLLM, which did not always know the other name
         }
         return result | ({"scale_fmt": "ue8m0"} if cast.scale == "pow2" else {})
+    # Weights have stored scales ("dynamic": False); inputs get theirs from the numbers of each token or group, as in
+    # training.
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     strategies = _STRATEGIES[cast.granularity]
     group = {

@@ -101,6 +101,7 @@ def make_plan(
     check_architecture(getattr(model, "config", None))
     cast = linear.weight
     check_layout(layout, cast)
+    # Only buffers that are saved count: others are computed from the configuration.
     stored = model.state_dict().keys()
     buffers = [name for name, _ in model.named_buffers() if name in stored]
     if buffers:
@@ -118,6 +119,7 @@ def make_plan(
     if layout == "bf16":
         return Plan(layout, cast, entries(()))
     linears = linear_layers(model)
+    # In this order: the first reason found for a layer is the one reported.
     reasons = {name: left[name] for name in linears if name in left}
     for name, pattern in first_matches(linears, linear.overrides).items():
         override = linear.overrides[pattern]
@@ -128,6 +130,7 @@ def make_plan(
         if casts != "bf16" and casts.rotation.fprop is not None:
             reasons.setdefault(name, "trained with its weight rotated, and servers rotate no activations")
     for name, layer in linears.items():
+        # Under ZeRO-3 a parameter has no data here: its whole shape is asked for.
         rows, columns = shape_of(layer.weight)
         if names[id(layer.weight)] != f"{name}.weight":
             reasons.setdefault(name, f"shares its weight with {names[id(layer.weight)]}")

@@ -261,7 +261,7 @@ def _run(own: type, stand_in: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _compare(result: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     same_shape = isinstance(result, torch.Tensor) and result.shape == expected.shape
     if not same_shape or not (result - expected).norm() <= TOLERANCE * expected.norm():
-        raise Unfusable(f"its {what} computes something other than the plain {what} of its parts")
+        raise Unfusable(f"its {what} computes something else than the plain {what} of its parts")
 
 
 def _expect(

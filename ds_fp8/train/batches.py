@@ -39,6 +39,7 @@ class StepBatches:
         """
         batches = [{key: x.to(device, non_blocking=True) for key, x in batch.items()} for batch in self.batches]
         for here, there in zip(self.batches, batches, strict=True):
+            # Counted on the host's copy: on the device the host would have to wait for the count.
             documents.note(there["position_ids"], documents.count(here["position_ids"]))
         return StepBatches(batches, self.items.to(device, non_blocking=True), self.tokens)
 
@@ -124,6 +125,7 @@ def _slice(batch: Batch, place: int, shared_by: int) -> Batch:
     """Return slice `place` of a batch; what comes after its last token is the first token of the next slice."""
     # Shifted before the cut, since the target of a slice's last token lies in the next slice, on another rank.
     targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    # Under both names: models take `shift_labels` where they know them, and `labels` tells them that a loss is wanted.
     whole = {**batch, "labels": targets, "shift_labels": targets}
     return {name: x.chunk(shared_by, 1)[place].contiguous() for name, x in whole.items()}
 
@@ -135,6 +137,7 @@ def _plans(stage: Stage, dataset: PackedDataset, rows: Sequence[int]) -> list[li
     """
     world, budget = dist.get_world_size() // stage.shared_by, stage.data.tokens_per_gpu
     if budget is None:
+        # Every rank makes as many micro-batches: a rank without one would leave the others waiting in a collective.
         missing = -len(rows) % (stage.micro_batch * world)
         padded: list[int | None] = [*rows, *[None] * missing]
         rounds = len(padded) // (stage.micro_batch * world)
@@ -144,6 +147,7 @@ def _plans(stage: Stage, dataset: PackedDataset, rows: Sequence[int]) -> list[li
     counts = {row: dataset.row_tokens(row) for row in rows}
     budget *= stage.shared_by
     shares = budgeted_micro_batches(rows, [counts[row] for row in rows], world, budget)
+    # Each rank's slice of a row is such a multiple, not only the whole row.
     multiple = LENGTH_MULTIPLE * stage.shared_by
     return [
         [([joined], _padded(sum(counts[row] for row in joined), multiple, budget)) for joined in share]

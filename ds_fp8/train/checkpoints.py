@@ -110,12 +110,14 @@ def random_file(rank: int) -> str:
 
 def name_latest(run_dir: Path, step: int) -> None:
     """Write that `step` is saved: for DeepSpeed's tools, and so that its loss would be noticed."""
+    # In this order: `saved.json` promises a checkpoint, and a kill in between must not leave a promise alone.
     write_atomically(run_dir / CHECKPOINTS / "latest", folder_of(run_dir, step).name)
     write_atomically(run_dir / SAVED, json.dumps({"step": step}) + "\n")
 
 
 def move_in_data(state: RunState) -> None:
     """Let a run that resumes from the checkpoint of `state` go on with the data of `state`."""
+    # Only the manifest is written again; the tensors beside it stay as they were verified.
     manifest = Manifest.read(state.checkpoint)
     replace(manifest, data_step=state.data_step, losses=state.losses).write(state.checkpoint)
 

@@ -14,6 +14,7 @@ def write_atomically(file: Path, text: str) -> None:
     remove(part)  # a named pipe would be waited for, and a link followed
     with part.open("x") as stream:
         stream.write(text)
+        # Python's buffer first, then the system's: after the rename the content must be on the disk.
         stream.flush()
         os.fsync(stream.fileno())
     part.replace(file)

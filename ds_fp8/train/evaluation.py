@@ -52,6 +52,7 @@ def validation_loss(
     """
     last = min(batches * stage.global_batch, len(rows))
     totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    # Where the loss is fused no logits are made: of long rows with a large vocabulary they would be the largest tensor.
     options = {"use_cache": False} | ({"skip_logits": True} if withholds_logits(engine.module) else {})
     engine.eval()
     for start in range(0, last, stage.global_batch):
@@ -112,6 +113,7 @@ def exact_match(
                 synced_gpus=world > 1,
             )
         texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+        # Cut to this rank's own questions: repeated ones were generated so that all ranks gather as often.
         pairs = list(zip(batch, texts, strict=True))[: max(counted - start, 0)]
         for question, text in pairs:
             correct = extract_answer(pattern, text) == question.answer
@@ -128,6 +130,7 @@ def exact_match(
 def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int64 ids and mask [prompts, longest], the words of each prompt at the right end."""
     longest = max(map(len, prompts))
+    # At the left: generation goes on behind the last token of a row, which must be the prompt's.
     ids = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

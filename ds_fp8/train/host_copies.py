@@ -22,12 +22,15 @@ class HostCopies:
         free, self._buffers = self._buffers, {}
         copied = self._copy(state, free)
         if get_accelerator().device_name() != "cpu":
+            # One wait for all copies: behind it the next step may overwrite what was copied, and the thread may read
+            # the copies.
             get_accelerator().current_stream().synchronize()
         return copied
 
     def _copy(self, value: Any, free: dict[tuple[int, bool], list[torch.Tensor]]) -> Any:
         if isinstance(value, torch.Tensor):
             size = value.nbytes, value.device.type != "cpu"
+            # Buffers of the last save are used again by size; those that fit nothing now are dropped with `free`.
             buffer = free[size].pop() if free.get(size) else torch.empty(size[0], dtype=torch.uint8, pin_memory=size[1])
             self._buffers.setdefault(size, []).append(buffer)
             return buffer.view(value.dtype).view(value.shape).copy_(value, non_blocking=True)

@@ -32,6 +32,7 @@ class Interrupt:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:
+        # Nothing more in a handler: it runs between any two bytecodes, also inside a collective.
         self._asked = True
 
     def check(self, slow: bool = False) -> None:
@@ -41,7 +42,9 @@ class Interrupt:
             slow: whether what comes next may take long, such as many generated tokens.
         """
         watchdog.beat("training or evaluation", slow)
+        # Ranks get a signal, or see the command end, at different times: what any of them knows counts for all of them.
         asked = self._asked or (self._command is not None and has_ended(self._command))
+        # On the device, for NCCL takes no tensors of the host.
         flag = torch.tensor([int(asked)], dtype=torch.int32, device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if flag.item():

@@ -52,6 +52,7 @@ class Judge:
     def __init__(self, model: PreTrainedModel, rows: Sequence[Batch]):
         """Ask the model, which casts nothing now, about all rows."""
         self._rows = rows
+        # On the CPU: rows times words of FP32 may take more than the GPU has beside the model.
         self._expected = [self._log_probabilities(model, row)[0].cpu() for row in rows]
 
     @torch.no_grad()
@@ -60,6 +61,7 @@ class Judge:
         output = model(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False)
         labels = row["labels"][0, 1:]
         kept = labels != IGNORED
+        # In FP32, since divergences of 1e-5 are told apart.
         return F.log_softmax(output.logits[0, :-1][kept].float(), -1), labels[kept]
 
     @torch.no_grad()

@@ -68,6 +68,7 @@ class TrainingLoop:
         self.writer = CheckpointWriter(engine, stage, logger.info)
         self.health = RunHealth(engine.fp8.health, stage.run_dir, log, self._send)
         self._go_to(state)
+        # A stop between checkpoint and the files that name it leaves those behind: they are written again.
         if state.step and dist.get_rank() == 0:
             with self._written("which checkpoint is the latest"):
                 self.writer.complete(state.step, log.by_step("validation_loss"))
@@ -162,6 +163,7 @@ class TrainingLoop:
 
         No training comes after it: the engine stops casting. A run without casts has this loss already.
         """
+        # Asked of the log: a run that was stopped after this measurement and resumed does not repeat it.
         if not self.engine.fp8.casts or self.log.has(self.step, BF16_LOSS):
             return
         self.engine.fp8.stop_casting()
@@ -193,6 +195,7 @@ class TrainingLoop:
         share, samples = answers.exact_match, [asdict(sample) for sample in answers.samples]
         self.log.append({"step": self.step, "event": ANSWERS, "answers": samples})
         line = f"exact match {share:.1%} of {len(questions)} problems"
+        # Last: this record marks the answers as measured, so a run stopped in between answers the questions again.
         self._report(self.step, "exact_match", share, line, problems=len(questions))
 
     def train_step(self) -> list[Spike]:

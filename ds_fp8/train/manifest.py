@@ -111,6 +111,7 @@ class Manifest:
             raise Damaged(f"{NAME} belongs to step {manifest.step}")
         if manifest.data_step < manifest.step:
             raise Damaged(f"{NAME} has {manifest.data_step} batches of data for {manifest.step} steps")
+        # DeepSpeed loads by patterns of names: a file beside the listed ones would be read without being checked.
         unlisted = {path.name for path in folder.glob("*.pt")} - manifest.files.keys()
         if unlisted:
             raise Damaged(f"{min(unlisted)} is not in {NAME}")
@@ -149,6 +150,7 @@ class Manifest:
     def problems(self, folder: Path, names: Iterable[str]) -> list[str]:
         """Read these files of the checkpoint in `folder`, several at a time, and return what is wrong with them."""
         names = list(names)
+        # Threads, for reading and hashing release the interpreter's lock.
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
             found = threads.map(lambda name: _problem(folder / name, self.files[name]), names)
             return [f"{name} {problem}" for name, problem in zip(names, found, strict=True) if problem]
@@ -172,12 +174,14 @@ def save_file(state: Any, file: Path, rank: int) -> SavedFile:
                 raise stream.error from None
             raise
         raw.flush()
+        # The rename of the folder must not reach the disk before the content does.
         os.fsync(raw.fileno())
     return SavedFile(stream.bytes, stream.hash.hexdigest(), rank)
 
 
 def forget_cached(file: Path) -> None:
     """Let the next reading of `file` come from the disk, where the system allows that."""
+    # Only clean pages are dropped: the file was flushed before, so all of them are.
     if hasattr(os, "posix_fadvise"):
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -201,6 +205,7 @@ class _HashingStream:
         except OSError as error:
             self.error = error
             raise
+        # What was meant to be written, not what is on the disk: reading back compares the two.
         self.hash.update(data)
         self.bytes += written
         return written
@@ -219,6 +224,7 @@ def _problem(file: Path, saved: SavedFile) -> str | None:
             return f"has {status.st_size:,} bytes instead of {saved.bytes:,}"
         if _hash(file) != saved.hash:
             return "has other content than was saved: its hash differs"
+        # Hash right, and still read: a file may have been saved with something that the loader refuses.
         load_tensors(file)
     except FileNotFoundError:
         return "is missing"

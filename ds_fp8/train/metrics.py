@@ -66,6 +66,7 @@ class MetricsLog:
         """Remove all records after `step`, in the file as well."""
         self.records = [record for record in self.records if record["step"] <= step]
         if self._file:
+            # Closed before the file is replaced: lines appended to the old one would be lost with it.
             self._file.close()
             name = Path(self._file.name)
             try:
@@ -108,6 +109,7 @@ def begin_peak_memory() -> int:
         # 5 resets the peak of resident memory (proc(5)).
         Path("/proc/self/clear_refs").write_text("5")
     gc.collect()
+    # By storage: views of one storage share its bytes, which are counted once.
     storages = {
         thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()
         for thing in gc.get_objects()

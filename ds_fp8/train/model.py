@@ -115,6 +115,7 @@ def build_sharded_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Modu
     generation_config, dtypes, tied = on_first_rank(build)
     received = model is None
     if received:
+        # On the meta device: a rank that receives never holds the whole model.
         with init_empty_weights():
             model = _prepare(stage, AutoModelForCausalLM.from_config(config, **_options(stage)))
         if tied:
@@ -128,6 +129,7 @@ def build_sharded_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Modu
             dist.broadcast(getattr(module, name), 0)
     # An iterator: the memory of a parameter is made when zero.Init asks for it, and is a shard before the next one is.
     parameters = _with_memory(model, device, dtypes) if received else iter(_in_order(model))
+    # A copy: DeepSpeed changes the dictionary that it is given.
     deepspeed.zero.Init(module=_OneByOne(parameters), config_dict_or_path=copy.deepcopy(stage.raw))
     return model
 
@@ -188,6 +190,7 @@ def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
     Raises:
         UserError: its files are incomplete or damaged, or the stage cannot train a model of this class.
     """
+    # Right before the weights are drawn, whatever random numbers were used until here.
     torch.manual_seed(stage.train.seed)
     try:
         if stage.model.config is not None:
@@ -243,6 +246,7 @@ def _where_to_draw(config: PretrainedConfig) -> torch.device:
     """
     if get_accelerator().device_name() != "cuda":
         return torch.device("cpu")
+    # Shapes only, to learn the bytes without allocating them.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

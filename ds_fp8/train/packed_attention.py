@@ -96,6 +96,7 @@ def _document_ends(
     """
     row = torch.arange(rows, device=device)[:, None]
     place = torch.arange(length, device=device)[None, :]
+    # One head stands for all: masks of documents are the same in each.
     head = torch.zeros((), dtype=torch.long, device=device)
 
     def sees(other: torch.Tensor) -> torch.Tensor:
@@ -109,6 +110,7 @@ def _document_ends(
         if not _is_of_documents(mask_function):
             raise ValueError("attention to packed rows is not causal attention within each document, or has a window")
         return documents.ends(begins, most)
+    # The place where the document of each token begins: the last beginning up to it.
     first = torch.where(begins, place, 0).cummax(dim=1).values
     beyond = sees((place + 1).clamp_max(length - 1))[:, :-1]
     # The host waits here, once a batch. In the capture of a graph it cannot, and the function's parts are checked

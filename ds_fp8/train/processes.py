@@ -26,6 +26,7 @@ def set_single_process_env() -> None:
     if "RANK" in os.environ:
         return
     with socket.socket() as free:
+        # Port 0: the system chooses one that is free, so that two runs on one machine do not collide.
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ |= {
@@ -41,8 +42,11 @@ def init_distributed() -> None:
     """Meet the other ranks. Collective."""
     timeout = watchdog.slowest()
     disable_shm_build()
+    # Before the process group: NCCL binds a communicator to the device that is current.
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(**({"timeout": timedelta(seconds=timeout)} if timeout else {}))
+    # The first collective makes NCCL's connections: a rank that cannot connect fails here and not inside
+    # the first step.
     dist.barrier()
 
 
@@ -79,6 +83,7 @@ def check_same_everywhere(what: str, facts: dict[str, Any], *, key: str, remedy:
         key: the key of the stage that they follow from.
         remedy: what to change.
     """
+    # Every rank gets all facts and finds the same difference: all raise, and none waits for another.
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (socket.gethostname(), json.dumps(facts, sort_keys=True, default=str)))
     first_host, expected = everywhere[0]

@@ -57,6 +57,7 @@ def _convert(folder: Path, universal: Path) -> None:
 def _write_universal(folder: Path, universal: Path) -> None:
     from deepspeed.checkpoint.ds_to_universal import main
 
+    # One worker each: the extraction of several would fork a process that has threads and a CUDA context.
     options = Namespace(
         input_folder=str(folder),
         output_folder=str(universal),

@@ -66,6 +66,7 @@ def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
     # Other ranks need other numbers for the same batch, which is checked as a whole.
     free = BATCH_KEYS if found and found[1].ranks != stage.world else ()
     check_same_run(stage, stored, free)
+    # A result is checked against the newest checkpoint: one of an earlier length of the run does not count.
     result, _ = _result(stage, found[1].step if found else None)
     if result is not None:
         return RunState(result["steps"], result=result)
@@ -101,10 +102,12 @@ def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
     bad = on_first_rank(lambda: _survey(stage)[1])
     if dist.get_rank() == 0:
         rejected |= {_set_aside(folder, reason, say) for folder, reason in bad.items()}
+    # Each turn rejects one checkpoint more, and ends at the first that is whole or where none is left.
     while True:
         state = on_first_rank(lambda: inspect_run(stage, rejected))
         if state.checkpoint is None:
             return state
+        # All ranks get the same list, and take the same turn.
         problems = _problems_anywhere(state.checkpoint, say)
         if not problems:
             if state.step and dist.get_rank() == 0:
@@ -128,6 +131,7 @@ def _survey(stage: Stage) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]
     whole, bad = survey(stage.run_dir)
     reasons = {folder: _unlike(stage, manifest) for folder, manifest in whole}
     stored = _object_or_none(stage.run_dir / CONFIG)
+    # Another number of ranks may have changed the batch keys: they do not make it another run.
     ours = stored is not None and not changed_keys(stage, stored, BATCH_KEYS)
     if ours or not all(reasons.values()):
         bad |= {folder: reason for folder, reason in reasons.items() if reason}

@@ -101,6 +101,7 @@ class RunLock:
     def _open(self) -> int:
         """Open the file, which is made where there is none; not what a link leads to, which may be anybody's."""
         try:
+            # O_NONBLOCK: a pipe or device of this name must not make the run wait; it is refused below.
             descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
@@ -175,5 +176,6 @@ def _locks_are_local(file: Path) -> bool:
         for partition in psutil.disk_partitions(all=True)
         if partition.fstype.startswith("nfs")
     ]
+    # The innermost mount that contains the file is the one it lies on.
     inside = [mount for mount in mounts if file.resolve().is_relative_to(mount[0])]
     return bool(inside) and bool(max(inside, key=lambda mount: len(mount[0]))[1] & _LOCAL_LOCKS)

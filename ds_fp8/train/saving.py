@@ -87,6 +87,7 @@ class CheckpointWriter:
             UserError: so many saves in a row have failed as the stage allows.
         """
         if self._thread is not None:
+            # On every rank at the same step, for what follows on success or failure is collective.
             self._thread.join()
             self._thread = None
         saved, error = self._saved, self._error
@@ -146,9 +147,11 @@ class CheckpointWriter:
     def _make_room(self, part: Path, needed: int) -> None:
         if self._rank:
             return
+        # What a kill in an earlier save of this step has left.
         remove(part)
         part.mkdir(parents=True)
         free = shutil.disk_usage(part).free
+        # Before gigabytes are written: a full disk would show only at the end, and disturb other runs meanwhile.
         if free < needed:
             raise OSError(f"{needed / GIB:.2f} GiB are needed, and {free / GIB:.2f} GiB are free in {part.parent}")
 

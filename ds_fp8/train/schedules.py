@@ -56,6 +56,7 @@ def learning_rate_factor(step: int, total: int, schedule: Schedule) -> float:
     of a longer wsd run.
     """
     warmup = min(_length(schedule.warmup, total), total)
+    # From 1 / warmup, not from 0: the first step would change nothing.
     if step < warmup:
         return (step + 1) / warmup
     if schedule.type == "constant":
@@ -66,6 +67,7 @@ def learning_rate_factor(step: int, total: int, schedule: Schedule) -> float:
         peak, shape = max(warmup - 1, total - 1 - _length(schedule.decay, total)), SHAPES[schedule.decay_shape]
     else:
         peak, shape = max(warmup - 1, 0), SHAPES["cosine"]
+    # Clamped at both ends: the stable part of wsd lies before 0, steps after the planned end beyond 1.
     progress = min(max((step - peak) / max(total - 1 - peak, 1), 0.0), 1.0)
     return schedule.min_ratio + (1 - schedule.min_ratio) * shape(progress)
 

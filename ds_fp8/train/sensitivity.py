@@ -153,6 +153,8 @@ class CastSwitch:
         """Give the model back as it was."""
         self._switch(dict.fromkeys(self.linears, "both"))
         for linear in self.linears.values():
+            # As before the conversion: neither the switch's attribute nor the cached operand may reach what converts or
+            # saves the model next.
             linear.__dict__.pop("cast_operand", None)
             delattr(linear.weight, GATHERED)
         stop_casting(self._model)
@@ -177,6 +179,8 @@ def parts_of(model: PreTrainedModel, linears: Sequence[str], length: int) -> Par
         linears: names of its linears that can be cast.
         length: tokens of a row, which attention's FLOPs follow.
     """
+    # A token is multiplied once by each weight in forward: numbers of weights are in proportion to FLOPs, and
+    # attention's products are added in the same unit.
     total = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)) + _attention(model, length)
     shares = {name: model.get_submodule(name).weight.numel() / total for name in linears}
 

@@ -39,6 +39,7 @@ def losses_at_worst(
     """
     logits = logits.float()
     moved = logits.abs().add(1).mul(relative)
+    # The corner of the box: all logits up, the label's down.
     moved.scatter_(1, labels[:, None], -moved.gather(1, labels[:, None]))
     return F.cross_entropy(logits, labels, reduction="none"), F.cross_entropy(logits + moved, labels, reduction="none")
 

@@ -41,6 +41,7 @@ class SpikeDetector:
         # Of a few losses the median deviation may be almost zero, and anything would stand out.
         if len(self._losses) < min(LEAST_HISTORY, self._losses.maxlen):
             return 0.0
+        # Median and its deviation, not mean and standard deviation: one spike among the losses hardly moves them.
         centre = median(self._losses)
         spread = NORMAL_MAD * median(abs(other - centre) for other in self._losses)
         return (loss - centre) / max(spread, LEAST_SPREAD * abs(centre))

@@ -209,6 +209,7 @@ def load_stage(path: str | os.PathLike, overrides: list[str] | tuple[str, ...] =
 
 
 def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
+    # DeepSpeed ignores keys that it does not know; here a misspelt one is an error.
     known = known_keys() | {*OWN_SECTIONS, KEY}  # which DeepSpeed looks up among running ranks alone
     for key in raw:
         if key not in known:
@@ -230,6 +231,7 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
     own = uses_own_optimizer(configuration)
     check_optimizer(configuration, own=own)
     if own:
+        # For its checks of the optimizer section, before a model is loaded; what it returns is dropped.
         make_adamw(configuration, rank=lambda: 0)
     if train.compact_checkpoints and fp8.enabled and not needs_own_optimizer(fp8):
         raise UserError(
@@ -240,6 +242,7 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
     _check_model_source(model, train)
     if not train.run_dir.strip():
         raise UserError("train.run_dir is empty", key="train.run_dir", remedy='"run_dir": "runs/first"')
+    # Resolved: "runs/../.." and links may end at the root, too.
     if Path(os.path.realpath(train.run_dir)).name == "":
         raise UserError(
             "train.run_dir is the root folder", key="train.run_dir", remedy='give it its own: "run_dir": "runs/first"'

@@ -76,6 +76,7 @@ class Steps:
             engine.backward(micro_loss)
             engine.step()
             loss += micro_loss.detach().double()
+        # Kept on the device: `.item()` here would make the host wait for the step before it enqueues the next.
         self._losses.append(loss)
         self._tokens += step.tokens
 
@@ -93,10 +94,12 @@ class Steps:
             dtype=torch.float64,
             device=engine.device,
         )
+        # In FP64, for bytes of memory exceed the integers that FP32 holds exactly.
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         memory, reserved, slowest = most.tolist()
         # By the slowest rank, agreed above: all ranks read after the same number of steps.
         self._longest_unread = max(1, int(SECONDS_UNREAD / slowest))
+        # Reading the meter empties it: what is taken here belongs to the steps since the last reading.
         sent = {} if engine.fp8.wire is None else engine.fp8.wire.take()
         record = {
             "loss": means[-1],

@@ -33,6 +33,7 @@ class CastSet:
         Args:
             stacks: Weights of one fused product each, in an order that all ranks agree on.
         """
+        # Weights of one group and one cast side by side: their maxima are one slice, for one all-reduce.
         runs = in_runs(stacks, lambda stack: (id(stack[0].shard.group), str(stack[0].spec)))
         ordered = [stack for run in runs for stack in run]
         self.weights = [weight for stack in ordered for weight in stack]

@@ -67,7 +67,9 @@ class FP8Shards:
             if weight.outliers is not None:
                 weight.outliers.on_found = self.write_residuals
         self._modified: set[int] = set()
+        # A stream apart from the products': the cast overlaps with whatever precedes the first gather of the next step.
         self._stream = streams.new_stream()
+        # Recorded at once, since weights were written on the current stream before: the first cast waits for them.
         self._changed: object | None = streams.record_event()
         """Event behind the last write to masters or BF16 shards."""
         self._refreshed: object | None = None
@@ -105,6 +107,7 @@ class FP8Shards:
         Between steps. Until then every cast has scales of its own, so that whoever holds the earlier ones keeps them.
         """
         if not self._pinned:
+            # Scales exist only after a cast, and the pinned buffer begins with copies of them.
             self.cast()
             self.wait_for_cast()
             for some in self._sets:
@@ -115,6 +118,7 @@ class FP8Shards:
         """Note that an optimizer step wrote masters on the current stream: those that are trained need another cast."""
         if self._trained is not None:
             self._trained.stale = True
+            # The step has written the masters over what users wrote to BF16 shards.
             self._modified.difference_update(id(weight.parameter) for weight in self._trained.weights)
             self._changed = streams.record_event()
 

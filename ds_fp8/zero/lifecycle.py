@@ -174,6 +174,8 @@ class Lifecycle:
         stock(params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
         if self.weights is not None:
             self.weights.released(params, before)
+        # Only then were shards written: an ordinary release frees the gathered copy alone, and later gathers need not
+        # wait.
         if has_been_updated:
             self._written = streams.record_event()
 
@@ -225,6 +227,8 @@ class Lifecycle:
         """Overwrite the masters of a parameter, or a moment (safe_set_full_fp32_param and its kin)."""
         if optim_state_key is not None:
             if self.moments is not None:
+                # DeepSpeed writes into FP32 tensors; a compressed moment is expanded until the next step compresses it
+                # again.
                 self.moments.expand_moments()
             return stock(value, parameter, optim_state_key)
         if self.weights is not None:
@@ -274,6 +278,7 @@ class Lifecycle:
 
     def save_checkpoint(self, stock: Stock, save_dir, tag=None, client_state=None, *args, **kwargs) -> Any:
         """Save a checkpoint with the states of this package beside the user's."""
+        # On all ranks, before DeepSpeed writes on some: saving a state may be collective.
         states = {key: state.save() for key, state in self.states.items()}
         return stock(save_dir, tag, {**(client_state or {}), **states}, *args, **kwargs)
 

@@ -117,9 +117,11 @@ class ParameterGather:
         if getattr(parameter, GATHERED, None) is not None:
             parameter.partition()
         self.shards.cast()
+        # Begun and awaited at once: the reader wants the numbers now, and nothing runs beside it.
         self._begin([self._weights[id(parameter)]])()
         gathered = getattr(parameter, GATHERED)
         parameter.partition()
+        # On one rank the operand is the shard itself, which the next cast overwrites: the reader gets a copy to keep.
         return self._copied(gathered) if self._in_shards(gathered) else gathered
 
     def _in_shards(self, gathered: QuantizedTensor) -> bool:
@@ -176,6 +178,7 @@ class ParameterGather:
             landed.update(zip(stack, self.shards.transport.allocate(sum(lengths)).split(lengths), strict=True))
         self._wire.count(GATHER, "all_gather", sum(weight.data.nbytes for weight in sent), group)
         outputs, inputs = [landed[weight] for weight in sent], [weight.data for weight in sent]
+        # All of the group's shards in one launch: the latency of a collective is paid once a fetch, not once a weight.
         work = self.shards.transport.gather(outputs, inputs, group) if sent else None
         scales = {weight: weight.scale for weight in sent}  # those of the codes just sent, also after later casts
 
@@ -195,6 +198,8 @@ class ParameterGather:
             for weight, codes in gathered.items():
                 scale = scales.get(weight, weight.scale)
                 whole = QuantizedTensor.of_bytes(codes.view(weight.shard.shape), scale, weight.spec)
+                # Layers read their operand from this attribute. The parameter's data is a placeholder meanwhile, for
+                # code that looks at shape and dtype.
                 setattr(weight.parameter, GATHERED, whole)
                 weight.parameter.data = weight.placeholder
                 seams.end_gather(weight.parameter)
@@ -249,6 +254,8 @@ class ParameterGather:
             self.shards.bf16_updated(before)
         if self._bf16 is not None:
             for parameter in parameters:
+                # A BF16 shard that a user wrote to is what the next cast reads: it stays until a step has written
+                # masters over it.
                 if not self.shards.casts_bf16(parameter):
                     self._bf16.free(parameter)
 

@@ -92,6 +92,7 @@ def fingerprint(file: Path) -> str:
 def _source_digest() -> str:
     root = Path(ds_fp8.__file__).parent
     digest = hashlib.sha256()
+    # The sources and not the version: a checkout that was edited on one host has the same version.
     for file in sorted(root.rglob("*.py")):
         digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
     return digest.hexdigest()[:8]

@@ -93,6 +93,7 @@ def as_user_error(error: Exception) -> UserError | None:
         return error
     if not isinstance(error, OSError) or error.errno not in _REMEDIES:
         return None
+    # Without a name it may be a socket's or a pipe's error, which no change of a path mends.
     if error.filename is None and error.errno not in _WITHOUT_NAME:
         return None
     named = isinstance(error.filename, (str, bytes, os.PathLike))

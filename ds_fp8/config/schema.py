@@ -39,6 +39,7 @@ def shown(value: Any) -> str:
 def nearest(key: str, choices: Iterable[str], otherwise: str = "Known keys") -> str:
     """Return ` Did you mean "x"?` for the closest of `choices`, or the list of them when none is close."""
     choices = sorted(choices)
+    # Cut: comparing takes time by the product of the lengths, and a key may be a pasted text.
     close = difflib.get_close_matches(key[:120], choices, n=1, cutoff=0.5)
     if close:
         return f'Did you mean "{close[0]}"?'

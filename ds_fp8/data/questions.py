@@ -70,6 +70,7 @@ def held_out_questions(
         breaks = np.flatnonzero(np.diff(spoken) > 1)
         start, stop = int(spoken[breaks[-1] + 1] if len(breaks) else spoken[0]), int(spoken[-1]) + 1
         answer = extract_answer(pattern, tokenizer.decode(tokens[start:stop].tolist(), skip_special_tokens=True))
+        # Without a prompt there is nothing to continue; a longer one was never seen in training.
         if answer is not None and 0 < start < longest:
             questions.append(Question(tuple((tokens[:start] & ~NO_LOSS).tolist()), answer))
         if len(questions) == MOST:

@@ -61,6 +61,7 @@ class ExampleStream:
                 )
             example = check(row[name], self._row, config)
             self._row += 1
+            # Counted also where it is empty: the number is that of the row in the source, for errors and for going on.
             if example:
                 yield example
 
@@ -94,6 +95,7 @@ def source_identity(path: str) -> list[Any]:
     local = Path(path).expanduser()
     if path == "synthetic" or not local.exists():
         return [path]
+    # Not hashed: hundreds of gigabytes would be read at every start.
     facts = [(file, file.stat()) for file in _files(local)]
     return [path, [[str(file.resolve()), stat.st_size, stat.st_mtime_ns] for file, stat in facts]]
 
@@ -107,8 +109,10 @@ def _load(path: str) -> datasets.IterableDataset:
         files = [file for file in files if file.stat().st_size]
         if not files:
             raise empty(path)
+        # A blank line parts documents in a text file; by lines, the default, each line would be one.
         options = {"sample_by": "paragraph"} if kind == "text" else {}
         name, subset, options = kind, None, {"data_files": list(map(str, files)), **options}
+    # What looks like a path is not asked for on the hub: the error should be about the file.
     elif _ending(local) in LOADERS or path.startswith(("/", "./", "../", "~")):
         raise UserError(f"{path} does not exist", key="data.path", remedy="give the path of existing data")
     else:

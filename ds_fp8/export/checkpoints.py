@@ -71,6 +71,7 @@ def export_checkpoint(
             folder that exists or cannot be written.
     """
     checkpoint, folder = Path(checkpoint), Path(folder)
+    # All checks before the checkpoint is read, which takes minutes.
     check_target(folder, force, checkpoint)
     check_architecture(config)
     check_writable(folder.resolve().parent)
@@ -82,6 +83,8 @@ def export_checkpoint(
             name: "moved to BF16 in training" for name, _ in model.get_submodule(layer).named_modules(prefix=layer)
         }
         left |= {name: "moved to BF16 in training" for name in names_of_experts(model) if name.startswith(f"{layer}.")}
+    # Whether training cast a weight from its master or from the BF16 copy decides its codes: an export must do the
+    # same.
     rounds_first = _rounds_first(fp8, deepspeed_config or {})
     parameters = dict(model.named_parameters())
     kept = experts_left(model, fp8) if fp8.enabled else {}
@@ -188,6 +191,7 @@ def _cast(
     masters: Iterator[tuple[str, torch.Tensor]], plan: Plan, rounds_first: Callable[[int], bool]
 ) -> Iterator[NamedWeight]:
     for (name, numbers), entry in zip(masters, plan.entries, strict=True):
+        # Rounded to BF16 before the cast, where training cast what it had gathered in BF16.
         if not entry.quantized or rounds_first(numbers.numel()):
             numbers = numbers.bfloat16()
         if entry.quantized:

@@ -75,6 +75,7 @@ def export_engine(
     else:
         # Other ranks take part in every gather and keep nothing.
         deque(weights, maxlen=0)
+    # No rank goes on, or reads the folder, before rank 0 has renamed it.
     dist.barrier()
     return plan
 
@@ -122,6 +123,8 @@ def _gathered(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[NamedWe
     gather = engine.fp8.parameter_gather
     for entry in plan.entries:
         parameter = parameters[entry.name]
+        # The very codes that training multiplies by, gathered in one byte a parameter; the others are cast from BF16,
+        # as their layers do it.
         if entry.quantized and gather is not None and gather.gathers(parameter):
             yield entry.name, gather.whole(parameter)
             continue

@@ -116,7 +116,7 @@ def test_a_lost_job_is_started_again_and_no_other():
     assert with_restarts(start([75, 75]), 1) == 75
     assert with_restarts(start([143]), 3) == 143
     assert with_restarts(start([1]), 3) == 1
-    with pytest.raises(UserError, match="-1 restarts"):
+    with pytest.raises(UserError, match="must be at least 0, got -1"):
         with_restarts(start([0]), -1)
 
 

@@ -57,7 +57,7 @@ def one_is_killed(rank: int) -> None:
 def test_a_killed_rank_ends_the_job(job):
     ended = job(3, one_is_killed)
     assert ended.codes == [75, -signal.SIGKILL, 75]
-    assert "(rank 1): its process ended without a word" in ended.output
+    assert "(rank 1): its process ended without a message" in ended.output
     assert "stack of ranks 0, 2" in ended.output
     assert "in wait_for_others" in ended.output
     assert not ended.left

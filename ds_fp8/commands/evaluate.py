@@ -132,6 +132,7 @@ def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None
     from ds_fp8.train.served_model import load_served_model
     from ds_fp8.train.stored_model import unreadable
 
+    # Before the folder is loaded, whose configuration may name this attention or a model of this type.
     packed_attention.register()
     munit.register()
     device = get_accelerator().current_device_name()

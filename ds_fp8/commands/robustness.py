@@ -122,6 +122,7 @@ def _measure(stage: Stage, cell: Cell, out: Path, batches: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         folder / MODEL, dtype=torch.bfloat16, attn_implementation=stage.model.attn_implementation
     ).to(get_accelerator().current_device_name())
+    # A run in FP8 is judged with the casts that it was trained with.
     if cell.kind == "fp8":
         ds_fp8.convert(model, stage.fp8)
     rows = build_data(stage.data, load_tokenizer(str(folder / MODEL)), default_cache_dir()).validation

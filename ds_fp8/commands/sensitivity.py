@@ -189,6 +189,7 @@ def _model(folder: Path) -> PreTrainedModel:
     source = ModelSource("FOLDER", str(folder))
     options = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}  # it finds documents by their positions
     model = load_stored_model(source, stored_config(source), options)
+    # In FP32: in BF16 whatever changes a little changes the roundings after it, and small costs drown in that.
     return model.to(get_accelerator().current_device_name()).float().eval()
 
 

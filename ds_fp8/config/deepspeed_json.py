@@ -272,6 +272,7 @@ def _explain(error: ValidationError, section: str) -> UserError:
             key=clipped(dotted),
             remedy=nearest(path[-1], known) or "remove it",
         )
+    # pydantic puts these words before the message of a validator.
     message = first["msg"].removeprefix("Value error, ")
     return UserError(f"{dotted}: {message}{got}", key=dotted, remedy=f'change the value of "{dotted}"')
 

@@ -77,6 +77,7 @@ def parse_section(
         got = "" if first["type"] == "missing" else f" (got {shown(given)})"
         message = first["msg"].removeprefix("Value error, ")
         remedy = f'change the value of "{dotted}"'
+        # transformers fills in "auto" before DeepSpeed reads the file; nothing does so for sections of this package.
         if given == "auto":
             remedy = 'give a value: "auto" is for programs that fill it in'
         raise UserError(f"{dotted}: {message}{got}", key=dotted, file=file, remedy=remedy) from None

@@ -45,6 +45,7 @@ class MetricsLog:
         self.records = list(records)
         self._file = None
         if writes:
+            # Written anew, without the lines after the checkpoint and without damaged ones.
             write_atomically(file, "".join(json.dumps(record) + "\n" for record in self.records))
             # By lines: a kill cuts off one line at most, which reading leaves out.
             self._file = file.open("a", buffering=1)

@@ -34,7 +34,7 @@ def test_without_that_variable_it_asks_for_a_number(monkeypatch):
 
 @pytest.mark.usefixtures("on_gpus")
 @pytest.mark.parametrize(
-    ("visible", "problem"), [("3", "names 1"), ("GPU-8a1c,GPU-93b0", "numbers"), ("-1,-1", "numbers")]
+    ("visible", "problem"), [("3", "lists 1"), ("GPU-8a1c,GPU-93b0", "numbers"), ("-1,-1", "numbers")]
 )
 def test_too_few_gpus_or_other_names_are_an_error(monkeypatch, visible, problem):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -40,7 +40,7 @@ def sequence_parallel_size(raw: Mapping[str, Any]) -> int:
 
 
 def check_ranks(size: int, world: int) -> None:
-    """Raise UserError where `world` ranks are no whole number of groups of `size`."""
+    """Raise UserError where `world` ranks do not divide into groups of `size`."""
     if world % size:
         raise UserError(
             f"{size} ranks share a sequence, but there are {world} ranks",

@@ -225,7 +225,7 @@ def _check_patterns(overrides: Iterable[str], layers: Iterable[str]) -> None:
 
 
 def _check_blocks(name: str, layer: FP8Linear) -> None:
-    """Raise UserError for a layer whose features are no whole number of the blocks that they are rotated by."""
+    """Raise UserError for a layer whose features do not divide into the blocks that they are rotated by."""
     recipe = layer.recipe
     if not recipe.rotations:
         return

@@ -75,7 +75,7 @@ def unsupported(recipe: LinearRecipe) -> str | None:
 def unsupported_shapes(gate_up: torch.Size, down: torch.Size) -> str | None:
     """Return why experts whose weights have these shapes, [E, 2F, H] and [E, H, F], cannot be multiplied, or None."""
     if len(gate_up) != 3 or len(down) != 3:
-        return "their weights are no stacks of matrices"
+        return "their weights are not stacks of matrices, [E, N, K]"
     experts, hidden, features = down
     if tuple(gate_up) != (experts, 2 * features, hidden):
         return f"gate_up {tuple(gate_up)} and down {tuple(down)} are not [E, 2F, H] and [E, H, F]"

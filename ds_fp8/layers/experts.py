@@ -332,7 +332,7 @@ def _objection(module: nn.Module, weight: nn.Parameter, parent: nn.Module | None
         return f"stored as {str(weight.dtype).removeprefix('torch.')}"
     _, rows, columns = _shape(weight)
     if rows % BLOCK or columns % BLOCK:
-        return f"matrices of {rows} x {columns} are no whole number of {GRANULARITY} blocks"
+        return f"matrices of {rows} x {columns} do not divide into {GRANULARITY} blocks"
     return None
 
 

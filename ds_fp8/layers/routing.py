@@ -262,7 +262,7 @@ def _checked(routes: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], expert
         routes = dict(zip(experts, routes, strict=True))
     if routes.keys() != experts.keys():
         name = min(routes.keys() ^ experts.keys())
-        problem = f"there are no routes of {name}" if name in experts else f"the model has no experts {name}"
+        problem = f"the routes of {name} are missing" if name in experts else f"the model has no experts {name}"
         raise UserError(
             problem, remedy="give routes that were recorded from this model, or a list in its layers' order"
         )

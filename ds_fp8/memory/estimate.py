@@ -154,7 +154,7 @@ def estimate(
         Bytes by kind in every phase of a step.
 
     Raises:
-        UserError: For a mistake in the configuration, and for a model or setting that there is no estimate for.
+        UserError: For a mistake in the configuration, and for a model or setting that cannot be estimated.
     """
     return estimate_workload(
         read_workload(config, gpus=gpus, model=model, sequence_length=sequence_length, device=device)

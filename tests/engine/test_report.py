@@ -36,7 +36,7 @@ def test_experts_that_stay_bf16_are_said_first_and_little_fp8_is_a_warning(ranks
     assert in_fp8 < 1 / 3
     assert f"only {in_fp8:.0%} of the parameters are in FP8" in text
     assert "a router or gate: 2 tensors, 4,096 parameters" in text
-    assert "experts, matrices of 256 x 264 are no whole number of 128x128 blocks: 2 tensors" in text
+    assert "experts, matrices of 256 x 264 do not divide into 128x128 blocks: 2 tensors" in text
     assert silent == ""
 
 

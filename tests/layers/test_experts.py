@@ -205,7 +205,7 @@ def test_weights_that_are_not_gathered_in_fp8_are_read_as_they_are():
     ("architecture", "changes", "reason"),
     [
         ("gpt_oss", {}, "stored transposed"),
-        ("mixtral", {"intermediate_size": 192}, "matrices of 128 x 192 are no whole number of 128x128 blocks"),
+        ("mixtral", {"intermediate_size": 192}, "matrices of 128 x 192 do not divide into 128x128 blocks"),
         ("llama4_text", {}, "Llama4TextExperts is not of transformers' interface of experts"),
     ],
 )

@@ -239,7 +239,7 @@ def unfuse(module: nn.Module) -> None:
 
 def _check_own_forward(module: nn.Module) -> None:
     if "forward" in vars(module):
-        raise Unfusable("its forward was replaced on the instance (as Liger does)")
+        raise Unfusable("its forward is set on the instance (as Liger does)")
 
 
 def _check_mlp(mlp: nn.Module) -> None:

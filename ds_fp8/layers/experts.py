@@ -325,7 +325,7 @@ def _objection(module: nn.Module, weight: nn.Parameter, parent: nn.Module | None
     if module.is_transposed:
         return "stored transposed"
     if "forward" in vars(module):
-        return "have a forward of their own, set on the instance"
+        return "have a forward set on the instance"
     if "parametrizations" in module._modules or type(parent).__module__.startswith("peft."):
         return "carry an adapter"
     if not weight.is_floating_point():

@@ -1,7 +1,8 @@
 """Fine-tune on chats with TRL, in FP8 once it is started through ds_fp8.
 
 accelerate launch --config_file zero3.yaml -m ds_fp8 sft.py \
-    --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara --packing --output_dir out/sft
+    --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara --packing --packing_strategy wrapped \
+    --output_dir out/sft
 """
 
 from datasets import load_dataset

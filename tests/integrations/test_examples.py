@@ -111,7 +111,17 @@ def test_the_plain_program_trains_and_leaves_a_model(folder):
 def test_accelerate_starts_fine_tuning_through_ds_fp8(folder):
     pytest.importorskip("trl")
     launch = ("--config_file", "zero3.yaml", "--num_processes", "2", "--main_process_port", free_port())
-    more = ("--dataset_name", "chats", "--packing", "--max_length", "64", "--learning_rate", "1e-2")
+    more = (
+        "--dataset_name",
+        "chats",
+        "--packing",
+        "--packing_strategy",
+        "wrapped",
+        "--max_length",
+        "64",
+        "--learning_rate",
+        "1e-2",
+    )
     printed = run("accelerate.commands.launch", *launch, "-m", "tests.integrations.launched", "sft.py", *FEW, *more)
     assert "linears in FP8        14" in printed
     losses = [float(value) for value in re.findall(r"'loss': '([\d.]+)'", printed)]

@@ -17,10 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.multiprocessing as multiprocessing
 
 TIMEOUT = 180
 """Seconds after which a call counts as hung."""
+LARGEST = 3 * 2**28
+"""Bytes of a rank on a CPU at which its pool makes way for a new one, in 0.3 s: a rank begins with 0.4 GiB, and every
+engine of DeepSpeed's leaves some."""
 
 
 def _free_port() -> int:
@@ -147,6 +151,11 @@ class RankPool:
             raise AssertionError("\n".join(failures))
         return results
 
+    @property
+    def largest(self) -> int:
+        """Bytes in memory of the largest of its processes."""
+        return max(psutil.Process(process.pid).memory_info().rss for process in self._processes)
+
     def close(self) -> None:
         self.broken = True
         for process in self._processes:
@@ -172,6 +181,8 @@ class RankPools:
 
     def _pool(self, world: int) -> RankPool:
         pool = self._pools.get(world)
+        if pool is not None and not pool.broken and self._accelerator == "cpu" and pool.largest > LARGEST:
+            pool.close()
         if pool is None or pool.broken:
             pool = self._pools[world] = RankPool(world, self._accelerator)
         return pool

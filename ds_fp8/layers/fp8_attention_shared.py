@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.casts.primitives import scale_from_amax
 from ds_fp8.config.formats import FORMATS
+from ds_fp8.layers import exchanged_bytes
 from ds_fp8.layers.fp8_attention import (
     Implementation,
     attend,
@@ -40,6 +41,7 @@ class _SharedAttention(torch.autograd.Function):
         by_rank = [_by_rank(x, ranks) for x in (q, k, v)]
         bounds = _bounds(*by_rank, ranks)
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
+        exchanged_bytes.count(2 * bounds.nbytes * (ranks - 1) // ranks)
         scales = scale_from_amax(bounds[:3], FORWARD, "pow2")
         whole = []
         for x, scale in zip(by_rank, scales, strict=True):
@@ -58,8 +60,11 @@ class _SharedAttention(torch.autograd.Function):
         codes, scales = zip(*find_gradients(ctx, whole.unflatten(2, (-1, ctx.head_dim))), strict=True)
         of_all = torch.empty(3 * ranks, device=do.device)
         dist.all_gather_into_tensor(of_all, torch.stack(scales), group)
+        exchanged_bytes.count(of_all.nbytes * (ranks - 1) // ranks)
         gradients = []
-        for x, scale, kv_heads in zip(codes, of_all.view(ranks, 3).t(), (None, ctx.kv_heads, ctx.kv_heads), strict=True):
+        for x, scale, kv_heads in zip(
+            codes, of_all.view(ranks, 3).t(), (None, ctx.kv_heads, ctx.kv_heads), strict=True
+        ):
             found = _own_tokens(_exchange(_by_owner(x, ranks), group), scale, do.dtype)
             if kv_heads is not None and kv_heads < ranks:  # each rank that needed a head has a part of its gradient
                 found = found.unflatten(2, (kv_heads, -1)).sum(3)
@@ -87,12 +92,12 @@ def shared_fp8_attention(
 
 
 def _by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """View x [B, heads, S / P, D] as [P, S / P, B, heads / P, D], or where there are fewer heads as [heads, ..., 1, D]."""
+    """View x [B, heads, S / P, D] as [P, S / P, B, heads / P, D]; with fewer than P heads [heads, S / P, B, 1, D]."""
     return x.unflatten(1, (min(ranks, x.shape[1]), -1)).permute(1, 3, 0, 2, 4)
 
 
 def _bounds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Return the amax of q, k and v and the largest norm of v by rank, FP32 [4, P], Inf where anything is not finite."""
+    """Return the amax of q, k, v and the largest norm of v by rank, FP32 [4, P]; Inf where anything is not finite."""
     amax = [torch.linalg.vector_norm(x, torch.inf, dim=(1, 2, 3, 4), dtype=torch.float32) for x in (q, k, v)]
     norms = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32).amax((1, 2, 3))
     found = torch.stack([x.repeat_interleave(ranks // len(x)) for x in (*amax, norms)])
@@ -113,6 +118,7 @@ def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     sent = x.view(torch.uint8) if x.element_size() == 1 else x
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
+    exchanged_bytes.count_all_to_all(sent.nbytes, len(sent))
     return received.view(x.dtype)
 
 

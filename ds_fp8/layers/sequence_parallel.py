@@ -27,7 +27,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_fp8.layers import documents
+from ds_fp8.layers import documents, exchanged_bytes
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
 """An attention function of transformers: (module, query, key, value, mask, **options) -> (output, weights)."""
@@ -91,11 +91,14 @@ def exchanged(
     # DeepSpeed's object is one for all layers: its inner attention is replaced for the time of this call.
     exchange.attn = of_whole
     try:
-        return attention(module, query, key, value, None, **options)
+        output, weights = attention(module, query, key, value, None, **options)
     finally:
         exchange.attn = before
         if groups is not None:  # DeepSpeed sets those of this rank's heads, and generation needs those of all
             module.num_key_value_groups = groups
+    if _exchanges(exchange, module):
+        _count(exchange, query, key, value, output)
+    return output, weights
 
 
 def find_documents(name: str) -> None:
@@ -142,6 +145,18 @@ def _exchanges(exchange: UlyssesSPAttentionHF, module: nn.Module) -> bool:
     """Return whether DeepSpeed exchanges heads in this call, and computes them."""
     only_in_training = getattr(exchange, "disable_in_eval", False)
     return (module.training or not only_in_training) and not exchange.skip_all_but_last_attention_debug_mode
+
+
+def _count(exchange: UlyssesSPAttentionHF, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> None:
+    """Count the bytes of DeepSpeed's exchange of q, k, v and the output, and when they come, of their gradients."""
+    ranks = exchange.world_size
+    copies = max(1, ranks // k.shape[1])
+    count = functools.partial(
+        exchanged_bytes.count_all_to_all, q.nbytes + copies * (k.nbytes + v.nbytes) + o.nbytes, ranks
+    )
+    count()
+    if o.requires_grad:
+        o.register_hook(lambda _: count())
 
 
 def _gathered(exchange: UlyssesSPAttentionHF, positions: torch.Tensor) -> torch.Tensor:

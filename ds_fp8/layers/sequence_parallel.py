@@ -96,7 +96,7 @@ def exchanged(
         exchange.attn = before
         if groups is not None:  # DeepSpeed sets those of this rank's heads, and generation needs those of all
             module.num_key_value_groups = groups
-    if _exchanges(exchange, module):
+    if _exchanges(exchange, module) and not getattr(attention, "finds_documents", False):  # which counts itself
         _count(exchange, query, key, value, output)
     return output, weights
 

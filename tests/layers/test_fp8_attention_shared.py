@@ -189,7 +189,7 @@ def training(codes, kind, fuse, recompute):
                 model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
                 model.enable_input_require_grads()
             look = stack.enter_context(mock.patch.object(documents, "ends_of", wraps=documents.ends_of))
-            sent = stack.enter_context(bytes_sent())
+            sent, counted = stack.enter_context(bytes_sent()), exchanged_bytes.sent()
             for _ in range(2):
                 part = {name: mine(x, 1).contiguous() for name, x in batch.items()}
                 loss = model(**part, use_cache=False, num_items_in_batch=torch.tensor(40.0)).loss
@@ -201,7 +201,11 @@ def training(codes, kind, fuse, recompute):
             part = {name: mine(batch[name], 1).contiguous() for name in ("input_ids", "position_ids")}
             with torch.no_grad():
                 found.append(model.eval()(**part, use_cache=False).logits)
-            return found, looked, sent["all_to_all_single", torch.uint8] > 0
+            codes_sent, bf16_sent = (sent["all_to_all_single", dtype] for dtype in (torch.uint8, torch.bfloat16))
+            assert exchanged_bytes.sent() - counted == pytest.approx(
+                (codes_sent + bf16_sent) / 2, rel=0.01 * (codes_sent > 0)
+            )
+            return found, looked, codes_sent > 0
     finally:
         packed_rows.LONG = before
 

@@ -82,6 +82,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "fused_mlps": len(state.conversion.fusion.mlps),
         "not_fused": state.conversion.fusion.left,
         **_attention(state.conversion.attention),
+        "attention_exchange": _exchange(state.conversion.attention, engine.sequence_parallel_size),
         "param_gather": fp8.param_gather.format if state.parameter_gather else "bf16",
         "param_transport": state.parameter_gather.transport if state.parameter_gather else "by collectives",
         "fp8_gathered_parameters": gathered_count,
@@ -207,6 +208,15 @@ def _attention(attention: AttentionFormat | None) -> dict[str, Any]:
         "fp8_attention_layers": len(attention.layers),
         "attention_in_bf16": attention.left,
     }
+
+
+def _exchange(attention: AttentionFormat | None, shared_by: int) -> str | None:
+    """Return the form in which ranks that share sequences send what attention reads and writes; None without any."""
+    if shared_by == 1:
+        return None
+    if attention is None:
+        return "bf16"
+    return "FP8 codes (the output's gradient bf16) in rows of one document, bf16 in others"
 
 
 def _emulated_state(fp8: FP8Config) -> list[str]:

@@ -63,6 +63,8 @@ def log_report(report: dict[str, Any]) -> None:
         table.add_row("not fused", f"{_some(report['not_fused'], reason)}: {reason}")
     if report["fp8_attention_layers"]:
         table.add_row("attention", f"{report['fp8_attention_layers']} layers {report['attention']}")
+    if report["attention_exchange"] is not None:
+        table.add_row("attention's exchange", report["attention_exchange"])
     for reason in dict.fromkeys(report["attention_in_bf16"].values()):
         table.add_row("attention in BF16", f"{_some(report['attention_in_bf16'], reason)}: {reason}")
     table.add_row("casts", ", ".join(f"{name} {cast}" for name, cast in report["casts"].items()))

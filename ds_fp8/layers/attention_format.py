@@ -33,6 +33,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.layers import documents, packed_rows, sequence_parallel
 from ds_fp8.layers import fp8_attention_cudnn as cudnn
 from ds_fp8.layers.fp8_attention import fp8_attention
+from ds_fp8.layers.fp8_attention_shared import shared_fp8_attention
 
 PREFIX = "fp8_"
 KNOWN = ("sdpa", "packed")
@@ -168,7 +169,12 @@ def _attention(
     exchange = sequence_parallel.exchange_of(before)
     if exchange is None:
         return core(before, module, query, key, value, attention_mask, **options)
-    return sequence_parallel.exchanged(exchange, before, core, module, query, key, value, **options)
+    of_slices = None
+    if _why_not(module, not query.is_cuda) is None and _why_not_this_call(query, key, value, None, more) is None:
+        of_slices = functools.partial(shared_fp8_attention, scaling=scaling)
+    return sequence_parallel.exchanged(
+        exchange, before, core, module, query, key, value, of_slices=of_slices, **options
+    )
 
 
 def _whole_attention(

@@ -32,7 +32,7 @@ import math
 from typing import Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.casts.primitives import cast, decode, scale_from_amax
@@ -61,25 +61,59 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scaling: float, implementation: Implementation):
         casts = [cast_heads(x.transpose(1, 2), FORWARD) for x in (q, k, v)]
-        o, log_sums = implementation.forward(*casts, scaling)
         # Of v in high precision, which backward does not have any more.
         v_norm = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32).amax()
-        data, scales = zip(*((c.data, c.scale) for c in casts), strict=True)
-        ctx.scaling, ctx.implementation = scaling, implementation
-        ctx.save_for_backward(*data, *scales, o, log_sums, v_norm)
-        return _decode(o, casts[2].scale, v.dtype)
+        o = attend(ctx, *casts, v_norm, scaling, implementation)
+        return decode_exactly(o, casts[2].scale, v.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        *tensors, o, log_sums, v_norm = ctx.saved_tensors
-        q, k, v = (QuantizedTensor(*pair, "tensor", "pow2") for pair in zip(tensors[:3], tensors[3:], strict=True))
-        saved = Saved(q, k, v, QuantizedTensor(o, v.scale, "tensor", "pow2"), log_sums, ctx.scaling)
-        scales = gradient_scales(do, q, k, v_norm, ctx.scaling)
-        found = ctx.implementation.backward(saved, cast_heads(do, BACKWARD), scales)
         # The kernels work on [B, S, heads, D]; callers have [B, heads, S, D], a view of the same memory.
-        gradients = (_decode(*pair, do.dtype).transpose(1, 2) for pair in zip(found, scales[1:], strict=True))
+        gradients = (decode_exactly(*found, do.dtype).transpose(1, 2) for found in find_gradients(ctx, do))
         return *gradients, None, None
+
+
+def attend(
+    ctx: FunctionCtx,
+    q: QuantizedTensor,
+    k: QuantizedTensor,
+    v: QuantizedTensor,
+    v_norm: torch.Tensor,
+    scaling: float,
+    implementation: Implementation,
+) -> torch.Tensor:
+    """Return the output's codes [B, S, heads, D], in E4M3 with the scale of v, and keep in ctx what backward reads.
+
+    Args:
+        ctx: Of the function of autograd whose forward this is.
+        q: [B, S, heads, D].
+        k: [B, S, kv_heads, D].
+        v: [B, S, kv_heads, D].
+        v_norm: max_j ‖v_j‖ before the cast.
+        scaling: Factor of q kᵀ.
+        implementation: As `implementation_for` returns it.
+    """
+    o, log_sums = implementation.forward(q, k, v, scaling)
+    data, scales = zip(*((x.data, x.scale) for x in (q, k, v)), strict=True)
+    ctx.scaling, ctx.implementation = scaling, implementation
+    ctx.save_for_backward(*data, *scales, o, log_sums, v_norm)
+    return o
+
+
+def find_gradients(ctx: FunctionCtx, do: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the codes, in E5M2, and the scale of dq, dk and dv, which have the shapes of q, k and v.
+
+    Args:
+        ctx: What `attend` was given.
+        do: The output's gradient [B, S, heads, D].
+    """
+    *tensors, o, log_sums, v_norm = ctx.saved_tensors
+    q, k, v = (QuantizedTensor(*pair, "tensor", "pow2") for pair in zip(tensors[:3], tensors[3:], strict=True))
+    saved = Saved(q, k, v, QuantizedTensor(o, v.scale, "tensor", "pow2"), log_sums, ctx.scaling)
+    scales = gradient_scales(do, q, k, v_norm, ctx.scaling)
+    found = ctx.implementation.backward(saved, cast_heads(do, BACKWARD), scales)
+    return list(zip(found, scales[1:], strict=True))
 
 
 @torch.compiler.disable(reason="cuDNN's FP8 attention stays outside of the graphs of torch.compile")
@@ -95,18 +129,23 @@ def fp8_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: fl
     Returns:
         The output [B, S, heads, D] in the dtype of v, differentiable.
     """
-    if q.is_cuda:
-        from ds_fp8.layers import fp8_attention_cudnn as implementation
-    else:
-        implementation = Reference()
-    return _Attention.apply(q, k, v, _scaling(q, scaling), implementation)
+    return _Attention.apply(q, k, v, factor_of(q, scaling), implementation_for(q))
+
+
+def implementation_for(q: torch.Tensor) -> Implementation:
+    """Return what computes attention where q is: cuDNN's kernels on a GPU, plain torch elsewhere."""
+    if not q.is_cuda:
+        return Reference()
+    from ds_fp8.layers import fp8_attention_cudnn
+
+    return fp8_attention_cudnn
 
 
 def fp8_attention_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None = None
 ) -> torch.Tensor:
     """Do `fp8_attention` in plain torch: all scores at once, in FP32, rounded where the kernels round."""
-    return _Attention.apply(q, k, v, _scaling(q, scaling), Reference())
+    return _Attention.apply(q, k, v, factor_of(q, scaling), Reference())
 
 
 class Reference:
@@ -178,12 +217,19 @@ def cast_heads(x: torch.Tensor, format: str) -> QuantizedTensor:
     return QuantizedTensor(found.data.view(x.shape), found.scale, "tensor", "pow2")
 
 
-def _scaling(q: torch.Tensor, scaling: float | None) -> float:
+def factor_of(q: torch.Tensor, scaling: float | None) -> float:
+    """Return the factor of q kᵀ: `scaling`, or D^(-1/2)."""
     return q.shape[-1] ** -0.5 if scaling is None else scaling
 
 
-def _decode(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # Exact in BF16: both formats' numbers are numbers of BF16, and the scale is a power of two.
+def decode_exactly(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return codes as numbers.
+
+    Args:
+        codes: FP8.
+        scale: A power of two, or several that broadcast.
+        dtype: Of the result; BF16 holds both formats' numbers.
+    """
     return decode(codes, dtype).mul_(scale.to(dtype))
 
 

@@ -9,23 +9,31 @@ DeepSpeed's `UlyssesSPAttentionHF.register_with_transformers` puts the exchange 
 functions. It drops the mask, which was made of this rank's tokens, and hands the positions of whole sequences to the
 core. Cores that ignore positions (sdpa) would attend from one document of a packed row to another; here the documents
 are found from the positions again.
+
+An attention that exchanges by itself (fp8_attention_shared.py) takes the place of exchange and core where every row is
+one document.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_fp8.layers import documents
+from ds_fp8.layers import documents, exchanged_bytes
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
 """An attention function of transformers: (module, query, key, value, mask, **options) -> (output, weights)."""
+
+OfSlices = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, dist.ProcessGroup], torch.Tensor]
+"""[B, heads, S / P, D], twice [B, kv_heads, S / P, D], P ranks -> [B, S / P, heads · D]: it exchanges by itself."""
 
 
 def exchange_of(attention: Attention) -> UlyssesSPAttentionHF | None:
@@ -44,6 +52,8 @@ def exchanged(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    *,
+    of_slices: OfSlices | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, Any]:
     """Return the output [B, S / P, heads · D] of an attention over whole sequences, of which a rank has slices.
@@ -58,25 +68,37 @@ def exchanged(
         query: [B, heads, S / P, D].
         key: [B, kv_heads, S / P, D].
         value: [B, kv_heads, S / P, D].
+        of_slices: Runs in place of `attention` and `core` where every row is one document.
         options: Of the attention function, with `position_ids` int64 [B or 1, S / P].
     """
     of_slice, before = options.get("position_ids"), exchange.attn
     groups = getattr(module, "num_key_value_groups", None)
+    known = []
+    if of_slices is not None and of_slice is not None and _exchanges(exchange, module):
+        # All ranks that share rows find the same here, so that all of them go the same way.
+        shape = (len(query), query.shape[2] * exchange.world_size)
+        known = [_document_ends(shape, functools.partial(_gathered, exchange, of_slice), of_slice)]
+        if known[0] is None:
+            return of_slices(query, key, value, exchange.process_group), None
 
     def of_whole(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, **more: Any
     ) -> tuple[torch.Tensor, Any]:
-        ends = _document_ends(query, more.get("position_ids"), of_slice)
+        shape = (len(query), query.shape[2])
+        ends = known[0] if known else _document_ends(shape, lambda: more.get("position_ids"), of_slice)
         return core(before, module, query, key, value, ends, **more)
 
     # DeepSpeed's object is one for all layers: its inner attention is replaced for the time of this call.
     exchange.attn = of_whole
     try:
-        return attention(module, query, key, value, None, **options)
+        output, weights = attention(module, query, key, value, None, **options)
     finally:
         exchange.attn = before
         if groups is not None:  # DeepSpeed sets those of this rank's heads, and generation needs those of all
             module.num_key_value_groups = groups
+    if _exchanges(exchange, module) and not getattr(attention, "finds_documents", False):  # which counts itself
+        _count(exchange, query, key, value, output)
+    return output, weights
 
 
 def find_documents(name: str) -> None:
@@ -119,20 +141,51 @@ def _as_before(before: Attention, *arguments: Any, **options: Any) -> tuple[torc
     return before(*arguments, **options)
 
 
+def _exchanges(exchange: UlyssesSPAttentionHF, module: nn.Module) -> bool:
+    """Return whether DeepSpeed exchanges heads in this call, and computes them."""
+    only_in_training = getattr(exchange, "disable_in_eval", False)
+    return (module.training or not only_in_training) and not exchange.skip_all_but_last_attention_debug_mode
+
+
+def _count(exchange: UlyssesSPAttentionHF, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> None:
+    """Count the bytes of DeepSpeed's exchange of q, k, v and the output, and when they come, of their gradients."""
+    ranks = exchange.world_size
+    copies = max(1, ranks // k.shape[1])
+    count = functools.partial(
+        exchanged_bytes.count_all_to_all, q.nbytes + copies * (k.nbytes + v.nbytes) + o.nbytes, ranks
+    )
+    count()
+    if o.requires_grad:
+        o.register_hook(lambda _: count())
+
+
+def _gathered(exchange: UlyssesSPAttentionHF, positions: torch.Tensor) -> torch.Tensor:
+    """Return the positions of whole rows, of this rank's [B or 1, S / P]. Collective."""
+    parts = [torch.empty_like(positions, memory_format=torch.contiguous_format) for _ in range(exchange.world_size)]
+    dist.all_gather(parts, positions.contiguous(), exchange.process_group)
+    return torch.cat(parts, -1)
+
+
 def _document_ends(
-    query: torch.Tensor, positions: torch.Tensor | None, noted_on: torch.Tensor | None
+    shape: tuple[int, int], gathered: Callable[[], torch.Tensor | None], noted_on: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Return where documents end, int32 [documents + 1] through all rows, or None for rows of one document.
 
-    DeepSpeed gathers positions in every layer. The host waits for the device in the first one alone: what was found is
-    noted on the positions of this rank's slice, which are the same tensor in all layers.
+    The host waits for the device in the first layer alone: what was found is noted on the positions of this rank's
+    slice, which are the same tensor in all layers.
+
+    Args:
+        shape: Rows and their tokens, all of them.
+        gathered: Returns the positions of whole rows.
+        noted_on: The positions of this rank's slice.
     """
-    if positions is None or positions.dim() != 2 or query.shape[2] != positions.shape[1]:
-        return None
-    shape = (len(query), query.shape[2])  # of other rows, or of a slice by itself, nothing is known
     noted_shape, ends = documents.noted_ends(noted_on) or (None, None)
-    if noted_shape != shape:
-        # Positions of one row stand for all rows of a batch.
-        ends = documents.ends_of(positions.expand(len(query), -1))
-        documents.note_ends(noted_on, (shape, ends))
+    if noted_shape == shape:
+        return ends
+    positions = gathered()
+    if positions is None or positions.dim() != 2 or positions.shape[1] != shape[1]:
+        return None  # of other rows, or of a slice by itself, nothing is known
+    # Positions of one row stand for all rows of a batch.
+    ends = documents.ends_of(positions.expand(shape[0], -1))
+    documents.note_ends(noted_on, (shape, ends))
     return ends

@@ -184,6 +184,7 @@ def _rows(comparison: Comparison) -> list[Row]:
         _exact_match(comparison, figures),
         row("gathers, MB a step", "all_gather_bytes", "{:,.2f}", 1e6, "{:.2f}×"),
         row("gradients, MB a step", "grad_bytes", "{:,.2f}", 1e6, "{:.2f}×"),
+        row("attention's exchange, MB a step", "exchange_bytes", "{:,.2f}", 1e6, "{:.2f}×"),
     ]
     if comparison.run.result["device"] == "cpu":  # no ratios of what says nothing about FP8 there
         rows += [

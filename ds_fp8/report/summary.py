@@ -48,6 +48,7 @@ def run_figures(run: RunRecord) -> dict[str, Any]:
         # One rank alone sends nothing.
         "all_gather_bytes": result["bytes_per_step"]["all_gather_bytes"] or None,
         "grad_bytes": result["bytes_per_step"]["grad_bytes"] or None,
+        "exchange_bytes": result["bytes_per_step"].get("exchange_bytes") or None,
         "tokens_per_second": result["tokens_per_second"],
         "peak_memory_bytes": result["peak_memory_bytes"],
         "skipped_steps": result["skipped_steps"],

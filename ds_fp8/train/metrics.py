@@ -26,7 +26,7 @@ ANSWERS = "answers"
 """The event with the first answers of an evaluation, as text."""
 BF16_LOSS = "validation_loss_bf16"
 """Validation loss, after the last step, of the BF16 weights without casts; in a run that casts."""
-BYTES = ("all_gather_bytes", "grad_bytes")
+BYTES = ("all_gather_bytes", "grad_bytes", "exchange_bytes")
 LAST_LOSSES = 10
 
 

@@ -57,6 +57,7 @@ class _ExactMatch(_Content):
 class _BytesPerStep(_Content):
     all_gather_bytes: Count | None
     grad_bytes: Count | None
+    exchange_bytes: Count | None = None
 
 
 class _FP8Report(_Content):
@@ -154,6 +155,7 @@ class RecordContent(_Content):
     skipped_steps: Count | None = None
     all_gather_bytes: Count | None = None
     grad_bytes: Count | None = None
+    exchange_bytes: Count | None = None
     layers: list[Name] | None = None
     site: Name | None = None
     tensor_class: Name | None = None

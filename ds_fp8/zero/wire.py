@@ -7,7 +7,9 @@ from typing import Literal
 
 from deepspeed import comm as dist
 
-GATHER, GRADIENT = "all_gather_bytes", "grad_bytes"
+from ds_fp8.layers import exchanged_bytes
+
+GATHER, GRADIENT, EXCHANGE = "all_gather_bytes", "grad_bytes", "exchange_bytes"
 
 Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
 
@@ -24,12 +26,14 @@ _SHARES = {
 class WireMeter:
     """Counts the bytes this rank sends to other ranks for the parameters and gradients of one ZeRO-3 engine.
 
-    Parameter gathers come with the amax all-reduce that FP8 adds to them. What a model sends by itself (sequence
-    parallelism, a loss over all ranks) is not counted.
+    Parameter gathers come with the amax all-reduce that FP8 adds to them. What attention exchanges where ranks share
+    sequences is counted as well, of all engines of the process, if it is in FP8 or keeps to documents. What else a
+    model sends by itself (a loss over all ranks) is not.
     """
 
     def __init__(self) -> None:
         self._sent: Counter[str] = Counter()
+        self._exchanged_before = exchanged_bytes.sent()
 
     def count(self, purpose: str, collective: Collective, nbytes: int, group: object) -> None:
         """Count one collective.
@@ -58,4 +62,5 @@ class WireMeter:
         """Return the bytes sent since the last call, by purpose."""
         sent = {purpose: self._sent[purpose] for purpose in (GATHER, GRADIENT)}
         self._sent.clear()
-        return sent
+        exchanged, self._exchanged_before = self._exchanged_before, exchanged_bytes.sent()
+        return {**sent, EXCHANGE: self._exchanged_before - exchanged}

@@ -1,5 +1,7 @@
 """A script of the user's own whose JSON has "sequence_parallel_size", and no mpu."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,9 +9,10 @@ from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.sequence_parallel import sequence_parallel_size
-from ds_fp8.layers import packed_rows
+from ds_fp8.layers import exchanged_bytes, packed_rows
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm
+from tests.layers.test_fp8_attention_shared import in_bf16
 from tests.ranks import RankPool
 from tests.zero import models
 
@@ -27,8 +30,8 @@ def initialized(size, length, **changes):
     return ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
 
-def losses(size, length, steps):
-    """Mean losses of steps over two rows of two documents, which ranks share or not."""
+def losses(size, length, steps, documents=2):
+    """Mean losses of steps over two rows of one document or two, which ranks share or not."""
     packed_rows.LONG = length // 4
     engine = initialized(size, length)
     assert len(engine.fp8.conversion.attention.layers) == 2
@@ -40,7 +43,7 @@ def losses(size, length, steps):
         starts = torch.randint(1, 97, (RANKS, 1), generator=torch.Generator().manual_seed(number))
         ids = (starts + torch.arange(length)) % 97
         targets = F.pad(ids[:, 1:], (0, 1), value=-100)
-        places = torch.arange(length).expand(RANKS, -1) % (5 * length // 8)
+        places = torch.arange(length).expand(RANKS, -1) % (5 * length // 8 if documents == 2 else length)
         whole = {"input_ids": ids, "position_ids": places, "labels": targets, "shift_labels": targets}
         # Label tokens of the step, of the mean over ranks and the sum over micro-batches: the mean over all of them.
         items = torch.tensor((length - 1) * RANKS / RANKS, device=engine.device)
@@ -56,6 +59,31 @@ def losses(size, length, steps):
         dist.all_reduce(total)
         found.append(total.item() / RANKS)
     return found
+
+
+def losses_and_bytes(length, steps, codes):
+    """Losses of rows of one document that ranks share, and the bytes that attention exchanged for them."""
+    before = exchanged_bytes.sent()
+    with contextlib.nullcontext() if codes else in_bf16():
+        found = losses(RANKS, length, steps, documents=1)
+    return found, exchanged_bytes.sent() - before
+
+
+def report_and_meter(section):
+    """What the start report says of the exchange, and the bytes of a step as an engine's meter has them."""
+    import ds_fp8
+
+    packed_attention.register()
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 64}
+    model = causal_lm("qwen3", **sizes, attn_implementation="packed")
+    config = {**models.config(section), "train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": RANKS}
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    ids = torch.arange(32)[None]
+    batch = {"input_ids": ids, "position_ids": 32 * dist.get_rank() + ids, "labels": ids, "shift_labels": ids}
+    engine.fp8.wire.take()
+    engine.backward(engine(**batch, use_cache=False).loss)
+    engine.step()
+    return engine.fp8.report.get("attention_exchange"), engine.fp8.wire.take()["exchange_bytes"]
 
 
 def refusals(size, length):
@@ -90,6 +118,28 @@ def test_training_follows_one_rank_a_sequence(ranks, own_ranks):
     whole, split = ranks(RANKS, losses, 1, 128, 4)[0], own_ranks(losses, RANKS, 128, 4)[0]
     assert split == pytest.approx(whole, rel=2e-3)
     assert split[-1] < split[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu has it")
+def test_training_in_codes_is_that_of_casts_after_the_exchange(own_ranks):
+    """ZeRO-3, fused layers and this package's optimizer step: the same losses, from 0.6 of the bytes."""
+    (in_codes, sent), (before, sent_in_bf16) = (
+        own_ranks(losses_and_bytes, 128, 3, codes)[0] for codes in (True, False)
+    )
+    assert in_codes == before
+    assert 0.55 * sent_in_bf16 < sent < 0.6 * sent_in_bf16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu has it")
+def test_report_and_meter_know_of_the_exchange(own_ranks):
+    told, sent = own_ranks(report_and_meter, SECTION)[0]
+    assert told.startswith("FP8 codes")
+    told_of_bf16, sent_in_bf16 = own_ranks(report_and_meter, {**SECTION, "attention": {"format": "bf16"}})[0]
+    assert told_of_bf16 == "bf16"
+    # Two layers, forward and backward, half of it to the other rank: q and the output of 4 heads, k and v of 2.
+    assert sent_in_bf16 == 2 * 2 * 32 * (2 * 4 + 2 * 2) * 128 * 2 // 2
+    assert 0.55 * sent_in_bf16 < sent < 0.6 * sent_in_bf16
+    assert own_ranks(report_and_meter, {"enabled": False})[0][1] == sent_in_bf16
 
 
 def test_what_cannot_be_shared_is_refused(own_ranks):

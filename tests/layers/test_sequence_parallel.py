@@ -53,9 +53,10 @@ def mine(x, dim):
 
 
 class shared:
-    """Two ranks a sequence, for models with attention of one name; afterwards everything is as it was."""
+    """Two ranks, or others, a sequence, for models with attention of one name; afterwards everything is as it was."""
 
-    def __init__(self, model, rows=ROWS, disable_in_eval=False):
+    def __init__(self, model, rows=ROWS, disable_in_eval=False, ranks=RANKS):
+        self.ranks = ranks
         self.name = model.config._attn_implementation
         self.before = ALL_ATTENTION_FUNCTIONS[self.name]
         self.model, self.rows, self.disable_in_eval = model, rows, disable_in_eval
@@ -64,7 +65,7 @@ class shared:
         UlyssesSPAttentionHF.register_with_transformers(
             self.model,
             core_attn_implementation=self.name,
-            sequence_parallel_size=RANKS,
+            sequence_parallel_size=self.ranks,
             micro_batch_size=self.rows,
             disable_in_eval=self.disable_in_eval,
         )

@@ -68,7 +68,7 @@ def test_the_summary_is_of_the_whole_run(tmp_path):
     assert result["last_train_loss"] == pytest.approx(5.5)
     assert (result["first_validation_loss"], result["final_loss"]) == (6.0, 2.0)
     assert result["exact_match"] == {"before": 0.0, "after": 0.4, "problems": 5}
-    assert result["bytes_per_step"] == {"all_gather_bytes": 1050, "grad_bytes": 10}
+    assert result["bytes_per_step"] == {"all_gather_bytes": 1050, "grad_bytes": 10, "exchange_bytes": None}
     assert result["tokens_per_second"] == 10.5
     assert result["peak_memory_bytes"] == 999
     assert result["skipped_steps"] == 10

@@ -89,6 +89,9 @@ def test_two_ranks_that_share_sequences_are_one(tiny, write, tmp_path, cache_hom
         assert of_two[name] == pytest.approx(of_one[name], rel=ROUNDING), name
     assert of_two["exact_match"]["problems"] == 2
     logged = [read_metrics(folder / "metrics.jsonl", STEPS) for folder in folders]
+    sent = [{r["exchange_bytes"] for r in records if "loss" in r} for records in logged]
+    assert min(sent[0]) > 0 == max(sent[1])
+    assert (of_two["bytes_per_step"]["exchange_bytes"] > 0) == (of_one["bytes_per_step"]["exchange_bytes"] == 0)
     tokens, norms = (
         [[r[key] for r in records if key in r] for records in logged] for key in ("tokens", "gradient_norm")
     )

@@ -39,6 +39,8 @@ class _SharedAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, scaling: float, implementation: Implementation, group: dist.ProcessGroup):
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         by_rank = [_by_rank(x, ranks) for x in (q, k, v)]
+        # A maximum does not depend on the order of the ranks: every one casts with the scale that a cast of the whole
+        # tensor, after the exchange, would find.
         bounds = _bounds(*by_rank, ranks)
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
         exchanged_bytes.count(2 * bounds.nbytes * (ranks - 1) // ranks)
@@ -49,6 +51,8 @@ class _SharedAttention(torch.autograd.Function):
             whole.append(QuantizedTensor(codes, scale[rank].clone(), "tensor", "pow2"))
         o = attend(ctx, *whole, bounds[3, rank].clone(), scaling, implementation)
         ctx.group, ctx.kv_heads, ctx.head_dim = group, k.shape[1], q.shape[-1]
+        # Averages of rows of v are never larger than v, so o has v's scale. Codes that arrive come from all ranks, each
+        # with its own: scales[2] has them in the order of the ranks, as they lie in what was received.
         return _own_tokens(_exchange(_by_owner(o, ranks), group), scales[2], v.dtype).flatten(2)
 
     @staticmethod
@@ -57,6 +61,7 @@ class _SharedAttention(torch.autograd.Function):
         group, ranks = ctx.group, dist.get_world_size(ctx.group)
         by_rank = do.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3)  # [P, S / P, B, heads / P · D]
         whole = _exchange(by_rank.contiguous(), group).flatten(0, 1).transpose(0, 1)
+        # dq, dk and dv come as codes with one scale each, which only this rank knows: the others are told.
         codes, scales = zip(*find_gradients(ctx, whole.unflatten(2, (-1, ctx.head_dim))), strict=True)
         of_all = torch.empty(3 * ranks, device=do.device)
         dist.all_gather_into_tensor(of_all, torch.stack(scales), group)
@@ -115,6 +120,7 @@ def _cast(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Send x[r] to rank r, for every r, and return what came, likewise. FP8 travels as bytes."""
+    # NCCL and gloo know no FP8; they only move the bytes.
     sent = x.view(torch.uint8) if x.element_size() == 1 else x
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -130,6 +136,7 @@ def _whole_sequences(x: torch.Tensor) -> torch.Tensor:
 
 def _by_owner(x: torch.Tensor, ranks: int) -> torch.Tensor:
     """Return contiguous [P, S / P, B, n, D] of whole sequences [B, S, n, D], by the rank whose tokens they are."""
+    # Contiguous, for all_to_all_single sends the first 1/P of the memory to rank 0, the next to rank 1, and so on.
     return x.transpose(0, 1).unflatten(0, (ranks, -1)).contiguous()
 
 

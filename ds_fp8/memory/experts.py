@@ -24,6 +24,7 @@ def experts_kept(layer: LayerShape, w: Workload) -> int:
     experts, rows = layer.experts, w.tokens * layer.experts.chosen
     if not experts.multiplied:
         return BF16 * rows * (2 * layer.hidden + 4 * experts.intermediate)
+    # Buffers are made for the worst routing, so that no size depends on what the router chooses.
     padded = worst_case_rows(rows, experts.count)
     element = WITH_SCALES if w.fp8.activations.save == "fp8" else BF16
     gate_up = 0 if w.fp8.activations.recompute == "mlp" else int(2 * padded * experts.intermediate * element)

@@ -7,6 +7,9 @@ DeepSpeed's methods (seams/methods.py has their names) call the methods of `Life
     reduce, accumulate            gradients, added to the shards or handed to DeepSpeed
     write_...                     whatever else changes masters, moments and gradients, between steps
     load_checkpoint               callbacks, load, states of this package
+
+CUDA graphs hold forward and backward of a micro-batch, with their gathers and reductions. They are replayed before the
+step (engine/micro_steps.py), which no graph contains.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch.multiprocessing as multiprocessing
 
 TIMEOUT = 180
 """Seconds after which a call counts as hung."""
-LARGEST = 3 * 2**28
+LARGEST = 5 * 2**28
 """Bytes of a rank on a CPU at which its pool makes way for a new one, in 0.3 s: a rank begins with 0.4 GiB, and every
 engine of DeepSpeed's leaves some."""
 

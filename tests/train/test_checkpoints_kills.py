@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 from tests.train.conftest import ROOT
 
@@ -24,6 +25,7 @@ def runs_in(folder) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_killed_runs_end_as_undisturbed_ones(cache_home, tmp_path):
     """Of ranks and of whole runs, one kill inside a save: equal weights, equal losses of every step, ever."""
     command = [sys.executable, str(ROOT / "scripts/faults/kills.py"), "--presets", "coat", "--by-launcher", "0"]

@@ -227,6 +227,7 @@ def test_compact_checkpoints_of_fp32_moments_are_still_refused(tiny, write):
         load_stage(write(tiny))
 
 
+@pytest.mark.slow
 def test_the_command_trains_twins_and_gives_its_verdict(tiny, write, cache_home, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

@@ -26,7 +26,7 @@ def losses_and_report(folder):
     reference = models.build({**models.config(), "fp8": {"enabled": False}})
     plain = models.train(reference, 8)
     sent = reference.fp8.wire.take()
-    share = {purpose: wire[purpose] / sent[purpose] for purpose in sent}
+    share = {purpose: wire[purpose] / sent[purpose] for purpose in sent if sent[purpose]}
     return {"losses": losses, "again": again, "plain": plain, "report": report, "share": share, "measured": measured}
 
 

@@ -22,9 +22,9 @@ import torch.multiprocessing as multiprocessing
 
 TIMEOUT = 180
 """Seconds after which a call counts as hung."""
-LARGEST = 5 * 2**28
-"""Bytes of a rank on a CPU at which its pool makes way for a new one, in 0.3 s: a rank begins with 0.4 GiB, and every
-engine of DeepSpeed's leaves some."""
+LARGEST, MOST_THREADS = 5 * 2**28, 48
+"""Bytes and threads of a rank on a CPU at which its pool makes way for a new one, which takes 0.3 s. DeepSpeed's engines
+leave memory, and gloo's process groups threads, each of which wakes a hundred times a second."""
 
 
 def _free_port() -> int:
@@ -152,9 +152,10 @@ class RankPool:
         return results
 
     @property
-    def largest(self) -> int:
-        """Bytes in memory of the largest of its processes."""
-        return max(psutil.Process(process.pid).memory_info().rss for process in self._processes)
+    def worn(self) -> bool:
+        """Whether one of its processes has grown so much that new ones are faster."""
+        found = [psutil.Process(process.pid) for process in self._processes]
+        return any(one.memory_info().rss > LARGEST or one.num_threads() > MOST_THREADS for one in found)
 
     def close(self) -> None:
         self.broken = True
@@ -181,7 +182,7 @@ class RankPools:
 
     def _pool(self, world: int) -> RankPool:
         pool = self._pools.get(world)
-        if pool is not None and not pool.broken and self._accelerator == "cpu" and pool.largest > LARGEST:
+        if pool is not None and not pool.broken and self._accelerator == "cpu" and pool.worn:
             pool.close()
         if pool is None or pool.broken:
             pool = self._pools[world] = RankPool(world, self._accelerator)

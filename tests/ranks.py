@@ -23,8 +23,8 @@ import torch.multiprocessing as multiprocessing
 TIMEOUT = 180
 """Seconds after which a call counts as hung."""
 LARGEST, MOST_THREADS = 5 * 2**28, 48
-"""Bytes and threads of a rank on a CPU at which its pool makes way for a new one, which takes 0.3 s: DeepSpeed's engines
-leave memory, and gloo's process groups threads, which wake a hundred times a second."""
+"""Bytes and threads of a rank on a CPU at which its pool makes way for a new one, in 0.3 s: DeepSpeed's engines leave
+memory, and gloo's process groups threads, which wake a hundred times a second."""
 
 
 def _free_port() -> int:

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 
 LONGEST = ("tests/zero/", "tests/train/", "tests/integrations/", "tests/multinode/", "tests/memory/")
-"""Folders whose files take longest. Files go to processes in the order of the tests: short ones are left for the end."""
+"""Folders whose files take longest. Processes get files in the order of the tests, so that short ones come last."""
 
 
 def pytest_collection_modifyitems(items):

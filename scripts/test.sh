@@ -19,8 +19,8 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     done
   fi
 fi
-# One thread a process: the tests start several ranks on few cores. Four files of tests at a time, for many wait for
+# One thread a process: the tests start several ranks on few cores. Three files of tests at a time, for many wait for
 # processes that they started; in their own order, or the longest files, which have the fewest tests, would come last.
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 # A process of tests that dies ends the run: put in its place, another can leave all of them waiting for each other.
-exec python -m pytest -n 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations=10 "$@"
+exec python -m pytest -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations=10 "$@"

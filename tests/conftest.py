@@ -16,12 +16,7 @@ if not torch.cuda.is_available():
     count_with_tensors()
 
 
-LONGEST = ("tests/zero/", "tests/train/", "tests/integrations/", "tests/multinode/", "tests/memory/")
-"""Folders whose files take longest. Processes get files in the order of the tests, so that short ones come last."""
-
-
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     missing = pytest.mark.skip(reason="needs a Hopper GPU")
     if not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)):
         for item in items:

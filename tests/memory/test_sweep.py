@@ -114,6 +114,7 @@ def call(folder, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_a_point_is_measured_once(call, folder, monkeypatch, capsys):
     for name, value in environment(folder).items():
         monkeypatch.setenv(name, value)

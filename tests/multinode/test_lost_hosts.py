@@ -42,6 +42,7 @@ def wait_until_empty(hosts: Hosts, *numbers: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_link_that_goes_down_ends_both_sides(make_hosts, tmp_path):
     hosts = make_hosts(2)
     process, output = count(hosts, tmp_path)

@@ -1,4 +1,4 @@
-"""What fuzz.py draws and judges of folders and commands: damaged runs, their reports, models, and command lines."""
+"""Folders and commands that fuzz.py draws and judges: damaged runs, their reports, models, and command lines."""
 
 from __future__ import annotations
 

@@ -18,6 +18,8 @@ MODES = {None: 0, "1x128": 1, "128x128": 2, "row": 3, "tensor": 4}
 FITTED = tl.constexpr(2)
 """Value of POW2 where scales of 1x128 groups are fitted_scales of primitives.py; 1 where they are powers of two, else 0.
 Elsewhere it means 0."""
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Whether kernels are compiled, and may hold assembly: Triton's interpreter runs none."""
 _STEP, _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts.primitives_triton import (
+    COMPILED,
     FITTED,
     GROUP,
     ROW,
@@ -26,7 +27,6 @@ from ds_fp8.casts.primitives_triton import (
 from ds_fp8.casts.tensor import QuantizedTensor, block_scales
 from ds_fp8.config.formats import BLOCK, FORMATS
 
-_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 _PACK = """{{
 .reg .b16 low, high;
 cvt.rn.satfinite.{0}x2.f32 low, $2, $1;
@@ -190,7 +190,7 @@ def _four_codes(x0, x1, x2, x3, reciprocal, DTYPE: tl.constexpr):
     """Return the codes of x0, x1, x2 and x3 as the bytes of an int32, x0's the lowest."""
     # In assembly: ptxas 12.8 takes a shifted half of a pair of codes for the whole register and merges it with the
     # stack pointer's bits, in FP32 casts along the tokens alone. A pair that goes into a word as it is has no shift.
-    if _COMPILED:
+    if COMPILED:
         to_e4m3: tl.constexpr = DTYPE == tl.float8e4nv
         return tl.inline_asm_elementwise(
             _PACK_E4M3 if to_e4m3 else _PACK_E5M2, "=r,f,f,f,f",

@@ -271,7 +271,7 @@ class LinearConfig(LinearCasts):
     expert_products: Literal["auto", "bf16", "fp8"] = "auto"
     """Products of experts that are gathered in FP8. bf16: transformers' own, with decoded weights. fp8: this package's
     grouped products, where experts and casts have a form that they know; the start report names the others. auto: fp8
-    on Hopper, bf16 where FP8 products are emulated or the kernels have never run."""
+    beside backend cublas on Hopper, where the kernels have been measured, and bf16 beside the others."""
     smooth_swiglu: bool = False
     """Divide every channel of act(gate) · up in gated MLPs by a power of two before the cast, and multiply the input
     channels of down_proj by it before theirs. The function is unchanged, and outlier channels are gone."""

@@ -26,7 +26,7 @@ class Call:
     batch: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of a graph."""
     why: str | None = None
-    """Why this rank cannot run it as a graph, or None."""
+    """Reason for which this rank cannot run it as a graph, or None."""
     signature: object = None
     documents: int = 0
     """Documents of packed rows, 0 where every row is one."""

@@ -35,7 +35,7 @@ class HealthReport:
 
     measurement: Measurement
     degraded: list[Degradation]
-    """What has crossed a threshold with this measurement."""
+    """Thresholds crossed with this measurement."""
     moved: list[str]
     """Layers that go on in BF16 because of it."""
     routing: RoutingMeasurement | None = None

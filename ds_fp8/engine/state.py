@@ -38,7 +38,7 @@ class FP8State:
         self.wire: WireMeter | None = None
         """None without an "fp8" section, and below ZeRO stage 3: nothing is measured there."""
         self.lifecycle: Lifecycle | None = None
-        """What runs in place of DeepSpeed's methods; None where nothing is replaced."""
+        """Handlers in place of DeepSpeed's methods; None where nothing is replaced."""
         self.conversion: Conversion | None = None
         self.loss: LossFusion | None = None
         self.health: Health | None = None
@@ -50,13 +50,13 @@ class FP8State:
         self.optimizer: AdamW | None = None
         """The optimizer inside DeepSpeed's, where it is this package's."""
         self.step: Step | None = None
-        """What takes the place of ZeRO-3's step; None where DeepSpeed's stays."""
+        """The step in place of ZeRO-3's; None where DeepSpeed's stays."""
         self.why_no_step: str | None = None
-        """Why it stays."""
+        """Reason for which DeepSpeed's step stays."""
         self.graphs: MicroStepGraphs | None = None
         """CUDA graphs of forward and backward, where they can be captured."""
         self.why_no_graphs: str | None = None
-        """Why they cannot."""
+        """Reason for which there are no graphs."""
         self.report: dict[str, Any] = {}
         """The start report, ready for JSON."""
         self._engine = engine

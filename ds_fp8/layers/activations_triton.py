@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ds_fp8.casts.primitives_triton import COMPILED
+
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 """Name of an activation -> the constant ACTIVATION of kernels."""
-_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -18,7 +19,7 @@ def _sigmoid(x):
     These kernels are bound by arithmetic. Beside the 1 of the sum subnormal numbers do not matter, against which exp
     and the division are guarded otherwise. Triton's interpreter runs no assembly.
     """
-    if _COMPILED:
+    if COMPILED:
         e = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -_LOG2E], dtype=tl.float32, is_pure=True, pack=1
         )

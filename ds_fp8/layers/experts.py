@@ -31,7 +31,7 @@ from torch import nn
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import BLOCK, CastSpec
-from ds_fp8.layers.experts_implementation import PRODUCTS, experts_forward, products_of
+from ds_fp8.layers.experts_implementation import PRODUCTS, experts_forward, products_of, shape_of
 from ds_fp8.layers.linear import runs_eagerly
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.swapped import Swapped, swapped_class
@@ -309,7 +309,7 @@ def expert_weights(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
     if "expert" not in f"{name} {type(module).__name__}".lower():
         return {}
     found = {own: parameter for own, parameter in module._parameters.items() if parameter is not None}
-    return {own: parameter for own, parameter in found.items() if len(_shape(parameter)) == 3}
+    return {own: parameter for own, parameter in found.items() if len(shape_of(parameter)) == 3}
 
 
 def names_of_experts(model: nn.Module) -> list[str]:
@@ -330,7 +330,7 @@ def _objection(module: nn.Module, weight: nn.Parameter, parent: nn.Module | None
         return "carry an adapter"
     if not weight.is_floating_point():
         return f"stored as {str(weight.dtype).removeprefix('torch.')}"
-    _, rows, columns = _shape(weight)
+    _, rows, columns = shape_of(weight)
     if rows % BLOCK or columns % BLOCK:
         return f"matrices of {rows} x {columns} do not divide into {GRANULARITY} blocks"
     return None
@@ -344,8 +344,3 @@ def cast_of_experts(cast: CastSpec) -> CastSpec:
 def _for_experts(recipe: LinearRecipe, site: str) -> LinearRecipe:
     weight = cast_of_experts(recipe.weight)
     return replace(recipe, weight=weight, site=site, outliers=None, outlier_channels=0)
-
-
-def _shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of a parameter, those too that deepspeed.zero.Init has partitioned."""
-    return getattr(parameter, "ds_shape", parameter.shape)

@@ -24,7 +24,7 @@ from ds_fp8.layers.linear import runs_eagerly
 from ds_fp8.layers.recipe import LinearRecipe
 
 NAME = "ds_fp8"
-"""What the implementation is called in `config._experts_implementation`."""
+"""Name of the implementation in `config._experts_implementation`."""
 
 PRODUCTS = "expert_products"
 """Attribute of a module of experts that holds its ExpertProducts."""
@@ -44,7 +44,7 @@ def products_of(module: nn.Module, gate_up: LinearRecipe, down: LinearRecipe) ->
     for flag, value in FLAGS.items():
         if getattr(module, flag, None) is not value:
             return f"{type(module).__name__} has {flag} = {getattr(module, flag, 'not set')}"
-    shapes = [_shape(getattr(module, name, None)) for name in ("gate_up_proj", "down_proj")]
+    shapes = [shape_of(getattr(module, name, None)) for name in ("gate_up_proj", "down_proj")]
     reason = unsupported(gate_up) or unsupported(down) or unsupported_shapes(*shapes)
     activation = _activation(module)
     if reason is None and activation is None:
@@ -96,6 +96,6 @@ def _activation(module: nn.Module) -> str | None:
     return None
 
 
-def _shape(parameter: torch.Tensor | None) -> torch.Size:
-    """Return the shape of a parameter, those too that deepspeed.zero.Init has partitioned."""
+def shape_of(parameter: torch.Tensor | None) -> torch.Size:
+    """Return the shape of a parameter, also of one that deepspeed.zero.Init has partitioned; empty for None."""
     return torch.Size() if parameter is None else getattr(parameter, "ds_shape", parameter.shape)

@@ -36,7 +36,7 @@ class GatedCast(NamedTuple):
     product: QuantizedTensor
     """[T, F], as fprop reads it; with an outlier block, where the recipe has one, wider."""
     saved: Saved | None
-    """What to keep for backward."""
+    """gate and up as kept for backward."""
     smoothing: torch.Tensor | None
     """FP32 [F]: what the channels of the product were divided by before the cast, where they were."""
 

@@ -1,4 +1,4 @@
-"""What grows with the ranks on the host, without a cluster: rank 0 of W ranks whose collectives do nothing.
+"""Measure what grows with the ranks on the host, without a cluster: rank 0 of W ranks whose collectives do nothing.
 
     python scripts/bench/many_ranks.py                  ranks 8, 64 and 256
     python scripts/bench/many_ranks.py --ranks 8 1024

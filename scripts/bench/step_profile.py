@@ -1,4 +1,4 @@
-"""What a training step does: how often its host waits for the GPU, and what the GPU is busy with."""
+"""Profiles of a training step: how often its host waits for the GPU, and what the GPU is busy with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What step.py measures: this library's variants by their names, and the peers, whose scripts lie in a folder.
+"""Variants that step.py measures: this library's variants by their names, and the peers, whose scripts lie in a folder.
 
 A variant of this library is "bf16" (plain DeepSpeed) or PRESET[+OPTIMIZER][/CHOICE...]: the preset, the optimizer
 section of another, and any of bf16-wire (gather and reduce in BF16), fp8-experts (products of a mixture), fp8-head,

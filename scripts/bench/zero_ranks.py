@@ -1,4 +1,4 @@
-"""What the benchmarks of ZeRO-3 share: ranks, the link between them, timing in step with each other, a model."""
+"""Common parts of the benchmarks of ZeRO-3: ranks, the link between them, timing in step with each other, a model."""
 
 from __future__ import annotations
 

@@ -376,7 +376,8 @@ def test_products_that_experts_cannot_have_are_said():
     ("asked", "backend", "in_fp8"),
     [
         ("auto", "cublas", True),
-        ("auto", "deep_gemm", True),
+        ("auto", "deep_gemm", False),
+        ("fp8", "deep_gemm", True),
         ("auto", "mxfp8", False),
         ("auto", "reference", False),
         ("fp8", "reference", True),

@@ -27,6 +27,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def ranks():
     """`ranks(world, function, *args)`: run a module-level function on real gloo ranks, results by rank."""
+    if torch.cuda.is_available():
+        pytest.skip("beside a GPU Triton compiles its kernels, and these ranks have their tensors on the CPU")
     pools = RankPools()
     yield pools
     pools.close()

@@ -194,7 +194,7 @@ class LinearCasts(Section):
                 + (", cast again" if self.recast.of == "fprop" else ""),
                 key="fp8.linear.outlier_channels",
                 remedy='"outlier_channels": 0, or "input": {"granularity": "1x128"}, "weight": {"granularity": '
-                '"128x128"}, both "e4m3" and rounded to nearest',
+                '"128x128"}, both "e4m3" with scale "pow2" or "fp32" and rounded to nearest',
             )
         return self
 

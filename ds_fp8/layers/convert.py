@@ -20,6 +20,7 @@ from ds_fp8.layers.attention_format import (
     runs_in_fp8,
     use_fp8_attention,
 )
+from ds_fp8.layers.balancing_loss import count_without_waiting
 from ds_fp8.layers.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
 from ds_fp8.layers.experts import (
     ExpertsConversion,
@@ -143,6 +144,8 @@ def convert(
     multiply = multiplies_experts(config.linear.expert_products, recipe.backend)
     converted = convert_experts(model, experts_left(model, config), lambda name: recipes.get(name, recipe), multiply)
     result = replace(result, experts=converted)
+    if experts:
+        count_without_waiting(model)
     for name, override in override_of.items():
         if name not in result.left or result.left[name].startswith(OVERRIDDEN):
             override.linears.append(name)

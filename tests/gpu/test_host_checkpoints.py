@@ -39,6 +39,15 @@ def steps(model, count=3):
     return gradients, torch.cuda.max_memory_allocated()
 
 
+@pytest.fixture
+def one_order():
+    """Kernels that add up in one order: those of attention's backward otherwise differ from run to run."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("one_order")
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_same_bits_in_the_memory_of_two_inputs(fp8, reentrant):
@@ -60,8 +69,8 @@ def test_copies_go_to_pinned_memory_beside_the_computing_stream():
     weight = torch.randn(4096, 4096, device="cuda", requires_grad=True)
     x = torch.randn(4096, 4096, device="cuda", requires_grad=True)
     y = on_host(lambda x: torch.tanh(x @ weight), x, use_reentrant=False)
-    (one,) = kept
-    assert isinstance(one, _Input)
+    # Beside it torch's checkpoint hands over an empty tensor of its own.
+    (one,) = (saved for saved in kept if isinstance(saved, _Input) and saved.host.numel())
     assert one.host.is_pinned()
     assert on_host._stream != torch.cuda.current_stream()
     torch.cuda.synchronize()

@@ -4,11 +4,16 @@ The weights are cut into tiles of 128 x 128 elements; a shard gives one program 
 program finds its weight through `owner`, that weight's geometry in a row of `table`, and the numbers to cast at an
 address in `sources`, for these lie in as many buffers as DeepSpeed has sub-groups:
 
-    owner    int32 [programs]        the weight a program works for
+    programs int32 [launched]        the tiles of a launch
+    alone    uint8 [tiles]           whether a tile is a block of which no other rank has a part
+    owner    int32 [tiles]           the weight that a tile belongs to
     table    int64 [weights, 8]      FIELDS, fixed for the life of the engine
     sources  int64 [weights, 2]      address of the shard's first element; 1 where it is BF16, 0 for FP32
 
 An amax travels as the bits of its float, which order like the numbers: groups wider than a tile take an atomic maximum.
+
+A block of 128 x 128 that lies in one shard has its scale as soon as it has its amax: it is cast in the first launch, and
+its masters are read once. The second casts the blocks that a rank shares with others.
 """
 
 from __future__ import annotations
@@ -20,7 +25,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_fp8.casts.primitives_triton import MODES, ROW, TENSOR, amax_bits, format_arguments, to_fp8, to_fp8_saturating
+from ds_fp8.casts.primitives_triton import (
+    MODES,
+    ROW,
+    TENSOR,
+    amax_bits,
+    format_arguments,
+    scale_of,
+    to_fp8,
+    to_fp8_saturating,
+)
 from ds_fp8.config.formats import BLOCK, CastSpec, fixed_scale
 from ds_fp8.zero.shards import ShardedWeight, Source, on_device
 
@@ -30,9 +44,9 @@ ALIGNMENT = 16
 
 
 @triton.jit
-def _geometry(owner, table, first_program, ALIGNED: tl.constexpr):
+def _geometry(owner, table, programs, ALIGNED: tl.constexpr):
     """Return (weight, columns, start, stop, rows [128], columns [128], where its codes and its scales begin, scales a row)."""
-    program = first_program + tl.program_id(0)
+    program = tl.load(programs + tl.program_id(0))
     # 64 bits from here on: offsets into large weights pass 2^31.
     weight = tl.load(owner + program).to(tl.int64)
     fields = table + weight * 8
@@ -65,13 +79,33 @@ def _load(source, place, inside, ALIGNED: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["first_program", "first_weight"])
-def _amax(owner, table, sources, first_program, first_weight, amax, MODE: tl.constexpr, ALIGNED: tl.constexpr):
+@triton.jit
+def _codes(x, scale, DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr, SATURATE: tl.constexpr):
+    """Return the bytes of cast(x / scale), given a scale a row [128]."""
+    if POW2 == 1:  # the reciprocal, exactly: its exponent is the scale's, mirrored
+        reciprocal = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        # A scale of NaN has an exponent of ones, whose mirror image is a finite number: NaN must stay loud.
+        reciprocal = tl.where(scale == scale, reciprocal, float("nan"))
+    else:
+        reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    if SATURATE:
+        codes = to_fp8_saturating(x, reciprocal[:, None], DTYPE, LARGEST)
+    else:
+        codes = to_fp8(x, reciprocal[:, None], DTYPE).to(tl.uint8, bitcast=True)
+    return codes
+
+
+@triton.jit(do_not_specialize=["first_weight"], do_not_specialize_on_alignment=["programs"])
+def _amax(
+    owner, table, sources, programs, first_weight, amax, alone, data, MODE: tl.constexpr, ALIGNED: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr, SATURATE: tl.constexpr,
+):
     #     index[r, c] = r * columns + c                     place in the whole weight, flat
     #     inside      = start <= index < stop               what of the tile this rank has
     #     amax[block] = max |x[index - start]| of those     0 where another rank has them: the all-reduce MAX adds theirs
-    weight, columns, start, stop, row, column, _, scale_start, scales_per_row = _geometry(
-        owner, table, first_program, ALIGNED
+    #     data[index - start] = cast(x / scale(amax))       of blocks without elements of other ranks
+    weight, columns, start, stop, row, column, data_start, scale_start, scales_per_row = _geometry(
+        owner, table, programs, ALIGNED
     )
     index = row[:, None] * columns + column[None, :]
     inside = (column < columns)[None, :] & (index >= start) & (index < stop)
@@ -85,20 +119,24 @@ def _amax(owner, table, sources, first_program, first_weight, amax, MODE: tl.con
     else:
         block = tl.min(row, 0) // 128 * scales_per_row + tl.min(column, 0) // 128
         # A block of 128 x 128 is this program's alone on this rank: a plain store into a buffer of zeros.
-        tl.store(amax + scale_start + block, tl.max(bits, 0))
+        bits = tl.max(bits, 0)
+        tl.store(amax + scale_start + block, bits)
+        if tl.load(alone + tl.load(programs + tl.program_id(0))) != 0:
+            scale, _ = scale_of(bits + tl.zeros([128], tl.int32), LARGEST, SMALLEST, POW2)
+            codes = _codes(x, scale, DTYPE, LARGEST, POW2, SATURATE)
+            tl.store(data + data_start + (index - start), codes, mask=inside)
 
 
-@triton.jit(do_not_specialize=["first_program", "first_weight"])
+@triton.jit(do_not_specialize=["first_weight"], do_not_specialize_on_alignment=["programs"])
 def _cast(
-    owner, table, sources, first_program, first_weight, scales, data,
-    MODE: tl.constexpr, ALIGNED: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
-    SATURATE: tl.constexpr,
+    owner, table, sources, programs, first_weight, scales, data, MODE: tl.constexpr, ALIGNED: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr, SATURATE: tl.constexpr,
 ):
     #     scale = scales[block]                             of the whole weight: agreed between ranks before this launch
     #     data[index - start] = cast(x / scale)             one byte an element, in the order of the shard
     # The bits are those of a cast of the whole weight by one rank, for the scales are, and an element needs no other.
     weight, columns, start, stop, row, column, data_start, scale_start, scales_per_row = _geometry(
-        owner, table, first_program, ALIGNED
+        owner, table, programs, ALIGNED
     )
     index = row[:, None] * columns + column[None, :]
     inside = (column < columns)[None, :] & (index >= start) & (index < stop)
@@ -110,16 +148,7 @@ def _cast(
     else:
         block = tl.min(row, 0) // 128 * scales_per_row + tl.min(column, 0) // 128
         scale = tl.load(scales + scale_start + block) + tl.zeros([128], tl.float32)
-    if POW2 == 1:  # the reciprocal, exactly: its exponent is the scale's, mirrored
-        reciprocal = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-        # A scale of NaN has an exponent of ones, whose mirror image is a finite number: NaN must stay loud.
-        reciprocal = tl.where(scale == scale, reciprocal, float("nan"))
-    else:
-        reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-    if SATURATE:
-        codes = to_fp8_saturating(x, reciprocal[:, None], DTYPE, LARGEST)
-    else:
-        codes = to_fp8(x, reciprocal[:, None], DTYPE).to(tl.uint8, bitcast=True)
+    codes = _codes(x, scale, DTYPE, LARGEST, POW2, SATURATE)
     tl.store(data + data_start + (index - start), codes, mask=inside)
 
 
@@ -131,16 +160,23 @@ class TritonShardCast:
         self._weights = [weight for weight in weights if weight.shard.valid]
         self._shards, self._spec = shards, spec
         tiles = [_tiles(weight) for weight in self._weights]
-        self._first = list(itertools.accumulate((down * across for _, down, across in tiles), initial=0))
+        first = list(itertools.accumulate((down * across for _, down, across in tiles), initial=0))
         rows = [
-            (first, weight.shard.shape[1], weight.shard.start, weight.shard.start + weight.shard.valid, tile_row,
+            (begin, weight.shard.shape[1], weight.shard.start, weight.shard.start + weight.shard.valid, tile_row,
              weight.start, weight.scale_start, weight.scale_strides[0] if weight.scale_strides else 0)
-            for weight, first, (tile_row, _, _) in zip(self._weights, self._first[:-1], tiles, strict=True)
+            for weight, begin, (tile_row, _, _) in zip(self._weights, first[:-1], tiles, strict=True)
         ]
         self._table = torch.tensor(rows, dtype=torch.int64, device=shards.device)
-        self._owner = torch.repeat_interleave(
-            torch.arange(len(rows), dtype=torch.int32), torch.tensor(self._first).diff()
-        ).to(shards.device)
+        owner = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(first).diff())
+        self._owner = owner.to(shards.device)
+        alone = torch.zeros(len(owner), dtype=torch.bool)
+        # Other scales depend on more than the block's own amax.
+        if spec.granularity == "128x128" and spec.scale in ("pow2", "fp32") and rows:
+            alone = torch.cat([_alone(weight, *size) for weight, size in zip(self._weights, tiles, strict=True)])
+        self._alone = alone.to(shards.device, torch.uint8)
+        self._all = _Programs(torch.arange(len(owner), dtype=torch.int32), first, shards.device)
+        self._left = _Programs((~alone).nonzero()[:, 0].int(), first, shards.device)
+        """Tiles that have no codes yet behind the launch for the amax."""
         # Of all weights: the kernel is launched once and compiled for one answer. row[1:4]: columns, start and stop of
         # a shard; row[5]: its place among the codes.
         self._aligned = all(number % ALIGNMENT == 0 for row in rows for number in (*row[1:4], row[5]))
@@ -148,37 +184,41 @@ class TritonShardCast:
         self._sources = torch.empty(0, dtype=torch.int64)
 
     def write_amax(self, amax: torch.Tensor, source: Source) -> None:
-        """Write the amax of every group, as ShardCast says."""
-        self._launch(_amax, (amax.view(torch.int32),), source)
+        """Write the amax of every group, as ShardCast says, and the codes of blocks that this rank has to itself."""
+        self._launch(_amax, self._all, (amax.view(torch.int32), self._alone, self._shards), source)
 
     def cast(self, scales: torch.Tensor, source: Source) -> None:
         """Refill every weight's `data`, as ShardCast says."""
-        words = format_arguments(self._spec.format, self._spec.scale)
-        saturate = fixed_scale(self._spec.scale) is not None
-        self._launch(_cast, (scales, self._shards), source, SATURATE=saturate, **words)
+        self._launch(_cast, self._left, (scales, self._shards), source)
 
-    def _launch(self, kernel: triton.JITFunction, buffers: tuple[torch.Tensor, ...], source: Source, **words) -> None:
-        numbers = [source(weight) for weight in self._weights]
-        if not numbers:  # a rank may have no part of any weight
+    def _launch(
+        self, kernel: triton.JITFunction, programs: _Programs, buffers: tuple[torch.Tensor, ...], source: Source
+    ) -> None:
+        if not programs.of(0, len(self._weights)).numel():  # a rank may have no part of any weight
             return
+        numbers = [source(weight) for weight in self._weights]
         device = self._shards.device
         if self._spec.rotation is None and all(_is_readable(one, device) for one in numbers):
-            self._run(kernel, 0, numbers, buffers, words)
+            self._run(kernel, programs, 0, numbers, buffers)
             return
         for position, one in enumerate(numbers):
+            if not programs.of(position, 1).numel():
+                continue
             # Only for the moment of its cast is an offloaded shard on the device, or a rotated copy there.
             here = one if _is_readable(one, device) else on_device(one, device)
-            here = self._weights[position].rotated(here)
-            self._run(kernel, position, [here], buffers, words)
+            self._run(kernel, programs, position, [self._weights[position].rotated(here)], buffers)
 
-    def _run(self, kernel, first_weight: int, numbers: list[torch.Tensor], buffers: tuple, words: dict) -> None:
+    def _run(
+        self, kernel: triton.JITFunction, programs: _Programs, first_weight: int, numbers: list[torch.Tensor], buffers: tuple
+    ) -> None:
         """Launch the programs of the weights from `first_weight` on, one for each of `numbers`."""
-        first, end = self._first[first_weight], self._first[first_weight + len(numbers)]
+        launched = programs.of(first_weight, len(numbers))
         sources = [(one.data_ptr(), int(one.dtype is torch.bfloat16)) for one in numbers]
         aligned = self._aligned and all(address % ALIGNMENT == 0 for address, _ in sources)
-        kernel[(end - first,)](
-            self._owner, self._table, self._sent(sources), first, first_weight, *buffers,
-            MODE=MODES[self._spec.granularity], ALIGNED=aligned, num_warps=8, **words,
+        kernel[(len(launched),)](
+            self._owner, self._table, self._sent(sources), launched, first_weight, *buffers,
+            MODE=MODES[self._spec.granularity], ALIGNED=aligned, SATURATE=fixed_scale(self._spec.scale) is not None,
+            **format_arguments(self._spec.format, self._spec.scale), num_warps=8,
         )
 
     def _sent(self, sources: list[tuple[int, int]]) -> torch.Tensor:
@@ -190,6 +230,28 @@ class TritonShardCast:
                 table = table.pin_memory().to(self._shards.device, non_blocking=True)
             self._listed, self._sources = sources, table
         return self._sources
+
+
+class _Programs:
+    """Tiles of a launch, in the order of the weights that they belong to."""
+
+    def __init__(self, tiles: torch.Tensor, first_of_weights: Sequence[int], device: torch.device):
+        """Keep ascending `tiles`, int32 [N]; tile first_of_weights[i] is the first one of weight i."""
+        self._tiles = tiles.to(device)
+        self._bounds = torch.searchsorted(tiles, torch.tensor(first_of_weights, dtype=torch.int32)).tolist()
+
+    def of(self, first_weight: int, count: int) -> torch.Tensor:
+        """Return the tiles of `count` weights."""
+        return self._tiles[self._bounds[first_weight] : self._bounds[first_weight + count]]
+
+
+def _alone(weight: ShardedWeight, first: int, down: int, across: int) -> torch.Tensor:
+    """Return whether each tile of a shard, as _tiles counts them, is a block without elements of other ranks."""
+    rows, columns = weight.shard.shape
+    starts = torch.arange(first, first + down) * BLOCK
+    stops = (starts + BLOCK).clamp(max=rows)
+    inside = (starts * columns >= weight.shard.start) & (stops * columns <= weight.shard.start + weight.shard.valid)
+    return inside.repeat_interleave(across)
 
 
 def _tiles(weight: ShardedWeight) -> tuple[int, int, int]:

@@ -3,11 +3,19 @@
 import pytest
 import torch
 
-from ds_fp8.casts import QuantizedTensor, quantize, unrotate
+from ds_fp8.casts import QuantizedTensor, quantize, scale_from_amax, unrotate
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec, Rotation
 from ds_fp8.zero.shard_cast import ReferenceShardCast, make_shard_cast
-from tests.zero.shard_casts import SHAPES, cast_on_all_ranks, exact_masters, weights_of
+from tests.zero.shard_casts import (
+    DEVICE,
+    SHAPES,
+    buffer_of,
+    cast_on_all_ranks,
+    exact_masters,
+    shards_of,
+    weights_of,
+)
 
 GRANULARITIES = ["128x128", "row", "tensor"]
 WHOLE_BLOCKS = [(96, 384), (3, 128), (384, 32)]
@@ -123,3 +131,23 @@ def test_shards_that_cut_a_block_are_refused():
         UserError, match="131 x 96 is sharded over 2 ranks in parts of 6288 elements, which are not whole blocks"
     ):
         weights_of(0, 2, "128x128", "cpu", [(131, 96)], Rotation(32))
+
+
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+def test_masters_of_whole_blocks_are_read_once(scale):
+    """Their scales need no other rank: the codes are there behind the launch that finds the amax."""
+    spec, masters = CastSpec(granularity="128x128", scale=scale), exact_masters()
+    _, kernel = implementations()
+    weights = weights_of(0, 1, "128x128", DEVICE)
+    shards = shards_of(masters, weights)
+    cast = kernel(weights, weights[0].data._base, spec)
+    amax = buffer_of(weights)
+    cast.write_amax(amax, shards.__getitem__)
+    scales = scale_from_amax(amax, spec.format, spec.scale)
+    codes = [weight.data[: weight.shard.valid].view(weight.shard.shape).cpu() for weight in weights]
+    assert_whole(masters, [weight.scales_in(scales).cpu() for weight in weights], codes, spec)
+
+    def unread(weight):
+        raise AssertionError("a master is read again")
+
+    cast.cast(scales, unread)

@@ -258,6 +258,8 @@ class GradientReduce:
 
     def _exchange(self, message: torch.Tensor, group: object) -> torch.Tensor:
         """Send row r to rank r of `group`; return the rows that came here, [ranks of the group, row bytes]."""
+        if dist.get_world_size(group) == 1:
+            return message
         # Both on the stream of reductions, where they are allocated, cast, sent and summed: nothing has to be recorded.
         received = torch.empty_like(message)
         self._wire.count(GRADIENT, "all_to_all", message.nbytes, group)

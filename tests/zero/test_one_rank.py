@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from deepspeed import comm as dist
 
 from ds_fp8.layers.weights import GATHERED
 from ds_fp8.zero import grouped, parameter_gather, seams
@@ -50,9 +51,9 @@ def sent_and_allocated():
     codes = engine.fp8.parameter_gather.shards.codes
 
     def refuse(*arguments, **options):
-        raise AssertionError("one rank has nobody to gather from")
+        raise AssertionError("one rank has nobody to gather from, or to send gradients to")
 
-    with patch.object(grouped, "all_gather", refuse):
+    with patch.object(grouped, "all_gather", refuse), patch.object(dist, "all_to_all_single", refuse):
         gather(engine, weights)
         models.train(engine, 2)
     gather(engine, weights)

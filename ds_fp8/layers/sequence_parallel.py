@@ -44,6 +44,16 @@ def exchange_of(attention: Attention) -> UlyssesSPAttentionHF | None:
     return next((value for value in held if isinstance(value, UlyssesSPAttentionHF)), None)
 
 
+def place_of_slices(implementation: str | None) -> int | None:
+    """Return the number of this rank's slice of the sequences that ranks share; None where they share none.
+
+    Args:
+        implementation: Name of the attention function.
+    """
+    exchange = exchange_of(ALL_ATTENTION_FUNCTIONS.get((implementation or "").removeprefix("fp8_")))
+    return None if exchange is None else exchange.sp_rank
+
+
 def exchanged(
     exchange: UlyssesSPAttentionHF,
     attention: Attention,
@@ -179,6 +189,8 @@ def _document_ends(
         gathered: Returns the positions of whole rows.
         noted_on: The positions of this rank's slice.
     """
+    if documents.fixed_at() == 0:
+        return None  # in the capture of a graph, which the host cannot wait in: all ranks have found so before
     noted_shape, ends = documents.noted_ends(noted_on) or (None, None)
     if noted_shape == shape:
         return ends

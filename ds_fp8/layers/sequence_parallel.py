@@ -35,6 +35,10 @@ Attention = Callable[..., tuple[torch.Tensor, Any]]
 OfSlices = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, dist.ProcessGroup], torch.Tensor]
 """[B, heads, S / P, D], twice [B, kv_heads, S / P, D], P ranks -> [B, S / P, heads · D]: it exchanges by itself."""
 
+OfDocuments = Callable[..., torch.Tensor | None]
+"""The same of the attention function inside of the exchange, an attention module, and besides where documents end,
+int32 [documents + 1], and the options."""
+
 
 def exchange_of(attention: Attention) -> UlyssesSPAttentionHF | None:
     """Return DeepSpeed's exchange of heads that a registered attention function makes, or None."""
@@ -64,6 +68,7 @@ def exchanged(
     value: torch.Tensor,
     *,
     of_slices: OfSlices | None = None,
+    of_documents: OfDocuments | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, Any]:
     """Return the output [B, S / P, heads · D] of an attention over whole sequences, of which a rank has slices.
@@ -79,6 +84,7 @@ def exchanged(
         key: [B, kv_heads, S / P, D].
         value: [B, kv_heads, S / P, D].
         of_slices: Runs in place of `attention` and `core` where every row is one document.
+        of_documents: The same where documents are long enough for FP8; returns None where none is.
         options: Of the attention function, with `position_ids` int64 [B or 1, S / P].
     """
     of_slice, before = options.get("position_ids"), exchange.attn
@@ -90,6 +96,10 @@ def exchanged(
         known = [_document_ends(shape, functools.partial(_gathered, exchange, of_slice), of_slice)]
         if known[0] is None:
             return of_slices(query, key, value, exchange.process_group), None
+        if of_documents is not None:
+            output = of_documents(before, module, query, key, value, exchange.process_group, known[0], options)
+            if output is not None:
+                return output, None
 
     def of_whole(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, **more: Any

@@ -108,7 +108,7 @@ class Split:
 
 @dataclass
 class _Kept:
-    """What `attend` and `find_gradients` use of a context of autograd, for one of several calls."""
+    """In place of a context of autograd, for one of several calls of `attend` and `find_gradients`."""
 
     saved_tensors: Sequence[torch.Tensor] = ()
     scaling: float = 0.0

@@ -17,6 +17,7 @@ from ds_fp8.engine.known_code import hook_of_others, text_config
 from ds_fp8.layers import documents
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.routing import is_routed
+from ds_fp8.layers.sequence_parallel import place_of_slices
 
 COMPILED = "the module is compiled"
 SAVED_ELSEWHERE = "hooks of the caller change the tensors saved for backward"
@@ -45,7 +46,9 @@ def why_no_graphs(engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, why_no_step
         "gradients are rounded at random, with a key of every micro-batch": fp8.grad_reduce.rounding == "stochastic",
         "gradients have one scale each, which adapts over time": fp8.grad_reduce.scale == "tensor",
         "casts are emulated, operation by operation": any(cast.by_torch for cast in casts),
-        "ranks share sequences": engine.sequence_parallel_size > 1,
+        "ranks share sequences by other code than transformers' attention functions": (
+            engine.sequence_parallel_size > 1 and place_of_slices(_attention_of(engine.module)) is None
+        ),
         "DeepSpeed times or profiles forward": engine.wall_clock_breakdown() or engine.flops_profiler_enabled(),
         # Reductions then run on the default stream, which CUDA does not capture.
         "overlap_comm is false": engine.zero_optimization_stage() == 3 and not engine.zero_overlap_comm(),
@@ -145,6 +148,12 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
     if mask is not None and not documents.whole(mask):
         return 0, "rows are padded, so that attention's work differs from batch to batch"
     if positions is None:
+        return 0, None
+    place = place_of_slices(_attention_of(module))
+    if place is not None:
+        # Documents of whole rows are not known here: which there are decides between kernels, on the host.
+        if documents.first_of_run(positions) != place * positions.shape[-1]:
+            return 0, "rows that ranks share hold several documents"
         return 0, None
     found = documents.count(positions)
     if found == positions.shape[:-1].numel():

@@ -29,7 +29,9 @@ from ds_fp8.engine.report import start_report
 from ds_fp8.engine.report_panel import log_report
 from ds_fp8.engine.sequence_parallel import sequence_parallel_size, share_sequences
 from ds_fp8.engine.state import FP8State
+from ds_fp8.gemm.deep_gemm_kernels import compile_for, expect
 from ds_fp8.layers.convert import convert
+from ds_fp8.layers.deep_gemm_layers import deep_gemm_layers
 from ds_fp8.layers.inverse_frequencies import restore_inverse_frequencies
 from ds_fp8.layers.loss import LossFusion, fuse_loss
 from ds_fp8.layers.recipe_from_config import recipe_from_config
@@ -153,7 +155,12 @@ def initialize(
     state = engine.fp8 = FP8State(engine, fp8, monitor)
     state.conversion, state.loss = conversion, loss
     attach(engine, state, measured="fp8" in configuration.values)
-    state.report = start_report(engine, state, _micro_batch_tokens(configuration, engine))
+    tokens = _micro_batch_tokens(configuration, engine)
+    if conversion is not None:
+        expect(deep_gemm_layers(engine.module))
+        if tokens is not None:  # or else before the first product, which tells
+            _located(file, compile_for, tokens, engine.device)
+    state.report = start_report(engine, state, tokens)
     if conversion is not None:
         state.report["notes"] += notes
     if "fp8" in configuration.values:

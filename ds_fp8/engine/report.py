@@ -216,7 +216,7 @@ def _exchange(attention: AttentionFormat | None, shared_by: int) -> str | None:
         return None
     if attention is None:
         return "bf16"
-    return "FP8 codes (the output's gradient bf16) in rows of one document, bf16 in others"
+    return "FP8 codes (the output's gradient bf16) for what attention computes in FP8, bf16 for the rest"
 
 
 def _emulated_state(fp8: FP8Config) -> list[str]:

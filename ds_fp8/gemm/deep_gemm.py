@@ -2,8 +2,8 @@
 
 It multiplies 1x128 by 128x128 in this backend, which is fprop and dgrad of the block recipes, and wgrad of hybrid_fast.
 Everything else goes to cuBLASLt: 1x128 by 1x128, where DeepGEMM writes FP32 only and is no faster, other granularities,
-and dimensions that are no multiples of 128. A product of new sizes is compiled when it is first used, which takes
-seconds and needs nvcc (scripts/bench/warm_deep_gemm.py compiles a model's beforehand, several at once).
+and dimensions that are no multiples of 128. Kernels of new sizes are compiled by nvcc, at the start or before the
+first product (deep_gemm_kernels.py).
 
 The package comes from `pip install ds-fp8[deep-gemm]` (SGLang's build, sgl-deep-gemm) or from DeepGEMM's own source.
 """
@@ -16,11 +16,9 @@ import importlib.util
 import torch
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.config.formats import BLOCK
-from ds_fp8.gemm import cublas
-
-ROWS = cublas.ALIGNMENT
-"""The rows of a must be a multiple of it: its scales are padded to it."""
+from ds_fp8.config.formats import BLOCK, scale_shape
+from ds_fp8.gemm import cublas, deep_gemm_kernels
+from ds_fp8.gemm.deep_gemm_kernels import Product
 
 
 @functools.lru_cache(maxsize=1)
@@ -48,24 +46,11 @@ def scaled_matmul(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accumulation: bool = False
 ) -> torch.Tensor:
     """Multiply a [M, K] @ b [N, K]ᵀ -> [M, N] for operands that are supported and not empty."""
-    (rows, contraction), columns = a.shape, b.shape[0]
-    ours = (a.granularity, b.granularity, out_dtype) == (
-        "1x128",
-        "128x128",
-        torch.bfloat16,
-    ) and rows % ROWS == columns % BLOCK == contraction % BLOCK == 0
-    if not ours:
+    product = Product(a.shape[0], b.shape[0], a.shape[1])
+    if (a.granularity, b.granularity, out_dtype) != ("1x128", "128x128", torch.bfloat16) or not product.possible:
         return cublas.scaled_matmul(a, b, out_dtype, fast_accumulation)
-    import deep_gemm
-
-    # Its kernels are specialised for N and K (compiled_dims): another number of tokens compiles nothing.
-    result = torch.empty(rows, columns, dtype=out_dtype, device=a.data.device)
-    # scales of a [M, K/128] with strides (1, M); of b [N/128, K/128] with strides (K/128, 1)
-    deep_gemm.fp8_gemm_nt(
-        (a.data.contiguous(), cublas.group_scale(a)), (b.data.contiguous(), _packed(b.scale)), result,
-        recipe=(1, BLOCK, BLOCK), compiled_dims="nk",
-    )  # fmt: skip
-    return result
+    deep_gemm_kernels.before(product, a.data.device)
+    return launch(a, b)
 
 
 def multiplies_groups() -> bool:
@@ -84,19 +69,48 @@ def grouped_matmul(a: QuantizedTensor, b: QuantizedTensor, of_tile: torch.Tensor
         of_tile: int32 [R/128], the group of each 128 rows; the result of those with -1 is undefined.
         groups: Number of groups.
     """
+    product = Product(a.shape[0], b.shape[0] // groups, a.shape[1], groups)
+    deep_gemm_kernels.before(product, a.data.device)
+    return launch(a, b, of_tile, groups)
+
+
+def launch(
+    a: QuantizedTensor, b: QuantizedTensor, of_tile: torch.Tensor | None = None, groups: int = 0
+) -> torch.Tensor:
+    """Multiply as grouped_matmul, or without groups a [M, K] by b [N, K]; compile the kernel if it is not there yet."""
     import deep_gemm
 
-    rows, contraction = a.shape
-    matrices = b.data.contiguous().view(groups, -1, contraction)
+    (rows, contraction), columns = a.shape, b.shape[0] // (groups or 1)
+    result = torch.empty(rows, columns, dtype=torch.bfloat16, device=a.data.device)
+    # Kernels are specialised for N and K. The number of rows only decides which tiles are the fastest, and so whether
+    # other rows need another kernel.
+    options = {"recipe": (1, BLOCK, BLOCK), "compiled_dims": "nk"}
+    # scales of a [M, K/128] with strides (1, M); of b [N/128, K/128] with strides (K/128, 1)
+    left = a.data.contiguous(), cublas.group_scale(a)
+    if not groups:
+        deep_gemm.fp8_gemm_nt(left, (b.data.contiguous(), _packed(b.scale)), result, **options)
+        return result
+    matrices = b.data.contiguous().view(groups, columns, contraction)
     scales = b.scale.contiguous().view(groups, -1, contraction // BLOCK)
-    result = torch.empty(rows, matrices.shape[1], dtype=torch.bfloat16, device=a.data.device)
     # DeepGEMM wants the group of every row.
     of_row = of_tile[:, None].expand(-1, BLOCK).reshape(-1)
-    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
-        (a.data.contiguous(), cublas.group_scale(a)), (matrices, scales), result, of_row,
-        recipe=(1, BLOCK, BLOCK), compiled_dims="nk",
-    )  # fmt: skip
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(left, (matrices, scales), result, of_row, **options)
     return result
+
+
+def zeros(product: Product, device: torch.device) -> tuple:
+    """Return operands of `launch` with these sizes."""
+    rows, columns, contraction, groups = product
+    a, b = (
+        QuantizedTensor(
+            torch.zeros(shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn),
+            torch.ones(scale_shape(shape, granularity), device=device),
+            granularity,
+            "pow2",
+        )
+        for shape, granularity in (((rows, contraction), "1x128"), (((groups or 1) * columns, contraction), "128x128"))
+    )
+    return (a, b, torch.zeros(rows // BLOCK, dtype=torch.int32, device=device), groups) if groups else (a, b)
 
 
 def _packed(scale: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def _why_not(
         what = "its result is wrong"
     # A library that cannot run raises the errors of its parts: RuntimeError, AssertionError, OSError of a compiler.
     except Exception as error:
-        what = str(error).partition("\n")[0] or type(error).__name__
+        what = getattr(error, "problem", str(error)).partition("\n")[0] or type(error).__name__
     (a_format, a_granularity), (b_format, b_granularity) = a, b
     return f"a product of {a_granularity} {a_format} by {b_granularity} {b_format} fails: {what}"
 

@@ -22,7 +22,7 @@ def noting(send_to_device: Callable) -> Callable:
     def send_and_note(batch: Any, *args: Any, **keywords: Any) -> Any:
         moved = send_to_device(batch, *args, **keywords)
         if isinstance(batch, Mapping) and isinstance(moved, Mapping):
-            for name, learn in (("attention_mask", _note_mask), ("position_ids", _note_positions)):
+            for name, learn in (("attention_mask", _note_mask), ("position_ids", documents.note_as)):
                 here, there = batch.get(name), moved.get(name)
                 both = torch.is_tensor(here) and torch.is_tensor(there) and here.dim() == there.dim() == 2
                 # Read on the host, where it costs microseconds; asking the device later would make the host wait in
@@ -36,7 +36,3 @@ def noting(send_to_device: Callable) -> Callable:
 
 def _note_mask(here: torch.Tensor, there: torch.Tensor) -> None:
     documents.note_whole(there, bool(here.all()))
-
-
-def _note_positions(here: torch.Tensor, there: torch.Tensor) -> None:
-    documents.note(there, documents.count(here))

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from torch import nn
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -33,6 +34,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.layers import documents, packed_rows, sequence_parallel
 from ds_fp8.layers import fp8_attention_cudnn as cudnn
 from ds_fp8.layers.fp8_attention import fp8_attention
+from ds_fp8.layers.fp8_attention_documents import shared_documents_attention
 from ds_fp8.layers.fp8_attention_shared import shared_fp8_attention
 
 PREFIX = "fp8_"
@@ -169,12 +171,40 @@ def _attention(
     exchange = sequence_parallel.exchange_of(before)
     if exchange is None:
         return core(before, module, query, key, value, attention_mask, **options)
-    of_slices = None
+    of_slices = of_documents = None
     if _why_not(module, not query.is_cuda) is None and _why_not_this_call(query, key, value, None, more) is None:
         of_slices = functools.partial(shared_fp8_attention, scaling=scaling)
+        of_documents = functools.partial(_shared_documents, implementation == "packed")
     return sequence_parallel.exchanged(
-        exchange, before, core, module, query, key, value, of_slices=of_slices, **options
+        exchange, before, core, module, query, key, value, of_slices=of_slices, of_documents=of_documents, **options
     )
+
+
+def _shared_documents(
+    takes_ends: bool,
+    before: sequence_parallel.Attention,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: dist.ProcessGroup,
+    ends: torch.Tensor,
+    options: dict[str, Any],
+) -> torch.Tensor | None:
+    """Return attention within documents of rows that ranks share; None where all documents are short."""
+    if packed_rows.longest(documents.places(ends)) < packed_rows.LONG:
+        return None
+    options = {name: value for name, value in options.items() if name != "position_ids"}  # of this rank's slice
+
+    def in_bf16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        groups = getattr(module, "num_key_value_groups", None)
+        module.num_key_value_groups = q.shape[1] // k.shape[1]  # of this rank's heads
+        try:
+            return packed_rows.attention(before, takes_ends, module, options, q, k, v, ends)
+        finally:
+            module.num_key_value_groups = groups
+
+    return shared_documents_attention(query, key, value, group, ends, in_bf16, options["scaling"])
 
 
 def _whole_attention(

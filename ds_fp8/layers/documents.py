@@ -7,6 +7,9 @@ Positions count from 0 in every document, so that a token at 0 begins one. Paddi
 
 The shape of `ends` depends on the values of the positions, which a CUDA graph cannot do. Where one is captured, `ends`
 has a fixed length, and repeats the last value: documents of no tokens, which kernels for variable lengths skip.
+
+Where ranks share rows, a rank has a slice of their positions: `first_of_run` tells whether it is one of a row that is
+one document.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ from collections.abc import Iterator
 import torch
 
 _NOTE = "ds_fp8_documents"
+_RUN = "ds_fp8_first_of_run"
 _WHOLE = "ds_fp8_whole"
 _ENDS = "ds_fp8_document_ends"
-_fixed = 0
+_fixed: int | None = None
 
 
 def count(positions: torch.Tensor) -> int:
@@ -47,6 +51,32 @@ def note(positions: torch.Tensor, documents: int) -> None:
     A batch built on the host is counted there, without waiting for the device.
     """
     setattr(positions, _NOTE, (documents, positions._version))
+
+
+def first_of_run(positions: torch.Tensor) -> int | None:
+    """Return the position from which all rows count on without a break, or None; the host waits as in `count`.
+
+    Args:
+        positions: int [rows, tokens].
+    """
+    known = getattr(positions, _RUN, None)
+    if known is not None and known[1] == positions._version:
+        return known[0]
+    first = positions.flatten()[0]
+    numbers = torch.arange(positions.shape[-1], device=positions.device)
+    found = int(torch.where((positions == first + numbers).all(), first, -1))
+    return None if found < 0 else found
+
+
+def note_as(here: torch.Tensor, there: torch.Tensor) -> None:
+    """Remember for positions what `count` and `first_of_run` return for their copy on the host.
+
+    Args:
+        here: The copy.
+        there: The positions, on a device.
+    """
+    note(there, count(here))
+    setattr(there, _RUN, (first_of_run(here), there._version))
 
 
 def whole(mask: torch.Tensor) -> bool:
@@ -128,7 +158,7 @@ def places(ends: torch.Tensor) -> list[int]:
 
 @contextlib.contextmanager
 def fixed(most: int) -> Iterator[None]:
-    """Let attention masks built inside be `ends` of [most + 1], without a host sync; 0 changes nothing."""
+    """Let attention masks built inside be `ends` of [most + 1], without a host sync; 0: every row is one document."""
     global _fixed
     before, _fixed = _fixed, most
     try:
@@ -137,6 +167,6 @@ def fixed(most: int) -> Iterator[None]:
         _fixed = before
 
 
-def fixed_at() -> int:
-    """Return `most` inside of `fixed`, and 0 elsewhere."""
+def fixed_at() -> int | None:
+    """Return `most` inside of `fixed`, and None elsewhere."""
     return _fixed

@@ -38,29 +38,29 @@ class _SharedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scaling: float, implementation: Implementation, group: dist.ProcessGroup):
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        by_rank = [_by_rank(x, ranks) for x in (q, k, v)]
+        slices = [by_rank(x, ranks) for x in (q, k, v)]
         # A maximum does not depend on the order of the ranks: every one casts with the scale that a cast of the whole
         # tensor, after the exchange, would find.
-        bounds = _bounds(*by_rank, ranks)
+        bounds = bounds_by_rank(*slices, ranks)
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
         exchanged_bytes.count(2 * bounds.nbytes * (ranks - 1) // ranks)
         scales = scale_from_amax(bounds[:3], FORWARD, "pow2")
         whole = []
-        for x, scale in zip(by_rank, scales, strict=True):
-            codes = _whole_sequences(_exchange(_cast(x, scale), group))
+        for x, scale in zip(slices, scales, strict=True):
+            codes = _whole_sequences(_exchange(cast_by_rank(x, scale), group))
             whole.append(QuantizedTensor(codes, scale[rank].clone(), "tensor", "pow2"))
         o = attend(ctx, *whole, bounds[3, rank].clone(), scaling, implementation)
         ctx.group, ctx.kv_heads, ctx.head_dim = group, k.shape[1], q.shape[-1]
         # Averages of rows of v are never larger than v, so o has v's scale. Codes that arrive come from all ranks, each
         # with its own: scales[2] has them in the order of the ranks, as they lie in what was received.
-        return _own_tokens(_exchange(_by_owner(o, ranks), group), scales[2], v.dtype).flatten(2)
+        return own_tokens(_exchange(_by_owner(o, ranks), group), scales[2], v.dtype).flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
         group, ranks = ctx.group, dist.get_world_size(ctx.group)
-        by_rank = do.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3)  # [P, S / P, B, heads / P · D]
-        whole = _exchange(by_rank.contiguous(), group).flatten(0, 1).transpose(0, 1)
+        parts = do.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3)  # [P, S / P, B, heads / P · D]
+        whole = _exchange(parts.contiguous(), group).flatten(0, 1).transpose(0, 1)
         # dq, dk and dv come as codes with one scale each, which only this rank knows: the others are told.
         codes, scales = zip(*find_gradients(ctx, whole.unflatten(2, (-1, ctx.head_dim))), strict=True)
         of_all = torch.empty(3 * ranks, device=do.device)
@@ -70,7 +70,7 @@ class _SharedAttention(torch.autograd.Function):
         for x, scale, kv_heads in zip(
             codes, of_all.view(ranks, 3).t(), (None, ctx.kv_heads, ctx.kv_heads), strict=True
         ):
-            found = _own_tokens(_exchange(_by_owner(x, ranks), group), scale, do.dtype)
+            found = own_tokens(_exchange(_by_owner(x, ranks), group), scale, do.dtype)
             if kv_heads is not None and kv_heads < ranks:  # each rank that needed a head has a part of its gradient
                 found = found.unflatten(2, (kv_heads, -1)).sum(3)
             gradients.append(found.transpose(1, 2))
@@ -96,12 +96,12 @@ def shared_fp8_attention(
     return _SharedAttention.apply(q, k, v, factor_of(q, scaling), implementation_for(q), group)
 
 
-def _by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
+def by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
     """View x [B, heads, S / P, D] as [P, S / P, B, heads / P, D]; with fewer than P heads [heads, S / P, B, 1, D]."""
     return x.unflatten(1, (min(ranks, x.shape[1]), -1)).permute(1, 3, 0, 2, 4)
 
 
-def _bounds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: int) -> torch.Tensor:
+def bounds_by_rank(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: int) -> torch.Tensor:
     """Return the amax of q, k, v and the largest norm of v by rank, FP32 [4, P]; Inf where anything is not finite."""
     amax = [torch.linalg.vector_norm(x, torch.inf, dim=(1, 2, 3, 4), dtype=torch.float32) for x in (q, k, v)]
     norms = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32).amax((1, 2, 3))
@@ -109,8 +109,8 @@ def _bounds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: int) -> to
     return found.nan_to_num(nan=torch.inf, posinf=torch.inf)  # a maximum over ranks carries Inf, and not NaN
 
 
-def _cast(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return codes [P, S / P, B, n, D] of x as `_by_rank` views it, with a scale for each rank."""
+def cast_by_rank(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return codes [P, S / P, B, n, D] of x as `by_rank` views it, with a scale for each rank."""
     copies = len(scale) // len(x)
     # In BF16 as exact as in FP32, for scales are powers of two, and nothing saturates: they come of the largest amax.
     in_units = x * scale[::copies].reciprocal().to(x.dtype).view(-1, 1, 1, 1, 1)
@@ -140,7 +140,7 @@ def _by_owner(x: torch.Tensor, ranks: int) -> torch.Tensor:
     return x.transpose(0, 1).unflatten(0, (ranks, -1)).contiguous()
 
 
-def _own_tokens(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def own_tokens(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return [B, S / P, P · n, D] in `dtype` of what ranks have sent [P, S / P, B, n, D], with a scale each."""
     found = decode_exactly(codes, scales.view(-1, 1, 1, 1, 1), dtype)
     return found.permute(2, 1, 0, 3, 4).flatten(2, 3)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -53,15 +53,42 @@ def by_length(
     rows, length = len(query), query.shape[2]
     if ends is None or len(ends) == rows + 1:
         return in_fp8(query, key, value)
-    outputs, places = [], documents.places(ends)
-    for first, last in _runs(places, length):
-        heads = _tokens_of(places[first], places[last], query, key, value)
-        if longest(places[first : last + 1]) >= LONG:
-            outputs.append(in_fp8(*heads)[0])
-        else:
-            # A call of its own counts its documents from 0; the subtraction runs on the device.
-            outputs.append(in_bf16(*heads, ends[first : last + 1] - places[first])[0])
+    outputs = []
+    for call in calls(ends, length):
+        heads = _tokens_of(call.start, call.stop, query, key, value)
+        outputs.append(in_fp8(*heads)[0] if call.in_fp8 else in_bf16(*heads, call.ends)[0])
     return torch.cat(outputs).unflatten(0, (rows, length))
+
+
+class Call(NamedTuple):
+    """Documents that one call of attention computes."""
+
+    start: int
+    """First token, counted through all rows."""
+    stop: int
+    in_fp8: bool
+    ends: torch.Tensor
+    """int32: where its documents end, counted from its first token."""
+
+
+def calls(ends: torch.Tensor, length: int) -> list[Call]:
+    """Return the calls of attention in the order of their tokens; the host waits once for each tensor.
+
+    Args:
+        ends: int32 [documents + 1] through all rows.
+        length: Tokens of a row.
+    """
+    places = documents.places(ends)
+    return [
+        # The subtraction runs on the device.
+        Call(
+            places[first],
+            places[last],
+            longest(places[first : last + 1]) >= LONG,
+            ends[first : last + 1] - places[first],
+        )
+        for first, last in _runs(places, length)
+    ]
 
 
 def attention(

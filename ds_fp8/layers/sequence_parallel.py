@@ -35,6 +35,10 @@ Attention = Callable[..., tuple[torch.Tensor, Any]]
 OfSlices = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, dist.ProcessGroup], torch.Tensor]
 """[B, heads, S / P, D], twice [B, kv_heads, S / P, D], P ranks -> [B, S / P, heads · D]: it exchanges by itself."""
 
+OfDocuments = Callable[..., torch.Tensor | None]
+"""The same of the attention function inside of the exchange, an attention module, and besides where documents end,
+int32 [documents + 1], and the options."""
+
 
 def exchange_of(attention: Attention) -> UlyssesSPAttentionHF | None:
     """Return DeepSpeed's exchange of heads that a registered attention function makes, or None."""
@@ -42,6 +46,16 @@ def exchange_of(attention: Attention) -> UlyssesSPAttentionHF | None:
     cells = getattr(attention, "__closure__", None) or ()
     held = (cell.cell_contents for cell in cells)
     return next((value for value in held if isinstance(value, UlyssesSPAttentionHF)), None)
+
+
+def place_of_slices(implementation: str | None) -> int | None:
+    """Return the number of this rank's slice of the sequences that ranks share; None where they share none.
+
+    Args:
+        implementation: Name of the attention function.
+    """
+    exchange = exchange_of(ALL_ATTENTION_FUNCTIONS.get((implementation or "").removeprefix("fp8_")))
+    return None if exchange is None else exchange.sp_rank
 
 
 def exchanged(
@@ -54,6 +68,7 @@ def exchanged(
     value: torch.Tensor,
     *,
     of_slices: OfSlices | None = None,
+    of_documents: OfDocuments | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, Any]:
     """Return the output [B, S / P, heads · D] of an attention over whole sequences, of which a rank has slices.
@@ -69,6 +84,7 @@ def exchanged(
         key: [B, kv_heads, S / P, D].
         value: [B, kv_heads, S / P, D].
         of_slices: Runs in place of `attention` and `core` where every row is one document.
+        of_documents: The same where documents are long enough for FP8; returns None where none is.
         options: Of the attention function, with `position_ids` int64 [B or 1, S / P].
     """
     of_slice, before = options.get("position_ids"), exchange.attn
@@ -80,6 +96,10 @@ def exchanged(
         known = [_document_ends(shape, functools.partial(_gathered, exchange, of_slice), of_slice)]
         if known[0] is None:
             return of_slices(query, key, value, exchange.process_group), None
+        if of_documents is not None:
+            output = of_documents(before, module, query, key, value, exchange.process_group, known[0], options)
+            if output is not None:
+                return output, None
 
     def of_whole(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, **more: Any
@@ -179,6 +199,8 @@ def _document_ends(
         gathered: Returns the positions of whole rows.
         noted_on: The positions of this rank's slice.
     """
+    if documents.fixed_at() == 0:
+        return None  # in the capture of a graph, which the host cannot wait in: all ranks have found so before
     noted_shape, ends = documents.noted_ends(noted_on) or (None, None)
     if noted_shape == shape:
         return ends

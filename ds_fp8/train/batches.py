@@ -40,7 +40,7 @@ class StepBatches:
         batches = [{key: x.to(device, non_blocking=True) for key, x in batch.items()} for batch in self.batches]
         for here, there in zip(self.batches, batches, strict=True):
             # Counted on the host's copy: on the device the host would have to wait for the count.
-            documents.note(there["position_ids"], documents.count(here["position_ids"]))
+            documents.note_as(here["position_ids"], there["position_ids"])
         return StepBatches(batches, self.items.to(device, non_blocking=True), self.tokens)
 
 

@@ -48,15 +48,16 @@ class WireMeter:
 
     def sent(self) -> Counter[str]:
         """Return the bytes sent since the last `take`, by purpose."""
-        return Counter(self._sent)
+        return Counter({**self._sent, EXCHANGE: exchanged_bytes.sent() - self._exchanged_before})
 
     def add(self, sent: Counter[str]) -> None:
         """Count what a CUDA graph sends, of which Python sees nothing."""
-        self._sent.update(sent)
+        self._sent.update({purpose: sent[purpose] for purpose in (GATHER, GRADIENT)})
+        exchanged_bytes.count(sent[EXCHANGE])
 
     def subtract(self, sent: Counter[str]) -> None:
         """Take back what was counted and not sent."""
-        self._sent.subtract(sent)
+        self.add(Counter({purpose: -nbytes for purpose, nbytes in sent.items()}))
 
     def take(self) -> dict[str, int]:
         """Return the bytes sent since the last call, by purpose."""

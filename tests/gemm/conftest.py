@@ -1,6 +1,7 @@
 import pytest
 
 from ds_fp8.gemm import trial
+from tests.gemm.deep_gemm_on_cpu import Library, forget
 from tests.gemm.mxfp8_library import install
 
 
@@ -10,3 +11,13 @@ def library(monkeypatch):
     trial._why_not.cache_clear()
     yield install(monkeypatch)
     trial._why_not.cache_clear()  # outcomes of products without the real library
+
+
+@pytest.fixture
+def deep_gemm_library(monkeypatch, tmp_path):
+    """The package deep_gemm on a CPU, with nothing compiled."""
+    found = Library(tmp_path, monkeypatch.setenv, monkeypatch.syspath_prepend)
+    trial._why_not.cache_clear()
+    yield found
+    forget()
+    trial._why_not.cache_clear()

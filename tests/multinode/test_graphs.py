@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 
 import pytest
@@ -11,8 +10,7 @@ import pytest
 from tests.multinode.conftest import START
 
 
-@pytest.mark.skipif(not os.environ.get("DS_FP8_SLOW_TESTS"), reason="takes a minute; set DS_FP8_SLOW_TESTS=1")
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_hosts_replay_what_python_computes(make_hosts, tmp_path, slots):
     hosts = make_hosts(2, slots)
     started = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -71,6 +73,22 @@ FEW = (
 """Options with which a program of TRL ends soon."""
 
 
+@contextlib.contextmanager
+def started(folder: Path, program: str, *arguments: str, **variables: str):
+    """Let a program find itself in the folder, with these arguments and environment variables."""
+    before = Path.cwd(), sys.argv, dict(os.environ)
+    os.chdir(folder)
+    os.environ.update(variables)
+    sys.argv = [program, *arguments]
+    try:
+        yield
+    finally:
+        os.chdir(before[0])
+        sys.argv = before[1]
+        os.environ.clear()
+        os.environ.update(before[2])
+
+
 def of_accelerate(program: str, folder: Path, arguments: tuple[str, ...]):
     """Run a program with what `accelerate launch --config_file zero3.yaml` tells it: losses and start reports."""
     accelerate_on_cpus.enable()  # which sets a variable that is to stay
@@ -80,27 +98,23 @@ def of_accelerate(program: str, folder: Path, arguments: tuple[str, ...]):
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": config["deepspeed_config_file"],
         "ACCELERATE_DEEPSPEED_ZERO3_INIT": str(config["zero3_init_flag"]).lower(),
     }
-    before = Path.cwd(), sys.argv, dict(os.environ)
-    os.chdir(folder)
-    os.environ.update(told)
-    sys.argv = [program, *FEW, *arguments]
-    try:
-        with installed():
-            trainer = runpy.run_path(program, run_name="__main__")["trainer"]
-            reference = getattr(trainer, "ref_model", None)
-            reports = [engine.fp8.report for engine in (trainer.model_wrapped, reference) if engine is not None]
-            return history(trainer, "loss"), reports
-    finally:
-        os.chdir(before[0])
-        sys.argv = before[1]
-        os.environ.clear()
-        os.environ.update(before[2])
+    with started(folder, program, *FEW, *arguments, **told), installed():
+        trainer = runpy.run_path(program, run_name="__main__")["trainer"]
+        reference = getattr(trainer, "ref_model", None)
+        reports = [engine.fp8.report for engine in (trainer.model_wrapped, reference) if engine is not None]
+        return history(trainer, "loss"), reports
 
 
-def test_the_plain_program_trains_and_leaves_a_model(folder):
-    printed = run("torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(),
-                  "train.py", "tiny", "text.txt", "out")  # fmt: skip
-    assert "linears in FP8        14" in printed
+def plain(folder: Path):
+    """(FP8 linears, what is printed) of the plain program; README's, which is started by torchrun, is much the same."""
+    with started(folder, "train.py", "tiny", "text.txt", "out"), contextlib.redirect_stdout(io.StringIO()) as printed:
+        engine = runpy.run_path("train.py", run_name="__main__")["engine"]
+    return engine.fp8.report["fp8_linears"], printed.getvalue()
+
+
+def test_the_plain_program_trains_and_leaves_a_model(folder, ranks):
+    linears, printed = ranks(2, plain, folder)[0]
+    assert linears == 14
     found = [float(value) for value in re.findall(r"step \d of \d: loss ([\d.]+)", printed)]
     assert len(found) > 2
     assert found[-1] < found[0]

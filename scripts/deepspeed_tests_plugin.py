@@ -48,7 +48,7 @@ GRACE = 10
 """Seconds that the other ranks of a test have once one has failed."""
 
 _limit = math.inf
-"""When the test that runs has used its time, by time.monotonic."""
+"""End of the running test's time, by time.monotonic."""
 
 
 class Hung(Exception):

@@ -18,7 +18,7 @@ from ds_fp8.cluster.job_process import run_job, with_restarts
 from ds_fp8.config.errors import UserError
 
 TRAIN = ("--module", "ds_fp8.commands.train")
-"""What follows `deepspeed_command` to train a stage."""
+"""Arguments that follow `deepspeed_command` to train a stage."""
 _LAUNCH = "deepspeed.launcher.launch"
 """Between `deepspeed` and its ranks."""
 _PR_SET_CHILD_SUBREAPER = 36

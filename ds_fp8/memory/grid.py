@@ -43,7 +43,7 @@ MEASURING = {
     "train.keep_best": False,
     "train.log_every": 1,
 }
-"""What every run changes besides: as little evaluation as there may be, and a record of every step."""
+"""Changes of every run besides: as little evaluation as there may be, and a record of every step."""
 
 
 class PointConfig(Section):

@@ -21,7 +21,7 @@ Level = Literal["good", "undecided", "bad"]
 LEVELS: tuple[str, ...] = get_args(Level)
 JUDGEMENTS = {"good": "equal", "undecided": "undecided", "bad": "worse"}
 NOT_WORSE = "not worse"
-"""In the place of "equal" where one seed alone was trained."""
+"""Verdict in place of "equal" where one seed alone was trained."""
 ONE_SEED = (
     "one seed can show a failure, neither that both are equal nor which is better: another seed moves losses and "
     "answers as well, and ds-fp8 parity --seeds 3 says how much"

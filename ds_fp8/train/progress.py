@@ -22,7 +22,7 @@ from ds_fp8.train.metrics import Record
 
 LINES = 20
 SECONDS_BETWEEN_LINES = 30.0
-"""Where the output is no terminal and its end is not known."""
+"""Interval of lines where the output is not a terminal and the number of steps is not known."""
 
 
 class RunProgress:

@@ -19,7 +19,7 @@ from tests.train.tiny_stage import TINY
 
 RANKS = 2
 GRACE_SECONDS = 1.0
-"""From the end of one rank until the launcher kills the others."""
+"""Seconds from the end of one rank until the launcher kills the others."""
 
 
 def warm_up(cache: Path) -> None:

@@ -18,7 +18,6 @@ MEASURED_BY_TESTS = {"export_memory": "export/test_memory.py"}
 HELPERS = {"bench_path", "byte_training"}
 
 
-@pytest.mark.usefixtures("modules_kept_from_collection")
 @pytest.mark.parametrize("name", TINY)
 def test_it_starts_and_writes_what_it_found(name, tmp_path, monkeypatch):
     file = tmp_path / "found.json"

@@ -33,7 +33,6 @@ def engine_of(
     from ds_fp8.train import packed_attention
 
     packed_attention.register()
-    models.leave_modules_to_themselves()
     sizes = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape = Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=True)
     torch.manual_seed(0)
@@ -318,7 +317,6 @@ class WithAdapters:
 
         import ds_fp8
 
-        models.leave_modules_to_themselves()
         sizes = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
         torch.manual_seed(0)
         with torch.device("cuda"):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-
 import torch
 from torch import nn
 
@@ -90,13 +87,6 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-@functools.cache
-def leave_modules_to_themselves() -> None:
-    """DeepSpeed collects garbage several times an engine: let it not look through all that was imported each time."""
-    gc.collect()
-    gc.freeze()
-
-
 def build(
     ds_config: dict,
     *,
@@ -112,7 +102,6 @@ def build(
 
     import ds_fp8.engine.initialize
 
-    leave_modules_to_themselves()
     torch.manual_seed(0)
     if born_sharded:
         with deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=torch.bfloat16):

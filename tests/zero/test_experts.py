@@ -17,7 +17,6 @@ LENGTH = 32
 def engine_of(architecture, section, prepare=None, changes=None, accumulate=1, **zero):
     import ds_fp8
 
-    models.leave_modules_to_themselves()
     model = mixture(architecture, **(changes or {}))
     if prepare is not None:
         prepare(model)
@@ -308,7 +307,6 @@ def lora_steps(section):
 
     import ds_fp8
 
-    models.leave_modules_to_themselves()
     model = mixture("qwen3_moe", moe_intermediate_size=512)
     torch.manual_seed(1)
     model = get_peft_model(

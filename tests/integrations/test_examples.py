@@ -10,7 +10,6 @@ import os
 import re
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from ds_fp8.cluster.hosts import free_port
 from ds_fp8.config.fp8 import parse_fp8
 from tests.integrations import accelerate_on_cpus
 from tests.integrations.programs import history, installed, small_model, small_tokenizer
@@ -57,12 +57,6 @@ def run(*command: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return done.stdout
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 FEW = (
@@ -124,7 +118,7 @@ def test_the_plain_program_trains_and_leaves_a_model(folder, ranks):
 
 def test_accelerate_starts_fine_tuning_through_ds_fp8(folder):
     pytest.importorskip("trl")
-    launch = ("--config_file", "zero3.yaml", "--num_processes", "2", "--main_process_port", free_port())
+    launch = ("--config_file", "zero3.yaml", "--num_processes", "2", "--main_process_port", str(free_port()))
     more = (
         "--dataset_name",
         "chats",
@@ -197,7 +191,7 @@ def test_axolotl_takes_the_recipe():
 @pytest.mark.skipif(not importlib.util.find_spec("llamafactory"), reason="needs LLaMA-Factory")
 def test_llamafactory_takes_the_recipe(folder):
     recipe = ("model_name_or_path=tiny", "max_steps=2", "report_to=none")
-    printed = run("torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(),
+    printed = run("torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
                   "-m", "tests.integrations.launched",
                   "-m", "llamafactory.launcher", "llamafactory.yaml", *recipe)  # fmt: skip
     assert "linears in FP8        14" in printed

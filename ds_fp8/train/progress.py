@@ -29,7 +29,6 @@ class RunProgress:
     """Shows training steps on rank 0 and nothing elsewhere. A context manager."""
 
     def __init__(self, name: str, total: int, done: int, shown: bool) -> None:
-        self._shown = shown
         self._total = total
         self._every = max(1, total // LINES)
         self._line_due = 1

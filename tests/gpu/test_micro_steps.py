@@ -222,9 +222,7 @@ def train(
             if attention == "packed":
                 more = {"position_ids": torch.cat([torch.arange(length) for length in packed(step)])[None].cuda()}
             loss = engine(input_ids=tokens, labels=tokens, use_cache=False, **more).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(models.take_step(engine, loss))
         norms.append(float(engine.get_global_grad_norm()))
     masters = {name: models.full_master(parameter).cpu() for name, parameter in engine.module.named_parameters()}
     graphs = engine.fp8.graphs

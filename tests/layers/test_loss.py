@@ -17,6 +17,7 @@ from ds_fp8.layers.loss import FusedHead, fuse_loss, withholds_logits
 from tests.layers.copies import assert_independent_copy, copied
 from tests.layers.losses import TOLERANCE, limit_chunks, relative_error
 from tests.zero.models import config as ds_config
+from tests.zero.models import take_step
 
 VOCABULARY = 61
 KINDS = ["llama", "qwen2", "qwen3", "mistral"]
@@ -360,10 +361,7 @@ def zero_training(kind, tied, fused, bf16):
     inputs["input_ids"] = (inputs["input_ids"] + deepspeed.comm.get_rank()) % VOCABULARY
     losses = []
     for _ in range(6):
-        loss = engine(**inputs, use_cache=False, num_items_in_batch=torch.tensor(11.0)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(take_step(engine, engine(**inputs, use_cache=False, num_items_in_batch=torch.tensor(11.0)).loss))
     engine.eval()
     with torch.no_grad():
         losses.append(engine(**inputs, use_cache=False).loss.item())

@@ -26,6 +26,7 @@ from ds_fp8.train import load_stage
 from ds_fp8.train.model import build_model, build_sharded_model
 from ds_fp8.zero.seams import full_shape
 from tests.ranks import RankPool
+from tests.zero.models import take_step
 
 LARGER = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 10, "num_attention_heads": 8}
 FUSED = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -119,10 +120,7 @@ def _train(file: Path, build: Callable) -> tuple[list[str], dict[str, str], list
     engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=stage.raw)[0]
     rows, losses = torch.arange(2 * 64).view(2, 64) + dist.get_rank(), []
     for _ in range(3):
-        loss = engine(input_ids=rows, labels=rows).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(take_step(engine, engine(input_ids=rows, labels=rows).loss))
     conversion = engine.fp8.conversion
     engine.destroy()
     return conversion.converted, conversion.left, sorted(c.__name__ for c in conversion.fusion.classes), losses

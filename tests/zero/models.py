@@ -120,6 +120,13 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return (start + torch.arange(17)) % 61
 
 
+def take_step(engine, loss: torch.Tensor) -> float:
+    """The number of a loss, after its backward and the engine's step."""
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
 def train(engine, steps: int, start: int = 0) -> list[float]:
     """Losses of this rank."""
     from deepspeed import comm as dist
@@ -128,10 +135,8 @@ def train(engine, steps: int, start: int = 0) -> list[float]:
     micro_batches = engine.gradient_accumulation_steps()
     for step in range(start, start + steps):
         for micro in range(micro_batches):
-            loss = engine(batch(step * micro_batches + micro, dist.get_rank()).to(engine.device))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            tokens = batch(step * micro_batches + micro, dist.get_rank()).to(engine.device)
+            losses.append(take_step(engine, engine(tokens)))
     return losses
 
 

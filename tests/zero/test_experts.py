@@ -270,10 +270,7 @@ def changing_traces(section, steps):
                 engine.module.model(input_ids=batch(step, dist.get_rank()))
             engine.train()
         ids = batch(step, dist.get_rank()).to(engine.device)
-        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids, use_cache=False).loss))
     return losses
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 import torch
 from torch import nn
 
@@ -96,10 +99,15 @@ def build(
     layers=None,
     born_sharded=False,
     sizes: tuple[int, int] = (131, 301),
+    own: bool = True,
 ):
-    """An engine around Net in BF16 with weights from seed 0. born_sharded: built under deepspeed.zero.Init."""
+    """An engine around Net in BF16 with weights from seed 0.
+
+    born_sharded: built under deepspeed.zero.Init. own: with this package's step where it can be, else DeepSpeed's.
+    """
     import deepspeed
 
+    import ds_fp8.engine.attach
     import ds_fp8.engine.initialize
 
     torch.manual_seed(0)
@@ -111,7 +119,11 @@ def build(
     if prepare is not None:
         prepare(model)
     initialize = deepspeed.initialize if stock else ds_fp8.initialize
-    return initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
+    why_not = contextlib.nullcontext()
+    if not own:
+        why_not = mock.patch.object(ds_fp8.engine.attach, "why_not", return_value="for comparison")
+    with why_not:
+        return initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
 
 
 def batch(step: int, rank: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
+WIDTH = 100
 INTRODUCTION = """# API
 
 Written by `python scripts/api_reference.py` from the docstrings. Names are given with the module to import them from.
@@ -75,7 +76,7 @@ def entry(heading: str, name: str, value: Any) -> str:
 
 
 def signature(name: str, value: Any) -> str:
-    """Return the call of a function, method or class: in one line, or with a line for each parameter."""
+    """Return the call of a function, method or class: in one line, or with its parameters in lines below."""
     call = inspect.signature(value)
     words = []
     for key, parameter in call.parameters.items():
@@ -88,9 +89,14 @@ def signature(name: str, value: Any) -> str:
         words.append(f"{stars}{key}: {parameter.annotation}{default}")
     returns = "" if inspect.isclass(value) else f" -> {call.return_annotation}"
     line = f"{name}({', '.join(words)}){returns}"
-    if len(line) <= 100:
+    if len(line) <= WIDTH:
         return line
-    return f"{name}(\n" + "".join(f"    {word},\n" for word in words) + f"){returns}"
+    lines = [""]
+    for word in words:  # never broken within a parameter
+        if lines[-1] and len(lines[-1]) + len(word) > WIDTH - len("    , "):
+            lines.append("")
+        lines[-1] += f"{', ' if lines[-1] else ''}{word}"
+    return f"{name}(\n" + "".join(f"    {line},\n" for line in lines) + f"){returns}"
 
 
 def markdown(docstring: str) -> str:

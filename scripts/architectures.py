@@ -7,30 +7,24 @@
 Every architecture is built from its configuration class with a hidden size of 256 and two layers where it takes these,
 filled with random numbers, and trained for 10 steps on two ranks over gloo: once by plain DeepSpeed in BF16, once with
 "fp8": {}, from the same weights on the same random tokens. Results are appended to a file of JSON lines, and what it
-holds is not run again unless it is named. The processes are kept from one architecture to the next; one that fails
-costs them their lives and the others nothing.
+holds is not run again unless it is named. The processes are kept from one architecture to the next, until one fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import traceback
-from multiprocessing.connection import Connection
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.ranks import RankDied, RankPools
 
 STEPS, ROWS, LENGTH, RANKS = 10, 2, 32, 2
 LARGEST = 40_000_000
 """Parameters above which a configuration has not become small."""
-
-TIMEOUT = 600
-"""Seconds after which an architecture counts as hung."""
-
-LIFETIME = 24
-"""Architectures after which the processes are started again: DeepSpeed frees no engine."""
 
 # Set where a configuration has a field of this name.
 SIZES: dict[str, Any] = {
@@ -95,12 +89,15 @@ def tiny_config(architecture: str) -> Any:
 
 def train(architecture: str, fp8: dict | None) -> dict[str, Any]:
     """Train a model for STEPS steps on this rank. Return its losses, averaged over ranks, and the start report."""
+    import logging
+
     import torch
     from deepspeed import comm as dist
     from transformers import AutoModelForCausalLM
 
     import ds_fp8
 
+    logging.getLogger("ds_fp8").setLevel(logging.ERROR)  # the report is returned
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(architecture), dtype=torch.bfloat16).train()
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -138,80 +135,29 @@ def train(architecture: str, fp8: dict | None) -> dict[str, Any]:
     return {"class": type(model).__name__, "parameters": parameters, "losses": losses, "report": report}
 
 
-def compare(architecture: str) -> dict[str, Any]:
-    """Train an architecture twice, BF16 first, and return one line of results."""
+def train_or_refuse(architecture: str) -> dict[str, Any]:
+    """Train in FP8 on this rank; return the reason in place of losses where the package refuses the model."""
     from ds_fp8.config.errors import UserError
 
-    result: dict[str, Any] = {"architecture": architecture}
     try:
-        bf16 = train(architecture, None)
-    except Exception:
-        return result | {"status": "fails in BF16", "traceback": traceback.format_exc()}
-    result |= {"class": bf16["class"], "parameters": bf16["parameters"], "bf16": bf16["losses"]}
-    try:
-        fp8 = train(architecture, {})
+        return train(architecture, {})
     except UserError as refusal:
-        return result | {"status": "refused", "reason": str(refusal)}
-    except Exception:
-        return result | {"status": "fails in FP8", "traceback": traceback.format_exc()}
+        return {"reason": str(refusal)}
+
+
+def compare(ranks: RankPools, architecture: str) -> dict[str, Any]:
+    """Train an architecture twice, BF16 first, and return one line of results."""
+    result: dict[str, Any] = {"architecture": architecture, "status": "fails in BF16"}
+    try:
+        bf16 = ranks(RANKS, train, architecture, None)[0]
+        result |= {"class": bf16["class"], "parameters": bf16["parameters"], "bf16": bf16["losses"]}
+        result["status"] = "fails in FP8"
+        fp8 = ranks(RANKS, train_or_refuse, architecture)[0]
+    except (AssertionError, RankDied) as error:
+        return result | {"traceback": str(error)}
+    if "reason" in fp8:
+        return result | {"status": "refused", "reason": fp8["reason"]}
     return result | {"status": "trained", "fp8": fp8["losses"], "report": fp8["report"]}
-
-
-def _worker(rank: int, port: int, connection: Connection) -> None:
-    addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": RANKS, "LOCAL_SIZE": RANKS}
-    os.environ.update({key: str(value) for key, value in addresses.items()} | {"RANK": str(rank)})
-    os.environ.update(LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu", LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    import torch
-
-    torch.set_num_threads(1)
-    while (architecture := connection.recv()) is not None:
-        connection.send(compare(architecture))
-
-
-class Ranks:
-    """RANKS processes that train one architecture after the other."""
-
-    def __init__(self) -> None:
-        import torch.multiprocessing as multiprocessing
-
-        context = multiprocessing.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.served = 0
-        self._connections, self._processes = [], []
-        for rank in range(RANKS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(rank, port, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
-
-    def run(self, architecture: str) -> dict[str, Any]:
-        """Return the line of results of the first rank that has failed, or else of the first."""
-        self.served += 1
-        results = []
-        try:
-            for connection in self._connections:
-                connection.send(architecture)
-            for connection in self._connections:
-                # Once a rank has failed, the others may wait for it in a collective for ever.
-                if not connection.poll(2 if _failed(results) else TIMEOUT):
-                    break
-                results.append(connection.recv())
-        except (EOFError, OSError) as error:
-            results.append({"architecture": architecture, "status": f"a process died ({type(error).__name__})"})
-        hung = {"architecture": architecture, "status": f"no answer in {TIMEOUT} seconds"}
-        return next(iter(_failed(results) or results), hung)
-
-    def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.kill()
-            process.join()
 
 
 def _failed(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -269,18 +215,13 @@ def main() -> int:
 
     results = read_results(arguments.results)
     wanted = arguments.names or [name for name in ARCHITECTURES if name not in results]
-    ranks = None
+    ranks = RankPools()
     for name in [] if arguments.table else wanted:
-        ranks = ranks or Ranks()
-        results[name] = result = ranks.run(name)
+        results[name] = result = compare(ranks, name)
         with arguments.results.open("a", encoding="utf-8") as file:
             print(json.dumps(result), file=file)
         print(f"{name}: {result['status']}", *(result.get("traceback") or "").splitlines()[-1:], flush=True)
-        if _failed([result]) or ranks.served == LIFETIME:
-            ranks.close()
-            ranks = None
-    if ranks is not None:
-        ranks.close()
+    ranks.close()
     print(table(results))
     return 0 if not _failed(list(results.values())) else 1
 

@@ -32,7 +32,7 @@ from pathlib import Path
 
 TESTS = ("unit/runtime/zero", "unit/checkpoint")
 RANKS = 4
-"""As many as the largest of these tests asks for; most ask for 2."""
+"""The most that one of these tests asks for; most ask for 2."""
 
 REFUSED = "UserError: error: "
 

@@ -18,7 +18,6 @@ import math
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -35,6 +34,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 
 import ds_fp8
+from ds_fp8.cluster.hosts import free_port
 from ds_fp8.config.files import read_config
 from ds_fp8.integrations.install import VARIABLE
 from ds_fp8.zero.seams import disable_shm_build
@@ -48,7 +48,7 @@ GRACE = 10
 """Seconds that the other ranks of a test have once one has failed."""
 
 _limit = math.inf
-"""When the test that runs has used its time, by time.monotonic."""
+"""End of the running test's time, by time.monotonic."""
 
 
 class Hung(Exception):
@@ -201,9 +201,7 @@ def run_ranks(test: Any, world: int, init_method: str) -> None:
         Hung: the test has used its time.
         BaseException: what the first rank to fail failed with, or pytest's Skipped.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     args = [(test, rank, world, port, init_method) for rank in range(world)]
     _skip_for(set(run_processes("forkserver", run_rank, args)))
 

@@ -43,7 +43,7 @@ STAGES = {str(file.relative_to(CONFIGS)): file.read_text() for file in sorted(CO
           if file.parent.name != "sweeps"}  # fmt: skip
 SWEEPS = {file.name: file.read_text() for file in sorted((CONFIGS / "sweeps").glob("*.json"))}
 SECONDS = 10
-"""Of processor time that a case may take."""
+"""Processor time that a case may take."""
 PATIENCE = 120
 """Seconds after which a case hangs."""
 
@@ -62,7 +62,7 @@ SCALARS = st.none() | st.booleans() | NUMBERS | TEXT
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=5
 )
-"""What JSON can hold, and somewhat more."""
+"""Values that JSON can hold, and somewhat more."""
 
 
 def paths(value: Any, path: tuple = ()) -> Iterator[tuple]:
@@ -147,7 +147,7 @@ INSERTED = [
     *(b"//", b"/*", b"#", b"\0" * 64, b"\xef\xbb\xbf", b"\xff\xfe", b"'''"),
     *(b'"', b"}", b",", b":", b"\n"),
 ]
-"""What parsers stumble over."""
+"""Bytes that parsers stumble over."""
 
 
 @st.composite

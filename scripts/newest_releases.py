@@ -39,7 +39,7 @@ TESTS = (
     "tests/integrations",
 )
 SECONDS = 3600
-"""That a file or folder of tests may take."""
+"""Seconds that a file or folder of tests may take."""
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,8 @@ def gpu_ranks():
     pools.close()
 
 
-@pytest.fixture
-def modules_kept_from_collection():
-    """For benchmarks, which collect garbage before each measurement: not all that the tests have imported."""
+@pytest.fixture(autouse=True, scope="module")
+def _modules_kept_from_collection():
+    """Collect garbage, which engines and benchmarks do often, not from all that was imported and collected before."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()

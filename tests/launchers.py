@@ -29,37 +29,37 @@ def _meeting(rank: Rank) -> Variables:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rank.port)}
 
 
+def _of_torch(rank: Rank) -> Variables:
+    """What torch.distributed reads."""
+    numbers = {"RANK": rank.rank, "LOCAL_RANK": rank.local_rank, "WORLD_SIZE": rank.ranks}
+    return {**_meeting(rank), **{name: str(number) for name, number in numbers.items()}}
+
+
 def deepspeed(rank: Rank) -> Variables:
     """As deepspeed/launcher/launch.py sets them."""
     return {
-        **_meeting(rank),
+        **_of_torch(rank),
         "CUDA_VISIBLE_DEVICES": "0,1",
-        "WORLD_SIZE": str(rank.ranks),
         "CROSS_RANK": str(rank.host),
         "CROSS_SIZE": str(rank.hosts),
         "LOCAL_SIZE": str(rank.per_host),
-        "RANK": str(rank.rank),
-        "LOCAL_RANK": str(rank.local_rank),
     }
 
 
 def torchrun(rank: Rank) -> Variables:
     """As torch/distributed/elastic/agent/server/local_elastic_agent.py sets them."""
     return {
-        **_meeting(rank),
-        "RANK": str(rank.rank),
+        **_of_torch(rank),
         "GROUP_RANK": str(rank.host),
         "ROLE_RANK": str(rank.rank),
         "ROLE_NAME": "default",
         "LOCAL_WORLD_SIZE": str(rank.per_host),
-        "WORLD_SIZE": str(rank.ranks),
         "GROUP_WORLD_SIZE": str(rank.hosts),
         "ROLE_WORLD_SIZE": str(rank.ranks),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "none",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "LOCAL_RANK": str(rank.local_rank),
     }
 
 
@@ -87,8 +87,7 @@ def _slurm(rank: Rank) -> Variables:
 
 def srun(rank: Rank) -> Variables:
     """As srun, with all GPUs of the host, and a script that hands its numbers on as docs/many_hosts.md says."""
-    numbers = {"RANK": str(rank.rank), "LOCAL_RANK": str(rank.local_rank), "WORLD_SIZE": str(rank.ranks)}
-    return {**_slurm(rank), **numbers, **_meeting(rank), "CUDA_VISIBLE_DEVICES": "0,1"}
+    return {**_slurm(rank), **_of_torch(rank), "CUDA_VISIBLE_DEVICES": "0,1"}
 
 
 def srun_one_gpu(rank: Rank) -> Variables:
@@ -117,22 +116,17 @@ def mpirun(rank: Rank) -> Variables:
 def deepspeed_mpich(rank: Rank) -> Variables:
     """As deepspeed --launcher mpich sets them, with launcher_helper.py."""
     return {
-        **_meeting(rank),
+        **_of_torch(rank),
         "PMI_RANK": str(rank.rank),
         "MPI_LOCALRANKID": str(rank.local_rank),
-        "WORLD_SIZE": str(rank.ranks),
         "LOCAL_SIZE": str(rank.per_host),
-        "RANK": str(rank.rank),
-        "LOCAL_RANK": str(rank.local_rank),
     }
 
 
 def ray(rank: Rank) -> Variables:
     """As actors of one GPU each have them under Ray (OpenRLHF, verl)."""
     return {
-        **_meeting(rank),
-        "RANK": str(rank.rank),
-        "WORLD_SIZE": str(rank.ranks),
+        **_of_torch(rank),
         "LOCAL_RANK": "0",
         "RAY_LOCAL_WORLD_SIZE": str(rank.per_host),
         "CUDA_VISIBLE_DEVICES": str(rank.local_rank),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
-import socket
 import tempfile
 import traceback
 import warnings
@@ -20,17 +19,13 @@ from typing import Any
 import psutil
 import torch.multiprocessing as multiprocessing
 
+from ds_fp8.cluster.hosts import free_port
+
 TIMEOUT = 180
 """Seconds after which a call counts as hung."""
 LARGEST, MOST_THREADS = 5 * 2**28, 48
 """Bytes and threads of a rank on a CPU at which its pool makes way for a new one, in 0.3 s: DeepSpeed's engines leave
 memory, and gloo's process groups threads, which wake a hundred times a second."""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _worker(
@@ -98,7 +93,7 @@ class RankPool:
         context = multiprocessing.get_context("forkserver" if accelerator == "cpu" else "spawn")
         if accelerator == "cpu":
             context.set_forkserver_preload(["tests.preload"])
-        port = _free_port()
+        port = free_port()
         self._connections, self._processes = [], []
         self._crashes = tempfile.TemporaryDirectory(prefix="ranks-")
         for rank in range(world):

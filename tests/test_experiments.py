@@ -8,18 +8,16 @@ import bench_path
 import pytest
 
 TINY = {
-    "cast_parity": "--quick --steps 3 --shared-steps 2 --outlier 15 --variants bf16,fishman --json FOUND",
     "corpus": "--megabytes 0.1 --output FOUND",
     "crossover": "--quick --tokens 16 --hidden 256 --presets infir2 --json FOUND",
     "head": "--quick --tokens 96 --chunks 32 --only bf16,fp8,all --json FOUND",
     "optimizer_parity": "--quick --steps 4 --shared-steps 2 --presets infir2,perturbed,dithered,coat --json FOUND",
     "zero_step": "--quick --json FOUND",
 }
-MEASURED_BY_TESTS = {"export_memory": "export/test_memory.py", "load_memory": "train/test_sharded_model.py"}
+MEASURED_BY_TESTS = {"export_memory": "export/test_memory.py"}
 HELPERS = {"bench_path", "byte_training"}
 
 
-@pytest.mark.usefixtures("modules_kept_from_collection")
 @pytest.mark.parametrize("name", TINY)
 def test_it_starts_and_writes_what_it_found(name, tmp_path, monkeypatch):
     file = tmp_path / "found.json"

@@ -1,7 +1,6 @@
 """Real ranks in the environments of launchers: hosts, transport, levels of the reduction, graphs."""
 
 import os
-import socket
 import subprocess
 import sys
 from multiprocessing.connection import Connection
@@ -11,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch.multiprocessing as multiprocessing
 
+from ds_fp8.cluster.hosts import free_port
 from tests.launchers import LAUNCHES, Launch, Rank, accelerate, deepspeed, torchrun, torchrun_virtual_local_rank
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,12 +93,6 @@ def job(launch: Launch, rank: Rank, connection: Connection) -> None:
     }
     connection.send(found)
     dist.barrier()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run(launch: Launch) -> list[dict]:

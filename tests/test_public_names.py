@@ -39,8 +39,9 @@ def test_no_name_is_that_of_a_module():
 # Every name before, between and after every module that one of them comes from, in one interpreter: each round starts
 # from a package that has been forgotten, but for the modules outside of it, which take the time.
 ALL_ORDERS = """
-import importlib, itertools, sys
+import gc, importlib, itertools, sys
 import torch, deepspeed, transformers, datasets
+gc.freeze()
 names = {names!r}
 homes = {homes!r}
 

@@ -13,13 +13,13 @@ from ds_fp8.casts.stochastic import MULTIPLIERS
 from ds_fp8.config.formats import FORMATS, SMALLEST_SCALE, has_power_of_two_scales
 
 NONE, GROUP, TILE, ROW, TENSOR = (tl.constexpr(i) for i in range(5))
-"""How a result is scaled: not wanted, one scale per 1x128 group, per tile, per row of the result, for all of it."""
+"""Scales of a result: not wanted, one scale per 1x128 group, per tile, per row of the result, for all of it."""
 MODES = {None: 0, "1x128": 1, "128x128": 2, "row": 3, "tensor": 4}
 FITTED = tl.constexpr(2)
 """Value of POW2 where scales of 1x128 groups are fitted_scales of primitives.py; 1 where they are powers of two, else 0.
 Elsewhere it means 0."""
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
-"""Whether kernels are compiled, and may hold assembly: Triton's interpreter runs none."""
+"""True where kernels are compiled, and may hold assembly: Triton's interpreter runs none."""
 _STEP, _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 
 

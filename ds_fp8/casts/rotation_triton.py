@@ -25,7 +25,7 @@ from ds_fp8.casts.tensor import QuantizedTensor
 from ds_fp8.config.formats import BLOCK, Rotation, fixed_scale
 
 UNROTATED = tl.constexpr(2)
-"""In place of an axis."""
+"""Value of an axis that is not rotated."""
 
 
 @triton.jit

@@ -23,7 +23,7 @@ class Host:
     """A host of a job."""
 
     name: str
-    """As ssh knows it."""
+    """Name or address for ssh."""
     slots: int
     """Ranks to start there: one a GPU."""
 

@@ -26,3 +26,10 @@ def this_host() -> str:
     """Return the name of this rank's host: the hostfile's where there is one, else the system's."""
     names, rank = host_names(), int(os.environ.get("RANK", "0"))
     return names[rank] if rank < len(names) else socket.gethostname()
+
+
+def free_port() -> int:
+    """Return a port of this host that is free now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

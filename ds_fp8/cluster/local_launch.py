@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,11 +13,12 @@ from contextlib import suppress
 import psutil
 from deepspeed.accelerator import get_accelerator
 
+from ds_fp8.cluster.hosts import free_port
 from ds_fp8.cluster.job_process import run_job, with_restarts
 from ds_fp8.config.errors import UserError
 
 TRAIN = ("--module", "ds_fp8.commands.train")
-"""What follows `deepspeed_command` to train a stage."""
+"""Arguments that follow `deepspeed_command` to train a stage."""
 _LAUNCH = "deepspeed.launcher.launch"
 """Between `deepspeed` and its ranks."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -101,10 +101,7 @@ def deepspeed_command(ranks: int) -> list[str]:
     Raises:
         UserError: That variable has fewer GPUs, or names that `deepspeed` cannot read.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(free_port())]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not visible or get_accelerator().device_name() != "cuda":
         return [*command, "--num_gpus", str(ranks)]

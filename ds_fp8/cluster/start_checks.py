@@ -38,9 +38,9 @@ class Job:
 
     configuration: Mapping[str, Any]
     file: Path
-    """Where the configuration comes from."""
+    """File of the configuration."""
     paths: Mapping[str, str]
-    """What may name local files or folders to read, by configuration key; a hub's names may be among them."""
+    """Local files or folders to read, by configuration key; a hub's names may be among them."""
     run_dir: Path
     """The folder that all hosts share."""
 

@@ -31,7 +31,7 @@ from ds_fp8.cluster.hosts import host_names, this_host
 DEFAULT_TIMEOUT = 300.0
 """Seconds without progress that end a job, until `set_timeout` is told train.timeout."""
 SLOW = 6
-"""How many times the timeout slow phases get: preparing data and model, the first step, saving."""
+"""Multiple of the timeout that slow phases get: preparing data and model, the first step, saving."""
 MAX_SILENCE, MIN_SILENCE = 30.0, 5.0
 """Seconds without a word from a host after which it counts as lost: half the timeout within these limits."""
 _VERDICT = 20.0

@@ -39,7 +39,7 @@ class Configuration:
     values: Mapping[str, Any]
     """The JSON, as it was given."""
     file: str | None = None
-    """Where it comes from, for errors."""
+    """Its file, for errors."""
 
     @classmethod
     def read(cls, given: str | os.PathLike | Mapping[str, Any]) -> Configuration:

@@ -82,9 +82,9 @@ _REMEDIES = {
     errno.EIO: _DISK,
     errno.ESTALE: _DISK,
 }
-"""What to do about an error of the file system."""
+"""Remedies of errors of the file system."""
 _WITHOUT_NAME = (errno.ENOSPC, errno.EDQUOT)
-"""Those that writing to an open file raises, which names no path."""
+"""Errors of writing to an open file, which name no path."""
 
 
 def as_user_error(error: Exception) -> UserError | None:

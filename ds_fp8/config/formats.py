@@ -92,11 +92,11 @@ def _integer(name: str) -> Format:
     return _emulated(name, bits, [float(number) for number in range(2 ** (bits - 1))])
 
 
-def _logarithmic(name: str, steps: int = 8) -> Format:
-    """Return zero and powers of 2^(1/steps) up to 1, rounded to FP32 (a logarithmic number system, 2106.13914)."""
+def _logarithmic(name: str) -> Format:
+    """Return zero and powers of 2^(1/8) up to 1, rounded to FP32 (a logarithmic number system, 2106.13914)."""
     bits = int(name[3:])
     # In FP64, rounded once: every platform has the same table.
-    powers = torch.arange(2 - 2 ** (bits - 1), 1, dtype=torch.float64).div(steps).exp2().float()
+    powers = torch.arange(2 - 2 ** (bits - 1), 1, dtype=torch.float64).div(8).exp2().float()
     return _emulated(name, bits, [0.0, *powers.tolist()])
 
 

@@ -120,7 +120,7 @@ class OptimizerStateConfig(Section):
     exp_avg_sq: CodecName = "fp32"
     """Format of the second moment."""
     granularity: StateGranularity = "1x128"
-    """Which elements of a moment share a scale: 128 in a row of the flat shard, or a rank's part of a tensor."""
+    """Elements of a moment that share a scale: 128 in a row of the flat shard, or a rank's part of a tensor."""
     scale: StateScale = "fp32"
     """fp32: a group's largest magnitude is almost exact, and decays while gradients are zero. pow2: it may get stuck.
     e4m3_expanded always has FP32 scales."""

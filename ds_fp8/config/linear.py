@@ -27,9 +27,9 @@ class Cast(Section):
     """The cast of one tensor class."""
 
     format: FormatName = "e4m3"
-    """How one element is stored."""
+    """Storage format of one element."""
     granularity: Granularity = "1x128"
-    """Which elements share a scale: all of a tensor, a row (of a token or an output channel), 128 along the contraction
+    """Elements that share a scale: all of a tensor, a row (of a token or an output channel), 128 along the contraction
     of the product the cast feeds, or a 128x128 block."""
     scale: ScaleType = "pow2"
     """pow2: powers of two; a second cast of the result is exact. fp32: amax / largest code, so that the largest number
@@ -96,7 +96,7 @@ class WeightCast(Cast):
     """
 
     granularity: Literal["128x128", "row", "tensor", "32x32", "16x16", "1x32", "1x16"] = "128x128"
-    """Which elements share a scale: a square block, an output channel, all of the weight, or a group along the
+    """Elements that share a scale: a square block, an output channel, all of the weight, or a group along the
     contraction of the product."""
 
 
@@ -126,7 +126,7 @@ class RotationConfig(Section):
     """Elements that are transformed together. in_features and out_features must be multiples of it; tokens are padded
     with zeros."""
     random: bool = False
-    """Whether elements of a block change their signs before, the same in all blocks, layers and steps."""
+    """Change random signs in a block before, the same ones in all blocks, layers and steps."""
     seed: Seed = 0
     """Seed of the random signs."""
 

@@ -25,10 +25,10 @@ class StatePrecision:
     exp_avg_sq: CodecName = "fp32"
     master: MasterName = "fp32"
     granularity: StateGranularity = "1x128"
-    """Which elements of a moment share a scale: 128 in a row, or all of a tensor (of a rank's part of it)."""
+    """Elements of a moment that share a scale: 128 in a row, or all of a tensor (of a rank's part of it)."""
     scale: StateScale = "fp32"
     stochastic_rounding: bool | Literal["auto"] | tuple[StatePart, ...] = AUTO
-    """What is rounded at random rather than to nearest: these parts, or all where True. auto: what loses much of its
+    """Parts rounded at random rather than to nearest, or all where True. auto: those that lose much of its
     changes to nearest rounding, which is moments in a byte (not the expanded exp_avg) and masters in FP16."""
     seed: int = 0
 

@@ -24,7 +24,7 @@ class KnownFunction(NamedTuple):
     """A function that this package replaces, imitates or relies on, as it was when that was written."""
 
     meaning: str
-    """What about it this package relies on."""
+    """The part of it that this package relies on."""
     digests: tuple[str, ...]
     """`digest` of it in the versions that were looked at."""
 

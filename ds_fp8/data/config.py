@@ -21,13 +21,13 @@ class SourceConfig(Section):
     """One of several sources of a mixture."""
 
     path: str = Field(min_length=1)
-    """As `data.path`."""
+    """Like `data.path`."""
     weight: float = Field(1.0, gt=0)
     """This source's share of the rows of training, relative to the weights of the others."""
     text_key: str | None = None
-    """As `data.text_key`, which it replaces for this source."""
+    """Like `data.text_key`, which it replaces for this source."""
     messages_key: str | None = None
-    """As `data.messages_key`, which it replaces for this source."""
+    """Like `data.messages_key`, which it replaces for this source."""
 
 
 class DataConfig(Section):
@@ -58,7 +58,7 @@ class DataConfig(Section):
     """Branch, tag or commit of a tokenizer name; null: its main branch."""
 
     chat_template: str | None = None
-    """How chats become text: "chatml", or a file with a Jinja template; null: as the tokenizer has it."""
+    """Template that makes text of chats: "chatml", or a file with a Jinja template; null: as the tokenizer has it."""
 
     vocab_size: int = Field(default=640, ge=SMALLEST_VOCABULARY, le=2048)
     """Number of tokens of the "synthetic" tokenizer, special tokens and the 256 bytes included."""

@@ -50,7 +50,7 @@ class CapturedGraphs:
         self._groups = {group.group_name for group in micro_step.groups}
         """Names of the process groups whose collectives are in graphs."""
         self.needs_dry_run = True
-        """Whether the next capture is tried out first."""
+        """True if the next capture is tried out first."""
         self.kept_bytes = 0
         """Memory of the graphs' own."""
         self._tokens = 0

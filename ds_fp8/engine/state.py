@@ -45,7 +45,7 @@ class FP8State:
         self.parameter_gather: ParameterGather | None = None
         self.gradient_reduce: GradientReduce | None = None
         self.hosts: Hosts | None = None
-        """Which ranks share a host; known with FP8 enabled."""
+        """Ranks by host; known with FP8 enabled."""
         self.nodes: Nodes | None = None
         self.optimizer: AdamW | None = None
         """The optimizer inside DeepSpeed's, where it is this package's."""

@@ -30,8 +30,8 @@ BACKENDS: dict[str, ModuleType] = {
     "transformer_engine": transformer_engine,
     "reference": reference,
 }
-"""In order of preference. Each has unavailable(), unsupported(formats and granularities), and a scaled_matmul that is
-called with operands it supports, none of them empty; where it matters, unsupported_scale(type, granularity) and
+"""Backends in order of preference. Each has unavailable(), unsupported(formats and granularities), and a scaled_matmul
+that is called with operands it supports, none of them empty; where it matters, unsupported_scale(type, granularity) and
 READS_TRANSPOSED."""
 
 DESCRIPTIONS = {

@@ -32,7 +32,7 @@ GROUP = 32
 """Elements along the contraction that share an E8M0 scale."""
 BLOCKWISE = ("1x128", "128x128")
 READS_TRANSPOSED = True
-"""Whether a transposed view is multiplied where it lies."""
+"""A transposed view is multiplied where it lies."""
 
 
 @functools.lru_cache(maxsize=1)

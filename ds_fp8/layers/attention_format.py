@@ -53,9 +53,9 @@ class AttentionFormat:
     layers: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     emulated: bool = False
-    """Whether plain torch computes what the kernels would."""
+    """True if plain torch computes what the kernels would."""
     packed: bool = False
-    """Whether rows may hold several documents."""
+    """True if rows may hold several documents."""
 
 
 def use_fp8_attention(model: nn.Module) -> AttentionFormat:

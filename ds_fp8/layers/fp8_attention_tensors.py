@@ -13,7 +13,7 @@ FORWARD, BACKWARD = "e4m3", "e5m2"
 """Formats of q, k, v, p and o, and of do, ds, dq, dk and dv."""
 
 P_SCALE = FORMATS[FORWARD].max
-"""What p is multiplied by before its cast."""
+"""Factor of p before its cast."""
 
 
 class Saved(NamedTuple):

@@ -61,8 +61,6 @@ def gated_forward(
     activation: str,
     spec: CastSpec,
     save: bool,
-    rows: int = 16,
-    warps: int = 4,
     fuse_cast: bool = True,
     room: int = 0,
     row_factor: torch.Tensor | None = None,
@@ -83,12 +81,13 @@ def gated_forward(
     if save and F % 128 == 0:
         saved = empty_result(M, 2 * F, "e4m3", "1x128", "pow2", gate_up.device)
     if gate_up.numel():
+        rows = 16
         _forward_tiles[(tiles(F), triton.cdiv(M, rows))](
             gate_up, row_factor, M, F, gate_up.stride(0), product if cast is None else cast.data, F + room,
             cast and cast.scale,
             saved and saved.data, saved and saved.scale,
             ACTIVATION=ACTIVATION_CODES[activation], CAST=cast is not None, SAVE=saved is not None, ROWS=rows,
-            EVEN=M % rows == 0 and is_even(F), num_warps=warps, **format_arguments(spec.format, spec.scale),
+            EVEN=M % rows == 0 and is_even(F), num_warps=4, **format_arguments(spec.format, spec.scale),
         )
     if save and saved is None:
         from ds_fp8.casts import quantize

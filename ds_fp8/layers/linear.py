@@ -93,7 +93,7 @@ class FP8Linear(nn.Linear):
     own_class: type[nn.Linear] = nn.Linear
     """The class before the conversion."""
     input_is_saved: bool = False
-    """Whether the layer before keeps this input for its own backward, so that keeping it here too costs nothing."""
+    """True if the layer before keeps this input for its own backward, so that keeping it here too costs nothing."""
 
     @runs_eagerly
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ class FusedHead(nn.Linear):
 
     targets: torch.Tensor | None = None
     recipe: LinearRecipe | None = None
-    """How the products of the loss cast their operands; None: not at all. Logits that are asked for stay BF16."""
+    """Casts of the operands of the loss's products; None: not cast. Logits that are asked for stay BF16."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor | WithheldLogits:
         """Return logits, or with `targets` their loss in the place of logits."""

@@ -56,7 +56,7 @@ class LinearRecipe:
     mlp_tile_tokens: int | None = None
     """activations.mlp_tile_tokens."""
     smooth: bool = False
-    """Whether channels of x are divided by factors, and columns of w multiplied (smoothing.py)."""
+    """True if channels of x are divided by factors, and columns of w multiplied (smoothing.py)."""
     outlier_channels: int = 0
     """Channels of the input that fprop multiplies with the residuals of their casts."""
     outliers: OutlierChannels | None = field(default=None, compare=False)

@@ -79,7 +79,6 @@ def softmax_gradient(
     gradient: bool,
     normalisers: torch.Tensor | None = None,
     block: int = BLOCK,
-    warps: int = WARPS,
 ) -> torch.Tensor:
     """Return the loss of each row of logits, FP32 [C].
 
@@ -90,7 +89,6 @@ def softmax_gradient(
         gradient: Whether the logits become their gradient, in place.
         normalisers: FP32 [C], where to write logsumexp of each row, zero of one that is ignored.
         block: Most logits that a program holds at once.
-        warps: Most warps of a program.
     """
     tokens, vocabulary = logits.shape
     losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
@@ -98,7 +96,7 @@ def softmax_gradient(
     _rows[(tokens,)](
         logits, targets, losses, normalisers, logits.stride(0), vocabulary,
         IGNORED=ignored, GRADIENT=gradient, BLOCK=block, BLOCKS=triton.cdiv(vocabulary, block),
-        num_warps=max(1, min(warps, block // 256)),
+        num_warps=max(1, min(WARPS, block // 256)),
     )
     return losses
 

@@ -34,8 +34,8 @@ def all_charts(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
             yield caption, _svg(figure)
 
 
-def _bars(records: Sequence[Any], height: float = 0.42) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(9.5, 1.6 + height * len(records)), layout="constrained")
+def _bars(records: Sequence[Any]) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(9.5, 1.6 + 0.42 * len(records)), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.invert_yaxis()

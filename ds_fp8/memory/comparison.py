@@ -57,10 +57,8 @@ def _size(size: int) -> str:
     return f"{size:,}" if size else "none"
 
 
-def print_plan(
-    points: Sequence[Point], raw: Mapping[str, Any], memory_bytes: int | None = None, console: Console | None = None
-) -> None:
-    """Return the points of a sweep and what they are expected to take on GPUs, wherever this runs."""
+def print_plan(points: Sequence[Point], raw: Mapping[str, Any], memory_bytes: int | None) -> None:
+    """Print the points of a sweep and what they are expected to take on GPUs, wherever this runs."""
     table = Table("point", "GPUs", "micro-batch", "length", "estimate GiB", "peak at")
     for point in points:
         expected = estimate_of(point, raw, "cuda")
@@ -68,7 +66,7 @@ def print_plan(
         over = memory_bytes is not None and needs > memory_bytes
         shown = f"{gib(expected.peak_bytes)}{' (does not fit)' if over else ''}"
         table.add_row(point.name, str(w.gpus), str(w.rows), f"{w.sequence_length:,}", shown, expected.peak.name)
-    (console or Console(highlight=False)).print(table)
+    Console(highlight=False).print(table)
 
 
 def print_comparison(records: Sequence[Record], console: Console) -> None:

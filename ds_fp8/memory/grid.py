@@ -43,7 +43,7 @@ MEASURING = {
     "train.keep_best": False,
     "train.log_every": 1,
 }
-"""What every run changes besides: as little evaluation as there may be, and a record of every step."""
+"""Changes of every run besides: as little evaluation as there may be, and a record of every step."""
 
 
 class PointConfig(Section):
@@ -76,10 +76,10 @@ class Point:
         values = {**self.settings, **(MEASURING if measuring else {})}
         return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
-    def applied(self, raw: Mapping[str, Any], *, measuring: bool = False) -> dict[str, Any]:
+    def applied(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of a stage's JSON with the settings in place."""
         result = copy.deepcopy(dict(raw))
-        for override in self.overrides(measuring=measuring):
+        for override in self.overrides(measuring=False):
             apply_override(result, override)
         return result
 

@@ -56,9 +56,9 @@ class ExpertsShape:
     count: int
     """E"""
     multiplied: bool
-    """Whether their products are FP8 ones of this package."""
+    """True if their products are FP8 ones of this package."""
     shared_gate: bool
-    """Whether the output of a shared expert is multiplied by a gate, as in Qwen2-MoE."""
+    """True if the output of a shared expert is multiplied by a gate, as in Qwen2-MoE."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,17 @@ class LayerShape:
     kv_heads: int
     head_dim: int
     head_norms: bool
-    """Whether q and k are normed by heads."""
+    """True if q and k are normed by heads."""
     fp8: Mapping[str, LinearRecipe]
-    """Those of PROJECTIONS that are FP8 linears, with their casts."""
+    """FP8 linears among PROJECTIONS, with their casts."""
     fused: bool
-    """Whether it runs as a FusedDecoderLayer."""
+    """True if it runs as a FusedDecoderLayer."""
     fused_mlp: bool
-    """Whether its MLP alone runs fused."""
+    """True if its MLP alone runs fused."""
     parameters: tuple[ParameterShape, ...]
     experts: ExpertsShape | None = None
     fused_attention: bool = False
-    """Whether its attention half runs fused, and its MLP is called."""
+    """True if its attention half runs fused, and its MLP is called."""
 
     @property
     def query(self) -> int:

@@ -30,7 +30,7 @@ from ds_fp8.train.durable import write_atomically
 from ds_fp8.train.metrics import read_metrics
 
 KILLED = "killed"
-"""From outside: neither a result nor the point's fault."""
+"""Status of a point that was ended from outside: neither a result nor the point's fault."""
 
 PROCESS, OUTPUT, RUN = "process.json", "output.log", "run"
 _POLL = 0.2

@@ -31,7 +31,7 @@ class Setting:
     """Settings that all points of a sweep share."""
 
     program: Sequence[str]
-    """What the launcher starts: launch.TRAIN."""
+    """Program that the launcher starts: launch.TRAIN."""
     stage_file: Path
     raw: Mapping[str, Any]
     folder: Path

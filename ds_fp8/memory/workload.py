@@ -46,7 +46,7 @@ class Workload:
     accumulation_bytes: int
     """Bytes of an element of the gradient shards."""
     torch_adam: bool
-    """Whether DeepSpeed was told to use torch's AdamW, which needs a second copy of exp_avg_sq while it steps."""
+    """True if DeepSpeed was told to use torch's AdamW, which needs a second copy of exp_avg_sq while it steps."""
     activation_checkpointing: bool | Literal["offload"]
     attention: str
     """attn_implementation"""

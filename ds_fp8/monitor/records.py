@@ -15,7 +15,7 @@ Record = dict[str, Any]
 
 FIGURES = tuple(field.name for field in fields(CastFigures))
 CURVES = ("snr_db", "flushed", "saturated")
-"""What DeepSpeed's monitors get by layer; metrics.jsonl has all."""
+"""Figures by layer for DeepSpeed's monitors; metrics.jsonl has all."""
 DIGITS = 4
 
 FALLBACK = "fallback"

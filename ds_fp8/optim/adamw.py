@@ -99,7 +99,7 @@ class AdamW(torch.optim.Optimizer):
         at_random = tuple(stochastic_rounding) if named else stochastic_rounding
         self.precision = StatePrecision(exp_avg, exp_avg_sq, master, granularity, scale, at_random, seed)
         self.compact = False
-        """Whether state_dict() holds codes and scales as they are, readable by this optimizer alone."""
+        """True if state_dict() holds codes and scales as they are, readable by this optimizer alone."""
         # DeepSpeed and GradScaler check before the step; as a plain torch optimizer this class has to do so itself.
         self._finite = FiniteCheck() if check_finite else None
         self._formats = StateFormats(self.precision)

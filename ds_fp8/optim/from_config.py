@@ -19,7 +19,7 @@ _ADAM = ("adam", "adamw")
 _OWN = ("lr", "betas", "eps", "weight_decay")
 _CHOOSE_AN_IMPLEMENTATION = ("torch_adam", "foreach", "fused", "capturable", "fp32_optimizer_states", "set_grad_none")
 _ONLY = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False, "differentiable": False}
-"""What DeepSpeed and torch offer more of: the one value that this optimizer has."""
+"""Options of which DeepSpeed and torch offer more: the one value that this optimizer has."""
 
 
 def uses_own_optimizer(configuration: Configuration, given: Any = None) -> bool:

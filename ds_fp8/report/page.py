@@ -28,7 +28,7 @@ ROUTING_ROWS = (
     ("experts without tokens a layer, end", "experts_without_tokens", "{:.1f}", 1.0),
     ("auxiliary loss, end", "auxiliary_loss", "{:.4f}", 1.0),
 )
-"""Of a mixture of experts: name, key, how it is shown and in which unit; means over the layers."""
+"""Figures of a mixture of experts: name, key, how it is shown and in which unit; means over the layers."""
 OPEN_ANSWERS = 3
 """Answers that are shown before the fold."""
 

@@ -34,12 +34,12 @@ class Outcome:
     """Training losses that stand out from those before, by train.spike_threshold and train.spike_window."""
     skipped_steps: int
     sharpness: float | None
-    """In the logits, percent (train/sharpness.py); of a run without a finite loss it is not measured."""
+    """Sharpness in the logits, percent (train/sharpness.py); of a run without a finite loss it is not measured."""
     diverged: bool = False
 
 
 Twins = tuple[Outcome, Outcome]
-"""In FP8 and in BF16; the same outcome in BF16 may have several twins."""
+"""Outcomes in FP8 and in BF16; the same outcome in BF16 may have several twins."""
 
 
 def cell_overrides(stage: Stage, cell: Cell, steps: int, out: Path) -> list[str]:

@@ -21,7 +21,7 @@ Level = Literal["good", "undecided", "bad"]
 LEVELS: tuple[str, ...] = get_args(Level)
 JUDGEMENTS = {"good": "equal", "undecided": "undecided", "bad": "worse"}
 NOT_WORSE = "not worse"
-"""In the place of "equal" where one seed alone was trained."""
+"""Verdict in place of "equal" where one seed alone was trained."""
 ONE_SEED = (
     "one seed can show a failure, neither that both are equal nor which is better: another seed moves losses and "
     "answers as well, and ds-fp8 parity --seeds 3 says how much"
@@ -112,12 +112,12 @@ def judge_seeds(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE)
     return judge(trained, weights, tolerance, exact_match_of(comparisons))
 
 
-def judge_all(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -> Verdict:
+def judge_all(comparisons: Sequence[Comparison]) -> Verdict:
     """Judge one run by its own health, seeds by their mean, and stages, one seed each, by the largest gap."""
     if comparisons[0].twin is None:
         return _judge_run(comparisons[0].run)
     if seeds(comparisons) is not None:
-        return judge_seeds(comparisons, tolerance)
+        return judge_seeds(comparisons)
     if any(gap is None for key in measured(comparisons) for gap in gaps_of(comparisons, key)):
         return NO_COMPARISON
     names = [comparison.name for comparison in comparisons]
@@ -129,18 +129,18 @@ def judge_all(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -
         trained = gaps[TRAINED][worst]
         words = f"compared: the final loss of {first} is {trained:+.3%} from that of {second}"
         return Verdict("undecided", f"{words}; {ONE_SEED}")
-    verdict = judge_seeds([comparisons[names.index(worst)]], tolerance)
+    verdict = judge_seeds([comparisons[names.index(worst)]])
     if len(names) == 1:
         return verdict
     answers = {name: exact_match_of([comparison]) for name, comparison in zip(names, comparisons, strict=True)}
     failing = [f"in {name} {found}" for name, found in answers.items() if found is not None and found.worse]
-    if max(largest.values()) <= tolerance:
+    if max(largest.values()) <= TOLERANCE:
         listed = [", ".join(f"{gap:+.2%} ({name})" for name, gap in of_stage.items()) for of_stage in gaps.values()]
         words = f"in {len(names)} stages, final losses of FP8 against BF16 {'; of its weights in BF16 '.join(listed)}"
         if failing:
             return Verdict("undecided", f"{JUDGEMENTS['undecided']}: {'; '.join([*failing, words, ONE_SEED])}")
         return Verdict("good", f"{NOT_WORSE}: {words}; {ONE_SEED}")
-    far = sum(gap > tolerance for gap in largest.values())
+    far = sum(gap > TOLERANCE for gap in largest.values())
     return Verdict("bad", f"worse: in {far} of {len(names)} stages; in {worst} {verdict.words.partition(': ')[2]}")
 
 

@@ -51,9 +51,9 @@ class RunState:
     losses: tuple[float, ...] = ()
     """The last losses, for the detection of spikes."""
     checkpoint: Path | None = None
-    """What to load: a checkpoint of this run, or one of the run that `train.resume` names."""
+    """Checkpoint to load: one of this run, or of the run that `train.resume` names."""
     ranks: int | None = None
-    """How many ranks wrote it."""
+    """Number of ranks that wrote it."""
     result: dict[str, Any] | None = None
     """Result of a run that has finished."""
 

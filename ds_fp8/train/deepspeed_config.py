@@ -31,7 +31,7 @@ _NOT_IN_A_STAGE = {
 }
 """Sections of DeepSpeed's that a stage has no use for, and what takes their place."""
 _SWITCHED = ("fp16", "torch_autocast", "autotuning", "data_efficiency", "hybrid_engine", "expert_parallel")
-"""Those of them that "enabled" switches on."""
+"""Sections among them that "enabled" switches on."""
 _MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 

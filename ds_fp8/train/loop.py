@@ -60,7 +60,7 @@ class TrainingLoop:
         self._check_slow = partial(interrupt.check, slow=True)
         self.steps = Steps(stage, data, engine)
         self.saved = state
-        """What the last checkpoint of this run holds; its `checkpoint` is None before the first."""
+        """State in the last checkpoint of this run; its `checkpoint` is None before the first."""
         if not state.step:
             self.saved = RunState(0, state.data_step)
         self.rollbacks = 0

@@ -30,7 +30,7 @@ from ds_fp8.zero.safe_load import load_tensors
 NAME = "manifest.json"
 FORMAT = 1
 _MAX_BYTES = 1 << 28
-"""Of a manifest: a million files."""
+"""Largest size of a manifest: a million files."""
 _CHUNK_BYTES = 16 * 2**20
 _MAX_THREADS = 8
 

@@ -15,6 +15,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_fp8.cluster import watchdog
+from ds_fp8.cluster.hosts import free_port
 from ds_fp8.config.errors import UserError
 from ds_fp8.zero.seams import disable_shm_build
 
@@ -25,16 +26,12 @@ def set_single_process_env() -> None:
     """Describe a world of one in the environment, if no launcher has described another."""
     if "RANK" in os.environ:
         return
-    with socket.socket() as free:
-        # Port 0: the system chooses one that is free, so that two runs on one machine do not collide.
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     os.environ |= {
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
     }
 
 

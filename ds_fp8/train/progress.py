@@ -22,14 +22,13 @@ from ds_fp8.train.metrics import Record
 
 LINES = 20
 SECONDS_BETWEEN_LINES = 30.0
-"""Where the output is no terminal and its end is not known."""
+"""Interval of lines where the output is not a terminal and the number of steps is not known."""
 
 
 class RunProgress:
     """Shows training steps on rank 0 and nothing elsewhere. A context manager."""
 
     def __init__(self, name: str, total: int, done: int, shown: bool) -> None:
-        self._shown = shown
         self._total = total
         self._every = max(1, total // LINES)
         self._line_due = 1

@@ -20,7 +20,7 @@ MAX_STEPS = 1 << 38
 """More steps than a run can have; times the largest batch they still count rows in 64 bits."""
 MAX_RANKS = 1 << 20
 CHECKED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-"""How pydantic reads: no value of another type is converted, no key is unknown, every number finite."""
+"""Strict reading by pydantic: no value of another type is converted, no key is unknown, every number finite."""
 
 Step = Annotated[int, Field(ge=0, lt=MAX_STEPS)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]

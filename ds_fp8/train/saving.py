@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 GIB = 2**30
 MAX_WRITE = timedelta(hours=4)
-"""How long ranks wait for the slowest of them to write its part of an asynchronous checkpoint."""
+"""Time that ranks wait for the slowest of them to write its part of an asynchronous checkpoint."""
 
 
 class SaveFailed(Exception):

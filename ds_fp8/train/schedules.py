@@ -17,7 +17,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "1-sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-"""How a decay goes from 1 at progress 0 to 0 at progress 1."""
+"""Shapes of a decay from 1 at progress 0 to 0 at progress 1."""
 
 
 class Schedule(Section):

@@ -44,7 +44,7 @@ class Part:
     """Linear layers that are cast together."""
 
     pattern: str
-    """What means them in fp8.linear.overrides."""
+    """Pattern for them in fp8.linear.overrides."""
     linears: tuple[str, ...]
     share: float
     """Their share of the FLOPs of all products of a step."""
@@ -61,7 +61,7 @@ class Cost:
     loss_error: float
     """Its standard error over rows."""
     divergence: float
-    """In nats per token."""
+    """Increase of the loss in nats per token."""
 
     @property
     def per_share(self) -> float:

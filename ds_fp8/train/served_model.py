@@ -43,7 +43,7 @@ class Serving:
     decoded: list[str] = field(default_factory=list)
     """Names of stored weights in FP8 that are multiplied in BF16 here."""
     note: str | None = None
-    """Why there are such."""
+    """Reason that there are such."""
 
     def __str__(self) -> str:
         served = f"{len(self.layers)} linear layers as served, inputs cast {self.inputs}" if self.layers else ""

@@ -70,7 +70,7 @@ class TrainConfig(Section):
     steps: int | None = Field(None, gt=0)
     """Optimizer steps of this stage."""
     epochs: float | None = Field(None, gt=0)
-    """In place of `steps`: how often to go through the training data."""
+    """Passes through the training data, in place of `steps`."""
     seed: Seed = 1236
     """Seed of untrained weights, of dropout and of the order of the data."""
     schedule: Schedule = Schedule()
@@ -102,7 +102,7 @@ class TrainConfig(Section):
     """Seconds without progress after which the job ends on all hosts; six times as many for preparing data and model,
     for the first step, for saving and for evaluation."""
     spike: Literal["off", "warn", "rollback"] = "warn"
-    """When a loss exceeds `spike_threshold`: warn, or return to the last checkpoint and skip the data of the steps
+    """Reaction to a loss above `spike_threshold`: warn, or return to the last checkpoint and skip the data of the steps
     since then."""
     spike_threshold: float = Field(10.0, gt=0)
     """Standard deviations, estimated by the median absolute deviation, above the median of the last losses."""

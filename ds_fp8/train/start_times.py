@@ -11,11 +11,7 @@ class StartTimes:
     """Seconds of each part of a start, in their order."""
 
     def __init__(self, since: float | None = None) -> None:
-        """Begin to count.
-
-        Args:
-            since: When the first part began, in seconds since the epoch; now by default.
-        """
+        """Begin to count now, or from `since`, in seconds since the epoch."""
         self._last = time.time() if since is None else since
         self._seconds: dict[str, float] = {}
 

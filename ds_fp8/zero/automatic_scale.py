@@ -22,7 +22,7 @@ from ds_fp8.zero.recent import Recent
 SATURATION_LIMIT = 1e-5
 GROWTH = 2.0 ** (1 / 1000)
 _SMALLEST_AMAX = 2.0**-100
-"""Where the division by amax must not overflow; smaller gradients share its scale."""
+"""Lower bound of amax, by which a division does not overflow; smaller gradients share its scale."""
 
 
 class AutomaticScale:

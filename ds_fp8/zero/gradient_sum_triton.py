@@ -97,7 +97,7 @@ class _Tables(NamedTuple):
     programs: int
     aligned: bool
     on_host: tuple[torch.Tensor, ...]
-    """What a graph copies again at every replay, if they were made while it was captured."""
+    """Host tensors that a graph copies again at every replay, if they were made while it was captured."""
 
 
 class _Cache:
@@ -106,7 +106,7 @@ class _Cache:
     def __init__(self):
         self._recent: Recent[tuple[Target, ...], _Tables] = Recent()
         self._captured: dict[tuple[Target, ...], _Tables] = {}
-        """Those that CUDA graphs read, for as long as there are gradients."""
+        """Tables that CUDA graphs read, for as long as there are gradients."""
 
     def tables(self, targets: tuple[Target, ...], device: torch.device) -> _Tables:
         """Return (owner, table, programs, aligned) of a message's gradients."""

@@ -47,7 +47,7 @@ class Slices:
 
     length: int
     column: int
-    """Where its slice begins in the `width` codes of every place; a multiple of 128."""
+    """Column where its slice begins in the `width` codes of every place; a multiple of 128."""
 
     @property
     def padded(self) -> int:

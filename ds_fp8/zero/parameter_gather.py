@@ -55,9 +55,9 @@ class ParameterGather:
         self._wire = wire
         self.shards = FP8Shards(weights, wire, transport)
         self._weights = self.shards.weights
-        """Those that are gathered in FP8, by id: a Parameter compares element by element."""
+        """Weights that are gathered in FP8, by id: a Parameter compares element by element."""
         self._all = list(self._weights.values())
-        """Those too that were left out later: some may still be gathered in FP8."""
+        """Weights that were left out later, too: some may still be gathered in FP8."""
         self.shards.before_cast = self._leave_shards
         self.transport = self.shards.transport.description
         self._bf16: Bf16Shards | None = None

@@ -39,7 +39,7 @@ class ShardedWeight:
     scale: torch.Tensor = field(init=False)
     """Scales of the whole weight; a view of the buffer of all scales."""
     scale_start: int = field(init=False)
-    """Where they begin in that buffer."""
+    """Index of the first of them in that buffer."""
 
     @property
     def granularity(self) -> str:

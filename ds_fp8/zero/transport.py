@@ -25,7 +25,7 @@ class Transport(Protocol):
     local: torch.Tensor
     """This rank's shards, uint8 [n], zeros at first."""
     description: str
-    """In words, for the start report."""
+    """Description for the start report."""
 
     def allocate(self, numel: int) -> torch.Tensor:
         """Return memory for outputs of `gather`, uint8 [numel], uninitialised, on the current stream."""

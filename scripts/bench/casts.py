@@ -59,10 +59,10 @@ from ds_fp8.layers.rotary import rotate, rotate_backward
 from ds_fp8.layers.weights import dgrad_operand
 
 EPS = 1e-6
-"""Of RMSNorm."""
+"""Epsilon of RMSNorm."""
 
 ROTATION = {"fprop": "in_features", "dgrad": "tokens", "wgrad": "tokens", "block": 128}
-"""Of every operand: what HALO's level 2 rotates, and both operands of wgrad."""
+"""Rotations of every operand: what HALO's level 2 rotates, and both operands of wgrad."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Operation:
 
     name: str
     casts: str
-    """What it writes in FP8, in words; together with `name` it tells operations apart."""
+    """Description of its FP8 results; together with `name` it tells operations apart."""
     elements: int
     bytes_per_element: float
     run: Callable[[], Any]

@@ -43,7 +43,7 @@ class ModelSize(NamedTuple):
     kv_heads: int
     head_dim: int
     tied: bool = False
-    """Whether embedding and head are one matrix."""
+    """True if embedding and head are one matrix."""
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Return (output features N, input features K) by name; q, k, v and gate, up are each one product."""

@@ -63,9 +63,9 @@ class Stack:
     """Around the forward of all layers."""
     recompute: Callable[..., torch.Tensor] = recompute_in_backward
     same_weights: bool = True
-    """Whether its results can be compared with those of the other stacks."""
+    """True if its results can be compared with those of the other stacks."""
     backend: str | None = None
-    """Which of this library's backends multiplies."""
+    """Backend of this library that multiplies."""
 
     def step(
         self, x: torch.Tensor, dy: torch.Tensor, recompute: bool = False
@@ -89,10 +89,10 @@ class Contestant:
 
     name: str
     weights: str
-    """In which precision they lie in memory: "bf16" ones are cast in every step."""
+    """Their precision in memory: "bf16" ones are cast in every step."""
     build: Callable[[Shape], Stack]
     missing: Callable[[], str | None]
-    """Why it cannot be measured here; None where it can."""
+    """Reason that it cannot be measured here, or None."""
     is_peer: bool = True
     compiles: bool = False
 

@@ -46,7 +46,7 @@ class Point(NamedTuple):
     layers: int
     vocabulary: int
     tokens: int
-    """Of the one row of a micro-batch."""
+    """Length of the one row of a micro-batch."""
     gpus: int
     variant: str
     slow_link: bool = False

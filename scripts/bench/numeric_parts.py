@@ -23,7 +23,7 @@ ACTIVATIONS = "x", "residual"
 """Names of the inputs of a part that are no weights."""
 
 EPS = 1e-6
-"""Of RMSNorm."""
+"""Epsilon of RMSNorm."""
 
 LAYOUT = HeadLayout(4, 2, 64)
 PROJECTIONS = "q_proj", "k_proj", "v_proj"

@@ -71,7 +71,7 @@ MODELS = {
 
 
 class Variant(NamedTuple):
-    """In what precision a variant computes and sends."""
+    """Precision in which a variant computes and sends."""
 
     fp8_compute: bool
     fp8_wire: bool

@@ -1,23 +1,22 @@
-"""Small Llamas that learn bytes of Python sources: what the experiments share.
+"""Small Llamas that learn bytes of Python sources, for optimizer_parity.py.
 
 Text, model and batches follow from a scale and a seed alone, so that runs of one seed differ by what is compared.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import bench_path  # noqa: F401  (for `common` and its neighbours)
 import torch
-from common import begin, device, positive, whole_numbers
+from common import device
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_fp8.config.errors import UserError
@@ -25,7 +24,6 @@ from ds_fp8.optim import AdamW
 
 PERTURBED = "perturbed"
 VALIDATION_BATCHES = 8
-ScaleT = TypeVar("ScaleT", bound=NamedTuple)
 
 
 class Scale(NamedTuple):
@@ -40,41 +38,6 @@ class Scale(NamedTuple):
     steps: int
     text: int
     """Bytes of text."""
-
-
-def add_arguments(parser: argparse.ArgumentParser, full: NamedTuple, quick: NamedTuple, peak: float) -> None:
-    """Add the arguments of training: seeds, steps and the peak learning rate."""
-    parser.add_argument("--seeds", type=whole_numbers, default=[0], metavar="N,...")
-    parser.add_argument("--steps", type=positive, help=f"default {full.steps}, --quick: {quick.steps}")
-    parser.add_argument("--lr", type=float, default=peak, help=f"peak learning rate (default {peak:g})")
-
-
-def add_shared_steps(parser: argparse.ArgumentParser, steps: int = 0) -> None:
-    """Add the argument of a `Trunk`."""
-    default = f" (default {steps})" if steps else ""
-    parser.add_argument(
-        "--shared-steps", type=int, default=steps, metavar="N", help=f"train N of them once a seed{default}"
-    )
-
-
-def chosen_scale(options: argparse.Namespace, full: ScaleT, quick: ScaleT) -> ScaleT:
-    """Return the scale that --quick and --steps ask for."""
-    scale = quick if options.quick else full
-    return scale._replace(steps=options.steps or scale.steps)
-
-
-def begin_training(
-    options: argparse.Namespace, full: ScaleT, quick: ScaleT
-) -> tuple[dict[str, str], ScaleT, torch.Tensor]:
-    """Print the banner; return (its facts, the scale asked for, its text)."""
-    scale = chosen_scale(options, full, quick)
-    return begin(), scale, read_sources(scale.text)
-
-
-def refuse_full_on_cpu(options: argparse.Namespace) -> None:
-    """Raise UserError for the full scale without a GPU."""
-    if device().type != "cuda" and not options.quick:
-        raise UserError("113 million parameters take hours without a GPU", remedy="--quick")
 
 
 def read_sources(length: int) -> torch.Tensor:
@@ -151,39 +114,6 @@ def perturb(model: LlamaForCausalLM, optimizer: AdamW) -> None:
         optimizer.state[weight]["master"][0, 0] = weight.data[0, 0]
 
 
-def train_steps(
-    model: LlamaForCausalLM,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterable[torch.Tensor],
-    rates: Iterable[float],
-    forward: Callable[..., Any] | None = None,
-) -> tuple[list[float], float]:
-    """Train one step for every batch.
-
-    Args:
-        model: whose gradients are clipped to a norm of 1.
-        optimizer: its optimizer.
-        batches: int64 tokens [rows, length] of each step.
-        rates: learning rate of each step.
-        forward: called in place of `model`, such as its compiled form.
-
-    Returns:
-        (the losses, seconds a step).
-    """
-    losses, started = [], time.perf_counter()
-    for tokens, rate in zip(batches, rates, strict=True):
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        loss = (forward or model)(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    curve = torch.stack(losses).tolist() if losses else []  # waits for the GPU
-    return curve, (time.perf_counter() - started) / max(1, len(losses))
-
-
 def train_bytes(
     model: LlamaForCausalLM,
     optimizer: AdamW,
@@ -192,12 +122,26 @@ def train_bytes(
     seed: int,
     peak: float,
     steps: range,
-    forward: Callable[..., Any] | None = None,
+    forward: Callable[..., Any],
 ) -> tuple[list[float], float]:
-    """Train `steps` of a run on all but the last hundredth of the text; return (the losses, seconds a step)."""
+    """Train `steps` of a run on all but the last hundredth of the text; return (the losses, seconds a step).
+
+    forward: the model or its compiled form.
+    """
     training = text[: len(text) * 99 // 100]
-    batches = (batch(training, scale, seed * 1_000_003 + step) for step in steps)
-    return train_steps(model, optimizer, batches, (learning_rate(step, scale.steps, peak) for step in steps), forward)
+    losses, started = [], time.perf_counter()
+    for step in steps:
+        tokens = batch(training, scale, seed * 1_000_003 + step)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, scale.steps, peak)
+        loss = forward(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    curve = torch.stack(losses).tolist() if losses else []  # waits for the GPU
+    return curve, (time.perf_counter() - started) / max(1, len(losses))
 
 
 def final_loss(curve: list[float]) -> float:

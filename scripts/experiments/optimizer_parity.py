@@ -32,18 +32,14 @@ from byte_training import (
     PERTURBED,
     Scale,
     Trunk,
-    add_arguments,
-    add_shared_steps,
-    begin_training,
     build_model,
-    chosen_scale,
     deterministic,
     figures,
     perturb,
-    refuse_full_on_cpu,
+    read_sources,
     train_bytes,
 )
-from common import argument_parser, device, print_table, words, write_json
+from common import argument_parser, begin, device, positive, print_table, whole_numbers, words, write_json
 from transformers import LlamaForCausalLM
 
 from ds_fp8.config.errors import UserError, main_entry
@@ -74,6 +70,12 @@ MOMENTS_SAVED = 20_000_000
 
 FULL = Scale(768, 3072, 12, 12, 1024, 16, 1000, 96_000_000)
 QUICK = Scale(64, 256, 2, 2, 64, 8, 20, 500_000)
+
+
+def chosen_scale(options: argparse.Namespace) -> Scale:
+    """Return the scale that --quick and --steps ask for."""
+    scale = QUICK if options.quick else FULL
+    return scale._replace(steps=options.steps or scale.steps)
 
 
 def dither(optimizer: AdamW) -> None:
@@ -177,8 +179,10 @@ def plot(file: str, rows: list[dict[str, Any]]) -> None:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--presets", type=words, default=list(KEPT), metavar="NAME,...", help=f"of {','.join(KEPT)}")
-    add_arguments(parser, FULL, QUICK, 6e-4)
-    add_shared_steps(parser)
+    parser.add_argument("--seeds", type=whole_numbers, default=[0], metavar="N,...")
+    parser.add_argument("--steps", type=positive, help=f"default {FULL.steps}, --quick: {QUICK.steps}")
+    parser.add_argument("--lr", type=float, default=6e-4, help="peak learning rate (default 6e-4)")
+    parser.add_argument("--shared-steps", type=int, default=0, metavar="N", help="train N of them once a seed")
     parser.add_argument("--beta2", type=float, default=0.95)
     parser.add_argument("--compile", action="store_true", help="compile the model, to wait less for Python")
     parser.add_argument("--plot", metavar="FILE", help="draw the curves of the first seed there")
@@ -187,17 +191,19 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for name in options.presets:
         if name not in KEPT:
             raise UserError(f'unknown preset "{name}"', key="--presets", remedy=f"some of {', '.join(KEPT)}")
-    if not 0 <= options.shared_steps < chosen_scale(options, FULL, QUICK).steps:
+    if not 0 <= options.shared_steps < chosen_scale(options).steps:
         raise UserError("no step is left to part after", key="--shared-steps", remedy="fewer than --steps")
     if options.save_moments and {"exp_avg", "exp_avg_sq"} & KEPT[options.presets[0]].keys():
         raise UserError("the first run has no FP32 moments to save", key="--presets", remedy="infir2 first")
-    refuse_full_on_cpu(options)
+    if device().type != "cuda" and not options.quick:
+        raise UserError("113 million parameters take hours without a GPU", remedy="--quick")
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    facts, scale, text = begin_training(options, FULL, QUICK)
+    facts, scale = begin(), chosen_scale(options)
+    text = read_sources(scale.text)
     rows: list[dict[str, Any]] = []
     for seed in options.seeds:
         with deterministic():

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from ds_fp8.cluster.hosts import free_port
 from tests.train.tiny_stage import TINY
 
 RANKS = 2
 GRACE_SECONDS = 1.0
-"""From the end of one rank until the launcher kills the others."""
+"""Seconds from the end of one rank until the launcher kills the others."""
 
 
 def warm_up(cache: Path) -> None:
@@ -56,9 +56,7 @@ class ForkedRun:
     @classmethod
     def start(cls, file: Path, run_dir: Path, output: Path, *overrides: str) -> ForkedRun:
         """Fork a launcher, which forks the ranks and ends when they have; all write to `output`."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         told, tell = os.pipe()
         launcher = os.fork()
         if launcher == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from ds_fp8.cluster.entry import rank_entry
+from ds_fp8.cluster.hosts import free_port
 
 PATIENCE = 60
 
@@ -44,9 +44,7 @@ def job(tmp_path: Path) -> Callable[..., Ended]:
     """`job(world, body, *arguments)`: call the module-level `body(rank, *arguments)` as the main of every rank."""
 
     def run(world: int, body: Callable, *arguments: Any) -> Ended:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         output = tmp_path / "stderr"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.preload"])

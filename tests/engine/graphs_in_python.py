@@ -202,7 +202,6 @@ def engine_of(attention: str = "sdpa", fp8=None, model=None):
     """An engine of a small Qwen2 or of `model`, and the list of what it says."""
     import ds_fp8
 
-    models.leave_modules_to_themselves()
     model = model_of(attention) if model is None else model
     section = models.config({"monitor": {"every": 0}, **(fp8 or {})}) | {"train_micro_batch_size_per_gpu": 1}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -24,7 +24,6 @@ STEPS = 8
 
 def deepspeeds(_):
     """Losses and gradient norms of DeepSpeed's BF16 training."""
-    models.leave_modules_to_themselves()
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen2Config(**sizes, num_hidden_layers=1, vocab_size=128)

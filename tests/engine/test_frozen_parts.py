@@ -57,10 +57,7 @@ def train(engine, steps, start=0):
     losses = []
     for step in range(start, start + steps):
         tokens = models.batch(step, dist.get_rank())
-        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(models.take_step(engine, engine(input_ids=tokens, labels=tokens, use_cache=False).loss))
     return losses
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ds_fp8.train import packed_attention
 from tests.engine.graphs_in_python import Graphs, engine_of
+from tests.zero.models import take_step
 
 LENGTH = 64
 
@@ -74,9 +75,7 @@ def trained(rows, graphs):
         positions = torch.cat([torch.arange(length) for length in lengths[dist.get_rank()]])[None]
         tokens = (torch.arange(LENGTH) * 7 + step + dist.get_rank())[None] % 128
         loss = engine(input_ids=tokens, labels=tokens, position_ids=positions, use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(take_step(engine, loss))
     packed_attention._document_by_document = launched_by_documents
     result = losses, log and list(log), said
     engine.destroy()

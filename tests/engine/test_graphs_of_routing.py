@@ -1,12 +1,10 @@
 """CUDA graphs of mixtures of experts: measured steps are counted, and no graph runs where routing is replayed."""
 
-import contextlib
-
 import torch
 
 from ds_fp8.layers import routing
 from tests.engine.graphs_in_python import Graphs, engine_of
-from tests.layers.moe import EXPERTS, mixture
+from tests.layers.moe import EXPERTS, mixture, routed_steps
 
 EVERY = 5
 REPLAYED_IN = 8
@@ -21,23 +19,18 @@ def steps(graphs):
     engine, said = engine_of(fp8={"monitor": {"every": EVERY}}, model=model)
     if graphs:
         engine.fp8.graphs = Graphs(engine)
-    losses, measured = [], []
-    for step in range(11):
-        ids = ((torch.arange(64) * 7 + step) % model.config.vocab_size)[None]
-        given = contextlib.nullcontext()
-        if step == REPLAYED_IN:
-            with routing.record(engine) as routes, torch.no_grad():
-                engine.eval()
-                engine(input_ids=ids)
-                engine.train()
-            given = routing.replay(engine, {name: (chosen + 1) % EXPERTS for name, chosen in routes.items()})
-        with given:
-            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-            engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-        report, engine.fp8.health.last = engine.fp8.health.last, None
-        measured.append(report and report.routing)
+
+    def routes(ids):
+        with routing.record(engine) as recorded, torch.no_grad():
+            engine.eval()
+            engine(input_ids=ids)
+            engine.train()
+        return {name: (chosen + 1) % EXPERTS for name, chosen in recorded.items()}
+
+    def batch(step):
+        return ((torch.arange(64) * 7 + step) % model.config.vocab_size)[None]
+
+    losses, measured = routed_steps(engine, batch, 11, REPLAYED_IN, routes)
     log = list(engine.fp8.graphs.log) if graphs else []
     engine.destroy()
     return losses, measured, log, said

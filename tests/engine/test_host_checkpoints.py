@@ -250,10 +250,7 @@ def train(architecture, recompute, on_host, section):
     losses = []
     for step in range(6):
         ids = models.batch(step, dist.get_rank())
-        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids, use_cache=False).loss))
     kept = isinstance(recomputed_by(engine.module.model.layers[0]), HostCheckpoints)
     return losses, models.bf16_weights(engine), kept
 

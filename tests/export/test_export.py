@@ -19,6 +19,7 @@ from ds_fp8.export import export_checkpoint
 from tests.export.servers import assert_served
 from tests.export.trained import train_and_export
 from tests.integrations.programs import counting
+from tests.numerics import error
 from tests.zero.models import config
 
 ROWS = torch.stack([row["input_ids"] for row in counting(2)])
@@ -43,10 +44,6 @@ def logits(model) -> torch.Tensor:
         return model(input_ids=ROWS).logits.float()
 
 
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
-
-
 def tensors(folder) -> dict[str, torch.Tensor]:
     return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
 
@@ -62,8 +59,8 @@ def test_transformers_computes_with_the_dequantised_codes(trained):
     by_hand.load_state_dict(state)
     assert torch.equal(logits(loaded(folder / "fp8")), logits(by_hand))
     # Training casts activations besides, which costs about 5% of the logits.
-    assert difference(logits(loaded(folder / "fp8")), trained_logits) < 0.08
-    assert difference(logits(loaded(folder / "bf16")), trained_logits) < 0.08
+    assert error(logits(loaded(folder / "fp8")), trained_logits) < 0.08
+    assert error(logits(loaded(folder / "bf16")), trained_logits) < 0.08
 
 
 @pytest.mark.parametrize(
@@ -90,7 +87,7 @@ def test_other_models(ranks, tmp_path, changes):
     assert left == {"lm_head"} | mlp
     in_fp8 = {name for name, codes in stored.items() if codes.dtype == torch.float8_e4m3fn}
     assert len(in_fp8) == 14 - len(mlp)
-    assert difference(logits(loaded(tmp_path / "fp8")), trained_logits) < 0.08
+    assert error(logits(loaded(tmp_path / "fp8")), trained_logits) < 0.08
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

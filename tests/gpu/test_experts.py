@@ -16,8 +16,8 @@ from ds_fp8.layers.permutation import permute_cast, permute_cast_reference, unpe
 from ds_fp8.layers.recipe_from_config import recipe_from_config
 from tests.gemm.groups import AWKWARD, random_rows, row_groups, spans
 from tests.gemm.tolerance import CHAIN, OF_SCALES, ROUNDING, assert_is_product
-from tests.layers.expert_loop import error
 from tests.layers.test_expert_products import inputs, run
+from tests.numerics import error
 
 pytestmark = pytest.mark.gpu
 

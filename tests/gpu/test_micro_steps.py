@@ -33,7 +33,6 @@ def engine_of(
     from ds_fp8.train import packed_attention
 
     packed_attention.register()
-    models.leave_modules_to_themselves()
     sizes = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape = Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=True)
     torch.manual_seed(0)
@@ -223,9 +222,7 @@ def train(
             if attention == "packed":
                 more = {"position_ids": torch.cat([torch.arange(length) for length in packed(step)])[None].cuda()}
             loss = engine(input_ids=tokens, labels=tokens, use_cache=False, **more).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(models.take_step(engine, loss))
         norms.append(float(engine.get_global_grad_norm()))
     masters = {name: models.full_master(parameter).cpu() for name, parameter in engine.module.named_parameters()}
     graphs = engine.fp8.graphs
@@ -318,7 +315,6 @@ class WithAdapters:
 
         import ds_fp8
 
-        models.leave_modules_to_themselves()
         sizes = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
         torch.manual_seed(0)
         with torch.device("cuda"):

@@ -1,12 +1,9 @@
 """Router statistics and replayed routing on GPUs, with CUDA graphs and without."""
 
-import contextlib
-
 import pytest
 import torch
 
-from ds_fp8.layers import routing
-from tests.layers.moe import EXPERTS
+from tests.layers.moe import EXPERTS, routed_steps
 from tests.zero.test_experts import batch, engine_of
 from tests.zero.test_routing import expected, watched
 
@@ -32,21 +29,13 @@ def test_tokens_of_all_ranks_are_counted_once(gpu_ranks, section):
 def steps(graph):
     """(losses, router statistics by step, number of graphs); the routing of step 11 is given."""
     engine = engine_of("qwen3_moe", {"monitor": {"every": 5}, "graph": graph, **PRODUCTS})
-    losses, measured = [], []
-    for step in range(16):
-        ids = batch(step, 0).to(engine.device)
-        given = contextlib.nullcontext()
-        if step == 11:
-            tokens = torch.arange(ids.numel(), device=ids.device)
-            chosen = torch.stack([tokens % EXPERTS, (tokens + 1) % EXPERTS], 1)
-            given = routing.replay(engine, [chosen, chosen])
-        with given:
-            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-            engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-        report, engine.fp8.health.last = engine.fp8.health.last, None
-        measured.append(report and report.routing.mean.entropy)
+
+    def routes(ids):
+        tokens = torch.arange(ids.numel(), device=ids.device)
+        return [torch.stack([tokens % EXPERTS, (tokens + 1) % EXPERTS], 1)] * 2
+
+    losses, found = routed_steps(engine, lambda step: batch(step, 0).to(engine.device), 16, 11, routes)
+    measured = [one and one.mean.entropy for one in found]
     return losses, measured, engine.fp8.graphs.captured if engine.fp8.graphs else 0
 
 

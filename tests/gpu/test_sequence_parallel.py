@@ -22,6 +22,7 @@ from tests.engine.test_sequence_parallel import losses
 from tests.layers.hugging_face import causal_lm
 from tests.layers.test_fp8_attention_shared import bytes_sent, in_bf16
 from tests.layers.test_sequence_parallel import shared
+from tests.numerics import error
 from tests.ranks import RankPool
 
 UNAVAILABLE = fp8_attention_cudnn.unavailable()
@@ -115,11 +116,7 @@ def shared_and_whole(heads, kv_heads, counts, long):
         [mine(x, dim) for x, dim in zip(r, dims, strict=True)] for r in (one_by_one, whole, wanted)
     )
     pairs = ((found, one_by_one), (found, wanted), (whole, wanted))
-    return [dict(zip(NAMES, map(relative, *pair), strict=True)) for pair in pairs]
-
-
-def relative(one, other):
-    return ((one.float() - other.float()).norm() / other.float().norm()).item()
+    return [dict(zip(NAMES, map(error, *pair), strict=True)) for pair in pairs]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +188,7 @@ def test_kernels_get_the_bits_of_casts_after_the_exchange(gpu_ranks, heads, kv_h
         for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             assert torch.equal(one, other), index
         for name, one, other in zip(NAMES, found, expected, strict=True):
-            assert relative(one, other) <= (0 if name == "output" else 0.01), name
+            assert error(one, other) <= (0 if name == "output" else 0.01), name
         assert sent > 0 == none
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from ds_fp8.cluster.hosts import free_port
 from ds_fp8.config.fp8 import parse_fp8
 from tests.integrations import accelerate_on_cpus
 from tests.integrations.programs import history, installed, small_model, small_tokenizer
@@ -57,18 +59,28 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 FEW = (
     *("--model_name_or_path", "tiny", "--output_dir", "out", "--max_steps", "3", "--logging_steps", "1"),
     *("--per_device_train_batch_size", "2", "--report_to", "none", "--save_strategy", "no"),
     *("--dataloader_pin_memory", "false", "--disable_tqdm", "true"),
 )
 """Options with which a program of TRL ends soon."""
+
+
+@contextlib.contextmanager
+def started(folder: Path, program: str, *arguments: str, **variables: str):
+    """Let a program find itself in the folder, with these arguments and environment variables."""
+    before = Path.cwd(), sys.argv, dict(os.environ)
+    os.chdir(folder)
+    os.environ.update(variables)
+    sys.argv = [program, *arguments]
+    try:
+        yield
+    finally:
+        os.chdir(before[0])
+        sys.argv = before[1]
+        os.environ.clear()
+        os.environ.update(before[2])
 
 
 def of_accelerate(program: str, folder: Path, arguments: tuple[str, ...]):
@@ -80,27 +92,23 @@ def of_accelerate(program: str, folder: Path, arguments: tuple[str, ...]):
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": config["deepspeed_config_file"],
         "ACCELERATE_DEEPSPEED_ZERO3_INIT": str(config["zero3_init_flag"]).lower(),
     }
-    before = Path.cwd(), sys.argv, dict(os.environ)
-    os.chdir(folder)
-    os.environ.update(told)
-    sys.argv = [program, *FEW, *arguments]
-    try:
-        with installed():
-            trainer = runpy.run_path(program, run_name="__main__")["trainer"]
-            reference = getattr(trainer, "ref_model", None)
-            reports = [engine.fp8.report for engine in (trainer.model_wrapped, reference) if engine is not None]
-            return history(trainer, "loss"), reports
-    finally:
-        os.chdir(before[0])
-        sys.argv = before[1]
-        os.environ.clear()
-        os.environ.update(before[2])
+    with started(folder, program, *FEW, *arguments, **told), installed():
+        trainer = runpy.run_path(program, run_name="__main__")["trainer"]
+        reference = getattr(trainer, "ref_model", None)
+        reports = [engine.fp8.report for engine in (trainer.model_wrapped, reference) if engine is not None]
+        return history(trainer, "loss"), reports
 
 
-def test_the_plain_program_trains_and_leaves_a_model(folder):
-    printed = run("torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(),
-                  "train.py", "tiny", "text.txt", "out")  # fmt: skip
-    assert "linears in FP8        14" in printed
+def plain(folder: Path):
+    """(FP8 linears, what is printed) of the plain program; README's, which is started by torchrun, is much the same."""
+    with started(folder, "train.py", "tiny", "text.txt", "out"), contextlib.redirect_stdout(io.StringIO()) as printed:
+        engine = runpy.run_path("train.py", run_name="__main__")["engine"]
+    return engine.fp8.report["fp8_linears"], printed.getvalue()
+
+
+def test_the_plain_program_trains_and_leaves_a_model(folder, ranks):
+    linears, printed = ranks(2, plain, folder)[0]
+    assert linears == 14
     found = [float(value) for value in re.findall(r"step \d of \d: loss ([\d.]+)", printed)]
     assert len(found) > 2
     assert found[-1] < found[0]
@@ -110,7 +118,7 @@ def test_the_plain_program_trains_and_leaves_a_model(folder):
 
 def test_accelerate_starts_fine_tuning_through_ds_fp8(folder):
     pytest.importorskip("trl")
-    launch = ("--config_file", "zero3.yaml", "--num_processes", "2", "--main_process_port", free_port())
+    launch = ("--config_file", "zero3.yaml", "--num_processes", "2", "--main_process_port", str(free_port()))
     more = (
         "--dataset_name",
         "chats",
@@ -183,7 +191,7 @@ def test_axolotl_takes_the_recipe():
 @pytest.mark.skipif(not importlib.util.find_spec("llamafactory"), reason="needs LLaMA-Factory")
 def test_llamafactory_takes_the_recipe(folder):
     recipe = ("model_name_or_path=tiny", "max_steps=2", "report_to=none")
-    printed = run("torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(),
+    printed = run("torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
                   "-m", "tests.integrations.launched",
                   "-m", "llamafactory.launcher", "llamafactory.yaml", *recipe)  # fmt: skip
     assert "linears in FP8        14" in printed

@@ -10,7 +10,7 @@ import torch
 
 from tests.casts.peers import assert_same_as_torchao
 from tests.integrations.programs import counting, small_model, small_tokenizer
-from tests.zero.models import config
+from tests.zero.models import config, take_step
 
 TRAINING = {**config({}), "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}}
 
@@ -58,10 +58,7 @@ def go_on(folder) -> list[float]:
     rows = torch.stack([row["input_ids"] for row in counting(8)])
     losses = []
     for _ in range(4):
-        loss = engine(input_ids=rows, labels=rows).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(take_step(engine, engine(input_ids=rows, labels=rows).loss))
     return losses
 
 

@@ -87,10 +87,3 @@ def with_casts(x, index, router_weights, gate_up, down, products: ExpertProducts
             @ along_tokens(product, down_spec, of_down.wgrad_input).t()
         )
     return y, Gradients(dx, dweights, of_gate_up, of_down_proj)
-
-
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the relative error in the Frobenius norm; of expected zeros the norm itself."""
-    expected = expected.double()
-    scale = expected.norm()
-    return ((found.detach().double() - expected).norm() / (scale if scale else 1)).item()

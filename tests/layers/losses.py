@@ -8,10 +8,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Relative error of a loss or gradient against the computation with all logits in the same dtype."""
 
 
-def relative_error(ours, theirs):
-    return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-12)).item()
-
-
 def limit_chunks(monkeypatch, tokens, vocabulary):
     """Let a chunk of the plain torch computation hold this many tokens."""
     monkeypatch.setattr(cross_entropy, "LOGITS_BYTES", tokens * 4 * vocabulary)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from ds_fp8.layers import routing
 from tests.layers.hugging_face import causal_lm
 
 EXPERTS = 4
@@ -38,3 +41,18 @@ def mixture(architecture: str, dtype: torch.dtype = torch.bfloat16, **changes: A
     """A random model in training mode; the same arguments give the same numbers."""
     common = {"hidden_size": 128, "head_dim": 32, "num_key_value_heads": 4, "num_experts_per_tok": 2}
     return causal_lm(architecture, dtype, **{**common, **SIZES[architecture], **changes})
+
+
+def routed_steps(engine, batch: Callable, steps: int, replayed_in: int, routes: Callable) -> tuple[list, list]:
+    """(losses, router statistics by step) of steps on `batch(step)`; that of `replayed_in` has `routes(tokens)`."""
+    losses, measured = [], []
+    for step in range(steps):
+        ids = batch(step)
+        with routing.replay(engine, routes(ids)) if step == replayed_in else nullcontext():
+            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+            engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        report, engine.fp8.health.last = engine.fp8.health.last, None
+        measured.append(report and report.routing)
+    return losses, measured

@@ -159,10 +159,7 @@ def lora_on_ranks(fp8, before):
     rank, losses = torch.distributed.get_rank(), []
     for _ in range(5):
         ids = tokens() + rank
-        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids, use_cache=False).loss))
     full = [m for n, m in engine.module.named_modules() if isinstance(m, FP8Linear)]
     assert not any(p.requires_grad for m in full for p in m.parameters())
     report = engine.fp8.report if fp8 else {}

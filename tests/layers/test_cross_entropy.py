@@ -19,7 +19,8 @@ from ds_fp8.layers.cross_entropy import (
 from ds_fp8.layers.lm_head import FP8Head
 from ds_fp8.layers.recipe_from_config import recipe_from_config
 from ds_fp8.layers.softmax_gradient import IGNORED, softmax_gradient_reference
-from tests.layers.losses import TOLERANCE, limit_chunks, relative_error
+from tests.layers.losses import TOLERANCE, limit_chunks
+from tests.numerics import error
 
 # Tokens, hidden size, vocabulary.
 SIZES = [(1, 3, 7), (5, 3, 61), (17, 8, 131), (64, 16, 1009), (2, 1, 1)]
@@ -51,7 +52,7 @@ def test_loss_and_gradients_are_those_of_all_logits(sizes, chunked, dtype, monke
     for result, expected in zip(ours, theirs, strict=True):
         assert result.dtype is expected.dtype
         assert result.shape == expected.shape
-        assert relative_error(result, expected) < TOLERANCE[dtype]
+        assert error(result, expected) < TOLERANCE[dtype]
 
 
 def test_ignored_tokens_and_no_tokens():
@@ -95,7 +96,7 @@ def test_a_frozen_operand_gets_no_gradient(frozen):
     given[frozen].requires_grad_(False)
     linear_cross_entropy(*given).backward()
     assert given[frozen].grad is None
-    assert relative_error(given[1 - frozen].grad, expected) < TOLERANCE[torch.float32]
+    assert error(given[1 - frozen].grad, expected) < TOLERANCE[torch.float32]
 
 
 def test_without_gradients_the_loss_is_the_same():
@@ -130,7 +131,7 @@ def test_autocast_computes_in_its_dtype():
         theirs = loss_and_gradients(linear_cross_entropy_reference, *given)
     for result, expected in zip(ours, theirs, strict=True):
         assert result.dtype is expected.dtype is torch.float32
-        assert relative_error(result, expected) < TOLERANCE[torch.bfloat16]
+        assert error(result, expected) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("preset", ["infir2", "hybrid_fast", "rowwise", "tensorwise"])
@@ -142,10 +143,10 @@ def test_a_head_in_fp8_is_off_by_no_more_than_its_casts(preset, tokens_of_chunk,
     given = operands(640, 64, 1009, torch.bfloat16)
     expected = loss_and_gradients(linear_cross_entropy_reference, *given)
     ours = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)
-    assert relative_error(ours[0], expected[0]) < 2e-3
+    assert error(ours[0], expected[0]) < 2e-3
     for result, wanted in zip(ours[1:], expected[1:], strict=True):
         assert result.dtype is torch.bfloat16
-        assert 1e-3 < relative_error(result, wanted) < 0.1
+        assert 1e-3 < error(result, wanted) < 0.1
     with torch.no_grad():
         assert linear_cross_entropy(*given, recipe) == ours[0]
 
@@ -189,8 +190,8 @@ def test_the_kernel_computes_the_softmax_gradient(sizes, dtype, gradient):
     theirs = ours.float().clone()
     expected = softmax_gradient_reference(theirs, targets.to(device), gradient)
     losses = kernels.softmax_gradient(ours, targets.to(device), IGNORED, gradient, block=1024)
-    assert relative_error(losses, expected) < 1e-5
-    assert relative_error(ours, theirs) < TOLERANCE[dtype]
+    assert error(losses, expected) < 1e-5
+    assert error(ours, theirs) < TOLERANCE[dtype]
     assert padded[:, sizes[1] :].isnan().all()
 
 
@@ -220,12 +221,12 @@ def test_the_kernel_casts_the_softmax_gradient(wants_row):
     columns.data.view(torch.uint8).fill_(0)
     columns.scale.fill_(1)
     losses, row = kernels.softmax_gradient_cast(logits, targets, IGNORED, CastSpec(), wants_row, columns, 256)
-    assert relative_error(losses, expected) < 1e-5
-    assert relative_error(columns.dequantize()[:, 256:], quantize(gradient.t()).dequantize()) < bound
+    assert error(losses, expected) < 1e-5
+    assert error(columns.dequantize()[:, 256:], quantize(gradient.t()).dequantize()) < bound
     assert (columns.dequantize()[:, :256] == 0).all()
     assert (row is None) is not wants_row
     if wants_row:
-        assert relative_error(row.dequantize(), quantize(gradient).dequantize()) < bound
+        assert error(row.dequantize(), quantize(gradient).dequantize()) < bound
 
 
 @pytest.mark.parametrize("preset", ["infir2", "hybrid_fast"])
@@ -238,9 +239,9 @@ def test_a_head_in_fp8_casts_by_tile_as_it_does_by_chunk(preset, monkeypatch):
     by_chunk = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)
     monkeypatch.setattr(FP8Head, "_casts_by_tile", lambda *_: True)
     by_tile = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)
-    assert relative_error(by_tile[0], by_chunk[0]) < 1e-5
+    assert error(by_tile[0], by_chunk[0]) < 1e-5
     for one, other in zip(by_tile[1:], by_chunk[1:], strict=True):
-        assert relative_error(one, other) < 0.12
+        assert error(one, other) < 0.12
 
 
 @pytest.mark.gpu
@@ -257,10 +258,10 @@ def test_a_gpu_agrees_with_all_logits(sizes, wants, dtype, chunked, monkeypatch)
         operand.requires_grad_(wanted)
     loss = linear_cross_entropy(*given)
     (loss * 0.37).backward()
-    assert relative_error(loss.detach(), expected[0]) < TOLERANCE[dtype]
+    assert error(loss.detach(), expected[0]) < TOLERANCE[dtype]
     for operand, wanted, theirs in zip(given[:2], wants, expected[1:], strict=True):
         if wanted:
-            assert relative_error(operand.grad, theirs) < TOLERANCE[dtype]
+            assert error(operand.grad, theirs) < TOLERANCE[dtype]
         else:
             assert operand.grad is None
 
@@ -276,4 +277,4 @@ def test_a_head_in_fp8_on_a_gpu_is_the_emulated_one(tokens, preset, monkeypatch)
         given = operands(tokens, 128, 1024, torch.bfloat16, device)
         results.append(loss_and_gradients(lambda *each, r=recipe: linear_cross_entropy(*each, r), *given))
     for one, other in zip(*results, strict=True):
-        assert relative_error(one.cpu(), other) < 0.02
+        assert error(one.cpu(), other) < 0.02

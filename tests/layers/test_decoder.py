@@ -11,6 +11,7 @@ from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder import FusedDecoderLayer, FusedMLP
 from ds_fp8.layers.linear import FP8Linear
 from tests.layers.hugging_face import causal_lm, tokens
+from tests.numerics import error
 
 FUSED = {
     "llama": {},
@@ -41,10 +42,6 @@ def losses_and_gradients(model, **inputs):
     output = model(input_ids=ids, labels=ids, **inputs)
     output.loss.backward()
     return output.logits.detach().float(), {n: p.grad.float() for n, p in model.named_parameters()}
-
-
-def error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((result - expected).norm() / expected.norm()).item()
 
 
 def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:

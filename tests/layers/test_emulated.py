@@ -12,6 +12,7 @@ from ds_fp8.gemm import scaled_matmul
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear import FP8Linear
 from tests.layers.hugging_face import causal_lm, tokens
+from tests.numerics import error
 from tests.zero import models
 
 IN_BF16 = {"param_gather": {"format": "bf16"}}
@@ -33,10 +34,6 @@ def logits_and_gradient(model):
     output.loss.backward()
     gradients = torch.cat([p.grad.float().flatten() for p in model.parameters()])
     return output.logits.detach().float(), gradients
-
-
-def error(result, expected):
-    return ((result - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("fuse", ["auto", "off"])

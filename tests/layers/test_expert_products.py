@@ -21,7 +21,8 @@ from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.recipe_from_config import recipe_from_config
 from ds_fp8.layers.weights import GATHERED, placeholder
 from tests.gemm.tolerance import CHAIN
-from tests.layers.expert_loop import Gradients, error, high_precision, with_casts
+from tests.layers.expert_loop import Gradients, high_precision, with_casts
+from tests.numerics import error
 
 FP8_ERROR = 0.01, 0.15
 """Relative error of FP8 products beside FP32: less would mean that nothing was cast."""

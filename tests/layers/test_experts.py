@@ -20,7 +20,8 @@ from ds_fp8.layers.swapped import Swapped
 from ds_fp8.layers.weights import GATHERED, placeholder
 from tests.layers.hugging_face import tokens
 from tests.layers.moe import EXPERTS, mixture
-from tests.layers.test_decoder import FP8_ERROR, error, fp8, losses_and_gradients
+from tests.layers.test_decoder import FP8_ERROR, fp8, losses_and_gradients
+from tests.numerics import error
 
 TOKENS = 24
 

@@ -13,8 +13,8 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.layers.experts_implementation import NAME, products_of, register
 from ds_fp8.layers.recipe_from_config import recipe_from_config
-from tests.layers.expert_loop import error
 from tests.layers.test_expert_products import FP8_ERROR
+from tests.numerics import error
 
 EXPERTS, CHOICES, HIDDEN, FEATURES = 4, 2, 256, 128
 CLASSES = {

@@ -13,6 +13,7 @@ from ds_fp8.layers.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
 from ds_fp8.layers.heads import HeadLayout
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.recipe_from_config import recipe_from_config
+from tests.numerics import error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16_ERROR = 6e-3
@@ -59,10 +60,6 @@ class _Product(torch.autograd.Function):
             dy = dy.bfloat16().double()
         columnwise = _rounded(dy.t().contiguous(), "1x128") @ _rounded(x.t().contiguous(), "1x128").t()
         return _rounded(dy, "1x128") @ w, columnwise, None
-
-
-def error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((result.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
 
 
 def random(*shape: int, scale: float = 1.0, grad: bool = True) -> torch.Tensor:

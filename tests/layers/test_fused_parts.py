@@ -20,6 +20,7 @@ from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.recipe_from_config import recipe_from_config
 from ds_fp8.layers.rms_norm import rms_norm_backward_reference, rms_norm_cast
 from ds_fp8.layers.rotary import rotate_backward_reference, rotate_reference
+from tests.numerics import error
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from ds_fp8.layers import gated_activation_triton as gated_kernels
@@ -32,11 +33,6 @@ FP32_ERROR = 1e-5
 BF16_ERROR = 3e-3 if ON_GPU else 6e-3
 FP8_ERROR = 1e-2 if ON_GPU else 0.12
 """Relative errors: of FP32 sums, of one rounding to BF16, and of casts of nearly equal numbers."""
-
-
-def error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    expected = expected.float().cpu()
-    return ((result.float().cpu() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
 def random(*shape: int) -> torch.Tensor:

@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_fp8.layers.cross_entropy import IGNORED
 from ds_fp8.layers.loss import FusedHead, fuse_loss, withholds_logits
 from tests.layers.copies import assert_independent_copy, copied
-from tests.layers.losses import TOLERANCE, limit_chunks, relative_error
+from tests.layers.losses import TOLERANCE, limit_chunks
+from tests.numerics import error
 from tests.zero.models import config as ds_config
+from tests.zero.models import take_step
 
 VOCABULARY = 61
 KINDS = ["llama", "qwen2", "qwen3", "mistral"]
@@ -68,7 +70,7 @@ def assert_same_training(fused, plain, inputs):
     theirs.loss.backward()
     for (name, p), (other, q) in zip(fused.named_parameters(), plain.named_parameters(), strict=True):
         assert name == other
-        assert relative_error(p.grad, q.grad) < tolerance, name
+        assert error(p.grad, q.grad) < tolerance, name
 
 
 REDUCTIONS = {
@@ -105,7 +107,7 @@ def test_in_bf16_gradients_are_as_good_as_with_logits(kind, autocast):
     models = fused_and_plain(kind)
     if not autocast:
         models = [model.bfloat16() for model in models]
-    fused, plain = (relative_error(gradients(model, autocast), exact) for model in models)
+    fused, plain = (error(gradients(model, autocast), exact) for model in models)
     assert 0 < fused < 1.1 * plain
 
 
@@ -206,7 +208,7 @@ def test_a_model_wrapped_by_peft_is_fused_inside(targets):
     theirs.loss.backward()
     for (name, p), q in zip(fused.named_parameters(), plain.parameters(), strict=True):
         if q.requires_grad:
-            assert relative_error(p.grad, q.grad) < TOLERANCE[torch.float32], name
+            assert error(p.grad, q.grad) < TOLERANCE[torch.float32], name
 
 
 @pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
@@ -360,10 +362,7 @@ def zero_training(kind, tied, fused, bf16):
     inputs["input_ids"] = (inputs["input_ids"] + deepspeed.comm.get_rank()) % VOCABULARY
     losses = []
     for _ in range(6):
-        loss = engine(**inputs, use_cache=False, num_items_in_batch=torch.tensor(11.0)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(take_step(engine, engine(**inputs, use_cache=False, num_items_in_batch=torch.tensor(11.0)).loss))
     engine.eval()
     with torch.no_grad():
         losses.append(engine(**inputs, use_cache=False).loss.item())
@@ -386,5 +385,5 @@ def test_zero_3_trains_alike(ranks, tied, bf16):
         assert released, "the head's weight must have been partitioned for this test to mean something"
         assert losses[4] < losses[0]
         assert losses == pytest.approx(plain_losses, rel=tolerance)
-        assert relative_error(weight, plain_weight) < tolerance
+        assert error(weight, plain_weight) < tolerance
         assert bf16 or torch.equal(answer, plain_answer)

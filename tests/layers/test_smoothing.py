@@ -15,6 +15,7 @@ from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.recipe_from_config import recipe_from_config
 from ds_fp8.layers.smoothing import channel_factors
 from tests.layers.hugging_face import causal_lm
+from tests.numerics import error
 
 CHANNEL = 3
 
@@ -63,10 +64,6 @@ def output_and_gradients(mlp, x, dy):
     y.backward(dy)
     parts = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     return y.detach().float(), leaf.grad.float(), *(part.weight.grad.float() for part in parts)
-
-
-def error(result, expected):
-    return ((result - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["cast when used", "gathered in FP8"])

@@ -11,7 +11,6 @@ import torch
 from ds_fp8.config.errors import UserError
 
 
-@pytest.mark.usefixtures("modules_kept_from_collection")
 def test_steps_and_errors(capsys, tmp_path):
     file = tmp_path / "steps.json"
     optimizers.main(["--quick", "--numel", "20000", "--json", str(file)])
@@ -25,7 +24,6 @@ def test_steps_and_errors(capsys, tmp_path):
     assert "| torch AdamW, fused" in shown
 
 
-@pytest.mark.usefixtures("modules_kept_from_collection")
 def test_errors_are_measured_on_saved_moments(capsys, tmp_path):
     moments = {name: (1e-3 * torch.randn(128, 256)).square() for name in ("exp_avg", "exp_avg_sq")}
     torch.save({"weight": moments}, tmp_path / "moments.pt")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from ds_fp8.cluster.hosts import free_port
 from tests.train.tiny_stage import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,13 +46,12 @@ def launch(tmp_path, cache_home):
     started: list[subprocess.Popen] = []
 
     def start(file: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         script = [str(ROOT / "scripts" / "train.py"), "--deepspeed_config", str(file)]
         script += [part for override in overrides for part in ("--set", override)]
-        launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed"))]
-        command = [*launcher, "--num_gpus", str(ranks), "--master_port", str(port)] if ranks else [sys.executable]
+        command = [sys.executable]
+        if ranks:
+            command += [str(Path(sys.executable).with_name("deepspeed"))]
+            command += ["--num_gpus", str(ranks), "--master_port", str(free_port())]
         ours = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "DS_FP8_CACHE": str(cache_home)}
         process = subprocess.Popen(
             [*command, *script],

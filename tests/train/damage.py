@@ -175,54 +175,9 @@ def _(run_dir: Path) -> None:
 # ---------------------------------------------------------------- manifests that do not fit
 
 
-def _rewrite(run_dir: Path, **changes: object) -> None:
-    file = step(run_dir, 6) / FILES["manifest"]
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
 @_damage("manifest: of an older step", BACK)
 def _(run_dir: Path) -> None:
     shutil.copy(step(run_dir, 4) / FILES["manifest"], step(run_dir, 6))
-
-
-@_damage("manifest: another place in the data", BACK)
-def _(run_dir: Path) -> None:
-    _rewrite(run_dir, data_step=5)
-
-
-@_damage("manifest: another number of ranks", BACK)
-def _(run_dir: Path) -> None:
-    _rewrite(run_dir, ranks=4)
-
-
-@_damage("manifest: no files", BACK)
-def _(run_dir: Path) -> None:
-    _rewrite(run_dir, files={})
-
-
-@_damage("manifest: files as a list", BACK)
-def _(run_dir: Path) -> None:
-    _rewrite(run_dir, files=[])
-
-
-@_damage("manifest: an unknown key", BACK)
-def _(run_dir: Path) -> None:
-    _rewrite(run_dir, surprise=1)
-
-
-@_damage("manifest: of a later format", BACK)
-def _(run_dir: Path) -> None:
-    _rewrite(run_dir, format=2)
-
-
-@_damage("manifest: a list", BACK)
-def _(run_dir: Path) -> None:
-    (step(run_dir, 6) / FILES["manifest"]).write_text("[]")
-
-
-@_damage("manifest: nested without end", BACK)
-def _(run_dir: Path) -> None:
-    (step(run_dir, 6) / FILES["manifest"]).write_text("[" * 100_000)
 
 
 @_damage("manifest: a file outside of the checkpoint", BACK)
@@ -233,11 +188,6 @@ def _(run_dir: Path) -> None:
 
 
 # ---------------------------------------------------------------- whole checkpoints
-
-
-@_damage("checkpoint: deleted", BACK)
-def _(run_dir: Path) -> None:
-    shutil.rmtree(step(run_dir, 6))
 
 
 @_damage("checkpoint: an empty folder", BACK)
@@ -258,21 +208,6 @@ def _(run_dir: Path) -> None:
     shutil.copytree(step(run_dir, 4), step(run_dir, 6))
 
 
-@_damage("checkpoint: named as a later step", BACK)
-def _(run_dir: Path) -> None:
-    step(run_dir, 6).rename(step(run_dir, 8))
-
-
-@_damage("checkpoint: half written", BACK)
-def _(run_dir: Path) -> None:
-    step(run_dir, 6).rename(step(run_dir, 6).with_suffix(".part"))
-
-
-@_damage("checkpoint: half deleted", BACK)
-def _(run_dir: Path) -> None:
-    step(run_dir, 6).rename(step(run_dir, 6).with_suffix(".deleted"))
-
-
 @_damage("both checkpoints", REFUSED)
 def _(run_dir: Path) -> None:
     for number in (4, 6):
@@ -291,11 +226,6 @@ def _(run_dir: Path) -> None:
     (run_dir / "checkpoints").mkdir()
 
 
-@_damage("checkpoints: the folder is gone", REFUSED)
-def _(run_dir: Path) -> None:
-    shutil.rmtree(run_dir / "checkpoints")
-
-
 @_damage("checkpoints: a file", REFUSED)
 def _(run_dir: Path) -> None:
     shutil.rmtree(run_dir / "checkpoints")
@@ -308,34 +238,6 @@ def _(run_dir: Path) -> None:
     (run_dir / "config.json").write_bytes(b"\xff\x00")
 
 
-# ---------------------------------------------------------------- what the run can do without
-
-
-@_damage("latest: garbage", UNHARMED)
-def _(run_dir: Path) -> None:
-    (run_dir / "checkpoints" / "latest").write_bytes(b"\xff\xfe\x00")
-
-
-@_damage("latest: of an older step", UNHARMED)
-def _(run_dir: Path) -> None:
-    (run_dir / "checkpoints" / "latest").write_text("step_4")
-
-
-@_damage("latest: missing", UNHARMED)
-def _(run_dir: Path) -> None:
-    (run_dir / "checkpoints" / "latest").unlink()
-
-
-@_damage("config: garbage", UNHARMED)
-def _(run_dir: Path) -> None:
-    (run_dir / "config.json").write_text("{")
-
-
-@_damage("config: missing", UNHARMED)
-def _(run_dir: Path) -> None:
-    (run_dir / "config.json").unlink()
-
-
 # ---------------------------------------------------------------- small files with wrong content
 
 
@@ -344,6 +246,28 @@ def _written(name: str, content: str | bytes) -> Change:
         (run_dir / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
     return write
+
+
+def _gone(name: str) -> Change:
+    def remove(run_dir: Path) -> None:
+        place = run_dir / name
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+
+    return remove
+
+
+def _renamed(name: str) -> Change:
+    return lambda run_dir: step(run_dir, 6).rename(step(run_dir, 6).with_name(name)) and None
+
+
+def _rewritten(**changes: object) -> Change:
+    """Change keys of a manifest, and leave its checksum."""
+
+    def rewrite(run_dir: Path) -> None:
+        file = step(run_dir, 6) / FILES["manifest"]
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return rewrite
 
 
 def _signed(number: int = 6, **changes: object) -> Change:
@@ -421,13 +345,31 @@ for _key, _values in _WRONG_VALUES.items():
         DAMAGES[f"manifest, signed: {_key} = {str(_value)[:20]}"] = (BACK, _signed(**{_key: _value}))
 
 DAMAGES |= {
+    "manifest: another place in the data": (BACK, _rewritten(data_step=5)),
+    "manifest: another number of ranks": (BACK, _rewritten(ranks=4)),
+    "manifest: no files": (BACK, _rewritten(files={})),
+    "manifest: files as a list": (BACK, _rewritten(files=[])),
+    "manifest: an unknown key": (BACK, _rewritten(surprise=1)),
+    "manifest: of a later format": (BACK, _rewritten(format=2)),
+    "manifest: a list": (BACK, _written("checkpoints/step_6/manifest.json", "[]")),
+    "manifest: nested without end": (BACK, _written("checkpoints/step_6/manifest.json", "[" * 100_000)),
+    "checkpoint: deleted": (BACK, _gone("checkpoints/step_6")),
+    "checkpoint: named as a later step": (BACK, _renamed("step_8")),
+    "checkpoint: half written": (BACK, _renamed("step_6.part")),
+    "checkpoint: half deleted": (BACK, _renamed("step_6.deleted")),
+    "checkpoints: the folder is gone": (REFUSED, _gone("checkpoints")),
+    "latest: garbage": (UNHARMED, _written("checkpoints/latest", b"\xff\xfe\x00")),
+    "latest: of an older step": (UNHARMED, _written("checkpoints/latest", "step_4")),
+    "latest: missing": (UNHARMED, _gone("checkpoints/latest")),
+    "config: garbage": (UNHARMED, _written("config.json", "{")),
+    "config: missing": (UNHARMED, _gone("config.json")),
     "checkpoint: of another run": (BACK, _of_another_run),
     "checkpoint: a rank's file neither there nor listed": (BACK, _without_a_rank),
     "checkpoints: a link to itself": (REFUSED, _link_to_itself),
     "nothing but metrics.jsonl is left": (REFUSED, _nothing_saved_but("metrics.jsonl")),
     "nothing but result.json is left": (REFUSED, _nothing_saved_but("result.json")),
     "nothing but saved.json is left": (REFUSED, _nothing_saved_but("saved.json")),
-    "metrics: missing": (WARNED, lambda run_dir: (run_dir / "metrics.jsonl").unlink()),
+    "metrics: missing": (WARNED, _gone("metrics.jsonl")),
     "metrics: a named pipe": (WARNED, _fifo_metrics),
     "metrics: of another run": (WARNED, _written("metrics.jsonl", '{"step": 1, "loss": 9}\n{"step": 6, "loss": 9}\n')),
 }

@@ -49,10 +49,7 @@ def build(section, fuse="auto", zero=None, **changes):
 
     def step(number):
         ids = tokens(2 * world, 16).roll(number, 1)[2 * dist.get_rank() :][:2]
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        return loss.item()
+        return models.take_step(engine, engine(input_ids=ids, labels=ids).loss)
 
     return engine, step
 

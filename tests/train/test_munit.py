@@ -36,10 +36,7 @@ def count_amax(preset: str) -> tuple[list[str], int, list[float]]:
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             for _ in range(3):
                 ids = tokens(2, 32)
-                loss = engine(ids, labels=ids).loss
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
+                losses.append(models.take_step(engine, engine(ids, labels=ids).loss))
     finally:
         torch.distributed.all_reduce = reduce
     return [event.key for event in profiler.key_averages() if "amax" in event.key], len(maxima), losses

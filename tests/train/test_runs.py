@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_fp8.commands.train import main
+from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_data, build_tokenizer, rows_of_step
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.metrics import read_metrics
@@ -190,19 +191,34 @@ def test_losses_are_means_over_all_label_tokens_and_the_result_is_usable(tiny, w
     assert {"Train_loss.csv", "Train_learning_rate.csv", "Train_validation_loss.csv"} <= logged
 
 
-@pytest.mark.parametrize(
-    ("ranks", "overrides", "words"),
-    [
-        (2, ["data.sequence_length=500"], ["max_position_embeddings 128", "data.sequence_length"]),
-        (0, ["train.stepps=5"], ['Did you mean "steps"?', "train.stepps"]),
-        (0, ["data.path=no/such.jsonl"], ["no/such.jsonl", "data.path"]),
-        (0, ["train.exact_match_problems=100000"], ["held-out", "train.exact_match_problems"]),
-    ],
-)
-def test_bad_input_is_one_screen_and_writes_nothing(ranks, overrides, words, tiny, write, launch, tmp_path):
+def test_bad_input_is_one_screen_and_writes_nothing(tiny, write, launch, tmp_path):
     file = write(tiny)
-    output = finish(launch(file, *overrides, ranks=ranks), 2)
+    output = finish(launch(file, "data.sequence_length=500"), 2)
     assert "Traceback" not in output
     assert output.count("error: ") == 1
-    assert all(word in output for word in [*words, str(file), "remedy:"])
+    words = ["max_position_embeddings 128", "data.sequence_length", str(file), "remedy:"]
+    assert all(word in output for word in words)
+    assert [path.name for path in tmp_path.iterdir()] == ["stage.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ("train.stepps=5", 'Did you mean "steps"?'),
+        ("data.path=no/such.jsonl", "no/such.jsonl"),
+        ("train.exact_match_problems=100000", "held-out"),
+    ],
+)
+def test_bad_input_names_file_and_key_before_anything_is_written(
+    change, word, tiny, write, tmp_path, cache_home, monkeypatch
+):
+    file = write(tiny)
+    monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", str(file), "--set", change])
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as refusal:
+        main()
+    assert all(part in str(refusal.value) for part in (word, change.split("=")[0], str(file), "remedy:"))
     assert [path.name for path in tmp_path.iterdir()] == ["stage.json"]

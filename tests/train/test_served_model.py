@@ -12,6 +12,7 @@ from ds_fp8.train.served_model import load_served_model
 from ds_fp8.train.stored_model import ModelSource, load_stored_model, stored_config
 from tests.export.trained import train_and_export
 from tests.integrations.programs import counting
+from tests.numerics import error
 
 ROWS = torch.stack([row["input_ids"] for row in counting(2)])
 OPTIONS = {"dtype": torch.bfloat16}
@@ -56,10 +57,6 @@ def by_hand(folder, weight, inputs, scale):
     return model
 
 
-def difference(a, b) -> float:
-    return ((a - b).norm() / b.norm()).item()
-
-
 @pytest.mark.parametrize("case", PRESETS)
 def test_it_computes_as_products_of_codes_and_cast_inputs(ranks, tmp_path, case):
     fp8, weight, inputs, scale = PRESETS[case]
@@ -71,11 +68,11 @@ def test_it_computes_as_products_of_codes_and_cast_inputs(ranks, tmp_path, case)
     assert serving.decoded == []
     assert serving.inputs == f"e4m3 {inputs} {scale}"
     found = logits(model)
-    assert difference(found, logits(by_hand(folder, weight, inputs, scale))) < 2e-3
+    assert error(found, logits(by_hand(folder, weight, inputs, scale))) < 2e-3
     in_bf16 = logits(decoded(folder))
-    assert difference(in_bf16, found) > 1e-2  # inputs are cast
+    assert error(in_bf16, found) > 1e-2  # inputs are cast
     if case == "fp8":  # training multiplies the same codes by the same casts
-        assert difference(found, trained_logits) < difference(in_bf16, trained_logits) / 3
+        assert error(found, trained_logits) < error(in_bf16, trained_logits) / 3
 
 
 def test_what_is_not_computed_as_served_is_named(ranks, tmp_path):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import gc
+import contextlib
+from unittest import mock
 
 import torch
 from torch import nn
@@ -90,13 +90,6 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-@functools.cache
-def leave_modules_to_themselves() -> None:
-    """DeepSpeed collects garbage several times an engine: let it not look through all that was imported each time."""
-    gc.collect()
-    gc.freeze()
-
-
 def build(
     ds_config: dict,
     *,
@@ -106,13 +99,17 @@ def build(
     layers=None,
     born_sharded=False,
     sizes: tuple[int, int] = (131, 301),
+    own: bool = True,
 ):
-    """An engine around Net in BF16 with weights from seed 0. born_sharded: built under deepspeed.zero.Init."""
+    """An engine around Net in BF16 with weights from seed 0.
+
+    born_sharded: built under deepspeed.zero.Init. own: with this package's step where it can be, else DeepSpeed's.
+    """
     import deepspeed
 
+    import ds_fp8.engine.attach
     import ds_fp8.engine.initialize
 
-    leave_modules_to_themselves()
     torch.manual_seed(0)
     if born_sharded:
         with deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=torch.bfloat16):
@@ -122,13 +119,24 @@ def build(
     if prepare is not None:
         prepare(model)
     initialize = deepspeed.initialize if stock else ds_fp8.initialize
-    return initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
+    why_not = contextlib.nullcontext()
+    if not own:
+        why_not = mock.patch.object(ds_fp8.engine.attach, "why_not", return_value="for comparison")
+    with why_not:
+        return initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
     """Two rows that count upwards from random starts: quickly learnt, different on every step and rank."""
     start = torch.randint(0, 61, (2, 1), generator=torch.Generator().manual_seed(1000 * step + rank))
     return (start + torch.arange(17)) % 61
+
+
+def take_step(engine, loss: torch.Tensor) -> float:
+    """The number of a loss, after its backward and the engine's step."""
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
 
 
 def train(engine, steps: int, start: int = 0) -> list[float]:
@@ -139,10 +147,8 @@ def train(engine, steps: int, start: int = 0) -> list[float]:
     micro_batches = engine.gradient_accumulation_steps()
     for step in range(start, start + steps):
         for micro in range(micro_batches):
-            loss = engine(batch(step * micro_batches + micro, dist.get_rank()).to(engine.device))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            tokens = batch(step * micro_batches + micro, dist.get_rank()).to(engine.device)
+            losses.append(take_step(engine, engine(tokens)))
     return losses
 
 

@@ -17,7 +17,6 @@ LENGTH = 32
 def engine_of(architecture, section, prepare=None, changes=None, accumulate=1, **zero):
     import ds_fp8
 
-    models.leave_modules_to_themselves()
     model = mixture(architecture, **(changes or {}))
     if prepare is not None:
         prepare(model)
@@ -271,10 +270,7 @@ def changing_traces(section, steps):
                 engine.module.model(input_ids=batch(step, dist.get_rank()))
             engine.train()
         ids = batch(step, dist.get_rank()).to(engine.device)
-        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids, use_cache=False).loss))
     return losses
 
 
@@ -308,7 +304,6 @@ def lora_steps(section):
 
     import ds_fp8
 
-    models.leave_modules_to_themselves()
     model = mixture("qwen3_moe", moe_intermediate_size=512)
     torch.manual_seed(1)
     model = get_peft_model(

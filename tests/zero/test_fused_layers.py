@@ -33,10 +33,7 @@ def train(section, world, recompute=False, steps=STEPS):
     losses = []
     for step in range(steps):
         ids = tokens(2 * world, 16).roll(step, 1)[2 * dist.get_rank() :][:2]
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids).loss))
     weights._stacked = stacked
     engine.eval()
     with torch.no_grad():

@@ -16,10 +16,7 @@ def losses(section):
     result = []
     for _ in range(3):
         ids = tokens()
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        result.append(loss.item())
+        result.append(models.take_step(engine, engine(input_ids=ids, labels=ids).loss))
     return result, engine.fp8.loss is not None and engine.fp8.loss.fused
 
 

@@ -19,9 +19,7 @@ def training(head, tied):
     for _ in range(4):
         ids = tokens()
         loss = engine(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(30.0)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(models.take_step(engine, loss))
     engine.eval()
     with torch.no_grad():
         losses.append(engine(input_ids=ids, labels=ids).loss.item())

@@ -16,7 +16,6 @@ def loaded(folder, architecture):
     """By name: whether experts under zero.Init are those that were saved; and whether every parameter was sharded."""
     import ds_fp8
 
-    models.leave_modules_to_themselves()
     config = models.config(QUIET)
     partitioned = HfDeepSpeedConfig(config)  # while it lives from_pretrained makes models under zero.Init
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

@@ -233,10 +233,7 @@ def generate_between_steps(leaf):
         losses = []
         for step in range(start, start + steps):
             tokens = models.batch(step, dist.get_rank())
-            loss = engine(input_ids=tokens, labels=tokens).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(models.take_step(engine, engine(input_ids=tokens, labels=tokens).loss))
         return losses
 
     first = train(2)

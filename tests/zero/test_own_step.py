@@ -6,7 +6,6 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
 
-import ds_fp8.engine.attach
 from tests.zero import models
 
 SECTION = {"monitor": {"every": 0}, "optimizer": {"implementation": "ds_fp8"}}
@@ -133,13 +132,7 @@ def trained(scenario, own):
     """Masters after a scenario, and norms of gradients that a user sees then, by parameter."""
     run, options = SCENARIOS[scenario]
     config = models.config(SECTION, **options.get("zero", {})) | {"gradient_clipping": 0.0} | options.get("config", {})
-    why_not = ds_fp8.engine.attach.why_not
-    if not own:
-        ds_fp8.engine.attach.why_not = lambda *_: "for comparison"
-    try:
-        engine = models.build(config, prepare=options.get("prepare"), sizes=SIZES)
-    finally:
-        ds_fp8.engine.attach.why_not = why_not
+    engine = models.build(config, prepare=options.get("prepare"), sizes=SIZES, own=own)
     # An AdamW of torch is taken over: both would be own steps.
     assert (engine.fp8.step is None) == (not own)
     before = {name: models.full_master(p) for name, p in engine.module.named_parameters()}
@@ -164,13 +157,7 @@ def test_every_bit_is_that_of_deepspeeds_step(ranks, world, scenario):
 
 def reaches_one(own):
     """Masters' distance after a step that reaches the embeddings and the head alone."""
-    why_not = ds_fp8.engine.attach.why_not
-    if not own:
-        ds_fp8.engine.attach.why_not = lambda *_: "for comparison"
-    try:
-        engine = models.build(models.config(SECTION) | {"gradient_clipping": 0.0}, sizes=SIZES)
-    finally:
-        ds_fp8.engine.attach.why_not = why_not
+    engine = models.build(models.config(SECTION) | {"gradient_clipping": 0.0}, sizes=SIZES, own=own)
     models.train(engine, 1)
     layers, engine.module.layers = engine.module.layers, torch.nn.ModuleList()
     backward(engine, 1)

@@ -17,10 +17,7 @@ PAIRS = [[0, 1], [2, 3]]
 def train(engine, rank, steps=3):
     losses = []
     for step in range(steps):
-        loss = engine(models.batch(step, rank))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(models.take_step(engine, engine(models.batch(step, rank))))
     return losses, models.bf16_weights(engine), engine.fp8.health.last
 
 

@@ -7,7 +7,6 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
 
-import ds_fp8.engine.attach
 from ds_fp8.config.errors import UserError
 from tests.zero import models
 from tests.zero.test_options import freeze_a_layer
@@ -34,13 +33,7 @@ def engine_of(case, own=True, clip=0.0, sizes=(131, 301)):
     options = CASES[case]
     config = models.config({**SECTION, **options.get("fp8", {})}, **options.get("zero", {}))
     config |= {"gradient_clipping": clip, **options.get("config", {})}
-    why_not = ds_fp8.engine.attach.why_not
-    if not own:
-        ds_fp8.engine.attach.why_not = lambda *_: "for comparison"
-    try:
-        engine = models.build(config, prepare=options.get("prepare"), sizes=sizes)
-    finally:
-        ds_fp8.engine.attach.why_not = why_not
+    engine = models.build(config, prepare=options.get("prepare"), sizes=sizes, own=own)
     assert (engine.fp8.step is not None) == own
     return engine
 

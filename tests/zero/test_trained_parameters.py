@@ -46,7 +46,6 @@ STEPS = {"own": {}, "compressed": {"optimizer": {"exp_avg": "e4m3", "exp_avg_sq"
 def build(section, case, prepare=None):
     import ds_fp8
 
-    models.leave_modules_to_themselves()
     torch.manual_seed(0)
     model = models.Net().bfloat16()
     if prepare is not None:

@@ -39,7 +39,7 @@ class _Rank:
     heard: float
     doing: str = "starting"
     moved: float = 0.0
-    """When it made progress last."""
+    """Time of its last progress."""
     patience: float = 0.0
     """Seconds until the progress after that is overdue."""
     silence: float = float("inf")
@@ -58,7 +58,7 @@ class Judge:
     arrival: float
     """Seconds in which all ranks must have reported for the first time."""
     token: str
-    """What a guardian must show: the ranks get it from the store that they share."""
+    """Secret that a guardian must show: the ranks get it from the store that they share."""
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _findings: dict[int, tuple[str, str]] = field(default_factory=dict)
     """By rank: what befell it, and the details."""

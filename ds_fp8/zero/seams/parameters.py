@@ -190,7 +190,7 @@ class Segment(NamedTuple):
 
     numel: int
     is_vector: bool
-    """Whether the tensor is a norm's weight, a bias, or the like."""
+    """True if the tensor is a norm's weight, a bias, or the like."""
 
 
 def flat_parameters(engine: deepspeed.DeepSpeedEngine) -> list[tuple[torch.Tensor, list[Segment]]]:

@@ -21,6 +21,7 @@ from ds_fp8.layers.sequence_parallel import place_of_slices
 
 COMPILED = "the module is compiled"
 SAVED_ELSEWHERE = "hooks of the caller change the tensors saved for backward"
+SHARED = 'ranks share sequences, and graphs over two NCCL communicators have not run yet; "graph": "on" captures them'
 ITEMS = "num_items_in_batch"
 PACKED = "packed"
 """The attention implementation that reads on the device where documents end. "fp8_packed" computes rows of one document
@@ -57,7 +58,8 @@ def why_no_graphs(engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, why_no_step
     }
     found = next((reason for reason, applies in reasons.items() if applies), None)
     if found is None and fp8.graph == "auto":
-        found = why_auto_disabled(engine.module)
+        # A hang is the one fault that graphs do not find by checking themselves.
+        found = SHARED if engine.sequence_parallel_size > 1 else why_auto_disabled(engine.module)
     return found
 
 

@@ -61,7 +61,7 @@ class Cost:
     loss_error: float
     """Its standard error over rows."""
     divergence: float
-    """Increase of the loss in nats per token."""
+    """Divergence (Kullback-Leibler) of the predictions from those without casts, in nats per token."""
 
     @property
     def per_share(self) -> float:

@@ -28,9 +28,8 @@ def trained(attention, attention_format, rows, graphs, later=None):
     packed_rows.LONG = LENGTH // 4
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": LENGTH}
     model = causal_lm("qwen3", **sizes, attn_implementation=attention)
-    section = {"attention": {"format": attention_format}, "monitor": {"every": 0}, "graph": "auto" if graphs else "off"}
+    section = {"attention": {"format": attention_format}, "monitor": {"every": 0}, "graph": "on" if graphs else "off"}
     config = {**models.config(section), "train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": RANKS}
-    models.leave_modules_to_themselves()
     engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     said, log = [], []
     engine.fp8.health.say = said.append

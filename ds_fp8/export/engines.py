@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, check_target, write_folder
+from ds_fp8.export.layouts import SCALE_SUFFIX
 from ds_fp8.export.plan import Plan, make_plan
 from ds_fp8.layers.experts import names_of_experts
 from ds_fp8.layers.linear import FP8Linear
@@ -92,16 +93,28 @@ def served_weights(
         (name, codes, scales): float8_e4m3fn codes [R, C] and FP32 scales to multiply by, of 128x128 blocks, rows or the
         tensor as training cast; or (name, BF16 tensor, None). Of experts each matrix by itself, by its name.
     """
-    linear = engine.fp8.config.linear
-    in_bf16 = engine.fp8.conversion is None or linear.rotation.fprop is not None
-    by_blocks = linear.weight.granularity == "128x128"
-    layout = "bf16" if in_bf16 else "fp8" if by_blocks else "compressed-tensors"
-    plan = _plan(engine, layout)
+    plan = served_plan(engine)
     entries = {entry.name: entry for entry in plan.entries}
     for name, whole in _gathered(engine, plan):
         for stored, numbers in entries[name].stored(whole).items():
             quantized = isinstance(numbers, QuantizedTensor)
             yield (stored, numbers.data, numbers.scale) if quantized else (stored, numbers, None)
+
+
+def served_plan(engine: deepspeed.DeepSpeedEngine) -> Plan:
+    """Return the contents of `served_weights`: names, types and shapes, without numbers."""
+    linear = engine.fp8.config.linear
+    in_bf16 = engine.fp8.conversion is None or linear.rotation.fprop is not None
+    by_blocks = linear.weight.granularity == "128x128"
+    return _plan(engine, "bf16" if in_bf16 else "fp8" if by_blocks else "compressed-tensors")
+
+
+def served_tensors(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over the same tensor by tensor, scales under the names of a folder. Collective."""
+    for name, numbers, scales in served_weights(engine):
+        yield name, numbers
+        if scales is not None:
+            yield name + SCALE_SUFFIX[plan.layout], scales.contiguous()
 
 
 def _plan(engine: deepspeed.DeepSpeedEngine, layout: str) -> Plan:

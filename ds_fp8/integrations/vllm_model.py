@@ -1,0 +1,112 @@
+"""What a model in vLLM holds, beside what training sends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+Tensor = tuple[str, tuple[int, ...]]
+"""Type, such as "bfloat16", and shape."""
+
+
+def refuse(problem: str, remedy: str) -> NoReturn:
+    """Raise what `sync_weights` makes a UserError of, in the trainer's process."""
+    raise ValueError(f"[ds_fp8] {problem} [{remedy}]")
+
+
+def check_same_model(model: nn.Module, tensors: Iterable[Sequence], ranks: int = 1) -> None:
+    """Raise ValueError where tensors are not, by name, type and shape, those that the model loads from a folder.
+
+    Args:
+        model: As vLLM has built it.
+        tensors: (name, type, shape) of each that is to be sent.
+        ranks: Over which tensor parallelism spreads the model.
+    """
+    sent = {name: (dtype, tuple(shape)) for name, dtype, shape in tensors}
+    other = "start the server with the folder of the model that is trained, exported in the same layout"
+    used = set()
+    for names, (dtype, shape) in _held(model):
+        missing = [name for name in names if name not in sent]
+        if missing:
+            refuse(f"the server's model has {missing[0]}, which training does not send", other)
+        used.update(names)
+        for name in names:
+            if sent[name][0] != dtype:
+                refuse(f"{name} is {dtype} in the server and {sent[name][0]} in training", other)
+        whole = _stacked([sent[name][1] for name in names])
+        if not _fits(whole, shape, ranks):
+            refuse(f"{' + '.join(names)} is {list(shape)} in the server and {list(whole)} in training", other)
+    unknown = [name for name in sent if name not in used]
+    if unknown:
+        refuse(f"training sends {unknown[0]}, which the server's model has not", other)
+
+
+def check_scales(model: nn.Module, granularity: str, scale: str) -> None:
+    """Raise ValueError where the server's kernels would cast codes again, to scales of their own."""
+    kernels = {kernel for module in model.modules() for kernel in _kernels(module)}
+    if granularity == "tensor":
+        refuse(
+            "vLLM casts stacked layers again where scales are by tensor, to the largest of their scales",
+            'train with blocks or rows: "fp8": {"linear": {"weight": {"granularity": "128x128"}}}',
+        )
+    if granularity == "128x128" and scale != "pow2" and any("DeepGemm" in kernel for kernel in kernels):
+        from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+        if is_deep_gemm_e8m0_used():
+            refuse(
+                "training has FP32 scales, and this server's kernels (DeepGEMM) cast codes again to powers of two",
+                "start the server with VLLM_USE_DEEP_GEMM_E8M0=0 in its environment",
+            )
+
+
+def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
+    """Yield the names in a folder, the type and the (stacked) shape of every tensor that the model loads."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    stacks = getattr(model, "packed_modules_mapping", {})
+    for path, module in model.named_modules():
+        if hasattr(module, "kv_cache"):
+            continue  # attention: scales of its cache, which folders need not hold
+        if hasattr(module, "w13_weight"):
+            refuse("the server's model has experts", "export a folder, and start the server anew: ds-fp8 export")
+        # As it was before kernels arranged it, which is how tensors arrive.
+        recorded = get_layerwise_info(module).restore_metadata[0] or module._parameters
+        for own, parameter in recorded.items():
+            if parameter is None:
+                continue
+            parent, _, last = path.rpartition(".")
+            parts = [f"{parent}.{part}" for part in stacks[last]] if last in stacks else [path]
+            shape = tuple(parameter.shape)
+            if own == "weight" and hasattr(module, "org_vocab_size"):
+                shape = (module.org_vocab_size, *shape[1:])  # vLLM pads the vocabulary
+            yield [f"{part}.{own}" for part in parts], (str(parameter.dtype).removeprefix("torch."), shape)
+
+
+def _stacked(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    first = shapes[0] or (1,)
+    if any(shape[1:] != first[1:] for shape in shapes):
+        return (0,)
+    return (sum(shape[0] if shape else 1 for shape in shapes), *first[1:])
+
+
+def _fits(whole: tuple[int, ...], held: tuple[int, ...], ranks: int) -> bool:
+    """Return whether a rank's share can be `held`: all of a side, or as much as its part, with repeated key heads."""
+    return len(whole) == len(held or (1,)) and all(
+        own <= side <= own * ranks for side, own in zip(whole, held or (1,), strict=True)
+    )
+
+
+def _kernels(module: nn.Module) -> Iterator[str]:
+    method = getattr(module, "quant_method", None)
+    for holder in (method, getattr(module, "scheme", None)):
+        for value in vars(holder).values() if hasattr(holder, "__dict__") else ():
+            if type(value).__name__.endswith("Kernel"):
+                yield type(value).__name__
+
+
+def parameters(worker: object) -> dict[str, torch.Tensor]:
+    """Return the tensors that a worker of vLLM computes with, by its names."""
+    return dict(worker.model_runner.model.named_parameters())

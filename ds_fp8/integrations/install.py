@@ -77,6 +77,11 @@ def _replace(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> Non
     _replaced.append((owner, name, original))
 
 
+def with_section(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a DeepSpeed configuration with the default section, where it has none and `install` set one."""
+    return raw if _default is None else {"fp8": _default} | raw
+
+
 def _with_default(original: Callable) -> Callable:
     """Return ds_fp8.initialize, with the default section where the configuration has none."""
 
@@ -88,7 +93,7 @@ def _with_default(original: Callable) -> Callable:
         given = next((c for c in (call.get("config"), call.get("config_params"), in_args) if c is not None), None)
         if _default is not None:
             call.pop("config_params", None)
-            call["config"] = {"fp8": _default} | read_config({} if given is None else given)[0]
+            call["config"] = with_section(read_config({} if given is None else given)[0])
         elif _without != "accept" and given is not None:
             raw, file = read_config(given)
             if "fp8" not in raw:

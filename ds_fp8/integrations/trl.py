@@ -1,0 +1,132 @@
+"""TRL's rollouts in vLLM with the codes that training multiplies by, in place of weights gathered one by one in BF16."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ds_fp8.config.fp8 import FP8Config, parse_fp8
+from ds_fp8.export import served_plan, served_tensors
+from ds_fp8.export.layouts import quantization_config
+from ds_fp8.export.plan import Plan, make_plan
+from ds_fp8.integrations.install import with_section
+from ds_fp8.integrations.vllm import sync_weights, transfer_config
+from ds_fp8.layers.convert import experts_left
+from ds_fp8.layers.selection import unconverted
+from ds_fp8.zero.seams import full_shape
+
+_originals: dict[str, Callable] = {}
+
+
+def install() -> None:
+    """Let TRL's trainers hand their vLLM FP8 codes wherever the DeepSpeed configuration has an "fp8" section.
+
+    Call it before the trainer is made, beside `ds_fp8.install()`. Colocated vLLMs are started for the training's codes.
+    A server of its own (vllm_mode="server") is to be started on a folder in the same layout, by `ds-fp8 export`.
+    Trainers without the section, and adapters, which TRL merges and sends in BF16, are left as they are.
+    """
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    if _originals:
+        return
+    for name, wrap in {"_init_vllm": _init, "sync_weights": _sync, "_iter_named_params": _tensors}.items():
+        _originals[name] = original = getattr(VLLMGeneration, name)
+        setattr(VLLMGeneration, name, functools.wraps(original)(wrap(original)))
+
+
+def uninstall() -> None:
+    """Undo `install`."""
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    for name, original in _originals.items():
+        setattr(VLLMGeneration, name, original)
+    _originals.clear()
+
+
+def vllm_arguments(model: torch.nn.Module, fp8: FP8Config) -> dict[str, Any]:
+    """Return the arguments of a vLLM that takes the weights of this model, trained with this section.
+
+    It starts on the model's own folder without reading its weights: `sync_weights` brings them.
+    """
+    plan = _plan_of(model, fp8)
+    result: dict[str, Any] = {"load_format": "dummy", "weight_transfer_config": transfer_config()}
+    if plan.layout != "bf16":
+        result["hf_overrides"] = {"quantization_config": quantization_config(plan.layout, plan.cast, plan.left)}
+    if plan.cast.scale != "pow2":
+        # DeepGEMM would cast FP32 scales again to powers of two.
+        os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
+    return result
+
+
+def _plan_of(model: torch.nn.Module, fp8: FP8Config) -> Plan:
+    """Plan what an engine around the model will send: `served_plan`, before there is an engine."""
+    linear = fp8.linear
+    by_blocks = linear.weight.granularity == "128x128"
+    layout = "bf16" if linear.rotation.fprop is not None else "fp8" if by_blocks else "compressed-tensors"
+    left = unconverted(model, linear) | experts_left(model, fp8)
+    return make_plan(model, left, linear, layout, full_shape)
+
+
+def _section(generation: Any) -> FP8Config | None:
+    """Return the "fp8" section that the trainer's engine has or will have; None: TRL's own way."""
+    plugin = generation.accelerator.state.deepspeed_plugin
+    if plugin is None or hasattr(generation.model, "peft_config"):
+        return None
+    raw = with_section(plugin.deepspeed_config)
+    fp8 = parse_fp8(raw) if "fp8" in raw else None
+    return fp8 if fp8 is not None and fp8.enabled else None
+
+
+def _engine(generation: Any) -> Any:
+    """Return the trainer's engine where it trains in FP8."""
+    wrapped = generation.accelerator.deepspeed_engine_wrapped
+    return None if wrapped is None or _section(generation) is None else wrapped.engine
+
+
+def _init(original: Callable) -> Callable:
+    def init_vllm(self: Any) -> None:
+        from trl.generation import vllm_generation
+
+        fp8 = _section(self)
+        if fp8 is None or self.mode != "colocate":
+            original(self)
+            return
+        llm = vllm_generation.LLM
+        vllm_generation.LLM = functools.partial(llm, **vllm_arguments(self.model, fp8))
+        try:
+            original(self)
+        finally:
+            vllm_generation.LLM = llm
+
+    return init_vllm
+
+
+def _sync(original: Callable) -> Callable:
+    def sync(self: Any) -> None:
+        engine = _engine(self)
+        if engine is None or self.mode != "colocate":
+            original(self)
+            return
+        if self.enable_sleep_mode:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        sync_weights(engine, self.llm)
+
+    return sync
+
+
+def _tensors(original: Callable) -> Callable:
+    """Let a server on other GPUs receive the same tensors by TRL's own broadcast."""
+
+    def tensors(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        engine = _engine(self)
+        if engine is None:
+            return original(self)
+        return served_tensors(engine, served_plan(engine))
+
+    return tensors

@@ -1,4 +1,4 @@
-"""TRL's rollouts in vLLM with the codes that training multiplies by, in place of weights gathered one by one in BF16."""
+"""Rollouts of TRL with the codes that training multiplies by, where TRL gathers weights one by one in BF16."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def together(call: Callable[[], Any]) -> None:
 
 def _as_user_error(error: Exception) -> UserError:
     """Return what a worker of vLLM refused, with its remedy; any other of vLLM's errors in its own words."""
-    refused = re.search(r"\[ds_fp8\] (.*?) \[(.*?)\]", str(error), re.DOTALL)
+    refused = re.search(r"\[ds_fp8\] (.*) \[remedy: (.*?)\]", str(error), re.DOTALL)
     if refused:
         return UserError(refused[1], remedy=refused[2])
     if "Weight transfer not configured" in str(error):

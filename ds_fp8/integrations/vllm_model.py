@@ -14,7 +14,7 @@ Tensor = tuple[str, tuple[int, ...]]
 
 def refuse(problem: str, remedy: str) -> NoReturn:
     """Raise what `sync_weights` makes a UserError of, in the trainer's process."""
-    raise ValueError(f"[ds_fp8] {problem} [{remedy}]")
+    raise ValueError(f"[ds_fp8] {problem} [remedy: {remedy}]")
 
 
 def check_same_model(model: nn.Module, tensors: Iterable[Sequence], ranks: int = 1) -> None:
@@ -67,6 +67,7 @@ def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     stacks = getattr(model, "packed_modules_mapping", {})
+    seen: set[int] = set()
     for path, module in model.named_modules():
         if hasattr(module, "kv_cache"):
             continue  # attention: scales of its cache, which folders need not hold
@@ -75,8 +76,11 @@ def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
         # As it was before kernels arranged it, which is how tensors arrive.
         recorded = get_layerwise_info(module).restore_metadata[0] or module._parameters
         for own, parameter in recorded.items():
-            if parameter is None:
+            # A head that shares the embedding's weight is not loaded.
+            shared = id(module._parameters.get(own, parameter))
+            if parameter is None or shared in seen:
                 continue
+            seen.add(shared)
             parent, _, last = path.rpartition(".")
             parts = [f"{parent}.{part}" for part in stacks[last]] if last in stacks else [path]
             shape = tuple(parameter.shape)

@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from ds_fp8.integrations.vllm_model import check_same_model, check_scales
+from ds_fp8.integrations.vllm_model import check_same_model, check_scales, refuse
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -82,9 +82,9 @@ def _opened(chunk: Chunk) -> torch.Tensor:
     device = torch.accelerator.current_device_index()
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     if gpu not in chunk.handles:
-        raise ValueError(
-            f"[ds_fp8] the trainer holds its weights on the GPUs {', '.join(chunk.handles)}, and this worker runs on "
-            f"{gpu} [start the server on the trainer's GPUs: CUDA IPC reaches no others]"
+        refuse(
+            f"the trainer's weights lie on the GPUs {', '.join(chunk.handles)}, and a worker of the server runs on {gpu}",
+            "start the server on the trainer's GPUs: CUDA IPC reaches no others",
         )
     rest = [b64decode(value["bytes"]) if isinstance(value, dict) else value for value in chunk.handles[gpu]]
     shared = rebuild_cuda_tensor(torch.Tensor, (chunk.size,), (1,), 0, torch.UntypedStorage, torch.uint8, device, *rest)

@@ -1,7 +1,7 @@
 """vLLM's own model, loader and weight update in this process, without its scheduler: on a CPU as on a GPU.
 
-Where there is no GPU vLLM is told that there is a Hopper, on which it chooses kernels, and the model lies on the CPU: all
-of loading runs there, nothing that computes.
+Where there is no GPU vLLM is told that there is a Hopper, on which it chooses kernels, and the model lies on the CPU:
+all of loading runs there, nothing that computes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,64 @@
+"""Small models trained in FP8 whose codes go to a vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.zero.models import config
+
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 500,
+    "max_position_embeddings": 512,
+}
+TIED = {"llama": False, "qwen2": True, "qwen3": False}
+
+
+def engine_of(kind: str, fp8: dict, device: str = "cpu", **changes: Any):
+    """Return an engine around a random model of this kind, trained for a step."""
+    import ds_fp8
+
+    torch.manual_seed(0)
+    shape = SHAPE | {"tie_word_embeddings": TIED[kind]} | changes
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape), dtype=torch.bfloat16).to(device)
+    engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=config(fp8))[0]
+    step(engine, device)
+    return engine
+
+
+def step(engine, device: str = "cpu") -> None:
+    rows = torch.randint(0, 500, (2, 32), generator=torch.Generator().manual_seed(1)).to(device)
+    loss = engine(input_ids=rows, labels=rows).loss
+    engine.backward(loss)
+    engine.step()
+
+
+def unequal(held: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of a server's tensors that are not, byte for byte, those that were sent, stacked layers too."""
+    stacks = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    found = []
+    for name, own in held.items():
+        if ".attn." in name:
+            continue  # scales of the cache
+        *head, layer, last = name.split(".")
+        parts = [".".join([*head, part, last]) for part in stacks.get(layer, (layer,))]
+        whole = torch.cat([sent[part] for part in parts]).to(own.device)
+        if layer in ("embed_tokens", "lm_head"):
+            own = own[: len(whole)]  # vLLM pads the vocabulary
+        # Some kernels hold codes transposed.
+        if not any(_same(turned, whole) for turned in ([own, own.t()] if own.dim() == 2 else [own])):
+            found.append(name)
+    return found
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    alike = a.dtype == b.dtype and a.shape == b.shape
+    return alike and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

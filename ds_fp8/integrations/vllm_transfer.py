@@ -83,7 +83,7 @@ def _opened(chunk: Chunk) -> torch.Tensor:
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     if gpu not in chunk.handles:
         refuse(
-            f"the trainer's weights lie on the GPUs {', '.join(chunk.handles)}, and a worker of the server runs on {gpu}",
+            f"the trainer's weights lie on the GPUs {', '.join(chunk.handles)}, a worker of the server on {gpu}",
             "start the server on the trainer's GPUs: CUDA IPC reaches no others",
         )
     rest = [b64decode(value["bytes"]) if isinstance(value, dict) else value for value in chunk.handles[gpu]]

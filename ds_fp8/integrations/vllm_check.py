@@ -1,0 +1,128 @@
+"""A folder in vLLM beside the folder itself and transformers: `ds-fp8 export --check`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from ds_fp8.config.errors import UserError
+
+LENGTH = 256
+"""Tokens of a prompt."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """Results of `check_folder`."""
+
+    equal: int
+    """Tensors that vLLM holds byte for byte as the folder does."""
+    other: dict[str, str]
+    """Name of any other -> how it differs."""
+    positions: int
+    other_argmax: int
+    """Positions whose likeliest token is another in transformers."""
+    text: list[int]
+    reference_text: list[int]
+    """Greedy tokens after the first prompt, by vLLM and by transformers."""
+
+
+def check_folder(folder: Path | str, positions: int = 2048, prompts: Sequence[Sequence[int]] | None = None) -> Served:
+    """Load an exported folder in vLLM and compare what it holds and computes.
+
+    Args:
+        folder: As `ds-fp8 export` writes it.
+        positions: How many next tokens are compared with those of transformers, which decodes FP8 to BF16.
+        prompts: Token ids; default: drawn from the vocabulary.
+
+    Raises:
+        UserError: vLLM is not installed, there is no GPU, or the folder does not exist.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no model", remedy="give a folder that ds-fp8 export has written")
+    if find_spec("vllm") is None:
+        raise UserError("vLLM is not installed here", remedy="pip install vllm, in an environment with a GPU")
+    if not torch.cuda.is_available():
+        raise UserError("vLLM needs a GPU to compare with", remedy="run the check on a machine with one")
+    from transformers import AutoConfig
+
+    if prompts is None:
+        size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        shape = (max(1, -(-positions // (LENGTH - 1))), LENGTH)
+        prompts = torch.randint(0, size, shape, generator=generator).tolist()
+    reference, reference_text = _by_transformers(folder, prompts)
+    torch.cuda.empty_cache()
+    tensors, found, text = _by_vllm(folder, prompts)
+    compared = [a != b for own, other in zip(found, reference, strict=True) for a, b in zip(own, other, strict=True)]
+    other = {name: verdict for name, verdict in tensors.items() if verdict != "equal"}
+    return Served(len(tensors) - len(other), other, len(compared), sum(compared), text, reference_text)
+
+
+def _by_transformers(folder: Path, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().eval()
+    with torch.no_grad():
+        rows = [torch.tensor([prompt], device="cuda") for prompt in prompts]
+        likeliest = [model(input_ids=row).logits[0, :-1].argmax(-1).tolist() for row in rows]
+        text = model.generate(rows[0], do_sample=False, min_new_tokens=16, max_new_tokens=16)
+    return likeliest, text[0, len(prompts[0]) :].tolist()
+
+
+def _by_vllm(folder: Path, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, str], list[list[int]], list[int]]:
+    import os
+
+    # In this process, so that its tensors can be read.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    longest = max(len(prompt) for prompt in prompts) + 32
+    llm = LLM(str(folder), skip_tokenizer_init=True, enforce_eager=True, max_model_len=longest, max_logprobs=1)
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    scores = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    likeliest = []
+    for answer in llm.generate(inputs, scores, use_tqdm=False):
+        ranked = [min(entry.items(), key=lambda item: item[1].rank)[0] for entry in answer.prompt_logprobs[1:]]
+        likeliest.append(ranked)
+    text = llm.generate(inputs[:1], greedy, use_tqdm=False)[0].outputs[0].token_ids
+    model: Any = llm.llm_engine.model_executor.driver_worker.model_runner.model
+    return compare_tensors(model, folder), likeliest, list(text)
+
+
+def compare_tensors(model: torch.nn.Module, folder: Path) -> dict[str, str]:
+    """Return "equal" for each tensor of vLLM's model that holds a folder's bytes, stacked layers too, or why not."""
+    stored = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    stacks = getattr(model, "packed_modules_mapping", {})
+    result = {}
+    for name, parameter in model.named_parameters():
+        *head, layer, last = name.split(".")
+        if (head and head[-1] == "attn") or layer == "attn":
+            continue  # scales of the cache
+        parts = [".".join([*head, part, last]) for part in stacks.get(layer, [layer])]
+        if any(part not in stored for part in parts):
+            result[name] = f"the folder has no {parts[0]}"
+            continue
+        result[name] = _beside(parameter.detach().cpu(), [stored[part] for part in parts])
+    return result
+
+
+def _beside(held: torch.Tensor, parts: list[torch.Tensor]) -> str:
+    whole = torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts])
+    # vLLM pads vocabularies, and some kernels hold codes transposed.
+    for own in (held, held[: len(whole)], held.t() if held.dim() == 2 else held):
+        if own.dtype == whole.dtype and own.shape == whole.shape and _bytes(own).equal(_bytes(whole)):
+            return "equal"
+    return f"{held.dtype} {list(held.shape)} in vLLM holds other bytes than {whole.dtype} {list(whole.shape)}"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)

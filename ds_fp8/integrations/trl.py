@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
-from ds_fp8.export import served_plan, served_tensors
+from ds_fp8.export.engines import served_plan, served_tensors
 from ds_fp8.export.layouts import quantization_config
 from ds_fp8.export.plan import Plan, make_plan
 from ds_fp8.integrations.install import with_section

@@ -17,7 +17,7 @@ import torch
 from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError, clipped
-from ds_fp8.export import served_plan, served_tensors
+from ds_fp8.export.engines import served_plan, served_tensors
 from ds_fp8.export.plan import Plan
 from ds_fp8.integrations.vllm_backend import BACKEND, transfer_config
 

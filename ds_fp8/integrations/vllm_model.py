@@ -1,4 +1,4 @@
-"""What a model in vLLM holds, beside what training sends."""
+"""Tensors of a model in vLLM beside those that training sends: names, types, shapes and scales."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def colocated(folder: str) -> dict:
     """Sync to an LLM of this process; return what vLLM holds and generates before and after."""
     from vllm import LLM, SamplingParams
 
-    from ds_fp8.export import export_engine, served_plan, served_tensors
+    from ds_fp8.export import export_engine
+    from ds_fp8.export.engines import served_plan, served_tensors
     from ds_fp8.integrations.vllm import sync_weights, transfer_config
 
     engine = engine_of("qwen3", {}, "cuda", head_dim=128)

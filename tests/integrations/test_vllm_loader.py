@@ -21,7 +21,8 @@ def synced(kind: str, fp8: dict, layout: str, folder: str) -> tuple[list[str], l
 
     vllm_loader.prepare()
     os.environ["VLLM_USE_DEEP_GEMM"] = "0"
-    from ds_fp8.export import export_engine, served_plan, served_tensors
+    from ds_fp8.export import export_engine
+    from ds_fp8.export.engines import served_plan, served_tensors
     from ds_fp8.integrations.vllm import sync_weights, transfer_config
 
     engine = engine_of(kind, fp8)

@@ -18,6 +18,11 @@ def short(completions, **_):
 
 script, training, model = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config()
 training.model_init_kwargs = {"dtype": "bfloat16"}
+if training.use_vllm:
+    # A vLLM that takes the codes of training: --use_vllm --vllm_mode colocate
+    from ds_fp8.integrations.trl import install
+
+    install()
 trainer = GRPOTrainer(
     model=model.model_name_or_path,
     args=training,

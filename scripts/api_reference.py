@@ -49,6 +49,9 @@ PAGE: dict[str, dict[str, tuple[str, ...]]] = {
         "ds_fp8.export.export_engine": (),
         "ds_fp8.export.export_checkpoint": (),
         "ds_fp8.export.served_weights": (),
+        "ds_fp8.integrations.vllm.sync_weights": (),
+        "ds_fp8.integrations.vllm.transfer_config": (),
+        "ds_fp8.integrations.trl.install": (),
     },
 }
 """The page: public names by section, each with its public members."""

@@ -40,9 +40,7 @@ def colocated(folder: str) -> dict:
 
     engine = engine_of("qwen3", {}, "cuda", head_dim=128)
     export_engine(engine, folder)
-    llm = LLM(
-        folder, **SMALL, weight_transfer_config=transfer_config(), distributed_executor_backend="external_launcher"
-    )
+    llm = LLM(folder, **SMALL, weight_transfer_config=transfer_config())
 
     def generated() -> list[int]:
         greedy = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
@@ -68,9 +66,7 @@ def fp32_scales(folder: str) -> str:
 
     engine = engine_of("qwen3", {"linear": {"weight": {"scale": "fp32"}}}, "cuda", head_dim=128)
     export_engine(engine, folder)
-    llm = LLM(
-        folder, **SMALL, weight_transfer_config=transfer_config(), distributed_executor_backend="external_launcher"
-    )
+    llm = LLM(folder, **SMALL, weight_transfer_config=transfer_config())
     try:
         sync_weights(engine, llm)
     except UserError as error:

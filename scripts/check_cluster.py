@@ -39,6 +39,7 @@ def main() -> int:
     from deepspeed.utils.logging import set_log_level_from_string
 
     from ds_fp8.cluster import bandwidth, facts
+    from ds_fp8.commands.arguments import config_file
     from ds_fp8.train import load_stage, processes
 
     set_log_level_from_string("warning")
@@ -49,7 +50,7 @@ def main() -> int:
     watchdog.beat("comparing the hosts")
     job = None
     if arguments.deepspeed_config:
-        stage = load_stage(arguments.deepspeed_config, arguments.set)
+        stage = load_stage(config_file(arguments.deepspeed_config), arguments.set)
         job = Job(stage.raw, stage.file, stage.paths(), stage.run_dir)
     first = os.environ["RANK"] == "0"
     if store is not None:

@@ -88,11 +88,12 @@ def main() -> int:
 
 
 def _check(folder: Path, positions: int) -> int:
-    """Say how a folder is served; 1 where a server holds other bytes than it."""
+    """Say how a folder is served; 1 where a server holds other numbers than it."""
     from ds_fp8.integrations.vllm_check import check_folder
 
     served = check_folder(folder, positions)
-    print(f"{served.equal} tensors in vLLM equal the folder's byte for byte, {len(served.other)} do not")
+    rewritten = f"{served.rewritten} hold the same numbers in other bytes, " if served.rewritten else ""
+    print(f"{served.equal} tensors in vLLM equal the folder's byte for byte, {rewritten}{len(served.other)} do not")
     for name, why in list(served.other.items())[:5]:
         print(f"  {name}: {why}")
     print(f"another likeliest token than in transformers at {served.other_argmax} of {served.positions} positions")

@@ -271,7 +271,8 @@ class LinearConfig(LinearCasts):
     expert_products: Literal["auto", "bf16", "fp8"] = "auto"
     """Products of experts that are gathered in FP8. bf16: transformers' own, with decoded weights. fp8: this package's
     grouped products, where experts and casts have a form that they know; the start report names the others. auto: fp8
-    beside backend cublas on Hopper, where the kernels have been measured, and bf16 beside the others."""
+    beside cublas and deep_gemm, hence on Hopper, where this package's own kernels have been measured, and bf16 beside
+    the others; fp8 beside deep_gemm takes its products of groups."""
     smooth_swiglu: bool = False
     """Divide every channel of act(gate) · up in gated MLPs by a power of two before the cast, and multiply the input
     channels of down_proj by it before theirs. The function is unchanged, and outlier channels are gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,9 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import BLOCK
 
 LENGTH = 256
 """Tokens of a prompt."""
+EQUAL, REWRITTEN = "equal", "the same numbers in other bytes"
+SCALES = "weight_scale_inv"
+"""Name of the scales of 128x128 blocks, in folders and in vLLM."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class Served:
 
     equal: int
     """Tensors that vLLM holds byte for byte as the folder does."""
+    rewritten: int
+    """Codes and scales in other bytes that stand for the same numbers."""
     other: dict[str, str]
     """Name of any other -> how it differs."""
     positions: int
@@ -62,8 +69,9 @@ def check_folder(folder: Path | str, positions: int = 2048, prompts: Sequence[Se
     torch.cuda.empty_cache()
     tensors, found, text = _by_vllm(folder, prompts)
     compared = [a != b for own, other in zip(found, reference, strict=True) for a, b in zip(own, other, strict=True)]
-    other = {name: verdict for name, verdict in tensors.items() if verdict != "equal"}
-    return Served(len(tensors) - len(other), other, len(compared), sum(compared), text, reference_text)
+    counts = Counter(tensors.values())
+    other = {name: verdict for name, verdict in tensors.items() if verdict not in (EQUAL, REWRITTEN)}
+    return Served(counts[EQUAL], counts[REWRITTEN], other, len(compared), sum(compared), text, reference_text)
 
 
 def _by_transformers(folder: Path, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
@@ -99,10 +107,19 @@ def _by_vllm(folder: Path, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, 
 
 
 def compare_tensors(model: torch.nn.Module, folder: Path) -> dict[str, str]:
-    """Return "equal" for each tensor of vLLM's model that holds a folder's bytes, stacked layers too, or why not."""
+    """Return for each tensor of vLLM's model, stacked layers too, whether it holds a folder's bytes.
+
+    Args:
+        model: vLLM's model.
+        folder: The folder that it was loaded from.
+
+    Returns:
+        By name: EQUAL; REWRITTEN for codes and scales of blocks that stand for the same numbers (DeepGEMM doubles the
+        codes of a block whose largest is 224 or less, and halves its scale); else how they differ.
+    """
     stored = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
     stacks = getattr(model, "packed_modules_mapping", {})
-    result = {}
+    held, expected, result = {}, {}, {}
     for name, parameter in model.named_parameters():
         *head, layer, last = name.split(".")
         if (head and head[-1] == "attn") or layer == "attn":
@@ -111,17 +128,32 @@ def compare_tensors(model: torch.nn.Module, folder: Path) -> dict[str, str]:
         if any(part not in stored for part in parts):
             result[name] = f"the folder has no {parts[0]}"
             continue
-        result[name] = _beside(parameter.detach().cpu(), [stored[part] for part in parts])
+        held[name] = parameter.detach().cpu()
+        expected[name] = torch.cat([stored[part].reshape(stored[part].shape or (1,)) for part in parts])
+        result[name] = _beside(held[name], expected[name])
+    for scales in [name for name in held if name.endswith(SCALES)]:
+        codes = scales.removesuffix(SCALES) + "weight"
+        pair = [(found[codes], found[scales]) for found in (held, expected) if codes in found]
+        if len(pair) == 2 and all(own.shape == other.shape for own, other in zip(*pair, strict=True)):
+            other = [name for name in (codes, scales) if result[name] != EQUAL]
+            if other and _numbers(*pair[0]).equal(_numbers(*pair[1])):
+                result |= dict.fromkeys(other, REWRITTEN)
     return result
 
 
-def _beside(held: torch.Tensor, parts: list[torch.Tensor]) -> str:
-    whole = torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts])
+def _numbers(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return what codes [N, K] and the scales of their blocks stand for, FP32 [N, K]."""
+    rows, columns = codes.shape
+    factors = scales.float().repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return codes.float() * factors
+
+
+def _beside(held: torch.Tensor, expected: torch.Tensor) -> str:
     # vLLM pads vocabularies, and some kernels hold codes transposed.
-    for own in (held, held[: len(whole)], held.t() if held.dim() == 2 else held):
-        if own.dtype == whole.dtype and own.shape == whole.shape and _bytes(own).equal(_bytes(whole)):
-            return "equal"
-    return f"{held.dtype} {list(held.shape)} in vLLM holds other bytes than {whole.dtype} {list(whole.shape)}"
+    for own in (held, held[: len(expected)], held.t() if held.dim() == 2 else held):
+        if own.dtype == expected.dtype and own.shape == expected.shape and _bytes(own).equal(_bytes(expected)):
+            return EQUAL
+    return f"{held.dtype} {list(held.shape)} in vLLM holds other bytes than {expected.dtype} {list(expected.shape)}"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -142,7 +142,12 @@ def convert(
             restore(layer)
     recipes = {name: overrides[pattern].recipe for name, pattern in first_matches(experts, overrides).items()}
     multiply = multiplies_experts(config.linear.expert_products, recipe.backend)
-    converted = convert_experts(model, experts_left(model, config), lambda name: recipes.get(name, recipe), multiply)
+
+    def recipe_of_experts(name: str) -> LinearRecipe:
+        own = recipes.get(name, recipe)
+        return replace(own, backend=backend_of_experts(config.linear.expert_products, own.backend))
+
+    converted = convert_experts(model, experts_left(model, config), recipe_of_experts, multiply)
     result = replace(result, experts=converted)
     if experts:
         count_without_waiting(model)
@@ -179,9 +184,15 @@ def convert(
 
 def multiplies_experts(expert_products: str, backend: str) -> bool:
     """Return whether experts are multiplied in FP8, given fp8.linear.expert_products and the backend of the linears."""
-    # Beside cuBLAS, whose block-scaled products exist on Hopper alone, the kernels of groups have been measured; beside
-    # other backends they, or DeepGEMM's, have not run. Where linears are emulated they are slower than decoding.
-    return expert_products == "fp8" or (expert_products == "auto" and backend == "cublas")
+    # On Hopper, where these backends multiply blocks, the kernels of groups have been measured; on Blackwell they have
+    # not run. Where linears are emulated they are slower than decoding.
+    return expert_products == "fp8" or (expert_products == "auto" and backend in ("cublas", "deep_gemm"))
+
+
+def backend_of_experts(expert_products: str, backend: str) -> str:
+    """Return the backend of grouped products, given fp8.linear.expert_products and the backend of the linears."""
+    # DeepGEMM's products of groups have not run: they must be asked for.
+    return "cublas" if expert_products == "auto" and backend == "deep_gemm" else backend
 
 
 def experts_left(model: nn.Module, config: FP8Config) -> dict[str, str]:

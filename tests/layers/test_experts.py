@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.layers.convert import convert, layer_of, multiplies_experts, restore
+from ds_fp8.layers.convert import backend_of_experts, convert, layer_of, multiplies_experts, restore
 from ds_fp8.layers.decoder import FusedAttentionHalf
 from ds_fp8.layers.experts import FP8Experts, convert_experts, decode
 from ds_fp8.layers.linear import FP8Linear
@@ -377,7 +377,7 @@ def test_products_that_experts_cannot_have_are_said():
     ("asked", "backend", "in_fp8"),
     [
         ("auto", "cublas", True),
-        ("auto", "deep_gemm", False),
+        ("auto", "deep_gemm", True),
         ("fp8", "deep_gemm", True),
         ("auto", "mxfp8", False),
         ("auto", "reference", False),
@@ -387,6 +387,12 @@ def test_products_that_experts_cannot_have_are_said():
 )
 def test_experts_are_multiplied_in_fp8_where_the_kernels_have_run(asked, backend, in_fp8):
     assert multiplies_experts(asked, backend) is in_fp8
+
+
+def test_groups_are_multiplied_by_deep_gemm_only_if_that_was_asked_for():
+    assert backend_of_experts("auto", "deep_gemm") == "cublas"
+    assert backend_of_experts("fp8", "deep_gemm") == "deep_gemm"
+    assert backend_of_experts("auto", "reference") == "reference"
 
 
 def test_experts_that_are_converted_again_lose_their_products():

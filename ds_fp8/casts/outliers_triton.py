@@ -27,11 +27,11 @@ than the reference's."""
 
 
 @triton.jit
-def copy_tile(data, wide, m, tile, M, K, width):
-    """Copy the codes of a tile from [M, K] into [M, width], with zeros beyond K."""
+def copy_tile(data, wide, m, tile, M, K, pitch, width):
+    """Copy the codes of a tile from [M, K], rows `pitch` codes apart, into [M, width], with zeros beyond K."""
     k = tile * 128 + tl.arange(0, 128)
     inside = (m < M)[:, None] & (k < K)[None, :]
-    codes = tl.load(data + m[:, None].to(tl.int64) * K + k[None, :], mask=inside, other=0)
+    codes = tl.load(data + m[:, None].to(tl.int64) * pitch + k[None, :], mask=inside, other=0)
     tl.store(wide + m[:, None].to(tl.int64) * width + k[None, :], codes, mask=(m < M)[:, None])
 
 
@@ -80,7 +80,7 @@ def _extend_input(
     tile = first_tile + tl.program_id(0)
     m = tl.program_id(1) * 128 + tl.arange(0, 128)
     if tile * 128 < K:
-        copy_tile(data, wide, m, tile, M, K, width)
+        copy_tile(data, wide, m, tile, M, K, pitch, width)
         factor = tl.load(scale + m * scale_m + tile * scale_k, mask=m < M)
         tl.store(wide_scale + tile * M + m, factor, mask=m < M)
     else:
@@ -106,7 +106,7 @@ def _extend_weight(
     tile, rows = tl.program_id(0), tl.program_id(1)
     n = rows * 128 + tl.arange(0, 128)
     if tile * 128 < K:
-        copy_tile(data, wide, n, tile, N, K, width)
+        copy_tile(data, wide, n, tile, N, K, K, width)
         tl.store(wide_scale + rows * wide_scale_n + tile, tl.load(scale + rows * scale_n + tile))
     else:
         column = tl.arange(0, 128)

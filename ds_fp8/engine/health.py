@@ -129,9 +129,13 @@ class Health:
         Layers that have moved to BF16 meanwhile stay there.
         """
         self.move_to_bf16(state.get("layers_in_bf16", ()))
-        for name, channels in state.get("outlier_channels", {}).items():
-            if name in self._outliers:
-                self._outliers[name].load(channels, self._device)
+        saved = {name: found for name, found in state.get("outlier_channels", {}).items() if name in self._outliers}
+        left = [name for name, channels in saved.items() if not self._outliers[name].load(channels, self._device)]
+        if left:
+            self.say(
+                f"{len(left)} inputs had another number of outlier channels when the checkpoint was written "
+                f"({left[0]}: {len(saved[left[0]])}, now {self._outliers[left[0]].count}): they are found again"
+            )
         self._write_residuals()
         self._monitor.load_state_dict(state.get("monitor", {}))
         self._thresholds.load_state_dict(state.get("monitor", {}))

@@ -54,13 +54,19 @@ class OutlierChannels:
             self.energy = energy if self.energy is None else self.energy.add_(energy)
         return self.channels
 
-    def load(self, channels: Sequence[int], device: torch.device) -> None:
-        """Take channels of a checkpoint."""
+    def load(self, channels: Sequence[int], device: torch.device) -> bool:
+        """Take channels of a checkpoint; return False, and keep those that there are, if it had another number of them.
+
+        Narrower inputs have all of their channels, from 0 on.
+        """
+        if len(channels) > self.count or (len(channels) < self.count and list(channels) != list(range(len(channels)))):
+            return False
         loaded = torch.tensor(channels, dtype=torch.int32, device=device)
         if self.channels is None:
             self.channels = loaded
         else:
             self.channels.copy_(loaded)
+        return True
 
 
 def look_again(sites: Iterable[OutlierChannels], add_over_ranks: Callable[[torch.Tensor], None]) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.casts.outliers import extend_input, extend_input_reference, extend_weight, weight_residual
+from ds_fp8.config.formats import BLOCK
 from ds_fp8.layers.activations import activate
 from ds_fp8.layers.recipe import LinearRecipe
 
@@ -73,9 +75,25 @@ def weights_with_outliers(
         return operand
     channels = recipe.outliers.channels
     residuals = [getattr(weight, RESIDUAL, None) for weight in weights]
-    if any(residual is None for residual in residuals):
+    if all(residual is None for residual in residuals):
         # Weights that are present in high precision: their residuals are computed in every forward.
         residual = weight_residual(torch.cat([weight.detach() for weight in weights]), operand, channels)
+    elif len(residuals) == 1:
+        residual = residuals[0]
     else:
-        residual = residuals[0] if len(residuals) == 1 else torch.cat(residuals)
+        # Of a stack some may be present (small ones persist under ZeRO-3) and others not: those hold no numbers.
+        residual = torch.cat([
+            weight_residual(weight.detach(), rows, channels).view(torch.uint8) if own is None else own.view(torch.uint8)
+            for weight, own, rows in zip(weights, residuals, _rows_of(operand, weights), strict=True)
+        ])  # fmt: skip
     return extend_weight(operand, residual, channels)
+
+
+def _rows_of(operand: QuantizedTensor, weights: Sequence[torch.Tensor]) -> Iterator[QuantizedTensor]:
+    """Yield the rows of each weight of a stack, whose heights are multiples of 128."""
+    first = 0
+    for weight in weights:
+        stop = first + weight.shape[0]
+        scale = operand.scale[first // BLOCK : -(-stop // BLOCK)]
+        yield replace(operand, data=operand.data[first:stop], scale=scale)
+        first = stop

@@ -24,7 +24,7 @@ def _extend_product(
     tile = first_tile + tl.program_id(0)
     m = tl.program_id(1) * 128 + tl.arange(0, 128)
     if tile * 128 < F:
-        copy_tile(data, wide, m, tile, M, F, width)
+        copy_tile(data, wide, m, tile, M, F, pitch, width)
         tl.store(wide_scale + tile * M + m, tl.load(scale + m * scale_m + tile * scale_k, mask=m < M), mask=m < M)
     else:
         # Only the channels wanted are computed again: a product in high precision was never in memory.

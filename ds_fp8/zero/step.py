@@ -19,6 +19,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 
+from ds_fp8.config.log import logger
 from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero import streams
 from ds_fp8.zero.gradient_shards import GradientShards
@@ -50,6 +51,7 @@ class Step:
         self._zero.leave_gradients_in_place()
         self.end_backward: Callable[[], None] = self._zero.end_backward
         self.gather_persistent: Callable[[], None] = self._zero.gather_persistent
+        self._skipped = 0
         self.write_bf16: Callable[[], None] = self._zero.write_bf16
         """Rounds the new masters into the BF16 shards; replaced where not all of those are needed."""
 
@@ -77,10 +79,17 @@ class Step:
             # Its counters of steps were advanced with the launch: the masters are untouched, the counters go back.
             self._optimizer.take_back(masters for _, masters, _ in work)
             zero.skip()
+            self._say_skipped(norm)
             return False
         self.write_bf16()
         zero.finish(norm / zero.loss_scale)
         return True
+
+    def _say_skipped(self, norm: torch.Tensor) -> None:
+        """Warn of the 1st, 2nd, 4th, 8th ... skipped step: weights that never change look like a slow start."""
+        self._skipped += 1
+        if self._skipped.bit_count() == 1:
+            logger.warning(f"a step was skipped, {self._skipped} so far: the gradient norm is {norm.item()}")
 
     def _norm(self) -> torch.Tensor:
         """Return the 2-norm of all gradients on all ranks, times the loss scale; FP64 []."""

@@ -162,6 +162,7 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
         "graphs": (engine.fp8.graphs.off or engine.fp8.graphs.captured) if engine.fp8.graphs else None,
         "sent_bytes": sent,
         "losses": (curve / dist.get_world_size()).tolist(),
+        "skipped_steps": engine.skipped_steps,
         "profile": None,
     }
     if options.profile:

@@ -162,6 +162,8 @@ def move_a_layer(engine, step):
 CASES = {
     "plain": {},
     "infir2": {"preset": "infir2"},
+    "outlier channels": {"preset": "precise"},
+    "outlier channels, measured steps between": {"preset": "precise", "monitor": 4},
     "several micro-batches": {"micro_batches": 3},
     "measured steps between": {"monitor": 4},
     "two shapes": {"lengths": (LENGTH, 2 * LENGTH)},

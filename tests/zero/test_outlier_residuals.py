@@ -11,6 +11,7 @@ from ds_fp8.casts.outliers import weight_residual
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.outliers import RESIDUAL
 from ds_fp8.zero import outlier_residuals
+from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 
 SECTION = {"preset": "precise", "monitor": {"every": 0}}
@@ -138,3 +139,47 @@ def test_the_kernel_writes_what_the_reference_does(ranks, world):
                 (expected == found).float().mean() > 0.9
             )
             assert ((expected == 0) == (found == 0)).float().mean() > 0.98
+
+
+def losses_of_a_decoder(threshold):
+    """Losses of a model whose k and v have 32,768 elements and q 65,536, and whether k is whole on this rank."""
+    import ds_fp8
+
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
+    model = causal_lm("qwen2", hidden_size=256, intermediate_size=384, **heads)
+    config = models.config(SECTION, stage3_param_persistence_threshold=threshold)
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    attention = engine.module.model.layers[0].self_attn
+    rows = tokens(2, 64)
+    losses = [models.take_step(engine, engine(input_ids=rows, labels=rows, use_cache=False).loss) for _ in range(4)]
+    return losses, attention.k_proj.weight.ds_persist, attention.q_proj.weight.ds_persist
+
+
+def test_a_stack_may_have_weights_that_stay_whole(ranks):
+    losses, k_is_whole, q_is_whole = ranks(2, losses_of_a_decoder, 40_000)[0]
+    assert (k_is_whole, q_is_whole) == (True, False)
+    sharded, k_is_whole, _ = ranks(2, losses_of_a_decoder, 0)[0]
+    assert not k_is_whole
+    assert losses == pytest.approx(sharded, rel=2e-3)
+
+
+def other_numbers_of_channels(folder, saved, resumed):
+    """Numbers of channels, losses and lines after a checkpoint with `saved` channels where `resumed` are asked for."""
+    sections = [{**SECTION, "linear": {"outlier_channels": count}} for count in (saved, resumed)]
+    engine = models.build(models.config(sections[0]))
+    models.train(engine, 1)
+    engine.save_checkpoint(folder)
+    engine = models.build(models.config(sections[1]))
+    said = []
+    engine.fp8.health.say = said.append
+    engine.load_checkpoint(folder)
+    losses = models.train(engine, 2, start=1)
+    return {len(linear.recipe.outliers.channels) for _, linear in linears(engine)}, losses, said
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(64, 128), (128, 64), (128, 4)])
+def test_another_number_of_channels_than_in_the_checkpoint_finds_them_again(ranks, tmp_path, saved, resumed):
+    counts, losses, said = ranks(2, other_numbers_of_channels, str(tmp_path), saved, resumed)[0]
+    assert counts == {resumed}
+    assert torch.tensor(losses).isfinite().all()
+    assert f"{saved}, now {resumed}" in said[0]

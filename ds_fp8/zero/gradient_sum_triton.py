@@ -107,14 +107,22 @@ class _Cache:
         self._recent: Recent[tuple[Target, ...], _Tables] = Recent()
         self._captured: dict[tuple[Target, ...], _Tables] = {}
         """Tables that CUDA graphs read, for as long as there are gradients."""
+        self._of_one_graph: list[_Tables] = []
+        """Tables that are written by a graph itself, each for that graph alone."""
 
     def tables(self, targets: tuple[Target, ...], device: torch.device) -> _Tables:
         """Return (owner, table, programs, aligned) of a message's gradients."""
         if targets in self._captured:
             return self._captured[targets]
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing and targets not in self._recent:
+            # Nothing runs in a capture: what is copied here is on the device once this graph is replayed. A dry run never
+            # is, and the next capture must not find its tables.
+            self._of_one_graph.append(_tables(targets, device))
+            return self._of_one_graph[-1]
         tables = self._recent.get(targets, lambda: _tables(targets, device))
         # A captured kernel has the tables' addresses as arguments: they must not leave the cache.
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if capturing:
             self._captured[targets] = tables
         return tables
 

@@ -27,5 +27,8 @@ class Recent(Generic[K, V]):
             del self._values[next(iter(self._values))]
         return value
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
     def __len__(self) -> int:
         return len(self._values)

@@ -106,6 +106,26 @@ def test_tables_of_buckets_that_vary_are_forgotten(monkeypatch):
     assert len(kernel._caches) == 0
 
 
+def test_tables_that_a_graph_writes_are_of_that_graph_alone(monkeypatch):
+    kernel = pytest.importorskip("ds_fp8.zero.gradient_sum_triton", reason="Triton is not installed")
+    capturing = False
+    monkeypatch.setattr(kernel, "_tables", lambda targets, device: object())
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: capturing)
+    cache, targets, device = kernel._Cache(), (Target(0, 0, 256, 0),), torch.device("cuda")
+    capturing = True
+    of_a_dry_run = cache.tables(targets, device)
+    assert cache.tables(targets, device) is not of_a_dry_run  # a dry run is never replayed: its copies are not done
+    capturing = False
+    outside = cache.tables(targets, device)
+    capturing = True
+    assert cache.tables(targets, device) is outside
+    for number in range(LIMIT + 1):
+        capturing = False
+        cache.tables((Target(0, 0, number + 1, 0),), device)
+    capturing = True
+    assert cache.tables(targets, device) is outside  # the graph of before reads it still
+
+
 def test_what_was_used_last_is_kept():
     recent, made = Recent(2), []
 

@@ -21,6 +21,8 @@ from ds_fp8.gemm.row_groups import RowGroups
 WARPS = 8
 STAGES = 4
 """Tiles of either operand that are on their way at once. Registers leave room for one program a multiprocessor."""
+REGISTERS: int | None = None
+"""Limit of registers a thread: 128, with 3 stages, would leave room for two programs."""
 PANEL = 8
 """Tiles of rows whose programs run one after another, column by column: what they read stays in the L2 cache."""
 
@@ -120,6 +122,7 @@ def multiply_tiles(
     _multiply_tiles[(tiles * (columns // BLOCK),)](
         _descriptor(a.data), a_scale, _descriptor(b.data), b_scale, groups.of_tile, result, tiles,
         a_scale.stride(1), b_scale.stride(0), N=columns, K=contraction, PANEL=PANEL, num_warps=WARPS, num_stages=STAGES,
+        maxnreg=REGISTERS,
     )  # fmt: skip
     return result
 
@@ -137,6 +140,7 @@ def multiply_along_rows(
     _multiply_along_rows[inputs // BLOCK, features // BLOCK, number](
         _descriptor(dy.data), dy_scale, _descriptor(x.data), x_scale, groups.starts, groups.counts, result,
         dy_scale.stride(1), along, across, N=features, K=inputs, BLOCKS=blocks, num_warps=WARPS, num_stages=STAGES,
+        maxnreg=REGISTERS,
     )  # fmt: skip
     return result
 

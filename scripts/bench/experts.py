@@ -48,8 +48,11 @@ from ds_fp8.layers.permutation import permute_cast, row_factors, unpermute
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.weights import GATHERED
 
-SWEEP = [(stages, warps, panel) for stages in (3, 4, 5) for warps in (4, 8) for panel in (4, 8, 16)]
-"""Stages, warps and panels of the product's launch."""
+SWEEP = [
+    *((stages, 8, panel, None) for stages in (3, 4, 5) for panel in (4, 8, 16)),
+    *((stages, 8, panel, 128) for stages in (2, 3) for panel in (4, 8, 16)),
+]
+"""Stages, warps, panels and limits of registers of the product's launch; 4 warps spill in all of them."""
 
 
 class Shape(NamedTuple):
@@ -155,14 +158,15 @@ def best_launch(product: Callable[[], object], milliseconds: float) -> str:
     """Return the fastest of SWEEP for a product, with its time."""
     from ds_fp8.gemm import grouped_triton as kernels
 
-    before = kernels.STAGES, kernels.WARPS, kernels.PANEL
+    names = ("STAGES", "WARPS", "PANEL", "REGISTERS")
+    before = [getattr(kernels, name) for name in names]
     times = {}
     for launch in SWEEP:
-        kernels.STAGES, kernels.WARPS, kernels.PANEL = launch
+        vars(kernels).update(zip(names, launch, strict=True))
         times[launch] = measure(product, milliseconds=milliseconds)
-    kernels.STAGES, kernels.WARPS, kernels.PANEL = before
+    vars(kernels).update(zip(names, before, strict=True))
     best = min(times, key=times.__getitem__)
-    return "stages {} warps {} panel {}: {:.3g} ms".format(*best, times[best])
+    return "stages {} warps {} panel {} registers {}: {:.3g} ms".format(*best, times[best])
 
 
 def parts(given: Operands, recipe: LinearRecipe) -> dict[str, tuple[str, Callable[[], object]]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
-import torch
 from torch import nn
 
 Tensor = tuple[str, tuple[int, ...]]
@@ -52,7 +51,8 @@ def check_scales(model: nn.Module, granularity: str, scale: str) -> None:
             "vLLM casts stacked layers again where scales are by tensor, to the largest of their scales",
             'train with blocks or rows: "fp8": {"linear": {"weight": {"granularity": "128x128"}}}',
         )
-    if granularity == "128x128" and scale != "pow2" and any("DeepGemm" in kernel for kernel in kernels):
+    # DeepGemmFp8BlockScaledMMKernel, and FlashInferFp8DeepGEMMDynamicBlockScaledKernel, which leaves weights to it.
+    if granularity == "128x128" and scale != "pow2" and any("deepgemm" in kernel.lower() for kernel in kernels):
         from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
         if is_deep_gemm_e8m0_used():
@@ -60,6 +60,22 @@ def check_scales(model: nn.Module, granularity: str, scale: str) -> None:
                 "training has FP32 scales, and this server's kernels (DeepGEMM) cast codes again to powers of two",
                 "start the server with VLLM_USE_DEEP_GEMM_E8M0=0 in its environment",
             )
+
+
+def roll_back(model: nn.Module) -> None:
+    """Put every layer's tensors back in place that an update, which did not end, has taken out of it.
+
+    Layers that the update had completed keep their new numbers. Without this vLLM would go on to count the tensors of
+    the next update where this one has stopped, and take a layer for complete too early.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
@@ -109,8 +125,3 @@ def _kernels(module: nn.Module) -> Iterator[str]:
         for value in vars(holder).values() if hasattr(holder, "__dict__") else ():
             if type(value).__name__.endswith("Kernel"):
                 yield type(value).__name__
-
-
-def parameters(worker: object) -> dict[str, torch.Tensor]:
-    """Return the tensors that a worker of vLLM computes with, by its names."""
-    return dict(worker.model_runner.model.named_parameters())

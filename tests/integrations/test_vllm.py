@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
@@ -22,8 +23,16 @@ class StandIn(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, refusal: str | None = None, development: bool = True, paused: bool = False):
+    def __init__(
+        self,
+        refusal: str | None = None,
+        development: bool = True,
+        paused: bool = False,
+        failing: dict[str, str] | None = None,
+        seconds_to_pause: float = 0,
+    ):
         self.refusal, self.development, self.paused = refusal, development, paused
+        self.failing, self.seconds_to_pause = failing or {}, seconds_to_pause
         self.calls: list[str] = []
         self.announced: list = []
         super().__init__(("127.0.0.1", 0), Handler)
@@ -48,11 +57,14 @@ class Handler(BaseHTTPRequestHandler):
         server.calls.append(self.path)
         if path == "/is_paused":
             return self.send(200, {"is_paused": server.paused})
+        if path in server.failing:
+            return self.send(500, {"error": {"message": server.failing[path], "code": 500}})
         if path == "/pause":
             server.paused = True
+            time.sleep(server.seconds_to_pause)
         if path == "/resume":
             server.paused = False
-        if path == "/init_weight_transfer_engine":
+        if path == "/init_weight_transfer_engine" and "tensors" in body["init_info"]:
             server.announced = body["init_info"]["tensors"]
             if server.refusal:
                 message = f"Call to collective_rpc method failed: {server.refusal}"
@@ -68,14 +80,34 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def said(url: str, pause: str | None) -> str:
+def said(url: str, pause: str | None, timeout: float = 20) -> str:
     from ds_fp8.integrations.vllm import sync_weights
 
     try:
-        sync_weights(engine_of("llama", {}), url, pause=pause, timeout=20)
+        sync_weights(engine_of("llama", {}), url, pause=pause, timeout=timeout)
     except UserError as error:
         return str(error)
     return "accepted"
+
+
+def said_with_buffers(url: str, full: int | None, syncs: int = 1) -> tuple[str, int]:
+    """Sync where buffers can be shared, as on GPUs; rank `full` has no memory. Return what is said, and the handles."""
+    from deepspeed import comm as dist
+
+    from ds_fp8.integrations import vllm, vllm_buffer
+
+    made = []
+    vllm_buffer._handles = lambda buffer: made.append(buffer.numel()) or {str(dist.get_rank()): []}
+    vllm._buffer = vllm_buffer.SharedBuffer()
+    if dist.get_rank() == full:
+        vllm._buffer.filled = lambda *_: torch.empty(1 << 60)
+    engine = engine_of("llama", {})
+    try:
+        for _ in range(syncs):
+            vllm.sync_weights(engine, url, timeout=20, chunk_bytes=200_000)
+    except UserError as error:
+        return str(error), len(made)
+    return "accepted", len(made)
 
 
 def test_a_refusal_reaches_all_ranks_and_the_server_goes_on(ranks):
@@ -116,6 +148,58 @@ def test_no_server_at_all(ranks):
     assert "does not answer" in ranks(1, said, server.url, "wait")[0]
 
 
+def test_a_server_whose_requests_outlast_the_timeout_is_resumed(ranks):
+    server = StandIn(seconds_to_pause=2)
+    assert "does not answer /pause" in ranks(1, said, server.url, "wait", 0.5)[0]
+    assert server.calls[-1] == "/resume"
+    time.sleep(2)
+    assert not server.paused
+
+
+BEGINNING = ["/is_paused", "/pause?mode=wait", "/init_weight_transfer_engine", "/start_weight_update"]
+
+
+@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
+def test_a_server_with_a_part_of_the_weights_is_not_resumed(ranks, path):
+    server = StandIn(failing={path: "out of memory"})
+    for error, _ in ranks(2, said_with_buffers, server.url, None):
+        assert "out of memory" in error
+        assert f"call sync_weights again before it generates; {server.url} stays paused: POST /resume then" in error
+    assert server.calls[:4] == BEGINNING
+    assert server.calls[-2:] == ["/update_weights", "/finish_weight_update"]
+    assert "/resume" not in server.calls
+
+
+def test_memory_that_one_rank_lacks_is_said_by_all(ranks):
+    server = StandIn()
+    for error, _ in ranks(2, said_with_buffers, server.url, 1):
+        assert "RuntimeError" in error
+    assert server.calls == [*BEGINNING, "/update_weights", "/finish_weight_update"]  # both of them to undo it
+
+
+def test_a_server_that_cannot_resume_is_said_by_all_ranks(ranks):
+    server = StandIn(failing={"/resume": "no"})
+    assert all("vLLM did not take the weights" in error for error, _ in ranks(2, said_with_buffers, server.url, None))
+
+
+def test_a_rank_has_one_buffer_and_one_handle_for_all_chunks(ranks):
+    server = StandIn()
+    assert ranks(2, said_with_buffers, server.url, None, 2) == [("accepted", 1), ("accepted", 1)]
+    assert server.calls.count("/update_weights") > 10
+    assert server.calls[-3:] == ["/finish_weight_update", "/init_weight_transfer_engine", "/resume"]
+
+
+def test_an_update_that_another_trainer_left_is_ended_first(ranks):
+    server = StandIn(paused=True, failing={"/start_weight_update": "a weight update is already active"})
+    ranks(1, said_with_buffers, server.url, None)
+    assert server.calls[1:5] == [
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/finish_weight_update",
+        "/start_weight_update",
+    ]
+
+
 def others_said() -> list[str]:
     from ds_fp8.integrations.vllm import sync_weights
 
@@ -137,22 +221,28 @@ def test_adapters_and_a_vllm_of_another_version(ranks):
     assert "vLLM 0.22" in version
 
 
-def test_a_chunk_is_bounded_and_its_tensors_come_back_from_one_buffer():
-    from ds_fp8.integrations.vllm import _chunks, packed
+def test_a_chunk_is_bounded_and_its_tensors_come_back_from_one_buffer(monkeypatch):
+    from ds_fp8.integrations.vllm import _chunks
+    from ds_fp8.integrations.vllm_buffer import SharedBuffer
+
+    monkeypatch.setattr("ds_fp8.integrations.vllm_buffer._handles", lambda buffer: {"GPU": [buffer.numel()]})
 
     weights = [("a", torch.randn(3, 5)), ("b", torch.randn(7).bfloat16()), ("c", torch.randn(64)), ("d", torch.ones(1))]
     weights[1:1] = [("codes", torch.randn(5, 3).to(torch.float8_e4m3fn))]
     chunks = list(_chunks(weights, 100))
     assert [[name for name, _ in chunk] for chunk in chunks] == [["a", "codes", "b"], ["c"], ["d"]]
+    buffer = SharedBuffer()
     for chunk in chunks:
-        buffer, parts = packed(chunk)
-        for (name, tensor), (own, dtype, shape, start) in zip(chunk, parts, strict=True):
-            back = buffer[start : start + tensor.nbytes].view(getattr(torch, dtype)).view(shape)
+        filled = buffer.filled(chunk, 300)
+        assert filled["handles"] == {"GPU": [300]}
+        for (name, tensor), (own, dtype, shape, start) in zip(chunk, filled["parts"], strict=True):
+            back = buffer.memory[start : start + tensor.nbytes].view(getattr(torch, dtype)).view(shape)
             assert own == name
             assert torch.equal(back.float(), tensor.float())
 
 
-def test_the_check_says_what_it_lacks(tmp_path):
+def test_the_check_says_what_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="holds no model"):
         main(["export", "--check", str(tmp_path)])
     (tmp_path / "config.json").write_text("{}")

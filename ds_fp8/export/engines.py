@@ -15,7 +15,7 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, check_target, write_folder
 from ds_fp8.export.layouts import SCALE_SUFFIX
-from ds_fp8.export.plan import Plan, make_plan
+from ds_fp8.export.plan import Plan, make_plan, plan_to_serve
 from ds_fp8.layers.experts import names_of_experts
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.selection import linear_layers
@@ -58,7 +58,7 @@ def export_engine(
             remedy="export a model of transformers; merge adapters first",
         )
     check_target(folder, force)
-    plan = _plan(engine, layout)
+    plan = make_plan(model, _left(engine), engine.fp8.config.linear, layout, full_shape)
     weights = _gathered(engine, plan)
     if dist.get_rank() == 0:
         model.config.architectures = [type(model).__name__]
@@ -91,9 +91,13 @@ def served_weights(
 
     Yields:
         (name, codes, scales): float8_e4m3fn codes [R, C] and FP32 scales to multiply by, of 128x128 blocks, rows or the
-        tensor as training cast; or (name, BF16 tensor, None). Of experts each matrix by itself, by its name.
+        tensor as training cast; or (name, BF16 tensor, None). Of experts each matrix by itself, by its name. All are in
+        BF16 where servers have no layout for FP8 weights of this cast, or for any layer of this model.
     """
-    plan = served_plan(engine)
+    return _served(engine, served_plan(engine))
+
+
+def _served(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
     entries = {entry.name: entry for entry in plan.entries}
     for name, whole in _gathered(engine, plan):
         for stored, numbers in entries[name].stored(whole).items():
@@ -103,21 +107,19 @@ def served_weights(
 
 def served_plan(engine: deepspeed.DeepSpeedEngine) -> Plan:
     """Return the contents of `served_weights`: names, types and shapes, without numbers."""
-    linear = engine.fp8.config.linear
-    in_bf16 = engine.fp8.conversion is None or linear.rotation.fprop is not None
-    by_blocks = linear.weight.granularity == "128x128"
-    return _plan(engine, "bf16" if in_bf16 else "fp8" if by_blocks else "compressed-tensors")
+    return plan_to_serve(engine.module, _left(engine), engine.fp8.config.linear, full_shape)
 
 
 def served_tensors(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the same tensor by tensor, scales under the names of a folder. Collective."""
-    for name, numbers, scales in served_weights(engine):
+    for name, numbers, scales in _served(engine, plan):
         yield name, numbers
         if scales is not None:
             yield name + SCALE_SUFFIX[plan.layout], scales.contiguous()
 
 
-def _plan(engine: deepspeed.DeepSpeedEngine, layout: str) -> Plan:
+def _left(engine: deepspeed.DeepSpeedEngine) -> dict[str, str]:
+    """Return the linear layers and weights of experts that are in BF16 in training, with the reason."""
     state = engine.fp8
     left = {} if state.conversion is None else dict(state.conversion.left)
     for name, linear in linear_layers(engine.module).items():
@@ -127,7 +129,7 @@ def _plan(engine: deepspeed.DeepSpeedEngine, layout: str) -> Plan:
     for name in names_of_experts(engine.module):
         if gather is None or not gather.gathers(parameters[name]):
             left.setdefault(name, "in BF16 in training")
-    return make_plan(engine.module, left, state.config.linear, layout, full_shape)
+    return left
 
 
 def _gathered(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[NamedWeight]:

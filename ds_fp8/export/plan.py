@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -150,6 +151,31 @@ def make_plan(
         raise UserError(f"no layer of this model can be stored in FP8 ({why})", remedy="--format bf16")
     planned = entries(in_fp8)
     return Plan(layout, cast, planned, reasons | _beside_experts(planned, linears, names_of_experts(model)))
+
+
+def plan_to_serve(
+    model: nn.Module,
+    left: Mapping[str, str],
+    linear: LinearConfig,
+    shape_of: Callable[[nn.Parameter], Sequence[int]] | None = None,
+) -> Plan:
+    """Plan the weights that a running server is given: in FP8 as training cast them, all in BF16 where no layout can.
+
+    Args:
+        model: See `make_plan`, as the others.
+        left: Layers that training computed in BF16.
+        linear: How training cast weights.
+        shape_of: Gives the whole shape of a parameter.
+
+    Raises:
+        UserError: servers do not know such models, or the model keeps buffers beside its weights.
+    """
+    if linear.rotation.fprop is None:
+        layout = "fp8" if linear.weight.granularity == "128x128" else "compressed-tensors"
+        # MX and NVFP4 weights, or no layer at all that could be in FP8. What else is wrong is raised below too.
+        with contextlib.suppress(UserError):
+            return make_plan(model, left, linear, layout, shape_of)
+    return make_plan(model, left, linear, "bf16", shape_of)
 
 
 def _experts_in_fp8(model: nn.Module, left: Mapping[str, str], linear: LinearConfig, layout: str) -> set[str]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.export.engines import served_plan, served_tensors
 from ds_fp8.export.layouts import quantization_config
-from ds_fp8.export.plan import Plan, make_plan
+from ds_fp8.export.plan import plan_to_serve
 from ds_fp8.integrations.install import with_section
 from ds_fp8.integrations.vllm import sync_weights, transfer_config
 from ds_fp8.layers.convert import experts_left
+from ds_fp8.layers.experts import names_of_experts
 from ds_fp8.layers.selection import unconverted
 from ds_fp8.zero.seams import full_shape
 
@@ -28,8 +31,16 @@ def install() -> None:
     Call it before the trainer is made, beside `ds_fp8.install()`. Colocated vLLMs are started for the training's codes.
     A server of its own (vllm_mode="server") is to be started on a folder in the same layout, by `ds-fp8 export`.
     Trainers without the section, and adapters, which TRL merges and sends in BF16, are left as they are.
+
+    Raises:
+        UserError: TRL is not installed, or is too old.
     """
-    from trl.generation.vllm_generation import VLLMGeneration
+    try:
+        from trl.generation.vllm_generation import VLLMGeneration
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "trl":
+            raise
+        raise UserError(f"no {error.name} is installed here", remedy="pip install -U trl: 1.16.0 was tried") from None
 
     if _originals:
         return
@@ -51,24 +62,33 @@ def vllm_arguments(model: torch.nn.Module, fp8: FP8Config) -> dict[str, Any]:
     """Return the arguments of a vLLM that takes the weights of this model, trained with this section.
 
     It starts on the model's own folder without reading its weights: `sync_weights` brings them.
+
+    Raises:
+        UserError: `sync_weights` would refuse the weights.
     """
-    plan = _plan_of(model, fp8)
-    result: dict[str, Any] = {"load_format": "dummy", "weight_transfer_config": transfer_config()}
+    # As `served_plan`, before there is an engine.
+    left = unconverted(model, fp8.linear) | experts_left(model, fp8)
+    plan = plan_to_serve(model, left, fp8.linear, full_shape)
+    in_bf16 = "leave ds_fp8.integrations.trl.install() out, and TRL sends weights in BF16"
+    if names_of_experts(model):
+        raise UserError("a running vLLM is given no weights of models with experts", remedy=in_bf16)
+    if plan.quantized and plan.cast.granularity == "tensor":
+        raise UserError(
+            "vLLM casts weights with scales by tensor again",
+            key="fp8.linear.weight.granularity",
+            remedy=f'train with "128x128" or "row"; or {in_bf16}',
+        )
+    result: dict[str, Any] = {
+        "load_format": "dummy",
+        "weight_transfer_config": transfer_config(),
+        "dtype": "bfloat16",  # of what is not FP8, whatever type the folder names
+    }
     if plan.layout != "bf16":
         result["hf_overrides"] = {"quantization_config": quantization_config(plan.layout, plan.cast, plan.left)}
     if plan.cast.scale != "pow2":
         # DeepGEMM would cast FP32 scales again to powers of two.
         os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
     return result
-
-
-def _plan_of(model: torch.nn.Module, fp8: FP8Config) -> Plan:
-    """Plan what an engine around the model will send: `served_plan`, before there is an engine."""
-    linear = fp8.linear
-    by_blocks = linear.weight.granularity == "128x128"
-    layout = "bf16" if linear.rotation.fprop is not None else "fp8" if by_blocks else "compressed-tensors"
-    left = unconverted(model, linear) | experts_left(model, fp8)
-    return make_plan(model, left, linear, layout, full_shape)
 
 
 def _section(generation: Any) -> FP8Config | None:
@@ -84,7 +104,15 @@ def _section(generation: Any) -> FP8Config | None:
 def _engine(generation: Any) -> Any:
     """Return the trainer's engine where it trains in FP8."""
     wrapped = generation.accelerator.deepspeed_engine_wrapped
-    return None if wrapped is None or _section(generation) is None else wrapped.engine
+    if wrapped is None or _section(generation) is None:
+        return None
+    if not hasattr(wrapped.engine, "fp8"):
+        raise UserError(
+            'the "fp8" section of the DeepSpeed configuration was not read',
+            key="fp8",
+            remedy="call ds_fp8.install() before the trainer is made",
+        )
+    return wrapped.engine
 
 
 def _init(original: Callable) -> Callable:
@@ -92,7 +120,8 @@ def _init(original: Callable) -> Callable:
         from trl.generation import vllm_generation
 
         fp8 = _section(self)
-        if fp8 is None or self.mode != "colocate":
+        # Without vLLM TRL says so itself.
+        if fp8 is None or self.mode != "colocate" or find_spec("vllm") is None:
             original(self)
             return
         llm = vllm_generation.LLM

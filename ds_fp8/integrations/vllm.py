@@ -37,6 +37,8 @@ class Sent:
     bytes: int
     seconds: float
     chunks: int
+    layout: str
+    """ "fp8" or "compressed-tensors"; "bf16" where servers have no layout for the weights of training."""
 
 
 def sync_weights(
@@ -101,7 +103,7 @@ def sync_weights(
             error.remedy = f"{error.remedy}; {mixed}"
         raise
     together(link.close)
-    return Sent(tensors, size, time.perf_counter() - start, chunks)
+    return Sent(tensors, size, time.perf_counter() - start, chunks, plan.layout)
 
 
 def announcement(plan: Plan) -> dict[str, Any]:

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import BLOCK
+from ds_fp8.config.formats import BLOCK, scale_shape
 
 LENGTH = 256
 """Tokens of a prompt."""
 EQUAL, REWRITTEN = "equal", "the same numbers in other bytes"
-SCALES = "weight_scale_inv"
-"""Name of the scales of 128x128 blocks, in folders and in vLLM."""
+SCALES = ("weight_scale_inv", "weight_scale")
+"""Names of scales in the layouts fp8 and compressed-tensors, in folders and in vLLM."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def check_folder(folder: Path | str, positions: int = 2048, prompts: Sequence[Se
         prompts: Token ids; default: drawn from the vocabulary.
 
     Raises:
-        UserError: vLLM is not installed, there is no GPU, or the folder does not exist.
+        UserError: vLLM is not installed, there is no GPU, the folder does not exist, or its model has experts.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
@@ -60,6 +61,13 @@ def check_folder(folder: Path | str, positions: int = 2048, prompts: Sequence[Se
         raise UserError("vLLM needs a GPU to compare with", remedy="run the check on a machine with one")
     from transformers import AutoConfig
 
+    names = (name for file in sorted(folder.glob("*.safetensors")) for name in list(safe_open(file, "pt").keys()))
+    expert = next((name for name in names if ".experts." in name), None)
+    if expert is not None:
+        raise UserError(
+            f"vLLM stacks the experts of a layer ({expert}), which the check does not compare",
+            remedy="check an export of a model without experts; vllm serve loads this one",
+        )
     if prompts is None:
         size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
@@ -115,11 +123,13 @@ def compare_tensors(model: torch.nn.Module, folder: Path) -> dict[str, str]:
 
     Returns:
         By name: EQUAL; REWRITTEN for codes and scales of blocks that stand for the same numbers (DeepGEMM doubles the
-        codes of a block whose largest is 224 or less, and halves its scale); else how they differ.
+        codes of a block whose largest is 224 or less, and halves its scale); else how they differ. Tensors of the
+        folder that the model has not are listed too.
     """
-    stored = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    stored = _stored(folder)
     stacks = getattr(model, "packed_modules_mapping", {})
     held, expected, result = {}, {}, {}
+    used: set[str] = set()
     for name, parameter in model.named_parameters():
         *head, layer, last = name.split(".")
         if (head and head[-1] == "attn") or layer == "attn":
@@ -128,17 +138,26 @@ def compare_tensors(model: torch.nn.Module, folder: Path) -> dict[str, str]:
         if any(part not in stored for part in parts):
             result[name] = f"the folder has no {parts[0]}"
             continue
+        used.update(parts)
         held[name] = parameter.detach().cpu()
         expected[name] = torch.cat([stored[part].reshape(stored[part].shape or (1,)) for part in parts])
         result[name] = _beside(held[name], expected[name])
+    tied = {"lm_head.weight"} if getattr(getattr(model, "config", None), "tie_word_embeddings", False) else set()
+    result |= dict.fromkeys(sorted(set(stored) - used - tied), "vLLM's model has no such tensor")
     for scales in [name for name in held if name.endswith(SCALES)]:
-        codes = scales.removesuffix(SCALES) + "weight"
+        codes = scales.rpartition(".")[0] + ".weight"
         pair = [(found[codes], found[scales]) for found in (held, expected) if codes in found]
-        if len(pair) == 2 and all(own.shape == other.shape for own, other in zip(*pair, strict=True)):
+        alike = len(pair) == 2 and all(own.shape == other.shape for own, other in zip(*pair, strict=True))
+        if alike and pair[0][1].shape == scale_shape(pair[0][0].shape, "128x128"):
             other = [name for name in (codes, scales) if result[name] != EQUAL]
             if other and _numbers(*pair[0]).equal(_numbers(*pair[1])):
                 result |= dict.fromkeys(other, REWRITTEN)
     return result
+
+
+def _stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a folder by name."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def _numbers(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

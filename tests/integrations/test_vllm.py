@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -66,6 +67,7 @@ class Handler(BaseHTTPRequestHandler):
             server.paused = False
         if path == "/init_weight_transfer_engine" and "tensors" in body["init_info"]:
             server.announced = body["init_info"]["tensors"]
+            server.granularity = body["init_info"]["granularity"]
             if server.refusal:
                 message = f"Call to collective_rpc method failed: {server.refusal}"
                 return self.send(500, {"error": {"message": message, "code": 500}})
@@ -80,14 +82,18 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def said(url: str, pause: str | None, timeout: float = 20) -> str:
+def said(url: str, pause: str | None, timeout: float = 20, fp8: dict | None = None, **shape: int) -> str:
     from ds_fp8.integrations.vllm import sync_weights
 
     try:
-        sync_weights(engine_of("llama", {}), url, pause=pause, timeout=timeout)
+        sync_weights(engine_of("llama", fp8 or {}, **shape), url, pause=pause, timeout=timeout)
     except UserError as error:
         return str(error)
     return "accepted"
+
+
+def said_of(url: str, fp8: dict, width: int) -> str:
+    return said(url, "wait", fp8=fp8, hidden_size=width, intermediate_size=2 * width, head_dim=width // 4)
 
 
 def said_with_buffers(url: str, full: int | None, syncs: int = 1) -> tuple[str, int]:
@@ -120,6 +126,26 @@ def test_a_refusal_reaches_all_ranks_and_the_server_goes_on(ranks):
     assert names["model.layers.0.self_attn.q_proj.weight"] == ("float8_e4m3fn", [256, 256])
     assert names["model.layers.0.self_attn.q_proj.weight_scale_inv"] == ("float32", [2, 2])
     assert names["lm_head.weight"] == ("bfloat16", [500, 256])
+
+
+@pytest.mark.parametrize(
+    ("fp8", "width", "types", "granularity"),
+    [
+        ({}, 256, {"float8_e4m3fn", "float32", "bfloat16"}, "128x128"),
+        ({"preset": "rowwise"}, 256, {"float8_e4m3fn", "float32", "bfloat16"}, "row"),
+        ({"preset": "coat"}, 256, {"float8_e4m3fn", "float32", "bfloat16"}, "tensor"),
+        ({"preset": "coat", "enabled": False}, 256, {"bfloat16"}, ""),
+        ({"preset": "halo"}, 256, {"bfloat16"}, ""),
+        ({"preset": "mxfp8"}, 256, {"bfloat16"}, ""),
+        ({}, 192, {"bfloat16"}, ""),  # no multiple of 128
+    ],
+)
+def test_weights_that_no_server_reads_in_fp8_are_sent_in_bf16(ranks, fp8, width, types, granularity):
+    server = StandIn("[ds_fp8] enough [remedy: none]")
+    (error,) = ranks(1, said_of, server.url, fp8, width)
+    assert "enough" in error
+    assert {dtype for _, dtype, _ in server.announced} == types
+    assert server.granularity == granularity
 
 
 def test_a_server_that_runs_requests_is_left_alone(ranks):
@@ -255,14 +281,15 @@ class Served(torch.nn.Module):
 
     packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
-    def __init__(self, codes, scales, norm):
+    def __init__(self, codes, scales, norm, suffix):
         super().__init__()
         self.qkv_proj, self.norm = torch.nn.Module(), torch.nn.Module()
-        for module, name, tensor in ((self.qkv_proj, "weight", codes), (self.qkv_proj, "weight_scale_inv", scales)):
+        for module, name, tensor in ((self.qkv_proj, "weight", codes), (self.qkv_proj, suffix, scales)):
             module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
         self.norm.register_parameter("weight", torch.nn.Parameter(norm, requires_grad=False))
 
 
+@pytest.mark.parametrize("suffix", ["weight_scale_inv", "weight_scale"])
 @pytest.mark.parametrize(
     ("change", "codes_are", "scales_are"),
     [
@@ -272,13 +299,13 @@ class Served(torch.nn.Module):
         ("another scale", "equal", "in vLLM holds other bytes than"),
     ],
 )
-def test_tensors_that_a_server_rewrote_are_told_from_wrong_ones(tmp_path, change, codes_are, scales_are):
+def test_tensors_that_a_server_rewrote_are_told_from_wrong_ones(tmp_path, suffix, change, codes_are, scales_are):
     torch.manual_seed(0)
     codes, scales = (torch.randn(384, 256) * 50).clamp(-224, 224).to(torch.float8_e4m3fn), torch.rand(3, 2) + 0.5
     parts = zip(("q_proj", "k_proj", "v_proj"), codes.view(torch.uint8).split(128), scales.split(1), strict=True)
     stored = {"norm.weight": torch.ones(256, dtype=torch.bfloat16)}
     for name, own, scale in parts:
-        stored |= {f"{name}.weight": own.view(codes.dtype).clone(), f"{name}.weight_scale_inv": scale.clone()}
+        stored |= {f"{name}.weight": own.view(codes.dtype).clone(), f"{name}.{suffix}": scale.clone()}
     save_file(stored, tmp_path / "model.safetensors")
     held, held_scales = codes.float(), scales.clone()
     if change.startswith("codes"):
@@ -286,8 +313,35 @@ def test_tensors_that_a_server_rewrote_are_told_from_wrong_ones(tmp_path, change
         held_scales[1, 0] /= 2
     held[5, 7] = 3 if change == "another code" else held[5, 7]
     held_scales[2, 1] *= 2 if change == "another scale" else 1
-    model = Served(held.to(codes.dtype), held_scales, stored["norm.weight"])
+    model = Served(held.to(codes.dtype), held_scales, stored["norm.weight"], suffix)
     found = compare_tensors(model, tmp_path)
     assert found["norm.weight"] == "equal"
     assert codes_are in found["qkv_proj.weight"]
-    assert scales_are in found["qkv_proj.weight_scale_inv"]
+    assert scales_are in found[f"qkv_proj.{suffix}"]
+
+
+def test_rows_are_not_taken_for_blocks_and_what_vllm_ignores_is_listed(tmp_path):
+    codes, scales = torch.randn(384, 128).to(torch.float8_e4m3fn), torch.rand(384, 1) + 0.5
+    stored = {"norm.weight": torch.ones(256, dtype=torch.bfloat16), "lm_head.weight": torch.ones(2)}
+    for number, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        rows = slice(number * 128, (number + 1) * 128)
+        stored |= {f"{name}.weight": codes[rows].clone(), f"{name}.weight_scale": scales[rows].clone()}
+    stored["q_proj.input_scale"] = torch.ones(1)
+    save_file(stored, tmp_path / "model.safetensors")
+    model = Served(codes, scales * 2, stored["norm.weight"], "weight_scale")
+    found = compare_tensors(model, tmp_path)
+    assert found["qkv_proj.weight"] == "equal"
+    assert "in vLLM holds other bytes than" in found["qkv_proj.weight_scale"]
+    missing = [name for name, verdict in found.items() if verdict == "vLLM's model has no such tensor"]
+    assert missing == ["lm_head.weight", "q_proj.input_scale"]
+    model.config = SimpleNamespace(tie_word_embeddings=True)
+    assert "lm_head.weight" not in compare_tensors(model, tmp_path)
+
+
+def test_a_folder_with_experts_is_not_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("ds_fp8.integrations.vllm_check.find_spec", lambda name: name)
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="experts"):
+        main(["export", "--check", str(tmp_path)])

@@ -253,3 +253,85 @@ def test_other_gpus_and_pipelines_are_refused_before_the_first_tensor(rank, tmp_
     assert "lie on the GPUs GPU-2, a worker of the server on GPU-1" in gpus
     assert "--pipeline-parallel-size" in stages
     assert "sync_weights again" not in gpus + stages
+
+
+def cast_again() -> dict[str, str]:
+    """Return what is said to FP32 scales by every kernel of vLLM for blocks on Hopper that casts weights again."""
+    from types import SimpleNamespace
+
+    from tests.integrations import vllm_loader
+
+    vllm_loader.prepare()
+    from vllm.model_executor.kernels.linear.scaled_mm import cutlass, deep_gemm, flashinfer
+    from vllm.utils import deep_gemm as settings
+
+    from ds_fp8.integrations.vllm_model import check_scales
+
+    settings.is_deep_gemm_e8m0_used = lambda: True
+    kernels = (
+        deep_gemm.DeepGemmFp8BlockScaledMMKernel,
+        flashinfer.FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
+        cutlass.CutlassFp8BlockScaledMMKernel,
+    )
+    said = {}
+    for kernel in kernels:
+        layer = torch.nn.Module()
+        layer.quant_method = SimpleNamespace(fp8_linear=object.__new__(kernel))
+        try:
+            check_scales(layer, "128x128", "fp32")
+            said[kernel.__name__] = "accepted"
+        except ValueError as error:
+            said[kernel.__name__] = str(error)
+    return said
+
+
+def test_all_kernels_that_leave_weights_to_deepgemm_are_refused(rank):
+    deep, flash, cutlass = rank(cast_again).values()
+    assert "VLLM_USE_DEEP_GEMM_E8M0=0" in deep
+    assert flash == deep
+    assert cutlass == "accepted"
+
+
+def rolled_out(kind: str, fp8: dict, folder: str) -> list[str]:
+    """Return the tensors that differ from training's in a vLLM with the arguments that TRL's is started with."""
+    from types import SimpleNamespace
+
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    from tests.integrations import vllm_loader
+
+    vllm_loader.prepare()
+    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
+    from ds_fp8.config.fp8 import parse_fp8
+    from ds_fp8.export.engines import served_plan, served_tensors
+    from ds_fp8.integrations import trl
+
+    engine = engine_of(kind, fp8)
+    torch.manual_seed(0)
+    model = type(engine.module)(engine.module.config).half()
+    model.save_pretrained(folder)  # in FP16, as some models come
+    arguments = trl.vllm_arguments(model, parse_fp8({"fp8": fp8}))
+    blocks = arguments.get("hf_overrides", {}).get("quantization_config", {}).get("quant_method") == "fp8"
+    llm = vllm_loader.loaded(folder, **arguments, **({"linear_backend": "triton"} if blocks else {}))
+    for _ in range(3):
+        step(engine)
+    rollouts = object.__new__(VLLMGeneration)
+    rollouts.model, rollouts.mode, rollouts.enable_sleep_mode, rollouts.llm = engine.module, "colocate", False, llm
+    rollouts.accelerator = SimpleNamespace(
+        state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={"fp8": fp8})),
+        deepspeed_engine_wrapped=SimpleNamespace(engine=engine),
+    )
+    trl.install()
+    try:
+        rollouts.sync_weights()
+    finally:
+        trl.uninstall()
+    return unequal(vllm_loader.held(llm), dict(served_tensors(engine, served_plan(engine))))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fp8"), [("qwen3", {}), ("llama", FP32), ("qwen2", {"preset": "rowwise"}), ("qwen3", {"preset": "mxfp8"})]
+)
+def test_trl_brings_every_byte_to_the_vllm_that_it_starts(rank, tmp_path, kind, fp8):
+    pytest.importorskip("trl")
+    assert rank(rolled_out, kind, fp8, str(tmp_path / "stored")) == []

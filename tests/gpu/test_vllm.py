@@ -83,49 +83,76 @@ def words():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w2", unk_token="w0")
 
 
+class Serving:
+    """`vllm serve` of a folder while the context lasts."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        port = 18000 + os.getpid() % 2000
+        self.url = f"http://127.0.0.1:{port}"
+        limits = ["--enforce-eager", "--max-model-len", "256", "--gpu-memory-utilization", "0.03"]
+        transfer = ["--weight-transfer-config", '{"backend": "ds_fp8"}', "--kv-cache-memory-bytes", str(256 << 20)]
+        command = ["vllm.entrypoints.cli.main", "serve", folder, "--host", "127.0.0.1", "--port", str(port)]
+        keep = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        keep |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        self.process = subprocess.Popen([sys.executable, "-m", *command, *limits, *transfer], env=keep)
+
+    def __enter__(self) -> Serving:
+        end = time.monotonic() + 180
+        while self.process.poll() is None and time.monotonic() < end:
+            try:
+                urllib.request.urlopen(self.url + "/health", timeout=2)
+                return self
+            except OSError:
+                time.sleep(0.3)
+        self.__exit__()
+        raise AssertionError("the server ended, or does not answer")
+
+    def __exit__(self, *_) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+
+    def ask(self) -> list[tuple[int, float]]:
+        """Return the tokens of a greedy answer with their log-probabilities."""
+        body = {"model": self.folder, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 0}
+        data = json.dumps(body | {"return_token_ids": True}).encode()
+        request = urllib.request.Request(self.url + "/v1/completions", data, {"Content-Type": "application/json"})
+        choice = json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]
+        return list(zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True))
+
+
 def behind_an_address(folder: str) -> dict:
     """Sync to a server over HTTP; return its answers before and after, and those of one started on the new folder."""
     from ds_fp8.export import export_engine
-    from ds_fp8.integrations.vllm import sync_weights
+    from ds_fp8.integrations import vllm
 
     engine = engine_of("qwen3", {}, "cuda", head_dim=128, vocab_size=512)
     export_engine(engine, folder, tokenizer=words().save_pretrained)
-    port = 18000 + os.getpid() % 2000
-    url = f"http://127.0.0.1:{port}"
-    limits = ["--enforce-eager", "--max-model-len", "256", "--gpu-memory-utilization", "0.03"]
-    transfer = ["--weight-transfer-config", '{"backend": "ds_fp8"}', "--kv-cache-memory-bytes", str(256 << 20)]
-    command = ["vllm.entrypoints.cli.main", "serve", folder, "--host", "127.0.0.1", "--port", str(port)]
-    keep = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    keep |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    server = subprocess.Popen([sys.executable, "-m", *command, *limits, *transfer], env=keep)
-
-    def ask() -> list:
-        body = {"model": folder, "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(url + "/v1/completions", data, {"Content-Type": "application/json"})
-        return json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["token_ids"]
-
-    try:
-        for _ in range(600):
-            assert server.poll() is None, "the server ended"
-            try:
-                urllib.request.urlopen(url + "/health", timeout=2)
-                break
-            except OSError:
-                time.sleep(0.3)
-        result = {"before": ask()}
-        for _ in range(4):
+    with Serving(folder) as server:
+        result = {"before": server.ask()}
+        for _ in range(20):
             step(engine, "cuda")
-        sent = sync_weights(engine, url, chunk_bytes=200_000)
-        result |= {"after": ask(), "chunks": sent.chunks, "seconds": sent.seconds}
+        sent = vllm.sync_weights(engine, server.url, chunk_bytes=200_000)
+        result |= {"after": server.ask(), "chunks": sent.chunks}
+        shared = vllm._buffer.memory.data_ptr()
+        vllm.sync_weights(engine, server.url, chunk_bytes=200_000)
+        result |= {"again": server.ask(), "one_buffer": shared == vllm._buffer.memory.data_ptr()}
         try:
-            sync_weights(engine, url, pause=None)
+            vllm.sync_weights(engine, server.url, pause=None)
         except UserError as error:
             result["unpaused"] = str(error)
-        return result
-    finally:
-        server.terminate()
-        server.wait(30)
+        # One of its GPUs alone would do; with none of them nothing is begun, and the server goes on.
+        own, vllm.gpu_of_this_process = vllm.gpu_of_this_process, lambda: "GPU-0"
+        try:
+            vllm.sync_weights(engine, server.url)
+        except UserError as error:
+            result["elsewhere"] = str(error)
+        vllm.gpu_of_this_process = own
+        result["unharmed"] = server.ask()
+    export_engine(engine, f"{folder}_new", tokenizer=words().save_pretrained)
+    with Serving(f"{folder}_new") as server:
+        result["fresh"] = server.ask()
+    return result
 
 
 @pytest.fixture
@@ -148,6 +175,11 @@ def test_kernels_that_cast_again_are_refused(rank, tmp_path):
 
 def test_a_server_answers_with_the_new_weights(rank, tmp_path):
     result = rank(behind_an_address, str(tmp_path / "served"))
-    assert len(result["after"]) == 4
     assert result["chunks"] > 1
+    assert result["one_buffer"]
     assert "/pause" in result["unpaused"]
+    assert "start the server on the trainer's GPUs" in result["elsewhere"]
+    assert result["before"] != result["after"]
+    for name in ("after", "again", "unharmed"):
+        assert [token for token, _ in result[name]] == [token for token, _ in result["fresh"]]
+        assert [p for _, p in result[name]] == pytest.approx([p for _, p in result["fresh"]], abs=1e-4)

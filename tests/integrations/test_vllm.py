@@ -6,16 +6,11 @@ import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from ds_fp8.cli import main
 from ds_fp8.config.errors import UserError
-from ds_fp8.integrations.vllm_check import compare_tensors
 from tests.integrations.vllm_models import engine_of
 
 
@@ -265,83 +260,3 @@ def test_a_chunk_is_bounded_and_its_tensors_come_back_from_one_buffer(monkeypatc
             back = buffer.memory[start : start + tensor.nbytes].view(getattr(torch, dtype)).view(shape)
             assert own == name
             assert torch.equal(back.float(), tensor.float())
-
-
-def test_the_check_says_what_it_lacks(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="holds no model"):
-        main(["export", "--check", str(tmp_path)])
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"vLLM is not installed|needs a GPU"):
-        main(["export", "--check", str(tmp_path)])
-
-
-class Served(torch.nn.Module):
-    """One layer as vLLM holds it: codes and scales of three stacked layers, and a norm."""
-
-    packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-
-    def __init__(self, codes, scales, norm, suffix):
-        super().__init__()
-        self.qkv_proj, self.norm = torch.nn.Module(), torch.nn.Module()
-        for module, name, tensor in ((self.qkv_proj, "weight", codes), (self.qkv_proj, suffix, scales)):
-            module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
-        self.norm.register_parameter("weight", torch.nn.Parameter(norm, requires_grad=False))
-
-
-@pytest.mark.parametrize("suffix", ["weight_scale_inv", "weight_scale"])
-@pytest.mark.parametrize(
-    ("change", "codes_are", "scales_are"),
-    [
-        ("none", "equal", "equal"),
-        ("codes twice as large, half the scale", "the same numbers in other bytes", "the same numbers in other bytes"),
-        ("another code", "in vLLM holds other bytes than", "equal"),
-        ("another scale", "equal", "in vLLM holds other bytes than"),
-    ],
-)
-def test_tensors_that_a_server_rewrote_are_told_from_wrong_ones(tmp_path, suffix, change, codes_are, scales_are):
-    torch.manual_seed(0)
-    codes, scales = (torch.randn(384, 256) * 50).clamp(-224, 224).to(torch.float8_e4m3fn), torch.rand(3, 2) + 0.5
-    parts = zip(("q_proj", "k_proj", "v_proj"), codes.view(torch.uint8).split(128), scales.split(1), strict=True)
-    stored = {"norm.weight": torch.ones(256, dtype=torch.bfloat16)}
-    for name, own, scale in parts:
-        stored |= {f"{name}.weight": own.view(codes.dtype).clone(), f"{name}.{suffix}": scale.clone()}
-    save_file(stored, tmp_path / "model.safetensors")
-    held, held_scales = codes.float(), scales.clone()
-    if change.startswith("codes"):
-        held[128:256, :128] *= 2
-        held_scales[1, 0] /= 2
-    held[5, 7] = 3 if change == "another code" else held[5, 7]
-    held_scales[2, 1] *= 2 if change == "another scale" else 1
-    model = Served(held.to(codes.dtype), held_scales, stored["norm.weight"], suffix)
-    found = compare_tensors(model, tmp_path)
-    assert found["norm.weight"] == "equal"
-    assert codes_are in found["qkv_proj.weight"]
-    assert scales_are in found[f"qkv_proj.{suffix}"]
-
-
-def test_rows_are_not_taken_for_blocks_and_what_vllm_ignores_is_listed(tmp_path):
-    codes, scales = torch.randn(384, 128).to(torch.float8_e4m3fn), torch.rand(384, 1) + 0.5
-    stored = {"norm.weight": torch.ones(256, dtype=torch.bfloat16), "lm_head.weight": torch.ones(2)}
-    for number, name in enumerate(("q_proj", "k_proj", "v_proj")):
-        rows = slice(number * 128, (number + 1) * 128)
-        stored |= {f"{name}.weight": codes[rows].clone(), f"{name}.weight_scale": scales[rows].clone()}
-    stored["q_proj.input_scale"] = torch.ones(1)
-    save_file(stored, tmp_path / "model.safetensors")
-    model = Served(codes, scales * 2, stored["norm.weight"], "weight_scale")
-    found = compare_tensors(model, tmp_path)
-    assert found["qkv_proj.weight"] == "equal"
-    assert "in vLLM holds other bytes than" in found["qkv_proj.weight_scale"]
-    missing = [name for name, verdict in found.items() if verdict == "vLLM's model has no such tensor"]
-    assert missing == ["lm_head.weight", "q_proj.input_scale"]
-    model.config = SimpleNamespace(tie_word_embeddings=True)
-    assert "lm_head.weight" not in compare_tensors(model, tmp_path)
-
-
-def test_a_folder_with_experts_is_not_checked(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("ds_fp8.integrations.vllm_check.find_spec", lambda name: name)
-    (tmp_path / "config.json").write_text("{}")
-    save_file({"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="experts"):
-        main(["export", "--check", str(tmp_path)])

@@ -39,8 +39,8 @@ class SharedBuffer:
             self.handles = _handles(self.memory)
         for (_, tensor), (*_, start) in zip(chunk, parts, strict=True):
             self.memory[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
-        if device.type != "cpu":
-            torch.accelerator.current_stream(device).synchronize()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         return {"parts": parts, "size": size, "handles": self.handles}
 
 

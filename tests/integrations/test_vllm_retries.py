@@ -1,4 +1,4 @@
-"""Updates of vLLM's own models that fail on the way or are refused, and the next one: on a CPU too, with vLLM's loader."""
+"""Updates of vLLM's own models that fail on the way or are refused, and the next one: on a CPU too, by its loader."""
 
 from __future__ import annotations
 

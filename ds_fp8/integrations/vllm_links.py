@@ -150,7 +150,11 @@ class _Address:
 
     def close(self) -> None:
         if self.paused:
-            self.ask("POST", "/resume")
+            try:
+                self.ask("POST", "/resume")
+            except Exception as error:
+                problem = getattr(error, "problem", error)
+                raise UserError(f"{self.url} stays paused: {problem}", remedy="POST /resume to it") from None
 
     def abandon(self) -> None:
         # It stays paused: some of its weights may be new ones and some old.

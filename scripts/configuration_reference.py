@@ -32,7 +32,7 @@ RESEARCH_FORMATS = "[a research format](research_formats.md#formats)"
 LINEARS = {
     "infir2": "E4M3, 128x128 weights, 1x128 activations and gradients, power-of-two scales (arXiv 2509.22536)",
     "hybrid_fast": "as `infir2`, wgrad's input in 128x128 blocks: the faster block-scaled product on Hopper",
-    "precise": "as `hybrid_fast`, with FP32 scales for inputs and weights, and a correction of fprop in 64 outlier "
+    "precise": "as `hybrid_fast`, with FP32 scales for inputs and weights, and a correction of fprop in 128 outlier "
     "channels of every input: for models that are already trained ([losses](performance.md#loss-on-trained-weights))",
     "rowwise": "E4M3, one scale per token and per output channel",
     "tensorwise": "one scale per tensor, E5M2 output gradients (arXiv 2209.05433)",

@@ -53,7 +53,7 @@ def test_presets():
     assert set(PRESETS) == {"infir2", "hybrid_fast", "precise", "rowwise", "tensorwise", "munit"} | sources
     assert casts(parse({"preset": "hybrid_fast"})) == INFIR2
     assert parse({"preset": "hybrid_fast"}).linear.wgrad.input == "128x128"
-    assert parse({"preset": "precise"}).linear.outlier_channels == 64
+    assert parse({"preset": "precise"}).linear.outlier_channels == 128
     assert {granularity for _, granularity, _ in casts(parse({"preset": "rowwise"})).values()} == {"row"}
     assert casts(parse({"preset": "infir2"})) == INFIR2
     for preset in ("tensorwise", *sources):

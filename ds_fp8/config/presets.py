@@ -36,14 +36,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "infir2": {},
     # As infir2, with wgrad's input in 128x128 blocks: on Hopper 1x128 times 128x128 is the faster block-scaled product.
     "hybrid_fast": {"linear": {"wgrad": {"input": "128x128"}}},
-    # hybrid_fast for weights that exist: FP32 scales, which put the largest number of a group on a code, and the 64
+    # hybrid_fast for weights that exist: FP32 scales, which put the largest number of a group on a code, and the 128
     # channels of every input that hold the most energy multiplied with what casts lose there.
     "precise": {
         "linear": {
             "input": {"scale": "fp32"},
             "weight": {"scale": "fp32"},
             "wgrad": {"input": "128x128"},
-            "outlier_channels": 64,
+            "outlier_channels": 128,
         }
     },
     # One scale per token and per output channel, E4M3.

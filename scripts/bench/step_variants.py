@@ -2,7 +2,7 @@
 
 A variant of this library is "bf16" (plain DeepSpeed) or PRESET[+OPTIMIZER][/CHOICE...]: the preset, the optimizer
 section of another, and any of bf16-wire (gather and reduce in BF16), fp8-experts (products of a mixture), fp8-head,
-128-outliers (outlier channels), fp8-attention, graph, graph-auto, and the name of a GEMM backend.
+64-outliers (outlier channels), fp8-attention, graph, graph-auto, and the name of a GEMM backend.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "nccl": {"param_gather": {"transport": "nccl"}},
     "fp8-experts": {"linear": {"expert_products": "fp8"}},
     "fp8-head": {"loss": {"head": "fp8"}},
-    "128-outliers": {"linear": {"outlier_channels": 128}},
+    "64-outliers": {"linear": {"outlier_channels": 64}},
     "graph": {"graph": "on"},
     "graph-auto": {"graph": "auto"},
     "fp8-attention": {"attention": {"format": "e4m3"}},

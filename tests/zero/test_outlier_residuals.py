@@ -43,7 +43,7 @@ def test_residuals_are_those_of_the_whole_master(ranks, world, scale):
     same, _, channels, _ = results[0]
     assert len(same) == 6
     assert all(same.values()), same
-    assert all(len(found) == 64 for found in channels.values())
+    assert all(len(found) == 128 for found in channels.values())
     assert all(result[2] == channels for result in results)  # all ranks chose alike
 
 
@@ -66,9 +66,9 @@ def test_residuals_are_counted_on_the_wire(ranks):
     none = {**SECTION, "linear": {"outlier_channels": 0}}
     with_block, without = (ranks(2, residuals_of_whole_or_not, section)[0] for section in (SECTION, none))
     rows = 3 * (301 + 131)
-    # First found product by product, then three casts, each an all-reduce of 64 bytes a row; the sums of energies are
+    # First found product by product, then three casts, each an all-reduce of 128 bytes a row; the sums of energies are
     # of the monitor and not counted.
-    assert with_block - without == 3 * 64 * rows + 64 * rows
+    assert with_block - without == 3 * 128 * rows + 128 * rows
 
 
 def residuals_of_whole_or_not(section):

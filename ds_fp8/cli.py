@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -24,6 +25,14 @@ COMMANDS = {
     "configs": "list the configurations that come with ds_fp8",
 }
 
+PRINTING = ("configs", "estimate", "check")
+"""Commands that only print: a reader that closes its pipe (`| head`) ends them without a word."""
+OF_THE_RECIPE = (
+    *("accelerate", "datasets", "sentencepiece", "google", "wandb", "tensorboard", "psutil", "xxhash", "matplotlib"),
+    "jinja2",
+)
+"""Modules of the extra "recipe"."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names with the rest; returns its exit code."""
@@ -39,7 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         raise UserError(f'unknown command "{command}"', remedy=nearest(command, COMMANDS, "there are"))
     sys.argv = [f"ds-fp8 {command}", *rest]
-    return import_module(f"ds_fp8.commands.{command}").main() or 0
+    try:
+        return import_module(f"ds_fp8.commands.{command}").main() or 0
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in OF_THE_RECIPE:
+            raise
+        raise UserError(
+            f"ds-fp8 {command} needs {missing}, which is not installed",
+            remedy='pip install "ds-fp8[recipe]" (from the repository: pip install ".[recipe]")',
+        ) from error
 
 
 def entry() -> None:
@@ -48,6 +66,8 @@ def entry() -> None:
         from ds_fp8.cluster.entry import rank_entry
 
         rank_entry(main)
+    if sys.argv[1:2] and sys.argv[1] in PRINTING and hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main_entry(main)
 
 

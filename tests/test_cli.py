@@ -251,6 +251,25 @@ def test_a_negative_number_of_problems_is_refused(capsys):
     assert "from 0" in capsys.readouterr().err
 
 
+def test_a_command_without_the_recipes_packages_says_what_to_install():
+    program = (
+        "import sys; sys.modules['sentencepiece'] = None; sys.argv = ['ds-fp8', 'estimate', 'quickstart/cpt.json']\n"
+        "from ds_fp8.cli import entry; entry()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "ds-fp8 estimate needs sentencepiece, which is not installed" in done.stderr
+    assert "[recipe]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_closes_its_pipe_sees_no_traceback():
+    program = f"{sys.executable} -c 'from ds_fp8.cli import entry; entry()' configs"
+    done = subprocess.run(f"{program} | head -1", shell=True, capture_output=True, text=True, check=False)
+    assert done.stdout.count("\n") == 1
+    assert "Traceback" not in done.stderr
+
+
 def test_initialize_needs_nothing_of_the_recipe():
     """As after `pip install ds-fp8` without extras."""
     extras = ["datasets", "sentencepiece", "wandb", "tensorboard", "xxhash", "matplotlib", "trl", "peft"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -27,6 +27,8 @@ COMMANDS = {
 
 PRINTING = ("configs", "estimate", "check")
 """Commands that only print: a reader that closes its pipe (`| head`) ends them without a word."""
+EXIT_PIPE = 141
+"""As a shell tells of programs that SIGPIPE ended."""
 OF_THE_RECIPE = (
     *("accelerate", "datasets", "sentencepiece", "google", "wandb", "tensorboard", "psutil", "xxhash", "matplotlib"),
     "jinja2",
@@ -66,9 +68,21 @@ def entry() -> None:
         from ds_fp8.cluster.entry import rank_entry
 
         rank_entry(main)
-    if sys.argv[1:2] and sys.argv[1] in PRINTING and hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    main_entry(main)
+    prints = sys.argv[1:2] and sys.argv[1] in PRINTING
+    try:
+        main_entry(_printed if prints else main)
+    except BrokenPipeError:
+        if not prints:
+            raise
+        # Python flushes once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_PIPE)
+
+
+def _printed() -> int:
+    code = main()
+    sys.stdout.flush()  # here, where a closed pipe is caught
+    return code
 
 
 if __name__ == "__main__":

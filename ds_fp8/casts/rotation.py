@@ -20,15 +20,16 @@ from ds_fp8.casts.hadamard import padded, signs
 from ds_fp8.config.formats import Rotation
 
 
-def rotate(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+def rotate(x: torch.Tensor, rotation: Rotation | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Rotate a matrix.
 
     Args:
         x: [M, K], floating point.
         rotation: None returns x itself.
+        dtype: Of the result, rounded once.
 
     Returns:
-        FP32 [M, K]; with rotation.axis 0 M is padded with zeros to a multiple of the block.
+        [M, K]; with rotation.axis 0 M is padded with zeros to a multiple of the block.
 
     Raises:
         ValueError: K is not a multiple of the block, with rotation.axis 1.
@@ -40,8 +41,8 @@ def rotate(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
     if x.device.type == "cuda" and x.numel():
         from ds_fp8.casts.rotation_triton import rotate_tiles
 
-        return rotate_tiles(x.detach(), rotation, torch.float32)
-    return rotate_reference(x.detach(), rotation)
+        return rotate_tiles(x.detach(), rotation, dtype)
+    return rotate_reference(x.detach(), rotation).to(dtype)
 
 
 def rotate_reference(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

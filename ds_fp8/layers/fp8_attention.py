@@ -7,8 +7,9 @@
     ds = scaling · p ∘ (do vᵀ - Σ_d do ∘ o)           E5M2 as operand of ds k and of dsᵀ q
     dq = ds k,   dk = dsᵀ q                           dq, dk, dv: E5M2
 
-These are the casts of cuDNN's FP8 attention (FlashAttention-3, arXiv 2407.08608, section 3.3, without its rotation);
-the reference rounds at the same places. Backward keeps q, k, v and o in a byte an element.
+with q and k rotated, and k and v less their means over the tokens, which changes nothing but the casts; o gets the mean
+of v back (fp8_attention_invariances.py). These are the casts of cuDNN's FP8 attention (FlashAttention-3, arXiv
+2407.08608, section 3.3); the reference rounds at the same places. Backward keeps q, k, v and o in a byte an element.
 
 Every scale is known before the kernel runs, from this call's own tensors, so that nothing is carried from step to step.
 Those of q, k, v and do follow their amax. The others follow bounds, which an FP8 format with many exponents affords: a
@@ -37,6 +38,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.casts.primitives import cast, decode, scale_from_amax
 from ds_fp8.config.formats import FORMATS
+from ds_fp8.layers.fp8_attention_invariances import add_mean_of_values, mean_over_tokens, rotate_back, rotate_heads
 from ds_fp8.layers.fp8_attention_tensors import BACKWARD, FORWARD, P_SCALE, GradientScales, Saved
 
 SMALLEST_BOUND = 2.0**-60
@@ -60,18 +62,20 @@ class Implementation(Protocol):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scaling: float, implementation: Implementation):
+        v_mean = mean_over_tokens(v)
+        q, k, v = rotate_heads(q), rotate_heads(k - mean_over_tokens(k)), v - v_mean
         casts = [cast_heads(x.transpose(1, 2), FORWARD) for x in (q, k, v)]
         # Of v in high precision, which backward does not have any more.
         v_norm = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32).amax()
         o = attend(ctx, *casts, v_norm, scaling, implementation)
-        return decode_exactly(o, casts[2].scale, v.dtype)
+        return add_mean_of_values(decode_exactly(o, casts[2].scale, v.dtype), v_mean)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
         # The kernels work on [B, S, heads, D]; callers have [B, heads, S, D], a view of the same memory.
-        gradients = (decode_exactly(*found, do.dtype).transpose(1, 2) for found in find_gradients(ctx, do))
-        return *gradients, None, None
+        dq, dk, dv = (decode_exactly(*found, do.dtype) for found in find_gradients(ctx, do))
+        return *(x.transpose(1, 2) for x in (rotate_back(dq), rotate_back(dk), dv)), None, None
 
 
 def attend(
@@ -87,10 +91,10 @@ def attend(
 
     Args:
         ctx: Of the function of autograd whose forward this is.
-        q: [B, S, heads, D].
-        k: [B, S, kv_heads, D].
-        v: [B, S, kv_heads, D].
-        v_norm: max_j ‖v_j‖ before the cast.
+        q: [B, S, heads, D], rotated.
+        k: [B, S, kv_heads, D], rotated as q is, of keys less their mean.
+        v: [B, S, kv_heads, D], of values less their mean.
+        v_norm: max_j ‖v_j‖ of these before the cast.
         scaling: Factor of q kᵀ.
         implementation: As `implementation_for` returns it.
     """

@@ -26,6 +26,7 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.casts.primitives import scale_from_amax
 from ds_fp8.layers import exchanged_bytes, packed_rows
 from ds_fp8.layers.fp8_attention import attend, factor_of, find_gradients, implementation_for
+from ds_fp8.layers.fp8_attention_invariances import add_mean_of_values, rotate_back, rotate_heads, sum_over_tokens
 from ds_fp8.layers.fp8_attention_shared import bounds_by_rank, by_rank, cast_by_rank, own_tokens
 from ds_fp8.layers.fp8_attention_tensors import FORWARD
 
@@ -61,6 +62,7 @@ class Split:
         """
         self.group, self.ranks, rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.calls = range(len(calls))
+        self.lengths = [end - begin for begin, end in calls]
         self.pieces: list[list[Piece]] = [[] for _ in range(self.ranks)]
         for call, (begin, end) in enumerate(calls):
             row, first = divmod(begin, length * self.ranks)
@@ -124,6 +126,8 @@ class _LongDocuments(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scaling: float, split: Split):
         implementation, ranks, rank = implementation_for(q), split.ranks, split.rank
+        k_means, v_means = _means(k, v, split)
+        q, k, v = rotate_heads(q), rotate_heads(_less_means(k, k_means, split)), _less_means(v, v_means, split)
         slices = [by_rank(x, ranks) for x in (q, k, v)]
         pieces = [split.of_own(x) for x in slices]
         bounds = torch.zeros(len(split.calls), 4, ranks, device=q.device)
@@ -149,7 +153,10 @@ class _LongDocuments(torch.autograd.Function):
         ctx.split, ctx.scaling, ctx.implementation = split, scaling, implementation
         ctx.shapes, ctx.kv_heads = [x.shape for x in (q, k, v)], k.shape[1]
         found = split.to_owners(_bytes_by_rank(split, outputs))
-        return _decoded(found, scales[:, 2], split, v.dtype).flatten(1)
+        output = _decoded(found, scales[:, 2], split, v.dtype)
+        for piece, part in zip(split.own, output.split([p.tokens for p in split.own]), strict=True):
+            add_mean_of_values(part[None], v_means[piece.call][None])
+        return output.flatten(1)
 
     @staticmethod
     @once_differentiable
@@ -170,6 +177,8 @@ class _LongDocuments(torch.autograd.Function):
         for which, (x, shape) in enumerate(zip(zip(*codes, strict=True), ctx.shapes, strict=True)):
             found = split.to_owners(_bytes_by_rank(split, x))
             found = _decoded(found, of_all[:, :, which].t(), split, do.dtype)  # [n, P · heads / P, D]
+            if which < 2:  # dq and dk
+                found = rotate_back(found)
             if which and ctx.kv_heads < ranks:  # each rank that needed a head has a part of its gradient
                 found = found.unflatten(1, (ctx.kv_heads, -1)).sum(2)
             gradient = found.new_zeros(shape[0], shape[2], shape[1], shape[3])
@@ -257,6 +266,26 @@ def shared_documents_attention(
         # A rank without tokens of a kind computes its heads of them, and joins the exchanges of backward.
         unused.append(found[:0])
     return torch.cat([*(outputs[place] for place in sorted(outputs)), *unused]).unflatten(0, (len(q), length))
+
+
+def _means(k: torch.Tensor, v: torch.Tensor, split: Split) -> torch.Tensor:
+    """Return the means of k and v [B, kv_heads, S / P, D] over the tokens of each call, [2, calls, kv_heads, 1, D]."""
+    sums = torch.zeros(2, len(split.calls), k.shape[1], 1, k.shape[3], dtype=torch.float64, device=k.device)
+    for piece in split.own:
+        for total, x in zip(sums, (k, v), strict=True):
+            total[piece.call] += sum_over_tokens(x[piece.row, None, :, piece.start : piece.stop])[0]
+    dist.all_reduce(sums, dist.ReduceOp.SUM, split.group)
+    exchanged_bytes.count(2 * sums.nbytes * (split.ranks - 1) // split.ranks)
+    lengths = torch.tensor(split.lengths, dtype=torch.float64, device=k.device)
+    return (sums / lengths.view(-1, 1, 1, 1)).to(k.dtype)
+
+
+def _less_means(x: torch.Tensor, means: torch.Tensor, split: Split) -> torch.Tensor:
+    """Return x [B, heads, S / P, D] less the mean [heads, 1, D] of the call that a token belongs to."""
+    result = x.clone()
+    for piece in split.own:
+        result[piece.row, :, piece.start : piece.stop] -= means[piece.call]
+    return result
 
 
 def _own(x: torch.Tensor, split: Split, ranks: int) -> torch.Tensor:

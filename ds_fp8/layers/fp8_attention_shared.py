@@ -3,6 +3,7 @@
 Attention of whole sequences casts q, k and v once a rank, over all tokens of its heads. The scale of that cast is the
 largest of those that the tokens' owners find, so that it can be known before anything travels, and codes be sent:
 
+    sums                of k and v over all tokens, for their means: an all-reduce SUM of FP64 [2, B, kv_heads, 1, D]
     bounds    [4, P]    amax of q, k, v and max ‖v‖, by the rank whose heads these are: an all-reduce MAX
     q, k, v             cast by their owners with the scale of the rank they go to: 1 byte an element in place of 2
     o                   as the kernels leave it, in E4M3 with the scale of v, which all ranks know: 1 byte
@@ -31,6 +32,7 @@ from ds_fp8.layers.fp8_attention import (
     find_gradients,
     implementation_for,
 )
+from ds_fp8.layers.fp8_attention_invariances import add_mean_of_values, rotate_back, rotate_heads, sum_over_tokens
 from ds_fp8.layers.fp8_attention_tensors import FORWARD
 
 
@@ -38,7 +40,8 @@ class _SharedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scaling: float, implementation: Implementation, group: dist.ProcessGroup):
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        slices = [by_rank(x, ranks) for x in (q, k, v)]
+        k_mean, v_mean = _means(k, v, group)
+        slices = [by_rank(x, ranks) for x in (rotate_heads(q), rotate_heads(k - k_mean), v - v_mean)]
         # A maximum does not depend on the order of the ranks: every one casts with the scale that a cast of the whole
         # tensor, after the exchange, would find.
         bounds = bounds_by_rank(*slices, ranks)
@@ -53,7 +56,8 @@ class _SharedAttention(torch.autograd.Function):
         ctx.group, ctx.kv_heads, ctx.head_dim = group, k.shape[1], q.shape[-1]
         # Averages of rows of v are never larger than v, so o has v's scale. Codes that arrive come from all ranks, each
         # with its own: scales[2] has them in the order of the ranks, as they lie in what was received.
-        return own_tokens(_exchange(_by_owner(o, ranks), group), scales[2], v.dtype).flatten(2)
+        output = own_tokens(_exchange(_by_owner(o, ranks), group), scales[2], v.dtype)
+        return add_mean_of_values(output, v_mean).flatten(2)
 
     @staticmethod
     @once_differentiable
@@ -67,12 +71,12 @@ class _SharedAttention(torch.autograd.Function):
         dist.all_gather_into_tensor(of_all, torch.stack(scales), group)
         exchanged_bytes.count(of_all.nbytes * (ranks - 1) // ranks)
         gradients = []
-        for x, scale, kv_heads in zip(
-            codes, of_all.view(ranks, 3).t(), (None, ctx.kv_heads, ctx.kv_heads), strict=True
-        ):
+        for which, (x, scale) in enumerate(zip(codes, of_all.view(ranks, 3).t(), strict=True)):
             found = own_tokens(_exchange(_by_owner(x, ranks), group), scale, do.dtype)
-            if kv_heads is not None and kv_heads < ranks:  # each rank that needed a head has a part of its gradient
-                found = found.unflatten(2, (kv_heads, -1)).sum(3)
+            if which < 2:  # dq and dk
+                found = rotate_back(found)
+            if which and ctx.kv_heads < ranks:  # each rank that needed a head has a part of its gradient
+                found = found.unflatten(2, (ctx.kv_heads, -1)).sum(3)
             gradients.append(found.transpose(1, 2))
         return *gradients, None, None, None
 
@@ -99,6 +103,15 @@ def shared_fp8_attention(
 def by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
     """View x [B, heads, S / P, D] as [P, S / P, B, heads / P, D]; with fewer than P heads [heads, S / P, B, 1, D]."""
     return x.unflatten(1, (min(ranks, x.shape[1]), -1)).permute(1, 3, 0, 2, 4)
+
+
+def _means(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the means of k and v [B, kv_heads, S / P, D] over the tokens of all ranks, [2, B, kv_heads, 1, D]."""
+    ranks = dist.get_world_size(group)
+    sums = torch.stack([sum_over_tokens(x) for x in (k, v)])
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    exchanged_bytes.count(2 * sums.nbytes * (ranks - 1) // ranks)
+    return (sums / (k.shape[2] * ranks)).to(k.dtype)
 
 
 def bounds_by_rank(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: int) -> torch.Tensor:

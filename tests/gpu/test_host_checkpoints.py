@@ -29,7 +29,7 @@ def model_of(fp8, reentrant, on_host):
 
 
 def steps(model, count=3):
-    """Gradients summed over steps without a wait in between, and the most memory of the last beyond what it began with."""
+    """Gradients summed over steps without a wait in between, and what the last took beyond what it began with."""
     ids = torch.arange(TOKENS, device="cuda")[None] % 97
     for step in range(count):
         torch.cuda.reset_peak_memory_stats()

@@ -81,6 +81,7 @@ def quick(tmp_path, *arguments):
     return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_quick_measures_every_preset_beside_bf16(tmp_path, capsys):
     written = quick(tmp_path)
     output = capsys.readouterr().out

@@ -28,6 +28,7 @@ def test_the_kernel_that_sums_over_ranks_does_not_grow_with_them(tmp_path):
     assert max(sixty_four, most) < 1.1 * sixteen
 
 
+@pytest.mark.slow
 def test_rank_0_of_256_starts_and_trains(tmp_path):
     pytest.importorskip("triton")
     found = run("many_ranks.LAYERS = 2; print(json.dumps(many_ranks.measured(256)))", tmp_path)

@@ -94,11 +94,11 @@ def test_what_all_stages_of_the_recipe_share(family, name):
 
 @pytest.mark.parametrize("name", ["cpt_128k", "sft_128k"])
 def test_stages_of_128k_fit_on_8_gpus(name):
-    """The model's own rotary embedding reaches as far, and attention is in FP8."""
+    """The model's own rotary embedding reaches as far; attention is in BF16, for in FP8 it costs loss."""
     file = FOLDER / "llama3.1_8b" / f"{name}.json"
     stage = load_stage(file)
     assert (stage.data.sequence_length, stage.shared_by, stage.micro_batch) == (131072, 4, 1)
-    assert stage.fp8.attention.format == "e4m3"
+    assert stage.fp8.attention.format == "bf16"
     w = read_workload(with_known_model(json.loads(file.read_text()), file), gpus=8)
     assert (w.sequence_length, w.tokens, w.model.longest) == (131072, 32768, 131072)
     assert estimate_workload(w).device_bytes < gpu_of("h200").bytes

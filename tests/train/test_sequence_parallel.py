@@ -71,7 +71,13 @@ def two(own_ranks):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"data__tokens_per_gpu": 64, "data__format": "chat"}, {"fp8__enabled": False}], ids=str
+    "changes",
+    [
+        {},
+        {"data__tokens_per_gpu": 64, "data__format": "chat"},
+        pytest.param({"fp8__enabled": False}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_two_ranks_that_share_sequences_are_one(tiny, write, tmp_path, cache_home, ranks, two, changes):
     changes = {"train__exact_match_problems": 2, **changes}
@@ -99,7 +105,7 @@ def test_two_ranks_that_share_sequences_are_one(tiny, write, tmp_path, cache_hom
     assert norms[0] == pytest.approx(norms[1], rel=0.05)  # DeepSpeed's mean over ranks is that over the step's tokens
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_resumed_run_repeats_the_whole_one(tiny, write, tmp_path, cache_home, own_ranks, world):
     """4 ranks are two groups, whose shards of the optimizer are those of all ranks."""
     accumulation = 4 // world

@@ -30,6 +30,7 @@ def losses_and_report(folder):
     return {"losses": losses, "again": again, "plain": plain, "report": report, "share": share, "measured": measured}
 
 
+@pytest.mark.slow
 def test_training_resumes_stays_near_bf16_and_calls_itself_emulated(ranks, tmp_path):
     for found in ranks(2, losses_and_report, str(tmp_path)):
         assert found["again"] == found["losses"][4:]

@@ -276,8 +276,9 @@ def _means(k: torch.Tensor, v: torch.Tensor, split: Split) -> torch.Tensor:
             total[piece.call] += sum_over_tokens(x[piece.row, None, :, piece.start : piece.stop])[0]
     dist.all_reduce(sums, dist.ReduceOp.SUM, split.group)
     exchanged_bytes.count(2 * sums.nbytes * (split.ranks - 1) // split.ranks)
-    lengths = torch.tensor(split.lengths, dtype=torch.float64, device=k.device)
-    return (sums / lengths.view(-1, 1, 1, 1)).to(k.dtype)
+    # Numbers of the host in place of a tensor of them: copying one to the device would wait for it.
+    means = [total / length for total, length in zip(sums.unbind(1), split.lengths, strict=True)]
+    return torch.stack(means, 1).to(k.dtype)
 
 
 def _less_means(x: torch.Tensor, means: torch.Tensor, split: Split) -> torch.Tensor:

@@ -116,6 +116,7 @@ def test_the_plain_program_trains_and_leaves_a_model(folder, ranks):
     assert (folder / "out" / "model" / "tokenizer.json").is_file()
 
 
+@pytest.mark.slow
 def test_accelerate_starts_fine_tuning_through_ds_fp8(folder):
     pytest.importorskip("trl")
     launch = ("--config_file", "zero3.yaml", "--num_processes", "2", "--main_process_port", str(free_port()))

@@ -71,7 +71,12 @@ def small(**changes):
     return merge(raw, {"train_micro_batch_size_per_gpu": ROWS, **changes})
 
 
-@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+SLOW = {"longer rows, MLP in tiles": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    "changes", [pytest.param(changes, id=name, marks=SLOW.get(name, ())) for name, changes in CASES.items()]
+)
 def test_a_step_takes_what_is_estimated(ranks, changes):
     raw = small(**changes)
     expected = estimate(raw, gpus=2, device="cpu")

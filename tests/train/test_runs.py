@@ -112,6 +112,7 @@ def test_a_run_stopped_by_signals_and_resumed_equals_an_uninterrupted_one(
     assert (run_dir / "result.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_the_same_stage_trains_on_a_file_of_ones_own(tiny, write, launch, tmp_path):
     """Only `data.path` changes: there is nothing to answer in the file, which the run says."""
     tiny["train"] |= {"steps": 2, "exact_match_problems": 5}

@@ -74,7 +74,7 @@ def two(own_ranks):
     "changes",
     [
         {},
-        {"data__tokens_per_gpu": 64, "data__format": "chat"},
+        pytest.param({"data__tokens_per_gpu": 64, "data__format": "chat"}, marks=pytest.mark.slow),
         pytest.param({"fp8__enabled": False}, marks=pytest.mark.slow),
     ],
     ids=str,

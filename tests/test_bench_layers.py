@@ -104,6 +104,7 @@ def test_quick_measures_every_preset_beside_bf16(tmp_path, capsys):
 
 
 @needs_no_gpu
+@pytest.mark.slow
 def test_missing_peers_are_said_to_be(tmp_path, capsys):
     rows = quick(tmp_path, "--only", "hf,te-block,torchao-rowwise,rowwise", "--recompute")["rows"]
     output = capsys.readouterr().out

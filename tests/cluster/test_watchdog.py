@@ -214,6 +214,7 @@ def guardian_is_stopped(rank: int) -> None:
     wait_for_others()
 
 
+@pytest.mark.slow
 def test_a_guardian_that_is_not_heard_of_is_lost_before_the_timeout(job):
     ended = job(2, guardian_is_stopped)
     assert ended.codes == [75, 75]

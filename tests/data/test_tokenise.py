@@ -158,6 +158,7 @@ if __name__ == "__main__":  # workers import this file, too
 """
 
 
+@pytest.mark.slow
 def test_only_a_fork_server_of_its_own_is_ended(tokenizer, cache_dir, tmp_path):
     script = tmp_path / "servers.py"
     script.write_text(FORK_SERVERS)

@@ -51,7 +51,7 @@ def ours(graphs):
     return found, log, own_step, report
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_its_losses_are_those_of_deepspeeds_bf16(ranks, graphs):
     theirs = ranks(2, deepspeeds, None)
     for (found, log, own_step, report), expected in zip(ranks(2, ours, graphs), theirs, strict=True):

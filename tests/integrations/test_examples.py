@@ -106,6 +106,7 @@ def plain(folder: Path):
     return engine.fp8.report["fp8_linears"], printed.getvalue()
 
 
+@pytest.mark.slow
 def test_the_plain_program_trains_and_leaves_a_model(folder, ranks):
     linears, printed = ranks(2, plain, folder)[0]
     assert linears == 14

@@ -42,6 +42,7 @@ def count_amax(preset: str) -> tuple[list[str], int, list[float]]:
     return [event.key for event in profiler.key_averages() if "amax" in event.key], len(maxima), losses
 
 
+@pytest.mark.slow
 def test_no_amax_and_no_all_reduce_of_one(ranks):
     """The same count finds both in a preset whose scales follow the numbers."""
     for operations, maxima, losses in ranks(2, count_amax, "munit"):

@@ -130,7 +130,8 @@ def test_what_is_gathered_is_what_was_written_last(ranks, world, point):
 @pytest.mark.parametrize("kind", [WritesAtOnce, ReadsAtOnce])
 def test_without_a_barrier_a_late_rank_is_found_out_at_every_point(ranks, kind, point):
     """What the test above would say of a transport that lacks one of the two: each of its cases can fail."""
-    assert sum(ranks(2, rounds, kind, point)) > 0
+    # On busy cores the rank that is not late may be late too, now and then for twelve rounds.
+    assert any(sum(ranks(2, rounds, kind, point)) for _ in range(10))
 
 
 def trained(point):

@@ -29,7 +29,7 @@ def rotate(x: torch.Tensor, rotation: Rotation | None, dtype: torch.dtype = torc
         dtype: Of the result, rounded once.
 
     Returns:
-        [M, K]; with rotation.axis 0 M is padded with zeros to a multiple of the block.
+        [M, K] in dtype; with rotation.axis 0 M is padded with zeros to a multiple of the block.
 
     Raises:
         ValueError: K is not a multiple of the block, with rotation.axis 1.

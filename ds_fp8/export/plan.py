@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -173,8 +173,10 @@ def plan_to_serve(
     if linear.rotation.fprop is None:
         layout = "fp8" if linear.weight.granularity == "128x128" else "compressed-tensors"
         # MX and NVFP4 weights, or no layer at all that could be in FP8. What else is wrong is raised below too.
-        with contextlib.suppress(UserError):
+        try:
             return make_plan(model, left, linear, layout, shape_of)
+        except UserError as error:
+            warnings.warn(f"servers are given all weights in BF16: {error.problem}", stacklevel=2)
     return make_plan(model, left, linear, "bf16", shape_of)
 
 

@@ -75,3 +75,29 @@ def test_every_parameter_of_a_partitioned_model_is_accounted_for(ranks):
     assert report["fp8_parameters"] + kept == report["parameters"]
     assert "stay BF16" not in text
     assert "only" not in text
+
+
+def notes_on_loaded_weights(folder, section):
+    """Notes of the start report on the preset, for a model that `from_pretrained` reads."""
+    from transformers import AutoModelForCausalLM
+
+    import ds_fp8
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    config = models.config({**section, "linear": {"backend": "reference", **section.get("linear", {})}})
+    engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    notes = [note for note in engine.fp8.report["notes"] if "preset" in note]
+    engine.destroy()
+    return notes
+
+
+def test_who_loads_weights_and_names_no_preset_hears_of_precise(ranks, tmp_path):
+    causal_lm("llama").save_pretrained(tmp_path)
+    (note,) = ranks(1, notes_on_loaded_weights, str(tmp_path), {})[0]
+    assert str(tmp_path) in note
+    assert '"preset": "precise"' in note
+    for made in ({"preset": "infir2"}, {"linear": {"outlier_channels": 64}}):
+        assert ranks(1, notes_on_loaded_weights, str(tmp_path), made)[0] == []
+    assert ranks(1, printed, "llama", {}, {})[0][0]["notes"] == [
+        "emulated arithmetic: the numerics of FP8, slower than BF16"
+    ]

@@ -121,8 +121,8 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         )
     if (name := _pretrained(engine.module, state)) is not None:
         report["notes"].append(
-            f'"fp8" names no preset, so it is infir2. Weights that were trained in BF16, as those of {name} may be, lose '
-            'less with "preset": "precise" (0.2 against 0.8% of the loss after 300 steps of a model of 135M)'
+            f'"fp8" names no preset, so it is infir2. Weights that were trained in BF16, as those of {name} may be, '
+            'lose less with "preset": "precise" (0.2 against 0.8% of the loss after 300 steps of a model of 135M)'
         )
     if untrained := seams.untrained(engine):
         report["notes"].append(_forgotten(untrained))

@@ -15,8 +15,14 @@ pytest.importorskip("vllm")
 FP32 = {"linear": {"weight": {"scale": "fp32"}}}
 
 
-def synced(kind: str, fp8: dict, layout: str, folder: str) -> tuple[list[str], list[str], int]:
-    """Return a vLLM's tensors that differ from training's, before and after an update, and how many chunks it took."""
+def synced(
+    kind: str, fp8: dict, layout: str, folder: str, parallel: bool = False
+) -> tuple[list[str], list[str], list[str], int]:
+    """Return a vLLM's tensors that differ from training's, and how many chunks an update took.
+
+    Those that differ are three lists: of the folder's as they were loaded, and of training's a few steps later, before
+    and after the update. parallel: each rank's vLLM holds its share of the model.
+    """
     from tests.integrations import vllm_loader
 
     vllm_loader.prepare()
@@ -25,25 +31,36 @@ def synced(kind: str, fp8: dict, layout: str, folder: str) -> tuple[list[str], l
     from ds_fp8.export.engines import served_plan, served_tensors
     from ds_fp8.integrations.vllm import sync_weights, transfer_config
 
-    engine = engine_of(kind, fp8)
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    assert parallel == (ranks > 1)
+    # Shares of all matrices are whole blocks.
+    engine = engine_of(kind, fp8, **({"head_dim": 128} if parallel else {}))
     export_engine(engine, folder, layout=layout)
     arguments = {"linear_backend": "triton"} if layout == "fp8" else {}
-    llm = vllm_loader.loaded(folder, weight_transfer_config=transfer_config(), **arguments)
+    llm = vllm_loader.loaded(folder, weight_transfer_config=transfer_config(), tensor_parallel_size=ranks, **arguments)
+    weights = dict(served_tensors(engine, served_plan(engine)))
+    loaded = unequal(vllm_loader.held(llm), weights, rank, ranks)
     for _ in range(3):
         step(engine)
     weights = dict(served_tensors(engine, served_plan(engine)))
-    before = unequal(vllm_loader.held(llm), weights)
+    before = unequal(vllm_loader.held(llm), weights, rank, ranks)
     sent = sync_weights(engine, llm, chunk_bytes=100_000)
     assert sent.bytes == sum(tensor.nbytes for tensor in weights.values())
-    return before, unequal(vllm_loader.held(llm), weights), sent.chunks
+    return loaded, before, unequal(vllm_loader.held(llm), weights, rank, ranks), sent.chunks
 
 
 @pytest.fixture
-def rank():
-    """Run a function in a process of its own: what vLLM and torch are told there stays there."""
+def some_ranks():
+    """Run a function in processes of its own: what vLLM and torch are told there stays there."""
     pools = RankPools()
-    yield lambda function, *args: pools(1, function, *args)[0]
+    yield pools
     pools.close()
+
+
+@pytest.fixture
+def rank(some_ranks):
+    """Run a function in one such process."""
+    return lambda function, *args: some_ranks(1, function, *args)[0]
 
 
 @pytest.mark.parametrize(
@@ -56,10 +73,22 @@ def rank():
     ],
 )
 def test_every_byte_in_vllm_is_that_of_training(rank, tmp_path, kind, fp8, layout):
-    before, after, chunks = rank(synced, kind, fp8, layout, str(tmp_path / "served"))
+    loaded, before, after, chunks = rank(synced, kind, fp8, layout, str(tmp_path / "served"))
+    assert loaded == []
     assert before
     assert after == []
     assert chunks > 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "fp8", "layout"),
+    [("llama", FP32, "fp8"), ("qwen3", {}, "fp8"), ("qwen3", {"preset": "rowwise"}, "compressed-tensors")],
+)
+def test_every_byte_of_a_share_is_that_of_training(some_ranks, tmp_path, kind, fp8, layout):
+    for loaded, before, after, _ in some_ranks(2, synced, kind, fp8, layout, str(tmp_path / "served"), True):
+        assert loaded == []
+        assert before
+        assert after == []
 
 
 def refused(folder: str) -> list[str]:

@@ -28,6 +28,9 @@ def prepare() -> None:
     NonNvmlCudaPlatform.get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
     NonNvmlCudaPlatform.get_device_name = classmethod(lambda cls, device_id=0: "NVIDIA H200")
     NonNvmlCudaPlatform.get_device_total_memory = classmethod(lambda cls, device_id=0: 141 << 30)
+    # Ranks of tensor parallelism load and compare, and nothing of NCCL is there to be initialised.
+    communicator = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+    NonNvmlCudaPlatform.get_device_communicator_cls = classmethod(lambda cls: communicator)
     platforms._current_platform = NonNvmlCudaPlatform()
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_name = lambda *_: "NVIDIA H200"
@@ -35,7 +38,11 @@ def prepare() -> None:
 
 
 def loaded(folder: str, **arguments: Any) -> Any:
-    """Return what has the weight-update calls of an LLM, around a model that vLLM loads from a folder."""
+    """Return what has the weight-update calls of an LLM, around a model that vLLM loads from a folder.
+
+    Of several ranks each holds its share of a model (tensor_parallel_size among the arguments), as where torchrun
+    starts vLLM on every rank of a trainer.
+    """
     from vllm import LLM
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
@@ -45,13 +52,16 @@ def loaded(folder: str, **arguments: Any) -> Any:
     from vllm.v1.worker.gpu_worker import Worker
 
     limits = {"max_model_len": 256, "enforce_eager": True, "skip_tokenizer_init": True}
+    ranks, rank = arguments.get("tensor_parallel_size", 1), 0
+    if ranks > 1:
+        rank, arguments["distributed_executor_backend"] = torch.distributed.get_rank(), "external_launcher"
     config = EngineArgs(model=folder, **limits, **arguments).create_engine_config()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config.device_config.device, config.load_config.device = torch.device(device), device
     with set_current_vllm_config(config):
         if not parallel_state.model_parallel_is_initialized():
-            init_distributed_environment(1, 0, "tcp://127.0.0.1:29781", 0, backend="gloo")
-            initialize_model_parallel(1, 1, backend="gloo")
+            init_distributed_environment(ranks, rank, "tcp://127.0.0.1:29781", rank, backend="gloo")
+            initialize_model_parallel(ranks, 1, backend="gloo")
         model = get_model(vllm_config=config)
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=model), device=torch.device(device))
     worker.model_config, worker.parallel_config = config.model_config, config.parallel_config

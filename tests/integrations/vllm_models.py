@@ -41,8 +41,15 @@ def step(engine, device: str = "cpu") -> None:
     engine.step()
 
 
-def unequal(held: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> list[str]:
-    """Return the names of a server's tensors that are not, byte for byte, those that were sent, stacked layers too."""
+def unequal(held: dict[str, torch.Tensor], sent: dict[str, torch.Tensor], rank: int = 0, ranks: int = 1) -> list[str]:
+    """Return the names of a server's tensors that are not, byte for byte, those that were sent, stacked layers too.
+
+    Args:
+        held: By vLLM's names; of a rank of tensor parallelism its share.
+        sent: By the names of training.
+        rank: Of tensor parallelism.
+        ranks: Over which it spreads the server's model.
+    """
     stacks = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     found = []
     for name, own in held.items():
@@ -50,13 +57,27 @@ def unequal(held: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> lis
             continue  # scales of the cache
         *head, layer, last = name.split(".")
         parts = [".".join([*head, part, last]) for part in stacks.get(layer, (layer,))]
-        whole = torch.cat([sent[part] for part in parts]).to(own.device)
         if layer in ("embed_tokens", "lm_head"):
-            own = own[: len(whole)]  # vLLM pads the vocabulary
+            # vLLM pads the vocabulary, and the last ranks hold the padding.
+            shares = [sent[part][rank * len(own) : (rank + 1) * len(own)] for part in parts]
+            own = own[: len(shares[0])]
+        else:
+            shares = [share(layer, sent[part], rank, ranks) for part in parts]
+        whole = torch.cat(shares).to(own.device)
         # Some kernels hold codes transposed.
         if not any(_same(turned, whole) for turned in ([own, own.t()] if own.dim() == 2 else [own])):
             found.append(name)
     return found
+
+
+def share(layer: str, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """Return a rank's part of a tensor: inputs of the products that end a half of a layer, outputs of the others."""
+    if "norm" in layer or ranks == 1:
+        return whole
+    if layer in ("o_proj", "down_proj"):
+        # Scales by row belong to outputs, which every rank has all of.
+        return whole if whole.shape[1] == 1 else whole.chunk(ranks, 1)[rank]
+    return whole.chunk(ranks)[rank]
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

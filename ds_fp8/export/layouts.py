@@ -9,6 +9,7 @@ vLLM, SGLang and transformers read both.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
@@ -66,7 +67,8 @@ def quantization_config(layout: str, cast: WeightCast, left: Iterable[str]) -> d
     Args:
         layout: "fp8" or "compressed-tensors".
         cast: How the weights were cast in training.
-        left: Full names of all linear layers in BF16: vLLM compares them exactly, transformers as prefix and suffix.
+        left: Full names of all linear layers, and modules of experts, in BF16: vLLM compares them exactly, transformers
+            as prefix and suffix.
     """
     if layout == "fp8":
         result = {
@@ -91,6 +93,11 @@ def quantization_config(layout: str, cast: WeightCast, left: Iterable[str]) -> d
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
-        "ignore": list(left),
+        "ignore": [_all_of_experts(name) for name in left],
         "config_groups": {"group_0": group},
     }
+
+
+def _all_of_experts(name: str) -> str:
+    """Return a pattern for the matrices of a module of experts: readers of compressed-tensors ask for one by one."""
+    return rf"re:{re.escape(name)}\..*" if name.rpartition(".")[2] == "experts" else name

@@ -202,9 +202,15 @@ def _beside_experts(entries: Iterable[Entry], linears: Collection[str], experts:
         module = entry.name.rpartition(".")[0]
         if entry.parts is None or entry.quantized or module in linears:
             continue
+        # Under both names: transformers' own, and that of the folder, which vLLM has.
         if entry.name in experts:
-            found[module] = "experts in BF16"
+            before, own, _ = _stored_name(entry).partition(".experts.")
+            found |= dict.fromkeys((module, before + own.removesuffix(".")), "experts in BF16")
         elif entry.name.endswith(".weight") and len(entry.shape) == 2:
-            stored = next(iter(entry.parts(torch.empty(entry.shape, device="meta"))))
-            found |= dict.fromkeys((module, stored.removesuffix(".weight")), "a router or gate")
+            found |= dict.fromkeys((module, _stored_name(entry).removesuffix(".weight")), "a router or gate")
     return found
+
+
+def _stored_name(entry: Entry) -> str:
+    """Return the name of the first tensor that an entry is stored as."""
+    return next(iter(entry.stored(torch.empty(entry.shape, device="meta"))))

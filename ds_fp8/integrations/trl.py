@@ -18,7 +18,6 @@ from ds_fp8.export.plan import plan_to_serve
 from ds_fp8.integrations.install import with_section
 from ds_fp8.integrations.vllm import sync_weights, transfer_config
 from ds_fp8.layers.convert import experts_left
-from ds_fp8.layers.experts import names_of_experts
 from ds_fp8.layers.selection import unconverted
 from ds_fp8.zero.seams import full_shape
 
@@ -70,8 +69,6 @@ def vllm_arguments(model: torch.nn.Module, fp8: FP8Config) -> dict[str, Any]:
     left = unconverted(model, fp8.linear) | experts_left(model, fp8)
     plan = plan_to_serve(model, left, fp8.linear, full_shape)
     in_bf16 = "leave ds_fp8.integrations.trl.install() out, and TRL sends weights in BF16"
-    if names_of_experts(model):
-        raise UserError("a running vLLM is given no weights of models with experts", remedy=in_bf16)
     if plan.quantized and plan.cast.granularity == "tensor":
         raise UserError(
             "vLLM casts weights with scales by tensor again",

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, scale_shape
+from ds_fp8.integrations.vllm_model import names_in_folder
 
 LENGTH = 256
 """Tokens of a prompt."""
@@ -50,7 +50,7 @@ def check_folder(folder: Path | str, positions: int = 2048, prompts: Sequence[Se
         prompts: Token ids; default: drawn from the vocabulary.
 
     Raises:
-        UserError: vLLM is not installed, there is no GPU, the folder does not exist, or its model has experts.
+        UserError: vLLM is not installed, there is no GPU, or the folder does not exist.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
@@ -61,13 +61,6 @@ def check_folder(folder: Path | str, positions: int = 2048, prompts: Sequence[Se
         raise UserError("vLLM needs a GPU to compare with", remedy="run the check on a machine with one")
     from transformers import AutoConfig
 
-    names = (name for file in sorted(folder.glob("*.safetensors")) for name in list(safe_open(file, "pt").keys()))
-    expert = next((name for name in names if ".experts." in name), None)
-    if expert is not None:
-        raise UserError(
-            f"vLLM stacks the experts of a layer ({expert}), which the check does not compare",
-            remedy="check an export of a model without experts; vllm serve loads this one",
-        )
     if prompts is None:
         size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
@@ -127,25 +120,28 @@ def compare_tensors(model: torch.nn.Module, folder: Path) -> dict[str, str]:
         folder that the model has not are listed too.
     """
     stored = _stored(folder)
-    stacks = getattr(model, "packed_modules_mapping", {})
+    names_of = names_in_folder(model)
     held, expected, result = {}, {}, {}
     used: set[str] = set()
     for name, parameter in model.named_parameters():
-        *head, layer, last = name.split(".")
+        *head, layer, _ = name.split(".")
         if (head and head[-1] == "attn") or layer == "attn":
             continue  # scales of the cache
-        parts = [".".join([*head, part, last]) for part in stacks.get(layer, [layer])]
-        if any(part not in stored for part in parts):
-            result[name] = f"the folder has no {parts[0]}"
+        parts = names_of(name)
+        missing = next((part for part in parts if part not in stored), None)
+        if missing is not None:
+            result[name] = f"the folder has no {missing}"
             continue
         used.update(parts)
         held[name] = parameter.detach().cpu()
+        if held[name].dim() == 3:
+            held[name] = held[name].flatten(0, 1)  # experts, one below the other
         expected[name] = torch.cat([stored[part].reshape(stored[part].shape or (1,)) for part in parts])
         result[name] = _beside(held[name], expected[name])
     tied = {"lm_head.weight"} if getattr(getattr(model, "config", None), "tie_word_embeddings", False) else set()
     result |= dict.fromkeys(sorted(set(stored) - used - tied), "vLLM's model has no such tensor")
     for scales in [name for name in held if name.endswith(SCALES)]:
-        codes = scales.rpartition(".")[0] + ".weight"
+        codes = scales[: scales.rindex("weight")] + "weight"  # of experts "w13_weight"
         pair = [(found[codes], found[scales]) for found in (held, expected) if codes in found]
         alike = len(pair) == 2 and all(own.shape == other.shape for own, other in zip(*pair, strict=True))
         if alike and pair[0][1].shape == scale_shape(pair[0][0].shape, "128x128"):

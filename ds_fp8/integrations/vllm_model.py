@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from torch import nn
 
 Tensor = tuple[str, tuple[int, ...]]
 """Type, such as "bfloat16", and shape."""
+STACKED_EXPERTS = "w13_weight"
+"""Attribute of modules with experts."""
 
 
 def refuse(problem: str, remedy: str) -> NoReturn:
@@ -37,7 +39,7 @@ def check_same_model(model: nn.Module, tensors: Iterable[Sequence], ranks: int =
                 refuse(f"{name} is {dtype} in the server and {sent[name][0]} in training", other)
         whole = _stacked([sent[name][1] for name in names])
         if not _fits(whole, shape, ranks):
-            refuse(f"{' + '.join(names)} is {list(shape)} in the server and {list(whole)} in training", other)
+            refuse(f"{_some(names)} is {list(shape)} in the server and {list(whole)} in training", other)
     unknown = [name for name in sent if name not in used]
     if unknown:
         refuse(f"training sends {unknown[0]}, which the server's model has not", other)
@@ -78,17 +80,39 @@ def roll_back(model: nn.Module) -> None:
             info.reset()
 
 
+def names_in_folder(model: nn.Module) -> Callable[[str], list[str]]:
+    """Return a function from a tensor's name in vLLM to those in a folder of all that it stacks, in their order.
+
+    vLLM stacks projections of the same input, and all experts of a layer: gates and ups into w13 [E, 2 I, H] and downs
+    into w2 [E, H, I], where folders have a matrix of each.
+    """
+    stacks, experts = getattr(model, "packed_modules_mapping", {}), []
+    if any(hasattr(module, STACKED_EXPERTS) for module in model.modules()) and hasattr(model, "get_expert_mapping"):
+        # Such as ("experts.routed_experts.w13_", "experts.0.gate_proj.", expert, matrix). Without it no name fits.
+        experts = [(stacked, part) for stacked, part, *_ in model.get_expert_mapping()]
+
+    def names_of(name: str) -> list[str]:
+        *parents, layer, last = name.split(".")
+        dense = [".".join([*parents, part, last]) for part in stacks.get(layer, (layer,))]
+        return [name.replace(stacked, part) for stacked, part in experts if stacked in name] or dense
+
+    return names_of
+
+
 def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
     """Yield the names in a folder, the type and the (stacked) shape of every tensor that the model loads."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    stacks = getattr(model, "packed_modules_mapping", {})
+    names_of = names_in_folder(model)
     seen: set[int] = set()
     for path, module in model.named_modules():
         if hasattr(module, "kv_cache"):
             continue  # attention: scales of its cache, which folders need not hold
-        if hasattr(module, "w13_weight"):
-            refuse("the server's model has experts", "export a folder, and start the server anew: ds-fp8 export")
+        if hasattr(module, STACKED_EXPERTS) and module.local_num_experts != module.global_num_experts:
+            refuse(
+                "this server has expert parallelism",
+                "start it without --enable-expert-parallel: --tensor-parallel-size spreads experts too",
+            )
         # As it was before kernels arranged it, which is how tensors arrive.
         recorded = get_layerwise_info(module).restore_metadata[0] or module._parameters
         for own, parameter in recorded.items():
@@ -97,12 +121,17 @@ def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
             if parameter is None or shared in seen:
                 continue
             seen.add(shared)
-            parent, _, last = path.rpartition(".")
-            parts = [f"{parent}.{part}" for part in stacks[last]] if last in stacks else [path]
             shape = tuple(parameter.shape)
             if own == "weight" and hasattr(module, "org_vocab_size"):
                 shape = (module.org_vocab_size, *shape[1:])  # vLLM pads the vocabulary
-            yield [f"{part}.{own}" for part in parts], (str(parameter.dtype).removeprefix("torch."), shape)
+            if len(shape) == 3:
+                shape = (shape[0] * shape[1], shape[2])  # experts, one below the other
+            yield names_of(f"{path}.{own}"), (str(parameter.dtype).removeprefix("torch."), shape)
+
+
+def _some(names: list[str]) -> str:
+    """Return a few tensors that a server stacks, in words."""
+    return " + ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} others, stacked,"
 
 
 def _stacked(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
@@ -120,7 +149,10 @@ def _fits(whole: tuple[int, ...], held: tuple[int, ...], ranks: int) -> bool:
 
 
 def _kernels(module: nn.Module) -> Iterator[str]:
+    """Yield the names of the kernels that multiply by a layer's weights, of experts that of vLLM's kind of them."""
     method = getattr(module, "quant_method", None)
+    if hasattr(method, "fp8_backend"):
+        yield method.fp8_backend.value  # DEEPGEMM, TRITON, ...
     for holder in (method, getattr(module, "scheme", None)):
         for value in vars(holder).values() if hasattr(holder, "__dict__") else ():
             if type(value).__name__.endswith("Kernel"):

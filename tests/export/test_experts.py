@@ -1,6 +1,7 @@
 """Folders of mixtures of experts: every expert by the names of the model's first release, in FP8."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.export import export_checkpoint
+from ds_fp8.export.layouts import quantization_config
 from tests.layers.moe import EXPERTS, mixture
 from tests.zero import models
 from tests.zero.test_experts import engine_of, train
@@ -115,13 +117,30 @@ def test_served_weights_and_checkpoints_are_the_same_bytes(exported):
         assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def test_experts_that_were_trained_in_bf16_are_stored_so(ranks, tmp_path):
+@pytest.mark.parametrize("architecture", NAMES)
+def test_experts_that_were_trained_in_bf16_are_stored_so(ranks, tmp_path, architecture):
     section = {"linear": {"overrides": {"layers.0.mlp.experts.down_proj": "bf16"}}}
-    ranks(2, trained_and_exported, tmp_path, "qwen3_moe", section)
+    ranks(2, trained_and_exported, tmp_path, architecture, section)
     found = tensors(tmp_path / "fp8")
+    _, experts, *matrices = NAMES[architecture]
     for layer, dtype in ((0, torch.bfloat16), (1, torch.float8_e4m3fn)):
-        for part in ("gate_proj", "up_proj", "down_proj"):
-            assert found[f"model.layers.{layer}.mlp.experts.0.{part}.weight"].dtype is dtype
+        for part in matrices:
+            assert found[f"model.layers.{layer}.{experts}.0.{part}.weight"].dtype is dtype
     section = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
-    named = [name for name in section["modules_to_not_convert"] if "experts" in name]
-    assert named == ["model.layers.0.mlp.experts"]
+    named = {name for name in section["modules_to_not_convert"] if "experts" in name}
+    # transformers has one name for both architectures, and folders their own.
+    assert named == {"model.layers.0.mlp.experts", f"model.layers.0.{experts}"}
+
+
+def test_compressed_tensors_leaves_out_every_matrix_of_experts_in_bf16():
+    cast = parse_fp8({"fp8": {"preset": "rowwise"}}).linear.weight
+    left = ["lm_head", "model.layers.0.mlp.experts", "model.layers.0.mlp.gate"]
+    patterns = quantization_config("compressed-tensors", cast, left)["ignore"]
+
+    def ignored(name):  # as vLLM and compressed-tensors read them
+        return any(re.match(p[3:], name) if p.startswith("re:") else p == name for p in patterns)
+
+    assert all(ignored(f"model.layers.0.mlp.experts.{e}.{part}") for e in (0, 17) for part in ("up_proj", "w2"))
+    assert ignored("model.layers.0.mlp.gate")
+    assert not ignored("model.layers.10.mlp.experts.0.up_proj")
+    assert not ignored("model.layers.0.mlp.shared_expert.up_proj")

@@ -77,7 +77,10 @@ def test_a_colocated_vllm_is_started_for_the_weights_that_will_be_sent(started, 
 
 @pytest.mark.parametrize(
     ("fp8", "kind", "shape", "words"),
-    [({"preset": "coat"}, "qwen3", {}, "scales by tensor"), ({}, "qwen3_moe", EXPERTS, "models with experts")],
+    [
+        ({"preset": "coat"}, "qwen3", {}, "scales by tensor"),
+        ({"preset": "coat"}, "qwen3_moe", EXPERTS, "scales by tensor"),
+    ],
 )
 def test_what_no_sync_could_bring_is_refused_before_vllm_starts(started, fp8, kind, shape, words):
     with pytest.raises(UserError, match=words) as raised:

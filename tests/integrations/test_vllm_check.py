@@ -85,10 +85,47 @@ def test_rows_are_not_taken_for_blocks_and_what_vllm_ignores_is_listed(tmp_path)
     assert "lm_head.weight" not in compare_tensors(model, tmp_path)
 
 
-def test_a_folder_with_experts_is_not_checked(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("ds_fp8.integrations.vllm_check.find_spec", lambda name: name)
-    (tmp_path / "config.json").write_text("{}")
-    save_file({"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="experts"):
-        main(["export", "--check", str(tmp_path)])
+class ServedExperts(torch.nn.Module):
+    """Two experts as vLLM stacks them, and how it names their parts."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.experts = torch.nn.Module()
+        for name, tensor in tensors.items():
+            self.experts.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+
+    def get_expert_mapping(self):
+        parts = (("w13_", "gate_proj"), ("w2_", "down_proj"), ("w13_", "up_proj"))
+        return [(f"experts.{own}", f"experts.{e}.{part}.", e, part) for e in range(2) for own, part in parts]
+
+
+def test_experts_are_compared_matrix_by_matrix(tmp_path):
+    torch.manual_seed(0)
+    stored, held = {}, {"w13_weight": [], "w13_weight_scale_inv": [], "w2_weight": [], "w2_weight_scale_inv": []}
+    for expert in range(2):
+        for part, own in (("gate_proj", "w13"), ("up_proj", "w13"), ("down_proj", "w2")):
+            rows, columns = (128, 256) if own == "w13" else (256, 128)
+            codes = (torch.randn(rows, columns) * 50).clamp(-224, 224).to(torch.float8_e4m3fn)
+            scales = torch.rand(rows // 128, columns // 128) + 0.5
+            stored |= {f"experts.{expert}.{part}.weight": codes, f"experts.{expert}.{part}.weight_scale_inv": scales}
+            held[f"{own}_weight"].append(codes.float())
+            held[f"{own}_weight_scale_inv"].append(scales)
+    save_file(stored, tmp_path / "model.safetensors")
+    held = {name: torch.cat(parts).unflatten(0, (2, -1)) for name, parts in held.items()}
+    held["w2_weight"][1, :128] *= 2
+    held["w2_weight_scale_inv"][1, 0] /= 2
+    held["w13_weight"][1, 3, 4] = 7
+    held |= {name: held[name].to(torch.float8_e4m3fn) for name in ("w13_weight", "w2_weight")}
+    found = compare_tensors(ServedExperts(held), tmp_path)
+    assert found.pop("experts.w13_weight").startswith("torch.float8_e4m3fn [512, 256] in vLLM holds other bytes")
+    rewritten = "the same numbers in other bytes"
+    assert found == {
+        "experts.w13_weight_scale_inv": "equal",
+        "experts.w2_weight": rewritten,
+        "experts.w2_weight_scale_inv": rewritten,
+    }
+    lost = {name: tensor for name, tensor in stored.items() if "1.down" not in name}
+    save_file(lost, tmp_path / "model.safetensors")
+    assert (
+        "the folder has no experts.1.down_proj" in compare_tensors(ServedExperts(held), tmp_path)["experts.w2_weight"]
+    )

@@ -70,6 +70,12 @@ def rank(some_ranks):
         ("qwen2", {}, "fp8"),
         ("qwen3", {}, "fp8"),
         ("qwen3", {"preset": "rowwise"}, "compressed-tensors"),
+        ("qwen3_moe", {}, "fp8"),
+        ("qwen3_moe", {"preset": "rowwise"}, "compressed-tensors"),
+        ("qwen3_moe", {"linear": {"overrides": {"*": "bf16"}}}, "bf16"),
+        ("mixtral", FP32, "fp8"),
+        ("mixtral", {"linear": {"overrides": {"experts": "bf16"}}}, "fp8"),
+        ("mixtral", {"preset": "rowwise"}, "compressed-tensors"),
     ],
 )
 def test_every_byte_in_vllm_is_that_of_training(rank, tmp_path, kind, fp8, layout):
@@ -82,7 +88,12 @@ def test_every_byte_in_vllm_is_that_of_training(rank, tmp_path, kind, fp8, layou
 
 @pytest.mark.parametrize(
     ("kind", "fp8", "layout"),
-    [("llama", FP32, "fp8"), ("qwen3", {}, "fp8"), ("qwen3", {"preset": "rowwise"}, "compressed-tensors")],
+    [
+        ("llama", FP32, "fp8"),
+        ("qwen3", {}, "fp8"),
+        ("qwen3", {"preset": "rowwise"}, "compressed-tensors"),
+        ("qwen3_moe", {}, "fp8"),
+    ],
 )
 def test_every_byte_of_a_share_is_that_of_training(some_ranks, tmp_path, kind, fp8, layout):
     for loaded, before, after, _ in some_ranks(2, synced, kind, fp8, layout, str(tmp_path / "served"), True):
@@ -146,6 +157,33 @@ def test_what_does_not_fit_is_refused_before_the_first_tensor(rank, tmp_path):
     for text, part in zip(said, expected, strict=True):
         assert part in text
         assert "remedy:" in text
+
+
+def spread_experts(folder: str) -> str:
+    """Return what is said to a server whose ranks hold other experts each."""
+    from tests.integrations import vllm_loader
+
+    vllm_loader.prepare()
+    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
+    from ds_fp8.config.errors import UserError
+    from ds_fp8.export import export_engine
+    from ds_fp8.integrations.vllm import sync_weights, transfer_config
+
+    engine = engine_of("qwen3_moe", {}, head_dim=128)
+    export_engine(engine, folder)
+    spread = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "moe_backend": "triton"}
+    llm = vllm_loader.loaded(folder, weight_transfer_config=transfer_config(), linear_backend="triton", **spread)
+    try:
+        sync_weights(engine, llm)
+    except UserError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_expert_parallelism_is_refused(some_ranks, tmp_path):
+    for said in some_ranks(2, spread_experts, str(tmp_path / "served")):
+        assert "expert parallelism" in said
+        assert "--enable-expert-parallel" in said
 
 
 def cast_again() -> dict[str, str]:

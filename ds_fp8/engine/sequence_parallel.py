@@ -16,6 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.schema import shown
+from ds_fp8.layers.attention import window_of
+from ds_fp8.layers.attention_format import is_attention
 from ds_fp8.layers.sequence_parallel import exchange_of, find_documents
 from ds_fp8.zero import seams
 
@@ -23,6 +25,8 @@ KEY = "sequence_parallel_size"
 """DeepSpeed's key: the number of ranks that share a sequence."""
 PACKED = "packed"
 """The attention implementation that takes where documents end."""
+WITHOUT_POSITIONS = ("sdpa", PACKED)
+"""Those that know of documents and windows by the mask alone."""
 
 
 def sequence_parallel_size(raw: Mapping[str, Any]) -> int:
@@ -84,9 +88,23 @@ def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, m
     if mpu is None and mesh_param is None and size > 1:
         mpu = _register(raw, model, size)
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if name == PACKED:
-        find_documents(name)
+    if name in WITHOUT_POSITIONS and exchange_of(ALL_ATTENTION_FUNCTIONS.get(name)) is not None:
+        _check_windows(model, name)
+        find_documents(name, takes_ends=name == PACKED)
     return mpu
+
+
+def _check_windows(model: nn.Module, name: str) -> None:
+    """Raise UserError for sliding windows, which are in the mask, and DeepSpeed's exchange drops masks."""
+    windows = (window_of(module) for module in model.modules() if is_attention(module))
+    window = next((tokens for tokens in windows if tokens is not None), None)
+    if window is not None:
+        raise UserError(
+            f'the model has a sliding window of {window} tokens, which is lost where "{name}" attention is exchanged',
+            key=KEY,
+            remedy='attn_implementation="flash_attention_2", which is told of windows; or sliding_window=None in the '
+            "model's configuration where rows are no longer than the window",
+        )
 
 
 def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any:
@@ -98,6 +116,14 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
             remedy="a model of transformers, or mpu=... for one of your own",
         )
     check_heads(config, size)
+    if getattr(config.get_text_config(), "num_key_value_heads", None) is None:
+        raise UserError(
+            f"DeepSpeed reads num_key_value_heads of the model's configuration, and {type(config).__name__} has none",
+            key=KEY,
+            remedy="a model whose configuration names it, such as Llama, Qwen or Mistral; or 1",
+        )
+    if config._attn_implementation in WITHOUT_POSITIONS:
+        _check_windows(model, config._attn_implementation)
     if config._attn_implementation == "eager":
         raise UserError(
             'the model\'s attention is "eager", which needs a mask of whole rows',
@@ -126,6 +152,10 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
 
 
 def _registered(model: nn.Module, name: str, size: int, rows: int) -> Any:
+    text = model.config.get_text_config()
+    computed = getattr(text, "head_dim", 0) is None  # as in Mixtral's; DeepSpeed takes what it finds for a number
+    if computed:
+        text.head_dim = text.hidden_size // text.num_attention_heads
     try:
         return UlyssesSPAttentionHF.register_with_transformers(
             model, core_attn_implementation=name, sequence_parallel_size=size, micro_batch_size=rows
@@ -136,6 +166,9 @@ def _registered(model: nn.Module, name: str, size: int, rows: int) -> Any:
             key=KEY,
             remedy='attn_implementation="sdpa" when the model is loaded',
         ) from None
+    finally:
+        if computed:
+            text.head_dim = None
 
 
 def _has_groups() -> bool:

@@ -125,6 +125,18 @@ def normed_heads(
     return _NormedHeads.apply(x, norm, *rotation, *head_norms, heads, torch.is_grad_enabled(), *parameters)
 
 
+def window_of(module: nn.Module) -> int | None:
+    """Return how many tokens an attention module's sliding window has; None where it sees all before.
+
+    Args:
+        module: An attention module of transformers.
+    """
+    # Some classes keep it, with None in layers without one; the others read the configuration in each call.
+    if hasattr(module, "sliding_window"):
+        return module.sliding_window
+    return getattr(module.config, "sliding_window", None)
+
+
 def attention_of(module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
     """Return the attention function that the configuration of a Hugging Face attention module names."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -155,7 +167,7 @@ def attend(
             mask,
             dropout=module.attention_dropout if module.training else 0.0,
             scaling=module.scaling,
-            sliding_window=getattr(module, "sliding_window", None),
+            sliding_window=window_of(module),
             **options,
         )
     return output.flatten(2)

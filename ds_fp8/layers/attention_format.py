@@ -33,6 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers import documents, packed_rows, sequence_parallel
 from ds_fp8.layers import fp8_attention_cudnn as cudnn
+from ds_fp8.layers.attention import window_of
 from ds_fp8.layers.fp8_attention import fp8_attention
 from ds_fp8.layers.fp8_attention_documents import shared_documents_attention
 from ds_fp8.layers.fp8_attention_shared import shared_fp8_attention
@@ -131,7 +132,7 @@ def _why_not(module: nn.Module, emulated: bool) -> str | None:
         )
     if getattr(module, "attention_dropout", 0.0):
         return "it has dropout"
-    if getattr(module, "sliding_window", None) is not None:
+    if window_of(module) is not None:
         return "it has a sliding window"
     if getattr(module, "sinks", None) is not None:
         return "it has sinks"
@@ -166,7 +167,8 @@ def _attention(
     **more: Any,
 ) -> tuple[torch.Tensor, Any]:
     """Output [B, S, heads, D] of queries [B, heads, S, D] and keys and values [B, kv_heads, S, D]."""
-    before, options = ALL_ATTENTION_FUNCTIONS[implementation], {"dropout": dropout, "scaling": scaling, **more}
+    before = sequence_parallel.without_documents(ALL_ATTENTION_FUNCTIONS[implementation])
+    options = {"dropout": dropout, "scaling": scaling, **more}
     core = functools.partial(_whole_attention, implementation == "packed")
     exchange = sequence_parallel.exchange_of(before)
     if exchange is None:
@@ -251,6 +253,8 @@ def _why_not_this_call(
         return "there are not as many queries as keys"
     if query.shape[3] != value.shape[3]:
         return "heads of keys and of values are not of one size"
+    if query.dtype == torch.float16:
+        return "it is in FP16, whose range does not hold the scales of gradients"
     if mask is not None and mask.ndim == 1:
         # Where documents end: as many as there are rows are whole rows.
         if len(mask) == len(query) + 1 or packed_rows.longest(documents.places(mask)) >= packed_rows.LONG:

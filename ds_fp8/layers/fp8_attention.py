@@ -42,7 +42,7 @@ from ds_fp8.layers.fp8_attention_invariances import add_mean_of_values, mean_ove
 from ds_fp8.layers.fp8_attention_tensors import BACKWARD, FORWARD, P_SCALE, GradientScales, Saved
 
 SMALLEST_BOUND = 2.0**-60
-"""Bounds of gradients are no smaller, so that ratios of their scales stay within FP32."""
+"""Bounds of gradients are no smaller, so that ratios of their scales, and 1 / scale, stay within FP32."""
 
 
 class Implementation(Protocol):

@@ -77,19 +77,16 @@ def backward(
     """Return dq, dk and dv of the shapes of q, k and v in E5M2, in units of their scales."""
     from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend, fused_attn_bwd
 
-    # Results are multiplied by `shared`, dq by a and dk by 1 / a, dv by b besides: to units of their scales.
-    shared = (scales.dq * scales.dk).rsqrt()
-    a = (scales.dk / scales.dq).sqrt()
-    b = (shared * scales.dv).reciprocal()
+    shared, a, b = factors(scales)
     q, k, v, o, log_sums, scaling = saved
-    factors = [(q, 1 / a), (k, a), (v, 1 / b), (o, 1 / b), (do, b)]
+    operands = [(q, 1 / a), (k, a), (v, 1 / b), (o, 1 / b), (do, b)]
     # No dropout draws from the random numbers that forward noted down, and the kernel reads none.
     no_random_numbers = torch.zeros(2, dtype=torch.int64, device=q.data.device)
     found = fused_attn_bwd(
         q.shape[1],
         k.shape[1],
         *_ends(q),
-        *(_operand(x.data, x.scale * factor) for x, factor in factors),
+        *(_operand(x.data, x.scale * factor) for x, factor in operands),
         torch.bfloat16,
         [log_sums, no_random_numbers],
         FusedAttnBackend["FP8"],
@@ -102,6 +99,16 @@ def backward(
         **_MASK,
     )
     return tuple(x._data.view(FORMATS[BACKWARD].dtype) for x in found[:3])
+
+
+def factors(scales: GradientScales) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what brings results to units of their scales: `shared` for all, and a and b of the head of this file.
+
+    dq is multiplied by a · shared, dk by shared / a, and dv by b · shared.
+    """
+    # Roots of each by itself: where gradients are zero both scales are 2^-75, whose product FP32 does not hold.
+    shared = scales.dq.rsqrt() * scales.dk.rsqrt()
+    return shared, (scales.dk / scales.dq).sqrt(), (shared * scales.dv).reciprocal()
 
 
 def _ends(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,8 +26,15 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.casts.primitives import scale_from_amax
 from ds_fp8.layers import exchanged_bytes, packed_rows
 from ds_fp8.layers.fp8_attention import attend, factor_of, find_gradients, implementation_for
-from ds_fp8.layers.fp8_attention_invariances import add_mean_of_values, rotate_back, rotate_heads, sum_over_tokens
-from ds_fp8.layers.fp8_attention_shared import bounds_by_rank, by_rank, cast_by_rank, own_tokens
+from ds_fp8.layers.fp8_attention_invariances import add_mean_of_values, rotate_heads, sum_over_tokens
+from ds_fp8.layers.fp8_attention_shared import (
+    all_reduced,
+    bounds_by_rank,
+    by_rank,
+    cast_by_rank,
+    own_gradient,
+    own_tokens,
+)
 from ds_fp8.layers.fp8_attention_tensors import FORWARD
 
 _KEPT = 9
@@ -177,10 +184,7 @@ class _LongDocuments(torch.autograd.Function):
         for which, (x, shape) in enumerate(zip(zip(*codes, strict=True), ctx.shapes, strict=True)):
             found = split.to_owners(_bytes_by_rank(split, x))
             found = _decoded(found, of_all[:, :, which].t(), split, do.dtype)  # [n, P · heads / P, D]
-            if which < 2:  # dq and dk
-                found = rotate_back(found)
-            if which and ctx.kv_heads < ranks:  # each rank that needed a head has a part of its gradient
-                found = found.unflatten(1, (ctx.kv_heads, -1)).sum(2)
+            found = own_gradient(found, which, ctx.kv_heads, ranks)
             gradient = found.new_zeros(shape[0], shape[2], shape[1], shape[3])
             for piece, part in zip(split.own, found.split([p.tokens for p in split.own]), strict=True):
                 gradient[piece.row, piece.start : piece.stop] = part
@@ -274,10 +278,9 @@ def _means(k: torch.Tensor, v: torch.Tensor, split: Split) -> torch.Tensor:
     for piece in split.own:
         for total, x in zip(sums, (k, v), strict=True):
             total[piece.call] += sum_over_tokens(x[piece.row, None, :, piece.start : piece.stop])[0]
-    dist.all_reduce(sums, dist.ReduceOp.SUM, split.group)
-    exchanged_bytes.count(2 * sums.nbytes * (split.ranks - 1) // split.ranks)
     # Numbers of the host in place of a tensor of them: copying one to the device would wait for it.
-    means = [total / length for total, length in zip(sums.unbind(1), split.lengths, strict=True)]
+    sums = all_reduced(sums, split.group).unbind(1)
+    means = [total / length for total, length in zip(sums, split.lengths, strict=True)]
     return torch.stack(means, 1).to(k.dtype)
 
 

@@ -73,11 +73,7 @@ class _SharedAttention(torch.autograd.Function):
         gradients = []
         for which, (x, scale) in enumerate(zip(codes, of_all.view(ranks, 3).t(), strict=True)):
             found = own_tokens(_exchange(_by_owner(x, ranks), group), scale, do.dtype)
-            if which < 2:  # dq and dk
-                found = rotate_back(found)
-            if which and ctx.kv_heads < ranks:  # each rank that needed a head has a part of its gradient
-                found = found.unflatten(2, (ctx.kv_heads, -1)).sum(3)
-            gradients.append(found.transpose(1, 2))
+            gradients.append(own_gradient(found, which, ctx.kv_heads, ranks).transpose(1, 2))
         return *gradients, None, None, None
 
 
@@ -107,11 +103,8 @@ def by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
 
 def _means(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the means of k and v [B, kv_heads, S / P, D] over the tokens of all ranks, [2, B, kv_heads, 1, D]."""
-    ranks = dist.get_world_size(group)
-    sums = torch.stack([sum_over_tokens(x) for x in (k, v)])
-    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-    exchanged_bytes.count(2 * sums.nbytes * (ranks - 1) // ranks)
-    return (sums / (k.shape[2] * ranks)).to(k.dtype)
+    sums = all_reduced(torch.stack([sum_over_tokens(x) for x in (k, v)]), group)
+    return (sums / (k.shape[2] * dist.get_world_size(group))).to(k.dtype)
 
 
 def bounds_by_rank(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -129,6 +122,30 @@ def cast_by_rank(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     in_units = x * scale[::copies].reciprocal().to(x.dtype).view(-1, 1, 1, 1, 1)
     codes = torch.empty(x.shape, dtype=FORMATS[FORWARD].dtype, device=x.device).copy_(in_units)
     return codes if copies == 1 else codes.view(torch.uint8).repeat_interleave(copies, 0).view(codes.dtype)
+
+
+def own_gradient(found: torch.Tensor, which: int, kv_heads: int, ranks: int) -> torch.Tensor:
+    """Return the gradient of q, k or v [..., heads, D] of what ranks have sent, [..., P · n, D].
+
+    Args:
+        found: Decoded, with the heads of all ranks.
+        which: 0, 1 or 2: of q, k or v.
+        kv_heads: Heads of k and v.
+        ranks: P.
+    """
+    if which < 2:
+        found = rotate_back(found)
+    if which and kv_heads < ranks:  # each rank that needed a head has a part of its gradient
+        found = found.unflatten(-2, (kv_heads, -1)).sum(-2)
+    return found
+
+
+def all_reduced(sums: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return sums over the tokens of all ranks, of those over their own: in place."""
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    ranks = dist.get_world_size(group)
+    exchanged_bytes.count(2 * sums.nbytes * (ranks - 1) // ranks)
+    return sums
 
 
 def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -10,7 +10,7 @@ one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -53,10 +53,10 @@ def by_length(
     rows, length = len(query), query.shape[2]
     if ends is None or len(ends) == rows + 1:
         return in_fp8(query, key, value)
-    outputs = []
-    for call in calls(ends, length):
-        heads = _tokens_of(call.start, call.stop, query, key, value)
-        outputs.append(in_fp8(*heads)[0] if call.in_fp8 else in_bf16(*heads, call.ends)[0])
+    outputs, of_rows = [], calls(ends, length)
+    heads = (_pieces([(call.start, call.stop) for call in of_rows], x) for x in (query, key, value))
+    for call, *of_call in zip(of_rows, *heads, strict=True):
+        outputs.append(in_fp8(*of_call)[0] if call.in_fp8 else in_bf16(*of_call, call.ends)[0])
     return torch.cat(outputs).unflatten(0, (rows, length))
 
 
@@ -67,8 +67,8 @@ class Call(NamedTuple):
     """First token, counted through all rows."""
     stop: int
     in_fp8: bool
-    ends: torch.Tensor
-    """int32: where its documents end, counted from its first token."""
+    ends: torch.Tensor | None
+    """int32: where its documents end, counted from its first token; None of one in FP8, which is one document."""
 
 
 def calls(ends: torch.Tensor, length: int) -> list[Call]:
@@ -78,17 +78,15 @@ def calls(ends: torch.Tensor, length: int) -> list[Call]:
         ends: int32 [documents + 1] through all rows.
         length: Tokens of a row.
     """
-    places = documents.places(ends)
-    return [
-        # The subtraction runs on the device.
-        Call(
-            places[first],
-            places[last],
-            longest(places[first : last + 1]) >= LONG,
-            ends[first : last + 1] - places[first],
-        )
-        for first, last in _runs(places, length)
-    ]
+    places, found = documents.places(ends), []
+    for first, last in _runs(places, length):
+        of_call, own = places[first : last + 1], None
+        in_fp8 = longest(of_call) >= LONG
+        if not in_fp8:
+            own = ends[first : last + 1] - of_call[0]  # on the device
+            documents.note_ends(own, [place - of_call[0] for place in of_call])  # which nobody needs to wait for
+        found.append(Call(of_call[0], of_call[-1], in_fp8, own))
+    return found
 
 
 def attention(
@@ -115,17 +113,23 @@ def attention(
     """
     if takes_ends:
         return before(module, query, key, value, ends, **options)[0]
-    outputs = []
-    for start, stop in pairwise(documents.places(ends)):
-        if start < stop:
-            outputs.append(before(module, *_tokens_of(start, stop, query, key, value), None, **options)[0][0])
+    of_documents = [(start, stop) for start, stop in pairwise(documents.places(ends)) if start < stop]
+    heads = (_pieces(of_documents, x) for x in (query, key, value))
+    outputs = [before(module, *own, None, **options)[0][0] for own in zip(*heads, strict=True)]
     return torch.cat(outputs).unflatten(0, (len(query), query.shape[2]))
 
 
-def _tokens_of(start: int, stop: int, *heads: torch.Tensor) -> list[torch.Tensor]:
-    """Return [1, heads, stop - start, D] of tensors [B, heads, S, D]: tokens of one row, counted through all rows."""
-    row, first = divmod(start, heads[0].shape[2])
-    return [x[row : row + 1, :, first : first + stop - start] for x in heads]
+def _pieces(places: Sequence[tuple[int, int]], x: torch.Tensor) -> list[torch.Tensor]:
+    """Return [1, heads, n, D] of each piece of x [B, heads, S, D].
+
+    Args:
+        places: First token and end of each piece, counted through all rows; together all tokens, in their order.
+        x: Queries, keys or values.
+    """
+    # The gradient of a split is one concatenation; that of a slice is a tensor as large as x, for each piece.
+    lengths = [[stop - start for start, stop in places if start // x.shape[2] == row] for row in range(len(x))]
+    of_rows = zip(x.split(1), lengths, strict=True)
+    return [piece for row, own in of_rows for piece in row.split(own, 2)]
 
 
 def _runs(places: list[int], length: int) -> Iterator[tuple[int, int]]:

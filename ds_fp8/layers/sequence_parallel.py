@@ -7,8 +7,8 @@
 
 DeepSpeed's `UlyssesSPAttentionHF.register_with_transformers` puts the exchange around one of transformers' attention
 functions. It drops the mask, which was made of this rank's tokens, and hands the positions of whole sequences to the
-core. Cores that ignore positions (sdpa) would attend from one document of a packed row to another; here the documents
-are found from the positions again.
+core. Cores that ignore positions ("sdpa", "packed") would attend from one document of a packed row to another; here
+(`find_documents`) the documents are found from the positions again.
 
 An attention that exchanges by itself (fp8_attention_shared.py) takes the place of exchange and core where every row is
 one document.
@@ -27,7 +27,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_fp8.layers import documents, exchanged_bytes
+from ds_fp8.layers import documents, exchanged_bytes, packed_rows
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
 """An attention function of transformers: (module, query, key, value, mask, **options) -> (output, weights)."""
@@ -116,15 +116,17 @@ def exchanged(
         exchange.attn = before
         if groups is not None:  # DeepSpeed sets those of this rank's heads, and generation needs those of all
             module.num_key_value_groups = groups
-    if _exchanges(exchange, module) and not getattr(attention, "finds_documents", False):  # which counts itself
+    if _exchanges(exchange, module):
         _count(exchange, query, key, value, output)
     return output, weights
 
 
-def find_documents(name: str) -> None:
+def find_documents(name: str, takes_ends: bool) -> None:
     """Let the attention of a name keep to the documents of packed rows when DeepSpeed's exchange is around it.
 
-    name: of an attention function of transformers that takes as its mask where documents end.
+    Args:
+        name: Of an attention function of transformers.
+        takes_ends: Whether its mask is where documents end; otherwise it is called for each document.
     """
     attention = ALL_ATTENTION_FUNCTIONS[name]
     exchange = exchange_of(attention)
@@ -134,10 +136,16 @@ def find_documents(name: str) -> None:
     def keep_to_documents(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
     ) -> tuple[torch.Tensor, Any]:
-        return exchanged(exchange, attention, _as_before, module, query, key, value, **options)
+        core = functools.partial(_within_documents, takes_ends)
+        return exchanged(exchange, attention, core, module, query, key, value, **options)
 
-    keep_to_documents.finds_documents = True
+    keep_to_documents.finds_documents = attention
     ALL_ATTENTION_FUNCTIONS[name] = keep_to_documents
+
+
+def without_documents(attention: Attention) -> Attention:
+    """Return the attention function as it was before `find_documents`."""
+    return getattr(attention, "finds_documents", attention)
 
 
 @contextlib.contextmanager
@@ -157,8 +165,21 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
             config._attn_implementation = names[key]
 
 
-def _as_before(before: Attention, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-    return before(*arguments, **options)
+def _within_documents(
+    takes_ends: bool,
+    before: Attention,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Return attention within documents, or of whole rows where `ends` is None."""
+    if ends is None:
+        return before(module, query, key, value, None, **options)
+    options.pop("position_ids", None)  # of whole rows, which a call of a document has not
+    return packed_rows.attention(before, takes_ends, module, options, query, key, value, ends), None
 
 
 def _exchanges(exchange: UlyssesSPAttentionHF, module: nn.Module) -> bool:

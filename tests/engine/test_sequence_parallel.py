@@ -20,13 +20,13 @@ RANKS = 2
 SECTION = {"attention": {"format": "e4m3"}, "monitor": {"every": 0}, "graph": "off"}
 
 
-def initialized(size, length, **changes):
+def initialized(size, length, architecture="qwen3", section=SECTION, **changes):
     import ds_fp8
 
     packed_attention.register()
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": length}
-    model = causal_lm("qwen3", **{**sizes, "attn_implementation": "packed", **changes})
-    config = {**models.config(SECTION), "train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": size}
+    model = causal_lm(architecture, **{**sizes, "attn_implementation": "packed", **changes})
+    config = {**models.config(section), "train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": size}
     return ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
 
@@ -87,7 +87,7 @@ def report_and_meter(section):
 
 
 def refusals(size, length):
-    """What is said to a model without attention functions, one of other heads, and one whose heads do not divide."""
+    """What is said to models that cannot be shared: without attention functions, of other heads, with windows ..."""
     import ds_fp8
 
     said = []
@@ -96,6 +96,9 @@ def refusals(size, length):
         lambda: ds_fp8.initialize(model=plain, config={**models.config({}), "sequence_parallel_size": size}),
         lambda: initialized(size, length, num_attention_heads=3, num_key_value_heads=3),
         lambda: initialized(size, length, attn_implementation="eager"),
+        lambda: initialized(size, length, use_sliding_window=True, sliding_window=16, max_window_layers=1),
+        lambda: initialized(size, length, "mistral", sliding_window=16, attn_implementation="sdpa"),
+        lambda: initialized(size, length, "gpt_neox", num_key_value_heads=None, attn_implementation="sdpa"),
         lambda: (initialized(size, length), initialized(size, length, num_attention_heads=8)),
     ):
         with pytest.raises(UserError) as error:
@@ -145,11 +148,32 @@ def test_report_and_meter_know_of_the_exchange(own_ranks):
 
 
 def test_what_cannot_be_shared_is_refused(own_ranks):
-    plain, odd, eager, other = own_ranks(refusals, RANKS, 64)[0]
+    plain, odd, eager, some, all_layers, unnamed, other = own_ranks(refusals, RANKS, 64)[0]
     assert "Sequential has none" in plain
     assert "3 heads, and 3 of keys and values, cannot be spread over 2 ranks" in odd
     assert "eager" in eager
+    assert 'a sliding window of 16 tokens, which is lost where "packed" attention is exchanged' in some
+    assert 'a sliding window of 16 tokens, which is lost where "sdpa" attention is exchanged' in all_layers
+    assert "GPTNeoXConfig has none" in unnamed
     assert "already shares sequences of another model" in other
+
+
+def logits_of_the_second_document(size, changed):
+    """Of a Mixtral, whose configuration computes the size of its heads, with attention in BF16 by "sdpa"."""
+    shape = {"head_dim": None, "attn_implementation": "sdpa", "num_local_experts": 2, "sliding_window": None}
+    engine = initialized(size, 32, "mixtral", {"graph": "off"}, **shape)
+    ids, places = torch.arange(1, 33)[None], torch.arange(32)[None] % 12
+    ids[0, :12] += changed
+    place = dist.get_rank() if size > 1 else 0
+    batch = (x.chunk(size, 1)[place].contiguous() for x in (ids, places))
+    found = engine(**dict(zip(("input_ids", "position_ids"), batch, strict=True)), use_cache=False).logits
+    return found.detach().float()
+
+
+def test_no_document_of_a_packed_row_sees_another_by_sdpa(own_ranks):
+    one, other = (torch.cat(own_ranks(logits_of_the_second_document, RANKS, changed), 1) for changed in (0, 5))
+    assert torch.equal(one[:, 12:], other[:, 12:])
+    assert not torch.equal(one[:, :12], other[:, :12])
 
 
 @pytest.mark.parametrize("size", [0, -1, True, "2", 2.0, None])

@@ -65,6 +65,20 @@ def test_the_kernels_are_the_reference(heads, kv_heads, rows, length):
         assert cost < 1.15 * reference_cost, name
 
 
+@pytest.mark.parametrize("case", ["no gradient", "equal values", "a gradient of one token"])
+def test_gradients_that_are_zero_in_part_or_whole(case):
+    """As those of padding, which is a document, and of labels of -100."""
+    inputs, gradient = operands(4, 2, 1, 512)
+    if case == "equal values":
+        inputs[2] = torch.ones_like(inputs[2])
+    else:
+        gradient[:, 0 if case == "no gradient" else 1 :] = 0
+    ours, wanted = (step(f, inputs, gradient) for f in (fp8_attention, exact))
+    assert all(x.isfinite().all() for x in ours)
+    for found, other, bound in zip(ours, wanted, FP8_ERROR, strict=True):
+        assert (found.float() - other.float()).norm() <= bound * other.float().norm() + 1e-6
+
+
 @pytest.mark.parametrize("outlier", ["q", "k", "v", "gradient", "one token's gradient", "one key for all"])
 def test_outliers_cost_what_they_cost_the_reference(outlier):
     inputs, gradient = operands(4, 2, 2, 512)

@@ -7,17 +7,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ds_fp8.casts.primitives import scale_from_amax
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers import attention_format, packed_rows
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.fp8_attention import (
+    SMALLEST_BOUND,
     Reference,
     cast_heads,
     fp8_attention,
     fp8_attention_reference,
     gradient_scales,
 )
+from ds_fp8.layers.fp8_attention_cudnn import factors
 from ds_fp8.layers.fp8_attention_tensors import FORWARD, P_SCALE, GradientScales
 from ds_fp8.layers.heads import HeadLayout
 from ds_fp8.train import packed_attention
@@ -259,6 +262,36 @@ def test_a_window_in_some_layers_keeps_them_in_bf16():
     _, conversion = converted(model)
     assert conversion.attention.layers == ["model.layers.0.self_attn"]
     assert conversion.attention.left == {"model.layers.1.self_attn": "it has a sliding window"}
+
+
+@pytest.mark.parametrize("dq", [1e-30, 1e-12, 1.0, 1e6])
+@pytest.mark.parametrize("dk", [1e-30, 1e-12, 1.0, 1e6])
+@pytest.mark.parametrize("dv", [1e-30, 1e-12, 1.0, 1e6])
+def test_factors_of_the_kernels_are_finite_for_all_bounds_of_gradients(dq, dk, dv):
+    bounds = torch.tensor([1.0, dq, dk, dv]).clamp_min(SMALLEST_BOUND)  # of zero gradients the smallest
+    scales = GradientScales(*scale_from_amax(bounds, "e5m2", "pow2").unbind())
+    shared, a, b = factors(scales)
+    for factor, scale in ((a * shared, scales.dq), (shared / a, scales.dk), (b * shared, scales.dv)):
+        assert (factor * scale).item() == pytest.approx(1, rel=1e-5)
+
+
+@emulated
+def test_a_window_that_the_configuration_alone_has_keeps_layers_in_bf16():
+    model = causal_lm("mistral", sliding_window=16)
+    assert not hasattr(model.model.layers[0].self_attn, "sliding_window")
+    with pytest.raises(UserError, match="sliding window"):
+        converted(model)
+    assert len(converted(causal_lm("mistral", sliding_window=None))[1].attention.layers) == 2
+
+
+@emulated
+def test_calls_in_fp16_stay_in_bf16_and_say_so():
+    model = causal_lm("qwen2").half()
+    (in_16_bits, _), (in_fp8, _) = (converted(model, format) for format in ("bf16", "e4m3"))
+    ids = tokens(1, 32)
+    with pytest.warns(UserWarning, match="FP16"):
+        found = in_fp8.train()(input_ids=ids, use_cache=False).logits
+    assert torch.equal(found, in_16_bits.train()(input_ids=ids, use_cache=False).logits)
 
 
 def test_a_gpu_without_kernels_is_refused(monkeypatch):

@@ -182,10 +182,10 @@ def test_two_ranks_are_one_up_to_the_rounding_of_scales(ranks, kv_heads):
         assert (ours.float() - theirs.float()).norm() <= bound * theirs.float().norm()
 
 
-def loss_and_gradient(split, packed, fuse, attention):
+def loss_and_gradient(split, packed, fuse, attention, implementation="packed"):
     """Summed loss of this rank's tokens and its gradient, added over ranks, and the warnings."""
     packed_rows.LONG, before = SHORT_AND_LONG, packed_rows.LONG
-    model = model_of(4, 2, "packed")
+    model = model_of(4, 2, implementation if split or attention == "bf16" else "packed")
     ids, places = tokens(ROWS, LENGTH), positions(packed)
     targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     targets[:, 1:][places[:, 1:] == 0] = -100
@@ -194,7 +194,8 @@ def loss_and_gradient(split, packed, fuse, attention):
     def run(batch):
         section = {"monitor": {"every": 0}, "linear": {"backend": "reference"}, "fuse": fuse}
         convert(model, parse_fp8({"fp8": {**section, "attention": {"format": attention}}}))
-        sequence_parallel.find_documents("packed")
+        # As `ds_fp8.initialize` does.
+        sequence_parallel.find_documents(implementation, takes_ends=implementation == "packed")
         model.gradient_checkpointing_enable({"use_reentrant": False})
         loss = model(**batch, use_cache=False, num_items_in_batch=torch.tensor(1.0)).loss
         loss.backward()
@@ -215,13 +216,19 @@ def loss_and_gradient(split, packed, fuse, attention):
 @pytest.mark.parametrize("fuse", ["auto", "off"])
 @pytest.mark.parametrize("attention", ["e4m3", "bf16"])
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_model_on_two_ranks_is_that_on_one(ranks, fuse, attention, packed):
-    split = ranks(RANKS, loss_and_gradient, True, packed, fuse, attention)[0]
-    whole = loss_and_gradient(False, packed, fuse, attention)
-    other = loss_and_gradient(False, not packed, fuse, attention)
+@pytest.mark.parametrize("implementation", ["packed", "sdpa"])
+def test_a_model_on_two_ranks_is_that_on_one(ranks, fuse, attention, packed, implementation):
+    split = ranks(RANKS, loss_and_gradient, True, packed, fuse, attention, implementation)[0]
+    whole = loss_and_gradient(False, packed, fuse, attention, implementation)
+    other = loss_and_gradient(False, not packed, fuse, attention, implementation)
     assert split[0].item() == pytest.approx(whole[0].item(), rel=1e-3)
     distance, apart = ((x[1:] - whole[1:]).norm() / whole[1:].norm() for x in (split, other))
-    assert distance < 0.02
+    bound = 0.02
+    if packed and attention == "bf16" and implementation == "sdpa":
+        # A kernel with a mask, for whole rows, rounds otherwise than one without, for each document: on one rank too.
+        by_document = loss_and_gradient(False, packed, fuse, attention, "packed")
+        bound = 1.5 * (by_document[1:] - whole[1:]).norm() / whole[1:].norm()
+    assert distance < bound
     assert apart > 5 * distance  # documents matter
 
 

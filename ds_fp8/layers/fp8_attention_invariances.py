@@ -20,12 +20,15 @@ from ds_fp8.config.formats import ROTATION_BLOCKS, Rotation
 
 SEED = 0
 """Of the signs: the same in every layer, for every step and rank."""
+PIECE = 16384
+"""Tokens that are summed at a time: at 1024 features their copy takes 134 MB."""
 
 
 def sum_over_tokens(x: torch.Tensor) -> torch.Tensor:
     """Return the sum of x [B, heads, S, D] over its tokens, FP64 [B, heads, 1, D]."""
-    # FP64: partial sums of several ranks, in any order, round to the same BF16 mean.
-    return x.sum(2, keepdim=True, dtype=torch.float64)
+    # FP64: partial sums of several ranks, in any order, round to the same BF16 mean. In pieces, for torch makes an FP64
+    # copy of what it sums.
+    return sum(piece.sum(2, keepdim=True, dtype=torch.float64) for piece in x.split(PIECE, 2))
 
 
 def mean_over_tokens(x: torch.Tensor) -> torch.Tensor:

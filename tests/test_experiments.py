@@ -14,8 +14,8 @@ TINY = {
     "optimizer_parity": "--quick --steps 4 --shared-steps 2 --presets infir2,perturbed,dithered,coat --json FOUND",
     "zero_step": "--quick --json FOUND",
 }
-MEASURED_BY_TESTS = {"export_memory": "export/test_memory.py"}
-HELPERS = {"bench_path", "byte_training"}
+MEASURED_BY_TESTS = {"continue_training": "test_continue_training.py", "export_memory": "export/test_memory.py"}
+HELPERS = {"bench_path", "byte_training", "peer_linears"}
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -1,4 +1,7 @@
-"""Train a model on text in FP8, in BF16, or with a peer's linears: its loss, and that of its weights in BF16.
+"""What does training a model further in FP8, or with a peer's linears, cost its loss, and that of its weights in BF16?
+
+Answer (2026-11-24, H200, SmolLM2-135M, 300 steps): `precise` 0.20 and 0.06%, Transformer Engine and torchao 0.73 to
+0.84 and 0.44 to 0.49% (docs/log/losses.md).
 
     python corpus.py --output corpus.jsonl --megabytes 60
     python continue_training.py FOLDER corpus.jsonl --fp8 bf16                       BF16 by this package's layers

@@ -78,9 +78,12 @@ def export_checkpoint(
     check_layout(layout, fp8.linear.weight)
     model = _model_without_data(config)
     left = unconverted(model, fp8.linear) if fp8.enabled else dict.fromkeys(dict(model.named_modules()), "BF16 run")
+    modules = dict(model.named_modules())
     for layer in _moved_to_bf16(checkpoint):
+        if layer not in modules:
+            raise _another_model(checkpoint, f"it has a layer {layer}, and the configuration has none")
         left |= {
-            name: "moved to BF16 in training" for name, _ in model.get_submodule(layer).named_modules(prefix=layer)
+            name: "moved to BF16 in training" for name, _ in modules[layer].named_modules(prefix=layer)
         }
         left |= {name: "moved to BF16 in training" for name in names_of_experts(model) if name.startswith(f"{layer}.")}
     # Whether training cast a weight from its master or from the BF16 copy decides its codes: an export must do the
@@ -92,7 +95,7 @@ def export_checkpoint(
         if name in kept or not fp8.enabled or rounds_first(parameters[name].numel()):
             left.setdefault(name, kept.get(name, "in BF16 in training"))
     plan = make_plan(model, left, fp8.linear, layout)
-    _check_same_model(_masters(checkpoint), plan, checkpoint)
+    _check_same_model(_masters(checkpoint), plan, model, checkpoint)
     weights = _cast(_read(checkpoint, plan), plan, rounds_first)
     config.architectures = [type(model).__name__]
     write_folder(
@@ -147,17 +150,25 @@ def _moved_to_bf16(checkpoint: Path) -> list[str]:
     return list(section_of(client, "ds_fp8").get("layers_in_bf16", ()))
 
 
-def _check_same_model(masters: Mapping[str, Any], plan: Plan, checkpoint: Path) -> None:
+def _check_same_model(masters: Mapping[str, Any], plan: Plan, model: torch.nn.Module, checkpoint: Path) -> None:
     shapes = {entry.name: entry.shape for entry in plan.entries}
     wrong = [n for n, shape in shapes.items() if n not in masters or tuple(masters[n].shape) != tuple(shape)]
     if wrong:
         found = tuple(masters[wrong[0]].shape) if wrong[0] in masters else "absent"
-        raise UserError(
-            f"the checkpoint belongs to another model: {wrong[0]} is {found}, but "
-            f"the configuration says {shapes[wrong[0]]}",
-            file=checkpoint,
-            remedy="give the configuration of the model that was trained (adapters are to be merged first)",
-        )
+        raise _another_model(checkpoint, f"{wrong[0]} is {found}, but the configuration says {shapes[wrong[0]]}")
+    # Under all names of a tied weight. What a smaller model lacks, such as its last layers, would be left out.
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    unknown = next((name for name in masters if name not in known), None)
+    if unknown is not None:
+        raise _another_model(checkpoint, f"it has {unknown}, and the configuration has none")
+
+
+def _another_model(checkpoint: Path, difference: str) -> UserError:
+    return UserError(
+        f"the checkpoint belongs to another model: {difference}",
+        file=checkpoint,
+        remedy="give the configuration of the model that was trained (adapters are to be merged first)",
+    )
 
 
 def _rounds_first(fp8: FP8Config, deepspeed_config: Mapping[str, Any]) -> Callable[[int], bool]:

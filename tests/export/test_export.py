@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import stat
 
 import pytest
@@ -255,8 +256,34 @@ def test_a_checkpoint_without_a_ranks_file_is_incomplete(trained, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_another_models_configuration_is_refused(trained, tmp_path):
-    other = AutoConfig.from_pretrained(trained[0] / "bf16", vocab_size=65)
-    with pytest.raises(UserError, match="another model"):
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("qwen3", {"vocab_size": 65}, "embed_tokens.weight is "),
+        ("qwen3", {"num_hidden_layers": 3}, "layers.2.self_attn.q_proj.weight is absent"),
+        ("qwen3", {"num_hidden_layers": 1}, "it has model.layers.1."),
+        ("llama", {}, "it has model.layers.0.self_attn.q_norm.weight"),
+    ],
+)
+def test_another_models_configuration_is_refused(trained, tmp_path, kind, changes, words):
+    values = AutoConfig.from_pretrained(trained[0] / "bf16").to_dict()
+    values = {key: value for key, value in values.items() if key not in ("model_type", "layer_types", "architectures")}
+    other = AutoConfig.for_model(kind, **values | changes)
+    with pytest.raises(UserError, match="another model") as caught:
         export_again(trained, tmp_path / "out", config=other)
+    assert words in caught.value.problem
     assert not list(tmp_path.iterdir())
+
+
+def test_a_layer_that_training_moved_to_bf16_and_another_model_lacks_is_named(trained, tmp_path):
+    checkpoint = tmp_path / "step_3"
+    shutil.copytree(trained[0] / "checkpoints/step_3", checkpoint)
+    for file in checkpoint.glob("*_model_states.pt"):
+        state = torch.load(file, weights_only=False)
+        state["ds_fp8"]["layers_in_bf16"] = ["model.layers.1"]
+        torch.save(state, file)
+    plan = export_again(trained, tmp_path / "out", checkpoint=checkpoint)
+    assert plan.left["model.layers.1.mlp.up_proj"] == "moved to BF16 in training"
+    smaller = AutoConfig.from_pretrained(trained[0] / "bf16", num_hidden_layers=1)
+    with pytest.raises(UserError, match="another model: it has a layer"):
+        export_again(trained, tmp_path / "smaller", checkpoint=checkpoint, config=smaller)

@@ -79,12 +79,11 @@ def export_checkpoint(
     model = _model_without_data(config)
     left = unconverted(model, fp8.linear) if fp8.enabled else dict.fromkeys(dict(model.named_modules()), "BF16 run")
     modules = dict(model.named_modules())
-    for layer in _moved_to_bf16(checkpoint):
+    state = _state(checkpoint)
+    for layer in section_of(state, "ds_fp8").get("layers_in_bf16", ()):
         if layer not in modules:
             raise _another_model(checkpoint, f"it has a layer {layer}, and the configuration has none")
-        left |= {
-            name: "moved to BF16 in training" for name, _ in modules[layer].named_modules(prefix=layer)
-        }
+        left |= {name: "moved to BF16 in training" for name, _ in modules[layer].named_modules(prefix=layer)}
         left |= {name: "moved to BF16 in training" for name in names_of_experts(model) if name.startswith(f"{layer}.")}
     # Whether training cast a weight from its master or from the BF16 copy decides its codes: an export must do the
     # same.
@@ -127,10 +126,26 @@ def _model_without_data(config: PretrainedConfig) -> torch.nn.Module:
 
 def _masters(checkpoint: Path) -> dict[str, Any]:
     """Return the FP32 master weights by name; those of ZeRO-3 are read when `.contiguous()` is called."""
+    silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    with _reading(checkpoint), silent[0], silent[1]:
+        return get_fp32_state_dict_from_zero_checkpoint(checkpoint.parent, tag=checkpoint.name, lazy_mode=True)
+
+
+def _state(checkpoint: Path) -> Mapping[str, Any]:
+    """Return what the first rank's file says of the training beside its tensors; nothing where there is no file."""
+    file = next(iter(sorted(checkpoint.glob("*_model_states.pt"))), None)
+    if file is None:
+        return {}
+    with _reading(checkpoint):
+        return torch.load(file, map_location="cpu", mmap=True)
+
+
+@contextlib.contextmanager
+def _reading(checkpoint: Path) -> Iterator[None]:
+    """Raise UserError where a file of the checkpoint is missing, damaged or holds code."""
     try:
-        silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
-        with tensors_only(checkpoint), silent[0], silent[1]:
-            return get_fp32_state_dict_from_zero_checkpoint(checkpoint.parent, tag=checkpoint.name, lazy_mode=True)
+        with tensors_only(checkpoint):
+            yield
     except (OSError, ValueError, RuntimeError, KeyError, EOFError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
@@ -138,16 +153,6 @@ def _masters(checkpoint: Path) -> dict[str, Any]:
             file=checkpoint,
             remedy="give a folder with the *_model_states.pt and *_optim_states.pt of every rank",
         ) from None
-
-
-def _moved_to_bf16(checkpoint: Path) -> list[str]:
-    """Return the layers that the health monitor had moved to BF16 when the checkpoint was saved."""
-    file = next(iter(sorted(checkpoint.glob("*_model_states.pt"))), None)
-    if file is None:
-        return []
-    with tensors_only(file):
-        client = torch.load(file, map_location="cpu", mmap=True)
-    return list(section_of(client, "ds_fp8").get("layers_in_bf16", ()))
 
 
 def _check_same_model(masters: Mapping[str, Any], plan: Plan, model: torch.nn.Module, checkpoint: Path) -> None:

@@ -256,6 +256,20 @@ def test_a_checkpoint_without_a_ranks_file_is_incomplete(trained, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", None], ids=["empty", "other", "cut off"])
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_a_damaged_file_is_no_complete_checkpoint(trained, tmp_path, kind, content):
+    checkpoint = tmp_path / "step_3"
+    shutil.copytree(trained[0] / "checkpoints/step_3", checkpoint)
+    file = min(checkpoint.glob(f"*{kind}_states.pt"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    with pytest.raises(UserError, match="not a complete ZeRO checkpoint") as caught:
+        export_again(trained, tmp_path / "out", checkpoint=checkpoint)
+    assert caught.value.file == checkpoint
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [

@@ -56,7 +56,8 @@ def export_checkpoint(
         config: The model's configuration.
         fp8: The "fp8" section of the training.
         layout: "bf16", "fp8" or "compressed-tensors".
-        deepspeed_config: The training's, for the weights that ZeRO-3 kept whole in BF16; DeepSpeed's defaults without.
+        deepspeed_config: The training's, for the weights that ZeRO-3 kept whole in BF16, where the checkpoint does not
+            hold it; DeepSpeed's defaults without.
         generation: Defaults for generate().
         tokenizer: Saves the tokenizer into a folder.
         force: Replace an existing folder.
@@ -86,8 +87,9 @@ def export_checkpoint(
         left |= {name: "moved to BF16 in training" for name, _ in modules[layer].named_modules(prefix=layer)}
         left |= {name: "moved to BF16 in training" for name in names_of_experts(model) if name.startswith(f"{layer}.")}
     # Whether training cast a weight from its master or from the BF16 copy decides its codes: an export must do the
-    # same.
-    rounds_first = _rounds_first(fp8, deepspeed_config or {})
+    # same. The checkpoint has the values that were trained with: Accelerate and Trainer replace "auto" by their own.
+    configs = section_of(state, "ds_config"), deepspeed_config or {}
+    rounds_first = _rounds_first(fp8, next(filter(None, (section_of(c, "zero_optimization") for c in configs)), {}))
     parameters = dict(model.named_parameters())
     kept = experts_left(model, fp8) if fp8.enabled else {}
     for name in names_of_experts(model):
@@ -176,9 +178,8 @@ def _another_model(checkpoint: Path, difference: str) -> UserError:
     )
 
 
-def _rounds_first(fp8: FP8Config, deepspeed_config: Mapping[str, Any]) -> Callable[[int], bool]:
+def _rounds_first(fp8: FP8Config, zero: Mapping[str, Any]) -> Callable[[int], bool]:
     """Return whether training cast a weight of so many elements from BF16 and not from its FP32 master."""
-    zero = section_of(deepspeed_config, "zero_optimization")
     threshold = zero.get("stage3_param_persistence_threshold", _DEFAULT_THRESHOLD)
     threshold = threshold if isinstance(threshold, (int, float)) else _DEFAULT_THRESHOLD
     if fp8.param_gather.format == "bf16" or zero.get("stage", 3) != 3:

@@ -136,6 +136,17 @@ def test_a_checkpoint_gives_the_same_bytes_without_ranks(trained, tmp_path, layo
     assert len(plan.quantized) == (0 if layout == "bf16" else 14)
 
 
+@pytest.mark.parametrize("threshold", [None, "auto", 10**9])
+def test_weights_that_zero_kept_whole_are_those_of_the_training_whatever_a_file_says(trained, tmp_path, threshold):
+    """Accelerate and Trainer replace "auto" by 10 times the hidden size, and DeepSpeed's default is another."""
+    given = None if threshold is None else config({}, stage3_param_persistence_threshold=threshold)
+    export_again(trained, tmp_path / "out", deepspeed_config=given)
+    exported, again = tensors(trained[0] / "fp8"), tensors(tmp_path / "out")
+    assert exported.keys() == again.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor.view(torch.uint8), again[name].view(torch.uint8)), name
+
+
 def test_the_configuration_names_layers_in_full_and_the_scales_type(trained):
     section = json.loads((trained[0] / "fp8/config.json").read_text())["quantization_config"]
     assert section == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from deepspeed import comm as dist
 from transformers import PreTrainedModel
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, as_user_error
 from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, check_target, write_folder
 from ds_fp8.export.layouts import SCALE_SUFFIX
 from ds_fp8.export.plan import Plan, make_plan, plan_to_serve
@@ -49,7 +50,8 @@ def export_engine(
         What was written: the tensors in FP8, and the layers in BF16 with reasons.
 
     Raises:
-        UserError: the model is not a PreTrainedModel, the layout cannot hold its weights, or the folder exists.
+        UserError: the model is not a PreTrainedModel, the layout cannot hold its weights, or the folder exists or
+            cannot be written. On all ranks, whichever of them finds it.
     """
     folder, model = Path(folder), engine.module
     if not isinstance(model, PreTrainedModel):
@@ -57,28 +59,59 @@ def export_engine(
             f"a {type(model).__name__} has no configuration to write",
             remedy="export a model of transformers; merge adapters first",
         )
-    check_target(folder, force)
-    plan = make_plan(model, _left(engine), engine.fp8.config.linear, layout, full_shape)
+    with _alike():
+        check_target(folder, force)
+        plan = make_plan(model, _left(engine), engine.fp8.config.linear, layout, full_shape)
     weights = _gathered(engine, plan)
-    if dist.get_rank() == 0:
-        model.config.architectures = [type(model).__name__]
-        generation = model.generation_config
-        write_folder(
-            folder,
-            plan,
-            weights,
-            model.config,
-            generation=generation,
-            tokenizer=tokenizer,
-            source=source,
-            shard_bytes=shard_bytes,
-        )
-    else:
-        # Other ranks take part in every gather and keep nothing.
-        deque(weights, maxlen=0)
     # No rank goes on, or reads the folder, before rank 0 has renamed it.
-    dist.barrier()
+    with _alike():
+        if dist.get_rank() == 0:
+            model.config.architectures = [type(model).__name__]
+            try:
+                write_folder(
+                    folder,
+                    plan,
+                    weights,
+                    model.config,
+                    generation=model.generation_config,
+                    tokenizer=tokenizer,
+                    source=source,
+                    shard_bytes=shard_bytes,
+                )
+            except Exception:
+                # The other ranks wait in the gathers that are left.
+                deque(weights, maxlen=0)
+                raise
+        else:
+            # Other ranks take part in every gather and keep nothing.
+            deque(weights, maxlen=0)
     return plan
+
+
+@contextlib.contextmanager
+def _alike() -> Iterator[None]:
+    """Raise on every rank what fails on one. Collective at its end: no rank waits for one that has failed."""
+    own = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    told: list[tuple[str, str, str] | None] = [None] * dist.get_world_size()
+    if dist.get_world_size() > 1:
+        torch.distributed.all_gather_object(told, None if own is None else _words(own))
+    if own is not None:
+        raise own
+    found = next((words for words in told if words is not None), None)
+    if found is not None:
+        raise UserError(found[0], remedy=found[1], key=found[2])
+
+
+def _words(error: Exception) -> tuple[str, str, str]:
+    """Return problem, remedy and key of what failed on this rank, for the others."""
+    known = as_user_error(error)
+    if known is not None:
+        return f"{known.problem} ({known.file})" if known.file else known.problem, known.remedy, known.key
+    return f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}", "see its traceback", ""
 
 
 def served_weights(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -18,7 +19,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.export import export_checkpoint
 from tests.export.servers import assert_served
-from tests.export.trained import train_and_export
+from tests.export.trained import shape, train_and_export
 from tests.integrations.programs import counting
 from tests.numerics import error
 from tests.zero.models import config
@@ -254,6 +255,47 @@ def test_an_export_that_fails_leaves_nothing_and_the_folder_before_it(trained, t
         export_again(trained, out, force=True, tokenizer=failing)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (out / "mine").exists()
+
+
+def failing_on_one_rank(folder, where):
+    """Return what each rank is told of an export that one rank cannot do, and whether another export works after it."""
+    from unittest import mock
+
+    from deepspeed import comm as dist
+    from safetensors import SafetensorError
+
+    import ds_fp8
+    from ds_fp8.export import export_engine
+    from tests.integrations.programs import small_model
+
+    model = small_model(**shape())
+    engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=config({}))[0]
+    own = folder / str(dist.get_rank())  # of each host, where no file system is shared
+    own.mkdir()
+    full = SafetensorError("I/O error: No space left on device (os error 28)")
+    if where == "target" and dist.get_rank() == 1:
+        (own / "out").mkdir()
+    tokenizer = mock.Mock(side_effect=AttributeError("no such tokenizer")) if where == "tokenizer" else None
+    full_disk = mock.patch("ds_fp8.export.folder.save_file", side_effect=full)
+    with full_disk if where == "shard" else contextlib.nullcontext(), pytest.raises(Exception) as caught:  # noqa: PT011
+        export_engine(engine, own / "out", tokenizer=tokenizer, shard_bytes=100_000)
+    export_engine(engine, own / "again")
+    return type(caught.value).__name__, str(caught.value), sorted(path.name for path in own.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("where", "rank", "kind", "words"),
+    [
+        ("target", 1, "UserError", "out exists"),
+        ("shard", 0, "UserError", "No space left"),
+        ("tokenizer", 0, "AttributeError", "no such tokenizer"),
+    ],
+)
+def test_what_one_rank_cannot_do_is_said_by_all(ranks, tmp_path, where, rank, kind, words):
+    found = ranks(2, failing_on_one_rank, tmp_path, where)
+    assert [type_of for type_of, *_ in found] == [kind if own == rank else "UserError" for own in range(2)]
+    assert all(words in text for _, text, _ in found)
+    assert found[0][2] == ["again"]
 
 
 def test_a_checkpoint_without_a_ranks_file_is_incomplete(trained, tmp_path):

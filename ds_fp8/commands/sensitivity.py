@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,7 +219,7 @@ def _fused(model: PreTrainedModel, fp8: FP8Config, proposal: Proposal) -> dict[s
 
     counts: dict[str, list[int]] = {"layers": [], "mlps": []}
     for overrides in ({}, proposal.overrides):
-        linear = fp8.linear.model_copy(update={"overrides": {**overrides, **fp8.linear.overrides}})
+        linear = fp8.linear.model_copy(update={"overrides": _first(overrides, fp8.linear.overrides)})
         fusion = convert(model, fp8.model_copy(update={"linear": linear})).fusion
         counts["layers"].append(len(fusion.layers))
         counts["mlps"].append(len(fusion.mlps))
@@ -232,10 +232,14 @@ def _written(raw: dict[str, Any], file: Path, proposal: Proposal) -> dict[str, A
     result = {"fp8": raw["fp8"]} if file.suffix in DOCUMENTS else read_json(config_file(str(file)))
     result["fp8"] = {**result.get("fp8", {}), **raw["fp8"]}
     linear = dict(result["fp8"].get("linear", {}))
-    # The proposed ones first: the first pattern that matches applies.
-    linear["overrides"] = {**proposal.overrides, **linear.get("overrides", {})}
+    linear["overrides"] = _first(proposal.overrides, linear.get("overrides", {}))
     result["fp8"]["linear"] = linear
     return result
+
+
+def _first(proposed: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return overrides with the proposed ones first: the first pattern that matches applies. Of one in both, too."""
+    return {**proposed, **own, **proposed}
 
 
 def _print(figures: dict[str, Any], costs: list[Cost], console: Console) -> None:

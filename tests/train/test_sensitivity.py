@@ -191,6 +191,21 @@ def test_the_command_on_a_stage_changes_nothing_else_of_it(run, folder, tmp_path
     assert written == expected
 
 
+def test_a_proposal_stands_before_a_cast_of_the_same_layers(run, folder, tmp_path, write):  # noqa: F811
+    """The stage casts all kinds of layers in its own way, by the patterns that are proposed."""
+    kinds = [f"*.{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")]
+    casts = {kind: {"input": {"granularity": "128x128"}} for kind in kinds}
+    stage = {**TINY, "fp8": {"linear": {"overrides": casts}}}
+    stage["data"] = {"path": str(folder / "text.txt"), "validation_fraction": 0.5}
+    figures, _ = run(write(stage), "--budget", "0.2", "--write", tmp_path / "careful.json")
+    proposed = figures["proposal"]["overrides"]
+    assert proposed.keys() & set(kinds)
+    overrides = json.loads((tmp_path / "careful.json").read_text())["fp8"]["linear"]["overrides"]
+    assert list(overrides)[: len(proposed)] == list(proposed)
+    assert {pattern: overrides[pattern] for pattern in proposed} == proposed
+    assert overrides == {**casts, **proposed}
+
+
 def test_the_command_over_a_grid(run, folder, tmp_path, capsys):  # noqa: F811
     grid = ["--grid", "fp8.preset=infir2,tensorwise", "--out", str(tmp_path / "out")]
     assert main(["sensitivity", str(folder), str(folder / "text.txt"), "--rows", "2", "--length", "41", *grid]) == 0

@@ -130,7 +130,7 @@ def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None
     from ds_fp8.layers import munit
     from ds_fp8.train import packed_attention
     from ds_fp8.train.served_model import load_served_model
-    from ds_fp8.train.stored_model import unreadable
+    from ds_fp8.train.stored_model import check_complete, unreadable
 
     # Before the folder is loaded, whose configuration may name this attention or a model of this type.
     packed_attention.register()
@@ -141,7 +141,7 @@ def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None
         served = load_served_model(folder, device, options)
         if served is not None:
             return served
-        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     except UserError:
         raise
     except Exception as error:  # every reader fails in its own way at damaged files
@@ -150,6 +150,7 @@ def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None
             file=folder,
             remedy="repair or complete the folder: only tensors are read, never code",
         ) from None
+    check_complete(folder, model, found["missing_keys"])
     return model.to(device), None
 
 

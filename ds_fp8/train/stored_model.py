@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,18 +180,23 @@ def load_stored_model(source: ModelSource, config: PretrainedConfig, options: di
             key=source.key,
             remedy="write or copy them again: damaged files, and such with more than tensors in them, are refused",
         ) from None
-    missing = sorted(found["missing_keys"])
-    if missing:  # transformers would draw them at random
-        shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
-        raise UserError(
-            f"the weights in {source.path} are incomplete: {shown} of {type(model).__name__} are in none of its files",
-            key=source.key,
-            remedy="write, copy or download the model again; config.json must describe the model that is stored",
-        )
+    check_complete(source.path, model, found["missing_keys"], source.key)
     if quantization:
         # Else save_pretrained takes these steps back, and writes FP8 weights under a BF16 configuration.
         model.__dict__.pop("_weight_conversions", None)
     return model
+
+
+def check_complete(folder: str | Path, model: PreTrainedModel, missing: Iterable[str], key: str = "") -> None:
+    """Raise UserError where a folder lacks weights of its model, which transformers draws at random."""
+    names = sorted(missing)
+    if names:
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        raise UserError(
+            f"the weights in {folder} are incomplete: {shown} of {type(model).__name__} are in none of its files",
+            key=key,
+            remedy="write, copy or download the model again; config.json must describe the model that is stored",
+        )
 
 
 def unreadable(error: Exception) -> str:

@@ -8,10 +8,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from ds_fp8.casts import QuantizedTensor, quantize
+from ds_fp8.commands.evaluate import _load
+from ds_fp8.config.errors import UserError
 from ds_fp8.train.served_model import load_served_model
 from ds_fp8.train.stored_model import ModelSource, load_stored_model, stored_config
 from tests.export.trained import train_and_export
-from tests.integrations.programs import counting
+from tests.integrations.programs import counting, small_model
 from tests.numerics import error
 
 ROWS = torch.stack([row["input_ids"] for row in counting(2)])
@@ -97,3 +99,13 @@ def test_scales_in_a_byte_are_read(ranks, tmp_path):
     tensors = {n: t.to(torch.float8_e8m0fnu) if n.endswith("_scale_inv") else t for n, t in tensors.items()}
     save_file(tensors, file, metadata={"format": "pt"})
     assert torch.equal(logits(load_served_model(tmp_path / "fp8", "cpu", OPTIONS)[0]), before)
+
+
+def test_weights_that_a_folder_lacks_are_not_drawn_at_random(tmp_path):
+    """A folder in BF16 whose config.json tells of a layer more than it holds."""
+    small_model().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 3, "layer_types": None}))
+    with pytest.raises(UserError, match=r"incomplete: model\.layers\.2") as caught:
+        _load(tmp_path, "sdpa")
+    assert "config.json" in caught.value.remedy

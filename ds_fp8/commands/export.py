@@ -11,7 +11,8 @@ FP8 codes are cast from the FP32 master weights as training cast them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -155,18 +156,28 @@ def _read_model(folder: Path) -> tuple[PretrainedConfig, Callable | None, Genera
         tokenizer = partial(save_tokenizer, load_tokenizer(str(folder)))
     generation = None
     if (folder / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(folder)
+        with _understood(folder / "generation_config.json"):
+            generation = GenerationConfig.from_pretrained(folder)
         if left_out := make_savable(generation):
             print(f"note: {left_out}")
-    try:
+    with _understood(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder)
-    except ValueError as error:
-        raise UserError(
-            f"transformers does not know this model: {str(error).splitlines()[0]}",
-            file=folder / "config.json",
-            remedy="install a transformers that does, or give another folder: --model FOLDER",
-        ) from None
     return config, tokenizer, generation
+
+
+@contextlib.contextmanager
+def _understood(file: Path) -> Iterator[None]:
+    """Raise UserError where transformers cannot read a file of a model."""
+    from ds_fp8.train.stored_model import first_line
+
+    try:
+        yield
+    except Exception as error:  # transformers fails in its own way at each mistake
+        raise UserError(
+            f"transformers cannot read this {file.name}: {first_line(error)}",
+            file=file,
+            remedy="correct it, install a transformers that reads it, or give another folder: --model FOLDER",
+        ) from None
 
 
 def _model_of_stage(stage_file: Path, checkpoint: Path) -> tuple[PretrainedConfig, Callable, GenerationConfig]:

@@ -116,9 +116,10 @@ def _model_without_data(config: PretrainedConfig) -> torch.nn.Module:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    except (ValueError, ImportError) as error:
+    except Exception as error:  # transformers fails in its own way at each wrong value
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
-            f"transformers has no causal language model for this configuration: {str(error).splitlines()[0]}",
+            f"transformers has no causal language model for this configuration: {reason}",
             remedy="give the folder of the model's configuration",
         ) from None
     # Tied weights are one parameter then, and are planned and read once.

@@ -237,6 +237,24 @@ def test_the_command_names_a_model_that_transformers_does_not_know(trained, tmp_
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("generation_config.json", "{", "not a valid JSON"),
+        ("config.json", {"hidden_size": "wide"}, "'hidden_size' expected int, got str"),
+        ("config.json", {"num_attention_heads": 0}, "no causal language model"),
+    ],
+)
+def test_the_command_names_a_wrong_file_of_the_model(trained, tmp_path, file, change, words):
+    shutil.copytree(trained[0] / "bf16", tmp_path / "model")
+    path = tmp_path / "model" / file
+    path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
+    source, out = trained[0] / "checkpoints/step_3", tmp_path / "out"
+    with pytest.raises(UserError, match=words):
+        main(["export", str(source), str(out), "--model", str(tmp_path / "model"), "--format", "bf16"])
+    assert not out.exists()
+
+
 def test_a_folder_that_holds_the_checkpoint_is_not_replaced(trained):
     with pytest.raises(UserError, match="holds the checkpoint"):
         export_again(trained, trained[0], force=True)

@@ -170,14 +170,17 @@ def plan_to_serve(
     Raises:
         UserError: servers do not know such models, or the model keeps buffers beside its weights.
     """
+    why = "weights were trained rotated, and servers rotate no activations"
     if linear.rotation.fprop is None:
         layout = "fp8" if linear.weight.granularity == "128x128" else "compressed-tensors"
         # MX and NVFP4 weights, or no layer at all that could be in FP8. What else is wrong is raised below too.
         try:
             return make_plan(model, left, linear, layout, shape_of)
         except UserError as error:
-            warnings.warn(f"servers are given all weights in BF16: {error.problem}", stacklevel=2)
-    return make_plan(model, left, linear, "bf16", shape_of)
+            why = error.problem
+    plan = make_plan(model, left, linear, "bf16", shape_of)
+    warnings.warn(f"servers are given all weights in BF16: {why}", stacklevel=2)
+    return plan
 
 
 def _experts_in_fp8(model: nn.Module, left: Mapping[str, str], linear: LinearConfig, layout: str) -> set[str]:

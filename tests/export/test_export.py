@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 import stat
+import warnings
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from ds_fp8.cli import main
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.export import export_checkpoint
+from ds_fp8.export.plan import plan_to_serve
+from ds_fp8.layers.selection import unconverted
 from tests.export.servers import assert_served
 from tests.export.trained import shape, train_and_export
-from tests.integrations.programs import counting
+from tests.integrations.programs import counting, small_model
 from tests.numerics import error
 from tests.zero.models import config
 
@@ -221,6 +224,27 @@ def test_a_model_with_stored_buffers_is_refused(trained, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("fp8", "words"),
+    [({"preset": "halo"}, "rotate"), ({"preset": "mxfp8"}, "one scale a 1x32"), ({"linear": {"skip": ["*"]}}, "skip")],
+)
+def test_servers_that_are_given_bf16_are_told_why(fp8, words):
+    model, linear = small_model(**shape()), parse_fp8({"fp8": fp8}).linear
+    with pytest.warns(UserWarning, match="all weights in BF16") as caught:
+        assert plan_to_serve(model, unconverted(model, linear), linear).layout == "bf16"
+    assert len(caught) == 1
+    assert words in str(caught[0].message)
+
+
+def test_models_that_servers_are_not_given_at_all_are_an_error_alone():
+    model = small_model(**shape())
+    model.register_buffer("mine", torch.zeros(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserError, match="keeps mine beside its weights"):
+            plan_to_serve(model, {}, parse_fp8({"fp8": {}}).linear)
+
+
 def test_a_model_without_a_head_for_text_is_refused(trained, tmp_path):
     with pytest.raises(UserError, match="no causal language model"):
         export_again(trained, tmp_path / "out", config=AutoConfig.for_model("vit"))
@@ -284,7 +308,6 @@ def failing_on_one_rank(folder, where):
 
     import ds_fp8
     from ds_fp8.export import export_engine
-    from tests.integrations.programs import small_model
 
     model = small_model(**shape())
     engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=config({}))[0]

@@ -50,8 +50,8 @@ def export_engine(
         What was written: the tensors in FP8, and the layers in BF16 with reasons.
 
     Raises:
-        UserError: the model is not a PreTrainedModel, the layout cannot hold its weights, or the folder exists or
-            cannot be written. On all ranks, whichever of them finds it.
+        UserError: the model is not a PreTrainedModel or has adapters, the layout cannot hold its weights, or the folder
+            exists or cannot be written. On all ranks, whichever of them finds it.
     """
     folder, model = Path(folder), engine.module
     if not isinstance(model, PreTrainedModel):

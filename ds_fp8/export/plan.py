@@ -97,9 +97,15 @@ def make_plan(
 
     Raises:
         UserError: servers do not know such models, the layout cannot hold weights of this cast, no layer is left to
-            store in FP8, or the model keeps buffers beside its weights.
+            store in FP8, or the model has adapters or keeps buffers beside its weights.
     """
     check_architecture(getattr(model, "config", None))
+    # As PEFT marks a model, its own or one of transformers: layers below adapters have other names.
+    if hasattr(model, "peft_config"):
+        raise UserError(
+            "this model has adapters, and folders and servers hold plain models",
+            remedy="load what model.save_pretrained wrote onto the base, and export the result of merge_and_unload()",
+        )
     cast = linear.weight
     check_layout(layout, cast)
     # Only buffers that are saved count: others are computed from the configuration.
@@ -168,7 +174,7 @@ def plan_to_serve(
         shape_of: Gives the whole shape of a parameter.
 
     Raises:
-        UserError: servers do not know such models, or the model keeps buffers beside its weights.
+        UserError: servers do not know such models, or the model has adapters or keeps buffers beside its weights.
     """
     why = "weights were trained rotated, and servers rotate no activations"
     if linear.rotation.fprop is None:

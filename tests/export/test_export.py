@@ -19,7 +19,7 @@ from ds_fp8.cli import main
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.export import export_checkpoint
-from ds_fp8.export.plan import plan_to_serve
+from ds_fp8.export.plan import make_plan, plan_to_serve
 from ds_fp8.layers.selection import unconverted
 from tests.export.servers import assert_served
 from tests.export.trained import shape, train_and_export
@@ -243,6 +243,24 @@ def test_models_that_servers_are_not_given_at_all_are_an_error_alone():
         warnings.simplefilter("error")
         with pytest.raises(UserError, match="keeps mine beside its weights"):
             plan_to_serve(model, {}, parse_fp8({"fp8": {}}).linear)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_model_with_adapters_is_refused(wrapped):
+    """Its weights have names that no server knows, and the adapters are in none of them."""
+    peft = pytest.importorskip("peft")
+    model, adapters = small_model(**shape()), peft.LoraConfig(r=8, target_modules=["q_proj"])
+    if wrapped:
+        model = peft.get_peft_model(model, adapters)
+    else:
+        model.add_adapter(adapters)
+    linear = parse_fp8({"fp8": {}}).linear
+    for planned in (lambda: make_plan(model, {}, linear, "bf16"), lambda: plan_to_serve(model, {}, linear)):
+        with pytest.raises(UserError, match="adapters") as caught:
+            planned()
+        assert "merge_and_unload" in caught.value.remedy
+    if wrapped:
+        assert make_plan(model.merge_and_unload(), {}, linear, "fp8").quantized
 
 
 def test_a_model_without_a_head_for_text_is_refused(trained, tmp_path):

@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, Protocol
 
 from deepspeed import comm as dist
@@ -124,7 +125,10 @@ class _Address:
         self.paused = False
 
     def open(self) -> None:
-        if self.ask("GET", "/is_paused")["is_paused"]:
+        answer = self.ask("GET", "/is_paused")
+        if not isinstance(answer, dict) or "is_paused" not in answer:
+            raise UserError(f"what answers at {self.url} is no vLLM", remedy="check the address")
+        if answer["is_paused"]:
             return  # by the caller, who resumes it
         if self.pause is None:
             raise UserError(
@@ -166,25 +170,26 @@ class _Address:
 
     def ask(self, method: str, path: str, **body: Any) -> dict[str, Any]:
         data = json.dumps(body).encode() if method == "POST" else None
-        request = urllib.request.Request(
-            self.url + path, data=data, headers={"Content-Type": "application/json"}, method=method
-        )
+        headers = {"Content-Type": "application/json"}
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-                return json.loads(answer.read() or b"{}")
-        except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")
-            if error.code in (404, 405):
-                raise UserError(
-                    f"the server at {self.url} has no {path.partition('?')[0]}",
-                    remedy=f"start it with VLLM_SERVER_DEV_MODE=1 in its environment ({VERSIONS})",
-                ) from None
-            raise RuntimeError(_message(text)) from None
-        except (urllib.error.URLError, OSError) as error:
+            request = urllib.request.Request(self.url + path, data=data, headers=headers, method=method)
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+                    return json.loads(answer.read() or b"{}")
+            except urllib.error.HTTPError as error:
+                code, text = error.code, error.read().decode(errors="replace")
+        # HTTPException: an answer that is none of HTTP's, or cut off. ValueError: no address, or no JSON.
+        except (OSError, HTTPException, ValueError) as error:
             raise UserError(
                 f"the server at {self.url} does not answer {path.partition('?')[0]}: {getattr(error, 'reason', error)}",
                 remedy="check the address and the server's log",
             ) from None
+        if code in (404, 405):
+            raise UserError(
+                f"the server at {self.url} has no {path.partition('?')[0]}",
+                remedy=f"start it with VLLM_SERVER_DEV_MODE=1 in its environment ({VERSIONS})",
+            )
+        raise RuntimeError(_message(text) or f"HTTP status {code}")
 
 
 class _Beside:

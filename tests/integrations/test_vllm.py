@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.integrations import vllm_links
 from tests.integrations.vllm_models import engine_of
 
 
@@ -167,6 +169,51 @@ def test_no_server_at_all(ranks):
     server.shutdown()
     server.server_close()
     assert "does not answer" in ranks(1, said, server.url, "wait")[0]
+
+
+def answering(content: bytes) -> str:
+    """Return the address of something that answers every request with these bytes."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer():
+        while True:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(content)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def of_http(body: bytes, length: int | None = None, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {length or len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n", "does not answer /is_paused"),
+        (of_http(b"{}", length=100), "does not answer /is_paused"),
+        (of_http(b"no", length=100, status="500 X"), "does not answer /is_paused"),
+        (of_http(b"<html>"), "does not answer /is_paused"),
+        (of_http(b"{}"), "is no vLLM"),
+        (of_http(b"[]"), "is no vLLM"),
+        (None, "does not answer /is_paused"),
+    ],
+)
+def test_what_is_no_vllm_is_an_error_about_the_address(monkeypatch, content, words):
+    monkeypatch.setattr(vllm_links.dist, "get_rank", lambda: 0)
+    link = vllm_links.link_to("localhost" if content is None else answering(content), "wait", 20)
+    with pytest.raises(UserError, match=words) as caught:
+        link.open()
+    assert "check the address" in caught.value.remedy
+
+
+def test_an_error_without_words_has_its_status(monkeypatch):
+    monkeypatch.setattr(vllm_links.dist, "get_rank", lambda: 0)
+    with pytest.raises(RuntimeError, match="503"):
+        vllm_links.link_to(answering(of_http(b"", status="503 Service Unavailable")), "wait", 20).open()
 
 
 def test_a_server_whose_requests_outlast_the_timeout_is_resumed(ranks):

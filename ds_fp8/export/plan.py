@@ -213,8 +213,10 @@ def _beside_experts(entries: Iterable[Entry], linears: Collection[str], experts:
             continue
         # Under both names: transformers' own, and that of the folder, which vLLM has.
         if entry.name in experts:
-            before, own, _ = _stored_name(entry).partition(".experts.")
-            found |= dict.fromkeys((module, before + own.removesuffix(".")), "experts in BF16")
+            before, inside, _ = _stored_name(entry).partition(".experts.")
+            # Some models store them as one tensor beside the router, such as Granite's input_linear.weight.
+            stored = f"{before}.experts" if inside else before.removesuffix(".weight")
+            found |= dict.fromkeys((module, stored), "experts in BF16")
         elif entry.name.endswith(".weight") and len(entry.shape) == 2:
             found |= dict.fromkeys((module, _stored_name(entry).removesuffix(".weight")), "a router or gate")
     return found

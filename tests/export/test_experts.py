@@ -6,12 +6,14 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.export import export_checkpoint
 from ds_fp8.export.layouts import quantization_config
+from ds_fp8.export.plan import make_plan
+from ds_fp8.layers.experts import names_of_experts
 from tests.layers.moe import EXPERTS, mixture
 from tests.zero import models
 from tests.zero.test_experts import engine_of, train
@@ -144,3 +146,17 @@ def test_compressed_tensors_leaves_out_every_matrix_of_experts_in_bf16():
     assert ignored("model.layers.0.mlp.gate")
     assert not ignored("model.layers.10.mlp.experts.0.up_proj")
     assert not ignored("model.layers.0.mlp.shared_expert.up_proj")
+
+
+def test_experts_that_a_folder_has_in_one_tensor_are_named_without_its_ending():
+    small = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
+    shape = {**small, "num_attention_heads": 1, "num_key_value_heads": 1, "num_local_experts": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("granitemoe", **shape), dtype=torch.bfloat16)
+    left = dict.fromkeys(names_of_experts(model), "in BF16 in training")
+    plan = make_plan(model, left, parse_fp8({"fp8": {}}).linear, "fp8")
+    layer = "model.layers.0.block_sparse_moe"
+    assert {name for name, why in plan.left.items() if why == "experts in BF16"} == {
+        f"{layer}.experts",
+        f"{layer}.input_linear",
+        f"{layer}.output_linear",
+    }

@@ -21,9 +21,10 @@ FP8_ERROR = 0.01, 0.15
 """What FP8 costs a layer: less would mean that nothing was cast."""
 
 
-def test_quick_measures_products_parts_and_layer(tmp_path, capsys):
+@pytest.mark.parametrize("preset", ["hybrid_fast", "precise"])
+def test_quick_measures_products_parts_and_layer(preset, tmp_path, capsys):
     file = tmp_path / "experts.json"
-    experts.main(["--quick", "--tokens", "16,48", "--json", str(file)])
+    experts.main(["--quick", "--preset", preset, "--tokens", "16,48", "--json", str(file)])
     written = json.loads(file.read_text())
     assert written["shape"] == {"hidden": 256, "features": 128, "experts": 4, "choices": 2}
     assert [row["tokens"] for row in written["rows"]] == [16, 48]
@@ -47,8 +48,8 @@ def test_mistakes_name_the_remedy():
         experts.main([])
     with pytest.raises(UserError, match="--sweep"):
         experts.main(["--quick", "--sweep"])
-    with pytest.raises(UserError, match="outlier"):
-        experts.main(["--quick", "--preset", "precise"])
+    with pytest.raises(UserError, match="not row"):
+        experts.main(["--quick", "--preset", "rowwise"])
 
 
 def test_the_kernels_compile_for_hopper_with_its_fp8_units(tmp_path):

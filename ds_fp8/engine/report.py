@@ -187,7 +187,7 @@ def _tokens_to_hide_experts(engine: deepspeed.DeepSpeedEngine) -> int | None:
 def _pretrained(model: torch.nn.Module, state: FP8State) -> str | None:
     """Return where the model's weights may come from if `precise` is an unmade choice for them, or None."""
     made = "preset" in state.config.model_fields_set or state.config.linear.outlier_channels
-    # Blackwell's products take powers of two only, and experts are not multiplied in FP8 with other scales.
+    # Blackwell's products take powers of two only, and losses of trained mixtures have not been compared.
     other = state.conversion.recipe.backend == "mxfp8" or state.conversion.experts.multiplied
     # transformers notes the name in configurations that it reads, of models from random weights too.
     name = getattr(getattr(model, "config", None), "name_or_path", None)

@@ -76,7 +76,8 @@ def log_report(report: dict[str, Any]) -> None:
         table.add_row("override", f"{part['pattern']}: {count} linear{'s' * (count != 1)}, {part['casts']}{backend}")
     if report["outlier_channels"]:
         words = "the input channels with the largest energy, multiplied with their cast errors too"
-        table.add_row("outlier channels", f"{report['outlier_channels']} a product: {words}")
+        experts = "; experts have none" if report["experts_multiplied_in_fp8"] or report["experts_decoded"] else ""
+        table.add_row("outlier channels", f"{report['outlier_channels']} a product: {words}{experts}")
     if report["smooth_swiglu"]:
         table.add_row("Smooth-SwiGLU", f"{report['smooth_swiglu']} gated MLPs")
     table.add_row("GEMM backend", f"{report['backend']} ({report['backend_description']})")

@@ -268,7 +268,7 @@ def convert_experts(
         for own_name in expert_weights(name, module):
             full_name = f"{name}.{own_name}".lstrip(".")
             if full_name not in left:
-                recipes[own_name] = _for_experts(recipe_of(full_name), name)
+                recipes[own_name] = recipe_of_experts(recipe_of(full_name), name)
                 result.converted.append(full_name)
         if recipes:
             module.expert_recipes = recipes
@@ -341,6 +341,12 @@ def cast_of_experts(cast: CastSpec) -> CastSpec:
     return replace(cast, granularity=GRANULARITY, rotation=None)
 
 
-def _for_experts(recipe: LinearRecipe, site: str) -> LinearRecipe:
+def recipe_of_experts(recipe: LinearRecipe, site: str) -> LinearRecipe:
+    """Return the recipe of experts where linears have `recipe`: weights in blocks, and no outlier channels.
+
+    Args:
+        recipe: Of the linears.
+        site: Name of the module, by which the monitor knows it.
+    """
     weight = cast_of_experts(recipe.weight)
     return replace(recipe, weight=weight, site=site, outliers=None, outlier_channels=0)

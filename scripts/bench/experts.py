@@ -43,6 +43,7 @@ from ds_fp8.gemm import scaled_matmul
 from ds_fp8.gemm.grouped import grouped_matmul, grouped_wgrad
 from ds_fp8.layers.expert_layout import ExpertLayout, expert_layout
 from ds_fp8.layers.expert_products import ExpertProducts, ExpertWeights, expert_products, unsupported
+from ds_fp8.layers.experts import recipe_of_experts
 from ds_fp8.layers.gated_activation import gated_activation_backward, gated_activation_cast
 from ds_fp8.layers.permutation import permute_cast, row_factors, unpermute
 from ds_fp8.layers.recipe import LinearRecipe
@@ -177,14 +178,15 @@ def parts(given: Operands, recipe: LinearRecipe) -> dict[str, tuple[str, Callabl
     groups, factors = layout.groups, row_factors(router_weights, layout)
     first, second = (recipe.cast_weight(weight.flatten(0, 1)) for weight in (gate_up, down))
     first_turned, second_turned = transpose(first, experts), transpose(second, experts)
-    rows, _ = permute_cast(x, layout)
+    dy_scale = recipe.grad_output.scale
+    rows, _ = permute_cast(x, layout, save.format, scale=save.scale)
     hidden = grouped_matmul(rows, first, groups, backend=backend)
     product, saved, _ = gated_activation_cast(hidden, "silu", recipe, True, factors)
     output = grouped_matmul(product, second, groups, backend=backend)
-    dy_rows, dy_columns = permute_cast(dy, layout, columnwise="1x128")
+    dy_rows, dy_columns = permute_cast(dy, layout, columnwise="1x128", scale=dy_scale)
     dproduct = grouped_matmul(dy_rows, second_turned, groups, backend=backend)
     casts = gated_activation_backward(dproduct, saved, "silu", recipe, recipe, row_factor=factors)
-    _, x_columns = permute_cast(x, layout, rowwise=None, columnwise=recipe.wgrad_input)
+    _, x_columns = permute_cast(x, layout, rowwise=None, columnwise=recipe.wgrad_input, scale=save.scale)
     dx_rows = grouped_matmul(casts.dgate_up, first_turned, groups, backend=backend)
 
     def multiply(a, b):
@@ -201,7 +203,7 @@ def parts(given: Operands, recipe: LinearRecipe) -> dict[str, tuple[str, Callabl
         "activation": ("cast", lambda: gated_activation_cast(hidden, "silu", recipe, True, factors)),
         "down fprop": ("product", multiply(product, second)),
         "y, summed": ("sum", lambda: unpermute(output, layout)),
-        "dy, permuted, both ways": ("cast", lambda: permute_cast(dy, layout, columnwise="1x128")),
+        "dy, permuted, both ways": ("cast", lambda: permute_cast(dy, layout, columnwise="1x128", scale=dy_scale)),
         "weights transposed": ("cast", lambda: (transpose(first, experts), transpose(second, experts))),
         "down dgrad": ("product", multiply(dy_rows, second_turned)),
         "activation's gradients": (
@@ -213,7 +215,7 @@ def parts(given: Operands, recipe: LinearRecipe) -> dict[str, tuple[str, Callabl
         "dx, summed": ("sum", lambda: unpermute(dx_rows, layout)),
         "x, permuted, along the rows": (
             "cast",
-            lambda: permute_cast(x, layout, rowwise=None, columnwise=recipe.wgrad_input),
+            lambda: permute_cast(x, layout, rowwise=None, columnwise=recipe.wgrad_input, scale=save.scale),
         ),
         "gate_up wgrad": ("product", along_rows(backward[0], x_columns)),
     }
@@ -362,7 +364,8 @@ def run(options: argparse.Namespace) -> None:
     facts = begin()
     shape = options.shape or ("tiny" if options.quick else "qwen3-30b")
     (preset,) = check_presets([options.preset])
-    recipe, milliseconds = preset_recipe(preset, backend=options.backend), 5.0 if options.quick else 120.0
+    recipe = recipe_of_experts(preset_recipe(preset, backend=options.backend), "experts")
+    milliseconds = 5.0 if options.quick else 120.0
     if (reason := unsupported(recipe)) is not None:
         raise UserError(f'experts cannot have the preset "{preset}": {reason}', remedy="--preset hybrid_fast")
     written = []

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.presets import PRESETS
 from ds_fp8.layers.convert import backend_of_experts, convert, layer_of, multiplies_experts, restore
 from ds_fp8.layers.decoder import FusedAttentionHalf
 from ds_fp8.layers.experts import FP8Experts, convert_experts, decode
@@ -349,7 +350,7 @@ def multiplied(implementation="grouped_mm", preset="infir2", **linear):
     return *(each.model.layers[0].mlp.experts for each in (model, twin)), conversion
 
 
-@pytest.mark.parametrize("preset", ["infir2", "hybrid_fast"])
+@pytest.mark.parametrize("preset", ["infir2", "hybrid_fast", "precise"])
 @pytest.mark.parametrize("reached", [range(EXPERTS), (1, 3)])
 def test_products_in_fp8_are_those_of_decoded_weights_but_for_the_casts(preset, reached):
     ours, twin, _ = multiplied(preset=preset)
@@ -358,6 +359,17 @@ def test_products_in_fp8_are_those_of_decoded_weights_but_for_the_casts(preset, 
     *_, gate_up, down = results(ours, inputs((1, 3)))
     for gradient in (gate_up, down):
         assert [bool(part.any()) for part in gradient] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_experts_of_presets_in_blocks_are_multiplied_in_fp8(preset):
+    model = mixture("qwen3_moe")
+    section = {"backend": "reference", "expert_products": "fp8"}
+    conversion = convert(model, FP8Config.from_preset(preset, linear=section))
+    assert bool(conversion.experts.multiplied) is (preset in ("infir2", "hybrid_fast", "precise"))
+    for layer in model.model.layers:
+        # Their codes are gathered without outlier blocks.
+        assert all(not recipe.outlier_channels for recipe in getattr(layer.mlp.experts, "expert_recipes", {}).values())
 
 
 def test_products_that_experts_cannot_have_are_said():

@@ -38,9 +38,11 @@ def trained(file, cache):
     train(load_stage(file))
 
 
-def loss_of_folder(file, cache):
-    """The validation loss of run_dir/model, as transformers loads it."""
-    os.environ["DS_FP8_CACHE"] = cache
+def trained_and_loaded(file, cache):
+    """The validation loss of run_dir/model, as transformers loads it in the processes that have trained it."""
+    # In these, for ZeRO-3 of DeepSpeed puts a linear of its own in the place of torch's, which rounds before it adds the
+    # bias. Elsewhere one bias moves the loss by 2e-6.
+    trained(file, cache)
     stage = load_stage(file)
     packed_attention.register()
     munit.register()
@@ -60,9 +62,8 @@ def test_the_result_has_the_loss_of_the_weights_it_writes(tiny, write, ranks, tm
     if "attention" in options:
         tiny["model"]["attn_implementation"] = options["attention"]
     file = write(tiny)
-    ranks(2, trained, file, str(cache_home))
+    found = ranks(2, trained_and_loaded, file, str(cache_home))[0]
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    found = ranks(2, loss_of_folder, file, str(cache_home))[0]
     assert result["final_loss_bf16"] == pytest.approx(found, abs=2e-6)  # summed in another order
     assert abs(result["final_loss"] - found) > 1e-5  # a tiny model: casts change little
     assert result["fp8"]["moved_to_bf16"] == []

@@ -40,8 +40,8 @@ def trained(file, cache):
 
 def trained_and_loaded(file, cache):
     """The validation loss of run_dir/model, as transformers loads it in the processes that have trained it."""
-    # In these, for ZeRO-3 of DeepSpeed puts a linear of its own in the place of torch's, which rounds before it adds the
-    # bias. Elsewhere one bias moves the loss by 2e-6.
+    # In these, for DeepSpeed's ZeRO-3 puts a linear of its own in the place of torch's, which rounds before it adds the
+    # bias: in processes without it the loss moves by 2e-6.
     trained(file, cache)
     stage = load_stage(file)
     packed_attention.register()

@@ -27,6 +27,8 @@ PACKED = "packed"
 """The attention implementation that takes where documents end."""
 WITHOUT_POSITIONS = ("sdpa", PACKED)
 """Those that know of documents and windows by the mask alone."""
+MIXES_BY_ATTENTION = {"full_attention", "sliding_attention", "attention", "moe", "mlp", "dense", "sparse"}
+"""Types of layers in configurations of transformers in which nothing but exchanged attention reads other tokens."""
 
 
 def sequence_parallel_size(raw: Mapping[str, Any]) -> int:
@@ -67,6 +69,20 @@ def check_heads(config: PretrainedConfig, size: int) -> None:
         )
 
 
+def check_layers(config: PretrainedConfig, size: int) -> None:
+    """Raise UserError where layers of a model would compute something else of slices than of whole sequences."""
+    if size == 1:
+        return
+    types = getattr(config.get_text_config(), "layer_types", None) or ()
+    other = next((name for name in types if name not in MIXES_BY_ATTENTION), None)
+    if other is not None:
+        raise UserError(
+            f'layers of type "{other}" cannot be computed in slices: causal attention alone is exchanged between ranks',
+            key=KEY,
+            remedy="1, or a model whose layers have causal attention",
+        )
+
+
 def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, mesh_param: Any) -> Any:
     """Put DeepSpeed's exchange around the attention of a model, as "sequence_parallel_size" says. Collective.
 
@@ -88,7 +104,10 @@ def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, m
     if mpu is None and mesh_param is None and size > 1:
         mpu = _register(raw, model, size)
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if name in WITHOUT_POSITIONS and exchange_of(ALL_ATTENTION_FUNCTIONS.get(name)) is not None:
+    exchange = exchange_of(ALL_ATTENTION_FUNCTIONS.get(name))
+    if exchange is not None:
+        check_layers(model.config, exchange.world_size)
+    if name in WITHOUT_POSITIONS and exchange is not None:
         _check_windows(model, name)
         find_documents(name, takes_ends=name == PACKED)
     return mpu
@@ -115,6 +134,7 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
             key=KEY,
             remedy="a model of transformers, or mpu=... for one of your own",
         )
+    check_layers(config, size)
     check_heads(config, size)
     if getattr(config.get_text_config(), "num_key_value_heads", None) is None:
         raise UserError(

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed import comm as dist
+from transformers import AutoConfig
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.engine.sequence_parallel import sequence_parallel_size
+from ds_fp8.engine.sequence_parallel import check_layers, sequence_parallel_size
 from ds_fp8.layers import exchanged_bytes, packed_rows
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm
@@ -98,6 +99,7 @@ def refusals(size, length):
         lambda: initialized(size, length, attn_implementation="eager"),
         lambda: initialized(size, length, use_sliding_window=True, sliding_window=16, max_window_layers=1),
         lambda: initialized(size, length, "mistral", sliding_window=16, attn_implementation="sdpa"),
+        lambda: initialized(size, length, "qwen3_next", layer_types=["linear_attention", "full_attention"]),
         lambda: initialized(size, length, "gpt_neox", num_key_value_heads=None, attn_implementation="sdpa"),
         lambda: (initialized(size, length), initialized(size, length, num_attention_heads=8)),
     ):
@@ -148,12 +150,13 @@ def test_report_and_meter_know_of_the_exchange(own_ranks):
 
 
 def test_what_cannot_be_shared_is_refused(own_ranks):
-    plain, odd, eager, some, all_layers, unnamed, other = own_ranks(refusals, RANKS, 64)[0]
+    plain, odd, eager, some, all_layers, linear, unnamed, other = own_ranks(refusals, RANKS, 64)[0]
     assert "Sequential has none" in plain
     assert "3 heads, and 3 of keys and values, cannot be spread over 2 ranks" in odd
     assert "eager" in eager
     assert 'a sliding window of 16 tokens, which is lost where "packed" attention is exchanged' in some
     assert 'a sliding window of 16 tokens, which is lost where "sdpa" attention is exchanged' in all_layers
+    assert 'layers of type "linear_attention" cannot be computed in slices' in linear
     assert "GPTNeoXConfig has none" in unnamed
     assert "already shares sequences of another model" in other
 
@@ -174,6 +177,26 @@ def test_no_document_of_a_packed_row_sees_another_by_sdpa(own_ranks):
     one, other = (torch.cat(own_ranks(logits_of_the_second_document, RANKS, changed), 1) for changed in (0, 5))
     assert torch.equal(one[:, 12:], other[:, 12:])
     assert not torch.equal(one[:, :12], other[:, :12])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("llama", None),
+        ("gemma3_text", None),
+        ("qwen3_moe", None),
+        ("llama4_text", "chunked_attention"),
+        ("qwen3_next", "linear_attention"),
+        ("falcon_h1", "hybrid"),
+        ("mamba2", "linear_attention"),
+    ],
+)
+def test_layers_that_read_other_tokens_without_attention_are_refused(architecture, kind):
+    """Each rank would begin their state anew, at the first token of its slice."""
+    config = AutoConfig.for_model(architecture)
+    check_layers(config, 1)
+    with contextlib.nullcontext() if kind is None else pytest.raises(UserError, match=f'"{kind}"'):
+        check_layers(config, RANKS)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, "2", 2.0, None])

@@ -30,6 +30,9 @@ WITHOUT_POSITIONS = ("sdpa", PACKED)
 MIXES_BY_ATTENTION = {"full_attention", "sliding_attention", "attention", "moe", "mlp", "dense", "sparse"}
 """Types of layers in configurations of transformers in which nothing but exchanged attention reads other tokens."""
 
+BY_LENGTH = ("dynamic", "longrope")
+"""Types of rotary embeddings whose frequencies follow from the largest position of a call."""
+
 
 def sequence_parallel_size(raw: Mapping[str, Any]) -> int:
     """Return how many ranks share a sequence: 1 where the configuration does not say, or leaves it to a device mesh.
@@ -83,6 +86,28 @@ def check_layers(config: PretrainedConfig, size: int) -> None:
         )
 
 
+def check_rotation(config: PretrainedConfig, size: int) -> None:
+    """Raise UserError where each rank would rotate by frequencies of its own: those of the largest position it has."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    # One for all layers, or one for each type of layers.
+    for one in [rope, *(value for value in rope.values() if isinstance(value, Mapping))] if size > 1 else ():
+        kind = one.get("rope_type", one.get("type"))
+        if kind not in BY_LENGTH or (kind == "longrope" and one.get("short_factor") == one.get("long_factor")):
+            continue
+        remedy = '"rope_type": "yarn", "linear" or "llama3" in the configuration of the model'
+        if kind == "longrope":
+            remedy = (
+                'the factors that fit the rows as both "short_factor" and "long_factor" in the model\'s configuration'
+            )
+        raise UserError(
+            f'rotary embeddings of type "{kind}" have frequencies that depend on the length of rows, and a rank has a '
+            "slice of them",
+            key=KEY,
+            remedy=remedy,
+        )
+
+
 def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, mesh_param: Any) -> Any:
     """Put DeepSpeed's exchange around the attention of a model, as "sequence_parallel_size" says. Collective.
 
@@ -105,8 +130,10 @@ def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, m
         mpu = _register(raw, model, size)
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     exchange = exchange_of(ALL_ATTENTION_FUNCTIONS.get(name))
-    if exchange is not None:
+    # Without either the exchange is that of another model of this process.
+    if exchange is not None and (mpu is not None or mesh_param is not None):
         check_layers(model.config, exchange.world_size)
+        check_rotation(model.config, exchange.world_size)
     if name in WITHOUT_POSITIONS and exchange is not None:
         _check_windows(model, name)
         find_documents(name, takes_ends=name == PACKED)
@@ -135,6 +162,7 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
             remedy="a model of transformers, or mpu=... for one of your own",
         )
     check_layers(config, size)
+    check_rotation(config, size)
     check_heads(config, size)
     if getattr(config.get_text_config(), "num_key_value_heads", None) is None:
         raise UserError(

@@ -9,7 +9,7 @@ from deepspeed import comm as dist
 from transformers import AutoConfig
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.engine.sequence_parallel import check_layers, sequence_parallel_size
+from ds_fp8.engine.sequence_parallel import check_layers, check_rotation, sequence_parallel_size
 from ds_fp8.layers import exchanged_bytes, packed_rows
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm
@@ -100,6 +100,7 @@ def refusals(size, length):
         lambda: initialized(size, length, use_sliding_window=True, sliding_window=16, max_window_layers=1),
         lambda: initialized(size, length, "mistral", sliding_window=16, attn_implementation="sdpa"),
         lambda: initialized(size, length, "qwen3_next", layer_types=["linear_attention", "full_attention"]),
+        lambda: initialized(size, length, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
         lambda: initialized(size, length, "gpt_neox", num_key_value_heads=None, attn_implementation="sdpa"),
         lambda: (initialized(size, length), initialized(size, length, num_attention_heads=8)),
     ):
@@ -150,13 +151,14 @@ def test_report_and_meter_know_of_the_exchange(own_ranks):
 
 
 def test_what_cannot_be_shared_is_refused(own_ranks):
-    plain, odd, eager, some, all_layers, linear, unnamed, other = own_ranks(refusals, RANKS, 64)[0]
+    plain, odd, eager, some, all_layers, linear, dynamic, unnamed, other = own_ranks(refusals, RANKS, 64)[0]
     assert "Sequential has none" in plain
     assert "3 heads, and 3 of keys and values, cannot be spread over 2 ranks" in odd
     assert "eager" in eager
     assert 'a sliding window of 16 tokens, which is lost where "packed" attention is exchanged' in some
     assert 'a sliding window of 16 tokens, which is lost where "sdpa" attention is exchanged' in all_layers
     assert 'layers of type "linear_attention" cannot be computed in slices' in linear
+    assert 'rotary embeddings of type "dynamic"' in dynamic
     assert "GPTNeoXConfig has none" in unnamed
     assert "already shares sequences of another model" in other
 
@@ -197,6 +199,48 @@ def test_layers_that_read_other_tokens_without_attention_are_refused(architectur
     check_layers(config, 1)
     with contextlib.nullcontext() if kind is None else pytest.raises(UserError, match=f'"{kind}"'):
         check_layers(config, RANKS)
+
+
+SHORT, LONG = [1.0] * 64, [4.0] * 64
+
+
+@pytest.mark.parametrize(
+    ("rope", "refused"),
+    [
+        ({"rope_type": "default"}, False),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, False),
+        ({"rope_type": "linear", "factor": 4.0}, False),
+        ({"rope_type": "dynamic", "factor": 4.0}, True),
+        ({"rope_type": "longrope", "factor": 4.0, "short_factor": SHORT, "long_factor": LONG}, True),
+        ({"rope_type": "longrope", "factor": 4.0, "short_factor": LONG, "long_factor": LONG}, False),
+        ({"full_attention": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, True),
+    ],
+    ids=str,
+)
+def test_rotations_that_depend_on_the_length_of_rows_are_refused(rope, refused):
+    """Each rank would take the length from the largest position of its slice."""
+    config = AutoConfig.for_model("llama")
+    config.rope_parameters = {"rope_theta": 1e4, "original_max_position_embeddings": 32, **rope}
+    check_rotation(config, 1)
+    with pytest.raises(UserError, match="depend on the length of rows") if refused else contextlib.nullcontext():
+        check_rotation(config, RANKS)
+
+
+def logits_by_rank(size, rope):
+    """Of this rank's slice of a row of 32 tokens, of a model of 20 without scaled rotary embeddings."""
+    shape = {"head_dim": 64, "attn_implementation": "sdpa", "rope_parameters": rope, "max_position_embeddings": 80}
+    engine = initialized(size, 80, "llama", {"graph": "off"}, **shape)
+    place = dist.get_rank() if size > 1 else 0
+    ids, places = (x.chunk(size, 1)[place].contiguous() for x in (torch.arange(1, 33)[None], torch.arange(32)[None]))
+    return engine(input_ids=ids, position_ids=places, use_cache=False).logits.detach().float()
+
+
+@pytest.mark.parametrize("kind", ["yarn", "longrope"])
+def test_ranks_rotate_slices_as_one_rotates_rows(ranks, own_ranks, kind):
+    factors = {"short_factor": [4.0] * 32, "long_factor": [4.0] * 32} if kind == "longrope" else {}
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 20, **factors}
+    split = torch.cat(own_ranks(logits_by_rank, RANKS, rope), 1)
+    assert torch.equal(split, ranks(RANKS, logits_by_rank, 1, rope)[0])
 
 
 @pytest.mark.parametrize("size", [0, -1, True, "2", 2.0, None])

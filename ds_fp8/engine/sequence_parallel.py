@@ -183,7 +183,8 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
         deepspeed.init_distributed()
     # Before DeepSpeed makes groups of ranks: here a wrong number is an error with a remedy.
     check_ranks(size, dist.get_world_size())
-    rows = DeepSpeedConfig(dict(raw)).train_micro_batch_size_per_gpu
+    # Computed from "train_batch_size" it is a float: DeepSpeed divides the number of ranks by those that share a row.
+    rows = int(DeepSpeedConfig(dict(raw)).train_micro_batch_size_per_gpu)
     name = config._attn_implementation
     before = exchange_of(ALL_ATTENTION_FUNCTIONS.get(name))
     # DeepSpeed keeps its groups of ranks in module globals: one set a process, for all models.

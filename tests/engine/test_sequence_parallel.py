@@ -243,6 +243,29 @@ def test_ranks_rotate_slices_as_one_rotates_rows(ranks, own_ranks, kind):
     assert torch.equal(split, ranks(RANKS, logits_by_rank, 1, rope)[0])
 
 
+def loss_of_two_rows(sizes):
+    """Of an engine whose batch is given by some of DeepSpeed's three sizes."""
+    import ds_fp8
+
+    model = causal_lm("llama", attn_implementation="sdpa")
+    config = {**models.config({"graph": "off"}), "sequence_parallel_size": RANKS}
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"):
+        config.pop(key, None)
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config={**config, **sizes})[0]
+    ids, places = (
+        x.expand(2, -1).chunk(RANKS, 1)[dist.get_rank()].contiguous()
+        for x in (torch.arange(1, 33)[None], torch.arange(32)[None])
+    )
+    return engine(input_ids=ids, position_ids=places, shift_labels=ids, labels=ids, use_cache=False).loss.item()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"train_batch_size": 2}, {"train_batch_size": 4, "gradient_accumulation_steps": 2}], ids=str
+)
+def test_rows_of_a_micro_batch_follow_from_those_of_a_step(own_ranks, sizes):
+    assert own_ranks(loss_of_two_rows, sizes) == own_ranks(loss_of_two_rows, {"train_micro_batch_size_per_gpu": 2})
+
+
 @pytest.mark.parametrize("size", [0, -1, True, "2", 2.0, None])
 def test_no_number_of_ranks(size):
     with pytest.raises(UserError, match="whole number of at least 1"):

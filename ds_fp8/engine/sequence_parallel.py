@@ -140,6 +140,17 @@ def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, m
     return mpu
 
 
+def check_training_data(training_data: Any, mpu: Any) -> None:
+    """Raise UserError where DeepSpeed would be asked for a loader of data, of rows that ranks share."""
+    # What DeepSpeed asks of an mpu for a loader, and its own groups of ranks do not have.
+    if training_data is not None and mpu is groups_of_ranks and not hasattr(mpu, "get_data_parallel_world_size"):
+        raise UserError(
+            "DeepSpeed makes no loader of training_data whose rows ranks share",
+            key=KEY,
+            remedy="no training_data, and a loader of your own in UlyssesSPDataLoaderAdapter (docs/long_context.md)",
+        )
+
+
 def _check_windows(model: nn.Module, name: str) -> None:
     """Raise UserError for sliding windows, which are in the mask, and DeepSpeed's exchange drops masks."""
     windows = (window_of(module) for module in model.modules() if is_attention(module))

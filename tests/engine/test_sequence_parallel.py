@@ -21,14 +21,15 @@ RANKS = 2
 SECTION = {"attention": {"format": "e4m3"}, "monitor": {"every": 0}, "graph": "off"}
 
 
-def initialized(size, length, architecture="qwen3", section=SECTION, **changes):
+def initialized(size, length, architecture="qwen3", section=SECTION, training_data=None, **changes):
     import ds_fp8
 
     packed_attention.register()
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": length}
     model = causal_lm(architecture, **{**sizes, "attn_implementation": "packed", **changes})
     config = {**models.config(section), "train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": size}
-    return ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    parameters = list(model.parameters())
+    return ds_fp8.initialize(model=model, model_parameters=parameters, config=config, training_data=training_data)[0]
 
 
 def losses(size, length, steps, documents=2):
@@ -102,6 +103,7 @@ def refusals(size, length):
         lambda: initialized(size, length, "qwen3_next", layer_types=["linear_attention", "full_attention"]),
         lambda: initialized(size, length, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
         lambda: initialized(size, length, "gpt_neox", num_key_value_heads=None, attn_implementation="sdpa"),
+        lambda: initialized(size, length, training_data=[{"input_ids": torch.arange(length)}]),
         lambda: (initialized(size, length), initialized(size, length, num_attention_heads=8)),
     ):
         with pytest.raises(UserError) as error:
@@ -151,7 +153,7 @@ def test_report_and_meter_know_of_the_exchange(own_ranks):
 
 
 def test_what_cannot_be_shared_is_refused(own_ranks):
-    plain, odd, eager, some, all_layers, linear, dynamic, unnamed, other = own_ranks(refusals, RANKS, 64)[0]
+    plain, odd, eager, some, all_layers, linear, dynamic, unnamed, loader, other = own_ranks(refusals, RANKS, 64)[0]
     assert "Sequential has none" in plain
     assert "3 heads, and 3 of keys and values, cannot be spread over 2 ranks" in odd
     assert "eager" in eager
@@ -160,6 +162,7 @@ def test_what_cannot_be_shared_is_refused(own_ranks):
     assert 'layers of type "linear_attention" cannot be computed in slices' in linear
     assert 'rotary embeddings of type "dynamic"' in dynamic
     assert "GPTNeoXConfig has none" in unnamed
+    assert "no loader of training_data" in loader
     assert "already shares sequences of another model" in other
 
 

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.schema import shown
 from ds_fp8.layers.attention import window_of
-from ds_fp8.layers.attention_format import is_attention
+from ds_fp8.layers.attention_format import PREFIX, is_attention, restore_attention
 from ds_fp8.layers.sequence_parallel import exchange_of, find_documents
 from ds_fp8.zero import seams
 
@@ -128,7 +128,8 @@ def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, m
     size = sequence_parallel_size(raw)
     if mpu is None and mesh_param is None and size > 1:
         mpu = _register(raw, model, size)
-    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    # An engine before may have left attention in FP8, which is between the exchanges of the attention it stands for.
+    name = (getattr(getattr(model, "config", None), "_attn_implementation", None) or "").removeprefix(PREFIX)
     exchange = exchange_of(ALL_ATTENTION_FUNCTIONS.get(name))
     # Without either the exchange is that of another model of this process.
     if exchange is not None and (mpu is not None or mesh_param is not None):
@@ -172,6 +173,7 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
             key=KEY,
             remedy="a model of transformers, or mpu=... for one of your own",
         )
+    restore_attention(model)  # of an engine before; the exchange is put around what attention in FP8 stands for
     check_layers(config, size)
     check_rotation(config, size)
     check_heads(config, size)

@@ -1,6 +1,7 @@
 """A script of the user's own whose JSON has "sequence_parallel_size", and no mpu."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -267,6 +268,32 @@ def loss_of_two_rows(sizes):
 )
 def test_rows_of_a_micro_batch_follow_from_those_of_a_step(own_ranks, sizes):
     assert own_ranks(loss_of_two_rows, sizes) == own_ranks(loss_of_two_rows, {"train_micro_batch_size_per_gpu": 2})
+
+
+def logits_of_the_last_engine(*sizes, attention):
+    """Of one model in engines one after the other, of which the last shares a row of three documents."""
+    import ds_fp8
+
+    model = causal_lm("llama", head_dim=128, attn_implementation="sdpa")
+    for number, size in enumerate(sizes):
+        section = {**SECTION, "attention": {"format": "e4m3" if number < len(sizes) - 1 else attention}}
+        config = {**models.config(section), "train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": size}
+        engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+        if number < len(sizes) - 1:
+            engine.destroy()
+    batch = (torch.arange(1, 33)[None], torch.arange(32)[None] % 12)
+    ids, places = (x.chunk(RANKS, 1)[dist.get_rank()].contiguous() for x in batch)
+    return engine(input_ids=ids, position_ids=places, use_cache=False).logits.detach().float()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there are kernels, and NCCL")
+@pytest.mark.parametrize("attention", ["e4m3", "bf16"])
+@pytest.mark.parametrize("before", [1, RANKS])
+def test_a_model_whose_attention_an_engine_before_had_in_fp8(own_ranks, before, attention):
+    function = functools.partial(logits_of_the_last_engine, attention=attention)
+    found = own_ranks(function, before, RANKS)  # first: groups of ranks stay with the processes
+    for ours, alone in zip(found, own_ranks(function, RANKS), strict=True):
+        assert torch.equal(ours, alone)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, "2", 2.0, None])

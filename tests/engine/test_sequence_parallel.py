@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 
 import pytest
 import torch
@@ -294,6 +295,25 @@ def test_a_model_whose_attention_an_engine_before_had_in_fp8(own_ranks, before, 
     found = own_ranks(function, before, RANKS)  # first: groups of ranks stay with the processes
     for ours, alone in zip(found, own_ranks(function, RANKS), strict=True):
         assert torch.equal(ours, alone)
+
+
+def warned_of_positions(given, documents):
+    """Whether a forward of slices of a row of 32 tokens warns of its positions."""
+    engine = initialized(RANKS, 32, section={"graph": "off"}, attn_implementation="sdpa")
+    places = torch.arange(32)[None] % documents
+    batch = {"input_ids": torch.arange(1, 33)[None]} | ({"position_ids": places} if given else {})
+    batch = {name: x.chunk(RANKS, 1)[dist.get_rank()].contiguous() for name, x in batch.items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine(**batch, use_cache=False)
+    return [str(one.message) for one in caught if "position_ids of whole rows" in str(one.message)]
+
+
+@pytest.mark.parametrize(("given", "documents", "times"), [(True, 32, 0), (True, 12, 0), (True, 8, 0), (False, 32, 1)])
+def test_a_batch_without_positions_is_warned_of(own_ranks, given, documents, times):
+    """transformers fills in those of the slice, which are those of a row of two documents."""
+    for said in own_ranks(warned_of_positions, given, documents):
+        assert len(said) == times
 
 
 @pytest.mark.parametrize("size", [0, -1, True, "2", 2.0, None])

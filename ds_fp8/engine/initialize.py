@@ -27,7 +27,7 @@ from ds_fp8.engine.optimizer_section import check_optimizer
 from ds_fp8.engine.prefetch import wider_prefetch
 from ds_fp8.engine.report import start_report
 from ds_fp8.engine.report_panel import log_report
-from ds_fp8.engine.sequence_parallel import sequence_parallel_size, share_sequences
+from ds_fp8.engine.sequence_parallel import check_training_data, sequence_parallel_size, share_sequences
 from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm.deep_gemm_kernels import compile_for, expect
 from ds_fp8.layers.convert import convert
@@ -100,6 +100,7 @@ def initialize(
             check_optimizer(configuration, own=uses_own_optimizer(configuration))
 
     mpu = _located(file, share_sequences, configuration.values, model, mpu, mesh_param)
+    _located(file, check_training_data, training_data, mpu)
     # Made before the model is converted: recipes keep a reference to the monitor that measures their casts.
     monitor = CastMonitor(fp8.monitor.every if fp8.enabled else 0)
     conversion = loss = None

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.schema import shown
 from ds_fp8.layers.attention import window_of
-from ds_fp8.layers.attention_format import is_attention
+from ds_fp8.layers.attention_format import PREFIX, is_attention, restore_attention
 from ds_fp8.layers.sequence_parallel import exchange_of, find_documents
 from ds_fp8.zero import seams
 
@@ -27,6 +27,11 @@ PACKED = "packed"
 """The attention implementation that takes where documents end."""
 WITHOUT_POSITIONS = ("sdpa", PACKED)
 """Those that know of documents and windows by the mask alone."""
+MIXES_BY_ATTENTION = {"full_attention", "sliding_attention", "attention", "moe", "mlp", "dense", "sparse"}
+"""Types of layers in configurations of transformers in which nothing but exchanged attention reads other tokens."""
+
+BY_LENGTH = ("dynamic", "longrope")
+"""Types of rotary embeddings whose frequencies follow from the largest position of a call."""
 
 
 def sequence_parallel_size(raw: Mapping[str, Any]) -> int:
@@ -67,6 +72,42 @@ def check_heads(config: PretrainedConfig, size: int) -> None:
         )
 
 
+def check_layers(config: PretrainedConfig, size: int) -> None:
+    """Raise UserError where layers of a model would compute something else of slices than of whole sequences."""
+    if size == 1:
+        return
+    types = getattr(config.get_text_config(), "layer_types", None) or ()
+    other = next((name for name in types if name not in MIXES_BY_ATTENTION), None)
+    if other is not None:
+        raise UserError(
+            f'layers of type "{other}" cannot be computed in slices: causal attention alone is exchanged between ranks',
+            key=KEY,
+            remedy="1, or a model whose layers have causal attention",
+        )
+
+
+def check_rotation(config: PretrainedConfig, size: int) -> None:
+    """Raise UserError where each rank would rotate by frequencies of its own: those of the largest position it has."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    # One for all layers, or one for each type of layers.
+    for one in [rope, *(value for value in rope.values() if isinstance(value, Mapping))] if size > 1 else ():
+        kind = one.get("rope_type", one.get("type"))
+        if kind not in BY_LENGTH or (kind == "longrope" and one.get("short_factor") == one.get("long_factor")):
+            continue
+        remedy = '"rope_type": "yarn", "linear" or "llama3" in the configuration of the model'
+        if kind == "longrope":
+            remedy = (
+                'the factors that fit the rows as both "short_factor" and "long_factor" in the model\'s configuration'
+            )
+        raise UserError(
+            f'rotary embeddings of type "{kind}" have frequencies that depend on the length of rows, and a rank has a '
+            "slice of them",
+            key=KEY,
+            remedy=remedy,
+        )
+
+
 def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, mesh_param: Any) -> Any:
     """Put DeepSpeed's exchange around the attention of a model, as "sequence_parallel_size" says. Collective.
 
@@ -87,11 +128,28 @@ def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, m
     size = sequence_parallel_size(raw)
     if mpu is None and mesh_param is None and size > 1:
         mpu = _register(raw, model, size)
-    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if name in WITHOUT_POSITIONS and exchange_of(ALL_ATTENTION_FUNCTIONS.get(name)) is not None:
+    # An engine before may have left attention in FP8, which is between the exchanges of the attention it stands for.
+    name = (getattr(getattr(model, "config", None), "_attn_implementation", None) or "").removeprefix(PREFIX)
+    exchange = exchange_of(ALL_ATTENTION_FUNCTIONS.get(name))
+    # Without either the exchange is that of another model of this process.
+    if exchange is not None and (mpu is not None or mesh_param is not None):
+        check_layers(model.config, exchange.world_size)
+        check_rotation(model.config, exchange.world_size)
+    if name in WITHOUT_POSITIONS and exchange is not None:
         _check_windows(model, name)
         find_documents(name, takes_ends=name == PACKED)
     return mpu
+
+
+def check_training_data(training_data: Any, mpu: Any) -> None:
+    """Raise UserError where DeepSpeed would be asked for a loader of data, of rows that ranks share."""
+    # What DeepSpeed asks of an mpu for a loader, and its own groups of ranks do not have.
+    if training_data is not None and mpu is groups_of_ranks and not hasattr(mpu, "get_data_parallel_world_size"):
+        raise UserError(
+            "DeepSpeed makes no loader of training_data whose rows ranks share",
+            key=KEY,
+            remedy="no training_data, and a loader of your own in UlyssesSPDataLoaderAdapter (docs/long_context.md)",
+        )
 
 
 def _check_windows(model: nn.Module, name: str) -> None:
@@ -115,6 +173,9 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
             key=KEY,
             remedy="a model of transformers, or mpu=... for one of your own",
         )
+    restore_attention(model)  # of an engine before; the exchange is put around what attention in FP8 stands for
+    check_layers(config, size)
+    check_rotation(config, size)
     check_heads(config, size)
     if getattr(config.get_text_config(), "num_key_value_heads", None) is None:
         raise UserError(
@@ -135,7 +196,8 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
         deepspeed.init_distributed()
     # Before DeepSpeed makes groups of ranks: here a wrong number is an error with a remedy.
     check_ranks(size, dist.get_world_size())
-    rows = DeepSpeedConfig(dict(raw)).train_micro_batch_size_per_gpu
+    # Computed from "train_batch_size" it is a float: DeepSpeed divides the number of ranks by those that share a row.
+    rows = int(DeepSpeedConfig(dict(raw)).train_micro_batch_size_per_gpu)
     name = config._attn_implementation
     before = exchange_of(ALL_ATTENTION_FUNCTIONS.get(name))
     # DeepSpeed keeps its groups of ranks in module globals: one set a process, for all models.

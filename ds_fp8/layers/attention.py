@@ -37,6 +37,9 @@ FASTEST_FIRST = {
 }
 """Kernels of scaled_dot_product_attention, each with the function that returns whether the user has left it enabled."""
 
+SLIDING = "sliding_attention"
+"""Layers with a window, in those configurations of transformers that have a list of types of layers."""
+
 
 @dataclass(frozen=True)
 class NormedHeads:
@@ -131,10 +134,17 @@ def window_of(module: nn.Module) -> int | None:
     Args:
         module: An attention module of transformers.
     """
-    # Some classes keep it, with None in layers without one; the others read the configuration in each call.
+    # Some classes keep it, with None in layers without one, or not at all there (Qwen2-MoE); the others read the
+    # configuration in each call. Configurations without one have None or 0.
+    config = module.config
+    types, index = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", None)
     if hasattr(module, "sliding_window"):
-        return module.sliding_window
-    return getattr(module.config, "sliding_window", None)
+        found = module.sliding_window
+    elif index is not None and SLIDING in types and types[index] != SLIDING:
+        found = None
+    else:
+        found = getattr(config, "sliding_window", None)
+    return found or None
 
 
 def attention_of(module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -200,6 +202,24 @@ def _count(exchange: UlyssesSPAttentionHF, q: torch.Tensor, k: torch.Tensor, v: 
         o.register_hook(lambda _: count())
 
 
+def _warn_of_slices(ends: torch.Tensor, shape: tuple[int, int], length: int) -> None:
+    """Warn where documents end where the slices of ranks do, as they seem to where a batch has no positions.
+
+    Args:
+        ends: Where documents end, through all rows.
+        shape: Rows and their tokens.
+        length: Tokens of a rank's slice of a row.
+    """
+    tokens = math.prod(shape)
+    # The host waits for the numbers only where there are as many documents as slices.
+    if len(ends) - 1 == tokens // length and documents.places(ends) == list(range(0, tokens + 1, length)):
+        warnings.warn(
+            f"positions begin anew at each rank's slice of {length} tokens, so that no token sees another rank's: give "
+            "the model position_ids of whole rows, sliced as input_ids are, unless all documents have this length",
+            stacklevel=2,
+        )
+
+
 def _gathered(exchange: UlyssesSPAttentionHF, positions: torch.Tensor) -> torch.Tensor:
     """Return the positions of whole rows, of this rank's [B or 1, S / P]. Collective."""
     parts = [torch.empty_like(positions, memory_format=torch.contiguous_format) for _ in range(exchange.world_size)]
@@ -230,5 +250,7 @@ def _document_ends(
         return None  # of other rows, or of a slice by itself, nothing is known
     # Positions of one row stand for all rows of a batch.
     ends = documents.ends_of(positions.expand(shape[0], -1))
+    if noted_on is not None and ends is not None and noted_on.shape[-1] < shape[1]:
+        _warn_of_slices(ends, shape, noted_on.shape[-1])
     documents.note_ends(noted_on, (shape, ends))
     return ends

@@ -18,7 +18,13 @@ from ds_fp8.config.fp8 import FP8Config, section_of
 from ds_fp8.config.schema import parse_section
 from ds_fp8.data import DataConfig
 from ds_fp8.engine.compatibility import check_deepspeed
-from ds_fp8.engine.sequence_parallel import check_heads, check_ranks, sequence_parallel_size
+from ds_fp8.engine.sequence_parallel import (
+    check_heads,
+    check_layers,
+    check_ranks,
+    check_rotation,
+    sequence_parallel_size,
+)
 from ds_fp8.memory.model_shape import ModelShape, model_shape
 from ds_fp8.optim.from_config import uses_own_optimizer
 from ds_fp8.train.deepspeed_config import resolve_batch
@@ -156,6 +162,8 @@ def _read(
         )
     shared_by = sequence_parallel_size(raw)
     check_ranks(shared_by, gpus)
+    check_layers(model, shared_by)
+    check_rotation(model, shared_by)
     check_heads(model, shared_by)
     data.check_budget(shared_by)
     _, micro_batch, _ = resolve_batch(raw, gpus // shared_by)

@@ -1,14 +1,17 @@
 """A script of the user's own whose JSON has "sequence_parallel_size", and no mpu."""
 
 import contextlib
+import functools
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed import comm as dist
+from transformers import AutoConfig
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.engine.sequence_parallel import sequence_parallel_size
+from ds_fp8.engine.sequence_parallel import check_layers, check_rotation, sequence_parallel_size
 from ds_fp8.layers import exchanged_bytes, packed_rows
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm
@@ -20,14 +23,15 @@ RANKS = 2
 SECTION = {"attention": {"format": "e4m3"}, "monitor": {"every": 0}, "graph": "off"}
 
 
-def initialized(size, length, architecture="qwen3", section=SECTION, **changes):
+def initialized(size, length, architecture="qwen3", section=SECTION, training_data=None, **changes):
     import ds_fp8
 
     packed_attention.register()
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": length}
     model = causal_lm(architecture, **{**sizes, "attn_implementation": "packed", **changes})
     config = {**models.config(section), "train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": size}
-    return ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    parameters = list(model.parameters())
+    return ds_fp8.initialize(model=model, model_parameters=parameters, config=config, training_data=training_data)[0]
 
 
 def losses(size, length, steps, documents=2):
@@ -98,7 +102,10 @@ def refusals(size, length):
         lambda: initialized(size, length, attn_implementation="eager"),
         lambda: initialized(size, length, use_sliding_window=True, sliding_window=16, max_window_layers=1),
         lambda: initialized(size, length, "mistral", sliding_window=16, attn_implementation="sdpa"),
+        lambda: initialized(size, length, "qwen3_next", layer_types=["linear_attention", "full_attention"]),
+        lambda: initialized(size, length, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
         lambda: initialized(size, length, "gpt_neox", num_key_value_heads=None, attn_implementation="sdpa"),
+        lambda: initialized(size, length, training_data=[{"input_ids": torch.arange(length)}]),
         lambda: (initialized(size, length), initialized(size, length, num_attention_heads=8)),
     ):
         with pytest.raises(UserError) as error:
@@ -148,13 +155,16 @@ def test_report_and_meter_know_of_the_exchange(own_ranks):
 
 
 def test_what_cannot_be_shared_is_refused(own_ranks):
-    plain, odd, eager, some, all_layers, unnamed, other = own_ranks(refusals, RANKS, 64)[0]
+    plain, odd, eager, some, all_layers, linear, dynamic, unnamed, loader, other = own_ranks(refusals, RANKS, 64)[0]
     assert "Sequential has none" in plain
     assert "3 heads, and 3 of keys and values, cannot be spread over 2 ranks" in odd
     assert "eager" in eager
     assert 'a sliding window of 16 tokens, which is lost where "packed" attention is exchanged' in some
     assert 'a sliding window of 16 tokens, which is lost where "sdpa" attention is exchanged' in all_layers
+    assert 'layers of type "linear_attention" cannot be computed in slices' in linear
+    assert 'rotary embeddings of type "dynamic"' in dynamic
     assert "GPTNeoXConfig has none" in unnamed
+    assert "no loader of training_data" in loader
     assert "already shares sequences of another model" in other
 
 
@@ -174,6 +184,136 @@ def test_no_document_of_a_packed_row_sees_another_by_sdpa(own_ranks):
     one, other = (torch.cat(own_ranks(logits_of_the_second_document, RANKS, changed), 1) for changed in (0, 5))
     assert torch.equal(one[:, 12:], other[:, 12:])
     assert not torch.equal(one[:, :12], other[:, :12])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("llama", None),
+        ("gemma3_text", None),
+        ("qwen3_moe", None),
+        ("llama4_text", "chunked_attention"),
+        ("qwen3_next", "linear_attention"),
+        ("falcon_h1", "hybrid"),
+        ("mamba2", "linear_attention"),
+    ],
+)
+def test_layers_that_read_other_tokens_without_attention_are_refused(architecture, kind):
+    """Each rank would begin their state anew, at the first token of its slice."""
+    config = AutoConfig.for_model(architecture)
+    check_layers(config, 1)
+    with contextlib.nullcontext() if kind is None else pytest.raises(UserError, match=f'"{kind}"'):
+        check_layers(config, RANKS)
+
+
+SHORT, LONG = [1.0] * 64, [4.0] * 64
+
+
+@pytest.mark.parametrize(
+    ("rope", "refused"),
+    [
+        ({"rope_type": "default"}, False),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, False),
+        ({"rope_type": "linear", "factor": 4.0}, False),
+        ({"rope_type": "dynamic", "factor": 4.0}, True),
+        ({"rope_type": "longrope", "factor": 4.0, "short_factor": SHORT, "long_factor": LONG}, True),
+        ({"rope_type": "longrope", "factor": 4.0, "short_factor": LONG, "long_factor": LONG}, False),
+        ({"full_attention": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, True),
+    ],
+    ids=str,
+)
+def test_rotations_that_depend_on_the_length_of_rows_are_refused(rope, refused):
+    """Each rank would take the length from the largest position of its slice."""
+    config = AutoConfig.for_model("llama")
+    config.rope_parameters = {"rope_theta": 1e4, "original_max_position_embeddings": 32, **rope}
+    check_rotation(config, 1)
+    with pytest.raises(UserError, match="depend on the length of rows") if refused else contextlib.nullcontext():
+        check_rotation(config, RANKS)
+
+
+def logits_by_rank(size, rope):
+    """Of this rank's slice of a row of 32 tokens, of a model of 20 without scaled rotary embeddings."""
+    shape = {"head_dim": 64, "attn_implementation": "sdpa", "rope_parameters": rope, "max_position_embeddings": 80}
+    engine = initialized(size, 80, "llama", {"graph": "off"}, **shape)
+    place = dist.get_rank() if size > 1 else 0
+    ids, places = (x.chunk(size, 1)[place].contiguous() for x in (torch.arange(1, 33)[None], torch.arange(32)[None]))
+    return engine(input_ids=ids, position_ids=places, use_cache=False).logits.detach().float()
+
+
+@pytest.mark.parametrize("kind", ["yarn", "longrope"])
+def test_ranks_rotate_slices_as_one_rotates_rows(ranks, own_ranks, kind):
+    factors = {"short_factor": [4.0] * 32, "long_factor": [4.0] * 32} if kind == "longrope" else {}
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 20, **factors}
+    split = torch.cat(own_ranks(logits_by_rank, RANKS, rope), 1)
+    assert torch.equal(split, ranks(RANKS, logits_by_rank, 1, rope)[0])
+
+
+def loss_of_two_rows(sizes):
+    """Of an engine whose batch is given by some of DeepSpeed's three sizes."""
+    import ds_fp8
+
+    model = causal_lm("llama", attn_implementation="sdpa")
+    config = {**models.config({"graph": "off"}), "sequence_parallel_size": RANKS}
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"):
+        config.pop(key, None)
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config={**config, **sizes})[0]
+    ids, places = (
+        x.expand(2, -1).chunk(RANKS, 1)[dist.get_rank()].contiguous()
+        for x in (torch.arange(1, 33)[None], torch.arange(32)[None])
+    )
+    return engine(input_ids=ids, position_ids=places, shift_labels=ids, labels=ids, use_cache=False).loss.item()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"train_batch_size": 2}, {"train_batch_size": 4, "gradient_accumulation_steps": 2}], ids=str
+)
+def test_rows_of_a_micro_batch_follow_from_those_of_a_step(own_ranks, sizes):
+    assert own_ranks(loss_of_two_rows, sizes) == own_ranks(loss_of_two_rows, {"train_micro_batch_size_per_gpu": 2})
+
+
+def logits_of_the_last_engine(*sizes, attention):
+    """Of one model in engines one after the other, of which the last shares a row of three documents."""
+    import ds_fp8
+
+    model = causal_lm("llama", head_dim=128, attn_implementation="sdpa")
+    for number, size in enumerate(sizes):
+        section = {**SECTION, "attention": {"format": "e4m3" if number < len(sizes) - 1 else attention}}
+        config = {**models.config(section), "train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": size}
+        engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+        if number < len(sizes) - 1:
+            engine.destroy()
+    batch = (torch.arange(1, 33)[None], torch.arange(32)[None] % 12)
+    ids, places = (x.chunk(RANKS, 1)[dist.get_rank()].contiguous() for x in batch)
+    return engine(input_ids=ids, position_ids=places, use_cache=False).logits.detach().float()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there are kernels, and NCCL")
+@pytest.mark.parametrize("attention", ["e4m3", "bf16"])
+@pytest.mark.parametrize("before", [1, RANKS])
+def test_a_model_whose_attention_an_engine_before_had_in_fp8(own_ranks, before, attention):
+    function = functools.partial(logits_of_the_last_engine, attention=attention)
+    found = own_ranks(function, before, RANKS)  # first: groups of ranks stay with the processes
+    for ours, alone in zip(found, own_ranks(function, RANKS), strict=True):
+        assert torch.equal(ours, alone)
+
+
+def warned_of_positions(given, documents):
+    """Whether a forward of slices of a row of 32 tokens warns of its positions."""
+    engine = initialized(RANKS, 32, section={"graph": "off"}, attn_implementation="sdpa")
+    places = torch.arange(32)[None] % documents
+    batch = {"input_ids": torch.arange(1, 33)[None]} | ({"position_ids": places} if given else {})
+    batch = {name: x.chunk(RANKS, 1)[dist.get_rank()].contiguous() for name, x in batch.items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine(**batch, use_cache=False)
+    return [str(one.message) for one in caught if "position_ids of whole rows" in str(one.message)]
+
+
+@pytest.mark.parametrize(("given", "documents", "times"), [(True, 32, 0), (True, 12, 0), (True, 8, 0), (False, 32, 1)])
+def test_a_batch_without_positions_is_warned_of(own_ranks, given, documents, times):
+    """transformers fills in those of the slice, which are those of a row of two documents."""
+    for said in own_ranks(warned_of_positions, given, documents):
+        assert len(said) == times
 
 
 @pytest.mark.parametrize("size", [0, -1, True, "2", 2.0, None])

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.casts.primitives import scale_from_amax
 from ds_fp8.config.errors import UserError
@@ -25,6 +26,7 @@ from ds_fp8.layers.fp8_attention_tensors import FORWARD, P_SCALE, GradientScales
 from ds_fp8.layers.heads import HeadLayout
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm, tokens
+from tests.layers.moe import mixture
 
 FP8_ERROR = {"output": 0.06, "dq": 0.13, "dk": 0.13, "dv": 0.1}
 emulated = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there are kernels, for heads of 128 alone")
@@ -282,6 +284,31 @@ def test_a_window_that_the_configuration_alone_has_keeps_layers_in_bf16():
     with pytest.raises(UserError, match="sliding window"):
         converted(model)
     assert len(converted(causal_lm("mistral", sliding_window=None))[1].attention.layers) == 2
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("changes", "in_fp8"), [({}, [0, 1]), ({"use_sliding_window": True, "sliding_window": 16}, [1])], ids=str
+)
+def test_a_class_that_keeps_windows_in_some_layers_alone(changes, in_fp8):
+    """Qwen2-MoE: without windows its configuration has one of 0 tokens, and with some, every second layer has it."""
+    model = mixture("qwen2_moe", **changes)
+    _, conversion = converted(model)
+    assert conversion.attention.layers == [f"model.layers.{index}.self_attn" for index in in_fp8]
+
+
+@pytest.mark.parametrize(("use", "told"), [(False, [None, None]), (True, [16, None])])
+def test_fused_layers_tell_attention_of_the_windows_that_they_have(use, told, monkeypatch):
+    seen, sdpa = [], ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def noted(*args, sliding_window=None, **options):
+        seen.append(sliding_window)
+        return sdpa(*args, **options)
+
+    model, _ = converted(mixture("qwen2_moe", use_sliding_window=use, sliding_window=16), "bf16")
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", noted)
+    model(input_ids=tokens(1, 8), use_cache=False)
+    assert seen == told
 
 
 @emulated

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from torch import nn
 
 from ds_fp8.casts import quantize
 from ds_fp8.casts.outliers import weight_residual
@@ -183,3 +185,24 @@ def test_another_number_of_channels_than_in_the_checkpoint_finds_them_again(rank
     assert counts == {resumed}
     assert torch.tensor(losses).isfinite().all()
     assert f"{saved}, now {resumed}" in said[0]
+
+
+def error_of_a_linear_whose_weight_is_read_elsewhere():
+    """Relative error of a linear's output, its weight gathered in FP8 and, once another module reads it, in BF16."""
+    engine = models.build(models.config(SECTION), sizes=(128, 256))
+    models.train(engine, 3)
+    _, linear = linears(engine)[0]
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
+    with deepspeed.zero.GatheredParameters([linear.weight, linear.bias]):
+        exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
+    errors = []
+    for _ in range(2):
+        with torch.no_grad():
+            errors.append(((linear(x).double() - exact).norm() / exact.norm()).item())
+        deepspeed.zero.register_external_parameter(engine.module.embedding, linear.weight)
+    return errors
+
+
+def test_a_weight_that_another_module_reads_is_multiplied_with_residuals_of_its_own_cast(ranks):
+    for in_fp8, in_bf16 in ranks(2, error_of_a_linear_whose_weight_is_read_elsewhere):
+        assert in_bf16 < 1.2 * in_fp8  # that of roundings to BF16, not of casts

@@ -46,6 +46,9 @@ class OutlierChannels:
         """
         if self.channels is None:
             energy = channel_energy(cast)
+            if measured:
+                # A rank that has no other input in this step counts in `look_again` like those that have more.
+                self.energy = energy.clone()
             self.add_over_ranks(energy)
             self.channels = largest_channels(energy, self.count)
             self.on_found(self)

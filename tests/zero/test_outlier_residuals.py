@@ -5,6 +5,7 @@ from __future__ import annotations
 import deepspeed
 import pytest
 import torch
+from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import nn
 
@@ -206,3 +207,22 @@ def error_of_a_linear_whose_weight_is_read_elsewhere():
 def test_a_weight_that_another_module_reads_is_multiplied_with_residuals_of_its_own_cast(ranks):
     for in_fp8, in_bf16 in ranks(2, error_of_a_linear_whose_weight_is_read_elsewhere):
         assert in_bf16 < 1.2 * in_fp8  # that of roundings to BF16, not of casts
+
+
+def losses_of_tiles(save):
+    """Losses of ranks whose rows are one tile and three tiles long; every step is measured."""
+    import ds_fp8
+
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
+    model = causal_lm("llama", hidden_size=256, intermediate_size=384, **heads)
+    activations = {"mlp_tile_tokens": 128, "save": save}
+    config = models.config({"preset": "precise", "monitor": {"every": 1}, "activations": activations})
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    rows = tokens(1, 64 + 236 * dist.get_rank())
+    return [models.take_step(engine, engine(input_ids=rows, labels=rows, use_cache=False).loss) for _ in range(3)]
+
+
+@pytest.mark.parametrize("save", ["fp8", "bf16"])
+def test_ranks_may_have_different_numbers_of_tiles_when_channels_are_found(ranks, save):
+    for losses in ranks(2, losses_of_tiles, save):
+        assert losses[2] < losses[1] < losses[0]

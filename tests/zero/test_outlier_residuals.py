@@ -226,3 +226,31 @@ def losses_of_tiles(save):
 def test_ranks_may_have_different_numbers_of_tiles_when_channels_are_found(ranks, save):
     for losses in ranks(2, losses_of_tiles, save):
         assert losses[2] < losses[1] < losses[0]
+
+
+class ListedExperts(nn.Module):
+    """A layer with a list of experts, of which every rank calls others; a leaf module, as ZeRO-3 needs it then."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in range(3))
+        self.join = nn.Linear(hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        called = self.experts[0], self.experts[1 + dist.get_rank()]
+        return x + torch.tanh(self.join(sum(expert(x) for expert in called)))
+
+
+def losses_of_listed_experts():
+    def make_leaves(model):
+        deepspeed.utils.set_z3_leaf_modules(model, [ListedExperts])
+
+    config = models.config({"preset": "precise", "monitor": {"every": 2}})
+    engine = models.build(config, layers=[ListedExperts], prepare=make_leaves, sizes=(128, 128))
+    return models.train(engine, 4), sorted(name for name, one in linears(engine) if one.recipe.outliers is not None)
+
+
+def test_experts_in_a_list_have_no_outlier_channels_for_not_every_rank_calls_them(ranks):
+    for losses, names in ranks(2, losses_of_listed_experts):
+        assert losses[-1] < losses[0]
+        assert names == ["layers.0.join"]

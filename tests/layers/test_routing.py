@@ -160,14 +160,15 @@ def test_recomputed_layers_route_as_replayed_and_are_recorded_once(reentrant):
     assert all(torch.equal(again[key], gradient) for key, gradient in gradients.items())
 
 
-def test_a_backward_that_recomputes_outside_the_context_is_refused():
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_backward_that_recomputes_outside_the_context_is_refused(reentrant):
     model, ids = model_of("olmoe"), tokens()
     with routing.record(model) as routes:
         step(model)
     with routing.replay(model, routes):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()  # nothing is computed again
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     with routing.replay(model, routes):
         loss = model(input_ids=ids, labels=ids).loss
     with pytest.raises(UserError, match="outside the context"):

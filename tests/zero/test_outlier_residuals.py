@@ -166,13 +166,17 @@ def test_a_stack_may_have_weights_that_stay_whole(ranks):
     assert losses == pytest.approx(sharded, rel=2e-3)
 
 
-def other_numbers_of_channels(folder, saved, resumed):
-    """Numbers of channels, losses and lines after a checkpoint with `saved` channels where `resumed` are asked for."""
+def other_numbers_of_channels(folder, saved, resumed, silent=False):
+    """Numbers of channels, losses and lines after a checkpoint with `saved` channels where `resumed` are asked for.
+
+    silent: whether the first input of the first linear is zero.
+    """
     sections = [{**SECTION, "linear": {"outlier_channels": count}} for count in (saved, resumed)]
-    engine = models.build(models.config(sections[0]))
+    prepare = (lambda model: nn.init.zeros_(model.embedding.weight)) if silent else None
+    engine = models.build(models.config(sections[0]), prepare=prepare)
     models.train(engine, 1)
     engine.save_checkpoint(folder)
-    engine = models.build(models.config(sections[1]))
+    engine = models.build(models.config(sections[1]), prepare=prepare)
     said = []
     engine.fp8.health.say = said.append
     engine.load_checkpoint(folder)
@@ -186,6 +190,14 @@ def test_another_number_of_channels_than_in_the_checkpoint_finds_them_again(rank
     assert counts == {resumed}
     assert torch.tensor(losses).isfinite().all()
     assert f"{saved}, now {resumed}" in said[0]
+
+
+def test_the_first_channels_of_a_silent_input_are_found_again_where_more_are_asked_for(ranks, tmp_path):
+    """They are 0, 1, 2 and so on, as those of an input that has no more."""
+    counts, losses, said = ranks(2, other_numbers_of_channels, str(tmp_path), 64, 128, True)[0]
+    assert counts == {128}
+    assert torch.tensor(losses).isfinite().all()
+    assert "6 inputs" in said[0]
 
 
 def error_of_a_linear_whose_weight_is_read_elsewhere():

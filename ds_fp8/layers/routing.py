@@ -290,11 +290,10 @@ def _checked(routes: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], expert
         )
     checked, mistakes = {}, []
     for name, given in routes.items():
-        if given.dim() != 2 or given.is_floating_point():
-            raise UserError(
-                f"routes of {name} are {given.dtype} of shape {tuple(given.shape)}",
-                remedy="give integers [tokens, top_k]",
-            )
+        is_tensor = isinstance(given, torch.Tensor)
+        if not is_tensor or given.dim() != 2 or given.is_floating_point():
+            kind = f"{given.dtype} of shape {tuple(given.shape)}" if is_tensor else f"a {type(given).__name__}"
+            raise UserError(f"routes of {name} are {kind}", remedy="give a tensor of integers, [tokens, top_k]")
         chosen = checked[name] = given.long()
         ordered = chosen.sort(1).values
         outside = ((chosen < 0) | (chosen >= experts[name])).any()

@@ -66,7 +66,9 @@ class Health:
         self._site_of |= {id(weight): recipe.site for weight, recipe in weights_of_experts}
         self._name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self._site_of_gradient = {self._name_of[weight]: site for weight, site in self._site_of.items()}
-        self._outliers = dict(sites_of(engine.module))
+        sites = list(sites_of(engine.module))
+        self._outliers = {name: outliers for name, _, outliers in sites}
+        self._input_widths = {name: width for name, width, _ in sites}
         group = seams.data_parallel_group(engine)
         self._add_over_ranks = functools.partial(_add_over_ranks, group)
         for outliers in self._outliers.values():
@@ -130,7 +132,11 @@ class Health:
         """
         self.move_to_bf16(state.get("layers_in_bf16", ()))
         saved = {name: found for name, found in state.get("outlier_channels", {}).items() if name in self._outliers}
-        left = [name for name, channels in saved.items() if not self._outliers[name].load(channels, self._device)]
+        left = [
+            name
+            for name, channels in saved.items()
+            if not self._outliers[name].load(channels, self._input_widths[name], self._device)
+        ]
         if left:
             self.say(
                 f"{len(left)} inputs had another number of outlier channels when the checkpoint was written "

@@ -22,6 +22,7 @@ from ds_fp8.layers import packed_rows
 from ds_fp8.layers.attention_format import AttentionFormat
 from ds_fp8.layers.experts import expert_weights
 from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.selection import of_listed_expert
 from ds_fp8.optim.codecs import moment_bytes
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import residual_bytes
@@ -143,6 +144,8 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     ]
     if fp8.linear.smooth_swiglu and not state.conversion.smoothed:
         report["notes"].append("fp8.linear.smooth_swiglu changes nothing: the model has no gated MLP in FP8")
+    if (without := _without_outlier_channels(state)) is not None:
+        report["notes"].append(without)
     if report["emulated"]:
         formats = ", ".join(report["emulated"])
         report["notes"].append(f"emulated, in one byte an element: {formats}; nothing here computes with them natively")
@@ -192,6 +195,15 @@ def _pretrained(model: torch.nn.Module, state: FP8State) -> str | None:
     # transformers notes the name in configurations that it reads, of models from random weights too.
     name = getattr(getattr(model, "config", None), "name_or_path", None)
     return None if made or other else name or None
+
+
+def _without_outlier_channels(state: FP8State) -> str | None:
+    """Return a note on linears that have no outlier channels although they are asked for, or None."""
+    recipes = [state.conversion.recipe, *(override.recipe for override in state.conversion.overrides.values())]
+    listed = [name for name in state.conversion.converted if of_listed_expert(name)]
+    if not listed or not any(recipe is not None and recipe.outlier_channels for recipe in recipes):
+        return None
+    return f"experts in a list, not all of which every rank calls, have no outlier channels: {listed[0]} and others"
 
 
 def _forgotten(names: list[str]) -> str:

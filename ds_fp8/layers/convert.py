@@ -42,6 +42,7 @@ from ds_fp8.layers.selection import (
     linear_layers,
     matches,
     named_by_user,
+    of_listed_expert,
     unconverted,
 )
 from ds_fp8.layers.structure import MLP_PARTS
@@ -135,7 +136,11 @@ def convert(
             # The class from before the first conversion, for `restore`; a converted layer knows it already.
             layer.own_class = type(layer) if not isinstance(layer, FP8Linear) else layer.own_class
             layer.__class__ = FP8Linear
-            layer.recipe = (override_of[name].recipe if name in override_of else recipe).at(name)
+            own = override_of[name].recipe if name in override_of else recipe
+            if of_listed_expert(name):
+                # All ranks look for outlier channels together, and not all of them may call this layer.
+                own = replace(own, outlier_channels=0)
+            layer.recipe = own.at(name)
             _check_blocks(name, layer)
             result.converted.append(name)
         elif isinstance(layer, FP8Linear):

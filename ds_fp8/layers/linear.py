@@ -46,7 +46,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         # The weight is kept as the parameter itself, not through save_for_backward: its storage is released after
         # forward, and backward finds the weights gathered by then.
         ctx.weight, ctx.recipe, ctx.save, ctx.input_shape, ctx.input_dtype = weight, recipe, save, x.shape, x.dtype
-        return y_TN.view(*x.shape[:-1], weight.shape[0])
+        return y_TN
 
     @staticmethod
     @once_differentiable  # a cast has no derivative: a gradient of gradients is an error, not silently zero
@@ -100,6 +100,9 @@ class FP8Linear(nn.Linear):
         """Return input · weightᵀ + bias, as nn.Linear does, its products in FP8."""
         keep = "bf16" if self.input_is_saved or self.recipe.save == "bf16" else "fp8"
         y = _FP8LinearFunction.apply(input, self.weight, self.recipe, keep if torch.is_grad_enabled() else "nothing")
+        # Here, and not in the function: autograd lets nobody change the view that a function returned (Llama 4 adds to
+        # the output of its shared expert).
+        y = y.view(*input.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:

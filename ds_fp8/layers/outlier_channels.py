@@ -46,6 +46,9 @@ class OutlierChannels:
         """
         if self.channels is None:
             energy = channel_energy(cast)
+            if measured:
+                # A rank that has no other input in this step counts in `look_again` like those that have more.
+                self.energy = energy.clone()
             self.add_over_ranks(energy)
             self.channels = largest_channels(energy, self.count)
             self.on_found(self)
@@ -54,12 +57,15 @@ class OutlierChannels:
             self.energy = energy if self.energy is None else self.energy.add_(energy)
         return self.channels
 
-    def load(self, channels: Sequence[int], device: torch.device) -> bool:
+    def load(self, channels: Sequence[int], width: int, device: torch.device) -> bool:
         """Take channels of a checkpoint; return False, and keep those that there are, if it had another number of them.
 
-        Narrower inputs have all of their channels, from 0 on.
+        Args:
+            channels: Those of the checkpoint, in ascending order.
+            width: Number of channels of the input; narrower ones than `count` have all of theirs.
+            device: Where they are to lie.
         """
-        if len(channels) > self.count or (len(channels) < self.count and list(channels) != list(range(len(channels)))):
+        if len(channels) != min(self.count, width):
             return False
         loaded = torch.tensor(channels, dtype=torch.int32, device=device)
         if self.channels is None:
@@ -93,14 +99,14 @@ def look_again(sites: Iterable[OutlierChannels], add_over_ranks: Callable[[torch
     return True
 
 
-def sites_of(model: nn.Module) -> Iterator[tuple[str, OutlierChannels]]:
-    """Yield (name, outlier channels) of every product of a converted model that has some, once each."""
+def sites_of(model: nn.Module) -> Iterator[tuple[str, int, OutlierChannels]]:
+    """Yield (name, width of the input, outlier channels) of every product of a converted model that has some, once."""
     seen = set()
     for module in model.modules():
         outliers = getattr(getattr(module, "recipe", None), "outliers", None)
         if outliers is not None and id(outliers) not in seen:
             seen.add(id(outliers))
-            yield module.recipe.site, outliers
+            yield module.recipe.site, module.in_features, outliers
 
 
 def _alone(_: object) -> None:

@@ -62,19 +62,24 @@ def product_with_outliers(
 
 
 def weights_with_outliers(
-    weights: Sequence[torch.Tensor], operand: QuantizedTensor, recipe: LinearRecipe
+    weights: Sequence[torch.Tensor], gathered: Sequence[bool], operand: QuantizedTensor, recipe: LinearRecipe
 ) -> QuantizedTensor:
     """Return fprop's stacked weights [N, K] with their outlier block, or as they are where the recipe has none.
 
     Args:
-        weights: The weights [N_i, K], sharded with their residuals beside them, or present in high precision.
+        weights: The weights [N_i, K], gathered in FP8 with their residuals beside them, or present in high precision.
+        gathered: Of each weight, whether it is gathered in FP8.
         operand: Their rows, cast.
         recipe: Recipe of the product.
     """
     if recipe.outliers is None:
         return operand
     channels = recipe.outliers.channels
-    residuals = [getattr(weight, RESIDUAL, None) for weight in weights]
+    # Residuals belong to the codes that were gathered. A weight that another module reads, too, is gathered in BF16,
+    # and cast here: its codes and what they lost are others, though the shard's residuals still lie beside it.
+    residuals = [
+        getattr(weight, RESIDUAL, None) if in_fp8 else None for weight, in_fp8 in zip(weights, gathered, strict=True)
+    ]
     if all(residual is None for residual in residuals):
         # Weights that are present in high precision: their residuals are computed in every forward.
         residual = weight_residual(torch.cat([weight.detach() for weight in weights]), operand, channels)

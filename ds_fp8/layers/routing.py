@@ -13,12 +13,14 @@ does the rest: its normalisation, groups and scaling make weights of the scores,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers.experts import INTERFACE
@@ -89,17 +91,19 @@ def replay(model: nn.Module, routes: Mapping[str, torch.Tensor] | Sequence[torch
         UserError: The routes do not fit the model or its batch, a layer finds experts without torch.topk, no forward
             ran in the context, or activations are recomputed after it.
     """
-    layers = _layers(model)
+    layers, root = _layers(model), getattr(model, "module", model)
     given = _checked(routes, {name: experts for name, (_, experts) in layers.items()})
     recomputes = any(vars(part).get("gradient_checkpointing") for part in model.modules())
     choices = {
         name: _Choices(name, experts, replayed=given[name], recomputes=recomputes)
         for name, (_, experts) in layers.items()
     }
+    checked = root.register_forward_hook(functools.partial(_check_reentrant, choices.values()))
     try:
         with _routed(layers, choices):
             yield
     finally:
+        checked.remove()
         for choice in choices.values():
             choice.ended = True
     unused = next((name for name, choice in choices.items() if not choice.calls), None)
@@ -155,6 +159,8 @@ class _Choices(TorchFunctionMode):
     ):
         super().__init__()
         self.layer, self.calls, self.ended, self.recomputes = layer, 0, False, recomputes
+        self.without_graph = False
+        """Whether the last forward outside of backward recorded nothing for autograd."""
         self._experts, self._observe, self._replayed = experts, observe, replayed
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -167,6 +173,15 @@ class _Choices(TorchFunctionMode):
             self._observe(result.indices)
             return result
         return self._answer(*args, **kwargs)
+
+    def check_inside(self, gradient: torch.Tensor) -> None:
+        """Raise UserError in a backward behind the context: a hook of tensors."""
+        if self.ended:
+            raise UserError(
+                f"gradient checkpointing computes the layer around {self.layer} again, outside the context that "
+                "replayed its routing",
+                remedy="call backward inside the context",
+            )
 
     def _chooses_experts(self, input: torch.Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> bool:
         # Groups of experts are chosen from scores of another shape.
@@ -198,20 +213,27 @@ class _RoutedForward:
                 f"the layer around {choices.layer} chooses experts without torch.topk",
                 remedy="record or replay its routing in the model's own code",
             )
-        if choices.recomputes and torch.is_grad_enabled():
+        if choices.recomputes:
             # A layer that is computed again after the context would choose by itself, unnoticed.
             first = output[0] if isinstance(output, tuple) else output
             if first.requires_grad:
-                first.register_hook(self._check_inside)
+                first.register_hook(choices.check_inside)
+            if not in_backward():
+                choices.without_graph = not torch.is_grad_enabled()
         return output
 
-    def _check_inside(self, gradient: torch.Tensor) -> None:
-        if self._choices.ended:
-            raise UserError(
-                f"gradient checkpointing computes the layer around {self._choices.layer} again, outside the context "
-                "that replayed its routing",
-                remedy="call backward inside the context",
-            )
+
+def _check_reentrant(choices: Iterable[_Choices], module: nn.Module, args: tuple, output: Any) -> None:
+    """Let the output of a model check its backward where layers ran in reentrant checkpoints: a forward hook.
+
+    Such a layer records nothing for autograd before backward computes it again, and its output takes no hook.
+    """
+    for choice in choices:
+        if choice.without_graph:
+            for value in tree_leaves(output):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    value.register_hook(choice.check_inside)
+            return
 
 
 @contextlib.contextmanager
@@ -268,11 +290,10 @@ def _checked(routes: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], expert
         )
     checked, mistakes = {}, []
     for name, given in routes.items():
-        if given.dim() != 2 or given.is_floating_point():
-            raise UserError(
-                f"routes of {name} are {given.dtype} of shape {tuple(given.shape)}",
-                remedy="give integers [tokens, top_k]",
-            )
+        is_tensor = isinstance(given, torch.Tensor)
+        if not is_tensor or given.dim() != 2 or given.is_floating_point():
+            kind = f"{given.dtype} of shape {tuple(given.shape)}" if is_tensor else f"a {type(given).__name__}"
+            raise UserError(f"routes of {name} are {kind}", remedy="give a tensor of integers, [tokens, top_k]")
         chosen = checked[name] = given.long()
         ordered = chosen.sort(1).values
         outside = ((chosen < 0) | (chosen >= experts[name])).any()

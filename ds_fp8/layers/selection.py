@@ -17,6 +17,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +66,15 @@ def first_matches(names: Iterable[str], patterns: Iterable[str]) -> dict[str, st
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of `model` that a conversion decides about, by name: nn.Linear and GPT-2's Conv1D."""
     return {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+
+
+def of_listed_expert(name: str) -> bool:
+    """Return whether a linear of this name is part of one expert of a list, "mlp.experts.3.up_proj" for example.
+
+    Such a linear is called only where tokens go to its expert: not on every rank, nor in the same order.
+    """
+    parts = name.split(".")
+    return any(own == "experts" and any(map(str.isdigit, child)) for own, child in pairwise(parts))
 
 
 def unconverted(model: nn.Module, linear: LinearConfig, filter: Filter | None = None) -> dict[str, str]:

@@ -116,7 +116,8 @@ def fprop_weight(
         column_factor: FP32 [K], multiplied into the columns; only with a single weight.
     """
     whole = stacked_operand(weights, recipe) if len(weights) > 1 else weight_operand(weights[0], recipe, column_factor)
-    return weights_with_outliers(weights, whole, recipe)
+    gathered = [getattr(weight, GATHERED, None) is not None for weight in weights]
+    return weights_with_outliers(weights, gathered, whole, recipe)
 
 
 def dgrad_weight(

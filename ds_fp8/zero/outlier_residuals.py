@@ -10,6 +10,7 @@ weight, where its gather takes K. After that they stay until the masters change 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import torch
@@ -117,14 +118,19 @@ class OutlierResiduals:
         ]
         if not known:
             return
-        # One collective for all of them: what lies between belongs to products without channels, and is zero.
-        first, last = known[0].residual, known[-1].residual
-        start, stop = first.storage_offset(), last.storage_offset() + last.numel()
-        part = self._buffer[start:stop].zero_()
+        # One collective for neighbours of one process group: what lies between belongs to products without channels,
+        # and is zero. Each is added up over its own group alone: a sum of sums would be no code.
+        runs = [list(run) for _, run in groupby(known, lambda one: id(one.weight.shard.group))]
+        parts = [self._from(run[0], run[-1]).zero_() for run in runs]
         self._cast.write(known, scales, source)
-        for group in {id(one.weight.shard.group): one.weight.shard.group for one in known}.values():
+        for run, part in zip(runs, parts, strict=True):
+            group = run[0].weight.shard.group
             dist.all_reduce(part, group=group)
             wire.count(GATHER, "all_reduce", part.nbytes, group)
         for one in known:
             dtype = FORMATS[one.weight.spec.format].dtype
             setattr(one.weight.parameter, RESIDUAL, one.residual.view(dtype))
+
+    def _from(self, first: OutlierWeight, last: OutlierWeight) -> torch.Tensor:
+        """Return the buffer from the residuals of one weight to those of another."""
+        return self._buffer[first.residual.storage_offset() : last.residual.storage_offset() + last.residual.numel()]

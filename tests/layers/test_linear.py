@@ -306,6 +306,18 @@ def test_the_result_is_close_to_the_high_precision_one(preset):
     assert ROUNDING[BF16] < error < 1 / 16
 
 
+@pytest.mark.parametrize("shape", [(9,), (2, 5)], ids=str)
+def test_the_output_may_be_changed_in_place(shape):
+    """As that of nn.Linear: Llama 4 adds the output of its experts to that of the shared one."""
+    linear, x = fp8_linear(40, 7), random(*shape, 40)
+    gradients = []
+    for add in (torch.add, torch.Tensor.add_):
+        leaf = x.clone().requires_grad_()
+        add(linear(leaf), 2 * leaf[..., :7]).square().sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+
+
 def test_a_gradient_of_gradients_is_an_error():
     linear, x = fp8_linear(40, 7), random(9, 40).requires_grad_()
     (dx,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)

@@ -160,14 +160,15 @@ def test_recomputed_layers_route_as_replayed_and_are_recorded_once(reentrant):
     assert all(torch.equal(again[key], gradient) for key, gradient in gradients.items())
 
 
-def test_a_backward_that_recomputes_outside_the_context_is_refused():
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_backward_that_recomputes_outside_the_context_is_refused(reentrant):
     model, ids = model_of("olmoe"), tokens()
     with routing.record(model) as routes:
         step(model)
     with routing.replay(model, routes):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()  # nothing is computed again
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     with routing.replay(model, routes):
         loss = model(input_ids=ids, labels=ids).loss
     with pytest.raises(UserError, match="outside the context"):
@@ -228,6 +229,8 @@ REFUSED = {
     "one expert twice": (changed(_1=torch.tensor([[2, 2]] * ROWS)), "one expert twice"),
     "fractions": (changed(_1=torch.ones(ROWS, 2)), "torch.float32 of shape"),
     "rows and tokens": (changed(_1=torch.ones(2, 16, 2).long()), r"torch.int64 of shape \(2, 16, 2\)"),
+    "no tensor": (changed(_0=[[0, 1]] * ROWS), "model.layers.0.mlp.experts are a list"),
+    "an array": (changed(_1=torch.ones(ROWS, 2).long().numpy()), "model.layers.1.mlp.experts are a ndarray"),
     "no such layer": (changed(_2=torch.ones(ROWS, 2)), "the model has no experts model.layers.2.mlp.experts"),
     "a layer less": (lambda routes: dict(list(routes.items())[:1]), "routes of model.layers.1.mlp.experts are missing"),
     "a list of one layer": (lambda routes: list(routes.values())[:1], "routes of 1 layers, and the model has 2"),

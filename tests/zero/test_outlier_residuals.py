@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import deepspeed
 import pytest
 import torch
+from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from torch import nn
 
 from ds_fp8.casts import quantize
 from ds_fp8.casts.outliers import weight_residual
@@ -163,13 +166,17 @@ def test_a_stack_may_have_weights_that_stay_whole(ranks):
     assert losses == pytest.approx(sharded, rel=2e-3)
 
 
-def other_numbers_of_channels(folder, saved, resumed):
-    """Numbers of channels, losses and lines after a checkpoint with `saved` channels where `resumed` are asked for."""
+def other_numbers_of_channels(folder, saved, resumed, silent=False):
+    """Numbers of channels, losses and lines after a checkpoint with `saved` channels where `resumed` are asked for.
+
+    silent: whether the first input of the first linear is zero.
+    """
     sections = [{**SECTION, "linear": {"outlier_channels": count}} for count in (saved, resumed)]
-    engine = models.build(models.config(sections[0]))
+    prepare = (lambda model: nn.init.zeros_(model.embedding.weight)) if silent else None
+    engine = models.build(models.config(sections[0]), prepare=prepare)
     models.train(engine, 1)
     engine.save_checkpoint(folder)
-    engine = models.build(models.config(sections[1]))
+    engine = models.build(models.config(sections[1]), prepare=prepare)
     said = []
     engine.fp8.health.say = said.append
     engine.load_checkpoint(folder)
@@ -183,3 +190,81 @@ def test_another_number_of_channels_than_in_the_checkpoint_finds_them_again(rank
     assert counts == {resumed}
     assert torch.tensor(losses).isfinite().all()
     assert f"{saved}, now {resumed}" in said[0]
+
+
+def test_the_first_channels_of_a_silent_input_are_found_again_where_more_are_asked_for(ranks, tmp_path):
+    """They are 0, 1, 2 and so on, as those of an input that has no more."""
+    counts, losses, said = ranks(2, other_numbers_of_channels, str(tmp_path), 64, 128, True)[0]
+    assert counts == {128}
+    assert torch.tensor(losses).isfinite().all()
+    assert "6 inputs" in said[0]
+
+
+def error_of_a_linear_whose_weight_is_read_elsewhere():
+    """Relative error of a linear's output, its weight gathered in FP8 and, once another module reads it, in BF16."""
+    engine = models.build(models.config(SECTION), sizes=(128, 256))
+    models.train(engine, 3)
+    _, linear = linears(engine)[0]
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
+    with deepspeed.zero.GatheredParameters([linear.weight, linear.bias]):
+        exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
+    errors = []
+    for _ in range(2):
+        with torch.no_grad():
+            errors.append(((linear(x).double() - exact).norm() / exact.norm()).item())
+        deepspeed.zero.register_external_parameter(engine.module.embedding, linear.weight)
+    return errors
+
+
+def test_a_weight_that_another_module_reads_is_multiplied_with_residuals_of_its_own_cast(ranks):
+    for in_fp8, in_bf16 in ranks(2, error_of_a_linear_whose_weight_is_read_elsewhere):
+        assert in_bf16 < 1.2 * in_fp8  # that of roundings to BF16, not of casts
+
+
+def losses_of_tiles(save):
+    """Losses of ranks whose rows are one tile and three tiles long; every step is measured."""
+    import ds_fp8
+
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
+    model = causal_lm("llama", hidden_size=256, intermediate_size=384, **heads)
+    activations = {"mlp_tile_tokens": 128, "save": save}
+    config = models.config({"preset": "precise", "monitor": {"every": 1}, "activations": activations})
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    rows = tokens(1, 64 + 236 * dist.get_rank())
+    return [models.take_step(engine, engine(input_ids=rows, labels=rows, use_cache=False).loss) for _ in range(3)]
+
+
+@pytest.mark.parametrize("save", ["fp8", "bf16"])
+def test_ranks_may_have_different_numbers_of_tiles_when_channels_are_found(ranks, save):
+    for losses in ranks(2, losses_of_tiles, save):
+        assert losses[2] < losses[1] < losses[0]
+
+
+class ListedExperts(nn.Module):
+    """A layer with a list of experts, of which every rank calls others; a leaf module, as ZeRO-3 needs it then."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in range(3))
+        self.join = nn.Linear(hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        called = self.experts[0], self.experts[1 + dist.get_rank()]
+        return x + torch.tanh(self.join(sum(expert(x) for expert in called)))
+
+
+def losses_of_listed_experts():
+    def make_leaves(model):
+        deepspeed.utils.set_z3_leaf_modules(model, [ListedExperts])
+
+    config = models.config({"preset": "precise", "monitor": {"every": 2}})
+    engine = models.build(config, layers=[ListedExperts], prepare=make_leaves, sizes=(128, 128))
+    names = [name for name, linear in linears(engine) if linear.recipe.outliers is not None]
+    return models.train(engine, 4), names, engine.fp8.report["notes"]
+
+
+def test_experts_in_a_list_have_no_outlier_channels_for_not_every_rank_calls_them(ranks):
+    for losses, names, notes in ranks(2, losses_of_listed_experts):
+        assert losses[-1] < losses[0]
+        assert names == ["layers.0.join"]
+        assert any("no outlier channels: layers.0.experts.0 and others" in note for note in notes)

@@ -4,6 +4,7 @@ import os
 from types import SimpleNamespace
 
 import deepspeed
+import pytest
 import torch
 from deepspeed import comm as dist
 
@@ -62,12 +63,12 @@ def test_two_pairs_of_ranks_train_as_each_alone(ranks):
             assert left[2].measurement == right[2].measurement
 
 
-def two_groups(several):
+def two_groups(several, section):
     """A layer's weights sharded over different groups, though of the same ranks, and gathered in one call."""
     import ds_fp8
 
     other = dist.new_group(list(range(dist.get_world_size())))
-    config = models.config(QUIET)
+    config = models.config({**QUIET, **section})
     torch.manual_seed(0)
 
     def init(group):
@@ -87,6 +88,8 @@ def two_groups(several):
     return train(engine, dist.get_rank())
 
 
-def test_weights_of_several_groups_are_gathered_together(ranks):
-    for left, right in zip(ranks(2, two_groups, False), ranks(2, two_groups, True), strict=True):
+@pytest.mark.parametrize("section", [{}, {"preset": "precise"}], ids=str)
+def test_weights_of_several_groups_are_gathered_together(ranks, section):
+    """Also the residuals of their outlier channels."""
+    for left, right in zip(*(ranks(2, two_groups, several, section) for several in (False, True)), strict=True):
         assert_same(left, right)

@@ -118,7 +118,7 @@ def _find(source: Path, model: str | None) -> _Source:
         checkpoint = folder_of(source, step)
     elif (source / "latest").is_file():
         # A folder of DeepSpeed's: `latest` names the checkpoint that was saved last.
-        checkpoint = source / (source / "latest").read_text().strip()
+        checkpoint = source / (source / "latest").read_text(encoding="utf-8", errors="replace").strip()
     run_dir = checkpoint.parent.parent
     raw = None
     if checkpoint.parent.name == CHECKPOINTS and (run_dir / CONFIG).is_file():

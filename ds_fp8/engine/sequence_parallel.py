@@ -84,6 +84,14 @@ def check_layers(config: PretrainedConfig, size: int) -> None:
             key=KEY,
             remedy="1, or a model whose layers have causal attention",
         )
+    if getattr(config.get_text_config(), "v_head_dim", None) is not None:
+        # DeepSpeed's exchange has one size for all, and fails in the first forward.
+        raise UserError(
+            "heads of values have another size than those of keys (multi-head latent attention), and DeepSpeed "
+            "exchanges heads of one size",
+            key=KEY,
+            remedy="1, or a model without latent attention",
+        )
 
 
 def check_rotation(config: PretrainedConfig, size: int) -> None:

@@ -206,6 +206,14 @@ def test_layers_that_read_other_tokens_without_attention_are_refused(architectur
         check_layers(config, RANKS)
 
 
+@pytest.mark.parametrize("architecture", ["deepseek_v2", "deepseek_v3"])
+def test_heads_of_two_sizes_are_refused(architecture):
+    config = AutoConfig.for_model(architecture)
+    check_layers(config, 1)
+    with pytest.raises(UserError, match="latent attention"):
+        check_layers(config, RANKS)
+
+
 SHORT, LONG = [1.0] * 64, [4.0] * 64
 
 

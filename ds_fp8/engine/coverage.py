@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_fp8.layers.experts import expert_weights
+from ds_fp8.layers.expert_selection import expert_weights
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.selection import ROUTERS
 from ds_fp8.zero import seams

@@ -20,7 +20,7 @@ from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
 from ds_fp8.layers import packed_rows
 from ds_fp8.layers.attention_format import AttentionFormat
-from ds_fp8.layers.experts import expert_weights
+from ds_fp8.layers.expert_selection import expert_weights
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.selection import of_listed_expert
 from ds_fp8.optim.codecs import moment_bytes

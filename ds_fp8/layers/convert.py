@@ -22,14 +22,17 @@ from ds_fp8.layers.attention_format import (
 )
 from ds_fp8.layers.balancing_loss import count_without_waiting
 from ds_fp8.layers.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
+from ds_fp8.layers.expert_selection import (
+    backend_of_experts,
+    experts_left,
+    multiplies_experts,
+    names_of_experts,
+)
 from ds_fp8.layers.experts import (
     ExpertsConversion,
     FP8Experts,
-    cast_of_experts,
     convert_experts,
-    names_of_experts,
     restore_experts,
-    unconverted_experts,
 )
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.loss import FusedHead, fuse_loss, withholds_logits
@@ -41,7 +44,6 @@ from ds_fp8.layers.selection import (
     first_matches,
     linear_layers,
     matches,
-    named_by_user,
     of_listed_expert,
     unconverted,
 )
@@ -185,36 +187,6 @@ def convert(
     if config.activations.mlp_tile_tokens is not None:
         _check_tiles(model, result.fusion)
     return result
-
-
-def multiplies_experts(expert_products: str, backend: str) -> bool:
-    """Return whether experts are multiplied in FP8, given fp8.linear.expert_products and the backend of the linears."""
-    # On Hopper, where these backends multiply blocks, the kernels of groups have been measured; on Blackwell they have
-    # not run. Where linears are emulated they are slower than decoding.
-    return expert_products == "fp8" or (expert_products == "auto" and backend in ("cublas", "deep_gemm"))
-
-
-def backend_of_experts(expert_products: str, backend: str) -> str:
-    """Return the backend of grouped products, given fp8.linear.expert_products and the backend of the linears."""
-    # DeepGEMM's products of groups have not run: they must be asked for.
-    return "cublas" if expert_products == "auto" and backend == "deep_gemm" else backend
-
-
-def experts_left(model: nn.Module, config: FP8Config) -> dict[str, str]:
-    """Return why weights of experts are not gathered in FP8, by the names of those that are not."""
-    names = names_of_experts(model)
-    by_user = named_by_user(names, config.linear)
-    override_of = first_matches(names, config.linear.overrides)
-
-    def reason_of(name: str) -> str | None:
-        if config.param_gather.format == "bf16":
-            return 'fp8.param_gather.format is "bf16"'
-        if name in by_user:
-            return by_user[name]
-        casts = config.linear.overrides[override_of[name]] if name in override_of else config.linear
-        return cast_of_experts(casts.weight.spec).why_not_gathered
-
-    return unconverted_experts(model, reason_of)
 
 
 def _check_tiles(model: nn.Module, fusion: Fusion) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 from ds_fp8.layers.attachments import Parts
 from ds_fp8.layers.attention import NormedHeads, attend, normed_heads
 from ds_fp8.layers.attention_format import is_exchanged, runs_in_fp8
-from ds_fp8.layers.experts import expert_weights
+from ds_fp8.layers.expert_selection import expert_weights
 from ds_fp8.layers.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
 from ds_fp8.layers.linear import FP8Linear, runs_eagerly
 from ds_fp8.layers.recipe import LinearRecipe

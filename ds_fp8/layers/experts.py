@@ -14,14 +14,13 @@ With fp8.linear.expert_products "fp8" the codes themselves are multiplied (exper
 the structure for it. Weights that are not gathered in FP8 at the time (without ZeRO-3, or where the layer went back to
 BF16) are read as they are.
 
-`convert_experts` decides which experts. The class is swapped in under the live module, as FP8Linear is.
+expert_selection.py says which experts. The class is swapped in under the live module, as FP8Linear is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,21 +29,16 @@ import torch
 from torch import nn
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.config.formats import BLOCK, CastSpec
-from ds_fp8.layers.experts_implementation import PRODUCTS, experts_forward, products_of, shape_of
+from ds_fp8.config.formats import BLOCK
+from ds_fp8.layers.expert_selection import expert_weights, recipe_of_experts
+from ds_fp8.layers.experts_implementation import PRODUCTS, experts_forward, products_of
 from ds_fp8.layers.linear import runs_eagerly
 from ds_fp8.layers.recipe import LinearRecipe
 from ds_fp8.layers.swapped import Swapped, swapped_class
 from ds_fp8.layers.weights import GATHERED
 
-INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-"""Attributes of the experts that transformers can compute in several ways (its ExpertsInterface)."""
-
 PIECE = 1 << 25
 """Elements that are decoded at once."""
-
-GRANULARITY = "128x128"
-"""Elements of experts that share a scale, whatever the linears' is: such blocks serve both products of a weight."""
 
 
 @dataclass(frozen=True)
@@ -226,31 +220,6 @@ def _shown(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[N
             vars(module).pop(name, None)
 
 
-def unconverted_experts(model: nn.Module, reason_of: Callable[[str], str | None]) -> dict[str, str]:
-    """Decide about every weight of experts of a model.
-
-    Args:
-        model: Any module, before or after a conversion.
-        reason_of: Returns why a weight is to stay in BF16, by its name, or None.
-
-    Returns:
-        The name of each weight that stays in BF16 -> the reason.
-    """
-    left = {}
-    modules = dict(model.named_modules())
-    users = Counter(id(parameter) for module in modules.values() for parameter in module._parameters.values())
-    for name, module in modules.items():
-        parent = modules.get(name.rpartition(".")[0])
-        for own_name, weight in expert_weights(name, module).items():
-            full_name = f"{name}.{own_name}".lstrip(".")
-            reason = reason_of(full_name) or _objection(module, weight, parent)
-            if reason is None and users[id(weight)] > 1:
-                reason = "shared with another module"
-            if reason is not None:
-                left[full_name] = reason
-    return left
-
-
 def convert_experts(
     model: nn.Module, left: Mapping[str, str], recipe_of: Callable[[str], LinearRecipe], multiply: bool = False
 ) -> ExpertsConversion:
@@ -302,51 +271,3 @@ def restore_experts(module: nn.Module) -> list[nn.Parameter]:
     vars(module).pop(PRODUCTS, None)
     _, module.__class__ = type(module).__bases__
     return weights
-
-
-def expert_weights(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights of experts that a module of this name has itself, by their own names: 3-D parameters."""
-    if "expert" not in f"{name} {type(module).__name__}".lower():
-        return {}
-    found = {own: parameter for own, parameter in module._parameters.items() if parameter is not None}
-    return {own: parameter for own, parameter in found.items() if len(shape_of(parameter)) == 3}
-
-
-def names_of_experts(model: nn.Module) -> list[str]:
-    """Return the names of all weights of experts of a model."""
-    return [
-        f"{name}.{own}".lstrip(".") for name, module in model.named_modules() for own in expert_weights(name, module)
-    ]
-
-
-def _objection(module: nn.Module, weight: nn.Parameter, parent: nn.Module | None) -> str | None:
-    if any(not hasattr(module, attribute) for attribute in INTERFACE):
-        return f"{type(module).__name__} is not of transformers' interface of experts"
-    if module.is_transposed:
-        return "stored transposed"
-    if "forward" in vars(module):
-        return "have a forward set on the instance"
-    if "parametrizations" in module._modules or type(parent).__module__.startswith("peft."):
-        return "carry an adapter"
-    if not weight.is_floating_point():
-        return f"stored as {str(weight.dtype).removeprefix('torch.')}"
-    _, rows, columns = shape_of(weight)
-    if rows % BLOCK or columns % BLOCK:
-        return f"matrices of {rows} x {columns} do not divide into {GRANULARITY} blocks"
-    return None
-
-
-def cast_of_experts(cast: CastSpec) -> CastSpec:
-    """Return the cast of experts where linears have `cast`: in blocks, and not rotated."""
-    return replace(cast, granularity=GRANULARITY, rotation=None)
-
-
-def recipe_of_experts(recipe: LinearRecipe, site: str) -> LinearRecipe:
-    """Return the recipe of experts where linears have `recipe`: weights in blocks, and no outlier channels.
-
-    Args:
-        recipe: Of the linears.
-        site: Name of the module, by which the monitor knows it.
-    """
-    weight = cast_of_experts(recipe.weight)
-    return replace(recipe, weight=weight, site=site, outliers=None, outlier_channels=0)

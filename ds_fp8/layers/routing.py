@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.layers.experts import INTERFACE
+from ds_fp8.layers.expert_selection import INTERFACE
 from ds_fp8.monitor.routing import in_backward
 
 Routes = dict[str, torch.Tensor]

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.layers.convert import convert, multiplies_experts
+from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP
+from ds_fp8.layers.expert_selection import multiplies_experts
 from ds_fp8.layers.experts import FP8Experts
 from ds_fp8.layers.experts_implementation import PRODUCTS
 from ds_fp8.layers.linear import FP8Linear

@@ -43,7 +43,7 @@ from ds_fp8.gemm import scaled_matmul
 from ds_fp8.gemm.grouped import grouped_matmul, grouped_wgrad
 from ds_fp8.layers.expert_layout import ExpertLayout, expert_layout
 from ds_fp8.layers.expert_products import ExpertProducts, ExpertWeights, expert_products, unsupported
-from ds_fp8.layers.experts import recipe_of_experts
+from ds_fp8.layers.expert_selection import recipe_of_experts
 from ds_fp8.layers.gated_activation import gated_activation_backward, gated_activation_cast
 from ds_fp8.layers.permutation import permute_cast, row_factors, unpermute
 from ds_fp8.layers.recipe import LinearRecipe

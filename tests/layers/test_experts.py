@@ -12,8 +12,9 @@ from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import PRESETS
-from ds_fp8.layers.convert import backend_of_experts, convert, layer_of, multiplies_experts, restore
+from ds_fp8.layers.convert import convert, layer_of, restore
 from ds_fp8.layers.decoder import FusedAttentionHalf
+from ds_fp8.layers.expert_selection import backend_of_experts, multiplies_experts
 from ds_fp8.layers.experts import FP8Experts, convert_experts, decode
 from ds_fp8.layers.linear import FP8Linear
 from ds_fp8.layers.recipe_from_config import recipe_from_config

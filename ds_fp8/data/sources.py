@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import glob
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -111,7 +113,8 @@ def _load(path: str) -> datasets.IterableDataset:
             raise empty(path)
         # A blank line parts documents in a text file; by lines, the default, each line would be one.
         options = {"sample_by": "paragraph"} if kind == "text" else {}
-        name, subset, options = kind, None, {"data_files": list(map(str, files)), **options}
+        # Escaped: datasets takes names for patterns, and "part[1].jsonl" would match no file, or another.
+        name, subset, options = kind, None, {"data_files": [glob.escape(str(file)) for file in files], **options}
     # What looks like a path is not asked for on the hub: the error should be about the file.
     elif _ending(local) in LOADERS or path.startswith(("/", "./", "../", "~")):
         raise UserError(f"{path} does not exist", key="data.path", remedy="give the path of existing data")
@@ -170,7 +173,7 @@ def _ending(file: Path) -> str:
 
 def _files(local: Path) -> list[Path]:
     """Return the data files at `local`, all of one kind."""
-    files = [local] if local.is_file() else sorted(file for file in local.rglob("*") if _ending(file) in LOADERS)
+    files = [local] if local.is_file() else sorted(file for file in _inside(local) if _ending(file) in LOADERS)
     endings = sorted({_ending(file) for file in files})
     known = ", ".join(LOADERS)
     if not files:
@@ -182,6 +185,19 @@ def _files(local: Path) -> list[Path]:
             f"the folder {local} mixes {', '.join(endings)} files", key="data.path", remedy="keep one kind in a folder"
         )
     return files
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder, in those inside it, and in those that links in it lead to; of each folder once."""
+    seen = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in seen:  # a link back, or a second one
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
+        yield from (Path(parent, name) for name in names)
 
 
 def _checked_text(text: Any, row: int, config: DataConfig) -> str:

@@ -68,6 +68,29 @@ def test_compressed_files(kind, ending, compress, tmp_path):
     assert [text.strip() for text in read_examples(DataConfig(path=str(packed)))] == TEXTS
 
 
+@pytest.mark.parametrize("name", ["part[1].jsonl", "part*.jsonl", "part?.jsonl", "{part}.jsonl"])
+def test_a_name_is_no_pattern(name, tmp_path):
+    for other in ("part1.jsonl", "part2.jsonl", name):
+        _write(tmp_path / other, "text", [f"in {other}"])
+    assert read_examples(DataConfig(path=str(tmp_path / name))) == [f"in {name}"]
+    (tmp_path / "folder[1]").mkdir()
+    _write(tmp_path / "folder[1]" / name, "text", TEXTS)
+    assert read_examples(DataConfig(path=str(tmp_path / "folder[1]"))) == TEXTS
+
+
+def test_folders_named_like_files_and_links_to_folders_are_entered(tmp_path):
+    """As Spark leaves folders with one for each table, and as a folder of links gathers corpora of several disks."""
+    (tmp_path / "disk").mkdir()
+    _write(tmp_path / "disk" / "c.jsonl", "text", ["c"])
+    for table in ("a", "b"):
+        (tmp_path / "all" / f"{table}.jsonl").mkdir(parents=True)
+        _write(tmp_path / "all" / f"{table}.jsonl" / "part-0.jsonl", "text", [table])
+    (tmp_path / "all" / "linked").symlink_to(tmp_path / "disk")
+    (tmp_path / "all" / "linked again").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "back").symlink_to(tmp_path / "all")
+    assert read_examples(DataConfig(path=str(tmp_path / "all"))) == ["a", "b", "c"]
+
+
 def test_a_damaged_compressed_file_is_named(tmp_path):
     file = tmp_path / "data.jsonl.gz"
     file.write_bytes(gzip.compress(json.dumps({"text": "x" * 5000}).encode())[:40])

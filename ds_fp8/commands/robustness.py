@@ -102,7 +102,7 @@ def _measure(stage: Stage, cell: Cell, out: Path, batches: int) -> None:
     from transformers import AutoModelForCausalLM
 
     import ds_fp8
-    from ds_fp8.data import build_data, default_cache_dir, load_tokenizer
+    from ds_fp8.data import build_data, default_cache_dir, load_tokenizer, measured_rows
     from ds_fp8.layers import munit
     from ds_fp8.report.robustness import SHARPNESS
     from ds_fp8.report.runs import RunRecord
@@ -126,7 +126,7 @@ def _measure(stage: Stage, cell: Cell, out: Path, batches: int) -> None:
     if cell.kind == "fp8":
         ds_fp8.convert(model, stage.fp8)
     rows = build_data(stage.data, load_tokenizer(str(folder / MODEL)), default_cache_dir()).validation
-    chosen = range(min(batches * stage.global_batch, len(rows)))
+    chosen = measured_rows(rows.rows_by_source, batches * stage.global_batch, stage.data.weights())
     found = logit_sharpness(model, micro_batches(stage, rows, chosen, model.device))
     # Atomically, for the file's presence says that this model has been measured.
     write_atomically(folder / SHARPNESS, json.dumps(found, indent=2) + "\n")

@@ -173,7 +173,7 @@ def _rows(section: dict[str, Any], wanted: int) -> list[Batch]:
 
     config = parse_section(DataConfig, section, key="data")
     data = build_data(config, build_tokenizer(config, default_cache_dir()), default_cache_dir())
-    rows = rows_of(data.validation, wanted, "cpu")
+    rows = rows_of(data.validation, wanted, "cpu", data.weights)
     if not rows:
         raise UserError("the data has no held-out rows", key="data.path", remedy="more text, or a smaller --length")
     return rows

@@ -2,7 +2,7 @@
 
 from ds_fp8.data.chat import IGNORED, stop_tokens, tokenize_chat, tokenize_chats
 from ds_fp8.data.config import DataConfig, SourceConfig
-from ds_fp8.data.order import budgeted_micro_batches, local_micro_batches, rows_of_step
+from ds_fp8.data.order import budgeted_micro_batches, local_micro_batches, measured_rows, rows_of_step
 from ds_fp8.data.packing import PackedDataset, Plan, plan_rows
 from ds_fp8.data.questions import Question, extract_answer
 from ds_fp8.data.sources import ExampleStream, read_examples
@@ -35,6 +35,7 @@ __all__ = [
     "extract_answer",
     "load_tokenizer",
     "local_micro_batches",
+    "measured_rows",
     "plan_rows",
     "problems",
     "read_examples",

@@ -39,12 +39,17 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
     """
     stops = [tokenizer.eos_token_id]
     if chat:
-        # Found out by trial: a template does not name the token that closes a turn.
-        turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-        # The last token that carries loss.
-        learnt = [label for label in tokenize_chat(tokenizer, turns)[1] if label != IGNORED]
-        stops = learnt[-1:] + stops
+        # Found out by trial: a template does not name the token that closes a turn. It is the last that carries loss,
+        # whatever is answered; where a template closes no turn the last token is the answer's own.
+        last = [_learnt(tokenizer, answer)[-1:] for answer in ("2", "3")]
+        stops = (last[0] if last[0] == last[1] else []) + stops
     return list(dict.fromkeys(stops))
+
+
+def _learnt(tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
+    """Return the tokens that carry loss of a chat with this answer."""
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": answer}]
+    return [label for label in tokenize_chat(tokenizer, turns)[1] if label != IGNORED]
 
 
 def tokenize_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[int], list[int]]:

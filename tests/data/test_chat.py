@@ -139,3 +139,12 @@ def test_a_template_that_fails_is_named(template, with_template):
 def test_a_template_without_an_assistant_ends_answers_at_the_end_of_text(with_template):
     silent = with_template("{{ messages[0]['content'] }}")
     assert stop_tokens(silent, chat=True) == [silent.eos_token_id]
+
+
+@pytest.mark.parametrize("answer", ["{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}"])
+def test_a_template_that_closes_no_turn_ends_answers_at_the_end_of_text(answer, with_template):
+    """And not at whatever token an answer of the template's trial ends in."""
+    template = "{% for m in messages %}{% if m['role'] == 'assistant' %}" + answer + "{% else %}"
+    template += "{{ 'Q: ' + m['content'] }}{% endif %}{% endfor %}"
+    open_ended = with_template(template)
+    assert stop_tokens(open_ended, chat=True) == [open_ended.eos_token_id]

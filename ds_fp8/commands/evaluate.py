@@ -159,15 +159,16 @@ def _on_stage(model: PreTrainedModel, stage: Stage, batches: int, problems: int)
 
     Raises UserError where the stage's chat template has tokens that the model lacks.
     """
-    from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
+    from ds_fp8.data import build_data, build_tokenizer, default_cache_dir, embeddings_needed
     from ds_fp8.train.evaluation import exact_match, validation_loss
 
     tokenizer = build_tokenizer(stage.data, default_cache_dir())
     known = model.get_input_embeddings().num_embeddings
     # An embedding of too few rows would be read out of bounds.
-    if len(tokenizer) > known:
+    needed = embeddings_needed(tokenizer)
+    if needed > known:
         raise UserError(
-            f"the tokenizer with the chat template has {len(tokenizer)} tokens, but the model has {known}",
+            f"the tokenizer with the chat template has {needed} tokens, but the model has {known}",
             key="data.chat_template",
             remedy="evaluate a model that was trained with this template, or give that of the model's tokenizer",
         )

@@ -10,7 +10,14 @@ from ds_fp8.data.stage import StageData, build_data, default_cache_dir, describe
 from ds_fp8.data.synthetic import Problem, chat_prompt, document_prompt, problems
 from ds_fp8.data.token_store import TokenStore
 from ds_fp8.data.tokenise import tokenise_source
-from ds_fp8.data.tokenizer import build_tokenizer, encode_documents, encode_prompts, load_tokenizer, save_tokenizer
+from ds_fp8.data.tokenizer import (
+    build_tokenizer,
+    embeddings_needed,
+    encode_documents,
+    encode_prompts,
+    load_tokenizer,
+    save_tokenizer,
+)
 
 __all__ = [
     "IGNORED",
@@ -30,6 +37,7 @@ __all__ = [
     "default_cache_dir",
     "describe",
     "document_prompt",
+    "embeddings_needed",
     "encode_documents",
     "encode_prompts",
     "extract_answer",

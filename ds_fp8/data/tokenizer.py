@@ -36,7 +36,7 @@ def build_tokenizer(config: DataConfig, cache_dir: Path) -> PreTrainedTokenizerB
 
     A tokenizer without a chat template gets ChatML for format "chat", as does any with `data.chat_template` "chatml".
     Its two markers become special tokens where they are none yet: the tokenizer may then be larger than the model's
-    vocabulary (compare `len(tokenizer)`).
+    vocabulary (compare `embeddings_needed`).
 
     Raises:
         UserError: With the key data.tokenizer: there is no such tokenizer or it has no end-of-text token.
@@ -65,6 +65,14 @@ def build_tokenizer(config: DataConfig, cache_dir: Path) -> PreTrainedTokenizerB
     elif template is not None:
         tokenizer.chat_template = _template(template)
     return tokenizer
+
+
+def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many embeddings a model needs for all tokens: one more than the largest id.
+
+    That is more than the number of tokens where ids have gaps, as those of o200k have.
+    """
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def encode_documents(

@@ -107,6 +107,7 @@ def main() -> int:
 
 def _stage(arguments: argparse.Namespace) -> Stage:
     """Return the stage with the folder's tokenizer, and with the batch of the run that had so many ranks."""
+    from ds_fp8.engine.sequence_parallel import sequence_parallel_size
     from ds_fp8.train import load_stage
     from ds_fp8.train.deepspeed_config import ranks_of_batch
 
@@ -118,7 +119,9 @@ def _stage(arguments: argparse.Namespace) -> Stage:
     tokenizer = f"data.tokenizer={json.dumps(f'{arguments.folder}/')}"
     # The global batch of a stage depends on its ranks, and the validation rows read on the batch: the run's own number
     # is needed to read the same rows.
-    return load_stage(file, [*arguments.set, tokenizer], arguments.gpus or ranks_of_batch(raw) or 1)
+    ranks = arguments.gpus or (ranks_of_batch(raw) or 1) * sequence_parallel_size(raw)
+    # One rank evaluates, and shares its rows with no other.
+    return load_stage(file, [*arguments.set, tokenizer], ranks).unshared()
 
 
 def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None]:

@@ -112,7 +112,7 @@ def _measure(stage: Stage, cell: Cell, out: Path, batches: int) -> None:
     from ds_fp8.train.durable import write_atomically
     from ds_fp8.train.sharpness import logit_sharpness
 
-    folder = cell.folder(out)
+    folder, stage = cell.folder(out), stage.unshared()
     if (folder / SHARPNESS).is_file() or RunRecord(folder).result["final_loss"] is None:
         return
     processes.set_single_process_env()

@@ -176,6 +176,14 @@ class Stage:
         }
         return sources | {key: path for key, path in others.items() if path}
 
+    def unshared(self) -> Stage:
+        """Return this stage for ranks that have sequences to themselves: the same rows in a step."""
+        data = self.data
+        if data.tokens_per_gpu is not None:
+            # What the ranks of a group hold together.
+            data = data.model_copy(update={"tokens_per_gpu": data.tokens_per_gpu * self.shared_by})
+        return replace(self, data=data, shared_by=1)
+
     def with_length(self, training_rows: int) -> Stage:
         """Return this stage with `train.steps`, from `train.epochs` where it is not given.
 

@@ -41,7 +41,6 @@ def main() -> int:
     from ds_fp8.report.robustness_page import write_robustness
     from ds_fp8.report.runs import RunRecord
     from ds_fp8.train import load_stage
-    from ds_fp8.train.checkpoints import RESULT
     from ds_fp8.train.sharpness import RELATIVE
 
     file, ranks = stage_file(arguments), ranks_of(arguments)
@@ -54,8 +53,6 @@ def main() -> int:
     runs = {
         str(cell): [*arguments.set, *cell_overrides(own, cell, arguments.steps, arguments.out)]
         for cell, own in stages.items()
-        # `result.json` is a run's last file: a run that has it is finished, any other is continued.
-        if not (cell.folder(arguments.out) / RESULT).is_file()
     }
     train_all(runs, file, ranks)
     print("\n== sharpness of the final models", flush=True)

@@ -8,7 +8,8 @@ from statistics import stdev
 import pytest
 
 from ds_fp8 import train as train_room
-from ds_fp8.commands import comparisons
+from ds_fp8.cli import main
+from ds_fp8.commands import comparisons, robustness
 from ds_fp8.commands import parity as command
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
@@ -18,6 +19,7 @@ from ds_fp8.report.verdict import Gap, judge, judge_all, judge_seeds, seed_noise
 from ds_fp8.train import load_stage
 from tests.report.runs import finished_run
 from tests.train.conftest import ROOT
+from tests.train.tiny_stage import RESULT
 
 
 def runs_of(tmp_path, fp8: list[float], bf16: list[float], first=7):
@@ -243,3 +245,42 @@ def test_the_command_trains_twins_and_gives_its_verdict(tiny, write, cache_home,
     assert figures["steps"] == 2
     assert list(figures["curves"]["fp8"][0]["loss"]) == ["1", "2"]
     assert figures["final_loss"]["fp8"] != figures["final_loss"]["bf16"]
+
+
+@pytest.mark.parametrize("name", ["parity", "robustness"])
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        (["--steps", "12"], None),
+        (["--steps", "20"], "--steps"),
+        (["--steps", "12", "--set", "data.seed=5"], "data.seed"),
+    ],
+)
+def test_finished_runs_are_taken_as_they_are_if_they_are_the_same(
+    tiny, write, tmp_path, monkeypatch, cache_home, name, changes, key
+):
+    """Not their figures for those of another stage, nor their weights trained on by another schedule."""
+    monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
+    file, made = write(tiny), []
+
+    def finish(file, ranks, changes):
+        made.append(changes)
+        stage = load_stage(file, changes, ranks)
+        stage.run_dir.mkdir(parents=True)
+        (stage.run_dir / "config.json").write_text(json.dumps(stage.raw))
+        (stage.run_dir / "result.json").write_text(json.dumps(RESULT | {"steps": stage.train.steps}))
+        (stage.run_dir / "metrics.jsonl").write_text("")
+
+    monkeypatch.setattr(comparisons, "train_once", finish)
+    monkeypatch.setattr(robustness, "_measure", lambda *cell: None)
+    words = [str(file), "--out", str(tmp_path / "out"), "--seeds", "1", "--gpus", "1"]
+    main([name, *words, "--steps", "12"])
+    first = len(made)
+    assert first == (2 if name == "parity" else 8)
+    if key is None:
+        main([name, *words, *changes])
+    else:
+        with pytest.raises(UserError) as caught:
+            main([name, *words, *changes])
+        assert caught.value.key == key
+    assert len(made) == first

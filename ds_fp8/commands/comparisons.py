@@ -76,6 +76,17 @@ def ranks_of(arguments: argparse.Namespace) -> int:
     return arguments.gpus or torch.cuda.device_count() or 1
 
 
+def with_length(stage: Stage) -> Stage:
+    """Return the stage with its steps: where it has epochs and a schedule in steps, they are known once data is."""
+    schedule = stage.train.schedule
+    if stage.train.steps is not None or max(schedule.warmup, schedule.decay) < 1:
+        return stage
+    from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
+
+    data = build_data(stage.data, build_tokenizer(stage.data, default_cache_dir()), default_cache_dir())
+    return stage.with_length(len(data.train))
+
+
 def train_all(runs: Mapping[str, list[str]], config: Path, ranks: int) -> None:
     """Load the stage as every run changes it, then make the runs that are not there, by their names, one by one.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_fp8.commands.arguments import amount, count, parser_of, stage_file
-from ds_fp8.commands.comparisons import add_runs, ranks_of, read_points, train_all
+from ds_fp8.commands.comparisons import add_runs, ranks_of, read_points, train_all, with_length
 from ds_fp8.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def main() -> int:
     twins = twins_of(read_points(arguments), range(stage.train.seed, stage.train.seed + arguments.seeds))
     stages = {cell: load_stage(file, [*arguments.set, *cell.changes], ranks) for pair in twins for cell in pair}
     runs = {
-        str(cell): [*arguments.set, *cell_overrides(own, cell, arguments.steps, arguments.out)]
+        str(cell): [*arguments.set, *cell_overrides(with_length(own), cell, arguments.steps, arguments.out)]
         for cell, own in stages.items()
     }
     train_all(runs, file, ranks)

@@ -158,7 +158,7 @@ def planned(monkeypatch, cache_home, tmp_path):
     monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
-    def plan(file, *arguments):
+    def plan(file, *arguments, command=command):
         events = []
         load = train_room.load_stage
         monkeypatch.setattr(train_room, "load_stage", lambda *given: events.append("load") or load(*given))
@@ -180,13 +180,14 @@ def test_all_twins_are_read_before_the_first_is_trained(tiny, write, planned):
     assert sum("fp8.enabled=false" in changes for changes in events[5:]) == 2
 
 
-def test_a_schedule_in_steps_is_shortened_where_the_stage_counts_epochs(tiny, write, planned):
+@pytest.mark.parametrize("compared", [command, robustness])
+def test_a_schedule_in_steps_is_shortened_where_the_stage_counts_epochs(tiny, write, planned, compared):
     tiny["train"] |= {"steps": None, "epochs": 40, "schedule": {"type": "wsd", "warmup": 6, "decay": 12}}
     file = write(tiny)
     stage = load_stage(file)
     rows = len(build_data(stage.data, build_tokenizer(stage.data, default_cache_dir()), default_cache_dir()).train)
     steps = stage.with_length(rows).train.steps
-    changes = planned(file, "--steps", "4", "--ranks", "1")[-1]
+    changes = planned(file, "--steps", "4", "--ranks", "1", command=compared)[-1]
     assert f"train.schedule.warmup={6 / steps}" in changes
     assert f"train.schedule.decay={12 / steps}" in changes
 

@@ -87,8 +87,10 @@ class TokenWriter:
 
     def _open(self) -> None:
         last = len(self._shards) - 1
-        self._tokens = _file(self._folder, last, _TOKENS).open("ab")
-        self._ends = _file(self._folder, last, _ENDS).open("ab")
+        # Files of a shard that begins may hold what a killed run wrote behind its last commit.
+        mode = "ab" if self._shards[last][1] else "wb"
+        self._tokens = _file(self._folder, last, _TOKENS).open(mode)
+        self._ends = _file(self._folder, last, _ENDS).open(mode)
 
 
 class TokenStore:

@@ -234,5 +234,14 @@ def _checked_messages(messages: Any, row: int, config: DataConfig) -> Chat:
             raise malformed(f'has the unknown role "{message["role"]}"')
     if not any(message["role"] == "assistant" for message in messages):
         raise malformed("has no assistant turn")
-    # A column of a table gives every message all keys that any message has.
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return _without_none(messages)
+
+
+def _without_none(value: Any) -> Any:
+    """Return a value without the keys that are None, at any depth.
+
+    A column of a table gives every message, and every call of a tool in it, all keys that any of them has.
+    """
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value

@@ -56,6 +56,20 @@ def test_chats_from_a_file_under_another_key(ending, tmp_path):
     assert read_examples(config) == CHATS
 
 
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_calls_of_tools_have_their_own_arguments_alone(ending, tmp_path):
+    """A column of a table gives every call the arguments of all."""
+
+    def chat(arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return [{"role": "user", "content": "?"}, answer, {"role": "tool", "content": "1"}]
+
+    chats = [chat({"city": "Paris"}), chat({"a": 1, "of": [{"b": 2}, {"c": 3}]})]
+    path = _write(tmp_path / f"data{ending}", "messages", chats)
+    assert read_examples(DataConfig(path=path, format="chat")) == chats
+
+
 @pytest.mark.parametrize(
     ("ending", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
 )

@@ -157,13 +157,22 @@ def _explained(path: str) -> Iterator[None]:
         if Path(path).expanduser().exists():
             kind = LOADERS[_ending(_files(Path(path).expanduser())[0])]
             raise UserError(
-                f"{path} cannot be read as {kind} data ({reason})", key="data.path", remedy="repair the file"
+                f"{path} cannot be read as {kind} data ({reason})", key="data.path", remedy=_remedy(reason)
             ) from None
         raise UserError(
             f"{path} is neither a local file nor a Hugging Face dataset that can be reached ({reason})",
             key="data.path",
             remedy='give an existing file, a datasets name ("owner/name" or "owner/name:subset"), or "synthetic"',
         ) from None
+
+
+def _remedy(reason: str) -> str:
+    """Return what helps against an error of reading a local file."""
+    if "zstd not supported" in reason:
+        return "pip install zstandard"
+    if "Couldn't cast" in reason:
+        return "give all rows the same columns, with values of one kind: what is first read decides for all"
+    return "repair the file"
 
 
 def _ending(file: Path) -> str:

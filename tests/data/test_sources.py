@@ -7,6 +7,7 @@ import lzma
 from itertools import islice
 
 import datasets
+import fsspec.compression
 import pytest
 
 from ds_fp8.config.errors import UserError
@@ -103,6 +104,23 @@ def test_folders_named_like_files_and_links_to_folders_are_entered(tmp_path):
     (tmp_path / "all" / "linked again").symlink_to(tmp_path / "disk")
     (tmp_path / "disk" / "back").symlink_to(tmp_path / "all")
     assert read_examples(DataConfig(path=str(tmp_path / "all"))) == ["a", "b", "c"]
+
+
+def test_zstandard_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.delitem(fsspec.compression.compr, "zstd", raising=False)
+    (tmp_path / "data.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x04\x58\x00")
+    assert _error(DataConfig(path=str(tmp_path / "data.jsonl.zst"))).remedy == "pip install zstandard"
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_files_with_other_columns_are_not_called_damaged(ending, tmp_path):
+    for name, about in (("a", {"of": 1}), ("b", "of"), ("c", [3])):
+        rows = [{"text": name, "about": about}]
+        if ending == ".jsonl":
+            (tmp_path / f"{name}.jsonl").write_text(json.dumps(rows[0]) + "\n")
+        else:
+            datasets.Dataset.from_list(rows).to_parquet(tmp_path / f"{name}.parquet")
+    assert "same columns" in _error(DataConfig(path=str(tmp_path))).remedy
 
 
 def test_a_damaged_compressed_file_is_named(tmp_path):

@@ -162,19 +162,11 @@ def _on_stage(model: PreTrainedModel, stage: Stage, batches: int, problems: int)
 
     Raises UserError where the stage's chat template has tokens that the model lacks.
     """
-    from ds_fp8.data import build_data, build_tokenizer, default_cache_dir, embeddings_needed
+    from ds_fp8.data import build_data, build_tokenizer, check_embeddings, default_cache_dir
     from ds_fp8.train.evaluation import exact_match, validation_loss
 
     tokenizer = build_tokenizer(stage.data, default_cache_dir())
-    known = model.get_input_embeddings().num_embeddings
-    # An embedding of too few rows would be read out of bounds.
-    needed = embeddings_needed(tokenizer)
-    if needed > known:
-        raise UserError(
-            f"the tokenizer with the chat template has {needed} tokens, but the model has {known}",
-            key="data.chat_template",
-            remedy="evaluate a model that was trained with this template, or give that of the model's tokenizer",
-        )
+    check_embeddings(tokenizer, model.get_input_embeddings().num_embeddings)
     data = build_data(stage.data, tokenizer, default_cache_dir())
     engine = _alone(model)
     loss = validation_loss(engine, stage, data.validation, batches, lambda: None)

@@ -12,6 +12,7 @@ from ds_fp8.data.token_store import TokenStore
 from ds_fp8.data.tokenise import tokenise_source
 from ds_fp8.data.tokenizer import (
     build_tokenizer,
+    check_embeddings,
     embeddings_needed,
     encode_documents,
     encode_prompts,
@@ -34,6 +35,7 @@ __all__ = [
     "build_data",
     "build_tokenizer",
     "chat_prompt",
+    "check_embeddings",
     "default_cache_dir",
     "describe",
     "document_prompt",

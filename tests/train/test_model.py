@@ -64,6 +64,16 @@ def test_ids_with_gaps_have_embeddings(load):
         load_model_config(stage, tokenizer)
 
 
+def test_markers_of_a_chat_template_without_an_embedding_are_named(load, tmp_path):
+    """The model's own tokenizer is the right one: it is the template that adds tokens to it."""
+    words = Tokenizer(WordLevel({"<end>": 0, "one": 1, "two": 2, "user": 3}, unk_token="<end>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(tmp_path / "words")
+    stage, tokenizer = load("model.config.vocab_size=4", "data.format=chat", f"data.tokenizer={tmp_path / 'words'}")
+    with pytest.raises(UserError, match=r"adds <\|im_start\|> and <\|im_end\|>") as error:
+        load_model_config(stage, tokenizer)
+    assert error.value.key == "data.chat_template"
+
+
 @pytest.mark.parametrize("where", ["model.path", "train.init_from", "a run"])
 def test_stored_weights_are_loaded(where, load, tmp_path):
     stage, tokenizer = load()

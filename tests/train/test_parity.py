@@ -40,6 +40,12 @@ def test_the_gap_is_a_mean_over_seeds_and_the_noise_is_bf16s(tmp_path):
     assert comparison["seeds"] == [7, 8, 9]
 
 
+def test_a_run_whose_steps_are_lost_has_no_speed(tmp_path):
+    twins = runs_of(tmp_path, [0.5], [0.5])
+    twins[0].run.result["tokens_per_second"] = None
+    assert compare(twins)["tokens_per_second"] == {"fp8": None, "bf16": 1000.0}
+
+
 def test_one_seed_has_no_noise(tmp_path):
     comparison = compare(runs_of(tmp_path, [2.002], [2.0]))
     assert comparison["seed_noise"] is comparison["gap_standard_error"] is None

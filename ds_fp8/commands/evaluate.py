@@ -97,7 +97,7 @@ def main() -> int:
     # Last, since it converts the model: what was measured before is the model as it is stored.
     if stage is not None and stage.fp8.enabled and serving is None:
         result["loss_as_trained"] = _with_casts(model, stage, arguments.batches or stage.train.eval_batches)
-    text = json.dumps(result, indent=2)
+    text = _as_json(result)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(text + "\n")
@@ -230,6 +230,14 @@ def _on_tasks(
         task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         for task, metrics in found["results"].items()
     }
+
+
+def _as_json(result: dict[str, Any]) -> str:
+    """Return figures as JSON, null for a loss that is not finite: JSON has no such numbers."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in result.items()
+    }
+    return json.dumps(finite, indent=2)
 
 
 def _lines(result: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ds_fp8.commands.evaluate import _alone, _on_stage, _stage
+from ds_fp8.commands.evaluate import _alone, _as_json, _on_stage, _stage
 from ds_fp8.data import build_data, build_tokenizer
 from ds_fp8.layers import munit
 from ds_fp8.train import load_stage, packed_attention, train
@@ -82,6 +82,12 @@ def test_a_validation_reads_every_source_of_a_mixture(tiny, write, ranks, tmp_pa
     assert len(batches) == 2
     assert all(batch & first for batch in batches)
     assert any(batch & second for batch in batches)
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json():
+    text = _as_json({"loss": float("nan"), "perplexity": float("inf"), "rows": 2, "loss_as_trained": 1.5})
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert found == {"loss": None, "perplexity": None, "rows": 2, "loss_as_trained": 1.5}
 
 
 def losses_alone_and_shared(folder, alone, shared, cache):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,19 @@ def test_stages_of_128k_fit_on_8_gpus(name):
     assert (w.sequence_length, w.tokens, w.model.longest) == (131072, 32768, 131072)
     assert estimate_workload(w).device_bytes < gpu_of("h200").bytes
     assert longest_contexts(w, gpu_of("h200").bytes)[4] > 2 * 131072
+
+
+def test_an_estimate_passes_over_json_that_is_no_stage(tmp_path):
+    """Data beside the stages, or notes, while the run that a stage begins from is still to be made."""
+    for name in ("cpt", "sft"):
+        shutil.copy(FOLDER / "qwen3_0.6b" / f"{name}.json", tmp_path)
+    raw = json.loads((tmp_path / "sft.json").read_text())
+    raw["model"].pop("path")
+    raw["train"]["init_from"] = json.loads((tmp_path / "cpt.json").read_text())["train"]["run_dir"]
+    (tmp_path / "chats.json").write_text("[1, 2]")
+    (tmp_path / "broken.json").write_text('{"train": ')
+    found = with_known_model(raw, tmp_path / "sft.json")
+    assert found["model"]["config"] == SHAPES["Qwen/Qwen3-0.6B-Base"]
 
 
 def test_the_page_of_long_context_has_the_figures_of_estimates():

@@ -21,6 +21,7 @@ class Outer(Section):
     middle: Middle = Middle()
     ratio: float = 0.5
     needed: int
+    several: tuple[Inner, ...] | None = None
 
 
 def mistake(values, **words) -> UserError:
@@ -43,6 +44,7 @@ def test_values_become_a_section():
         ({"middle": {"nam": 1}}, "top.middle.nam", "name"),
         ({"middle": {"inner": {"widht": 1}}}, "top.middle.inner.widht", "width"),
         ({"middle": {"optional": {"heigth": 1}}}, "top.middle.optional.heigth", "height"),
+        ({"several": [{}, {"heigth": 1}]}, "top.several.1.heigth", "height"),
     ],
 )
 def test_an_unknown_key_at_any_depth_names_the_nearest(values, key, meant):

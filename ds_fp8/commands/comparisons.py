@@ -6,9 +6,13 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds_fp8.commands.arguments import add_stage, config_file, count
 from ds_fp8.config.errors import UserError
+
+if TYPE_CHECKING:
+    from ds_fp8.train import Stage
 
 
 def add_runs(parser: argparse.ArgumentParser, out: str, seeds: int) -> None:
@@ -72,20 +76,54 @@ def ranks_of(arguments: argparse.Namespace) -> int:
     return arguments.gpus or torch.cuda.device_count() or 1
 
 
+def with_length(stage: Stage) -> Stage:
+    """Return the stage with its steps: where it has epochs and a schedule in steps, they are known once data is."""
+    schedule = stage.train.schedule
+    if stage.train.steps is not None or max(schedule.warmup, schedule.decay) < 1:
+        return stage
+    from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
+
+    data = build_data(stage.data, build_tokenizer(stage.data, default_cache_dir()), default_cache_dir())
+    return stage.with_length(len(data.train))
+
+
 def train_all(runs: Mapping[str, list[str]], config: Path, ranks: int) -> None:
-    """Load the stage as every run changes it, then make the runs by their names, one after the other.
+    """Load the stage as every run changes it, then make the runs that are not there, by their names, one by one.
 
     Raises:
-        UserError: A run is wrong; before the first has taken its time.
+        UserError: A run is wrong, or its folder holds another one; before the first has taken its time.
     """
     from ds_fp8.train import load_stage
+    from ds_fp8.train.resume import inspect_run
 
     # All of them first: a mistake in the last run is found before the first has taken hours.
-    for changes in runs.values():
-        load_stage(config, changes, ranks)
+    stages = {name: load_stage(config, changes, ranks) for name, changes in runs.items()}
+    finished = set()
+    for name, stage in stages.items():
+        _check_same_length(stage)
+        if inspect_run(stage).result is not None:
+            finished.add(name)
     for number, (name, changes) in enumerate(runs.items(), 1):
-        print(f"\n== {number} of {len(runs)}: {name}", flush=True)
-        train_once(config, ranks, changes)
+        print(f"\n== {number} of {len(runs)}: {name}{', finished before' if name in finished else ''}", flush=True)
+        if name not in finished:
+            train_once(config, ranks, changes)
+
+
+def _check_same_length(stage: Stage) -> None:
+    """Raise UserError where the run in the stage's folder was started with other steps."""
+    from ds_fp8.config.files import read_json
+    from ds_fp8.config.fp8 import section_of
+    from ds_fp8.train.checkpoints import CONFIG
+
+    file = stage.run_dir / CONFIG
+    steps = section_of(read_json(file), "train").get("steps") if file.is_file() else stage.train.steps
+    if steps != stage.train.steps:
+        # It would go on, and end with weights of two schedules one after the other.
+        raise UserError(
+            f"{stage.run_dir} holds a run of {steps} steps, and one of {stage.train.steps} has another schedule",
+            key="--steps",
+            remedy="another --out, or as many steps",
+        )
 
 
 def train_once(config: Path, ranks: int, overrides: list[str]) -> None:

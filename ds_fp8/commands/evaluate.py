@@ -97,7 +97,7 @@ def main() -> int:
     # Last, since it converts the model: what was measured before is the model as it is stored.
     if stage is not None and stage.fp8.enabled and serving is None:
         result["loss_as_trained"] = _with_casts(model, stage, arguments.batches or stage.train.eval_batches)
-    text = json.dumps(result, indent=2)
+    text = _as_json(result)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(text + "\n")
@@ -107,6 +107,7 @@ def main() -> int:
 
 def _stage(arguments: argparse.Namespace) -> Stage:
     """Return the stage with the folder's tokenizer, and with the batch of the run that had so many ranks."""
+    from ds_fp8.engine.sequence_parallel import sequence_parallel_size
     from ds_fp8.train import load_stage
     from ds_fp8.train.deepspeed_config import ranks_of_batch
 
@@ -118,7 +119,9 @@ def _stage(arguments: argparse.Namespace) -> Stage:
     tokenizer = f"data.tokenizer={json.dumps(f'{arguments.folder}/')}"
     # The global batch of a stage depends on its ranks, and the validation rows read on the batch: the run's own number
     # is needed to read the same rows.
-    return load_stage(file, [*arguments.set, tokenizer], arguments.gpus or ranks_of_batch(raw) or 1)
+    ranks = arguments.gpus or (ranks_of_batch(raw) or 1) * sequence_parallel_size(raw)
+    # One rank evaluates, and shares its rows with no other.
+    return load_stage(file, [*arguments.set, tokenizer], ranks).unshared()
 
 
 def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None]:
@@ -159,18 +162,11 @@ def _on_stage(model: PreTrainedModel, stage: Stage, batches: int, problems: int)
 
     Raises UserError where the stage's chat template has tokens that the model lacks.
     """
-    from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
+    from ds_fp8.data import build_data, build_tokenizer, check_embeddings, default_cache_dir
     from ds_fp8.train.evaluation import exact_match, validation_loss
 
     tokenizer = build_tokenizer(stage.data, default_cache_dir())
-    known = model.get_input_embeddings().num_embeddings
-    # An embedding of too few rows would be read out of bounds.
-    if len(tokenizer) > known:
-        raise UserError(
-            f"the tokenizer with the chat template has {len(tokenizer)} tokens, but the model has {known}",
-            key="data.chat_template",
-            remedy="evaluate a model that was trained with this template, or give that of the model's tokenizer",
-        )
+    check_embeddings(tokenizer, model.get_input_embeddings().num_embeddings)
     data = build_data(stage.data, tokenizer, default_cache_dir())
     engine = _alone(model)
     loss = validation_loss(engine, stage, data.validation, batches, lambda: None)
@@ -234,6 +230,14 @@ def _on_tasks(
         task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         for task, metrics in found["results"].items()
     }
+
+
+def _as_json(result: dict[str, Any]) -> str:
+    """Return figures as JSON, null for a loss that is not finite: JSON has no such numbers."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in result.items()
+    }
+    return json.dumps(finite, indent=2)
 
 
 def _lines(result: dict[str, Any]) -> list[str]:

@@ -12,14 +12,9 @@ are shared where they are the same.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ds_fp8.commands.arguments import amount, parser_of, stage_file
-from ds_fp8.commands.comparisons import add_runs, ranks_of, read_points, train_all
+from ds_fp8.commands.comparisons import add_runs, ranks_of, read_points, train_all, with_length
 from ds_fp8.config.files import check_writable
-
-if TYPE_CHECKING:
-    from ds_fp8.train.stage import Stage
 
 
 def main() -> int:
@@ -39,7 +34,7 @@ def main() -> int:
     stages = {point: load_stage(file, [*arguments.set, *changes], ranks) for point, changes in points.items()}
     first = next(iter(stages.values()))
     twins = parity.twins_of(points, range(first.train.seed, first.train.seed + arguments.seeds))
-    stages = {point: _with_length(stage) for point, stage in stages.items()}
+    stages = {point: with_length(stage) for point, stage in stages.items()}
     runs = {
         str(cell): [*arguments.set, *parity.run_overrides(stages[pair[0].point], cell, arguments.steps, arguments.out)]
         for pair in twins
@@ -57,14 +52,3 @@ def main() -> int:
         print(f"\n{title}{verdict.words}\nfigures: {figures}\nreport:  {page}")
         passed &= verdict.passed
     return 0 if passed else 1
-
-
-def _with_length(stage: Stage) -> Stage:
-    """Return the stage with its steps: where it has epochs and a schedule in steps, they are known once data is."""
-    schedule = stage.train.schedule
-    if stage.train.steps is not None or max(schedule.warmup, schedule.decay) < 1:
-        return stage
-    from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
-
-    data = build_data(stage.data, build_tokenizer(stage.data, default_cache_dir()), default_cache_dir())
-    return stage.with_length(len(data.train))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_fp8.commands.arguments import amount, count, parser_of, stage_file
-from ds_fp8.commands.comparisons import add_runs, ranks_of, read_points, train_all
+from ds_fp8.commands.comparisons import add_runs, ranks_of, read_points, train_all, with_length
 from ds_fp8.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ def main() -> int:
     from ds_fp8.report.robustness_page import write_robustness
     from ds_fp8.report.runs import RunRecord
     from ds_fp8.train import load_stage
-    from ds_fp8.train.checkpoints import RESULT
     from ds_fp8.train.sharpness import RELATIVE
 
     file, ranks = stage_file(arguments), ranks_of(arguments)
@@ -52,10 +51,8 @@ def main() -> int:
     twins = twins_of(read_points(arguments), range(stage.train.seed, stage.train.seed + arguments.seeds))
     stages = {cell: load_stage(file, [*arguments.set, *cell.changes], ranks) for pair in twins for cell in pair}
     runs = {
-        str(cell): [*arguments.set, *cell_overrides(own, cell, arguments.steps, arguments.out)]
+        str(cell): [*arguments.set, *cell_overrides(with_length(own), cell, arguments.steps, arguments.out)]
         for cell, own in stages.items()
-        # `result.json` is a run's last file: a run that has it is finished, any other is continued.
-        if not (cell.folder(arguments.out) / RESULT).is_file()
     }
     train_all(runs, file, ranks)
     print("\n== sharpness of the final models", flush=True)
@@ -102,7 +99,7 @@ def _measure(stage: Stage, cell: Cell, out: Path, batches: int) -> None:
     from transformers import AutoModelForCausalLM
 
     import ds_fp8
-    from ds_fp8.data import build_data, default_cache_dir, load_tokenizer
+    from ds_fp8.data import build_data, default_cache_dir, load_tokenizer, measured_rows
     from ds_fp8.layers import munit
     from ds_fp8.report.robustness import SHARPNESS
     from ds_fp8.report.runs import RunRecord
@@ -112,7 +109,7 @@ def _measure(stage: Stage, cell: Cell, out: Path, batches: int) -> None:
     from ds_fp8.train.durable import write_atomically
     from ds_fp8.train.sharpness import logit_sharpness
 
-    folder = cell.folder(out)
+    folder, stage = cell.folder(out), stage.unshared()
     if (folder / SHARPNESS).is_file() or RunRecord(folder).result["final_loss"] is None:
         return
     processes.set_single_process_env()
@@ -126,7 +123,7 @@ def _measure(stage: Stage, cell: Cell, out: Path, batches: int) -> None:
     if cell.kind == "fp8":
         ds_fp8.convert(model, stage.fp8)
     rows = build_data(stage.data, load_tokenizer(str(folder / MODEL)), default_cache_dir()).validation
-    chosen = range(min(batches * stage.global_batch, len(rows)))
+    chosen = measured_rows(rows.rows_by_source, batches * stage.global_batch, stage.data.weights())
     found = logit_sharpness(model, micro_batches(stage, rows, chosen, model.device))
     # Atomically, for the file's presence says that this model has been measured.
     write_atomically(folder / SHARPNESS, json.dumps(found, indent=2) + "\n")

@@ -71,6 +71,7 @@ def main() -> int:
     from rich.console import Console
 
     from ds_fp8.report.parity import point_folder
+    from ds_fp8.train.stored_model import ModelSource, stored_config
 
     raws = {point: _configuration(arguments, changes) for point, changes in points.items()}
     configs = {point: _casts(raw, arguments) for point, raw in raws.items()}
@@ -78,7 +79,8 @@ def main() -> int:
     if not console.is_terminal:
         console.width = WIDTH
     # For all points before the model is loaded: a mistake in the last one shows within seconds.
-    rows = {point: _rows(raw["data"], arguments.rows) for point, raw in raws.items()}
+    embeddings = stored_config(ModelSource("FOLDER", str(arguments.folder))).get_text_config().vocab_size
+    rows = {point: _rows(raw["data"], arguments.rows, embeddings) for point, raw in raws.items()}
     model = _model(arguments.folder)
     for point, raw in raws.items():
         if point:
@@ -165,15 +167,17 @@ def _configuration(arguments: argparse.Namespace, point: Sequence[str]) -> dict[
     return raw
 
 
-def _rows(section: dict[str, Any], wanted: int) -> list[Batch]:
-    """Return held-out rows of the data. Raises UserError where there are none."""
+def _rows(section: dict[str, Any], wanted: int, embeddings: int) -> list[Batch]:
+    """Return held-out rows of the data. Raises UserError where there are none, or with too few embeddings for them."""
     from ds_fp8.config.schema import parse_section
-    from ds_fp8.data import DataConfig, build_data, build_tokenizer, default_cache_dir
+    from ds_fp8.data import DataConfig, build_data, build_tokenizer, check_embeddings, default_cache_dir
     from ds_fp8.train.judge import rows_of
 
     config = parse_section(DataConfig, section, key="data")
-    data = build_data(config, build_tokenizer(config, default_cache_dir()), default_cache_dir())
-    rows = rows_of(data.validation, wanted, "cpu")
+    tokenizer = build_tokenizer(config, default_cache_dir())
+    check_embeddings(tokenizer, embeddings)
+    data = build_data(config, tokenizer, default_cache_dir())
+    rows = rows_of(data.validation, wanted, "cpu", data.weights)
     if not rows:
         raise UserError("the data has no held-out rows", key="data.path", remedy="more text, or a smaller --length")
     return rows

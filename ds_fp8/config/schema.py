@@ -91,9 +91,16 @@ def _fields_at(section: type[BaseModel], path: list) -> Iterable[str]:
         field = section.model_fields.get(str(name))
         if field is None:
             return []
-        options = [field.annotation, *get_args(field.annotation)]
-        inner = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
+        inner = [option for option in _inside(field.annotation) if issubclass(option, BaseModel)]
         if not inner:
             return []
         section = inner[0]
     return section.model_fields.keys()
+
+
+def _inside(annotation: Any) -> list[type]:
+    """Return the classes that an annotation is made of: of `tuple[X, ...] | None` X and None's."""
+    arguments = get_args(annotation)
+    if not arguments:
+        return [annotation] if isinstance(annotation, type) else []
+    return [inner for argument in arguments for inner in _inside(argument)]

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ds_fp8.config.errors import UserError, clipped
 
@@ -39,12 +41,17 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
     """
     stops = [tokenizer.eos_token_id]
     if chat:
-        # Found out by trial: a template does not name the token that closes a turn.
-        turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-        # The last token that carries loss.
-        learnt = [label for label in tokenize_chat(tokenizer, turns)[1] if label != IGNORED]
-        stops = learnt[-1:] + stops
+        # Found out by trial: a template does not name the token that closes a turn. It is the last that carries loss,
+        # whatever is answered; where a template closes no turn the last token is the answer's own.
+        last = [_learnt(tokenizer, answer)[-1:] for answer in ("2", "3")]
+        stops = (last[0] if last[0] == last[1] else []) + stops
     return list(dict.fromkeys(stops))
+
+
+def _learnt(tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
+    """Return the tokens that carry loss of a chat with this answer."""
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": answer}]
+    return [label for label in tokenize_chat(tokenizer, turns)[1] if label != IGNORED]
 
 
 def tokenize_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[int], list[int]]:
@@ -70,15 +77,32 @@ def tokenize_chats(
             remedy="use a tokenizer that has a tokenizer.json",
         )
     if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()):
-        with template_explained():
-            encoded = tokenizer.apply_chat_template(
-                conversations, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-        return [
-            (ids, [token if kept else IGNORED for token, kept in zip(ids, mask, strict=True)])
-            for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
-        ]
+        return _tokenize_marked(tokenizer, conversations)
     return [_tokenize_by_prefixes(tokenizer, messages) for messages in conversations]
+
+
+def _tokenize_marked(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]]
+) -> list[tuple[list[int], list[int]]]:
+    """Find assistant turns by the marks of the template; a token that reaches into one belongs to it."""
+    # Not by apply_chat_template's own mask: where a turn begins with a character of which the tokenizer makes no token,
+    # as sentencepiece with spaces, it has neither this turn nor those after it.
+    with template_explained():
+        texts, turns = render_jinja_template(
+            conversations=conversations,
+            chat_template=tokenizer.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+    found = []
+    for ids, offsets, spans in zip(encoded["input_ids"], encoded["offset_mapping"], turns, strict=True):
+        starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+        spoken = np.zeros(len(ids), dtype=bool)
+        for start, stop in spans:
+            spoken |= (stops > start) & (starts < stop)
+        found.append((ids, np.where(spoken, ids, IGNORED).tolist()))
+    return found
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -44,6 +45,38 @@ def rows_of_step(
             rows[np.flatnonzero(mine)[now]] = first + _epoch_order(source, epoch, count, seed)[visits[now] % count]
         first += count
     return rows.tolist()
+
+
+def measured_rows(num_rows: Sequence[int], most: int, weights: Sequence[float]) -> list[int]:
+    """Return the rows that a loss is measured on, the same ones every time.
+
+    They are the first rows of each source, in turns, so that any number of them has the sources by their shares. Once a
+    source has no more the others go on.
+
+    Args:
+        num_rows: Rows of each source; a source may have none.
+        most: Most rows to return.
+        weights: Shares of the sources in the rows of training.
+
+    Returns:
+        Indices, which count through the rows of all sources.
+    """
+    wanted = min(most, sum(num_rows))
+    if len(num_rows) == 1:
+        return list(range(wanted))
+    firsts = np.cumsum([0, *num_rows]).tolist()
+    # By the place in a mixture at which a source's next row is due.
+    due = [(1 / weight, source, 0) for source, weight in enumerate(weights) if num_rows[source]]
+    heapq.heapify(due)
+    rows = []
+    while len(rows) < wanted:
+        _, source, row = due[0]
+        rows.append(firsts[source] + row)
+        if row + 1 < num_rows[source]:
+            heapq.heapreplace(due, ((row + 2) / weights[source], source, row + 1))
+        else:
+            heapq.heappop(due)
+    return rows
 
 
 def local_micro_batches(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import glob
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -111,7 +113,8 @@ def _load(path: str) -> datasets.IterableDataset:
             raise empty(path)
         # A blank line parts documents in a text file; by lines, the default, each line would be one.
         options = {"sample_by": "paragraph"} if kind == "text" else {}
-        name, subset, options = kind, None, {"data_files": list(map(str, files)), **options}
+        # Escaped: datasets takes names for patterns, and "part[1].jsonl" would match no file, or another.
+        name, subset, options = kind, None, {"data_files": [glob.escape(str(file)) for file in files], **options}
     # What looks like a path is not asked for on the hub: the error should be about the file.
     elif _ending(local) in LOADERS or path.startswith(("/", "./", "../", "~")):
         raise UserError(f"{path} does not exist", key="data.path", remedy="give the path of existing data")
@@ -154,13 +157,22 @@ def _explained(path: str) -> Iterator[None]:
         if Path(path).expanduser().exists():
             kind = LOADERS[_ending(_files(Path(path).expanduser())[0])]
             raise UserError(
-                f"{path} cannot be read as {kind} data ({reason})", key="data.path", remedy="repair the file"
+                f"{path} cannot be read as {kind} data ({reason})", key="data.path", remedy=_remedy(reason)
             ) from None
         raise UserError(
             f"{path} is neither a local file nor a Hugging Face dataset that can be reached ({reason})",
             key="data.path",
             remedy='give an existing file, a datasets name ("owner/name" or "owner/name:subset"), or "synthetic"',
         ) from None
+
+
+def _remedy(reason: str) -> str:
+    """Return what helps against an error of reading a local file."""
+    if "zstd not supported" in reason:
+        return "pip install zstandard"
+    if "Couldn't cast" in reason:
+        return "give all rows the same columns, with values of one kind: what is first read decides for all"
+    return "repair the file"
 
 
 def _ending(file: Path) -> str:
@@ -170,7 +182,7 @@ def _ending(file: Path) -> str:
 
 def _files(local: Path) -> list[Path]:
     """Return the data files at `local`, all of one kind."""
-    files = [local] if local.is_file() else sorted(file for file in local.rglob("*") if _ending(file) in LOADERS)
+    files = [local] if local.is_file() else sorted(file for file in _inside(local) if _ending(file) in LOADERS)
     endings = sorted({_ending(file) for file in files})
     known = ", ".join(LOADERS)
     if not files:
@@ -182,6 +194,19 @@ def _files(local: Path) -> list[Path]:
             f"the folder {local} mixes {', '.join(endings)} files", key="data.path", remedy="keep one kind in a folder"
         )
     return files
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder, in those inside it, and in those that links in it lead to; of each folder once."""
+    seen = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in seen:  # a link back, or a second one
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
+        yield from (Path(parent, name) for name in names)
 
 
 def _checked_text(text: Any, row: int, config: DataConfig) -> str:
@@ -218,5 +243,14 @@ def _checked_messages(messages: Any, row: int, config: DataConfig) -> Chat:
             raise malformed(f'has the unknown role "{message["role"]}"')
     if not any(message["role"] == "assistant" for message in messages):
         raise malformed("has no assistant turn")
-    # A column of a table gives every message all keys that any message has.
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return _without_none(messages)
+
+
+def _without_none(value: Any) -> Any:
+    """Return a value without the keys that are None, at any depth.
+
+    A column of a table gives every message, and every call of a tool in it, all keys that any of them has.
+    """
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value

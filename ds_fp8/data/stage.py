@@ -121,7 +121,9 @@ def _plans(folder: Path, source: DataConfig, store: TokenStore, chosen: dict[str
     plans = folder / f"rows-{digest(facts)}"
     # One process plans, the others of this machine wait and map its files.
     with exclusive(plans):
-        if not (plans / "packing_stats.json").exists():
+        try:
+            return _kept(plans)
+        except (OSError, ValueError, EOFError):  # none yet, or a power loss took part of them
             plans.mkdir(exist_ok=True)
             made = {
                 split: plan_rows(
@@ -135,12 +137,20 @@ def _plans(folder: Path, source: DataConfig, store: TokenStore, chosen: dict[str
                 for split, examples in chosen.items()
             }
             for split, plan in made.items():
-                np.save(plans / f"{split}.pieces.npy", plan.pieces)
-                np.save(plans / f"{split}.rows.npy", plan.row_ends)
+                for name, numbers in (("pieces", plan.pieces), ("rows", plan.row_ends)):
+                    with (plans / f"{split}.{name}.npy").open("wb") as file:
+                        np.save(file, numbers)
+                        file.flush()
+                        os.fsync(file.fileno())
             # Written last and renamed: its presence says that the arrays before it are complete.
             part = plans / "packing_stats.json.part"
             part.write_text(json.dumps({split: asdict(plan.stats) for split, plan in made.items()}))
             os.replace(part, plans / "packing_stats.json")
+            return _kept(plans)
+
+
+def _kept(plans: Path) -> dict[str, Plan]:
+    """Return the plans in a folder. Raises OSError, ValueError or EOFError where they are missing or not whole."""
     stats = json.loads((plans / "packing_stats.json").read_text())
     return {
         split: Plan(

@@ -82,13 +82,18 @@ class TokenWriter:
         self.reader = reader
         text = json.dumps({"shards": self._shards, "reader": reader, "complete": complete})
         part = self._folder / f"{_STATE}.part"
-        part.write_text(text)
+        with part.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a power loss may leave the name, and nothing behind it
         os.replace(part, self._folder / _STATE)
 
     def _open(self) -> None:
         last = len(self._shards) - 1
-        self._tokens = _file(self._folder, last, _TOKENS).open("ab")
-        self._ends = _file(self._folder, last, _ENDS).open("ab")
+        # Files of a shard that begins may hold what a killed run wrote behind its last commit.
+        mode = "ab" if self._shards[last][1] else "wb"
+        self._tokens = _file(self._folder, last, _TOKENS).open(mode)
+        self._ends = _file(self._folder, last, _ENDS).open(mode)
 
 
 class TokenStore:
@@ -146,9 +151,16 @@ def pack_batch(examples: Sequence[tuple[Sequence[int], Sequence[bool] | None]]) 
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """Return the state of the last commit, None before the first."""
-    file = folder / _STATE
-    return json.loads(file.read_text()) if file.exists() else None
+    """Return the state of the last commit; None before the first, and where files lack part of what it counts."""
+    try:
+        state = json.loads((folder / _STATE).read_text())
+        for shard, (tokens, examples) in enumerate(state["shards"]):
+            for name, size in ((_TOKENS, tokens * 4), (_ENDS, examples * 8)):
+                if _file(folder, shard, name).stat().st_size < size:
+                    return None
+    except (FileNotFoundError, ValueError):
+        return None
+    return state
 
 
 def is_complete(folder: Path) -> bool:

@@ -43,6 +43,8 @@ Report = Callable[[str, int, int, bool], None]
 
 VERSION = 1
 """Part of a store's name: raised when what it holds for the same source changes."""
+CHAT_VERSION = 2
+"""The same for stores of chats alone."""
 
 
 def tokenise_source(
@@ -65,7 +67,7 @@ def store_folder(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_d
     # Only what changes the tokens: another split, length or share of the same source reads the same store.
     facts: list[Any] = [VERSION, source_identity(config.path), tokenizer_identity(tokenizer), config.format]
     if config.format == "chat":
-        facts += [config.messages_key]
+        facts += [config.messages_key, CHAT_VERSION]
     else:
         facts += [config.text_key, config.add_bos, config.add_eos]
     if config.path == "synthetic":

@@ -36,7 +36,7 @@ def build_tokenizer(config: DataConfig, cache_dir: Path) -> PreTrainedTokenizerB
 
     A tokenizer without a chat template gets ChatML for format "chat", as does any with `data.chat_template` "chatml".
     Its two markers become special tokens where they are none yet: the tokenizer may then be larger than the model's
-    vocabulary (compare `len(tokenizer)`).
+    vocabulary (compare `embeddings_needed`).
 
     Raises:
         UserError: With the key data.tokenizer: there is no such tokenizer or it has no end-of-text token.
@@ -65,6 +65,43 @@ def build_tokenizer(config: DataConfig, cache_dir: Path) -> PreTrainedTokenizerB
     elif template is not None:
         tokenizer.chat_template = _template(template)
     return tokenizer
+
+
+def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many embeddings a model needs for all tokens: one more than the largest id.
+
+    That is more than the number of tokens where ids have gaps, as those of o200k have.
+    """
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def check_embeddings(tokenizer: PreTrainedTokenizerBase, there: int, key: str = "data.tokenizer") -> None:
+    """Check that a model has an embedding for every token: one of too few would be read out of bounds.
+
+    Args:
+        tokenizer: With the chat template of the stage.
+        there: Embeddings of the model.
+        key: Key of the stage that is wrong if it does not.
+
+    Raises:
+        UserError: It has too few.
+    """
+    needed = embeddings_needed(tokenizer)
+    if needed <= there:
+        return
+    added = [token for token in CHATML_TOKENS if tokenizer.get_vocab().get(token, 0) >= there]
+    if added:
+        raise UserError(
+            f"the chat template adds {' and '.join(added)} to the tokenizer, and the model's vocabulary of {there} has "
+            "no place for them",
+            key="data.chat_template",
+            remedy="give the tokenizer of a chat model of the same vocabulary, or a file with a template of its tokens",
+        )
+    raise UserError(
+        f"the tokenizer has {needed} tokens, the model's vocabulary {there}",
+        key=key,
+        remedy="use the model's own tokenizer, or a model with at least as many tokens",
+    )
 
 
 def encode_documents(

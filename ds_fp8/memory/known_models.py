@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import read_json
 from ds_fp8.config.fp8 import section_of
 
@@ -63,6 +64,10 @@ def with_known_model(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 def _stage_that_writes(run_dir: str, file: Path) -> Path | None:
     for sibling in sorted(file.parent.glob("*.json")):
-        if sibling != file and section_of(read_json(sibling), "train").get("run_dir") == run_dir:
+        try:
+            train = {} if sibling == file else section_of(read_json(sibling), "train")
+        except UserError:  # data or notes, say: a folder may hold other JSON than stages
+            continue
+        if train.get("run_dir") == run_dir:
             return sibling
     return None

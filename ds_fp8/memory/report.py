@@ -15,6 +15,7 @@ from ds_fp8.memory.grid import Point
 from ds_fp8.memory.results import OK, Record
 from ds_fp8.memory.sweep import expected_bytes
 from ds_fp8.train.durable import write_atomically
+from ds_fp8.train.stage import OWN_SECTIONS
 
 CSV, HTML, BEST = "sweep.csv", "report.html", "best.json"
 
@@ -90,7 +91,9 @@ def write_report(
     best = best_of(records)
     if best is not None:
         stage = Point(best["name"], best["settings"], best["gpus"]).applied(raw)
-        files[BEST] = json.dumps(_without_null(stage), indent=2) + "\n"
+        # In sections of this package null is a value, which may stand for another than the preset's.
+        stage = {key: part if key in OWN_SECTIONS else _without_null(part) for key, part in stage.items()}
+        files[BEST] = json.dumps({key: part for key, part in stage.items() if part is not None}, indent=2) + "\n"
     for name, text in files.items():
         write_atomically(folder / name, text)
     return [folder / name for name in files]

@@ -13,12 +13,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.schema import parse_section
 from ds_fp8.memory.estimate import Estimate, estimate
 from ds_fp8.memory.fit import MULTIPLE, Size, largest_that_fits, search
 from ds_fp8.memory.grid import Point
 from ds_fp8.memory.results import FAILED, OK, OUT_OF_MEMORY, Record, Results
 from ds_fp8.memory.runner import KILLED, run_point
 from ds_fp8.memory.workload import Device
+from ds_fp8.train.schedules import Schedule
 
 SIZE_KEYS = {"micro_batch": "train_micro_batch_size_per_gpu", "sequence_length": "data.sequence_length"}
 A_GPU = 80 << 30
@@ -173,7 +175,8 @@ class Sweep:
         """Check that the run will not end, and save itself, before it is measured."""
         train, steps = point.applied(self.setting.raw).get("train", {}), self.setting.steps + 1
         if train.get("epochs") is not None:
-            return ["train.epochs=null", f"train.steps={steps}"]
+            schedule = parse_section(Schedule, train.get("schedule", {}), key="train.schedule")
+            return ["train.epochs=null", f"train.steps={max(steps, schedule.shortest)}"]
         return [f"train.steps={steps}"] if train.get("steps", steps) < steps else []
 
     def _has(self, point: Point, rerun: frozenset[str]) -> bool:

@@ -125,7 +125,7 @@ def compare(twins: Sequence[Comparison], tolerance: float = TOLERANCE) -> dict[s
         "exact_match": {kind: [run.result["exact_match"]["after"] for run in runs[kind]] for kind in KINDS},
         "exact_match_difference": None if answers is None else answers.difference,
         "exact_match_difference_standard_error": None if answers is None else answers.error,
-        "tokens_per_second": {kind: fmean(run.result["tokens_per_second"] for run in runs[kind]) for kind in KINDS},
+        "tokens_per_second": {kind: _mean_speed(runs[kind]) for kind in KINDS},
         "skipped_steps": {kind: [run.result["skipped_steps"] for run in runs[kind]] for kind in KINDS},
         "curves": {kind: [_curves(run) for run in runs[kind]] for kind in KINDS},
         "passed": verdict.passed,
@@ -150,6 +150,12 @@ def write(comparison: dict[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / JSON, json.dumps(comparison, indent=2) + "\n")
     return folder / JSON
+
+
+def _mean_speed(runs: Sequence[RunRecord]) -> float | None:
+    """Return the mean of the runs' tokens/s; None where that of one is lost with the lines of its steps."""
+    speeds = [run.result["tokens_per_second"] for run in runs]
+    return None if None in speeds else fmean(speeds)
 
 
 def _curves(run: RunRecord) -> dict[str, dict[int, float]]:

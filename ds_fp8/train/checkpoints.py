@@ -143,9 +143,19 @@ def load(engine: deepspeed.DeepSpeedEngine, stage: Stage, state: RunState) -> No
     if not own:
         for group, before in zip(engine.optimizer.param_groups, settings, strict=True):
             group.update(before)
+        return
+    _follow_schedule(engine)
     # Random states belong to a rank. On another number of ranks they are drawn from the seed again.
-    elif state.ranks == stage.world:
+    if state.ranks == stage.world:
         restore_random_states(load_tensors(folder / random_file(dist.get_rank())))
+
+
+def _follow_schedule(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Set the learning rate of the next step: the one in the checkpoint is of the run's length at that time."""
+    scheduler = engine.lr_scheduler
+    groups = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    for group, peak, factor in groups:
+        group["lr"] = peak * factor(scheduler.last_epoch)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

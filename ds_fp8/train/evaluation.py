@@ -11,7 +11,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
 from transformers import PreTrainedTokenizerBase
 
-from ds_fp8.data import PackedDataset, Question, extract_answer, stop_tokens
+from ds_fp8.data import PackedDataset, Question, extract_answer, measured_rows, stop_tokens
 from ds_fp8.layers.loss import withholds_logits
 from ds_fp8.layers.sequence_parallel import whole_sequences
 from ds_fp8.train.batches import label_tokens, micro_batches
@@ -48,17 +48,16 @@ def validation_loss(
 ) -> float:
     """Return the mean loss per label token, in nats, over the first `batches` batches of `rows`. Collective.
 
-    `check` is called before each batch and may raise.
+    Several sources are in them by their weights. `check` is called before each batch and may raise.
     """
-    last = min(batches * stage.global_batch, len(rows))
+    chosen = measured_rows(rows.rows_by_source, batches * stage.global_batch, stage.data.weights())
     totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
     # Where the loss is fused no logits are made: of long rows with a large vocabulary they would be the largest tensor.
     options = {"use_cache": False} | ({"skip_logits": True} if withholds_logits(engine.module) else {})
     engine.eval()
-    for start in range(0, last, stage.global_batch):
+    for start in range(0, len(chosen), stage.global_batch):
         check()
-        chosen = range(start, min(start + stage.global_batch, last))
-        for batch in micro_batches(stage, rows, chosen, engine.device):
+        for batch in micro_batches(stage, rows, chosen[start : start + stage.global_batch], engine.device):
             # With one item in the batch the mean is the sum.
             loss = engine(**batch, **options, num_items_in_batch=torch.ones((), device=engine.device)).loss
             totals += torch.stack([loss.double(), label_tokens(batch).double()])

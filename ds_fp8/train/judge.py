@@ -14,15 +14,20 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ds_fp8.data import IGNORED, PackedDataset
+from ds_fp8.data import IGNORED, PackedDataset, measured_rows
 
 Batch = dict[str, torch.Tensor]
 """One row: `input_ids`, `labels` and `position_ids`, int64 [1, L]."""
 
 
-def rows_of(dataset: PackedDataset, count: int, device: str | torch.device) -> list[Batch]:
-    """Return the first rows of a data set, at most `count`, as batches of one on a device."""
-    chosen = range(min(count, len(dataset)))
+def rows_of(
+    dataset: PackedDataset, count: int, device: str | torch.device, weights: Sequence[float] = (1.0,)
+) -> list[Batch]:
+    """Return the first rows of a data set, at most `count`, as batches of one on a device.
+
+    Its sources are in them by their `weights`.
+    """
+    chosen = measured_rows(dataset.rows_by_source, count, weights)
     return [{name: numbers[None].to(device) for name, numbers in dataset[index].items()} for index in chosen]
 
 

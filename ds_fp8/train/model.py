@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
-from ds_fp8.data import load_tokenizer
+from ds_fp8.data import check_embeddings, load_tokenizer
 from ds_fp8.engine.host_checkpoints import keep_on_host
 from ds_fp8.export.generation import make_savable
 from ds_fp8.layers import munit
@@ -58,12 +58,8 @@ def load_model_config(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Pretr
             key="data.sequence_length",
             remedy=f"at most {longest}, or a model with more positions",
         )
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {config.vocab_size}",
-            key="data.tokenizer" if stage.model.config is None else "model.config.vocab_size",
-            remedy="use the model's own tokenizer, or a model with at least as many tokens",
-        )
+    key = "data.tokenizer" if stage.model.config is None else "model.config.vocab_size"
+    check_embeddings(tokenizer, config.vocab_size, key)
     return config
 
 

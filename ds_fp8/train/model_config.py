@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.schema import nearest
+from ds_fp8.data import embeddings_needed
 from ds_fp8.layers import munit
 from ds_fp8.train.stored_model import first_line
 
@@ -53,7 +54,7 @@ def untrained_config(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase)
             f"{layers:,} layers are too many", key="model.config.num_hidden_layers", remedy=f"at most {MAX_LAYERS:,}"
         )
     from_tokenizer = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": embeddings_needed(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,

@@ -35,10 +35,22 @@ class Schedule(Section):
     min_ratio: float = Field(0.1, ge=0, le=1)
     """The last step's share of the peak learning rate."""
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """Return the parts of the schedule that have a length."""
+        return {"warmup": self.warmup} | ({"decay": self.decay} if self.type == "wsd" else {})
+
+    @property
+    def shortest(self) -> int:
+        """Return a number of steps into which the parts fit, if any do: at least 1."""
+        long = sum(length for length in self.parts.values() if length >= 1)
+        share = sum(length for length in self.parts.values() if length < 1)
+        # One step more for each part, whose length is rounded.
+        return math.ceil(long / (1 - share)) + len(self.parts) if long else 1
+
     def check_lengths(self, total: int) -> None:
         """Raise ValueError when the parts do not fit into `total` steps."""
-        parts = {"warmup": self.warmup} | ({"decay": self.decay} if self.type == "wsd" else {})
-        lengths = {name: _length(value, total) for name, value in parts.items()}
+        lengths = {name: _length(value, total) for name, value in self.parts.items()}
         if sum(lengths.values()) > total:
             shown = " + ".join(f"{name} {length}" for name, length in lengths.items())
             raise ValueError(f"the schedule is longer than the run: {shown} steps > steps {total}")

@@ -21,7 +21,7 @@ from ds_fp8.engine.optimizer_section import check_optimizer
 from ds_fp8.engine.sequence_parallel import KEY, check_ranks, sequence_parallel_size
 from ds_fp8.optim.from_config import make_adamw, needs_own_optimizer, uses_own_optimizer
 from ds_fp8.train.deepspeed_config import check_sections, resolve_batch
-from ds_fp8.train.run_files import MAX_RANKS
+from ds_fp8.train.run_files import MAX_RANKS, MAX_STEPS
 from ds_fp8.train.schedules import Schedule
 
 OWN_SECTIONS = ("fp8", "model", "data", "train")
@@ -176,6 +176,14 @@ class Stage:
         }
         return sources | {key: path for key, path in others.items() if path}
 
+    def unshared(self) -> Stage:
+        """Return this stage for ranks that have sequences to themselves: the same rows in a step."""
+        data = self.data
+        if data.tokens_per_gpu is not None:
+            # What the ranks of a group hold together.
+            data = data.model_copy(update={"tokens_per_gpu": data.tokens_per_gpu * self.shared_by})
+        return replace(self, data=data, shared_by=1)
+
     def with_length(self, training_rows: int) -> Stage:
         """Return this stage with `train.steps`, from `train.epochs` where it is not given.
 
@@ -183,7 +191,14 @@ class Stage:
         """
         if self.train.steps is not None:
             return self
-        steps = max(1, math.ceil(self.train.epochs * training_rows / self.global_batch))
+        length = self.train.epochs * training_rows / self.global_batch
+        if length >= MAX_STEPS:
+            raise UserError(
+                f"{self.train.epochs:g} epochs of {training_rows:,} rows are more steps than a run can have",
+                key="train.epochs",
+                remedy='"epochs": 3, say',
+            )
+        steps = max(1, math.ceil(length))
         try:
             self.train.schedule.check_lengths(steps)
         except ValueError as error:

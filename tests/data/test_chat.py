@@ -1,9 +1,12 @@
 """Which tokens of a conversation carry loss."""
 
+import io
+
 import pytest
+import sentencepiece
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.data import IGNORED, stop_tokens, tokenize_chat, tokenize_chats
+from ds_fp8.data import IGNORED, DataConfig, build_tokenizer, stop_tokens, tokenize_chat, tokenize_chats
 from ds_fp8.data.synthetic import conversations
 
 CHAT = [
@@ -139,3 +142,40 @@ def test_a_template_that_fails_is_named(template, with_template):
 def test_a_template_without_an_assistant_ends_answers_at_the_end_of_text(with_template):
     silent = with_template("{{ messages[0]['content'] }}")
     assert stop_tokens(silent, chat=True) == [silent.eos_token_id]
+
+
+@pytest.mark.parametrize("answer", ["{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}"])
+def test_a_template_that_closes_no_turn_ends_answers_at_the_end_of_text(answer, with_template):
+    """And not at whatever token an answer of the template's trial ends in."""
+    template = "{% for m in messages %}{% if m['role'] == 'assistant' %}" + answer + "{% else %}"
+    template += "{{ 'Q: ' + m['content'] }}{% endif %}{% endfor %}"
+    open_ended = with_template(template)
+    assert stop_tokens(open_ended, chat=True) == [open_ended.eos_token_id]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_tokenizer(tmp_path_factory):
+    """One that drops spaces, as spm_train makes it unless told otherwise."""
+    model, folder = io.BytesIO(), tmp_path_factory.mktemp("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["The quick brown fox jumps over the lazy dog, assistant."] * 50),
+        model_writer=model, model_type="bpe", vocab_size=300, byte_fallback=True, pad_id=3, minloglevel=2,
+    )  # fmt: skip
+    (folder / "own.model").write_bytes(model.getvalue())
+    return build_tokenizer(DataConfig(tokenizer=str(folder / "own.model"), format="chat"), folder)
+
+
+@pytest.mark.parametrize("answer", ["lazy", " lazy", "\n\nlazy", "\u200blazy", " ", "\n\n", ""])
+def test_turns_after_an_answer_that_begins_with_dropped_characters_carry_loss(answer, sentencepiece_tokenizer):
+    chat = [*CHAT[:2], {"role": "assistant", "content": answer}, CHAT[3], {"role": "assistant", "content": "quick"}]
+    _, labels = tokenize_chat(sentencepiece_tokenizer, chat)
+    spans = [span.strip() for span in _spans(sentencepiece_tokenizer, labels)]
+    assert spans == [f"{answer.strip().strip(chr(0x200B))}<|im_end|>", "quick<|im_end|>"]
+
+
+def test_every_byte_of_an_answers_last_letter_carries_loss(with_template):
+    marked = "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    marked += "{% endgeneration %}{% else %}{{ 'Q: ' + m['content'] + '\n' }}{% endif %}{% endfor %}"
+    tokenizer = with_template(marked)
+    chat = [CHAT[1], {"role": "assistant", "content": "Yes 😀"}, CHAT[3], {"role": "assistant", "content": "No 漢"}]
+    assert [span.strip() for span in _spans(tokenizer, tokenize_chat(tokenizer, chat)[1])] == ["Yes 😀", "No 漢"]

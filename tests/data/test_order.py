@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_fp8.data import budgeted_micro_batches, local_micro_batches, rows_of_step
+from ds_fp8.data import budgeted_micro_batches, local_micro_batches, measured_rows, rows_of_step
 from ds_fp8.data.order import BLOCK
 
 
@@ -37,6 +37,20 @@ def test_ranks_share_the_rows_without_overlap(world, micro_batch, accumulation):
     per_step = world * micro_batch
     for index in range(accumulation):
         assert [row for share in shares for row in share[index]] == rows[index * per_step : (index + 1) * per_step]
+
+
+def test_a_loss_is_measured_on_every_source_by_its_share():
+    counts, weights = (500, 300, 0, 2), (3.0, 1.0, 1.0, 1.0)
+    ends = np.cumsum(counts)
+    rows = measured_rows(counts, 100, weights)
+    found = np.bincount(np.searchsorted(ends, rows, side="right"), minlength=len(counts))
+    assert found.tolist() == [74, 24, 0, 2]  # of a source with two rows both, and the others go on
+    for source, number in enumerate(found):
+        first = ends[source] - counts[source]
+        assert sorted(row for row in rows if first <= row < ends[source]) == list(range(first, first + number))
+    assert measured_rows(counts, 40, weights) == rows[:40]
+    assert sorted(measured_rows(counts, 10_000, weights)) == list(range(802))
+    assert measured_rows((7,), 5, (0.3,)) == list(range(5))
 
 
 def test_impossible_batches_are_refused():

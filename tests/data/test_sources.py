@@ -7,6 +7,7 @@ import lzma
 from itertools import islice
 
 import datasets
+import fsspec.compression
 import pytest
 
 from ds_fp8.config.errors import UserError
@@ -56,6 +57,20 @@ def test_chats_from_a_file_under_another_key(ending, tmp_path):
     assert read_examples(config) == CHATS
 
 
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_calls_of_tools_have_their_own_arguments_alone(ending, tmp_path):
+    """A column of a table gives every call the arguments of all."""
+
+    def chat(arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return [{"role": "user", "content": "?"}, answer, {"role": "tool", "content": "1"}]
+
+    chats = [chat({"city": "Paris"}), chat({"a": 1, "of": [{"b": 2}, {"c": 3}]})]
+    path = _write(tmp_path / f"data{ending}", "messages", chats)
+    assert read_examples(DataConfig(path=path, format="chat")) == chats
+
+
 @pytest.mark.parametrize(
     ("ending", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
 )
@@ -66,6 +81,46 @@ def test_compressed_files(kind, ending, compress, tmp_path):
     packed = tmp_path / f"data{kind}{ending}"
     packed.write_bytes(compress((tmp_path / "plain" / f"data{kind}").read_bytes()))
     assert [text.strip() for text in read_examples(DataConfig(path=str(packed)))] == TEXTS
+
+
+@pytest.mark.parametrize("name", ["part[1].jsonl", "part*.jsonl", "part?.jsonl", "{part}.jsonl"])
+def test_a_name_is_no_pattern(name, tmp_path):
+    for other in ("part1.jsonl", "part2.jsonl", name):
+        _write(tmp_path / other, "text", [f"in {other}"])
+    assert read_examples(DataConfig(path=str(tmp_path / name))) == [f"in {name}"]
+    (tmp_path / "folder[1]").mkdir()
+    _write(tmp_path / "folder[1]" / name, "text", TEXTS)
+    assert read_examples(DataConfig(path=str(tmp_path / "folder[1]"))) == TEXTS
+
+
+def test_folders_named_like_files_and_links_to_folders_are_entered(tmp_path):
+    """As Spark leaves folders with one for each table, and as a folder of links gathers corpora of several disks."""
+    (tmp_path / "disk").mkdir()
+    _write(tmp_path / "disk" / "c.jsonl", "text", ["c"])
+    for table in ("a", "b"):
+        (tmp_path / "all" / f"{table}.jsonl").mkdir(parents=True)
+        _write(tmp_path / "all" / f"{table}.jsonl" / "part-0.jsonl", "text", [table])
+    (tmp_path / "all" / "linked").symlink_to(tmp_path / "disk")
+    (tmp_path / "all" / "linked again").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "back").symlink_to(tmp_path / "all")
+    assert read_examples(DataConfig(path=str(tmp_path / "all"))) == ["a", "b", "c"]
+
+
+def test_zstandard_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.delitem(fsspec.compression.compr, "zstd", raising=False)
+    (tmp_path / "data.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x04\x58\x00")
+    assert _error(DataConfig(path=str(tmp_path / "data.jsonl.zst"))).remedy == "pip install zstandard"
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_files_with_other_columns_are_not_called_damaged(ending, tmp_path):
+    for name, about in (("a", {"of": 1}), ("b", "of"), ("c", [3])):
+        rows = [{"text": name, "about": about}]
+        if ending == ".jsonl":
+            (tmp_path / f"{name}.jsonl").write_text(json.dumps(rows[0]) + "\n")
+        else:
+            datasets.Dataset.from_list(rows).to_parquet(tmp_path / f"{name}.parquet")
+    assert "same columns" in _error(DataConfig(path=str(tmp_path))).remedy
 
 
 def test_a_damaged_compressed_file_is_named(tmp_path):

@@ -49,6 +49,22 @@ def test_the_same_configuration_gives_the_same_rows(tokenizer, tmp_path):
     assert _ids(first) != _ids(other)
 
 
+@pytest.mark.parametrize("left", [0, 5])
+def test_what_a_power_loss_left_of_prepared_data_is_made_again(left, tokenizer, tmp_path):
+    """The file system may keep a file's name and lose what was written into it."""
+    config = DataConfig(examples=60)
+    expected = _ids(build_data(config, tokenizer, tmp_path))
+    files = sorted(file for file in (tmp_path / "tokens").rglob("*") if file.is_file() and file.stat().st_size)
+    assert len(files) == 10  # tokens, ends, state; and statistics, and pieces and rows of three splits
+    for file in files:
+        whole = file.read_bytes()
+        file.write_bytes(whole[:left])
+        assert _ids(build_data(config, tokenizer, tmp_path)) == expected, file
+        assert file.read_bytes() == whole
+        file.unlink()
+        assert _ids(build_data(config, tokenizer, tmp_path)) == expected, file
+
+
 def test_own_data_has_no_questions_and_the_built_in_corpus_has_400(tokenizer, tmp_path):
     assert len(build_data(DataConfig(examples=20), tokenizer, tmp_path).questions) == 400
     (tmp_path / "own.txt").write_text("One text.\n\nAnother text.\n\nA third, with naïve words.")

@@ -66,6 +66,23 @@ def test_what_was_not_committed_does_not_count(tmp_path):
     assert content(TokenStore(tmp_path)) == [[1, 2, 3, 4], [5, 6], [10, 11], [12]]
 
 
+@pytest.mark.parametrize("committed", [0, 1, 2])
+def test_shards_that_a_killed_run_began_after_its_last_commit_do_not_count(committed, tmp_path):
+    with TokenWriter(tmp_path, shard_tokens=4) as writer:
+        for number in range(4):  # one shard each
+            if number == committed:
+                writer.commit({"row": number})
+            writer.append(*pack_batch([([number] * 5, None)]))
+    with TokenWriter(tmp_path, shard_tokens=4) as writer:
+        assert writer.examples == committed
+        for number in range(committed, 6):
+            writer.append(*pack_batch([([10 + number] * 4, None)]))
+        writer.commit(None, complete=True)
+    assert content(TokenStore(tmp_path)) == [[n] * 5 for n in range(committed)] + [
+        [10 + n] * 4 for n in range(committed, 6)
+    ]
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """A file of many short documents, and one text of each kind that is left out."""

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.memory import charts
 from ds_fp8.memory.report import best_of, write_report
 from tests.browser import visit
@@ -74,6 +75,15 @@ def test_the_table_as_csv_has_every_point_and_kind(folder):
     assert int(rows[1]["peak_bytes"]) == 25 << 30
     assert rows[3]["peak_bytes"] == ""
     assert int(rows[0]["moments"]) == (40 << 30) // 3
+
+
+def test_the_best_point_has_the_casts_that_were_measured(tmp_path):
+    """null says that wgrad's input is cast as fprop's, which is not so in this preset."""
+    raw = workloads.stage(fp8={"preset": "hybrid_fast", "linear": {"wgrad": {"input": None}}})
+    write_report(tmp_path, [record("a", 1 << 30, 1.0)], raw, "a")
+    best = json.loads((tmp_path / "best.json").read_text())
+    assert parse_fp8(best).linear == parse_fp8(raw).linear
+    assert "train_batch_size" not in best
 
 
 def test_the_best_point_is_a_stage(folder):

@@ -18,6 +18,7 @@ from ds_fp8.memory import sweep as sweep_module
 from ds_fp8.memory.grid import Point
 from ds_fp8.memory.results import OK, OUT_OF_MEMORY
 from ds_fp8.memory.runner import PROCESS
+from ds_fp8.train import load_stage
 from tests.memory import workloads
 
 DEVIATION = 0.15
@@ -169,6 +170,28 @@ def test_the_estimate_as_a_table(call, capsys):
     assert "does not fit: " in output
     assert "master weights" in output
     assert "largest micro-batch" in output
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [{"warmup": 30}, {"type": "wsd", "warmup": 7, "decay": 0.6}, {"type": "wsd", "warmup": 3, "decay": 4}, {}],
+)
+def test_a_stage_that_counts_epochs_is_measured_with_its_schedule(folder, monkeypatch, schedule):
+    raw = json.loads((folder / "stage.json").read_text())
+    raw["train"] |= {"epochs": 3, "steps": None, "schedule": schedule}
+    file = folder / "epochs.json"
+    file.write_text(json.dumps(raw))
+    started = []
+
+    def run_point(program, stage_file, overrides, **more):
+        started.append(load_stage(stage_file, overrides))
+        return runner.Outcome("failed", "only started", 1.0)
+
+    monkeypatch.setattr(sweep_module, "run_point", run_point)
+    setting = sweep_module.Setting(TRAIN, file, raw, folder / f"epochs {schedule}", 4, 60.0)
+    setting.folder.mkdir()
+    sweep_module.Sweep(setting).run([Point("base", {}, 1)])
+    assert started[0].train.steps > 4
 
 
 def test_searching_the_largest(folder, monkeypatch):

@@ -2,16 +2,19 @@
 
 import json
 import os
+from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ds_fp8.commands.evaluate import _alone
+from ds_fp8.commands.evaluate import _alone, _as_json, _on_stage, _stage
 from ds_fp8.data import build_data, build_tokenizer
 from ds_fp8.layers import munit
 from ds_fp8.train import load_stage, packed_attention, train
 from ds_fp8.train.evaluation import validation_loss
+from ds_fp8.train.model import build_model, load_model_config
 
 MANY = {"stage3_max_reuse_distance": 10**9, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
 """As DeepSpeed's defaults: weights stay gathered from one forward to the next."""
@@ -51,6 +54,68 @@ def trained_and_loaded(file, cache):
     )
     data = build_data(stage.data, build_tokenizer(stage.data, cache), cache)
     return validation_loss(_alone(model), stage, data.validation, stage.train.eval_batches, lambda: None)
+
+
+def label_tokens_seen(file, cache):
+    """The label tokens of every batch that a validation of the stage reads."""
+    stage, seen = load_stage(file), []
+
+    class Listening(torch.nn.Module):
+        module, device = torch.nn.Linear(1, 1), torch.device("cpu")
+
+        def forward(self, labels, **batch):
+            seen.append(set(labels.flatten().tolist()) - {-100})
+            return SimpleNamespace(loss=torch.zeros(()))
+
+    tokenizer = build_tokenizer(stage.data, cache)
+    validation_loss(Listening(), stage, build_data(stage.data, tokenizer, cache).validation, 2, lambda: None)
+    return seen, [set(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("1 1", "2 2")]
+
+
+def test_a_validation_reads_every_source_of_a_mixture(tiny, write, ranks, tmp_path, cache_home):
+    for name in ("1", "2"):
+        text = f"{name} " * 40
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(40)))
+    sources = [{"path": str(tmp_path / "1.jsonl"), "weight": 3}, {"path": str(tmp_path / "2.jsonl"), "weight": 1}]
+    tiny["data"] = {"sources": sources, "sequence_length": 64, "validation_fraction": 0.5, "overlong": "cut"}
+    batches, (first, second) = ranks(1, label_tokens_seen, write(tiny), cache_home)[0]
+    assert len(batches) == 2
+    assert all(batch & first for batch in batches)
+    assert any(batch & second for batch in batches)
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json():
+    text = _as_json({"loss": float("nan"), "perplexity": float("inf"), "rows": 2, "loss_as_trained": 1.5})
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert found == {"loss": None, "perplexity": None, "rows": 2, "loss_as_trained": 1.5}
+
+
+def losses_alone_and_shared(folder, alone, shared, cache):
+    """The validation loss of an untrained model by `ds-fp8 evaluate` for a stage, and for one of shared rows."""
+    os.environ["DS_FP8_CACHE"] = str(cache)
+    stage = load_stage(alone)
+    tokenizer = build_tokenizer(stage.data, cache)
+    model = build_model(stage, load_model_config(stage, tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    stages = [
+        _stage(Namespace(stage=str(file), deepspeed_config=None, set=[], folder=folder, gpus=gpus))
+        for file, gpus in ((alone, None), (shared, None), (shared, 2))
+    ]
+    return [_on_stage(model, each, 2, 0) for each in stages]
+
+
+@pytest.mark.parametrize("budget", [None, 64])
+def test_rows_that_ranks_share_are_evaluated_by_one(tiny, write, ranks, tmp_path, cache_home, budget):
+    if budget:
+        tiny |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+        tiny["data"]["tokens_per_gpu"] = budget
+    alone = write(tiny, "alone.json")
+    tiny["sequence_parallel_size"] = 2
+    if budget:
+        tiny["data"]["tokens_per_gpu"] = budget // 2
+    alone, shared, of_two = ranks(1, losses_alone_and_shared, tmp_path / "model", alone, write(tiny), cache_home)[0]
+    assert alone == shared == of_two
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_tokenizer
@@ -47,6 +49,29 @@ def test_a_model_is_bf16_and_as_wide_as_the_tokenizer(load):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_ids_with_gaps_have_embeddings(load):
+    """As those of o200k, whose special tokens lie beyond a gap."""
+    stage, _ = load()
+    words = Tokenizer(WordLevel({"<end>": 0, "one": 1, "two": 2, "far": 40}, unk_token="<end>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
+    model = build_model(stage, load_model_config(stage, tokenizer))
+    ids = torch.tensor([tokenizer.encode("far")])
+    assert model(input_ids=ids, labels=ids).loss is not None
+    stage, _ = load("model.config.vocab_size=40")
+    with pytest.raises(UserError, match="has 41 tokens, the model's vocabulary 40"):
+        load_model_config(stage, tokenizer)
+
+
+def test_markers_of_a_chat_template_without_an_embedding_are_named(load, tmp_path):
+    """The model's own tokenizer is the right one: it is the template that adds tokens to it."""
+    words = Tokenizer(WordLevel({"<end>": 0, "one": 1, "two": 2, "user": 3}, unk_token="<end>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(tmp_path / "words")
+    stage, tokenizer = load("model.config.vocab_size=4", "data.format=chat", f"data.tokenizer={tmp_path / 'words'}")
+    with pytest.raises(UserError, match=r"adds <\|im_start\|> and <\|im_end\|>") as error:
+        load_model_config(stage, tokenizer)
+    assert error.value.key == "data.chat_template"
 
 
 @pytest.mark.parametrize("where", ["model.path", "train.init_from", "a run"])

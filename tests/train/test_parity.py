@@ -8,7 +8,8 @@ from statistics import stdev
 import pytest
 
 from ds_fp8 import train as train_room
-from ds_fp8.commands import comparisons
+from ds_fp8.cli import main
+from ds_fp8.commands import comparisons, robustness
 from ds_fp8.commands import parity as command
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
@@ -18,6 +19,7 @@ from ds_fp8.report.verdict import Gap, judge, judge_all, judge_seeds, seed_noise
 from ds_fp8.train import load_stage
 from tests.report.runs import finished_run
 from tests.train.conftest import ROOT
+from tests.train.tiny_stage import RESULT
 
 
 def runs_of(tmp_path, fp8: list[float], bf16: list[float], first=7):
@@ -36,6 +38,12 @@ def test_the_gap_is_a_mean_over_seeds_and_the_noise_is_bf16s(tmp_path):
     assert comparison["gap_standard_error"] == pytest.approx(stdev(gaps) / 3**0.5)
     assert comparison["seed_noise"] == pytest.approx(0.02 / 2.02)
     assert comparison["seeds"] == [7, 8, 9]
+
+
+def test_a_run_whose_steps_are_lost_has_no_speed(tmp_path):
+    twins = runs_of(tmp_path, [0.5], [0.5])
+    twins[0].run.result["tokens_per_second"] = None
+    assert compare(twins)["tokens_per_second"] == {"fp8": None, "bf16": 1000.0}
 
 
 def test_one_seed_has_no_noise(tmp_path):
@@ -156,7 +164,7 @@ def planned(monkeypatch, cache_home, tmp_path):
     monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
-    def plan(file, *arguments):
+    def plan(file, *arguments, command=command):
         events = []
         load = train_room.load_stage
         monkeypatch.setattr(train_room, "load_stage", lambda *given: events.append("load") or load(*given))
@@ -178,13 +186,14 @@ def test_all_twins_are_read_before_the_first_is_trained(tiny, write, planned):
     assert sum("fp8.enabled=false" in changes for changes in events[5:]) == 2
 
 
-def test_a_schedule_in_steps_is_shortened_where_the_stage_counts_epochs(tiny, write, planned):
+@pytest.mark.parametrize("compared", [command, robustness])
+def test_a_schedule_in_steps_is_shortened_where_the_stage_counts_epochs(tiny, write, planned, compared):
     tiny["train"] |= {"steps": None, "epochs": 40, "schedule": {"type": "wsd", "warmup": 6, "decay": 12}}
     file = write(tiny)
     stage = load_stage(file)
     rows = len(build_data(stage.data, build_tokenizer(stage.data, default_cache_dir()), default_cache_dir()).train)
     steps = stage.with_length(rows).train.steps
-    changes = planned(file, "--steps", "4", "--ranks", "1")[-1]
+    changes = planned(file, "--steps", "4", "--ranks", "1", command=compared)[-1]
     assert f"train.schedule.warmup={6 / steps}" in changes
     assert f"train.schedule.decay={12 / steps}" in changes
 
@@ -243,3 +252,42 @@ def test_the_command_trains_twins_and_gives_its_verdict(tiny, write, cache_home,
     assert figures["steps"] == 2
     assert list(figures["curves"]["fp8"][0]["loss"]) == ["1", "2"]
     assert figures["final_loss"]["fp8"] != figures["final_loss"]["bf16"]
+
+
+@pytest.mark.parametrize("name", ["parity", "robustness"])
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        (["--steps", "12"], None),
+        (["--steps", "20"], "--steps"),
+        (["--steps", "12", "--set", "data.seed=5"], "data.seed"),
+    ],
+)
+def test_finished_runs_are_taken_as_they_are_if_they_are_the_same(
+    tiny, write, tmp_path, monkeypatch, cache_home, name, changes, key
+):
+    """Not their figures for those of another stage, nor their weights trained on by another schedule."""
+    monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
+    file, made = write(tiny), []
+
+    def finish(file, ranks, changes):
+        made.append(changes)
+        stage = load_stage(file, changes, ranks)
+        stage.run_dir.mkdir(parents=True)
+        (stage.run_dir / "config.json").write_text(json.dumps(stage.raw))
+        (stage.run_dir / "result.json").write_text(json.dumps(RESULT | {"steps": stage.train.steps}))
+        (stage.run_dir / "metrics.jsonl").write_text("")
+
+    monkeypatch.setattr(comparisons, "train_once", finish)
+    monkeypatch.setattr(robustness, "_measure", lambda *cell: None)
+    words = [str(file), "--out", str(tmp_path / "out"), "--seeds", "1", "--gpus", "1"]
+    main([name, *words, "--steps", "12"])
+    first = len(made)
+    assert first == (2 if name == "parity" else 8)
+    if key is None:
+        main([name, *words, *changes])
+    else:
+        with pytest.raises(UserError) as caught:
+            main([name, *words, *changes])
+        assert caught.value.key == key
+    assert len(made) == first

@@ -23,6 +23,7 @@ from ds_fp8.data import build_data, build_tokenizer, rows_of_step
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.metrics import read_metrics
 from ds_fp8.train.model import build_model, load_model_config
+from ds_fp8.train.schedules import learning_rate_factor
 
 TRAINING = ("step", "loss", "learning_rate", "gradient_norm", "skipped_steps", "validation_loss", "exact_match")
 
@@ -190,6 +191,22 @@ def test_losses_are_means_over_all_label_tokens_and_the_result_is_usable(tiny, w
     assert (result["steps"], result["skipped_steps"], result["ranks"]) == (2, 0, 2)
     logged = {path.name for path in (tmp_path / "csv" / "tiny").iterdir()}
     assert {"Train_loss.csv", "Train_learning_rate.csv", "Train_validation_loss.csv"} <= logged
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_every_step_of_a_run_made_longer_has_the_rate_of_its_new_length(
+    tiny, write, ranks, tmp_path, cache_home, enabled
+):
+    """Also the first one, whose rate the checkpoint has as of the old length."""
+    tiny["fp8"]["enabled"] = enabled
+    tiny["train"] |= {"eval_batches": 1, "schedule": {"type": "cosine", "warmup": 1}}
+    file, run_dir = write(tiny), tmp_path / "run"
+    for steps in (2, 5):
+        ranks(1, train_on_these_ranks, file, run_dir, steps, str(cache_home))
+    schedule = load_stage(file).train.schedule
+    rates = {record["step"]: record["learning_rate"] for record in measured(run_dir) if "loss" in record}
+    assert rates[2] == pytest.approx(1e-3 * learning_rate_factor(1, 2, schedule))
+    assert [rates[step] for step in (3, 4, 5)] == [1e-3 * learning_rate_factor(n, 5, schedule) for n in (2, 3, 4)]
 
 
 def test_bad_input_is_one_screen_and_writes_nothing(tiny, write, launch, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 
 import pytest
@@ -234,3 +235,17 @@ def test_mistakes(folder, cache_home, monkeypatch, file, options, key):  # noqa:
     with pytest.raises(UserError) as caught:
         main(["sensitivity", str(folder), str(folder / file), "--length", "41", *options])
     assert caught.value.key == key
+
+
+def test_markers_of_a_chat_template_that_the_model_lacks_are_named(folder, cache_home, monkeypatch, write, tmp_path):  # noqa: F811
+    monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
+    base = tmp_path / "base"
+    causal_lm("llama", vocab_size=10).save_pretrained(base)  # as many as words
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, base)
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(4)))
+    data = {"path": str(tmp_path / "chats.jsonl"), "format": "chat", "validation_fraction": 0.5}
+    with pytest.raises(UserError, match="im_end") as caught:
+        main(["sensitivity", str(base), str(write({"fp8": {}, "data": data})), "--rows", "1", "--length", "41"])
+    assert caught.value.key == "data.chat_template"

@@ -174,6 +174,14 @@ def test_a_schedule_longer_than_the_epochs_is_refused(tiny, write):
     assert caught.value.key == "train.schedule"
 
 
+@pytest.mark.parametrize("epochs", ["1e12", "1e308"])
+def test_epochs_without_end_are_refused(epochs, tiny, write):
+    stage = load_stage(write(tiny), ["train.steps=null", f"train.epochs={epochs}"])
+    with pytest.raises(UserError, match="more steps than a run can have") as error:
+        stage.with_length(40)
+    assert error.value.key == "train.epochs"
+
+
 def test_bad_json_is_located(write):
     file = write('{\n  "train": {"steps": 3;}\n}')
     with pytest.raises(UserError, match="not valid JSON") as caught:

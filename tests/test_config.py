@@ -48,6 +48,15 @@ TENSORWISE = {
 }
 
 
+@pytest.mark.parametrize("operand", ["input", "weight"])
+def test_outlier_channels_take_fitted_scales_for_inputs_alone(operand):
+    section = {"preset": "precise", "linear": {operand: {"scale": "fitted"}}}
+    if operand == "input":
+        assert parse(section).linear.input.scale == "fitted"
+    else:
+        assert mistake(section).key == "fp8.linear.outlier_channels"
+
+
 def test_presets():
     sources = {"fp8lm_o1", "fp8lm_o2", "fp8lm_o3", "coat", "fishman"}
     assert set(PRESETS) == {"infir2", "hybrid_fast", "precise", "rowwise", "tensorwise", "munit"} | sources

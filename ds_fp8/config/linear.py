@@ -186,7 +186,8 @@ class LinearCasts(Section):
     def _outliers_are_of_blocks(self) -> LinearCasts:
         x, w = self.input, self.weight
         fits = (x.granularity, w.granularity, x.format, w.format) == ("1x128", "128x128", "e4m3", "e4m3")
-        fits &= {x.scale, w.scale} <= {"pow2", "fp32"} and {x.rounding, w.rounding} == {"nearest"}
+        fits &= x.scale in ("pow2", "fp32", "fitted") and w.scale in ("pow2", "fp32")
+        fits &= {x.rounding, w.rounding} == {"nearest"}
         if self.outlier_channels and not (fits and not self.rotation.fprop and self.recast.of != "fprop"):
             raise UserError(
                 f"outlier channels need E4M3 casts in blocks, but input is {x}, weight {w}"
@@ -194,7 +195,7 @@ class LinearCasts(Section):
                 + (", cast again" if self.recast.of == "fprop" else ""),
                 key="fp8.linear.outlier_channels",
                 remedy='"outlier_channels": 0, or "input": {"granularity": "1x128"}, "weight": {"granularity": '
-                '"128x128"}, both "e4m3" with scale "pow2" or "fp32" and rounded to nearest',
+                '"128x128"}, both "e4m3", rounded to nearest, with scale "pow2" or "fp32" (input: or "fitted")',
             )
         return self
 

@@ -26,7 +26,7 @@ from tests.casts.test_kernels import DEVICE, assert_same
 
 SIZES = [(1, 128, 64), (130, 576, 64), (257, 200, 17), (128, 384, 128), (5, 40, 40), (131, 300, 130)]
 """Rows, columns, channels."""
-SCALES = ["pow2", "fp32"]
+SCALES = ["pow2", "fp32", "fitted"]
 
 
 def with_outliers(rows: int, columns: int, channels: int, seed: int = 0) -> torch.Tensor:

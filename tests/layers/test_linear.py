@@ -20,6 +20,7 @@ from ds_fp8.config.presets import PRESETS
 from ds_fp8.layers.linear import FP8Linear
 from tests.gemm.tolerance import ROUNDING, assert_is_product
 from tests.layers.linears import fp8_linear
+from tests.numerics import error
 
 presets = pytest.mark.parametrize("preset", PRESETS)
 saves = pytest.mark.parametrize("save", ["fp8", "bf16"])
@@ -114,6 +115,16 @@ def test_every_cast_follows_its_own_key():
     assert_is_product(dx, quantize(dy, "e5m2", "1x128", "pow2").dequantize(), w.t())
     x_KT, dy_NT = quantize(x.t(), "e4m3", "tensor", "fp32"), quantize(dy.t(), "e5m2", "1x128", "pow2")
     assert_is_product(dw, dy_NT.dequantize(), x_KT.dequantize())
+
+
+def test_inputs_with_outlier_channels_may_have_fitted_scales():
+    x, errors = random(130, 576), {}
+    for scale in ("fp32", "fitted"):
+        linear = fp8_linear(576, 96, preset="precise", linear={"input": {"scale": scale}, "outlier_channels": 16})
+        y, _, _ = run(linear, x, random(130, 96, seed=1))
+        assert_is_product(y, *fprop_operands(linear, x))
+        errors[scale] = error(y.float(), x.float() @ linear.weight.detach().float().t())
+    assert errors["fitted"] < errors["fp32"]
 
 
 def test_bias_is_added_and_gets_its_gradient():

@@ -90,6 +90,8 @@ class Lifecycle:
         self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self._written: object | None = None
         """Event behind the last write to shards, by a step or a user."""
+        self._writes_masters = False
+        """True while all masters are overwritten."""
         seams.replace_methods(engine, self)
 
     # ---------------------------------------------------------------- a step
@@ -242,16 +244,22 @@ class Lifecycle:
 
     def write_masters(self, stock: Stock, *args, **kwargs) -> Any:
         """Overwrite all masters, from a checkpoint or from the BF16 shards."""
+        if self._writes_masters:
+            # DeepSpeed's load of weights alone refreshes the masters in its midst, and reads the BF16 shards after.
+            return stock(*args, **kwargs)
         if self.bf16_shards is not None:
             self.bf16_shards.make_all()
         if self.weights is not None:
             self.weights.shards.wait_for_cast()
-        result = stock(*args, **kwargs)
-        if self.weights is not None:
-            self.weights.shards.loaded()
-        if self.bf16_shards is not None:
-            self.bf16_shards.free_unneeded()
-        return result
+        self._writes_masters = True
+        try:
+            return stock(*args, **kwargs)
+        finally:  # a load that fails may have written some of them, and leaves all BF16 shards behind
+            self._writes_masters = False
+            if self.weights is not None:
+                self.weights.shards.loaded()
+            if self.bf16_shards is not None:
+                self.bf16_shards.free_unneeded()
 
     def offload(self, stock: Stock, *args, **kwargs) -> Any:
         """Move states of the engine to the CPU; BF16 shards are whole until they are back."""

@@ -1,6 +1,7 @@
 """The own optimizer step against DeepSpeed's: the same numbers, and the same behaviour around them."""
 
 import logging
+from pathlib import Path
 
 import deepspeed
 import pytest
@@ -320,3 +321,32 @@ def bf16_shards():
 def test_bf16_shards_exist_where_something_is_gathered_in_bf16(ranks):
     """What a user writes into a weight holds until the next step."""
     assert ranks(2, bf16_shards) == [([False, True, False], [True, False, True], True)] * 2
+
+
+def undisturbed():
+    return models.train(engine_of("plain"), 3)
+
+
+def refused_load(folder):
+    """Losses before and after a load that fails, and whether BF16 shards that nobody reads are there after it."""
+    engine = engine_of("plain")
+    losses = models.train(engine, 1)
+    engine.save_checkpoint(folder, tag="whole")
+    losses += models.train(engine, 1, start=1)
+    file = Path(folder, "whole", f"bf16_zero_pp_rank_{dist.get_rank()}_mp_rank_00_optim_states.pt")
+    saved = torch.load(file, weights_only=False)
+    for group in saved["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"]:
+        del group["betas"]
+    torch.save(saved, file)
+    dist.barrier()
+    with pytest.raises(UserError, match="not of an Adam optimizer"):
+        engine.load_checkpoint(folder, tag="whole")
+    kept = [p.ds_tensor.is_contiguous() for p in engine.module.parameters() if engine.fp8.parameter_gather.gathers(p)]
+    return losses + models.train(engine, 1, start=2), any(kept)
+
+
+def test_a_load_that_is_refused_changes_nothing(ranks, tmp_path):
+    expected = ranks(2, undisturbed)
+    for (losses, kept), its_losses in zip(ranks(2, refused_load, str(tmp_path)), expected, strict=True):
+        assert losses == its_losses
+        assert not kept

@@ -241,6 +241,8 @@ class Lifecycle:
         stock(value, parameter, optim_state_key)
         if self.weights is not None:
             self.weights.shards.master_written(parameter)
+        if self.bf16_shards is not None and not seams.is_gathered(parameter):  # else its release frees it
+            self.bf16_shards.free(parameter)  # what a user wrote there before
 
     def write_masters(self, stock: Stock, *args, **kwargs) -> Any:
         """Overwrite all masters, from a checkpoint or from the BF16 shards."""
@@ -282,7 +284,7 @@ class Lifecycle:
         """Move the states back."""
         result = stock(*args, **kwargs)
         if self.bf16_shards is not None:
-            self.bf16_shards.free_unneeded()
+            self.bf16_shards.free_unneeded(keep=self.weights.shards.casts_bf16)
         return result
 
     # ---------------------------------------------------------------- checkpoints

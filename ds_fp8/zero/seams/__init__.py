@@ -35,6 +35,7 @@ from ds_fp8.zero.seams.parameters import (
     flat_parameters,
     full_shape,
     in_use,
+    is_gathered,
     is_partitioned,
     is_trained,
     is_zero_parameter,

@@ -229,20 +229,29 @@ class Lifecycle:
     def write_state(
         self, stock: Stock, value: torch.Tensor, parameter: nn.Parameter, optim_state_key: str | None = None
     ) -> None:
-        """Overwrite the masters of a parameter, or a moment (safe_set_full_fp32_param and its kin)."""
+        """Overwrite the masters of a parameter on all ranks, or a moment (safe_set_full_fp32_param and its kin)."""
+        self.write_local_state(stock, value, parameter, optim_state_key)
         if optim_state_key is not None:
-            if self.moments is not None:
-                # DeepSpeed writes into FP32 tensors; a compressed moment is expanded until the next step compresses it
-                # again.
-                self.moments.expand_moments()
-            return stock(value, parameter, optim_state_key)
-        if self.weights is not None:
-            self.weights.shards.wait_for_cast()
-        stock(value, parameter, optim_state_key)
+            return
         if self.weights is not None:
             self.weights.shards.master_written(parameter)
         if self.bf16_shards is not None and not seams.is_gathered(parameter):  # else its release frees it
             self.bf16_shards.free(parameter)  # what a user wrote there before
+
+    def write_local_state(
+        self, stock: Stock, value: torch.Tensor, parameter: nn.Parameter, optim_state_key: str | None = None
+    ) -> None:
+        """Overwrite this rank's masters of a parameter, or a moment (safe_set_local_fp32_param and its kin).
+
+        Others may write nothing, and a cast is collective: as in DeepSpeed masters count from the next step on.
+        """
+        if optim_state_key is not None and self.moments is not None:
+            # DeepSpeed writes into FP32 tensors; a compressed moment is expanded until the next step compresses it
+            # again.
+            self.moments.expand_moments()
+        elif self.weights is not None:
+            self.weights.shards.wait_for_cast()
+        stock(value, parameter, optim_state_key)
 
     def write_masters(self, stock: Stock, *args, **kwargs) -> Any:
         """Overwrite all masters, from a checkpoint or from the BF16 shards."""

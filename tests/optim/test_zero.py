@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -253,6 +254,31 @@ def test_moments_can_be_read_and_written_through_deepspeed(ranks):
     assert untouched
     assert after.mean() == pytest.approx(0.45, rel=0.1)
     assert state_bytes < 2.11 * 253_471 / 2
+
+
+def warnings_of_a_scheduler(stepped):
+    """What a scheduler of the caller's AdamW warns of, after a step or without one, and the learning rate after it."""
+    import ds_fp8
+
+    ds_config = config({})
+    del ds_config["optimizer"]
+    net = models.Net().bfloat16()
+    given = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1 / (step + 1))
+    engine = ds_fp8.initialize(model=net, optimizer=given, config=ds_config)[0]
+    assert engine.fp8.step is not None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        models.train(engine, int(stepped))
+        scheduler.step()
+    said = [str(one.message) for one in caught if "lr_scheduler" in str(one.message)]
+    return said, engine.optimizer.param_groups[0]["lr"]
+
+
+def test_a_scheduler_of_the_given_optimizer_notices_the_steps(ranks):
+    assert ranks(1, warnings_of_a_scheduler, True) == [([], 5e-4)]
+    [(said, _)] = ranks(1, warnings_of_a_scheduler, False)
+    assert len(said) == 1
 
 
 def what_initialize_says(ds_config, pass_optimizer):

@@ -105,7 +105,7 @@ def _reduce_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
         return
     state.nodes = find_nodes(config.hierarchy, state.hosts)
     observe = state.health.observe_gradient
-    state.gradient_reduce = GradientReduce(config, state.wire, state.nodes, state.clock, observe)
+    state.gradient_reduce = GradientReduce(config, state.wire, state.nodes, state.rounding_clock, observe)
     state.health.gradient_reduce = state.gradient_reduce
 
 

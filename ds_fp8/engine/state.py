@@ -29,6 +29,9 @@ CHECKPOINT_KEY = "ds_fp8"
 
 STARTS_ANEW = "starts anew"
 
+_MOST_MICRO_BATCHES = 2**20
+"""Micro-batches of a step that random rounding tells apart."""
+
 
 class FP8State:
     """FP8 state of an engine (`engine.fp8`), with FP8 enabled or not."""
@@ -97,8 +100,13 @@ class FP8State:
         stop_casting(self._engine.module)
 
     def clock(self) -> int:
-        """Return the number of micro-batches so far, those before a resume among them: the clock of random rounding."""
+        """Return the number of calls of engine.step() so far, those before a resume among them."""
         return self._micro_batches_before + self._engine.micro_steps
+
+    def rounding_clock(self) -> int:
+        """Return a number of the present micro-batch, another for each: the clock of random rounding."""
+        # Programs that set the boundary of accumulation themselves, as Accelerate does, call engine.step() once a step.
+        return self.clock() * _MOST_MICRO_BATCHES + seams.micro_batch_of_step(self._engine)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a run needs besides weights and optimizer state to resume bit for bit. Collective.

@@ -121,8 +121,13 @@ def _take_over(given: Any, configuration: Configuration, rank: Callable[[], int]
         # One list for both: schedulers hold the caller's optimizer and write into its groups.
         given.param_groups = optimizer.param_groups
 
+    def mark_stepped(*_: Any) -> None:
+        # Where torch's schedulers look, before they warn that no step came before theirs.
+        given._opt_called = True
+
     share_groups(ours)
     ours.register_load_state_dict_post_hook(share_groups)  # loading makes new groups
+    ours.register_step_post_hook(mark_stepped)
     return ours
 
 

@@ -64,7 +64,7 @@ FUNCTIONS: dict[str, KnownFunction] = {
         "wrapped: the parameter's masters are cast to FP8 again", ("ead7f5d47e51",)
     ),
     f"{_OPTIMIZER}.set_local_hp_param": KnownFunction(
-        "wrapped: the parameter's masters are cast to FP8 again", ("8ae114259654",)
+        "wrapped: the last cast may still read masters, and moments are written in FP32", ("8ae114259654",)
     ),
     f"{_COORDINATOR}.reset_step": KnownFunction(
         "expected to leave counters as a captured micro-step finds them", ("cd4438c72b57",)

@@ -5,6 +5,7 @@ Two properties of DeepSpeed's leaf modules that FP8 layers need help with:
     gradients   A leaf module's gradients are reduced by a torch full backward hook, which runs once the gradient of the
                 module's input is complete. If no input requires a gradient, torch runs the hook before the module's
                 backward: DeepSpeed then reduces zeros and, if this was the last module, releases all parameters.
+                Inputs that are passed by name torch does not look at.
     weights     ZeRO-3 detects a module that reads another module's weight (an external parameter) because that weight
                 is not gathered at the time. Inside a leaf module every weight is, and one gathered in FP8 reads as NaN.
 """
@@ -28,14 +29,15 @@ from ds_fp8.zero import seams
 def give_inputs_gradients(engine: deepspeed.DeepSpeedEngine) -> None:
     """Make the input of every trainable leaf module require a gradient, until the engine is destroyed.
 
-    Without this the input of the first such module does not, if everything before it is frozen.
+    Without this the input of the first such module does not, if everything before it is frozen, nor does that of a
+    module which is called with its input by name.
 
     Args:
         engine: a ZeRO-3 engine.
     """
     for module in _leaf_modules(parameter for parameter in engine.module.parameters() if parameter.requires_grad):
         # Before DeepSpeed's hooks, which test whether the input requires a gradient.
-        handle = module.register_forward_pre_hook(_with_gradient, prepend=True)
+        handle = module.register_forward_pre_hook(_with_gradient, prepend=True, with_kwargs=True)
         seams.on_destroy(engine, handle.remove)
 
 
@@ -65,15 +67,39 @@ def _leaf_modules(parameters: Iterable[nn.Parameter]) -> list[nn.Module]:
     return list(dict.fromkeys(leaf for leaf in leaves if leaf is not None))
 
 
-def _with_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return `inputs` with a first tensor that requires a gradient, or None to leave them unchanged."""
+def _with_gradient(
+    module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with a first tensor that requires a gradient, where none does, by position."""
+    inputs, named = _by_position(module, inputs, named)
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
-        return None
+        return inputs, named
     if not tensors or tensors[0] is not inputs[0] or not tensors[0].is_floating_point():
-        return None
+        return inputs, named
     # Detached: nothing before it is trained, and a leaf that requires a gradient may be made of any tensor then.
-    return inputs[0].detach().requires_grad_(), *inputs[1:]
+    return (inputs[0].detach().requires_grad_(), *inputs[1:]), named
+
+
+def _by_position(
+    module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with the first floating point tensor by position, where it and all before it have names."""
+    if any(map(_has_gradients, inputs)) or not any(map(_has_gradients, named.values())):
+        return inputs, named
+    for parameter in list(inspect.signature(module.forward).parameters.values())[len(inputs) :]:
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.name not in named:
+            break
+        inputs = *inputs, named[parameter.name]
+        named = {name: value for name, value in named.items() if name != parameter.name}
+        if _has_gradients(inputs[-1]):
+            break
+    return inputs, named
+
+
+def _has_gradients(value: Any) -> bool:
+    """Return whether a value is a tensor that a gradient may be computed of."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _reads_a_weight(module: nn.Module) -> bool:

@@ -90,6 +90,8 @@ class Lifecycle:
         self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self._written: object | None = None
         """Event behind the last write to shards, by a step or a user."""
+        self._writes_masters = False
+        """True while all masters are overwritten."""
         seams.replace_methods(engine, self)
 
     # ---------------------------------------------------------------- a step
@@ -227,31 +229,48 @@ class Lifecycle:
     def write_state(
         self, stock: Stock, value: torch.Tensor, parameter: nn.Parameter, optim_state_key: str | None = None
     ) -> None:
-        """Overwrite the masters of a parameter, or a moment (safe_set_full_fp32_param and its kin)."""
+        """Overwrite the masters of a parameter on all ranks, or a moment (safe_set_full_fp32_param and its kin)."""
+        self.write_local_state(stock, value, parameter, optim_state_key)
         if optim_state_key is not None:
-            if self.moments is not None:
-                # DeepSpeed writes into FP32 tensors; a compressed moment is expanded until the next step compresses it
-                # again.
-                self.moments.expand_moments()
-            return stock(value, parameter, optim_state_key)
-        if self.weights is not None:
-            self.weights.shards.wait_for_cast()
-        stock(value, parameter, optim_state_key)
+            return
         if self.weights is not None:
             self.weights.shards.master_written(parameter)
+        if self.bf16_shards is not None and not seams.is_gathered(parameter):  # else its release frees it
+            self.bf16_shards.free(parameter)  # what a user wrote there before
+
+    def write_local_state(
+        self, stock: Stock, value: torch.Tensor, parameter: nn.Parameter, optim_state_key: str | None = None
+    ) -> None:
+        """Overwrite this rank's masters of a parameter, or a moment (safe_set_local_fp32_param and its kin).
+
+        Others may write nothing, and a cast is collective: as in DeepSpeed masters count from the next step on.
+        """
+        if optim_state_key is not None and self.moments is not None:
+            # DeepSpeed writes into FP32 tensors; a compressed moment is expanded until the next step compresses it
+            # again.
+            self.moments.expand_moments()
+        elif self.weights is not None:
+            self.weights.shards.wait_for_cast()
+        stock(value, parameter, optim_state_key)
 
     def write_masters(self, stock: Stock, *args, **kwargs) -> Any:
         """Overwrite all masters, from a checkpoint or from the BF16 shards."""
+        if self._writes_masters:
+            # DeepSpeed's load of weights alone refreshes the masters in its midst, and reads the BF16 shards after.
+            return stock(*args, **kwargs)
         if self.bf16_shards is not None:
             self.bf16_shards.make_all()
         if self.weights is not None:
             self.weights.shards.wait_for_cast()
-        result = stock(*args, **kwargs)
-        if self.weights is not None:
-            self.weights.shards.loaded()
-        if self.bf16_shards is not None:
-            self.bf16_shards.free_unneeded()
-        return result
+        self._writes_masters = True
+        try:
+            return stock(*args, **kwargs)
+        finally:  # a load that fails may have written some of them, and leaves all BF16 shards behind
+            self._writes_masters = False
+            if self.weights is not None:
+                self.weights.shards.loaded()
+            if self.bf16_shards is not None:
+                self.bf16_shards.free_unneeded()
 
     def offload(self, stock: Stock, *args, **kwargs) -> Any:
         """Move states of the engine to the CPU; BF16 shards are whole until they are back."""
@@ -274,7 +293,7 @@ class Lifecycle:
         """Move the states back."""
         result = stock(*args, **kwargs)
         if self.bf16_shards is not None:
-            self.bf16_shards.free_unneeded()
+            self.bf16_shards.free_unneeded(keep=self.weights.shards.casts_bf16)
         return result
 
     # ---------------------------------------------------------------- checkpoints

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -202,6 +203,33 @@ def test_a_universal_checkpoint_moves_between_numbers_of_ranks_and_precisions(ra
     assert steps == {7.0}
 
 
+def load_weights_of_universal(folder, from_fp32):
+    """Weights of an engine that took those of the universal checkpoint alone, and the loss of its next step."""
+    ds_config = config({}, universal=True, load_from_fp32_weights=from_fp32)
+    engine = models.build(ds_config, prepare=lambda net: [parameter.data.zero_() for parameter in net.parameters()])
+    engine.load_checkpoint(folder, tag="a_universal", load_optimizer_states=False)
+    return models.bf16_weights(engine), models.train(engine, 1, start=3)
+
+
+def start_and_save_all(folder):
+    engine = models.build(config({}))
+    models.train(engine, 3)
+    engine.save_checkpoint(folder, tag="a")
+    return models.bf16_weights(engine), models.train(engine, 1, start=3)
+
+
+def test_the_weights_of_a_universal_checkpoint_load_alone(ranks, tmp_path):
+    saved = ranks(2, start_and_save_all, str(tmp_path))
+    to_universal(str(tmp_path), "a")
+    for from_fp32 in (True, False):
+        for (weights, loss), (expected, its_loss) in zip(
+            ranks(2, load_weights_of_universal, str(tmp_path), from_fp32), saved, strict=True
+        ):
+            assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
+            # Masters of BF16 are cast to a few other codes than those of FP32.
+            assert loss == pytest.approx(its_loss, rel=LOSS)
+
+
 def set_and_get(optimizer):
     """What DeepSpeed's access to a moment gives, before and after writing to it."""
     from deepspeed.utils import safe_get_full_optimizer_state, safe_set_local_optimizer_state
@@ -226,6 +254,31 @@ def test_moments_can_be_read_and_written_through_deepspeed(ranks):
     assert untouched
     assert after.mean() == pytest.approx(0.45, rel=0.1)
     assert state_bytes < 2.11 * 253_471 / 2
+
+
+def warnings_of_a_scheduler(stepped):
+    """What a scheduler of the caller's AdamW warns of, after a step or without one, and the learning rate after it."""
+    import ds_fp8
+
+    ds_config = config({})
+    del ds_config["optimizer"]
+    net = models.Net().bfloat16()
+    given = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1 / (step + 1))
+    engine = ds_fp8.initialize(model=net, optimizer=given, config=ds_config)[0]
+    assert engine.fp8.step is not None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        models.train(engine, int(stepped))
+        scheduler.step()
+    said = [str(one.message) for one in caught if "lr_scheduler" in str(one.message)]
+    return said, engine.optimizer.param_groups[0]["lr"]
+
+
+def test_a_scheduler_of_the_given_optimizer_notices_the_steps(ranks):
+    assert ranks(1, warnings_of_a_scheduler, True) == [([], 5e-4)]
+    [(said, _)] = ranks(1, warnings_of_a_scheduler, False)
+    assert len(said) == 1
 
 
 def what_initialize_says(ds_config, pass_optimizer):

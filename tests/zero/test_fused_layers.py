@@ -74,3 +74,42 @@ def test_recomputed_layers_change_no_bit(ranks):
 def test_other_presets(ranks, baseline, preset):
     losses = ranks(2, train, {"preset": preset}, 2)[0][0]
     assert losses == pytest.approx(baseline(2, train, {"enabled": False}, 2)[0][0], rel=0.02)
+
+
+class Caller(torch.nn.Module):
+    """Calls a layer with its input by position or by name, as a model of somebody else may."""
+
+    def __init__(self, layer, by_name):
+        super().__init__()
+        self.layer, self.by_name = layer, by_name
+
+    def forward(self, hidden_states, **options):
+        if self.by_name:
+            return self.layer(hidden_states=hidden_states, **options)
+        return self.layer(hidden_states, **options)
+
+
+def train_called(by_name, frozen):
+    """Losses and weights after three steps, and the number of fused layers."""
+    from deepspeed import comm as dist
+
+    import ds_fp8
+
+    model = causal_lm("qwen2")
+    model.model.layers = torch.nn.ModuleList(Caller(layer, by_name) for layer in model.model.layers)
+    model.model.embed_tokens.requires_grad_(not frozen)
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=models.config(QUIET))[0]
+    losses = []
+    for step in range(3):
+        ids = tokens(4, 16).roll(step, 1)[2 * dist.get_rank() :][:2]
+        losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids).loss))
+    return losses, models.bf16_weights(engine), engine.fp8.report["fused_layers"]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_may_be_called_with_their_input_by_name(ranks, frozen):
+    for left, right in zip(ranks(2, train_called, True, frozen), ranks(2, train_called, False, frozen), strict=True):
+        assert left[0] == right[0]
+        assert left[2] == right[2] == 2
+        for name, weight in left[1].items():
+            assert torch.equal(weight, right[1][name]), name

@@ -1,6 +1,7 @@
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
 
 from ds_fp8.casts import quantize
@@ -186,6 +187,51 @@ def test_weights_written_under_gathered_parameters_outlive_a_skipped_step(ranks)
         assert (fp8 == 0.25).all()
         assert not (bf16_after == 0.25).any()
         torch.testing.assert_close(fp8_after, bf16_after, rtol=0.1, atol=1e-3)
+
+
+def written_weight(what_follows):
+    """A weight that was filled with 0.25 as GatheredParameters shows it and as it is gathered, after something."""
+    # DeepSpeed sets whole masters only where they divide by the ranks.
+    engine = models.build(models.config({"monitor": {"every": 0}}), sizes=(132, 300))
+    models.train(engine, 1)
+    layers = engine.module.layers
+    weight, other = layers[0].up.weight, layers[1].up.weight
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+        if deepspeed.comm.get_rank() == 0:
+            weight.data.fill_(0.25)
+    if what_follows == "offload":
+        engine.offload_states(include=[OffloadStateTypeEnum.lp_params], pin_memory=False)
+        engine.reload_states()
+        safe_set_full_fp32_param(other, models.full_master(other))  # by which all are cast again
+    elif what_follows == "another module reads it":
+        deepspeed.zero.register_external_parameter(layers[1], weight)
+    elif what_follows == "its masters are set":
+        safe_set_full_fp32_param(weight, torch.full(weight.ds_shape, 0.5))
+    elif what_follows == "its masters are set while it is whole":
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            safe_set_full_fp32_param(weight, torch.full(weight.ds_shape, 0.5))
+    with deepspeed.zero.GatheredParameters([weight]):
+        shown = weight.detach().float().clone()
+    gather(engine, [weight])
+    quantized = getattr(weight, GATHERED, None)
+    found = weight.detach().float() if quantized is None else quantized.dequantize()
+    weight.partition()
+    return shown, found
+
+
+@pytest.mark.parametrize(
+    ("what_follows", "expected"),
+    [
+        ("offload", 0.25),
+        ("another module reads it", 0.25),
+        ("its masters are set", 0.5),
+        ("its masters are set while it is whole", 0.5),
+    ],
+)
+def test_what_was_written_last_is_what_all_readers_get(ranks, what_follows, expected):
+    for shown, found in ranks(2, written_weight, what_follows):
+        assert (shown == expected).all()
+        assert (found == expected).all()
 
 
 def frozen_weight():

@@ -1,13 +1,21 @@
 """The own optimizer step against DeepSpeed's: the same numbers, and the same behaviour around them."""
 
 import logging
+from pathlib import Path
 
 import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
+from deepspeed.utils import (
+    safe_get_full_grad,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_set_full_grad,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+)
 
 from ds_fp8.config.errors import UserError
 from tests.zero import models
@@ -320,3 +328,53 @@ def bf16_shards():
 def test_bf16_shards_exist_where_something_is_gathered_in_bf16(ranks):
     """What a user writes into a weight holds until the next step."""
     assert ranks(2, bf16_shards) == [([False, True, False], [True, False, True], True)] * 2
+
+
+def written_locally(writers):
+    """Losses of two steps after some ranks have written to their masters of a weight, and the weight after them."""
+    engine = engine_of("plain", sizes=(132, 300))
+    losses = models.train(engine, 1)
+    weight = engine.module.layers[1].up.weight
+    if dist.get_rank() in writers:
+        safe_set_local_fp32_param(weight, 2 * safe_get_local_fp32_param(weight))
+    losses += models.train(engine, 2, start=1)
+    return losses, models.full_master(weight)
+
+
+def test_one_rank_may_write_its_masters_alone(ranks):
+    for (losses, weight), (expected, before) in zip(
+        ranks(2, written_locally, [0]), ranks(2, written_locally, []), strict=True
+    ):
+        assert losses[:2] == expected[:2]  # they count from the next step on
+        assert losses[2] != expected[2]
+        torch.testing.assert_close(weight[:150], 2 * before[:150], rtol=0.1, atol=2e-3)
+        torch.testing.assert_close(weight[150:], before[150:], rtol=0.1, atol=2e-3)
+
+
+def undisturbed():
+    return models.train(engine_of("plain"), 3)
+
+
+def refused_load(folder):
+    """Losses before and after a load that fails, and whether BF16 shards that nobody reads are there after it."""
+    engine = engine_of("plain")
+    losses = models.train(engine, 1)
+    engine.save_checkpoint(folder, tag="whole")
+    losses += models.train(engine, 1, start=1)
+    file = Path(folder, "whole", f"bf16_zero_pp_rank_{dist.get_rank()}_mp_rank_00_optim_states.pt")
+    saved = torch.load(file, weights_only=False)
+    for group in saved["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"]:
+        del group["betas"]
+    torch.save(saved, file)
+    dist.barrier()
+    with pytest.raises(UserError, match="not of an Adam optimizer"):
+        engine.load_checkpoint(folder, tag="whole")
+    kept = [p.ds_tensor.is_contiguous() for p in engine.module.parameters() if engine.fp8.parameter_gather.gathers(p)]
+    return losses + models.train(engine, 1, start=2), any(kept)
+
+
+def test_a_load_that_is_refused_changes_nothing(ranks, tmp_path):
+    expected = ranks(2, undisturbed)
+    for (losses, kept), its_losses in zip(ranks(2, refused_load, str(tmp_path)), expected, strict=True):
+        assert losses == its_losses
+        assert not kept

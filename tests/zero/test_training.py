@@ -3,6 +3,7 @@
 import deepspeed
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_grad
 
 from tests.zero import models
 
@@ -77,6 +78,30 @@ def test_gradient_accumulation(ranks):
     losses = ranks(2, losses_and_weights, config)[0][0]
     twin = ranks(2, losses_and_weights, {**config, "fp8": {"enabled": False}})[0][0]
     assert losses == pytest.approx(twin, rel=0.02)
+
+
+def same_batch_twice(steps_once):
+    """Whether a batch has the same gradient again as second micro-batch of a step, rounded stochastically."""
+    config = models.config({**QUIET, "grad_reduce": {"rounding": "stochastic"}}) | {"gradient_accumulation_steps": 2}
+    engine = models.build(config, sizes=(132, 300))
+    weight, found = engine.module.layers[0].up.weight, []
+    for last in (False, True):
+        if steps_once:
+            engine.set_gradient_accumulation_boundary(last)
+        engine.backward(engine(models.batch(0, deepspeed.comm.get_rank())))
+        found.append(safe_get_full_grad(weight))
+        if last or not steps_once:
+            engine.step()
+    first, sum_of_both = found
+    return torch.equal(sum_of_both, 2 * first), float((sum_of_both - 2 * first).norm() / first.norm())
+
+
+@pytest.mark.parametrize("steps_once", [False, True])
+def test_every_micro_batch_is_rounded_with_random_numbers_of_its_own(ranks, steps_once):
+    """Also where engine.step() is called once for all of them, as by Accelerate."""
+    for same, difference in ranks(2, same_batch_twice, steps_once):
+        assert not same
+        assert difference < 0.1
 
 
 @pytest.mark.parametrize(

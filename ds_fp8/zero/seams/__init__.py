@@ -35,6 +35,7 @@ from ds_fp8.zero.seams.parameters import (
     flat_parameters,
     full_shape,
     in_use,
+    is_gathered,
     is_partitioned,
     is_trained,
     is_zero_parameter,
@@ -48,4 +49,4 @@ from ds_fp8.zero.seams.parameters import (
     untrained,
 )
 from ds_fp8.zero.seams.persistent import gather_together
-from ds_fp8.zero.seams.step import accumulates
+from ds_fp8.zero.seams.step import accumulates, micro_batch_of_step

@@ -6,7 +6,7 @@ reads their BF16 shards (GatheredParameters, saving, loading) gets them rounded 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import deepspeed
 import torch
@@ -28,9 +28,9 @@ class Bf16Shards:
         self.free_unneeded()
 
     def need(self, parameter: torch.nn.Parameter) -> None:
-        """Keep this parameter's shard from now on."""
-        if self._unneeded.pop(id(parameter), None) is not None:
-            self._make(parameter)
+        """Keep this parameter's shard from now on; what a user wrote there stays."""
+        self.make(parameter)
+        self._unneeded.pop(id(parameter), None)
 
     def make(self, parameter: torch.nn.Parameter) -> None:
         """Give a parameter its shard, rounded from the masters, where it has none."""
@@ -74,10 +74,14 @@ class Bf16Shards:
         self._zero.fp16_partitioned_groups_flat.clear()
         self._zero._set_fp16_partitioned_groups_flat()
 
-    def free_unneeded(self) -> None:
-        """Keep only the needed shards of the flat buffer."""
+    def free_unneeded(self, keep: Callable[[torch.nn.Parameter], bool] = lambda parameter: False) -> None:
+        """Keep only the needed shards of the flat buffer.
+
+        Args:
+            keep: Says of a parameter that its shard is read until the next step, although it is not needed.
+        """
         for parameter in self._parameters:
-            if id(parameter) in self._unneeded:
+            if id(parameter) in self._unneeded and not keep(parameter):
                 self.free(parameter)
             else:
                 parameter.ds_tensor.data = parameter.ds_tensor.clone()

@@ -138,6 +138,11 @@ def end_gather(parameter: torch.nn.Parameter) -> None:
     parameter.ds_status = partition_parameters.ZeroParamStatus.AVAILABLE
 
 
+def is_gathered(parameter: torch.nn.Parameter) -> bool:
+    """Return whether a parameter is whole now, or about to be."""
+    return parameter.ds_status != partition_parameters.ZeroParamStatus.NOT_AVAILABLE
+
+
 def partition_all(engine: deepspeed.DeepSpeedEngine) -> None:
     """Partition every parameter of a ZeRO-3 engine, those too that stay whole between steps."""
     engine.optimizer._partition_all_parameters()

@@ -157,4 +157,9 @@ class ZeroStep:
 
 def accumulates(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Return whether gradients are added to those of earlier micro-batches of the step."""
-    return engine.optimizer.micro_step_id > 0
+    return micro_batch_of_step(engine) > 0
+
+
+def micro_batch_of_step(engine: deepspeed.DeepSpeedEngine) -> int:
+    """Return how many micro-batches of the step had their backward before the last forward."""
+    return engine.optimizer.micro_step_id

@@ -15,7 +15,7 @@ from ds_fp8.optim import AdamW
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import GradientReduce, Reduction
 from ds_fp8.zero.hosts import find_hosts
-from ds_fp8.zero.leaf_modules import give_inputs_gradients, weights_read_in_leaf_modules
+from ds_fp8.zero.leaf_modules import LeafCalls, weights_read_in_leaf_modules
 from ds_fp8.zero.lifecycle import CheckpointState, Lifecycle
 from ds_fp8.zero.nodes import find_nodes
 from ds_fp8.zero.parameter_gather import ParameterGather
@@ -50,7 +50,7 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
         if state.why_no_step is None:
             state.step = life.update = Step(engine, engine.basic_optimizer)
         if sharded:
-            give_inputs_gradients(engine)
+            life.leaf_calls = LeafCalls(engine)
             _gather_in_fp8(engine, state, life)
         _reduce_in_fp8(engine, state)
         # Needs the flat shards in their final place, and must come before the first step allocates moments.

@@ -32,6 +32,7 @@ STEP_METHODS = (
     *("_pre_step", "_partition_all_parameters", "_post_step", "_loss_scale_update_and_overflow_cleanup"),
     *("step", "load_state_dict", "_restore_from_bit16_weights", "set_full_hp_param", "set_local_hp_param"),
     *("partition_grads", "independent_gradient_partition_epilogue", "zero_grad"),
+    "reduce_ready_partitions_and_remove_grads",
 )
 
 _STAGE3 = "deepspeed.runtime.zero.stage3"

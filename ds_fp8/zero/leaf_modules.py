@@ -1,11 +1,12 @@
 """ZeRO-3 leaf modules: modules whose parameters are gathered together, as those of all fused layers are.
 
-Two properties of DeepSpeed's leaf modules that FP8 layers need help with:
+Three properties of DeepSpeed's leaf modules that FP8 layers need help with:
 
     gradients   A leaf module's gradients are reduced by a torch full backward hook, which runs once the gradient of the
                 module's input is complete. If no input requires a gradient, torch runs the hook before the module's
                 backward: DeepSpeed then reduces zeros and, if this was the last module, releases all parameters.
                 Inputs that are passed by name torch does not look at.
+    calls       The hook runs for each call of the module, although the gradients are whole after the last one.
     weights     ZeRO-3 detects a module that reads another module's weight (an external parameter) because that weight
                 is not gathered at the time. Inside a leaf module every weight is, and one gathered in FP8 reads as NaN.
 """
@@ -23,22 +24,75 @@ from torch import nn
 
 from ds_fp8.layers.decoder import Fused
 from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.monitor.routing import in_backward
 from ds_fp8.zero import seams
 
 
-def give_inputs_gradients(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Make the input of every trainable leaf module require a gradient, until the engine is destroyed.
+class LeafCalls:
+    """Calls of trainable leaf modules, and the gradients that wait for the backward of the last of them.
 
-    Without this the input of the first such module does not, if everything before it is frozen, nor does that of a
-    module which is called with its input by name.
-
-    Args:
-        engine: a ZeRO-3 engine.
+    Several calls of one module may precede a backward: of two forwards, or of a model that repeats a layer. Autograd
+    then has the module's gradients after the last backward of them, but DeepSpeed's hook reduces at each.
     """
-    for module in _leaf_modules(parameter for parameter in engine.module.parameters() if parameter.requires_grad):
-        # Before DeepSpeed's hooks, which test whether the input requires a gradient.
-        handle = module.register_forward_pre_hook(_with_gradient, prepend=True, with_kwargs=True)
-        seams.on_destroy(engine, handle.remove)
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine):
+        """Watch the leaf modules, and make their inputs require gradients, until the engine is destroyed.
+
+        Without this the input of the first such module does not, if everything before it is frozen, nor does that of a
+        module which is called with its input by name.
+
+        Args:
+            engine: a ZeRO-3 engine.
+        """
+        self._pending: dict[nn.Module, int] = {}
+        """Calls whose backward is to come. The same on all ranks: every call gathers weights, which is collective."""
+        self._absent: set[int] = set()
+        """Parameters, by id, without a gradient at the end of the present backward of their module."""
+        self._delayed: dict[int, nn.Parameter] = {}
+        """Parameters, by id, that were to be reduced before the last backward of their module."""
+        for module in _leaf_modules(parameter for parameter in engine.module.parameters() if parameter.requires_grad):
+            # Before DeepSpeed's hooks, which test whether the input requires a gradient, and reduce.
+            handle = module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+            seams.on_destroy(engine, handle.remove)
+            handle = module.register_full_backward_hook(self._end, prepend=True)
+            seams.on_destroy(engine, handle.remove)
+
+    def delays(self, parameter: nn.Parameter) -> bool:
+        """Return whether a gradient that is to be reduced now is not whole yet."""
+        if not self._pending.get(seams.leaf_module_of(parameter), 0):
+            self._delayed.pop(id(parameter), None)
+            return False
+        if id(parameter) in self._absent:
+            parameter.grad = None  # DeepSpeed's zeros: of all layers they would take the memory of all gradients
+        self._delayed[id(parameter)] = parameter
+        return True
+
+    def take_delayed(self) -> list[nn.Parameter]:
+        """Return the parameters that are still to be reduced, with gradients, as a backward is over; forget all calls.
+
+        These are of calls that had no backward in it.
+        """
+        found = sorted(self._delayed.values(), key=seams.order)
+        self._pending.clear()
+        self._delayed.clear()
+        for parameter in found:
+            if parameter.grad is None:
+                # As DeepSpeed has it: a module may have been used on some ranks alone. It is partitioned by now.
+                shape = seams.full_shape(parameter)
+                parameter.grad = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+        return found
+
+    def _begin(
+        self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Not of recomputation: its call has been counted, or has no backward of its own (reentrant checkpointing).
+        if torch.is_grad_enabled() and not in_backward():
+            self._pending[module] = self._pending.get(module, 0) + 1
+        return _with_gradient(module, inputs, named)
+
+    def _end(self, module: nn.Module, *gradients: Any) -> None:
+        self._pending[module] = max(0, self._pending.get(module, 0) - 1)
+        self._absent = {id(parameter) for parameter in module.parameters() if parameter.grad is None}
 
 
 def weights_read_in_leaf_modules(model: nn.Module) -> list[nn.Parameter]:

@@ -26,6 +26,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero import seams, streams
 from ds_fp8.zero.gradient_reduce import Reduction
+from ds_fp8.zero.leaf_modules import LeafCalls
 from ds_fp8.zero.parameter_gather import ParameterGather
 from ds_fp8.zero.profiling import profiled
 from ds_fp8.zero.seams.bf16_shards import Bf16Shards
@@ -76,6 +77,8 @@ class Lifecycle:
         """Gathers weights in FP8."""
         self.bf16_shards: Bf16Shards | None = None
         """BF16 shards, of which not all are kept."""
+        self.leaf_calls: LeafCalls | None = None
+        """Says which gradients are whole."""
         self.reduction: Reduction | None = None
         """Reduces gradients."""
         self.moments: AdamW | None = None
@@ -194,6 +197,11 @@ class Lifecycle:
 
     # ---------------------------------------------------------------- gradients
 
+    def gradient_ready(self, stock: Stock, parameter: nn.Parameter) -> None:
+        """Put a gradient into a bucket, unless a leaf module is going to add to it."""
+        if self.leaf_calls is None or not self.leaf_calls.delays(parameter):
+            stock(parameter)
+
     def reduce(self, stock: Stock, parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
         """Reduce a bucket of gradients, on the stream of reductions; return this rank's slices for DeepSpeed to add."""
         with profiled("reduce"):
@@ -215,6 +223,9 @@ class Lifecycle:
 
     def end_backward(self, stock: Stock) -> None:
         """Reduce the bucket that is not full."""
+        if self.leaf_calls is not None:
+            for parameter in self.leaf_calls.take_delayed():
+                seams.reduce_gradient(self._engine, parameter)
         stock() if self.update is None else self.update.end_backward()
 
     # ---------------------------------------------------------------- what users and loads write

@@ -113,3 +113,45 @@ def test_layers_may_be_called_with_their_input_by_name(ranks, frozen):
         assert left[2] == right[2] == 2
         for name, weight in left[1].items():
             assert torch.equal(weight, right[1][name]), name
+
+
+def gradients_of_calls(section, how, bucket):
+    """Gradients of a step in which a backward ends several calls of a layer, by name."""
+    from deepspeed import comm as dist
+    from deepspeed.utils import safe_get_full_grad
+
+    import ds_fp8
+
+    model = causal_lm("llama")
+    if "recomputed" in how:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if "a layer twice" in how:
+        first, second = model.model.layers
+        model.model.layers = torch.nn.ModuleList([first, second, first])
+        model.config.num_hidden_layers = 3
+    config = models.config({**QUIET, **section}, reduce_bucket_size=bucket)
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+    def loss(step):
+        ids = tokens(4, 16).roll(step, 1)[2 * dist.get_rank() :][:2]
+        return engine(input_ids=ids, labels=ids).loss
+
+    if how == "a forward without backward":
+        loss(1)
+    engine.backward(loss(0) + loss(1) if how == "two forwards" else loss(0))
+    found = {name: safe_get_full_grad(parameter).float() for name, parameter in engine.module.named_parameters()}
+    engine.step()
+    loss(2)
+    return found
+
+
+@pytest.mark.parametrize("bucket", [10**6, 150_000])
+@pytest.mark.parametrize(
+    "how", ["a layer twice", "a layer twice, recomputed", "two forwards", "a forward without backward"]
+)
+def test_a_backward_may_end_several_calls_of_a_layer(ranks, baseline, how, bucket):
+    fp8 = ranks(2, gradients_of_calls, {}, how, bucket)
+    bf16 = baseline(2, gradients_of_calls, {"enabled": False}, how, 10**6)
+    for gradients, expected in zip(fp8, bf16, strict=True):
+        for name, gradient in gradients.items():
+            assert (gradient - expected[name]).norm() < 0.2 * expected[name].norm(), name

@@ -49,4 +49,4 @@ from ds_fp8.zero.seams.parameters import (
     untrained,
 )
 from ds_fp8.zero.seams.persistent import gather_together
-from ds_fp8.zero.seams.step import accumulates, micro_batch_of_step
+from ds_fp8.zero.seams.step import accumulates, micro_batch_of_step, reduce_gradient

@@ -18,6 +18,7 @@ from ds_fp8.zero.seams.parameters import is_zero_parameter
 OF_ENGINE = {"save_checkpoint": "save_checkpoint", "load_checkpoint": "load_checkpoint"}
 OF_OPTIMIZER = {"step": "step", "set_full_hp_param": "write_state", "set_local_hp_param": "write_local_state"}
 OF_ZERO3 = OF_OPTIMIZER | {
+    "reduce_ready_partitions_and_remove_grads": "gradient_ready",
     AVERAGE_GRADIENTS: "reduce",
     "partition_grads": "accumulate",
     "independent_gradient_partition_epilogue": "end_backward",

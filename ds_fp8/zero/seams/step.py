@@ -163,3 +163,8 @@ def accumulates(engine: deepspeed.DeepSpeedEngine) -> bool:
 def micro_batch_of_step(engine: deepspeed.DeepSpeedEngine) -> int:
     """Return how many micro-batches of the step had their backward before the last forward."""
     return engine.optimizer.micro_step_id
+
+
+def reduce_gradient(engine: deepspeed.DeepSpeedEngine, parameter: torch.nn.Parameter) -> None:
+    """Put the gradient of a parameter into a bucket, as DeepSpeed's hooks do."""
+    engine.optimizer.reduce_ready_partitions_and_remove_grads(parameter)

@@ -38,6 +38,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "transformers.models.auto.modeling_auto": (*("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),),
     "transformers.models.auto.tokenization_auto": ("get_tokenizer_config",),
     "transformers.pytorch_utils": ("Conv1D",),
+    "transformers.utils.chat_template_utils": ("render_jinja_template",),
 }
 """By module, or module:class: what it must have."""
 

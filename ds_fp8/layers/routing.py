@@ -160,7 +160,7 @@ class _Choices(TorchFunctionMode):
         super().__init__()
         self.layer, self.calls, self.ended, self.recomputes = layer, 0, False, recomputes
         self.without_graph = False
-        """Whether the last forward outside of backward recorded nothing for autograd."""
+        """True where the last forward outside of backward recorded nothing for autograd."""
         self._experts, self._observe, self._replayed = experts, observe, replayed
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:

@@ -306,7 +306,7 @@ def test_a_model_whose_attention_an_engine_before_had_in_fp8(own_ranks, before, 
 
 
 def warned_of_positions(given, documents):
-    """Whether a forward of slices of a row of 32 tokens warns of its positions."""
+    """Return whether a forward of slices of a row of 32 tokens warns of its positions."""
     engine = initialized(RANKS, 32, section={"graph": "off"}, attn_implementation="sdpa")
     places = torch.arange(32)[None] % documents
     batch = {"input_ids": torch.arange(1, 33)[None]} | ({"position_ids": places} if given else {})

@@ -257,7 +257,7 @@ def test_moments_can_be_read_and_written_through_deepspeed(ranks):
 
 
 def warnings_of_a_scheduler(stepped):
-    """What a scheduler of the caller's AdamW warns of, after a step or without one, and the learning rate after it."""
+    """Return what a scheduler of AdamW warns of, after a step or without one, and the learning rate after it."""
     import ds_fp8
 
     ds_config = config({})

@@ -81,7 +81,7 @@ def test_gradient_accumulation(ranks):
 
 
 def same_batch_twice(steps_once):
-    """Whether a batch has the same gradient again as second micro-batch of a step, rounded stochastically."""
+    """Return whether a batch has the same stochastically rounded gradient again as second micro-batch of a step."""
     config = models.config({**QUIET, "grad_reduce": {"rounding": "stochastic"}}) | {"gradient_accumulation_steps": 2}
     engine = models.build(config, sizes=(132, 300))
     weight, found = engine.module.layers[0].up.weight, []

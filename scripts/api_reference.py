@@ -32,9 +32,9 @@ PAGE: dict[str, dict[str, tuple[str, ...]]] = {
         "ds_fp8.UserError": (),
     },
     "Routing of experts": {
-        "ds_fp8.layers.routing.record": (),
-        "ds_fp8.layers.routing.replay": (),
-        "ds_fp8.layers.routing.changed_tokens": (),
+        "ds_fp8.layers.experts.routing.record": (),
+        "ds_fp8.layers.experts.routing.replay": (),
+        "ds_fp8.layers.experts.routing.changed_tokens": (),
     },
     "Casts": {"ds_fp8.quantize": (), "ds_fp8.QuantizedTensor": ("dequantize", "t", "shape", "format", "nbytes")},
     "Optimizers": {

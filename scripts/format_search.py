@@ -22,7 +22,7 @@ from ds_fp8.config.formats import FORMATS, GRANULARITIES, CastSpec, scale_shape
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.schema import nearest
 from ds_fp8.layers.convert import convert, restore
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.train.judge import Judge
 
 BF16 = "bf16"

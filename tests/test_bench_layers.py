@@ -10,7 +10,7 @@ import torch
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.presets import PRESETS
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.linear.linear import FP8Linear
 
 SHAPE = decoder_stacks.Shape(common.SIZES["tiny"], layers=1, sequences=2, length=24)
 

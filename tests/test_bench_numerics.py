@@ -14,7 +14,7 @@ import torch
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import BACKENDS, unavailable
-from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.linear.recipe import LinearRecipe
 
 PRODUCT_ERROR = 1e-3
 """Of a part that multiplies what it was given: rounding to BF16 falls to the other side now and then."""

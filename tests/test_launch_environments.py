@@ -53,7 +53,7 @@ def job(launch: Launch, rank: Rank, connection: Connection) -> None:
 
     import ds_fp8
     from ds_fp8.config.fp8 import parse_fp8
-    from ds_fp8.engine.graph_conditions import why_no_graphs
+    from ds_fp8.graphs.conditions import why_no_graphs
     from ds_fp8.zero import peer_memory
     from tests.zero.gpus import gpus
     from tests.zero.models import Net, config

@@ -130,7 +130,7 @@ def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None
     from deepspeed.accelerator import get_accelerator
     from transformers import AutoModelForCausalLM
 
-    from ds_fp8.layers import munit
+    from ds_fp8.layers.linear import munit
     from ds_fp8.train import packed_attention
     from ds_fp8.train.served_model import load_served_model
     from ds_fp8.train.stored_model import check_complete, unreadable
@@ -183,8 +183,8 @@ def _with_casts(model: PreTrainedModel, stage: Stage, batches: int) -> float:
     """Return the loss of the model, which is converted for it, with the casts of the stage's "fp8" section."""
     from ds_fp8 import convert
     from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
-    from ds_fp8.layers.loss import fuse_loss
-    from ds_fp8.layers.recipe_from_config import recipe_from_config
+    from ds_fp8.layers.head.loss import fuse_loss
+    from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
     from ds_fp8.monitor.cast_monitor import CastMonitor
     from ds_fp8.train.evaluation import validation_loss
 

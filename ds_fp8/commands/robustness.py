@@ -100,7 +100,7 @@ def _measure(stage: Stage, cell: Cell, out: Path, batches: int) -> None:
 
     import ds_fp8
     from ds_fp8.data import build_data, default_cache_dir, load_tokenizer, measured_rows
-    from ds_fp8.layers import munit
+    from ds_fp8.layers.linear import munit
     from ds_fp8.report.robustness import SHARPNESS
     from ds_fp8.report.runs import RunRecord
     from ds_fp8.train import packed_attention, processes

@@ -5,12 +5,12 @@ from __future__ import annotations
 import deepspeed
 from deepspeed import comm as dist
 
-from ds_fp8.engine.graph_conditions import why_no_graphs
 from ds_fp8.engine.health import Health
-from ds_fp8.engine.micro_steps import MicroStepGraphs
 from ds_fp8.engine.state import CHECKPOINT_KEY, FP8State
-from ds_fp8.layers.experts import FP8Experts
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.graphs.conditions import why_no_graphs
+from ds_fp8.graphs.micro_steps import MicroStepGraphs
+from ds_fp8.layers.experts.experts import FP8Experts
+from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.optim import AdamW
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import GradientReduce, Reduction
@@ -129,7 +129,7 @@ def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
     if state.why_no_graphs is None:
         checked = state.config.graph == "auto"
         state.graphs = MicroStepGraphs(
-            engine, state.step.gradients, state.parameter_gather, state.wire, state.health, state.monitor, checked
+            engine, state.step.gradients, state.parameter_gather, state.wire, state.health.say, state.monitor, checked
         )
         # A layer in BF16 runs other kernels than those that were captured.
         state.health.on_move = state.graphs.reset

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.fp8 import section_of
 from ds_fp8.config.log import logger
-from ds_fp8.engine.host_checkpoints import HostCheckpoints, keep_on_host, recomputed_by
+from ds_fp8.graphs.host_checkpoints import HostCheckpoints, keep_on_host, recomputed_by
 
 SECTION, ON_HOST = "activation_checkpointing", "cpu_checkpointing"
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_fp8.layers.expert_selection import expert_weights
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.experts.selection import expert_weights
+from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.selection import ROUTERS
 from ds_fp8.zero import seams
 

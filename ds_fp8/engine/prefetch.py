@@ -10,7 +10,7 @@ from __future__ import annotations
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 
-from ds_fp8.layers.experts import FP8Experts
+from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.zero import seams
 
 BUCKET, LIVE = "stage3_prefetch_bucket_size", "stage3_max_live_parameters"

@@ -14,14 +14,14 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.optimizer_state import MOMENTS
 from ds_fp8.engine import break_even
 from ds_fp8.engine.coverage import coverage
-from ds_fp8.engine.known_code import code_of_others, text_config
-from ds_fp8.engine.micro_steps import EAGER_STEPS
 from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
-from ds_fp8.layers import packed_rows
-from ds_fp8.layers.attention_format import AttentionFormat
-from ds_fp8.layers.expert_selection import expert_weights
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.graphs.known_code import code_of_others, text_config
+from ds_fp8.graphs.micro_steps import EAGER_STEPS
+from ds_fp8.layers.attention import packed_rows
+from ds_fp8.layers.attention.format import AttentionFormat
+from ds_fp8.layers.experts.selection import expert_weights
+from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.selection import of_listed_expert
 from ds_fp8.optim.codecs import moment_bytes
 from ds_fp8.zero import seams

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import deepspeed
 import torch
 
-from ds_fp8.layers.routing import mixtures
+from ds_fp8.layers.experts.routing import mixtures
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.routing import RoutingMonitor
 from ds_fp8.zero import seams

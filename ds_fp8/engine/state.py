@@ -9,9 +9,9 @@ import deepspeed
 
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.health import Health
-from ds_fp8.engine.micro_steps import MicroStepGraphs
+from ds_fp8.graphs.micro_steps import MicroStepGraphs
 from ds_fp8.layers.convert import Conversion, casts, stop_casting
-from ds_fp8.layers.loss import LossFusion
+from ds_fp8.layers.head.loss import LossFusion
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.routing import RoutingMeasurement
 from ds_fp8.optim import AdamW

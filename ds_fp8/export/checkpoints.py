@@ -19,7 +19,7 @@ from ds_fp8.config.fp8 import FP8Config, section_of
 from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, check_target, write_folder
 from ds_fp8.export.layouts import check_layout
 from ds_fp8.export.plan import Plan, check_architecture, make_plan
-from ds_fp8.layers.expert_selection import experts_left, names_of_experts
+from ds_fp8.layers.experts.selection import experts_left, names_of_experts
 from ds_fp8.layers.selection import unconverted
 from ds_fp8.zero.safe_load import tensors_only
 

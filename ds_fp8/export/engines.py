@@ -17,8 +17,8 @@ from ds_fp8.config.errors import UserError, as_user_error
 from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, check_target, write_folder
 from ds_fp8.export.layouts import SCALE_SUFFIX
 from ds_fp8.export.plan import Plan, make_plan, plan_to_serve
-from ds_fp8.layers.expert_selection import names_of_experts
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.experts.selection import names_of_experts
+from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.selection import linear_layers
 from ds_fp8.zero.seams import full_shape
 

@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import scale_shape
-from ds_fp8.layers.expert_selection import expert_weights
+from ds_fp8.layers.experts.selection import expert_weights
 
 Parts = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 """Returns the tensors that a parameter is stored as, by name."""

@@ -16,8 +16,8 @@ from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.config.linear import LinearConfig, WeightCast
 from ds_fp8.export.experts import Parts, parts_of_parameters, split
 from ds_fp8.export.layouts import SCALE_SUFFIX, check_layout
-from ds_fp8.layers import munit
-from ds_fp8.layers.expert_selection import cast_of_experts, names_of_experts
+from ds_fp8.layers.experts.selection import cast_of_experts, names_of_experts
+from ds_fp8.layers.linear import munit
 from ds_fp8.layers.selection import first_matches, linear_layers
 
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

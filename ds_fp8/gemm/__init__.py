@@ -4,7 +4,7 @@
 
 Both operands have the contraction K as their last dimension, and lie so in memory, the only layout Hopper's FP8 units
 take (`reads_transposed` says which backends take views). fprop, dgrad and wgrad are three calls with different operands
-(see ds_fp8.layers.linear).
+(see ds_fp8.layers.linear.linear).
 
 A backend is chosen at the start, by one small product of every pair of casts that it is to multiply (trial.py).
 """

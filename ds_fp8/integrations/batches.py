@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_fp8.layers import documents
+from ds_fp8.layers.attention import documents
 
 
 def noting(send_to_device: Callable) -> Callable:

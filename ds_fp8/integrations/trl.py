@@ -17,7 +17,7 @@ from ds_fp8.export.layouts import quantization_config
 from ds_fp8.export.plan import plan_to_serve
 from ds_fp8.integrations.install import with_section
 from ds_fp8.integrations.vllm import sync_weights, transfer_config
-from ds_fp8.layers.expert_selection import experts_left
+from ds_fp8.layers.experts.selection import experts_left
 from ds_fp8.layers.selection import unconverted
 from ds_fp8.zero.seams import full_shape
 

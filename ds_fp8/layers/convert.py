@@ -13,31 +13,32 @@ from torch import nn
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import nearest
-from ds_fp8.layers.attention_format import (
+from ds_fp8.layers.attention.format import (
     AttentionFormat,
     is_attention,
     restore_attention,
     runs_in_fp8,
     use_fp8_attention,
 )
-from ds_fp8.layers.balancing_loss import count_without_waiting
-from ds_fp8.layers.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
-from ds_fp8.layers.expert_selection import (
-    backend_of_experts,
-    experts_left,
-    multiplies_experts,
-    names_of_experts,
-)
-from ds_fp8.layers.experts import (
+from ds_fp8.layers.decoder.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
+from ds_fp8.layers.decoder.structure import MLP_PARTS
+from ds_fp8.layers.experts.balancing_loss import count_without_waiting
+from ds_fp8.layers.experts.experts import (
     ExpertsConversion,
     FP8Experts,
     convert_experts,
     restore_experts,
 )
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.loss import FusedHead, fuse_loss, withholds_logits
-from ds_fp8.layers.recipe import LinearRecipe
-from ds_fp8.layers.recipe_from_config import recipe_from_config
+from ds_fp8.layers.experts.selection import (
+    backend_of_experts,
+    experts_left,
+    multiplies_experts,
+    names_of_experts,
+)
+from ds_fp8.layers.head.loss import FusedHead, fuse_loss, withholds_logits
+from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
 from ds_fp8.layers.selection import (
     OVERRIDDEN,
     Filter,
@@ -47,7 +48,6 @@ from ds_fp8.layers.selection import (
     of_listed_expert,
     unconverted,
 )
-from ds_fp8.layers.structure import MLP_PARTS
 from ds_fp8.monitor.cast_monitor import CastMonitor
 
 NO_ROTATION = '{"rotation": {"fprop": null, "dgrad": null, "wgrad": null}}'

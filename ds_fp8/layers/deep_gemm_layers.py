@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from torch import nn
 
 from ds_fp8.gemm.deep_gemm_kernels import Layer
-from ds_fp8.layers.experts import FP8Experts
-from ds_fp8.layers.experts_implementation import PRODUCTS, shape_of
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.recipe import LinearRecipe
-from ds_fp8.layers.weights import group_of
+from ds_fp8.layers.experts.experts import FP8Experts
+from ds_fp8.layers.experts.implementation import PRODUCTS, shape_of
+from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.layers.linear.weights import group_of
 
 
 def deep_gemm_layers(model: nn.Module) -> set[Layer]:

@@ -28,8 +28,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.linear import LinearConfig
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.loss import FusedHead
+from ds_fp8.layers.head.loss import FusedHead
+from ds_fp8.layers.linear.linear import FP8Linear
 
 Filter = Callable[[str, nn.Linear], bool]
 """(dotted name, layer) -> whether it may run in FP8."""

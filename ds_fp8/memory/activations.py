@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from ds_fp8.config.formats import scale_shape
-from ds_fp8.layers.fp8_attention_cudnn import HEAD_DIM
+from ds_fp8.layers.attention.cudnn import HEAD_DIM
 from ds_fp8.memory.experts import experts_kept, experts_workspace
 from ds_fp8.memory.model_shape import LayerShape
 from ds_fp8.memory.workload import BF16, FP32, Workload

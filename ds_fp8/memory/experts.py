@@ -6,7 +6,7 @@ there are S = Tk rows of a token for an expert; in FP8 R, S and what fills the t
 
 from __future__ import annotations
 
-from ds_fp8.layers.expert_layout import worst_case_rows
+from ds_fp8.layers.experts.layout import worst_case_rows
 from ds_fp8.memory.model_shape import LayerShape
 from ds_fp8.memory.workload import BF16, FP32, Workload
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_fp8.layers.cross_entropy import LOGITS_BYTES, chunk_tokens
-from ds_fp8.layers.lm_head import group_tokens
+from ds_fp8.layers.head.cross_entropy import LOGITS_BYTES, chunk_tokens
+from ds_fp8.layers.head.lm_head import group_tokens
 from ds_fp8.memory.workload import BF16, FP32, Workload
 
 

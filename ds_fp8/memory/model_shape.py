@@ -17,13 +17,13 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.layers.convert import convert
-from ds_fp8.layers.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP
-from ds_fp8.layers.expert_selection import multiplies_experts
-from ds_fp8.layers.experts import FP8Experts
-from ds_fp8.layers.experts_implementation import PRODUCTS
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.loss import fuse_loss
-from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.decoder.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP
+from ds_fp8.layers.experts.experts import FP8Experts
+from ds_fp8.layers.experts.implementation import PRODUCTS
+from ds_fp8.layers.experts.selection import multiplies_experts
+from ds_fp8.layers.head.loss import fuse_loss
+from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.recipe import LinearRecipe
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MLP = PROJECTIONS[4:]

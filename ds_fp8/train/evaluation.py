@@ -12,8 +12,8 @@ from deepspeed import comm as dist
 from transformers import PreTrainedTokenizerBase
 
 from ds_fp8.data import PackedDataset, Question, extract_answer, measured_rows, stop_tokens
-from ds_fp8.layers.loss import withholds_logits
-from ds_fp8.layers.sequence_parallel import whole_sequences
+from ds_fp8.layers.attention.sequence_parallel import whole_sequences
+from ds_fp8.layers.head.loss import withholds_logits
 from ds_fp8.train.batches import label_tokens, micro_batches
 from ds_fp8.train.stage import Stage
 

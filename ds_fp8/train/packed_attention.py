@@ -4,7 +4,8 @@ A row of S tokens that holds many documents needs a mask of S x S elements for o
 tokens, and time for every element of it. Here the model's mask is where documents end, int32 [documents + 1], and
 attention runs over each document: in one variable-length kernel on a GPU, document by document elsewhere.
 
-In the capture of a CUDA graph the mask has a fixed length, and documents of no tokens at its end (layers/documents.py).
+In the capture of a CUDA graph the mask has a fixed length, and documents of no tokens at its end
+(layers/attention/documents.py).
 
 It is installed through transformers' registries alone: models that build their mask there and pass it on to the
 attention function that their configuration names get it. Rows that are not packed, as in generation, are computed by
@@ -30,7 +31,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from ds_fp8.layers import documents
+from ds_fp8.layers.attention import documents
 
 try:
     from torch.nn.attention.varlen import varlen_attn

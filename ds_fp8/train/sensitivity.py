@@ -27,9 +27,9 @@ from transformers import PreTrainedModel
 from ds_fp8.casts import unrotate
 from ds_fp8.config.fp8 import AttentionConfig, FP8Config
 from ds_fp8.layers.convert import convert, stop_casting
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.smoothing import channel_factors, scale_columns
-from ds_fp8.layers.weights import GATHERED, weight_operand
+from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.smoothing import channel_factors, scale_columns
+from ds_fp8.layers.linear.weights import GATHERED, weight_operand
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.train.judge import Judge, difference
 

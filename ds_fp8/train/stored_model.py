@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.layers import munit
+from ds_fp8.layers.linear import munit
 
 _COMPRESSED_TENSORS = "compressed-tensors"
 _STRATEGIES = ("block", "channel", "tensor")

@@ -22,8 +22,8 @@ import deepspeed
 import torch
 from torch import nn
 
-from ds_fp8.layers.decoder import Fused
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.decoder.decoder import Fused
+from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.monitor.routing import in_backward
 from ds_fp8.zero import seams
 

@@ -9,7 +9,7 @@ DeepSpeed's methods (seams/methods.py has their names) call the methods of `Life
     load_checkpoint               callbacks, load, states of this package
 
 CUDA graphs hold forward and backward of a micro-batch, with their gathers and reductions. They are replayed before the
-step (engine/micro_steps.py), which no graph contains.
+step (graphs/micro_steps.py), which no graph contains.
 """
 
 from __future__ import annotations

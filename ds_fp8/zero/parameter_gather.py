@@ -20,8 +20,8 @@ from torch import nn
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import CastSpec
-from ds_fp8.layers.outlier_channels import OutlierChannels
-from ds_fp8.layers.weights import GATHERED
+from ds_fp8.layers.linear.outlier_channels import OutlierChannels
+from ds_fp8.layers.linear.weights import GATHERED
 from ds_fp8.zero import seams, streams
 from ds_fp8.zero.cast_set import in_runs
 from ds_fp8.zero.fp8_shards import FP8Shards, Written

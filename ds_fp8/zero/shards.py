@@ -16,8 +16,8 @@ from torch import nn
 from ds_fp8.casts import rotate
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import SQUARE, CastSpec, group_shape, scale_shape
-from ds_fp8.layers.outlier_channels import OutlierChannels
-from ds_fp8.layers.weights import group_of, placeholder
+from ds_fp8.layers.linear.outlier_channels import OutlierChannels
+from ds_fp8.layers.linear.weights import group_of, placeholder
 from ds_fp8.zero import seams
 
 SCALE_ALIGNMENT = 4

@@ -7,7 +7,7 @@ from typing import Literal
 
 from deepspeed import comm as dist
 
-from ds_fp8.layers import exchanged_bytes
+from ds_fp8.layers.attention import exchanged_bytes
 
 GATHER, GRADIENT, EXCHANGE = "all_gather_bytes", "grad_bytes", "exchange_bytes"
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ds_fp8.gemm import unavailable
-from ds_fp8.layers.heads import HeadLayout
+from ds_fp8.layers.decoder.heads import HeadLayout
 
 Peer = Callable[[], Any] | None
 

@@ -23,8 +23,8 @@ from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.config.schema import nearest
 from ds_fp8.gemm import BACKENDS, unavailable
-from ds_fp8.layers.recipe import LinearRecipe
-from ds_fp8.layers.recipe_from_config import recipe_from_config
+from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
 
 PACKAGES = ("ds-fp8", "torch", "triton", "transformer-engine", "transformers", "liger-kernel", "torchao", "deepspeed")
 TABLE_WIDTH = 240

@@ -30,11 +30,11 @@ from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import unavailable
 from ds_fp8.layers.convert import convert
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.outlier_channels import OutlierChannels
-from ds_fp8.layers.outliers import RESIDUAL
-from ds_fp8.layers.recipe import LinearRecipe
-from ds_fp8.layers.weights import GATHERED, group_of, placeholder, stacked_operand
+from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.outlier_channels import OutlierChannels
+from ds_fp8.layers.linear.outliers import RESIDUAL
+from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.layers.linear.weights import GATHERED, group_of, placeholder, stacked_operand
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ from ds_fp8.config.errors import main_entry
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import BACKENDS, scaled_matmul, unavailable
-from ds_fp8.layers.recipe import LinearRecipe
-from ds_fp8.layers.weights import dgrad_operand
+from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.layers.linear.weights import dgrad_operand
 
 PASSES = "fprop", "dgrad", "wgrad"
 

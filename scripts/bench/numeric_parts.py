@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_fp8.layers.attention import NormedHeads, normed_heads
-from ds_fp8.layers.gated_mlp import GatedMLP, MLPWeights, normed_mlp
-from ds_fp8.layers.heads import HeadLayout
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.recipe import LinearRecipe
-from ds_fp8.layers.rotary import rotate_reference
+from ds_fp8.layers.decoder.attention import NormedHeads, normed_heads
+from ds_fp8.layers.decoder.gated_mlp import GatedMLP, MLPWeights, normed_mlp
+from ds_fp8.layers.decoder.heads import HeadLayout
+from ds_fp8.layers.decoder.rotary import rotate_reference
+from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.recipe import LinearRecipe
 
 Tensors = dict[str, torch.Tensor]
 

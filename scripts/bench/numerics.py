@@ -39,7 +39,7 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import main_entry
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import BACKENDS
-from ds_fp8.layers.recipe import LinearRecipe
+from ds_fp8.layers.linear.recipe import LinearRecipe
 
 ERRORS = "error_vs_fp64", "error_vs_first", "error_vs_bf16"
 

@@ -38,9 +38,9 @@ from common import (
 
 from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.schema import nearest
-from ds_fp8.layers import cross_entropy
-from ds_fp8.layers.cross_entropy import chunk_tokens, linear_cross_entropy, linear_cross_entropy_reference
-from ds_fp8.layers.softmax_gradient import IGNORED, softmax_gradient
+from ds_fp8.layers.head import cross_entropy
+from ds_fp8.layers.head.cross_entropy import chunk_tokens, linear_cross_entropy, linear_cross_entropy_reference
+from ds_fp8.layers.head.softmax_gradient import IGNORED, softmax_gradient
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -119,7 +119,7 @@ def measure_row(name: str, loss: Loss, operands: tuple[torch.Tensor, ...], milli
 
 def measure_kernel(tokens: int, vocabulary: int) -> list[tuple[Any, ...]]:
     """Return (tokens of a tile, warps, milliseconds, TB/s of two reads and a write) of the softmax gradient."""
-    from ds_fp8.layers.softmax_gradient_triton import softmax_gradient as kernel
+    from ds_fp8.layers.head.softmax_gradient_triton import softmax_gradient as kernel
 
     logits, targets = normal(tokens, vocabulary), torch.randint(0, vocabulary, (tokens,), device=device())
     rows = []

@@ -152,7 +152,7 @@ def test_columnwise_is_the_cast_of_the_transposed_matrix():
 )
 def test_mistakes(section, key):
     if key is None:
-        from ds_fp8.layers.recipe_from_config import recipe_from_config
+        from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
 
         with pytest.raises(UserError, match="cannot run here"):
             recipe_from_config(parse_fp8({"fp8": section}))

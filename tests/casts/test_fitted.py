@@ -104,7 +104,7 @@ def test_kernel_of_both_directions(rows, columns, format):
 
 
 def test_kernel_of_the_norm():
-    from ds_fp8.layers.rms_norm_triton import normalise
+    from ds_fp8.layers.decoder.rms_norm_triton import normalise
 
     x, weight = with_outliers(130, 300), torch.ones(300, dtype=torch.bfloat16)
     _, rstd, cast = normalise(x.to(DEVICE), None, weight.to(DEVICE), 1e-6, CastSpec(scale="fitted"))

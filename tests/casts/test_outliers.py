@@ -137,8 +137,8 @@ def test_a_cast_that_left_room_gets_its_outlier_block_in_place(rows, columns, co
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 128), (130, 384)])
 def test_fused_casts_leave_room(rows, columns):
-    from ds_fp8.layers.gated_activation_triton import gated_forward
-    from ds_fp8.layers.rms_norm_triton import normalise
+    from ds_fp8.layers.decoder.rms_norm_triton import normalise
+    from ds_fp8.layers.linear.gated_activation_triton import gated_forward
 
     spec, room = CastSpec(scale="fp32"), 256
     x, gate_up = (with_outliers(rows, width, 3).to(DEVICE) for width in (columns, 2 * columns))

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from ds_fp8.engine import micro_steps
-from ds_fp8.engine.capture import masks_as_outside, process_groups_used
-from ds_fp8.engine.captured_graphs import CapturedGraphs
+from ds_fp8.graphs import micro_steps
+from ds_fp8.graphs.capture import masks_as_outside, process_groups_used
+from ds_fp8.graphs.captured_graphs import CapturedGraphs
 from tests.zero import models
 
 

@@ -9,8 +9,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from ds_fp8.engine.check_schedule import MAX_INTERVAL, CheckSchedule
-from ds_fp8.engine.known_code import PythonState, code_of_others
+from ds_fp8.graphs.check_schedule import MAX_INTERVAL, CheckSchedule
+from ds_fp8.graphs.known_code import PythonState, code_of_others
 from tests.engine.graphs_in_python import Graphs, engine_of, model_of
 
 SCHEDULE = {"factor": 1.0}

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from ds_fp8.engine.graph_decision import Action, Facts, decide
+from ds_fp8.graphs.decision import Action, Facts, decide
 
 NAMES = [field.name for field in fields(Facts)]
 ALL = [Facts(*values) for values in itertools.product((False, True), repeat=len(NAMES))]

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_fp8.engine import micro_steps
-from ds_fp8.engine.captured_graphs import MAX_EVICTIONS, PAID_AFTER, CapturedGraphs
-from ds_fp8.engine.check_schedule import CheckSchedule
-from ds_fp8.engine.known_code import code_of_others, fingerprint, hook_of_others
-from ds_fp8.engine.rank_agreement import LEAST_TIMEOUT, RankAgreement
+from ds_fp8.graphs import micro_steps
+from ds_fp8.graphs.agreement import LEAST_TIMEOUT, RankAgreement
+from ds_fp8.graphs.captured_graphs import MAX_EVICTIONS, PAID_AFTER, CapturedGraphs
+from ds_fp8.graphs.check_schedule import CheckSchedule
+from ds_fp8.graphs.known_code import code_of_others, fingerprint, hook_of_others
 from tests.engine.graphs_in_python import Graphs, engine_of
 
 REPLAYED, CHECKED = "replayed for 0", "checked, eager"

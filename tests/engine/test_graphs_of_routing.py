@@ -2,7 +2,7 @@
 
 import torch
 
-from ds_fp8.layers import routing
+from ds_fp8.layers.experts import routing
 from tests.engine.graphs_in_python import Graphs, engine_of
 from tests.layers.moe import EXPERTS, mixture, routed_steps
 

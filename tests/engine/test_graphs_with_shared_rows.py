@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from deepspeed import comm as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_fp8.layers import packed_rows
-from ds_fp8.layers.sequence_parallel import exchange_of
+from ds_fp8.layers.attention import packed_rows
+from ds_fp8.layers.attention.sequence_parallel import exchange_of
 from ds_fp8.train import packed_attention
 from tests.engine.graphs_in_python import Graphs
 from tests.layers.hugging_face import causal_lm

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine import checkpointing_section
-from ds_fp8.engine.graph_conditions import why_not_recomputed
-from ds_fp8.engine.host_checkpoints import HostCheckpoints, _Input, keep_on_host, recomputed_by
+from ds_fp8.graphs.conditions import why_not_recomputed
+from ds_fp8.graphs.host_checkpoints import HostCheckpoints, _Input, keep_on_host, recomputed_by
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 from tests.zero.test_training import QUIET

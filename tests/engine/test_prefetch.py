@@ -62,7 +62,7 @@ def test_dense_models_are_left_alone():
 
 def fetched_ahead():
     """By layer: whether its experts were under way before forward reached it, once the trace was known; and notes."""
-    from ds_fp8.layers.experts import FP8Experts
+    from ds_fp8.layers.experts.experts import FP8Experts
 
     # Space for two layers, in a bucket that ends with the first weight.
     engine = engine_of(

@@ -4,7 +4,7 @@ import deepspeed
 import pytest
 from deepspeed import comm as dist
 
-from ds_fp8.layers.weights import GATHERED
+from ds_fp8.layers.linear.weights import GATHERED
 from tests.zero import models
 from tests.zero.test_training import QUIET, assert_same
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.sequence_parallel import check_layers, check_rotation, sequence_parallel_size
-from ds_fp8.layers import exchanged_bytes, packed_rows
+from ds_fp8.layers.attention import exchanged_bytes, packed_rows
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm
 from tests.layers.test_fp8_attention_shared import in_bf16

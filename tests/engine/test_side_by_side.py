@@ -9,8 +9,8 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.weights import GATHERED
+from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.weights import GATHERED
 from tests.zero import models
 from tests.zero.test_training import QUIET
 

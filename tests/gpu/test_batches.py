@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ds_fp8
-from ds_fp8.engine.graph_conditions import rows_in_a_graph
+from ds_fp8.graphs.conditions import rows_in_a_graph
 from ds_fp8.integrations.install import uninstall
 
 pytestmark = pytest.mark.gpu

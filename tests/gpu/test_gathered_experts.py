@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ds_fp8.casts import quantize
-from ds_fp8.layers.experts import decode
-from ds_fp8.layers.weights import GATHERED
+from ds_fp8.layers.experts.experts import decode
+from ds_fp8.layers.linear.weights import GATHERED
 from tests.zero.test_experts import EXACT, PREFETCH, gathered_against_whole, gradients, trained
 
 pytestmark = pytest.mark.gpu

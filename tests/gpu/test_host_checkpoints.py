@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.engine.host_checkpoints import _Input, keep_on_host
+from ds_fp8.graphs.host_checkpoints import _Input, keep_on_host
 from ds_fp8.layers.convert import convert
 from tests.layers.hugging_face import causal_lm
 
@@ -63,7 +63,7 @@ def test_the_same_bits_in_the_memory_of_two_inputs(fp8, reentrant):
 
 
 def test_copies_go_to_pinned_memory_beside_the_computing_stream():
-    from ds_fp8.engine.host_checkpoints import HostCheckpoints
+    from ds_fp8.graphs.host_checkpoints import HostCheckpoints
 
     on_host, kept = HostCheckpoints(), []
     pack = on_host._pack

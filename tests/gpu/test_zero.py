@@ -7,7 +7,7 @@ import torch
 
 from ds_fp8.casts import quantize
 from ds_fp8.config.formats import CastSpec
-from ds_fp8.layers.weights import GATHERED
+from ds_fp8.layers.linear.weights import GATHERED
 from ds_fp8.zero.gradient_wire import pack, pack_reference, sum_rows, sum_rows_reference
 from ds_fp8.zero.message import CastOptions
 from ds_fp8.zero.shard_cast import ReferenceShardCast, make_shard_cast

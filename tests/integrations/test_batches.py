@@ -6,9 +6,9 @@ from accelerate import data_loader
 from torch import nn
 
 import ds_fp8
-from ds_fp8.engine.graph_conditions import rows_in_a_graph
+from ds_fp8.graphs.conditions import rows_in_a_graph
 from ds_fp8.integrations.install import uninstall
-from ds_fp8.layers import documents
+from ds_fp8.layers.attention import documents
 
 # A tensor on it has no values: whoever reads one raises, as whoever waits for a GPU does not.
 ELSEWHERE = torch.device("meta")

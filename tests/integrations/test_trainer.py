@@ -78,7 +78,7 @@ def test_losses_equal_a_plain_loops(ranks, tmp_path, fp8, reduced_in):
 
 def with_inputs_on_the_host(folder, on_host):
     """Losses, and whether layers' inputs waited on the host by DeepSpeed's key."""
-    from ds_fp8.engine import host_checkpoints
+    from ds_fp8.graphs import host_checkpoints
 
     kept, pack = [], host_checkpoints.HostCheckpoints._pack
     host_checkpoints.HostCheckpoints._pack = lambda self, x: kept.append(x.shape) or pack(self, x)

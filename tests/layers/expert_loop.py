@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from ds_fp8.casts import QuantizedTensor, quantize, quantize_columnwise
-from ds_fp8.layers.activations import activate
-from ds_fp8.layers.expert_products import ExpertProducts
+from ds_fp8.layers.experts.products import ExpertProducts
+from ds_fp8.layers.linear.activations import activate
 
 
 class Gradients(NamedTuple):

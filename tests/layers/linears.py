@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.linear.linear import FP8Linear
 
 
 def fp8_linear(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ds_fp8.layers import routing
+from ds_fp8.layers.experts import routing
 from tests.layers.hugging_face import causal_lm
 
 EXPERTS = 4

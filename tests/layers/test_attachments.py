@@ -145,7 +145,7 @@ def lora_on_ranks(fp8, before):
     from deepspeed.utils import safe_get_full_fp32_param
 
     import ds_fp8
-    from ds_fp8.layers.linear import FP8Linear
+    from ds_fp8.layers.linear.linear import FP8Linear
     from tests.zero import models
 
     model = causal_lm("llama")

@@ -4,7 +4,7 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import _cur_sdpa_kernel_backends as enabled
 
-from ds_fp8.layers.attention import FASTEST_FIRST, fastest_kernel_first
+from ds_fp8.layers.decoder.attention import FASTEST_FIRST, fastest_kernel_first
 
 
 @pytest.mark.parametrize(

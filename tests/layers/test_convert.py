@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert, matches
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.linear.linear import FP8Linear
 from tests.layers.copies import assert_independent_copy, copied
 from tests.layers.hugging_face import causal_lm, tokens
 

@@ -8,17 +8,17 @@ import torch
 from ds_fp8.casts import quantize
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.layers import cross_entropy
-from ds_fp8.layers.cross_entropy import (
+from ds_fp8.layers.head import cross_entropy
+from ds_fp8.layers.head.cross_entropy import (
     LOGITS_BYTES,
     MAX_LOGITS_BYTES,
     chunk_tokens,
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
-from ds_fp8.layers.lm_head import FP8Head
-from ds_fp8.layers.recipe_from_config import recipe_from_config
-from ds_fp8.layers.softmax_gradient import IGNORED, softmax_gradient_reference
+from ds_fp8.layers.head.lm_head import FP8Head
+from ds_fp8.layers.head.softmax_gradient import IGNORED, softmax_gradient_reference
+from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
 from tests.layers.losses import TOLERANCE, limit_chunks
 from tests.numerics import error
 
@@ -180,7 +180,7 @@ def test_chunks_on_a_gpu_are_few_and_do_not_raise_the_peak(tokens, vocabulary, h
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("sizes", [(1, 7), (5, 61), (17, 131), (6, 1009), (3, 5003)], ids=str)
 def test_the_kernel_computes_the_softmax_gradient(sizes, dtype, gradient):
-    kernels = pytest.importorskip("ds_fp8.layers.softmax_gradient_triton", reason="Triton is not installed")
+    kernels = pytest.importorskip("ds_fp8.layers.head.softmax_gradient_triton", reason="Triton is not installed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     logits, targets = 5 * torch.randn(sizes), torch.randint(0, sizes[1], sizes[:1])
@@ -196,7 +196,7 @@ def test_the_kernel_computes_the_softmax_gradient(sizes, dtype, gradient):
 
 
 def test_the_kernel_shows_a_nan_and_hides_it_behind_an_ignored_target():
-    kernels = pytest.importorskip("ds_fp8.layers.softmax_gradient_triton", reason="Triton is not installed")
+    kernels = pytest.importorskip("ds_fp8.layers.head.softmax_gradient_triton", reason="Triton is not installed")
     logits = torch.zeros(2, 5, device="cuda" if torch.cuda.is_available() else "cpu")
     logits[:, 3] = math.nan
     losses = kernels.softmax_gradient(logits, torch.tensor([0, IGNORED], device=logits.device), IGNORED, True)
@@ -207,7 +207,7 @@ def test_the_kernel_shows_a_nan_and_hides_it_behind_an_ignored_target():
 
 @pytest.mark.parametrize("wants_row", [True, False])
 def test_the_kernel_casts_the_softmax_gradient(wants_row):
-    kernels = pytest.importorskip("ds_fp8.layers.softmax_gradient_triton", reason="Triton is not installed")
+    kernels = pytest.importorskip("ds_fp8.layers.head.softmax_gradient_triton", reason="Triton is not installed")
     empty_result = pytest.importorskip("ds_fp8.casts.store_triton").empty_result
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bound = 1e-2 if torch.cuda.is_available() else 0.12  # Triton's interpreter rounds to FP8 coarsely

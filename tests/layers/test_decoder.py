@@ -8,8 +8,8 @@ from decoder_stacks import hold_in_fp8
 
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
-from ds_fp8.layers.decoder import FusedDecoderLayer, FusedMLP
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.decoder.decoder import FusedDecoderLayer, FusedMLP
+from ds_fp8.layers.linear.linear import FP8Linear
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.numerics import error
 

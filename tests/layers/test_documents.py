@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ds_fp8.layers import documents
+from ds_fp8.layers.attention import documents
 
 ROWS = [
     [[1]],

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_fp8.config.formats import BLOCK
-from ds_fp8.layers.expert_layout import ExpertLayout, expert_layout, expert_layout_reference, worst_case_rows
+from ds_fp8.layers.experts.layout import ExpertLayout, expert_layout, expert_layout_reference, worst_case_rows
 
-kernels = pytest.importorskip("ds_fp8.layers.expert_layout_triton", reason="Triton is not installed")
+kernels = pytest.importorskip("ds_fp8.layers.experts.layout_triton", reason="Triton is not installed")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

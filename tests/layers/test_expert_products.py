@@ -8,18 +8,18 @@ import torch
 from ds_fp8.casts import quantize
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import PRESETS
-from ds_fp8.layers.activations import ACTIVATIONS
-from ds_fp8.layers.expert_products import (
+from ds_fp8.layers.experts.products import (
     ExpertProducts,
     ExpertWeights,
     expert_products,
     unsupported,
     unsupported_shapes,
 )
-from ds_fp8.layers.gated_activation import GatedCast, GatedGradients
-from ds_fp8.layers.recipe import LinearRecipe
-from ds_fp8.layers.recipe_from_config import recipe_from_config
-from ds_fp8.layers.weights import GATHERED, placeholder
+from ds_fp8.layers.linear.activations import ACTIVATIONS
+from ds_fp8.layers.linear.gated_activation import GatedCast, GatedGradients
+from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
+from ds_fp8.layers.linear.weights import GATHERED, placeholder
 from tests.gemm.tolerance import CHAIN
 from tests.layers.expert_loop import Gradients, high_precision, with_casts
 from tests.numerics import error
@@ -221,10 +221,10 @@ def test_without_gradients_it_is_the_same():
 @pytest.mark.parametrize("wgrad_input", ["1x128", "128x128"])
 def test_the_kernels_fit_together(monkeypatch, wgrad_input):
     """The whole operation by the kernels a GPU runs, in Triton's interpreter, whose casts round in their own way."""
-    gated = pytest.importorskip("ds_fp8.layers.gated_activation_triton", reason="Triton is not installed")
+    gated = pytest.importorskip("ds_fp8.layers.linear.gated_activation_triton", reason="Triton is not installed")
     from ds_fp8.gemm import grouped_triton
-    from ds_fp8.layers import expert_products as module
-    from ds_fp8.layers import permutation_triton
+    from ds_fp8.layers.experts import permutation_triton
+    from ds_fp8.layers.experts import products as module
 
     def permute_cast(x, layout, format="e4m3", rowwise="1x128", columnwise=None, scale="pow2"):
         return permutation_triton.permute_tiles(x, layout, format, rowwise, columnwise, scale)

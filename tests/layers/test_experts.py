@@ -13,13 +13,13 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.layers.convert import convert, layer_of, restore
-from ds_fp8.layers.decoder import FusedAttentionHalf
-from ds_fp8.layers.expert_selection import backend_of_experts, multiplies_experts
-from ds_fp8.layers.experts import FP8Experts, convert_experts, decode
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.recipe_from_config import recipe_from_config
+from ds_fp8.layers.decoder.decoder import FusedAttentionHalf
+from ds_fp8.layers.experts.experts import FP8Experts, convert_experts, decode
+from ds_fp8.layers.experts.selection import backend_of_experts, multiplies_experts
+from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
+from ds_fp8.layers.linear.weights import GATHERED, placeholder
 from ds_fp8.layers.swapped import Swapped
-from ds_fp8.layers.weights import GATHERED, placeholder
 from tests.layers.hugging_face import tokens
 from tests.layers.moe import EXPERTS, mixture
 from tests.layers.test_decoder import FP8_ERROR, fp8, losses_and_gradients

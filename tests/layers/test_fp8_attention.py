@@ -11,9 +11,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_fp8.casts.primitives import scale_from_amax
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.layers import attention_format, packed_rows
-from ds_fp8.layers.convert import convert
-from ds_fp8.layers.fp8_attention import (
+from ds_fp8.layers.attention import format as attention_format
+from ds_fp8.layers.attention import packed_rows
+from ds_fp8.layers.attention.cudnn import factors
+from ds_fp8.layers.attention.fp8_attention import (
     SMALLEST_BOUND,
     Reference,
     cast_heads,
@@ -21,9 +22,9 @@ from ds_fp8.layers.fp8_attention import (
     fp8_attention_reference,
     gradient_scales,
 )
-from ds_fp8.layers.fp8_attention_cudnn import factors
-from ds_fp8.layers.fp8_attention_tensors import FORWARD, P_SCALE, GradientScales
-from ds_fp8.layers.heads import HeadLayout
+from ds_fp8.layers.attention.tensors import FORWARD, P_SCALE, GradientScales
+from ds_fp8.layers.convert import convert
+from ds_fp8.layers.decoder.heads import HeadLayout
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.layers.moe import mixture

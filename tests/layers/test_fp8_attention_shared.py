@@ -11,7 +11,7 @@ from deepspeed import comm as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.layers import documents, exchanged_bytes, packed_rows, sequence_parallel
+from ds_fp8.layers.attention import documents, exchanged_bytes, packed_rows, sequence_parallel
 from ds_fp8.layers.convert import convert
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm, tokens

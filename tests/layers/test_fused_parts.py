@@ -9,23 +9,23 @@ import torch.nn.functional as F
 
 from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.layers.activations import ACTIVATIONS, activate
-from ds_fp8.layers.gated_activation import (
+from ds_fp8.layers.decoder.heads import HeadLayout, HeadNorms
+from ds_fp8.layers.decoder.rms_norm import rms_norm_backward_reference, rms_norm_cast
+from ds_fp8.layers.decoder.rotary import rotate_backward_reference, rotate_reference
+from ds_fp8.layers.linear.activations import ACTIVATIONS, activate
+from ds_fp8.layers.linear.gated_activation import (
     gated_activation_backward,
     gated_backward_reference,
     gated_product_reference,
 )
-from ds_fp8.layers.heads import HeadLayout, HeadNorms
-from ds_fp8.layers.recipe import LinearRecipe
-from ds_fp8.layers.recipe_from_config import recipe_from_config
-from ds_fp8.layers.rms_norm import rms_norm_backward_reference, rms_norm_cast
-from ds_fp8.layers.rotary import rotate_backward_reference, rotate_reference
+from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
 from tests.numerics import error
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from ds_fp8.layers import gated_activation_triton as gated_kernels
-from ds_fp8.layers import rms_norm_triton as norm_kernels
-from ds_fp8.layers import rotary_triton as rotary_kernels
+from ds_fp8.layers.decoder import rms_norm_triton as norm_kernels
+from ds_fp8.layers.decoder import rotary_triton as rotary_kernels
+from ds_fp8.layers.linear import gated_activation_triton as gated_kernels
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -17,7 +17,7 @@ from ds_fp8.casts.outliers import (
 )
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.presets import PRESETS
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.linear.linear import FP8Linear
 from tests.gemm.tolerance import ROUNDING, assert_is_product
 from tests.layers.linears import fp8_linear
 from tests.numerics import error

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_fp8.layers.cross_entropy import IGNORED
-from ds_fp8.layers.loss import FusedHead, fuse_loss, withholds_logits
+from ds_fp8.layers.head.cross_entropy import IGNORED
+from ds_fp8.layers.head.loss import FusedHead, fuse_loss, withholds_logits
 from tests.layers.copies import assert_independent_copy, copied
 from tests.layers.losses import TOLERANCE, limit_chunks
 from tests.numerics import error

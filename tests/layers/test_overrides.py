@@ -14,10 +14,10 @@ from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.export.plan import make_plan
 from ds_fp8.gemm import scaled_matmul
 from ds_fp8.layers.convert import convert
-from ds_fp8.layers.decoder import FusedDecoderLayer, FusedMLP
-from ds_fp8.layers.gated_mlp import gated_mlp
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.weights import GATHERED
+from ds_fp8.layers.decoder.decoder import FusedDecoderLayer, FusedMLP
+from ds_fp8.layers.decoder.gated_mlp import gated_mlp
+from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.weights import GATHERED
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ds_fp8.casts import quantize_both
-from ds_fp8.layers.expert_layout import expert_layout
-from ds_fp8.layers.permutation import (
+from ds_fp8.layers.experts.layout import expert_layout
+from ds_fp8.layers.experts.permutation import (
     pair_values,
     permute,
     permute_cast,
@@ -20,7 +20,7 @@ from ds_fp8.layers.permutation import (
 )
 from tests.casts.test_kernels import assert_same
 
-kernels = pytest.importorskip("ds_fp8.layers.permutation_triton", reason="Triton is not installed")
+kernels = pytest.importorskip("ds_fp8.layers.experts.permutation_triton", reason="Triton is not installed")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXPERTS = 5

@@ -10,7 +10,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.export.plan import make_plan
 from ds_fp8.layers.convert import convert
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.linear.linear import FP8Linear
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.layers.linears import fp8_linear
 

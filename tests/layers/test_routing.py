@@ -8,7 +8,7 @@ from architectures import tiny_config
 from transformers import AutoModelForCausalLM
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.layers import routing
+from ds_fp8.layers.experts import routing
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.layers.moe import EXPERTS, mixture
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.layers.convert import convert
-from ds_fp8.layers.decoder import FusedMLP
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.recipe_from_config import recipe_from_config
-from ds_fp8.layers.smoothing import channel_factors
+from ds_fp8.layers.decoder.decoder import FusedMLP
+from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
+from ds_fp8.layers.linear.smoothing import channel_factors
 from tests.layers.hugging_face import causal_lm
 from tests.numerics import error
 

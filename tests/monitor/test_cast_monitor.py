@@ -8,7 +8,7 @@ import torch
 from ds_fp8.casts import QuantizedTensor, cast, quantize
 from ds_fp8.config.fp8 import MonitorConfig, parse_fp8
 from ds_fp8.layers.convert import convert, layer_of, restore
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.monitor import statistics
 from ds_fp8.monitor.cast_monitor import CastFigures, CastMonitor
 from ds_fp8.monitor.thresholds import Thresholds

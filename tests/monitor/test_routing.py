@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from ds_fp8.layers.routing import mixtures
+from ds_fp8.layers.experts.routing import mixtures
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.routing import RoutingFigures, RoutingMonitor
 from tests.layers.hugging_face import tokens

@@ -9,7 +9,7 @@ import torch
 from matplotlib.image import imread
 
 from ds_fp8.cli import main
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.monitor.cast_monitor import TENSOR_CLASSES, CastFigures
 from ds_fp8.monitor.heat_maps import write_heat_maps
 from ds_fp8.monitor.records import (

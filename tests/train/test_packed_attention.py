@@ -16,8 +16,8 @@ from transformers import (
 )
 from transformers.masking_utils import create_causal_mask
 
-from ds_fp8.engine.capture import masks_as_outside
-from ds_fp8.layers import documents
+from ds_fp8.graphs.capture import masks_as_outside
+from ds_fp8.layers.attention import documents
 from ds_fp8.train import packed_attention
 from ds_fp8.train.batches import StepBatches
 

@@ -13,7 +13,7 @@ from ds_fp8.cli import main
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
-from ds_fp8.layers.linear import FP8Linear
+from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.train.judge import Judge
 from ds_fp8.train.sensitivity import CastSwitch, Cost, Part, measure, measurements, parts_of, propose
 from tests.layers.hugging_face import causal_lm, tokens

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.layers import packed_rows
+from ds_fp8.layers.attention import packed_rows
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.batches import label_tokens, micro_batches
 from ds_fp8.train.metrics import read_metrics

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ds_fp8.layers.weights import GROUP
+from ds_fp8.layers.linear.weights import GROUP
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ds_fp8.casts import quantize
-from ds_fp8.layers.experts import FP8Experts
-from ds_fp8.layers.weights import GATHERED
+from ds_fp8.layers.experts.experts import FP8Experts
+from ds_fp8.layers.linear.weights import GATHERED
 from tests.layers.hugging_face import SIZES
 from tests.layers.moe import EXPERTS, mixture
 from tests.zero import models

@@ -8,8 +8,8 @@ from deepspeed.utils import safe_set_full_fp32_param
 from peft import LoraConfig, get_peft_model
 
 from ds_fp8.casts import quantize
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.weights import GATHERED
+from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.weights import GATHERED
 from ds_fp8.zero.shard_cast import ReferenceShardCast
 from tests.layers.hugging_face import causal_lm
 from tests.zero import models

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_fp8.layers import weights
+from ds_fp8.layers.linear import weights
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 from tests.zero.test_training import QUIET

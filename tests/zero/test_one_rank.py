@@ -7,7 +7,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.layers.weights import GATHERED
+from ds_fp8.layers.linear.weights import GATHERED
 from ds_fp8.zero import grouped, parameter_gather, seams
 from tests.zero import models
 from tests.zero.test_parameter_gather import SECTIONS, fp8_linears, gather

@@ -7,8 +7,8 @@ from deepspeed import comm as dist
 from deepspeed.utils import set_z3_leaf_modules
 
 from ds_fp8.casts import quantize
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.weights import GATHERED
+from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.weights import GATHERED
 from tests.zero import models
 from tests.zero.test_training import QUIET
 

@@ -6,8 +6,8 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_fp32_pa
 
 from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.weights import GATHERED
+from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.weights import GATHERED
 from tests.zero import models
 
 SPECS = {"infir2": ("e4m3", "128x128"), "tensorwise": ("e4m3", "tensor"), "rowwise": ("e4m3", "row")}

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ds_fp8.casts import quantize
-from ds_fp8.layers.linear import FP8Linear
-from ds_fp8.layers.weights import GATHERED
+from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.weights import GATHERED
 from tests.zero import models
 
 SIZES = (128, 160)

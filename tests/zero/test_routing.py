@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.layers import routing
-from ds_fp8.layers.decoder import FusedAttentionHalf
+from ds_fp8.layers.decoder.decoder import FusedAttentionHalf
+from ds_fp8.layers.experts import routing
 from ds_fp8.monitor.routing import RoutingFigures
 from tests.layers.moe import EXPERTS
 from tests.zero.test_experts import batch, engine_of

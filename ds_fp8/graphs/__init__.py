@@ -1,0 +1,1 @@
+"""Micro-steps as CUDA graphs: conditions, capture, replay, checks against Python."""

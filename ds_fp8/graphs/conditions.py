@@ -1,0 +1,200 @@
+"""Conditions under which a micro-step can run as a CUDA graph."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.graphs.host_checkpoints import HostCheckpoints, recomputed_by
+from ds_fp8.graphs.known_code import hook_of_others, text_config
+from ds_fp8.layers.attention import documents
+from ds_fp8.layers.attention.sequence_parallel import place_of_slices
+from ds_fp8.layers.experts.routing import is_routed
+from ds_fp8.layers.linear.linear import FP8Linear
+
+COMPILED = "the module is compiled"
+SAVED_ELSEWHERE = "hooks of the caller change the tensors saved for backward"
+SHARED = 'ranks share sequences, and graphs over two NCCL communicators have not run yet; "graph": "on" captures them'
+ITEMS = "num_items_in_batch"
+PACKED = "packed"
+"""The attention implementation that reads on the device where documents end. "fp8_packed" computes rows of one document
+in FP8 and others in BF16, which a graph could not tell apart."""
+MIN_DOCUMENTS = 16
+
+
+def why_no_graphs(engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, why_no_step: str | None) -> str | None:
+    """Return what keeps this engine from capturing any micro-step, or None.
+
+    Args:
+        engine: Engine of any ZeRO stage.
+        fp8: Its "fp8" section.
+        why_no_step: Why DeepSpeed's optimizer step stays, or None.
+    """
+    recipes = [module.recipe for module in engine.module.modules() if isinstance(module, FP8Linear)]
+    casts = [cast for recipe in recipes for cast in (recipe.input, recipe.weight, recipe.grad_output)]
+    reasons = {
+        '"graph" is "off"': fp8.graph == "off",
+        "there is no CUDA device": engine.device.type != "cuda",
+        f"DeepSpeed's step stays: {why_no_step}": why_no_step is not None,
+        # The key is an argument of the kernel, and a graph repeats the arguments of its capture.
+        "gradients are rounded at random, with a key of every micro-batch": fp8.grad_reduce.rounding == "stochastic",
+        "gradients have one scale each, which adapts over time": fp8.grad_reduce.scale == "tensor",
+        "casts are emulated, operation by operation": any(cast.by_torch for cast in casts),
+        "ranks share sequences by other code than transformers' attention functions": (
+            engine.sequence_parallel_size > 1 and place_of_slices(_attention_of(engine.module)) is None
+        ),
+        "DeepSpeed times or profiles forward": engine.wall_clock_breakdown() or engine.flops_profiler_enabled(),
+        # Reductions then run on the default stream, which CUDA does not capture.
+        "overlap_comm is false": engine.zero_optimization_stage() == 3 and not engine.zero_overlap_comm(),
+        "layers are dropped at random": (getattr(getattr(engine.module, "config", None), "layerdrop", None) or 0) > 0,
+        COMPILED: is_compiled(engine.module),
+    }
+    found = next((reason for reason, applies in reasons.items() if applies), None)
+    if found is None and fp8.graph == "auto":
+        # A hang is the one fault that graphs do not find by checking themselves.
+        found = SHARED if engine.sequence_parallel_size > 1 else why_auto_disabled(engine.module)
+    return found
+
+
+def why_auto_disabled(module: nn.Module) -> str | None:
+    """Return why "auto" captures nothing of a model, or None."""
+    why = hook_of_others(module)
+    return why and f'{why}, which graphs would not call; if it need not be called at every step, set "graph": "on"'
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a call of a module runs what torch.compile made of it (Module.compile, engine.compile)."""
+    return module._compiled_call_impl is not None
+
+
+def why_eager(modules: Sequence[nn.Module], device: torch.device, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
+    """Return why a call of a model in training cannot be a graph, with any rows, or None.
+
+    Args:
+        modules: All modules of the model.
+        device: Device of the model. What lies there can be read by no Python without a wait, which ends a capture.
+        args: Positional arguments of the call.
+        kwargs: Its arguments by name.
+    """
+    if args:
+        return "the batch is passed by position"
+    why = why_not_recomputed(modules)
+    if why is not None:
+        return why
+    if any(map(is_routed, modules)):
+        return "routing of experts is recorded or replayed"
+    for name, value in kwargs.items():
+        if torch.is_tensor(value):
+            if value.requires_grad:
+                return f'"{name}" requires a gradient'
+            if value.device.type != device.type:
+                return f'"{name}" is on the host, where its values may decide what is computed'
+            if name == "attention_mask" and value.dim() != 2:
+                return "the attention mask is not of shape [rows, tokens]"
+        elif value is not None and not isinstance(value, (bool, int, float, str)):
+            return f'"{name}" is a {type(value).__name__}'
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on"
+    # Such hooks (offload of activations, for one) run in Python at every save; a replay would not call them.
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return SAVED_ELSEWHERE
+    return None
+
+
+def by_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return the arguments of a call with those passed by position given their names, where forward has names."""
+    parameters = list(inspect.signature(module.forward).parameters.values()) if args else []
+    named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(named) or kwargs.keys() & set(named[: len(args)]):
+        return args, kwargs
+    return (), dict(zip(named, args, strict=False)) | kwargs
+
+
+def why_not_recomputed(modules: Sequence[nn.Module]) -> str | None:
+    """Return why a graph cannot recompute the activations of a model as Python does, or None; None where none are."""
+    functions = [function for part in modules if (function := recomputed_by(part)) is not None]
+    if not functions:
+        return None
+    if any(isinstance(function, HostCheckpoints) for function in functions):
+        return "inputs of recomputed layers are kept on the host"
+    if any(function is not checkpoint for function in functions):
+        return "activations are recomputed by the model's own code, or kept on the host"
+    for part in modules:
+        dropout = part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "attention_dropout", 0)
+        if part.training and dropout:
+            return "activations are recomputed with dropout, whose random numbers the host repeats"
+    return None
+
+
+def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, str | None]:
+    """Return what the graph of a batch must know of its rows, and why there can be none; the host waits for the device.
+
+    It does not wait for what was noted of mask and positions (layers/attention/documents.py). transformers waits as
+    well when it builds the mask of such a batch.
+
+    Args:
+        module: Module of the engine.
+        batch: Its arguments.
+
+    Returns:
+        The number of documents of packed rows, or 0 where every row is one sequence; and the reason, or None.
+    """
+    mask, positions = (batch.get(name) for name in ("attention_mask", "position_ids"))
+    if mask is not None and not documents.whole(mask):
+        return 0, "rows are padded, so that attention's work differs from batch to batch"
+    if positions is None:
+        return 0, None
+    place = place_of_slices(_attention_of(module))
+    if place is not None:
+        # Documents of whole rows are not known here: which there are decides between kernels, on the host.
+        if documents.first_of_run(positions) != place * positions.shape[-1]:
+            return 0, "rows that ranks share hold several documents"
+        return 0, None
+    found = documents.count(positions)
+    if found == positions.shape[:-1].numel():
+        return 0, None
+    if not found:
+        return 0, "positions do not count from 0 in every document"
+    if positions.dim() != 2:
+        return 0, "rows hold several documents, and tokens several positions"
+    if mask is not None:
+        return 0, "rows hold several documents, and a mask says that they are one"
+    implementation = _attention_of(module)
+    if implementation != PACKED:
+        return 0, f'rows hold several documents, and attention is "{implementation}", not "{PACKED}"'
+    given = next(value for name in ("input_ids", "inputs_embeds") if (value := batch.get(name)) is not None)
+    return found * (len(given) // len(positions)), None
+
+
+def _attention_of(module: nn.Module) -> str | None:
+    """Return the attention implementation of a Hugging Face model."""
+    return getattr(text_config(getattr(module, "config", None)), "_attn_implementation", None)
+
+
+class Capacities:
+    """For how many documents the graphs of packed rows are captured.
+
+    Attention kernels take a little time for documents that are not there, and a graph is captured again for more.
+    """
+
+    def __init__(self):
+        """Begin with rows that are one sequence each."""
+        self._max_seen: dict[object, int] = {}
+
+    def take(self, signature: object, documents: int) -> int:
+        """Return for how many documents a micro-step is captured now; 0 where every row has always been one.
+
+        Args:
+            signature: Signature of the micro-step.
+            documents: Documents of this batch, the most of any rank; 0 where every row of all ranks is one.
+        """
+        seen = self._max_seen[signature] = max(documents, self._max_seen.get(signature, 0))
+        # A power of two at least twice the largest number seen: few captures are repeated as batches vary.
+        return max(MIN_DOCUMENTS, 1 << (2 * seen - 1).bit_length()) if seen else 0

@@ -1,0 +1,319 @@
+"""Micro-steps of an engine as CUDA graphs: choose which to capture and when, and report reasons against it.
+
+All ranks do the same: NCCL does not document that a captured collective may match an eager one on another rank. So
+before every micro-step they compare facts, on the host and beside the device; graph_decision.py decides from them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+import zlib
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import deepspeed
+import torch
+
+from ds_fp8.graphs.agreement import RankAgreement
+from ds_fp8.graphs.calls import Call, Calls, tokens_of
+from ds_fp8.graphs.capture import before_process_groups_end, end_failed_capture, in_one_line, without_frames
+from ds_fp8.graphs.captured_graphs import MAX_EVICTIONS, CapturedGraphs
+from ds_fp8.graphs.check import GraphChecks
+from ds_fp8.graphs.conditions import (
+    COMPILED,
+    SAVED_ELSEWHERE,
+    Capacities,
+    is_compiled,
+    why_auto_disabled,
+)
+from ds_fp8.graphs.decision import Action, Facts, decide
+from ds_fp8.graphs.eager_forwards import EagerForwards
+from ds_fp8.graphs.micro_step_graph import MicroStepGraph
+from ds_fp8.monitor.cast_monitor import CastMonitor
+from ds_fp8.zero import seams
+from ds_fp8.zero.gradient_shards import GradientShards
+from ds_fp8.zero.parameter_gather import ParameterGather
+from ds_fp8.zero.seams.micro_step import MicroStep
+from ds_fp8.zero.wire import WireMeter
+
+EAGER_STEPS = 2
+"""Micro-steps of a signature that run eagerly before one is captured: kernels are compiled, memory is allocated."""
+
+UNORDERED_STEPS = 6
+"""The same where DeepSpeed never learns the order of modules, because forwards without gradients come between."""
+
+MAX_GRAPHS = 8
+"""Signatures that are captured: every graph keeps separate buffers."""
+
+OTHERS_DIFFER = "other ranks have batches of other shapes, or run eagerly"
+
+
+class MicroStepGraphs:
+    """Takes the place of calling an engine's module: eager at first, and replayed where a micro-step repeats."""
+
+    def __init__(
+        self,
+        engine: deepspeed.DeepSpeedEngine,
+        gradients: GradientShards,
+        gather: ParameterGather | None,
+        wire: WireMeter,
+        say: Callable[[str], None],
+        monitor: CastMonitor,
+        auto: bool,
+    ):
+        """Install the graphs; `why_no_graphs` must have returned None.
+
+        Args:
+            engine: Engine of ZeRO stage 3.
+            gradients: Gradient shards that its reductions add to.
+            gather: Gathers its weights in FP8; None where nothing does.
+            wire: Counts the bytes.
+            say: Receives log lines.
+            monitor: Measured steps run eagerly.
+            auto: Whether conditions of "auto" hold, also for what comes later.
+        """
+        self._engine, self._gather, self._say, self._monitor = engine, gather, say, monitor
+        self._device, self._auto = engine.device, auto
+        self._micro_step = MicroStep(engine)
+        self._gradients, self._wire = gradients, wire
+        self._stock: Callable[..., Any] = engine.module._call_impl
+        self.off: str | None = None
+        """Reason for which nothing is captured any more."""
+        self._graphs = CapturedGraphs(engine.device, self._micro_step)
+        self._eager_runs: dict[object, int] = {}
+        self._capacities = Capacities()
+        self._logged: set[str] = set()
+        self._eager = EagerForwards(engine.module, self._stock, engine.device, self._graphs.stream)
+        self._calls = Calls(engine.module, engine.device, self._micro_step, gradients, self._forget_other_code)
+        # NCCL would have all ranks exchange addresses in a capture, where one may fail.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+        self._agreement = RankAgreement(engine.device)
+        self._checks = GraphChecks(engine.module, engine.device, self._micro_step, self._agreement)
+        seams.replace(engine, engine.module, "_call_impl", self)
+        self._evaluated = self._captured_once = False
+        seams.on_step(engine, self._end_where_compiled)
+        seams.before_load(engine, self.reset)
+        seams.on_destroy(engine, self._destroy)
+        before_process_groups_end(self._graphs.process_group_ends)
+
+    def __reduce__(self) -> tuple:
+        # A copy of a model under training has no engine, and computes by itself.
+        return _plain_call, (self._engine.module,)
+
+    @property
+    def captured(self) -> int:
+        """Return how many signatures are captured."""
+        return len(self._graphs)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the memory of the graphs' own."""
+        return self._graphs.kept_bytes
+
+    def reset(self) -> None:
+        """Forget all graphs: what they were captured from has changed, or is about to."""
+        self._graphs.forget()
+        self._eager_runs.clear()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns: computed by a graph, or eagerly where there is none for this call."""
+        if torch.compiler.is_compiling() or self.off is not None:
+            return self._stock(*args, **kwargs)
+        # Evaluation runs eagerly, beside graphs that may leave it too little memory.
+        if not (self._engine.module.training and torch.is_grad_enabled()):
+            self._evaluated = True
+            self._graphs.make_room(tokens_of(kwargs), evaluates=True)
+            return self._stock(*args, **kwargs)
+        # Local knowledge only; no rank may act on it before `_decide` has compared it with the others'.
+        here = self._calls.look_at(args, kwargs, pending=self._graphs.pending or self._eager.pending)
+        action, reason = self._decide(here)
+        # The capture has computed nothing. Decided again, so that a new graph is checked against Python before its
+        # first replay.
+        if action is Action.CAPTURE and self._capture(here):
+            action, reason = self._decide(here)
+        if action is Action.END:
+            self._end(reason)
+        elif reason is not None:
+            self._log(f"without CUDA graphs: {reason}")
+        if action is Action.REPLAY:
+            self._settle()
+            # DeepSpeed's throughput timer is started by a hook of the module, which a replay does not run.
+            self._micro_step.start_clock()
+            return self._graphs.replay(self._graphs.get(here.signature), here.batch)
+        if action is Action.CHECK:
+            return self._launch_and_check(here)
+        if self.off is not None:
+            return self._stock(*args, **kwargs)
+        self._graphs.make_room(here.tokens, evaluates=False)
+        return self._launch(here)
+
+    def _decide(self, here: Call) -> tuple[Action, str | None]:
+        """Return what all ranks do with a call, and a reason to log. Collective."""
+        graph = self._graphs.get(here.signature)
+        # The schedule counts replays and not steps: these are the same on all ranks.
+        unchecked, unmeasured = graph is None or not graph.schedule.due, not self._monitor.active
+        beside = graph is not None and not (unchecked and unmeasured)  # or nobody need know whether there is room
+        mine = Facts(
+            alone=not here.pending or self._captured_once,
+            usable=graph is not None and graph.addresses == self._addresses(),
+            unmeasured=unmeasured,
+            unchecked=unchecked,
+            comparable=graph is not None and (here.documents > 0) == (graph.max_documents > 0),
+            room=not beside or self._graphs.has_room(here.tokens),
+            trusted=not self._auto or self._calls.code_of_others is None,
+            lasting=self._graphs.evictions < MAX_EVICTIONS,
+            has_capacity=graph is not None or len(self._graphs) < MAX_GRAPHS,
+        )
+        # A number that stands for the signature, 0 for none: the ranks compare it in the same MIN all-reduce as the
+        # facts. crc32 and not hash(), which differs between processes.
+        number = 0 if here.why is not None else zlib.crc32(repr(here.signature).encode()) + 1
+        runs = [self._eager_runs.get((here.signature, packed), 0) for packed in (False, True)]
+        ordered = self._micro_step.ready and not self._evaluated
+        names = [one.name for one in fields(Facts) if one.name not in ("alike", "ready")]
+        # MIN of a number and of its negative: equal bounds mean that all ranks have the same signature.
+        lowest, highest, documents, ordered, *others = self._agreement.least(
+            number, -number, -here.documents, ordered, *runs, *(getattr(mine, name) for name in names)
+        )
+        runs, facts = others[:2], dict(zip(names, map(bool, others[2:]), strict=True))
+        packed, alike = False, lowest > 0 and lowest == -highest
+        if alike:
+            here.ordered, here.max_documents = bool(ordered), self._capacities.take(here.signature, -documents)
+            packed = here.max_documents > 0  # packed rows have other kernels
+            # By the largest number of documents of any rank: a graph that one rank must capture again, all do.
+            facts["usable"] = facts["usable"] and graph.max_documents >= -documents
+        elif unmeasured and facts["alone"]:
+            self._log(f"without CUDA graphs: {here.why or OTHERS_DIFFER}")
+        ready = runs[packed] >= (EAGER_STEPS if ordered else UNORDERED_STEPS)
+        action, reason = decide(Facts(alike=alike, ready=ready, **facts))
+        if alike and unmeasured and action in (Action.EAGER, Action.CAPTURE):
+            seen = here.signature, packed
+            self._eager_runs[seen] = self._eager_runs.get(seen, 0) + 1
+            self._evaluated = False  # DeepSpeed may follow the order of an evaluation until then
+        return action, reason
+
+    def _addresses(self) -> tuple[int, ...]:
+        """Return the addresses of all that a graph reads and writes besides its own memory."""
+        gather = self._gather
+        if gather is None:
+            return self._micro_step.addresses(lambda parameter: False)
+        return (*self._micro_step.addresses(gather.gathers), *gather.addresses())
+
+    def _settle(self) -> None:
+        """Bring parameters and shards to the state in which graphs begin, on the current stream."""
+        self._micro_step.settle()
+        gather = self._gather
+        if gather is not None:
+            gather.settle()
+
+    def _capture(self, here: Call) -> bool:
+        """Capture a micro-step; where a rank cannot, nothing is captured any more, on all ranks. Collective.
+
+        Returns:
+            Whether there is a graph now.
+        """
+        if self._graphs.get(here.signature) is not None:
+            # Those that there are keep less memory than a second pool, or read elsewhere now.
+            self._graphs.forget()
+        gather = self._gather
+        self._settle()
+        if gather is not None:
+            gather.pin_scales()
+        # DeepSpeed's hooks count during the capture although nothing runs; a failed capture puts the counters back.
+        state, error, used = self._micro_step.remember(), None, self._eager.used(here.signature)
+
+        def make(capturing: Callable) -> MicroStepGraph:
+            return MicroStepGraph(
+                self._stock,
+                here.batch,
+                here.max_documents,
+                used,
+                self._micro_step,
+                self._gradients,
+                self._wire,
+                self._addresses(),
+                capturing,
+            )
+
+        try:
+            why = (why_auto_disabled(self._engine.module) or self._eager.changes) if self._auto else None
+            if why is not None:
+                raise ValueError(why)
+            graph, kept = self._graphs.capture(make, here.max_documents, self._eager.draws, here.ordered)
+        # Also KeyboardInterrupt: DeepSpeed's state has to be put back before anything propagates.
+        except BaseException as found:  # whatever cannot be captured: it is reported, and runs eagerly
+            error = found
+            while error.__context__ is not None:  # what ended the capture, and not that it had ended
+                error = error.__context__
+            end_failed_capture(self._device)
+            if gather is not None:
+                gather.forget_gathered()
+            self._micro_step.abandon()
+            self._micro_step.restore(state)
+            if not isinstance(found, Exception):  # the user's interrupt
+                error = None
+                raise
+        if not self._agreement.least(error is None)[0]:
+            why = "another rank failed" if error is None else in_one_line(error)
+            # The traceback holds the frames of the forward, and with them activations in the pool.
+            error = without_frames(error)
+            self._end(why)
+            return False
+        self._graphs.add(here.signature, graph, kept, here.tokens)
+        # Code of others may fail in backward where it did not with another batch.
+        self._graphs.needs_dry_run = self._calls.code_of_others is not None
+        self._captured_once = True
+        self._log(f"forward and backward now run as CUDA graphs, which keep {kept / 2**30:.2f} GiB")
+        return True
+
+    def _launch_and_check(self, here: Call) -> Any:
+        """Launch a micro-step by Python, and end the graphs where its graph computes something else. Collective."""
+        self._settle()
+        graph, launch = self._graphs.get(here.signature), functools.partial(self._launch, here)
+        output, difference = self._checks.launch(graph, here.signature, here.batch, launch)
+        if difference is not None:
+            self._end(
+                f"in step {self._engine.global_steps + 1} the outputs of a graph and of Python differ ({difference}): "
+                "Python values that the model reads have changed since the capture"
+            )
+        return output
+
+    def _launch(self, here: Call) -> Any:
+        """Launch a micro-step by Python."""
+        watches = self._auto and self._calls.code_of_others is not None
+        return self._eager.launch(here.args, here.kwargs, here.signature, here.why == SAVED_ELSEWHERE, watches)
+
+    def _forget_other_code(self) -> None:
+        """Free the graphs of a model whose hooks or settings have been changed since, on this rank."""
+        # A model that is changed before its first graph costs nothing, and is no eviction.
+        if len(self._graphs):
+            self._graphs.evict()
+        self._eager_runs.clear()
+        self._graphs.needs_dry_run = True
+        self._eager.draws, self._eager.changes = False, None
+
+    def _end(self, why: str) -> None:
+        """Capture nothing any more, and log why. On all ranks alike."""
+        self.reset()
+        self.off = why
+        self._say(f"CUDA graphs are off: {why}")
+
+    def _end_where_compiled(self) -> None:
+        """End the graphs after a step if a module was compiled since the start."""
+        if self.off is None and is_compiled(self._engine.module):
+            self._end(COMPILED)
+
+    def _destroy(self) -> None:
+        self.reset()
+        self._agreement.close()
+
+    def _log(self, line: str) -> None:
+        if line not in self._logged:  # once: it may be so at every step
+            self._logged.add(line)
+            self._say(line)
+
+
+def _plain_call(module: torch.nn.Module) -> Callable[..., Any]:
+    return types.MethodType(torch.nn.Module._call_impl, module)

@@ -1,0 +1,148 @@
+"""fp8_attention.py's kernels: cuDNN's FP8 attention, reached through Transformer Engine.
+
+Transformer Engine's own module (DotProductAttention) has on Hopper only scales that follow earlier steps (delayed
+scaling): they would be state beside checkpoints, start at 1, and change under recomputation. Its operator takes any
+scales, so they are given here. One thing it lacks: dq, dk and dv share one. Every product's scale is the product of its
+operands' and its own, though, so that factors moved between operands set the three apart:
+
+    dq = ds k      k's scale times a, q's by a:             q kᵀ stays, dq and dk part
+    dv = pᵀ do     do's scale times b, v's and o's by b:    do vᵀ and do ∘ o stay, dv parts
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from typing import Any
+
+import torch
+
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.formats import FORMATS
+from ds_fp8.layers.attention.tensors import BACKWARD, FORWARD, P_SCALE, GradientScales, Saved
+
+HEAD_DIM = 128
+"""Features of a head: cuDNN's backward on Hopper has no other."""
+
+_MASK: dict[str, Any] = {"attn_mask_type": "causal", "window_size": (-1, 0)}
+_LAYOUT = {"qkv_layout": "bshd_bshd_bshd", "o_format": "bshd"}
+_BACKWARD_LAYOUT = {**_LAYOUT, "do_format": "bshd", "dqkv_layout": "bshd_bshd_bshd"}
+
+
+@functools.lru_cache(maxsize=1)
+def unavailable() -> str | None:
+    """Return why these kernels cannot run on this machine, or None."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA GPU"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return f"{torch.cuda.get_device_name()} is not a Hopper GPU"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed (pip install ds-fp8[te])"
+    try:
+        from transformer_engine.pytorch.cpp_extensions.fused_attn import fused_attn_bwd
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"Transformer Engine cannot be loaded: {str(error).splitlines()[0]}"
+    if not {*_MASK, *_BACKWARD_LAYOUT} <= inspect.signature(fused_attn_bwd).parameters.keys():
+        return "this Transformer Engine is too old: its attention takes other arguments (2.20 is known to work)"
+    return None
+
+
+def forward(
+    q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (o [B, S, heads, D] in E4M3 with the scale of v, log_sums [B, heads, S, 1])."""
+    from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend, fused_attn_fwd
+
+    output, (log_sums, _) = fused_attn_fwd(
+        True,
+        q.shape[1],
+        k.shape[1],
+        *_ends(q),
+        *(_operand(x.data, x.scale) for x in (q, k, v)),
+        torch.bfloat16,
+        FusedAttnBackend["FP8"],
+        s_quantizer=_p_quantizer(q.data.device),
+        o_quantizer=_quantizer(v.scale.reciprocal(), FORWARD),
+        attn_scale=scaling,
+        **_LAYOUT,
+        **_MASK,
+    )
+    return output._data.view(FORMATS[FORWARD].dtype), log_sums
+
+
+def backward(
+    saved: Saved, do: QuantizedTensor, scales: GradientScales
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dq, dk and dv of the shapes of q, k and v in E5M2, in units of their scales."""
+    from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend, fused_attn_bwd
+
+    shared, a, b = factors(scales)
+    q, k, v, o, log_sums, scaling = saved
+    operands = [(q, 1 / a), (k, a), (v, 1 / b), (o, 1 / b), (do, b)]
+    # No dropout draws from the random numbers that forward noted down, and the kernel reads none.
+    no_random_numbers = torch.zeros(2, dtype=torch.int64, device=q.data.device)
+    found = fused_attn_bwd(
+        q.shape[1],
+        k.shape[1],
+        *_ends(q),
+        *(_operand(x.data, x.scale * factor) for x, factor in operands),
+        torch.bfloat16,
+        [log_sums, no_random_numbers],
+        FusedAttnBackend["FP8"],
+        s_quantizer=_p_quantizer(q.data.device),
+        dp_quantizer=_quantizer(scales.ds.reciprocal(), BACKWARD),
+        dqkv_quantizer=_quantizer(shared, BACKWARD),
+        attn_scale=scaling,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **_BACKWARD_LAYOUT,
+        **_MASK,
+    )
+    return tuple(x._data.view(FORMATS[BACKWARD].dtype) for x in found[:3])
+
+
+def factors(scales: GradientScales) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what brings results to units of their scales: `shared` for all, and a and b of the head of this file.
+
+    dq is multiplied by a · shared, dk by shared / a, and dv by b · shared.
+    """
+    # Roots of each by itself: where gradients are zero both scales are 2^-75, whose product FP32 does not hold.
+    shared = scales.dq.rsqrt() * scales.dk.rsqrt()
+    return shared, (scales.dk / scales.dq).sqrt(), (shared * scales.dv).reciprocal()
+
+
+def _ends(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where sequences of queries, and of keys, end: int32 [B + 1], from 0."""
+    ends = torch.arange(0, q.shape[0] + 1, dtype=torch.int32, device=q.data.device) * q.shape[1]
+    return ends, ends
+
+
+def _dtype(format: str) -> Any:
+    import transformer_engine_torch as tex
+
+    return {"e4m3": tex.DType.kFloat8E4M3, "e5m2": tex.DType.kFloat8E5M2}[format]
+
+
+def _operand(codes: torch.Tensor, scale: torch.Tensor) -> Any:
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+    format = FORWARD if codes.dtype == FORMATS[FORWARD].dtype else BACKWARD
+    return Float8TensorStorage(
+        # fake_dtype is what Transformer Engine believes the tensor to be; no BF16 copy is made of it.
+        data=codes.view(torch.uint8),
+        fp8_scale_inv=scale.view(1),
+        fp8_dtype=_dtype(format),
+        fake_dtype=torch.bfloat16,
+    )
+
+
+def _quantizer(multiplier: torch.Tensor, format: str) -> Any:
+    """Return what casts a result to a format, multiplied by a number; its amax is written and not read."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    amax = torch.zeros(1, device=multiplier.device)
+    return Float8Quantizer(multiplier.view(1), amax, _dtype(format), rowwise=True, columnwise=False)
+
+
+def _p_quantizer(device: torch.device) -> Any:
+    return _quantizer(torch.full((1,), P_SCALE, device=device), FORWARD)

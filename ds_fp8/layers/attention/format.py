@@ -1,0 +1,275 @@
+"""Let the attention modules of a Hugging Face model compute in FP8, by attention implementations of transformers.
+
+"fp8_sdpa" and "fp8_packed" take the place of "sdpa" and "packed" in the model's configuration. Masks are made as
+before; where a call is causal attention over whole rows, or within long documents of packed rows, fp8_attention
+computes it, and any other goes on to the implementation before, in BF16. Fused and unconverted layers alike find their
+attention by its name. Under DeepSpeed's sequence parallelism all this happens between its two exchanges
+(sequence_parallel.py).
+
+Which modules can be in FP8 at all is decided at the start. Of the calls of such a module these are not:
+
+    short documents of packed rows (packed_rows.py)     FP8 gains nothing: a warning says so in training
+    padded batches                                      their mask is not causal: likewise
+    generation with a cache                             a few queries of many keys
+
+That a call is without gradients changes nothing: recomputation would find other numbers than the first forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from torch import nn
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.layers.attention import cudnn, documents, packed_rows, sequence_parallel
+from ds_fp8.layers.attention.fp8_attention import fp8_attention
+from ds_fp8.layers.attention.shared import shared_fp8_attention
+from ds_fp8.layers.attention.shared_documents import shared_documents_attention
+from ds_fp8.layers.attention.windows import window_of
+
+PREFIX = "fp8_"
+KNOWN = ("sdpa", "packed")
+"""Attention implementations whose masks tell causal attention from other."""
+
+BF16 = '"attention": {"format": "bf16"}'
+CHANGES_SCORES = ("softcap", "s_aux", "position_bias", "head_mask")
+"""Arguments of attention functions that the kernels do not know."""
+
+
+@dataclass(frozen=True)
+class AttentionFormat:
+    """Result of `use_fp8_attention`: names of the attention modules in FP8, and of the others with the reason."""
+
+    layers: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    emulated: bool = False
+    """True if plain torch computes what the kernels would."""
+    packed: bool = False
+    """True if rows may hold several documents."""
+
+
+def use_fp8_attention(model: nn.Module) -> AttentionFormat:
+    """Let every attention module of a model that can be run in FP8, in place.
+
+    Raises:
+        UserError: This machine has no kernels, the attention implementation is another, or no module can be in FP8.
+    """
+    # On a CPU the reference takes heads of any size, and tests run on it.
+    emulated = not torch.cuda.is_available()
+    if not emulated and (why := cudnn.unavailable()) is not None:
+        raise UserError(f"attention in FP8 cannot run here: {why}", key="fp8.attention.format", remedy=BF16)
+    modules = dict(_attention_modules(model))
+    left = {name: why for name, module in modules.items() if (why := _why_not(module, emulated)) is not None}
+    layers = [name for name in modules if name not in left]
+    if not layers:
+        reasons = "; ".join(dict.fromkeys(left.values())) or "none calls transformers' attention functions"
+        raise UserError(
+            f"no attention module of this model can run in FP8: {reasons}", key="fp8.attention.format", remedy=BF16
+        )
+    implementations = {modules[name].config._attn_implementation for name in layers}
+    for implementation in implementations:
+        _check_implementation(implementation)
+    for name in layers:
+        config = modules[name].config
+        if not config._attn_implementation.startswith(PREFIX):
+            # Modules share the configuration of the model: those that cannot be in FP8 get the new name too, and each
+            # call asks `_why_not` again.
+            config._attn_implementation = f"{PREFIX}{config._attn_implementation}"
+    return AttentionFormat(layers, left, emulated, "packed" in implementations)
+
+
+def restore_attention(model: nn.Module) -> None:
+    """Give the attention modules of a model the implementation before `use_fp8_attention`."""
+    for _, module in _attention_modules(model):
+        name = module.config._attn_implementation or ""
+        if name.startswith(PREFIX):
+            module.config._attn_implementation = name.removeprefix(PREFIX)
+
+
+def _attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the attention modules of a model by name."""
+    for name, module in model.named_modules():
+        if is_attention(module):
+            yield name, module
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module computes attention through transformers' functions, as far as its attributes tell."""
+    return all(hasattr(module, part) for part in ("config", "scaling", "is_causal"))
+
+
+def runs_in_fp8(module: nn.Module) -> bool:
+    """Return whether an attention module of a Hugging Face model computes in FP8 where a call allows it."""
+    name = module.config._attn_implementation or ""
+    return name.startswith(PREFIX) and _why_not(module, not torch.cuda.is_available()) is None
+
+
+def is_exchanged(module: nn.Module) -> bool:
+    """Return whether DeepSpeed's sequence parallelism exchanges heads around an attention module's attention."""
+    name = (module.config._attn_implementation or "").removeprefix(PREFIX)
+    return sequence_parallel.exchange_of(ALL_ATTENTION_FUNCTIONS.get(name)) is not None
+
+
+def _why_not(module: nn.Module, emulated: bool) -> str | None:
+    """Return why no call of an attention module can be in FP8, or None."""
+    if not module.is_causal:
+        return "it is not causal"
+    head_dim = getattr(module, "head_dim", None)
+    if not emulated and head_dim != cudnn.HEAD_DIM:
+        return (
+            f"its heads have {head_dim or 'several numbers of'} features, and cuDNN on Hopper supports {cudnn.HEAD_DIM}"
+        )
+    if getattr(module, "attention_dropout", 0.0):
+        return "it has dropout"
+    if window_of(module) is not None:
+        return "it has a sliding window"
+    if getattr(module, "sinks", None) is not None:
+        return "it has sinks"
+    if getattr(module, "attn_logit_softcapping", None):
+        return "it caps its scores"
+    return None
+
+
+def _check_implementation(name: str) -> None:
+    if name not in KNOWN:
+        raise UserError(
+            f'attention in FP8 reads masks as "sdpa" or "packed" has them, and the model\'s attention is "{name}"',
+            key="fp8.attention.format",
+            remedy=f'attn_implementation="sdpa" when the model is loaded ("packed" in a stage), or {BF16}',
+        )
+
+
+def _mask(implementation: str, **arguments: Any) -> Any:
+    """Return the mask that the implementation before has."""
+    return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**arguments)
+
+
+def _attention(
+    implementation: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Output [B, S, heads, D] of queries [B, heads, S, D] and keys and values [B, kv_heads, S, D]."""
+    before = sequence_parallel.without_documents(ALL_ATTENTION_FUNCTIONS[implementation])
+    options = {"dropout": dropout, "scaling": scaling, **more}
+    core = functools.partial(_whole_attention, implementation == "packed")
+    exchange = sequence_parallel.exchange_of(before)
+    if exchange is None:
+        return core(before, module, query, key, value, attention_mask, **options)
+    of_slices = of_documents = None
+    if _why_not(module, not query.is_cuda) is None and _why_not_this_call(query, key, value, None, more) is None:
+        of_slices = functools.partial(shared_fp8_attention, scaling=scaling)
+        of_documents = functools.partial(_shared_documents, implementation == "packed")
+    return sequence_parallel.exchanged(
+        exchange, before, core, module, query, key, value, of_slices=of_slices, of_documents=of_documents, **options
+    )
+
+
+def _shared_documents(
+    takes_ends: bool,
+    before: sequence_parallel.Attention,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: dist.ProcessGroup,
+    ends: torch.Tensor,
+    options: dict[str, Any],
+) -> torch.Tensor | None:
+    """Return attention within documents of rows that ranks share; None where all documents are short."""
+    if packed_rows.longest(documents.places(ends)) < packed_rows.LONG:
+        return None
+    options = {name: value for name, value in options.items() if name != "position_ids"}  # of this rank's slice
+
+    def in_bf16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        groups = getattr(module, "num_key_value_groups", None)
+        module.num_key_value_groups = q.shape[1] // k.shape[1]  # of this rank's heads
+        try:
+            return packed_rows.attention(before, takes_ends, module, options, q, k, v, ends)
+        finally:
+            module.num_key_value_groups = groups
+
+    return shared_documents_attention(query, key, value, group, ends, in_bf16, options["scaling"])
+
+
+def _whole_attention(
+    takes_ends: bool,
+    before: sequence_parallel.Attention,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Return attention in FP8 where module and call allow it, and elsewhere that of the function before.
+
+    mask: as the implementation before makes it, or where documents end, whether that implementation takes it or not.
+    """
+    options = {"dropout": dropout, "scaling": scaling, **more}
+    in_bf16 = functools.partial(packed_rows.attention, before, takes_ends, module, options)
+    if _why_not(module, not query.is_cuda) is None:
+        why = _why_not_this_call(query, key, value, mask, more)
+        if why is None:
+            in_fp8 = functools.partial(fp8_attention, scaling=scaling)
+            return packed_rows.by_length(in_fp8, in_bf16, query, key, value, mask), None
+        # Generation and evaluation of padded batches are in BF16 as a matter of course.
+        if module.training:
+            _warn(why)
+    if mask is not None and mask.ndim == 1:
+        return in_bf16(query, key, value, mask), None
+    return before(module, query, key, value, mask, **options)
+
+
+def _why_not_this_call(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, more: dict[str, Any]
+) -> str | None:
+    """Return why a call is not causal attention over whole rows, or None."""
+    changed = [name for name in CHANGES_SCORES if more.get(name) is not None]
+    if changed:
+        return f"it is called with {', '.join(changed)}"
+    if more.get("is_causal") is False:
+        return "it is called with is_causal=False"
+    if query.shape[2] != key.shape[2]:
+        return "there are not as many queries as keys"
+    if query.shape[3] != value.shape[3]:
+        return "heads of keys and of values are not of one size"
+    if query.dtype == torch.float16:
+        return "it is in FP16, whose range does not hold the scales of gradients"
+    if mask is not None and mask.ndim == 1:
+        # Where documents end: as many as there are rows are whole rows.
+        if len(mask) == len(query) + 1 or packed_rows.longest(documents.places(mask)) >= packed_rows.LONG:
+            return None
+        return f"rows hold several documents, all shorter than {packed_rows.LONG} tokens"
+    return (
+        None if mask is None else "the mask is not causal over whole rows: they are padded, or hold several documents"
+    )
+
+
+@functools.lru_cache
+def _warn(why: str) -> None:
+    """Say once for each reason that attention which could be in FP8 is not."""
+    warnings.warn(f"attention runs in BF16 where {why}", stacklevel=3)
+
+
+for _name in KNOWN:
+    AttentionInterface.register(f"{PREFIX}{_name}", functools.partial(_attention, _name))
+    AttentionMaskInterface.register(f"{PREFIX}{_name}", functools.partial(_mask, _name))

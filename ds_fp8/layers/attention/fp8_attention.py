@@ -1,0 +1,252 @@
+"""Causal attention with its matrix products in FP8, forward and backward.
+
+    s = scaling · q kᵀ                                q, k: E4M3, one scale a tensor
+    p = exp(s - max_j s) / Σ_j                        FP32; E4M3 as operand of p v and of pᵀ do
+    o = p v                                           v, o: E4M3
+    dv = pᵀ do                                        do: E5M2
+    ds = scaling · p ∘ (do vᵀ - Σ_d do ∘ o)           E5M2 as operand of ds k and of dsᵀ q
+    dq = ds k,   dk = dsᵀ q                           dq, dk, dv: E5M2
+
+with q and k rotated, and k and v less their means over the tokens, which changes nothing but the casts; o gets the mean
+of v back (fp8_attention_invariances.py). These are the casts of cuDNN's FP8 attention (FlashAttention-3, arXiv
+2407.08608, section 3.3); the reference rounds at the same places. Backward keeps q, k, v and o in a byte an element.
+
+Every scale is known before the kernel runs, from this call's own tensors, so that nothing is carried from step to step.
+Those of q, k, v and do follow their amax. The others follow bounds, which an FP8 format with many exponents affords: a
+number keeps its relative precision wherever in the format's range it falls (E5M2: 2^-14 to 2^15).
+
+    p      at most 1
+    o      at most amax(v), for each row of p sums to 1
+    ds     ½ · scaling · max_i ‖do_i‖ · max_j ‖v_j‖, for p (1 - p) is at most ¼ and do vᵀ within ± ‖do‖ ‖v‖
+    dq     scaling · max_i ‖do_i‖ · max_j ‖v_j‖ · amax(k), for each row of p sums to 1
+    dv     Σ_i |do_i| over the n queries that see a key, of all heads that share it
+    dk     ½ · scaling · max_j ‖v_j‖ · amax(q) · Σ_i ‖do_i‖ / n^(1/4)
+
+All but the last hold for certain, with room for rounding. That one would without its divisor, and at 32k tokens leave
+typical elements below 2^-14: to exceed it, most queries must look at one key with gradients of one sign. Then it
+saturates.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from ds_fp8.casts import QuantizedTensor, quantize
+from ds_fp8.casts.primitives import cast, decode, scale_from_amax
+from ds_fp8.config.formats import FORMATS
+from ds_fp8.layers.attention.invariances import add_mean_of_values, mean_over_tokens, rotate_back, rotate_heads
+from ds_fp8.layers.attention.tensors import BACKWARD, FORWARD, P_SCALE, GradientScales, Saved
+
+SMALLEST_BOUND = 2.0**-60
+"""Bounds of gradients are no smaller, so that ratios of their scales, and 1 / scale, stay within FP32."""
+
+
+class Implementation(Protocol):
+    """The kernels of an attention, or what computes the same."""
+
+    def forward(
+        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, scaling: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (o [B, S, heads, D] in E4M3 with the scale of v, log_sums)."""
+
+    def backward(
+        self, saved: Saved, do: QuantizedTensor, scales: GradientScales
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return dq, dk and dv of the shapes of q, k and v in E5M2, in units of their scales."""
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, scaling: float, implementation: Implementation):
+        v_mean = mean_over_tokens(v)
+        q, k, v = rotate_heads(q), rotate_heads(k - mean_over_tokens(k)), v - v_mean
+        casts = [cast_heads(x.transpose(1, 2), FORWARD) for x in (q, k, v)]
+        # Of v in high precision, which backward does not have any more.
+        v_norm = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32).amax()
+        o = attend(ctx, *casts, v_norm, scaling, implementation)
+        return add_mean_of_values(decode_exactly(o, casts[2].scale, v.dtype), v_mean)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        # The kernels work on [B, S, heads, D]; callers have [B, heads, S, D], a view of the same memory.
+        dq, dk, dv = (decode_exactly(*found, do.dtype) for found in find_gradients(ctx, do))
+        return *(x.transpose(1, 2) for x in (rotate_back(dq), rotate_back(dk), dv)), None, None
+
+
+def attend(
+    ctx: FunctionCtx,
+    q: QuantizedTensor,
+    k: QuantizedTensor,
+    v: QuantizedTensor,
+    v_norm: torch.Tensor,
+    scaling: float,
+    implementation: Implementation,
+) -> torch.Tensor:
+    """Return the output's codes [B, S, heads, D], in E4M3 with the scale of v, and keep in ctx what backward reads.
+
+    Args:
+        ctx: Of the function of autograd whose forward this is.
+        q: [B, S, heads, D], rotated.
+        k: [B, S, kv_heads, D], rotated as q is, of keys less their mean.
+        v: [B, S, kv_heads, D], of values less their mean.
+        v_norm: max_j ‖v_j‖ of these before the cast.
+        scaling: Factor of q kᵀ.
+        implementation: As `implementation_for` returns it.
+    """
+    o, log_sums = implementation.forward(q, k, v, scaling)
+    data, scales = zip(*((x.data, x.scale) for x in (q, k, v)), strict=True)
+    ctx.scaling, ctx.implementation = scaling, implementation
+    ctx.save_for_backward(*data, *scales, o, log_sums, v_norm)
+    return o
+
+
+def find_gradients(ctx: FunctionCtx, do: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the codes, in E5M2, and the scale of dq, dk and dv, which have the shapes of q, k and v.
+
+    Args:
+        ctx: What `attend` was given.
+        do: The output's gradient [B, S, heads, D].
+    """
+    *tensors, o, log_sums, v_norm = ctx.saved_tensors
+    q, k, v = (QuantizedTensor(*pair, "tensor", "pow2") for pair in zip(tensors[:3], tensors[3:], strict=True))
+    saved = Saved(q, k, v, QuantizedTensor(o, v.scale, "tensor", "pow2"), log_sums, ctx.scaling)
+    scales = gradient_scales(do, q, k, v_norm, ctx.scaling)
+    found = ctx.implementation.backward(saved, cast_heads(do, BACKWARD), scales)
+    return list(zip(found, scales[1:], strict=True))
+
+
+@torch.compiler.disable(reason="cuDNN's FP8 attention stays outside of the graphs of torch.compile")
+def fp8_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None = None) -> torch.Tensor:
+    """Compute causal attention in FP8.
+
+    Args:
+        q: Queries [B, heads, S, D], BF16, of any strides; [B, S, heads, D] seen through `transpose` is not copied.
+        k: Keys [B, kv_heads, S, D]; heads is a multiple of kv_heads.
+        v: Values [B, kv_heads, S, D].
+        scaling: Factor of q kᵀ; D^(-1/2) by default.
+
+    Returns:
+        The output [B, S, heads, D] in the dtype of v, differentiable.
+    """
+    return _Attention.apply(q, k, v, factor_of(q, scaling), implementation_for(q))
+
+
+def implementation_for(q: torch.Tensor) -> Implementation:
+    """Return what computes attention where q is: cuDNN's kernels on a GPU, plain torch elsewhere."""
+    if not q.is_cuda:
+        return Reference()
+    from ds_fp8.layers.attention import cudnn as fp8_attention_cudnn
+
+    return fp8_attention_cudnn
+
+
+def fp8_attention_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None = None
+) -> torch.Tensor:
+    """Do `fp8_attention` in plain torch: all scores at once, in FP32, rounded where the kernels round."""
+    return _Attention.apply(q, k, v, factor_of(q, scaling), Reference())
+
+
+class Reference:
+    """The implementation in plain torch, on any device."""
+
+    def forward(
+        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, scaling: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return o and log_sums."""
+        groups = q.shape[2] // k.shape[2]
+        #     s = scaling q k' (causal);  p = exp(s - max_j s);  o = round(p) v / sum_j p
+        #     log_sums = max_j s + log sum_j p                         all that backward needs to make p again
+        s = _scores(q, k, scaling)
+        largest = s.amax(-1, keepdim=True)
+        p = (s - largest).exp()
+        sums = p.sum(-1, keepdim=True)
+        o = _round_p(p) @ _heads(v, groups) / sums
+        log_sums = (largest + sums.log()).squeeze(-1)
+        return cast(o.transpose(1, 2), v.scale, FORWARD, "tensor"), log_sums
+
+    def backward(
+        self, saved: Saved, do: QuantizedTensor, scales: GradientScales
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return dq, dk and dv in E5M2."""
+        groups = saved.q.shape[2] // saved.k.shape[2]
+        q, o, do = (_heads(x) for x in (saved.q, saved.o, do))
+        k, v = (_heads(x, groups) for x in (saved.k, saved.v))
+        #     dv = p' do;   ds = scaling p (do v' - sum_d do o)
+        #     dq = ds k;    dk = ds' q                                 ds rounded to E5M2 between, as in the kernels
+        p = (_scores(saved.q, saved.k, saved.scaling) - saved.log_sums[..., None]).exp()
+        dv = _round_p(p).mT @ do
+        ds = saved.scaling * p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
+        ds = decode(cast(ds, scales.ds, BACKWARD, "tensor")) * scales.ds
+        dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in (ds.mT @ q, dv))
+        found = zip((ds @ k, dk, dv), scales[1:], strict=True)
+        return tuple(cast(x.transpose(1, 2), scale, BACKWARD, "tensor") for x, scale in found)
+
+
+def gradient_scales(
+    do: torch.Tensor, q: QuantizedTensor, k: QuantizedTensor, v_norm: torch.Tensor, scaling: float
+) -> GradientScales:
+    """Return the scales of ds, dq, dk and dv from their bounds (at the head of this file).
+
+    Args:
+        do: The output's gradient [B, S, heads, D].
+        q: [B, S, heads, D].
+        k: [B, S, kv_heads, D].
+        v_norm: max_j ‖v_j‖.
+        scaling: Factor of q kᵀ.
+    """
+    groups = q.shape[2] // k.shape[2]
+    norms = torch.linalg.vector_norm(do, dim=-1, dtype=torch.float32)
+    of_keys = norms.sum(1).unflatten(1, (-1, groups)).sum(2).amax()
+    dv = torch.linalg.vector_norm(do, 1, dim=1, dtype=torch.float32).unflatten(1, (-1, groups)).sum(2).amax()
+    # Everything below stays on the device: no scale makes the host wait.
+    factor = abs(scaling) * v_norm
+    ds = factor * norms.amax()
+    q_amax, k_amax = (FORMATS[FORWARD].max * x.scale for x in (q, k))
+    # Twice the bounds of ds, dq and dk and 1.25 of dv's: rounding to E5M2 and E4M3 adds up to 1/8 and 1/16 of a number,
+    # and the sum over do ∘ o does not cancel what was rounded in do vᵀ.
+    dk = factor * q_amax * of_keys / (do.shape[1] * groups) ** 0.25
+    bounds = torch.stack([ds, 2 * ds * k_amax, dk, 1.25 * dv])
+    return GradientScales(*scale_from_amax(bounds.clamp_min(SMALLEST_BOUND), BACKWARD, "pow2").unbind())
+
+
+def cast_heads(x: torch.Tensor, format: str) -> QuantizedTensor:
+    """Cast x [B, S, heads, D] to a format with one scale, a power of two; in memory in that order."""
+    found = quantize(x.reshape(-1, math.prod(x.shape[2:])), format, "tensor", "pow2")
+    return QuantizedTensor(found.data.view(x.shape), found.scale, "tensor", "pow2")
+
+
+def factor_of(q: torch.Tensor, scaling: float | None) -> float:
+    """Return the factor of q kᵀ: `scaling`, or D^(-1/2)."""
+    return q.shape[-1] ** -0.5 if scaling is None else scaling
+
+
+def decode_exactly(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return codes as numbers.
+
+    Args:
+        codes: FP8.
+        scale: A power of two, or several that broadcast.
+        dtype: Of the result; BF16 holds both formats' numbers.
+    """
+    return decode(codes, dtype).mul_(scale.to(dtype))
+
+
+def _heads(x: QuantizedTensor, groups: int = 1) -> torch.Tensor:
+    """Return x [B, S, heads, D] decoded to FP32 [B, heads · groups, S, D], every head `groups` times."""
+    return x.dequantize().transpose(1, 2).repeat_interleave(groups, dim=1)
+
+
+def _scores(q: QuantizedTensor, k: QuantizedTensor, scaling: float) -> torch.Tensor:
+    """Return the masked scores, FP32 [B, heads, S, S], -inf after the diagonal."""
+    s = scaling * (_heads(q) @ _heads(k, q.shape[2] // k.shape[2]).mT)
+    return s.masked_fill(torch.ones_like(s[0, 0], dtype=torch.bool).triu(1), -torch.inf)
+
+
+def _round_p(p: torch.Tensor) -> torch.Tensor:
+    return decode((p * P_SCALE).to(FORMATS[FORWARD].dtype)) / P_SCALE

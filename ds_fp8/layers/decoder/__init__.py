@@ -1,0 +1,1 @@
+"""Decoder layers computed as a whole: norms, rotary embedding, attention block, gated MLP."""

@@ -1,0 +1,162 @@
+"""Attention of a fused decoder layer: RMSNorm, one product for q, k and v, rotary embedding, attention core.
+
+    n            = RMSNorm(x)                              never stored: only its cast is
+    qkv [T, N]   = n [T, H] · [q; k; v] [N, H]ᵀ + bias
+    q, k, v      = rotate(qkv)                             in place; head norms where the model has them (Qwen3)
+    o            = attention(q, k, v)                      BF16, through the model's attention implementation
+
+x passes through the first operation, so that the gradient of the residual is added where the norm's own is written.
+Between forward and backward it keeps x, which the stream has anyway, and 4 bytes a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ds_fp8.layers.attention.windows import window_of
+from ds_fp8.layers.decoder.heads import HeadLayout, HeadNorms
+from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast, rms_norm_columnwise
+from ds_fp8.layers.decoder.rotary import rotate, rotate_backward
+from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, split_rows
+
+FASTEST_FIRST = {
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+}
+"""Kernels of scaled_dot_product_attention, each with the function that returns whether the user has left it enabled."""
+
+
+@dataclass(frozen=True)
+class NormedHeads:
+    """Settings of the product of q, k and v; its parameters are separate arguments."""
+
+    layout: HeadLayout
+    eps: float
+    """Epsilon of the RMSNorm before the product."""
+    head_eps: float
+    """Epsilon of the RMSNorm of each head, where there is one."""
+    recipe: LinearRecipe
+
+
+class _NormedHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, norm, cos, sin, q_norm, k_norm, heads: NormedHeads, keep: bool, *weights_and_biases):
+        recipe, layout = heads.recipe, heads.layout
+        weights, biases = weights_and_biases[:3], weights_and_biases[3:]
+        # rstd is all that backward needs to make n again from x: 4 bytes a token instead of 2H.
+        _, rstd, cast = rms_norm_cast(x.reshape(-1, x.shape[-1]), norm, heads.eps, recipe)
+        qkv = recipe.multiply(cast, fprop_weight(weights, recipe), x.dtype)
+        bias = None if biases[0] is None else torch.cat(biases)
+        norms = None if q_norm is None else HeadNorms(q_norm, k_norm, heads.head_eps)
+        # Without head norms in place of qkv: the rotation is undone from the gradients alone. With them backward needs
+        # qkv.
+        rotated = rotate(qkv, cos, sin, layout, bias, norms)
+        # Parameters are kept as themselves, not through save_for_backward: their storage is released after forward,
+        # and backward finds the weights gathered by then.
+        ctx.heads, ctx.weights, ctx.biases, ctx.norm, ctx.head_norms = heads, weights, biases, norm, norms
+        if keep:
+            ctx.save_for_backward(x, rstd, cos, sin, None if norms is None else qkv)
+        return *layout.split(rotated, *x.shape[:2]), x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk, dv, dresidual):
+        x, rstd, cos, sin, qkv = ctx.saved_tensors
+        heads, recipe, weights, norm = ctx.heads, ctx.heads.recipe, ctx.weights, ctx.norm
+        norms, has_bias = ctx.head_norms, ctx.biases[0] is not None
+        bias = torch.cat(ctx.biases) if has_bias and norms is not None else None
+        # One matrix [T, N] again, as the product wrote it: dgrad and wgrad of q, k and v are one product each.
+        dqkv, *dnorms = rotate_backward((dq, dk, dv), cos, sin, heads.layout, qkv, bias, norms)
+        dbiases = (None, None, None)
+        if has_bias and any(bias.requires_grad for bias in ctx.biases):
+            dbiases = split_rows(dqkv.sum(0), ctx.biases)
+        stacked, factor = dgrad_weight(weights, recipe)
+        wants_wgrad = any(weight.requires_grad for weight in weights)
+        dy_cast, dy_columnwise = recipe.cast_grad_output(dqkv, True, wants_wgrad, factor)
+        dn = recipe.multiply(dy_cast, stacked, dqkv.dtype)
+        x_TH = x.reshape(-1, x.shape[-1])
+        dweights = (None, None, None)
+        if wants_wgrad:
+            n_columnwise = rms_norm_columnwise(x_TH, norm, rstd, recipe)
+            dweights = split_rows(recipe.multiply(dy_columnwise, n_columnwise, weights[0].dtype), weights)
+        # The residual's gradient is added where dx is written, which saves a read and a write of [T, H].
+        dx, dnorm = rms_norm_backward(dn, x_TH, norm, rstd, dresidual.reshape(x_TH.shape))
+        if norms is not None:
+            dnorms = [d.to(w.dtype) if w.requires_grad else None for d, w in zip(dnorms, norms[:2], strict=True)]
+        dnorm = dnorm if norm.requires_grad else None
+        return dx.view(x.shape), dnorm, None, None, *dnorms, None, None, *dweights, *dbiases
+
+
+def normed_heads(
+    x: torch.Tensor,
+    norm: nn.Parameter,
+    projections: tuple[nn.Linear, nn.Linear, nn.Linear],
+    head_norms: tuple[nn.Parameter, nn.Parameter] | tuple[None, None],
+    rotation: tuple[torch.Tensor, torch.Tensor],
+    heads: NormedHeads,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalise x, multiply it into q, k and v, and rotate q and k.
+
+    Args:
+        x: [B, S, H].
+        norm: Weight [H] of the RMSNorm before the product.
+        projections: q_proj, k_proj and v_proj.
+        head_norms: Weights [D] of the RMSNorm of each head of q and of k, or None.
+        rotation: cos, sin [B or 1, S, D].
+        heads: Settings of the product.
+
+    Returns:
+        (q [B, heads, S, D], k and v [B, kv_heads, S, D], x). Use this x, not the given one, as the residual.
+    """
+    # Passed as arguments, not closed over: autograd calls the hooks of parameters that it has seen as inputs only.
+    parameters = [p.weight for p in projections] + [p.bias for p in projections]
+    return _NormedHeads.apply(x, norm, *rotation, *head_norms, heads, torch.is_grad_enabled(), *parameters)
+
+
+def attention_of(module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
+    """Return the attention function that the configuration of a Hugging Face attention module names."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
+
+
+def fastest_kernel_first() -> contextlib.AbstractContextManager:
+    """Return a context in which scaled_dot_product_attention tries its enabled kernels in the order of their speed."""
+    enabled = [kernel for kernel, is_enabled in FASTEST_FIRST.items() if is_enabled()]
+    # Without one enabled torch would raise here; outside, it raises with its own words where attention is called.
+    return sdpa_kernel(enabled, set_priority=True) if enabled else contextlib.nullcontext()
+
+
+def attend(
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, **options: Any
+) -> torch.Tensor:
+    """Return the output [B, S, heads · D] of the attention of `module` (its mask, dropout, scaling and window).
+
+    Where that comes to scaled_dot_product_attention, the fastest of its kernels that is enabled and can run is taken:
+    cuDNN's first.
+    """
+    with fastest_kernel_first() if q.is_cuda else contextlib.nullcontext():
+        output, _ = attention_of(module)(
+            module,
+            q,
+            k,
+            v,
+            mask,
+            dropout=module.attention_dropout if module.training else 0.0,
+            scaling=module.scaling,
+            sliding_window=window_of(module),
+            **options,
+        )
+    return output.flatten(2)

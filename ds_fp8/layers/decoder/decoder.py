@@ -1,0 +1,284 @@
+"""Fused decoder layers: a Hugging Face layer keeps its parameters, names and signature, and gets another forward.
+
+    q, k, v, x = normed_heads(x)                     RMSNorm -> stacked q, k, v -> rotation
+    o          = o_proj(attention(q, k, v))          FP8Linear; attention keeps its output anyway, o_proj keeps nothing
+    y          = normed_mlp(o, residual = x)         add -> RMSNorm -> gated MLP -> add
+
+Which layers this is the same computation for is found by their structure and proved by trying (structure.py). Of a
+layer with experts the attention half is fused and the rest called. A layer of another structure keeps its forward;
+where its MLP is a gated one, that alone is fused.
+
+The class is swapped under the live module for a subclass of its own class, whose forward the layer falls back to when
+asked for what the fused one does not have (attention weights), or when something was attached to its submodules
+(attachments.py). Submodules are no longer called, so under ZeRO-3 the layer must be a leaf module: `Fusion.classes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_fp8.layers.attention.format import is_exchanged, runs_in_fp8
+from ds_fp8.layers.decoder.attachments import Parts
+from ds_fp8.layers.decoder.attention import NormedHeads, attend, normed_heads
+from ds_fp8.layers.decoder.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
+from ds_fp8.layers.decoder.structure import (
+    MLP_HALF,
+    Unfusable,
+    changes_in_place,
+    gated_activation_of,
+    head_layout_of,
+    norm_eps,
+    prove_layer,
+    prove_mlp,
+)
+from ds_fp8.layers.decoder.tiled_mlp import tiled_gated_mlp, tiled_normed_mlp, why_not_tiled
+from ds_fp8.layers.experts.selection import expert_weights
+from ds_fp8.layers.linear.linear import FP8Linear, runs_eagerly
+from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.layers.linear.weights import GROUP, WeightGroup, can_stack
+from ds_fp8.layers.swapped import Swapped, swapped_class
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Result of `fuse_decoder`: names of fused layers and MLPs, and of those not fused with the reason."""
+
+    layers: list[str] = field(default_factory=list)
+    attention_halves: list[str] = field(default_factory=list)
+    """Layers whose MLP is called."""
+    mlps: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    classes: set[type] = field(default_factory=set)
+    """Classes of the fused modules, which must be ZeRO-3 leaf modules."""
+
+
+class Fused(Swapped):
+    """A class that `fuse_decoder` puts before a module's own class."""
+
+    fused_parts: Parts
+
+
+class FusedDecoderLayer(Fused):
+    """Forward of a fused layer."""
+
+    fused_heads: NormedHeads
+    fused_mlp: GatedMLP
+    fused_returns_tuple: bool
+
+    @runs_eagerly
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Compute the layer's own forward in a few fused operations."""
+        attention = self.self_attn
+        wants_weights = kwargs.get("output_attentions") or getattr(attention.config, "output_attentions", False)
+        if wants_weights or position_embeddings is None or self.fused_parts.must_be_called():
+            return super().forward(
+                hidden_states,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                position_embeddings=position_embeddings,
+                **kwargs,
+            )
+        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        q, k, v, residual = normed_heads(
+            hidden_states,
+            self.input_layernorm.weight,
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            (None, None) if q_norm is None else (q_norm.weight, k_norm.weight),
+            position_embeddings,
+            self.fused_heads,
+        )
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, attention.layer_idx)
+        output = attend(attention, q, k, v, attention_mask, position_ids=position_ids, use_cache=use_cache, **kwargs)
+        y = self._mlp_half(attention.o_proj(output), residual)
+        return (y,) if self.fused_returns_tuple else y
+
+    def _mlp_half(self, output: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output from that of attention, and what it is added to."""
+        norm = self.post_attention_layernorm
+        compute = normed_mlp if self.fused_mlp.gate_up.mlp_tile_tokens is None else tiled_normed_mlp
+        return compute(output, residual, norm.weight, norm_eps(norm), weights_of(self.mlp), self.fused_mlp)
+
+
+class FusedAttentionHalf(FusedDecoderLayer):
+    """Forward of a layer whose attention half is fused, and whose MLP, a router and experts, is called."""
+
+    def _mlp_half(self, output: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        hidden = residual + output
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class FusedMLP(Fused):
+    """Forward of a fused gated MLP inside a layer that is not fused."""
+
+    fused_mlp: GatedMLP
+
+    @runs_eagerly
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the MLP's own forward in one operation."""
+        if self.fused_parts.must_be_called():
+            return super().forward(x)
+        compute = gated_mlp if self.fused_mlp.gate_up.mlp_tile_tokens is None else tiled_gated_mlp
+        return compute(x, weights_of(self), self.fused_mlp)
+
+
+def weights_of(mlp: nn.Module) -> MLPWeights:
+    """Return the weights of a module with gate_proj, up_proj and down_proj."""
+    return MLPWeights(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+
+
+def fuse_decoder(model: nn.Module) -> Fusion:
+    """Fuse every decoder layer of `model` that can be, in place; its linears are FP8Linear already."""
+    fusion = Fusion()
+    for name, layer in list(model.named_modules()):
+        if all(hasattr(layer, part) for part in ("self_attn", "mlp")) and not isinstance(layer, FusedDecoderLayer):
+            try:
+                half = _has_experts(layer.mlp)
+                _fuse_layer(layer, name, half)
+                (fusion.attention_halves if half else fusion.layers).append(name)
+                fusion.classes.add(type(layer))
+            except Unfusable as reason:
+                fusion.left[name] = str(reason)
+    for name, mlp in list(model.named_modules()):
+        inside = any(name.startswith(f"{layer}.") for layer in fusion.layers)
+        if not inside and all(hasattr(mlp, part) for part in ("gate_proj", "up_proj", "down_proj")):
+            try:
+                if changes_in_place(model.get_submodule(name.rpartition(".")[0])):
+                    raise Unfusable(
+                        "its parent computes in place, which autograd forbids on the output of a ZeRO-3 leaf module"
+                    )
+                _fuse_mlp(mlp, name)
+                fusion.mlps.append(name)
+                fusion.classes.add(type(mlp))
+            except Unfusable as reason:
+                fusion.left.setdefault(name, str(reason))
+    return fusion
+
+
+def _has_experts(mlp: nn.Module) -> bool:
+    return any(expert_weights(name, module) for name, module in mlp.named_modules())
+
+
+def _fuse_layer(layer: nn.Module, name: str, half: bool) -> None:
+    """Fuse a layer, or its attention half. Raises Unfusable where that cannot be."""
+    _check_own_forward(layer)
+    layout = head_layout_of(layer.self_attn)
+    activation = None if half else gated_activation_of(layer.mlp)
+    projections = [getattr(layer.self_attn, part) for part in ("q_proj", "k_proj", "v_proj")]
+    weights = [projection.weight for projection in projections]
+    heads_recipe = _stacked_recipe(projections).at(f"{name}.self_attn.qkv_proj")
+    if not half:
+        _check_mlp(layer.mlp)
+    returns_tuple = prove_layer(layer, layout, activation)
+
+    head_norm = getattr(layer.self_attn, "q_norm", None)
+    layer.fused_heads = NormedHeads(
+        layout, norm_eps(layer.input_layernorm), 0.0 if head_norm is None else norm_eps(head_norm), heads_recipe
+    )
+    for projection in projections:
+        projection.recipe = heads_recipe
+    layer.fused_returns_tuple = returns_tuple
+    layer.fused_parts = Parts(layer, MLP_HALF if half else ())
+    # Attention in FP8 keeps its output in a byte an element, of which o_proj's product could make nothing, and between
+    # exchanges it keeps that of other heads.
+    layer.self_attn.o_proj.input_is_saved = not (runs_in_fp8(layer.self_attn) or is_exchanged(layer.self_attn))
+    _group(weights)
+    if not half:
+        layer.fused_mlp = _fused_part(layer.mlp, f"{name}.mlp", activation)
+        _group([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
+    layer.__class__ = swapped_class(FusedAttentionHalf if half else FusedDecoderLayer, type(layer))
+
+
+def _fuse_mlp(mlp: nn.Module, name: str) -> None:
+    _check_own_forward(mlp)
+    activation = gated_activation_of(mlp)
+    _check_mlp(mlp)
+    prove_mlp(mlp, activation)
+    mlp.fused_mlp = _fused_part(mlp, name, activation)
+    mlp.fused_parts = Parts(mlp)
+    _group([mlp.gate_proj.weight, mlp.up_proj.weight])
+    mlp.__class__ = swapped_class(FusedMLP, type(mlp))
+
+
+def _fused_part(mlp: nn.Module, name: str, activation: str) -> GatedMLP:
+    gate_up, down = mlp.gate_proj.recipe.at(f"{name}.gate_up_proj"), mlp.down_proj.recipe.at(f"{name}.down_proj")
+    fused = GatedMLP(activation, gate_up, down)
+    mlp.gate_proj.recipe = mlp.up_proj.recipe = fused.gate_up
+    mlp.down_proj.recipe = fused.down
+    return fused
+
+
+def unfuse(module: nn.Module) -> None:
+    """Give a fused layer or MLP its own class and forward again; its linears stay what they are."""
+    for name in ("fused_heads", "fused_mlp", "fused_returns_tuple", "fused_parts"):
+        module.__dict__.pop(name, None)
+    fused = module.self_attn if isinstance(module, FusedAttentionHalf) else module
+    for part in fused.modules():
+        if isinstance(part, FP8Linear):
+            part.input_is_saved = False
+            part.weight.__dict__.pop(GROUP, None)
+    _, own = type(module).__bases__
+    module.__class__ = own
+
+
+def _check_own_forward(module: nn.Module) -> None:
+    if "forward" in vars(module):
+        raise Unfusable("its forward is set on the instance (as Liger does)")
+
+
+def _check_mlp(mlp: nn.Module) -> None:
+    gate_up, down = _stacked_recipe([mlp.gate_proj, mlp.up_proj]), mlp.down_proj.recipe
+    _check_unrotated(down)
+    if gate_up.mlp_tile_tokens is not None:
+        why = why_not_tiled(gate_up) or why_not_tiled(down)
+        if why is not None:
+            raise Unfusable(why)
+
+
+def _check_unrotated(recipe: LinearRecipe) -> None:
+    if recipe.recast is not None:
+        raise Unfusable("fp8.linear.recast: casts that are fused into other operations are not cast again")
+    if recipe.rotations:
+        raise Unfusable("fp8.linear.rotation: casts that are fused into other operations rotate nothing")
+
+
+def _stacked_recipe(linears: Sequence[FP8Linear]) -> LinearRecipe:
+    """Return the recipe of several linears multiplied as one. Raises Unfusable where they cannot be."""
+    rows = [linear.out_features for linear in linears]
+    weights, recipe = [linear.weight for linear in linears], linears[0].recipe
+    if any(linear.recipe != recipe for linear in linears):
+        raise Unfusable("fp8.linear.overrides casts linears of one product in different ways")
+    _check_unrotated(recipe)
+    if not can_stack(rows, recipe.weight.granularity):
+        blocks = recipe.weight.granularity
+        raise Unfusable(
+            f"weights of {', '.join(map(str, rows))} rows cannot be stacked: {blocks} blocks would straddle"
+        )
+    if recipe.backend == "transformer_engine" and recipe.weight.granularity == "tensor":
+        raise Unfusable(
+            "weights with a scale each cannot be stacked for Transformer Engine, which has no scale per row"
+        )
+    if len({weight.requires_grad for weight in weights}) > 1:
+        raise Unfusable("some of the weights of one product are frozen and others are not")
+    return recipe
+
+
+def _group(weights: list[nn.Parameter]) -> None:
+    for weight in weights:
+        setattr(weight, GROUP, WeightGroup(weights))

@@ -1,0 +1,220 @@
+"""The gated MLP as one operation: two products with the gated activation between them, and nothing in BF16 kept.
+
+    gate_up [T, 2F] = n [T, H] · [gate; up] [2F, H]ᵀ       n cast once for both
+    p       [T, F]  = act(gate) · up                        cast as it is computed
+    y       [T, H]  = p · down [H, F]ᵀ
+
+Backward reads n and p cast along the tokens, and forms both again: n from what its maker keeps, p from gate_up, which
+is kept in FP8 (`activations.save`), in BF16, or not at all (`activations.recompute`: its product is computed again).
+
+T tokens, H hidden and F intermediate features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast, rms_norm_columnwise
+from ds_fp8.layers.linear.gated_activation import Saved, gated_activation_backward, gated_activation_cast
+from ds_fp8.layers.linear.outliers import with_outliers
+from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.layers.linear.smoothing import scale_columns
+from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, split_rows
+
+
+class MLPWeights(NamedTuple):
+    """The three weights of a gated MLP."""
+
+    gate: nn.Parameter
+    """[F, H]"""
+    up: nn.Parameter
+    """[F, H]"""
+    down: nn.Parameter
+    """[H, F]"""
+
+
+class Kept(NamedTuple):
+    """Tensors that a gated MLP keeps for its backward."""
+
+    saved: Saved | None
+    """gate_up [T, 2F], or None where it is computed again."""
+    smoothing: torch.Tensor | None
+    """FP32 [F], of the product's channels; None without Smooth-SwiGLU."""
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """Settings of a gated MLP; its weights are separate arguments."""
+
+    activation: str
+    """One of activations.ACTIVATIONS."""
+    gate_up: LinearRecipe
+    """Recipe of the product of gate and up."""
+    down: LinearRecipe
+    """Recipe of the product of down."""
+
+    def forward(
+        self, n: QuantizedTensor, weights: MLPWeights, dtype: torch.dtype, keep: bool
+    ) -> tuple[torch.Tensor, Kept]:
+        """Return (y [T, H] of `dtype`, what is kept for backward) of the row-wise cast input n [T, H]."""
+        gate_up = self._gate_up(n, weights, dtype)
+        # Recomputed: backward gets n again from its maker, and pays one more product for 2F numbers a token less.
+        keep = keep and self.gate_up.recompute != "mlp"
+        product, saved, smoothing = gated_activation_cast(gate_up, self.activation, self.down, keep)
+        # 2F numbers a token, the largest activation of a layer: it must be gone before the next product allocates.
+        del gate_up
+        y = self.down.multiply(product, fprop_weight(weights[2:], self.down, smoothing), dtype)
+        return y, Kept(saved, smoothing)
+
+    def backward(
+        self,
+        dy: torch.Tensor,
+        weights: MLPWeights,
+        kept: Kept,
+        n_rowwise: Callable[[], QuantizedTensor],
+        n_columnwise: Callable[[], QuantizedTensor],
+        wgrad_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """Return (dn [T, H], gradients of the weights that have one) from dy [T, H]; the functions cast n again.
+
+        Gradients have the dtype of their weights, unless `wgrad_dtype` says another.
+        """
+        recipe, dtype = self.gate_up, dy.dtype
+        saved, smoothing = kept
+        inverse = None if smoothing is None else smoothing.reciprocal()
+        wants = [weight.requires_grad for weight in weights]
+        if saved is None:
+            saved = self._gate_up(n_rowwise(), weights, dtype)
+            if recipe.save == "fp8":
+                saved = gated_activation_cast(saved, self.activation, self.down).saved  # what "none" would have kept
+        #     dproduct = dy Wdown';  dgate_up = act'(...) dproduct;  dn = dgate_up Wgate_up
+        #     dWdown = dy' product;  dWgate_up = dgate_up' n                  operands cast along the tokens
+        # With smoothing, forward multiplied (product / s) by (Wdown s): dproduct is divided by s, and dWdown
+        # multiplied.
+        down, factor = dgrad_weight([weights.down], self.down, smoothing)
+        dy_cast, dy_columnwise = self.down.cast_grad_output(dy, True, wants[2], factor)
+        dproduct = scale_columns(self.down.multiply(dy_cast, down, dtype), inverse)
+        # A view of both weights where ZeRO-3 gathered them side by side: no stacked copy.
+        gate_up, factor = dgrad_weight(weights[:2], recipe)
+        casts = gated_activation_backward(dproduct, saved, self.activation, recipe, self.down, factor, inverse)
+        # Before dn and the gradients of the weights are allocated: this is the peak of a layer's backward.
+        del dproduct, saved, down
+        dn = recipe.multiply(casts.dgate_up, gate_up, dtype)
+        ddown = dgate = dup = None
+        if wants[2]:
+            ddown = self.down.multiply(dy_columnwise, casts.product_columnwise, wgrad_dtype or weights.down.dtype)
+            ddown = scale_columns(ddown, smoothing)
+        if wants[0] or wants[1]:
+            # One product for both weights. n is cast along the tokens only here, and freed with the expression.
+            stacked = recipe.multiply(casts.dgate_up_columnwise, n_columnwise(), wgrad_dtype or weights.gate.dtype)
+            dgate, dup = split_rows(stacked, weights[:2])
+        return dn, (dgate, dup, ddown)
+
+    def _gate_up(self, n: QuantizedTensor, weights: MLPWeights, dtype: torch.dtype) -> torch.Tensor:
+        return self.gate_up.multiply(n, fprop_weight(weights[:2], self.gate_up), dtype)
+
+
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate, up, down, mlp: GatedMLP, keep: bool):
+        recipe, weights, x_TH = mlp.gate_up, MLPWeights(gate, up, down), x.reshape(-1, x.shape[-1])
+        # Recomputing needs x row-wise as well as column-wise, which only x itself has.
+        in_fp8 = keep and recipe.save == "fp8" and recipe.recompute == "none"
+        cast, columnwise = recipe.cast_input_both(x_TH) if in_fp8 else (recipe.cast_input(x_TH), None)
+        y, kept = mlp.forward(with_outliers(recipe, cast, x_TH), weights, x.dtype, keep)
+        ctx.mlp, ctx.weights, ctx.in_fp8 = mlp, weights, in_fp8
+        if keep:
+            ctx.save_for_backward(*(_pack(columnwise) if in_fp8 else (x, None)), *_pack_kept(kept))
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        first, second, *kept = ctx.saved_tensors
+        mlp, recipe = ctx.mlp, ctx.mlp.gate_up
+
+        def x_rowwise() -> QuantizedTensor:
+            x_TH = first.reshape(-1, first.shape[-1])
+            return with_outliers(recipe, recipe.cast_input(x_TH), x_TH)
+
+        def x_columnwise() -> QuantizedTensor:
+            if ctx.in_fp8:
+                return recipe.kept_input(first, second)
+            return recipe.cast_input_columnwise(first.reshape(-1, first.shape[-1]))
+
+        dy_TH = dy.reshape(-1, dy.shape[-1])
+        dx, gradients = mlp.backward(dy_TH, ctx.weights, _unpack(kept), x_rowwise, x_columnwise)
+        return dx.view(dy.shape), *gradients, None, None
+
+
+class _NormedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, norm, gate, up, down, mlp: GatedMLP, eps: float, keep: bool):
+        weights, H = MLPWeights(gate, up, down), x.shape[-1]
+        hidden, rstd, cast = rms_norm_cast(x.reshape(-1, H), norm, eps, mlp.gate_up, residual.reshape(-1, H))
+        y, kept = mlp.forward(cast, weights, x.dtype, keep)
+        ctx.mlp, ctx.weights, ctx.norm = mlp, weights, norm
+        if keep:
+            ctx.save_for_backward(hidden, rstd, *_pack_kept(kept))
+        # In place: nobody else holds the product's result.
+        return y.add_(hidden).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        hidden, rstd, *kept = ctx.saved_tensors
+        mlp, norm, recipe = ctx.mlp, ctx.norm, ctx.mlp.gate_up
+        dy_TH = dy.reshape(-1, dy.shape[-1])
+        dn, gradients = mlp.backward(
+            dy_TH,
+            ctx.weights,
+            _unpack(kept),
+            lambda: with_outliers(recipe, recipe.cast_input(hidden, rstd, norm), hidden, rstd, norm),
+            lambda: rms_norm_columnwise(hidden, norm, rstd, recipe),
+        )
+        dhidden, dnorm = rms_norm_backward(dn, hidden, norm, rstd, dy_TH)
+        dhidden = dhidden.view(dy.shape)
+        # hidden = x + residual: both get the same gradient, one tensor for two inputs.
+        return dhidden, dhidden, dnorm if norm.requires_grad else None, *gradients, None, None, None
+
+
+def gated_mlp(x: torch.Tensor, weights: MLPWeights, mlp: GatedMLP) -> torch.Tensor:
+    """Return down(act(gate(x)) · up(x)) for x [..., H], in FP8."""
+    return _GatedMLP.apply(x, *weights, mlp, torch.is_grad_enabled())
+
+
+def normed_mlp(
+    x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float, weights: MLPWeights, mlp: GatedMLP
+) -> torch.Tensor:
+    """Return h + MLP(RMSNorm(h)) with h = x + residual, all [..., H]; norm weight [H].
+
+    Keeps h for backward, and gate_up as configured.
+    """
+    return _NormedMLP.apply(x, residual, norm, *weights, mlp, eps, torch.is_grad_enabled())
+
+
+def _pack(saved: Saved | None) -> tuple[torch.Tensor, ...]:
+    if saved is None:
+        return ()
+    return (saved.data, saved.scale) if isinstance(saved, QuantizedTensor) else (saved,)
+
+
+def _pack_kept(kept: Kept) -> tuple[torch.Tensor | None, ...]:
+    return kept.smoothing, *_pack(kept.saved)
+
+
+def _unpack(tensors: list[torch.Tensor]) -> Kept:
+    """Return the tensors that `_pack_kept` took apart."""
+    smoothing, *saved = tensors
+    if len(saved) == 2:
+        # Only these two are ever kept; a static scale is a tensor without dimensions.
+        words = ("1x128", "pow2") if saved[1].dim() else ("tensor", "static")
+        return Kept(QuantizedTensor(*saved, *words), smoothing)
+    return Kept(saved[0] if saved else None, smoothing)

@@ -1,0 +1,286 @@
+"""Recognise decoder layers and MLPs that can be fused: by their parts, and by a trial on random weights.
+
+A layer with the right parts may still do something else with them (scale its residual, norm after the product, rotate
+half of a head). So its own forward runs once, on the CPU and in FP32, on a stand-in: the same object with every matrix
+replaced by a small random one. Only where the result is that of the plain formula may the fused forward take its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ds_fp8.layers.decoder.attachments import attachment_of
+from ds_fp8.layers.decoder.heads import HeadLayout, HeadNorms
+from ds_fp8.layers.decoder.rotary import rotate_reference
+from ds_fp8.layers.linear.activations import ACTIVATIONS, activate
+from ds_fp8.layers.linear.linear import FP8Linear
+
+TOLERANCE = 1e-4
+"""Relative difference in FP32 up to which two forwards are the same."""
+
+HIDDEN, INTERMEDIATE, TOKENS = 32, 48, 6
+"""Sizes of the stand-in; its heads are as large and as many as the layer's own."""
+
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+MLP_HALF = {"mlp", "post_attention_layernorm"}
+"""Parts of a layer that are called where its attention half alone is fused."""
+
+
+IN_PLACE = re.compile(r"\w\.[a-z]\w*[a-z]_\(|[-+*/]= ")
+"""A call such as x.add_( or an operation such as x += y."""
+
+
+class Unfusable(Exception):
+    """The reason that a part keeps its own forward."""
+
+
+def head_layout_of(attention: nn.Module) -> HeadLayout:
+    """Return the heads of an attention with q_proj, k_proj, v_proj and o_proj.
+
+    Raises:
+        Unfusable: It is no such attention, or one whose heads cannot be fused.
+    """
+    parts = dict(attention.named_children())
+    _expect(parts, ATTENTION_PARTS, HEAD_NORMS, "attention")
+    linears = [_fp8_linear(parts[name], name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    q, k, v, o = linears
+    # Asked, not computed from hidden size and heads: several models have heads of another size.
+    head_dim = getattr(attention, "head_dim", None)
+    if not isinstance(head_dim, int) or any(
+        not hasattr(attention, name) for name in ("config", "scaling", "attention_dropout")
+    ):
+        raise Unfusable("its attention does not define its head_dim, scaling, attention_dropout and config")
+    if k.out_features != v.out_features or o.in_features != q.out_features or q.out_features % k.out_features:
+        raise Unfusable("its attention has heads of several sizes")
+    if head_dim % 2 or q.out_features % head_dim or k.out_features % head_dim:
+        raise Unfusable(f"its attention's projections are not a whole number of heads of {head_dim}")
+    if len({part.bias is None for part in (q, k, v)}) > 1:
+        raise Unfusable("some of q_proj, k_proj and v_proj have a bias and others have none")
+    if parts.keys() & HEAD_NORMS and not parts.keys() >= HEAD_NORMS:
+        raise Unfusable("only one of q and k has a norm")
+    rope = getattr(attention.config, "rope_parameters", None) or {}
+    partial = getattr(attention.config, "partial_rotary_factor", None) or rope.get("partial_rotary_factor")
+    if partial not in (None, 1, 1.0):
+        raise Unfusable("it rotates only a part of each head")
+    return HeadLayout(q.out_features // head_dim, k.out_features // head_dim, head_dim)
+
+
+def gated_activation_of(mlp: nn.Module) -> str:
+    """Return the activation, one of ACTIVATIONS, of an MLP with gate_proj, up_proj and down_proj.
+
+    Raises:
+        Unfusable: It is no such MLP, or has a bias or another activation.
+    """
+    parts = dict(mlp.named_children())
+    function = parts.pop("act_fn", None) or parts.pop("activation_fn", None) or getattr(mlp, "act_fn", None)
+    _expect(parts, MLP_PARTS, set(), "MLP")
+    for name in sorted(MLP_PARTS):
+        if _fp8_linear(parts[name], name).bias is not None:
+            raise Unfusable(f"{name} has a bias")
+    if not callable(function):
+        raise Unfusable("its MLP has no act_fn")
+    # By its values and not by its class: models wrap activations in many ways.
+    x = torch.linspace(-6, 6, 97)
+    for activation in ACTIVATIONS:
+        if torch.allclose(function(x), activate(x, activation), atol=1e-6):
+            return activation
+    raise Unfusable(f"its activation is none of {', '.join(ACTIVATIONS)}")
+
+
+def changes_in_place(module: nn.Module) -> bool:
+    """Return whether the forward of a module, by its source, changes any tensor in place.
+
+    The output of a ZeRO-3 leaf module passes through a hook of autograd, whose result must not be changed.
+    """
+    try:
+        source = inspect.getsource(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):  # made at run time
+        return False
+    return IN_PLACE.search(source) is not None
+
+
+def norm_eps(norm: nn.Module) -> float:
+    """Return eps of an RMSNorm under either of its usual names.
+
+    Raises:
+        Unfusable: It has none.
+    """
+    for name in ("variance_epsilon", "eps"):
+        if isinstance(getattr(norm, name, None), float):
+            return getattr(norm, name)
+    raise Unfusable(f"{type(norm).__name__} does not define its epsilon")
+
+
+@torch.no_grad()
+def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str | None) -> bool:
+    """Compare the layer's own forward with the formula; return whether it returns a tuple.
+
+    Args:
+        layer: With the parts of a decoder layer.
+        layout: Its heads.
+        activation: Of its gated MLP; None: its MLP, whatever that computes, is called.
+
+    Raises:
+        Unfusable: They differ, or it cannot be called.
+    """
+    called = MLP_HALF if activation is None else set()
+    _expect(dict(layer.named_children()), LAYER_PARTS, set(), "layer", called)
+    attention = layer.self_attn
+    small_attention = _stand_in(attention)
+    small_attention.config = copy.copy(attention.config)
+    # On a copy of the configuration: the model's own attention may need a GPU or a mask.
+    small_attention.config._attn_implementation = "sdpa"
+    small_attention.attention_dropout = 0.0  # the fused layer has it: it is an argument of the attention core
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        for name in ATTENTION_PARTS:
+            part = getattr(attention, name)
+            sizes = (part.in_features, HIDDEN) if name == "o_proj" else (HIDDEN, part.out_features)
+            # Small along the hidden size only: heads keep their size and number, which the layer's code may rely on.
+            setattr(small_attention, name, nn.Linear(*sizes, bias=part.bias is not None))
+        for name in HEAD_NORMS & dict(attention.named_children()).keys():
+            setattr(small_attention, name, _small_norm(getattr(attention, name), layout.head_dim))
+        small = _stand_in(layer)
+        small.self_attn = small_attention
+        small.mlp = nn.Linear(HIDDEN, HIDDEN) if activation is None else _small_mlp(layer.mlp)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            setattr(small, name, _small_norm(getattr(layer, name), HIDDEN))
+        x = torch.randn(2, TOKENS, HIDDEN)
+        # Random angles, the same for both halves of a head: a forward that rotates other pairs gives another result.
+        angle = torch.rand(1, TOKENS, layout.head_dim // 2) * 6
+        rotation = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
+        positions = torch.arange(TOKENS)[None]
+    with _plain_attention():
+        result = _run(type(layer), small, x, attention_mask=None, position_ids=positions, position_embeddings=rotation)
+    output = result[0] if isinstance(result, tuple) else result
+    _compare(output, _layer_reference(small, x, rotation, layout, activation), "layer")
+    return isinstance(result, tuple)
+
+
+@torch.no_grad()
+def prove_mlp(mlp: nn.Module, activation: str) -> None:
+    """Compare the MLP's own forward with the formula.
+
+    Raises:
+        Unfusable: They differ, or it cannot be called.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        small, x = _small_mlp(mlp), torch.randn(2, TOKENS, HIDDEN)
+    _compare(_run(type(mlp), small, x), _mlp_reference(small, x, activation), "MLP")
+
+
+@contextlib.contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Keep transformers' own attention under "sdpa", where DeepSpeed-Ulysses puts one that talks to other ranks."""
+    registered = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = registered
+
+
+def _layer_reference(
+    layer: nn.Module,
+    x: torch.Tensor,
+    rotation: tuple[torch.Tensor, torch.Tensor],
+    layout: HeadLayout,
+    activation: str | None,
+) -> torch.Tensor:
+    """Return the fused layer's result, computed in plain torch."""
+    attention, (batch, length, _) = layer.self_attn, x.shape
+    n = _norm(x, layer.input_layernorm).flatten(0, 1)
+    qkv = torch.cat([getattr(attention, name)(n) for name in ("q_proj", "k_proj", "v_proj")], -1)
+    norms = None
+    if hasattr(attention, "q_norm"):
+        norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight, norm_eps(attention.q_norm))
+    q, k, v = layout.split(rotate_reference(qkv, *rotation, layout, None, norms), batch, length)
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attention.scaling, enable_gqa=True)
+    hidden = x + attention.o_proj(o.transpose(1, 2).reshape(batch, length, -1))
+    normed = _norm(hidden, layer.post_attention_layernorm)
+    return hidden + (layer.mlp(normed) if activation is None else _mlp_reference(layer.mlp, normed, activation))
+
+
+def _mlp_reference(mlp: nn.Module, x: torch.Tensor, activation: str) -> torch.Tensor:
+    return mlp.down_proj(activate(mlp.gate_proj(x), activation) * mlp.up_proj(x))
+
+
+def _norm(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+    return F.rms_norm(x, (x.shape[-1],), norm.weight, norm_eps(norm))
+
+
+def _stand_in(module: nn.Module) -> Any:
+    """Return the module without parameters, buffers and parts; in training, so that dropout shows."""
+    result = copy.copy(module)
+    result.__dict__ = {**module.__dict__, "_parameters": {}, "_buffers": {}, "_modules": {}, "training": True}
+    return result
+
+
+def _small_mlp(mlp: nn.Module) -> nn.Module:
+    small = _stand_in(mlp)
+    for name, part in mlp.named_children():
+        if name not in MLP_PARTS:
+            setattr(small, name, part)
+    small.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
+    small.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
+    small.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
+    return small
+
+
+def _small_norm(norm: nn.Module, size: int) -> nn.Module:
+    small = _stand_in(norm)
+    small.weight = nn.Parameter(torch.rand(size) + 0.5)
+    if hasattr(norm, "normalized_shape"):
+        small.normalized_shape = (size,)
+    return small
+
+
+def _run(own: type, stand_in: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return inspect.unwrap(own.forward)(stand_in, *args, **kwargs)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else "no message"
+        raise Unfusable(f"its forward could not be tried at a small size ({type(error).__name__}: {reason})") from None
+
+
+def _compare(result: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    same_shape = isinstance(result, torch.Tensor) and result.shape == expected.shape
+    if not same_shape or not (result - expected).norm() <= TOLERANCE * expected.norm():
+        raise Unfusable(f"its {what} computes something else than the plain {what} of its parts")
+
+
+def _expect(
+    parts: dict[str, nn.Module], wanted: set[str], optional: set[str], what: str, called: Collection[str] = ()
+) -> None:
+    missing, other = wanted - parts.keys(), parts.keys() - wanted - optional
+    if missing:
+        raise Unfusable(f"its {what} has no {', '.join(sorted(missing))}")
+    if other:
+        raise Unfusable(f"its {what} also has {', '.join(sorted(other))}")
+    for name, part in parts.items():
+        for inner in part.modules() if name not in called else ():
+            if (found := attachment_of(inner)) is not None:
+                raise Unfusable(f"{name} of its {what} has {found}, which a fused forward would not run")
+
+
+def _fp8_linear(module: nn.Module, name: str) -> FP8Linear:
+    if hasattr(module, "base_layer"):
+        raise Unfusable(f"{name} carries an adapter ({type(module).__name__}), which a fused forward would not run")
+    if not isinstance(module, FP8Linear):
+        raise Unfusable(f"{name} is not computed in FP8")
+    return module

@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, permutation of tokens, grouped products."""

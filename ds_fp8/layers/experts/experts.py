@@ -1,0 +1,273 @@
+"""FP8Experts: experts stored as 3-D parameters whose weights ZeRO-3 gathers in FP8, one byte an element.
+
+The experts of a Hugging Face layer are one module with parameters [E, N, K]. As rows [E*N, K] they are cast in 128x128
+blocks, which lie inside an expert where N and K are multiples of 128, and gathered like any other weight; while ZeRO-3
+has them available they carry `weight.fp8_gathered`, codes [E*N, K].
+
+The module's own forward computes, and what it reads are those weights decoded to BF16 for the moment:
+
+    forward    own forward( decode(weight) )
+    backward   its operations find decode(weight) again, made when they ask for it: no decoded copy is kept between
+    gradient   that of the decoded weight, [E, N, K], is the parameter's
+
+With fp8.linear.expert_products "fp8" the codes themselves are multiplied (expert_products.py), where the experts have
+the structure for it. Weights that are not gathered in FP8 at the time (without ZeRO-3, or where the layer went back to
+BF16) are read as they are.
+
+expert_selection.py says which experts. The class is swapped in under the live module, as FP8Linear is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.formats import BLOCK
+from ds_fp8.layers.experts.implementation import PRODUCTS, experts_forward, products_of
+from ds_fp8.layers.experts.selection import expert_weights, recipe_of_experts
+from ds_fp8.layers.linear.linear import runs_eagerly
+from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.swapped import Swapped, swapped_class
+
+PIECE = 1 << 25
+"""Elements that are decoded at once."""
+
+
+@dataclass(frozen=True)
+class ExpertsConversion:
+    """Result of `convert_experts`: names of 3-D parameters, in FP8 or with the reason why not."""
+
+    converted: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    multiplied: list[str] = field(default_factory=list)
+    """Names of modules whose products are in FP8."""
+    decoded: dict[str, str] = field(default_factory=dict)
+    """Names of modules whose products were to be in FP8 and are in BF16, with the reason."""
+    classes: set[type] = field(default_factory=set)
+    """Classes of the converted modules, which must be ZeRO-3 leaf modules: their own forward may call a part of theirs
+    once for every expert that has tokens, and what ZeRO-3 fetches next must not depend on that."""
+
+
+class FP8Experts(Swapped):
+    """Forward of experts whose weights are gathered in FP8."""
+
+    expert_recipes: dict[str, LinearRecipe]
+    """By the name of each parameter that can be gathered in FP8; `weight` of the recipe is its cast."""
+
+    @runs_eagerly
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute the experts' own forward. Of experts without tokens the gradients are zero, on every rank."""
+        weights = [self._parameters[name] for name in self.expert_recipes]
+        if hidden_states.shape[0]:
+            output = self._own_forward(hidden_states, *args, **kwargs)
+            if output.requires_grad or not torch.is_grad_enabled():
+                return output
+        else:
+            output = torch.empty_like(hidden_states)
+        # No expert was called. What ZeRO-3 does after the gradient of a weight is complete it must do here too.
+        return _Untouched.apply(output, hidden_states, *weights)
+
+    def recipes_of_weights(self) -> list[tuple[nn.Parameter, LinearRecipe]]:
+        """Return the weights that can be gathered in FP8, each with its recipe."""
+        return [(self._parameters[name], recipe) for name, recipe in self.expert_recipes.items()]
+
+    def _own_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute FP8 products, or the module's own forward with decoded weights."""
+        if PRODUCTS in vars(self):
+            return experts_forward(self, *args, **kwargs)
+        gathered = {name: self._parameters[name] for name in self.expert_recipes}
+        gathered = {name: weight for name, weight in gathered.items() if getattr(weight, GATHERED, None) is not None}
+        if not gathered:
+            return super().forward(*args, **kwargs)
+        decoded = {name: _Decoded.apply(weight) for name, weight in gathered.items()}
+        saved = _DecodedAgain({decoded[name].untyped_storage().data_ptr(): gathered[name] for name in decoded})
+        with _shown(self, decoded), saved.hooks():
+            return super().forward(*args, **kwargs)
+
+
+def decode(weight: nn.Parameter, first: int = 0, rows: int | None = None) -> torch.Tensor:
+    """Return rows of a weight that is gathered in FP8, in the weight's dtype, rounded once.
+
+    Args:
+        weight: [E, N, K], gathered in FP8.
+        first: First row of those of all experts.
+        rows: How many; all by default.
+
+    Returns:
+        [rows, K].
+    """
+    gathered: QuantizedTensor = getattr(weight, GATHERED)
+    rows = gathered.shape[0] if rows is None else rows
+    begin, end = first // BLOCK * BLOCK, math.ceil((first + rows) / BLOCK) * BLOCK
+    result = torch.empty(end - begin, gathered.shape[1], dtype=weight.dtype, device=gathered.data.device)
+    # In pieces: what a decoding needs besides its result is not of the size of all experts.
+    at_once = max(PIECE // gathered.shape[1] // BLOCK, 1) * BLOCK
+    for start in range(begin, end, at_once):
+        stop = min(start + at_once, end)
+        piece = replace(
+            gathered, data=gathered.data[start:stop], scale=gathered.scale[start // BLOCK : math.ceil(stop / BLOCK)]
+        )
+        result[start - begin : stop - begin] = piece.dequantize(weight.dtype)
+    return result[first - begin : first - begin + rows]
+
+
+class _Decoded(torch.autograd.Function):
+    """A weight [E, N, K] from its gathered codes; its gradient is that of the parameter."""
+
+    @staticmethod
+    def forward(ctx, weight: nn.Parameter) -> torch.Tensor:
+        return decode(weight).view(weight.shape)
+
+    @staticmethod
+    def backward(ctx, dw: torch.Tensor) -> torch.Tensor:
+        return dw
+
+
+class _Untouched(torch.autograd.Function):
+    """The output of experts that no token reached: zero gradients for their input and all weights."""
+
+    @staticmethod
+    def forward(ctx, output: torch.Tensor, hidden_states: torch.Tensor, *weights: nn.Parameter) -> torch.Tensor:
+        ctx.like = [(x.shape, x.dtype, x.device) for x in (hidden_states, *weights)]
+        # Gradient checkpointing recomputes when the first saved tensor is asked for, and up to the last one: with one
+        # here this rank calls the same modules at the same time as those whose experts have tokens.
+        ctx.save_for_backward(hidden_states)
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx, dy: torch.Tensor):
+        _ = ctx.saved_tensors
+        return None, *(
+            torch.zeros(shape, dtype=dtype, device=device) if needed else None
+            for (shape, dtype, device), needed in zip(ctx.like, ctx.needs_input_grad[1:], strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A view of a decoded weight that an operation saved for its backward."""
+
+    weight: nn.Parameter
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int
+    """First and number of the rows that it touches, and where it begins in them."""
+    rows: int
+    offset: int
+
+
+class _DecodedAgain:
+    """Saves views of decoded weights for backward as what they are views of, and decodes them when they are asked for.
+
+    Everything else is left to the hooks that were there before (those of gradient checkpointing).
+    """
+
+    def __init__(self, weights: Mapping[int, nn.Parameter]):
+        """Remember the weights by the addresses that they were decoded to."""
+        self._weights = weights
+
+    def hooks(self) -> contextlib.AbstractContextManager:
+        """Return the context that operations save their tensors in."""
+        # torch calls the innermost hooks alone, and has no public name for those around them.
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack, unpack = outer if outer is not None else (_same, _same)
+
+        def save(tensor: torch.Tensor) -> Any:
+            part = self._part(tensor)
+            return pack(tensor) if part is None else part
+
+        def restore(saved: Any) -> torch.Tensor:
+            return _decoded_part(saved) if isinstance(saved, _Part) else unpack(saved)
+
+        return torch.autograd.graph.saved_tensors_hooks(save, restore)
+
+    def _part(self, tensor: torch.Tensor) -> _Part | None:
+        weight = self._weights.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        if weight is None:
+            return None
+        columns, start = weight.shape[-1], tensor.storage_offset()
+        last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        first = start // columns
+        rows = last // columns - first + 1
+        return _Part(weight, tuple(tensor.shape), tensor.stride(), first, rows, start - first * columns)
+
+
+def _decoded_part(part: _Part) -> torch.Tensor:
+    return decode(part.weight, part.first, part.rows).as_strided(part.size, part.stride, part.offset)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@contextlib.contextmanager
+def _shown(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let attributes of a module read as `tensors` instead of its parameters."""
+    # An entry of the object comes before nn.Module's look-up of parameters, which stay registered as they are.
+    vars(module).update(tensors)
+    try:
+        yield
+    finally:
+        for name in tensors:
+            vars(module).pop(name, None)
+
+
+def convert_experts(
+    model: nn.Module, left: Mapping[str, str], recipe_of: Callable[[str], LinearRecipe], multiply: bool = False
+) -> ExpertsConversion:
+    """Prepare the experts of a model for a gather in FP8, in place.
+
+    Args:
+        model: Any module, none of whose experts are FP8Experts.
+        left: Weights that stay in BF16.
+        recipe_of: Returns the recipe of each other one by its name.
+        multiply: Whether their products are to be in FP8 too.
+    """
+    result = ExpertsConversion(left=dict(left))
+    for name, module in model.named_modules():
+        recipes = {}
+        for own_name in expert_weights(name, module):
+            full_name = f"{name}.{own_name}".lstrip(".")
+            if full_name not in left:
+                recipes[own_name] = recipe_of_experts(recipe_of(full_name), name)
+                result.converted.append(full_name)
+        if recipes:
+            module.expert_recipes = recipes
+            if multiply:
+                reason = _multiply_in_fp8(module, recipes)
+                if reason is None:
+                    result.multiplied.append(name)
+                else:
+                    result.decoded[name] = reason
+            module.__class__ = swapped_class(FP8Experts, type(module))
+            result.classes.add(type(module))
+    return result
+
+
+def _multiply_in_fp8(module: nn.Module, recipes: Mapping[str, LinearRecipe]) -> str | None:
+    """Give experts their FP8 products, or return why they cannot have any."""
+    missing = [name for name in ("gate_up_proj", "down_proj") if name not in recipes]
+    if missing:
+        return f"{' and '.join(missing)} not gathered in FP8"
+    products = products_of(module, recipes["gate_up_proj"], recipes["down_proj"])
+    if isinstance(products, str):
+        return products
+    setattr(module, PRODUCTS, products)
+    return None
+
+
+def restore_experts(module: nn.Module) -> list[nn.Parameter]:
+    """Give experts their own class again; returns the weights that could be gathered in FP8."""
+    weights = [module._parameters[name] for name in module.expert_recipes]
+    del module.expert_recipes
+    vars(module).pop(PRODUCTS, None)
+    _, module.__class__ = type(module).__bases__
+    return weights

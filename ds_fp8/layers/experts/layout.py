@@ -1,0 +1,94 @@
+"""Places of routed tokens in the rows that experts multiply, found on the device.
+
+Every token t has k choices of an expert. The pairs (token, choice), counted as t * k + choice, are sorted by expert,
+and each expert's rows begin at a multiple of 128:
+
+    row        0 .. c_0 - 1    ..127         128 .. 128 + c_1 - 1    ..255        ...             .. R - 1
+    belongs    to expert 0     to nobody     to expert 1             to nobody    to expert 2     to nobody
+
+How many rows an expert has (c_e) is known on the device alone, so that there are R of them, as many as may be needed
+whatever the router says: T * k, and for every expert that can have a token 127 more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ds_fp8.config.formats import BLOCK
+from ds_fp8.gemm.row_groups import RowGroups
+
+
+class ExpertLayout(NamedTuple):
+    """Rows of the experts' operands: the pair of token and choice in each, and the expert of each."""
+
+    source: torch.Tensor
+    """int32 [R], the pair t * k + choice in each row; -1 where there is none."""
+    place: torch.Tensor
+    """int32 [T, k], the row of each pair; -1 of choices that are no expert."""
+    counts: torch.Tensor
+    """int32 [E], as in RowGroups."""
+    starts: torch.Tensor
+    """int32 [E], as in RowGroups."""
+    of_tile: torch.Tensor
+    """int32 [R/128], the expert of each 128 rows, -1 where it is none."""
+
+    @property
+    def groups(self) -> RowGroups:
+        """Return the rows of each expert, as products of groups take them."""
+        return RowGroups(self.counts, self.starts, self.of_tile)
+
+    @property
+    def choices(self) -> int:
+        """Return k, the choices of each token."""
+        return self.place.shape[1]
+
+
+def worst_case_rows(pairs: int, experts: int) -> int:
+    """Return how many rows `pairs` of token and choice may need, a multiple of 128: at least one tile."""
+    return max(pairs + min(pairs, experts) * (BLOCK - 1), BLOCK) // BLOCK * BLOCK
+
+
+def expert_layout(top_k_index: torch.Tensor, experts: int) -> ExpertLayout:
+    """Lay out the pairs of tokens and experts, in the order of the tokens within an expert; the host waits for nothing.
+
+    Args:
+        top_k_index: Integer [T, k], the experts of each token. A choice of `experts` or more gets no row: expert
+            parallelism marks pairs of other ranks like this.
+        experts: E, the number of experts.
+    """
+    if top_k_index.device.type == "cuda" and top_k_index.numel():
+        from ds_fp8.layers.experts.layout_triton import lay_out
+
+        return ExpertLayout(*lay_out(top_k_index, experts, worst_case_rows(top_k_index.numel(), experts)))
+    return expert_layout_reference(top_k_index, experts)
+
+
+def expert_layout_reference(top_k_index: torch.Tensor, experts: int) -> ExpertLayout:
+    """Compute expert_layout in plain torch; there too no device makes the host wait."""
+    pairs, device = top_k_index.numel(), top_k_index.device
+    rows = worst_case_rows(pairs, experts)
+    # Stable: pairs of an expert stay in the order of the tokens, as in the kernel.
+    chosen, order = top_k_index.reshape(-1).sort(stable=True)
+    numbers = torch.arange(experts + 1, dtype=chosen.dtype, device=device)
+    first = torch.searchsorted(chosen, numbers)  # of each expert among the sorted pairs
+    counts = first.diff()
+    padded = (counts + (BLOCK - 1)) // BLOCK * BLOCK
+    ends = padded.cumsum(0)
+    starts = ends - padded
+
+    expert = chosen.clamp(0, experts - 1)
+    sorted_place = starts[expert] + torch.arange(pairs, device=device) - first[expert]
+    # one more row takes what belongs to no expert
+    sorted_place = torch.where((chosen >= 0) & (chosen < experts), sorted_place, rows)
+    source = torch.full((rows + 1,), -1, dtype=torch.int32, device=device)
+    source.scatter_(0, sorted_place, order.int())
+    place = torch.empty_like(sorted_place).scatter_(0, order, sorted_place)
+    place = torch.where(place < rows, place, -1).int().view(top_k_index.shape)
+
+    tiles = torch.arange(0, rows, BLOCK, device=device)
+    # The first expert whose rows end behind the tile's first row; beyond the last one it is none.
+    of_tile = torch.searchsorted(ends, tiles, right=True)
+    of_tile = torch.where(of_tile < experts, of_tile, -1)
+    return ExpertLayout(source[:rows], place, counts.int(), starts.int(), of_tile.int())

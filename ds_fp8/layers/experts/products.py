@@ -1,0 +1,257 @@
+"""Experts of a mixture as one operation: FP8 products between permutations, with nothing that the host waits for.
+
+    rows    [R, H]   = x [T, H], each token in the rows of its experts     cast as it is permuted
+    gate_up [R, 2F]  = rows · gate_up_e [2F, H]ᵀ                            by expert e
+    p       [R, F]   = router weight · act(gate) · up                       cast as it is computed
+    y       [T, H]   = sum over the token's experts of p · down_e [H, F]ᵀ   by expert e
+
+The router's weight is multiplied into p, before down: p is then all that down's wgrad needs, the weight's gradient is a
+sum over p's features, and no output of an expert is kept. Between forward and backward there are x itself, which the
+router keeps anyhow, and gate_up, as a gated MLP keeps it (`activations.save`, `activations.recompute`). A permuted x
+in FP8 would be k bytes an element.
+
+T tokens, k choices of each, H hidden and F intermediate features, E experts, R rows (expert_layout.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from ds_fp8.casts import QuantizedTensor, transpose
+from ds_fp8.config.formats import BLOCK, CastSpec, fixed_scale
+from ds_fp8.gemm import grouped
+from ds_fp8.gemm.grouped import grouped_matmul, grouped_wgrad
+from ds_fp8.layers.experts.layout import ExpertLayout, expert_layout
+from ds_fp8.layers.experts.permutation import pair_values, permute_cast, row_factors, unpermute
+from ds_fp8.layers.linear.gated_activation import Saved, gated_activation_backward, gated_activation_cast
+from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.layers.linear.weights import GATHERED
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of all experts of a layer."""
+
+    gate_up: nn.Parameter
+    """[E, 2F, H], the rows of gate before those of up."""
+    down: nn.Parameter
+    """[E, H, F]"""
+
+
+class ExpertGradients(NamedTuple):
+    """Gradients of the inputs of `ExpertProducts.forward`; None where none is wanted."""
+
+    x: torch.Tensor
+    row_factors: torch.Tensor
+    """FP32 [R]"""
+    gate_up: torch.Tensor | None
+    down: torch.Tensor | None
+
+
+def unsupported(recipe: LinearRecipe) -> str | None:
+    """Return why the products of experts cannot have a recipe, or None."""
+    casts = recipe.input, recipe.weight, recipe.grad_output
+    if any(cast.rounding == "stochastic" or fixed_scale(cast.scale) is not None for cast in casts):
+        return "their casts round to nearest with scales that follow the numbers"
+    if recipe.rotations or recipe.recast is not None:
+        return "their operands are neither rotated nor cast again"
+    if recipe.smooth or recipe.outlier_channels:
+        return "they have neither Smooth-SwiGLU nor outlier channels"
+    if recipe.weight.granularity != "128x128":
+        return f"their weights are cast 128x128, not {recipe.weight.granularity}"
+    along_tokens = CastSpec(recipe.input.format, recipe.wgrad_input, recipe.input.scale)
+    reasons = (
+        grouped.unsupported(recipe.input, recipe.weight),
+        grouped.unsupported(recipe.grad_output, recipe.weight),
+        grouped.unsupported(recipe.grad_output, along_tokens),
+    )
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def unsupported_shapes(gate_up: torch.Size, down: torch.Size) -> str | None:
+    """Return why experts whose weights have these shapes, [E, 2F, H] and [E, H, F], cannot be multiplied, or None."""
+    if len(gate_up) != 3 or len(down) != 3:
+        return "their weights are not stacks of matrices, [E, N, K]"
+    experts, hidden, features = down
+    if tuple(gate_up) != (experts, 2 * features, hidden):
+        return f"gate_up {tuple(gate_up)} and down {tuple(down)} are not [E, 2F, H] and [E, H, F]"
+    if hidden % BLOCK or features % BLOCK:
+        return f"hidden size {hidden} and intermediate size {features} are not both multiples of {BLOCK}"
+    return None
+
+
+def expert_operand(weight: torch.Tensor, recipe: LinearRecipe) -> QuantizedTensor:
+    """Return the matrices [E, N, K] of all experts as one operand [E * N, K]: what the gather brought, or a cast."""
+    gathered = getattr(weight, GATHERED, None)
+    return recipe.cast_weight(weight.detach().flatten(0, 1)) if gathered is None else gathered
+
+
+@dataclass(frozen=True)
+class ExpertProducts:
+    """Settings of the products of experts; their weights are arguments of their own."""
+
+    activation: str
+    """One of activations.ACTIVATIONS."""
+    gate_up: LinearRecipe
+    """Recipe of the products of gate and up, without what `unsupported` refuses."""
+    down: LinearRecipe
+    """Recipe of the product of down."""
+
+    def forward(
+        self, x: torch.Tensor, layout: ExpertLayout, factors: torch.Tensor, weights: ExpertWeights, keep: bool
+    ) -> tuple[torch.Tensor, Saved | None]:
+        """Return (y [T, H] in x's dtype, gate_up [R, 2F] as kept for backward or None).
+
+        Args:
+            x: [T, H], T > 0.
+            layout: The rows of the tokens.
+            factors: FP32 [R], the router's weights.
+            weights: Gathered in FP8, or in high precision and cast here.
+            keep: Whether gate_up is kept, if the recipe keeps it.
+        """
+        if self.gate_up.monitor.active:
+            self.gate_up.cast_input(x)  # shown to the monitor; permuted, the same numbers are there k times
+        product, saved = self._product(x, layout, factors, weights, keep and self.gate_up.recompute != "mlp")
+        rows = self._multiply(product, expert_operand(weights.down, self.down), layout, self.down, x.dtype)
+        return unpermute(rows, layout), saved
+
+    def backward(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        layout: ExpertLayout,
+        factors: torch.Tensor,
+        weights: ExpertWeights,
+        saved: Saved | None,
+    ) -> ExpertGradients:
+        """Return the gradients from dy [T, H] and forward's arguments; `saved` as forward returned it."""
+        recipe, down, dtype = self.gate_up, self.down, dy.dtype
+        wants = [weight.requires_grad for weight in weights]
+        if saved is None:
+            _, saved = self._product(x, layout, factors, weights, True)
+        if down.monitor.active:
+            down.cast_grad_output(dy, wgrad=False)
+        spec = down.grad_output
+        along_tokens = "1x128" if wants[1] else None
+        dy_cast, dy_columnwise = permute_cast(dy, layout, spec.format, "1x128", along_tokens, spec.scale)
+        dproduct = self._multiply(dy_cast, self._transposed(weights.down, down), layout, down, dtype)
+        casts = gated_activation_backward(
+            dproduct, saved, self.activation, recipe, down, row_factor=factors, wgrad=any(wants)
+        )
+        del dproduct, saved, dy_cast
+        rows = self._multiply(casts.dgate_up, self._transposed(weights.gate_up, recipe), layout, recipe, dtype)
+        dx = unpermute(rows, layout)
+        del rows
+        dgate_up = ddown = None
+        if wants[1]:
+            ddown = grouped_wgrad(
+                dy_columnwise,
+                casts.product_columnwise,
+                layout.groups,
+                backend=down.backend,
+                out_dtype=weights.down.dtype,
+            )
+        if wants[0]:
+            spec = recipe.input
+            _, x_columnwise = permute_cast(x, layout, spec.format, None, recipe.wgrad_input, spec.scale)
+            dgate_up = grouped_wgrad(
+                casts.dgate_up_columnwise,
+                x_columnwise,
+                layout.groups,
+                backend=recipe.backend,
+                out_dtype=weights.gate_up.dtype,
+            )
+        return ExpertGradients(dx, casts.drow_factor, dgate_up, ddown)
+
+    def _product(
+        self, x: torch.Tensor, layout: ExpertLayout, factors: torch.Tensor, weights: ExpertWeights, keep: bool
+    ) -> tuple[QuantizedTensor, Saved | None]:
+        """Return (down's operand [R, F], gate_up [R, 2F] as kept)."""
+        spec = self.gate_up.input
+        rows, _ = permute_cast(x, layout, spec.format, "1x128", None, spec.scale)
+        operand = expert_operand(weights.gate_up, self.gate_up)
+        gate_up = self._multiply(rows, operand, layout, self.gate_up, x.dtype)
+        product, saved, _ = gated_activation_cast(gate_up, self.activation, self.down, keep, factors)
+        return product, saved
+
+    @staticmethod
+    def _transposed(weight: nn.Parameter, recipe: LinearRecipe) -> QuantizedTensor:
+        """Return the matrices [N, K] of all experts as dgrad reads them, [E * K, N]."""
+        return transpose(expert_operand(weight, recipe), len(weight))
+
+    @staticmethod
+    def _multiply(
+        a: QuantizedTensor, b: QuantizedTensor, layout: ExpertLayout, recipe: LinearRecipe, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return grouped_matmul(a, b, layout.groups, backend=recipe.backend, out_dtype=dtype)
+
+
+class _ExpertProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, top_k_index, top_k_weights, gate_up, down, products: ExpertProducts, keep: bool):
+        # The weights are kept as the parameters themselves: their storage is released after forward, and backward
+        # finds whatever has been gathered by then.
+        ctx.products, ctx.weights, ctx.routed = products, ExpertWeights(gate_up, down), top_k_index.numel() > 0
+        ctx.weight_dtype, ctx.weight_shape = top_k_weights.dtype, top_k_weights.shape
+        if not ctx.routed:
+            return torch.zeros_like(x)
+        layout = expert_layout(top_k_index, len(gate_up))
+        factors = row_factors(top_k_weights, layout)
+        y, saved = products.forward(x, layout, factors, ctx.weights, keep)
+        if keep:
+            ctx.save_for_backward(x, factors, *layout, *_pack(saved))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if not ctx.routed:
+            of_weights = (
+                torch.zeros(w.shape, dtype=w.dtype, device=w.device) if w.requires_grad else None for w in ctx.weights
+            )
+            dweights = dy.new_zeros(ctx.weight_shape, dtype=ctx.weight_dtype)
+            return torch.zeros_like(dy), None, dweights, *of_weights, None, None
+        x, factors, *tensors = ctx.saved_tensors
+        layout = ExpertLayout(*tensors[:5])
+        gradients = ctx.products.backward(dy, x, layout, factors, ctx.weights, _unpack(tensors[5:]))
+        dweights = pair_values(gradients.row_factors, layout).to(ctx.weight_dtype)
+        return gradients.x, None, dweights, gradients.gate_up, gradients.down, None, None
+
+
+def expert_products(
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weights: ExpertWeights,
+    products: ExpertProducts,
+) -> torch.Tensor:
+    """Return the sum of each token's experts, times the router's weights, in FP8.
+
+    Args:
+        x: [T, H], the tokens.
+        top_k_index: Integer [T, k], the experts of each token; E or more is none.
+        top_k_weights: [T, k], the router's weight of each.
+        weights: Gathered in FP8 (`weight.fp8_gathered`: [E * N, K] in 128x128 blocks), or in high precision.
+        products: Settings.
+
+    Returns:
+        [T, H] in x's dtype. Experts without tokens get gradients of zeros.
+    """
+    return _ExpertProducts.apply(x, top_k_index, top_k_weights, *weights, products, torch.is_grad_enabled())
+
+
+def _pack(saved: Saved | None) -> tuple[torch.Tensor, ...]:
+    if saved is None:
+        return ()
+    return (saved.data, saved.scale) if isinstance(saved, QuantizedTensor) else (saved,)
+
+
+def _unpack(tensors: list[torch.Tensor]) -> Saved | None:
+    """Return what `_pack` took apart."""
+    if len(tensors) == 2:
+        return QuantizedTensor(*tensors, "1x128", "pow2")
+    return tensors[0] if tensors else None

@@ -1,0 +1,314 @@
+"""Routing of mixtures of experts, recorded and replayed: which experts each token of a batch goes to.
+
+    with record(model) as routes:            # layer -> experts [tokens, top_k]
+        model(**batch)
+    with replay(trained, routes):
+        trained(**batch).loss.backward()
+
+A layer of transformers finds the experts of its tokens by one torch.topk over scores [tokens, experts]. That call is
+observed (record) or answered with the given experts and the router's scores for them (replay). The layer's own code
+does the rest: its normalisation, groups and scaling make weights of the scores, and gradients flow to its router.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.layers.experts.selection import INTERFACE
+from ds_fp8.monitor.routing import in_backward
+
+Routes = dict[str, torch.Tensor]
+"""Experts of each token [tokens, top_k] by layer, the name of its module of experts."""
+
+
+def mixtures(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of experts of a model by name, those of transformers' interface of experts."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if all(hasattr(module, attribute) for attribute in (*INTERFACE, "num_experts"))
+    }
+
+
+@contextlib.contextmanager
+def record(model: nn.Module) -> Iterator[Routes]:
+    """Record which experts the tokens of a model's forwards go to.
+
+    Args:
+        model: A Hugging Face model with experts, in FP8 or not, or its DeepSpeed engine.
+
+    Returns:
+        A context manager. It gives a mapping, filled when the context ends: by layer, the name of its module of
+        experts, the experts of each token, int64 [tokens, top_k] on the model's device. Tokens of several forwards
+        follow each other in their order; what gradient checkpointing computes again is not among them.
+
+    Raises:
+        UserError: The model has no experts, or a layer finds them without torch.topk.
+    """
+    layers = _layers(model)
+    calls: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
+    routes: Routes = {}
+
+    def observer(name: str) -> Callable[[torch.Tensor], None]:
+        def observe(chosen: torch.Tensor) -> None:
+            if not in_backward():
+                calls[name].append(chosen.detach().clone())
+
+        return observe
+
+    choices = {name: _Choices(name, experts, observe=observer(name)) for name, (_, experts) in layers.items()}
+    with _routed(layers, choices):
+        yield routes
+    routes.update({name: torch.cat(chosen) for name, chosen in calls.items() if chosen})
+
+
+@contextlib.contextmanager
+def replay(model: nn.Module, routes: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let the tokens of a model's forwards go to given experts, with weights from the router's own current scores.
+
+    Every forward in the context takes all rows of `routes`: one micro-batch a context, its backward pass inside, for
+    gradient checkpointing routes again. In it micro-steps run without CUDA graphs. The auxiliary loss of transformers
+    stays that of the router's own choice.
+
+    Args:
+        model: A Hugging Face model with experts, in FP8 or not, or its DeepSpeed engine.
+        routes: Experts of each token, [tokens, top_k] integers on any device: by layer as of `record`, or in the order
+            of the layers.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        UserError: The routes do not fit the model or its batch, a layer finds experts without torch.topk, no forward
+            ran in the context, or activations are recomputed after it.
+    """
+    layers, root = _layers(model), getattr(model, "module", model)
+    given = _checked(routes, {name: experts for name, (_, experts) in layers.items()})
+    recomputes = any(vars(part).get("gradient_checkpointing") for part in model.modules())
+    choices = {
+        name: _Choices(name, experts, replayed=given[name], recomputes=recomputes)
+        for name, (_, experts) in layers.items()
+    }
+    checked = root.register_forward_hook(functools.partial(_check_reentrant, choices.values()))
+    try:
+        with _routed(layers, choices):
+            yield
+    finally:
+        checked.remove()
+        for choice in choices.values():
+            choice.ended = True
+    unused = next((name for name, choice in choices.items() if not choice.calls), None)
+    if unused is not None:
+        raise UserError(
+            f"routing was replayed, and no forward of {unused} ran", remedy="call the model inside the context"
+        )
+
+
+def changed_tokens(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return the share of the tokens that go to other experts, by layer.
+
+    Args:
+        first: Routes as of `record`, of one model, such as one in BF16.
+        second: Routes of another model for the same tokens, such as one in FP8.
+
+    Returns:
+        By layer: the share of the tokens whose sets of experts differ, from 0 to 1.
+
+    Raises:
+        UserError: The two are not of the same layers and tokens.
+    """
+    if first.keys() != second.keys():
+        lacking = min(first.keys() ^ second.keys())
+        raise UserError(f"only one of the two routings has {lacking}", remedy="record both from the same model")
+    shares = {}
+    for name, ours in first.items():
+        theirs = second[name].to(ours.device)
+        if ours.shape != theirs.shape:
+            raise UserError(
+                f"routes of {name} are {_size(ours)} and {_size(theirs)}", remedy="record both from the same tokens"
+            )
+        differ = (ours.sort(1).values != theirs.sort(1).values).any(1)
+        shares[name] = differ.double().mean().item()
+    return shares
+
+
+def is_routed(module: nn.Module) -> bool:
+    """Return whether the routing of this very module is being recorded or replayed."""
+    return isinstance(vars(module).get("forward"), _RoutedForward)
+
+
+class _Choices(TorchFunctionMode):
+    """Observes or answers the torch.topk by which one layer chooses experts."""
+
+    def __init__(
+        self,
+        layer: str,
+        experts: int,
+        observe: Callable[[torch.Tensor], None] | None = None,
+        replayed: torch.Tensor | None = None,
+        recomputes: bool = False,
+    ):
+        super().__init__()
+        self.layer, self.calls, self.ended, self.recomputes = layer, 0, False, recomputes
+        self.without_graph = False
+        """True where the last forward outside of backward recorded nothing for autograd."""
+        self._experts, self._observe, self._replayed = experts, observe, replayed
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.topk, torch.Tensor.topk) or not self._chooses_experts(*args, **kwargs):
+            return func(*args, **kwargs)
+        self.calls += 1
+        if self._replayed is None:
+            result = func(*args, **kwargs)
+            self._observe(result.indices)
+            return result
+        return self._answer(*args, **kwargs)
+
+    def check_inside(self, gradient: torch.Tensor) -> None:
+        """Raise UserError in a backward behind the context: a hook of tensors."""
+        if self.ended:
+            raise UserError(
+                f"gradient checkpointing computes the layer around {self.layer} again, outside the context that "
+                "replayed its routing",
+                remedy="call backward inside the context",
+            )
+
+    def _chooses_experts(self, input: torch.Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> bool:
+        # Groups of experts are chosen from scores of another shape.
+        return input.dim() == 2 and input.shape[1] == self._experts and dim in (-1, 1)
+
+    def _answer(self, input: torch.Tensor, k: int, *_: Any, **__: Any) -> Any:
+        if self._replayed.shape != (input.shape[0], k):
+            raise UserError(
+                f"routes of {self.layer} are {_size(self._replayed)}, and its router chooses {k} experts for each of "
+                f"{input.shape[0]} tokens",
+                remedy="replay what was recorded from this batch, in one context for each micro-batch",
+            )
+        self._replayed = self._replayed.to(input.device)
+        return torch.return_types.topk((input.gather(1, self._replayed), self._replayed))
+
+
+class _RoutedForward:
+    """Forward of the module around the experts of a layer, while its routing is recorded or replayed."""
+
+    def __init__(self, forward: Callable[..., Any], choices: _Choices):
+        self._forward, self._choices = forward, choices
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        choices, before = self._choices, self._choices.calls
+        with choices:
+            output = self._forward(*args, **kwargs)
+        if choices.calls == before:
+            raise UserError(
+                f"the layer around {choices.layer} chooses experts without torch.topk",
+                remedy="record or replay its routing in the model's own code",
+            )
+        if choices.recomputes:
+            # A layer that is computed again after the context would choose by itself, unnoticed.
+            first = output[0] if isinstance(output, tuple) else output
+            if first.requires_grad:
+                first.register_hook(choices.check_inside)
+            if not in_backward():
+                choices.without_graph = not torch.is_grad_enabled()
+        return output
+
+
+def _check_reentrant(choices: Iterable[_Choices], module: nn.Module, args: tuple, output: Any) -> None:
+    """Let the output of a model check its backward where layers ran in reentrant checkpoints: a forward hook.
+
+    Such a layer records nothing for autograd before backward computes it again, and its output takes no hook.
+    """
+    for choice in choices:
+        if choice.without_graph:
+            for value in tree_leaves(output):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    value.register_hook(choice.check_inside)
+            return
+
+
+@contextlib.contextmanager
+def _routed(layers: Mapping[str, tuple[nn.Module, int]], choices: Mapping[str, _Choices]) -> Iterator[None]:
+    """Let the modules around experts compute under `choices`."""
+    with contextlib.ExitStack() as stack:
+        for name, (around, _) in layers.items():
+            if is_routed(around):
+                raise UserError(
+                    "routing is being recorded or replayed already", remedy="end that context before the next"
+                )
+            before = vars(around).get("forward")
+            around.forward = _RoutedForward(around.forward, choices[name])
+            stack.callback(_set_forward, around, before)
+        yield
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward
+
+
+def _layers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
+    """Return by layer the module around its experts, which routes, and their number."""
+    module = getattr(model, "module", model)  # of an engine: names are those of the model in it
+    found = {
+        name: (module.get_submodule(name.rpartition(".")[0]), experts.num_experts)
+        for name, experts in mixtures(module).items()
+    }
+    if not found:
+        raise UserError(
+            f"{type(model).__name__} has no experts of transformers' interface of experts",
+            remedy="record and replay the routing of models such as Mixtral, Qwen3-MoE, OLMoE or DeepSeek-V3",
+        )
+    return found
+
+
+def _checked(routes: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], experts: Mapping[str, int]) -> Routes:
+    """Return routes by layer in int64. Raises UserError for those that cannot be a model's."""
+    if not isinstance(routes, Mapping):
+        if len(routes) != len(experts):
+            raise UserError(
+                f"there are routes of {len(routes)} layers, and the model has {len(experts)} with experts",
+                remedy="give the routes of every layer with experts, in their order",
+            )
+        routes = dict(zip(experts, routes, strict=True))
+    if routes.keys() != experts.keys():
+        name = min(routes.keys() ^ experts.keys())
+        problem = f"the routes of {name} are missing" if name in experts else f"the model has no experts {name}"
+        raise UserError(
+            problem, remedy="give routes that were recorded from this model, or a list in its layers' order"
+        )
+    checked, mistakes = {}, []
+    for name, given in routes.items():
+        is_tensor = isinstance(given, torch.Tensor)
+        if not is_tensor or given.dim() != 2 or given.is_floating_point():
+            kind = f"{given.dtype} of shape {tuple(given.shape)}" if is_tensor else f"a {type(given).__name__}"
+            raise UserError(f"routes of {name} are {kind}", remedy="give a tensor of integers, [tokens, top_k]")
+        chosen = checked[name] = given.long()
+        ordered = chosen.sort(1).values
+        outside = ((chosen < 0) | (chosen >= experts[name])).any()
+        mistakes.append(torch.stack([outside, (ordered[:, 1:] == ordered[:, :-1]).any()]))
+    found = torch.stack([mistake.to(mistakes[0].device) for mistake in mistakes])  # read once for all layers
+    for name, (outside, twice) in zip(checked, found.tolist(), strict=True):
+        if outside:
+            raise UserError(
+                f"routes of {name} name experts that are not among 0 to {experts[name] - 1}",
+                remedy="give the index of an expert for every choice of every token, padding too",
+            )
+        if twice:
+            raise UserError(f"routes of {name} give a token one expert twice", remedy="give top_k different experts")
+    return checked
+
+
+def _size(routes: torch.Tensor) -> str:
+    return " x ".join(map(str, routes.shape))

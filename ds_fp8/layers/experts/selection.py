@@ -1,0 +1,127 @@
+"""Selection of experts: which are gathered and multiplied in FP8, by which recipe, and why the others are not.
+
+Experts are 3-D parameters [E, N, K] of one module, as transformers stores them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import nn
+
+from ds_fp8.config.formats import BLOCK, CastSpec
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.layers.experts.implementation import shape_of
+from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.layers.selection import first_matches, named_by_user
+
+INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+"""Attributes of the experts that transformers can compute in several ways (its ExpertsInterface)."""
+
+GRANULARITY = "128x128"
+"""Elements of experts that share a scale, whatever the linears' is: such blocks serve both products of a weight."""
+
+
+def expert_weights(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights of experts that a module of this name has itself, by their own names: 3-D parameters."""
+    if "expert" not in f"{name} {type(module).__name__}".lower():
+        return {}
+    found = {own: parameter for own, parameter in module._parameters.items() if parameter is not None}
+    return {own: parameter for own, parameter in found.items() if len(shape_of(parameter)) == 3}
+
+
+def names_of_experts(model: nn.Module) -> list[str]:
+    """Return the names of all weights of experts of a model."""
+    return [
+        f"{name}.{own}".lstrip(".") for name, module in model.named_modules() for own in expert_weights(name, module)
+    ]
+
+
+def experts_left(model: nn.Module, config: FP8Config) -> dict[str, str]:
+    """Return why weights of experts are not gathered in FP8, by the names of those that are not."""
+    names = names_of_experts(model)
+    by_user = named_by_user(names, config.linear)
+    override_of = first_matches(names, config.linear.overrides)
+
+    def reason_of(name: str) -> str | None:
+        if config.param_gather.format == "bf16":
+            return 'fp8.param_gather.format is "bf16"'
+        if name in by_user:
+            return by_user[name]
+        casts = config.linear.overrides[override_of[name]] if name in override_of else config.linear
+        return cast_of_experts(casts.weight.spec).why_not_gathered
+
+    return unconverted_experts(model, reason_of)
+
+
+def unconverted_experts(model: nn.Module, reason_of: Callable[[str], str | None]) -> dict[str, str]:
+    """Decide about every weight of experts of a model.
+
+    Args:
+        model: Any module, before or after a conversion.
+        reason_of: Returns why a weight is to stay in BF16, by its name, or None.
+
+    Returns:
+        The name of each weight that stays in BF16 -> the reason.
+    """
+    left = {}
+    modules = dict(model.named_modules())
+    users = Counter(id(parameter) for module in modules.values() for parameter in module._parameters.values())
+    for name, module in modules.items():
+        parent = modules.get(name.rpartition(".")[0])
+        for own_name, weight in expert_weights(name, module).items():
+            full_name = f"{name}.{own_name}".lstrip(".")
+            reason = reason_of(full_name) or _objection(module, weight, parent)
+            if reason is None and users[id(weight)] > 1:
+                reason = "shared with another module"
+            if reason is not None:
+                left[full_name] = reason
+    return left
+
+
+def _objection(module: nn.Module, weight: nn.Parameter, parent: nn.Module | None) -> str | None:
+    if any(not hasattr(module, attribute) for attribute in INTERFACE):
+        return f"{type(module).__name__} is not of transformers' interface of experts"
+    if module.is_transposed:
+        return "stored transposed"
+    if "forward" in vars(module):
+        return "have a forward set on the instance"
+    if "parametrizations" in module._modules or type(parent).__module__.startswith("peft."):
+        return "carry an adapter"
+    if not weight.is_floating_point():
+        return f"stored as {str(weight.dtype).removeprefix('torch.')}"
+    _, rows, columns = shape_of(weight)
+    if rows % BLOCK or columns % BLOCK:
+        return f"matrices of {rows} x {columns} do not divide into {GRANULARITY} blocks"
+    return None
+
+
+def cast_of_experts(cast: CastSpec) -> CastSpec:
+    """Return the cast of experts where linears have `cast`: in blocks, and not rotated."""
+    return replace(cast, granularity=GRANULARITY, rotation=None)
+
+
+def recipe_of_experts(recipe: LinearRecipe, site: str) -> LinearRecipe:
+    """Return the recipe of experts where linears have `recipe`: weights in blocks, and no outlier channels.
+
+    Args:
+        recipe: Of the linears.
+        site: Name of the module, by which the monitor knows it.
+    """
+    weight = cast_of_experts(recipe.weight)
+    return replace(recipe, weight=weight, site=site, outliers=None, outlier_channels=0)
+
+
+def multiplies_experts(expert_products: str, backend: str) -> bool:
+    """Return whether experts are multiplied in FP8, given fp8.linear.expert_products and the backend of the linears."""
+    # On Hopper, where these backends multiply blocks, the kernels of groups have been measured; on Blackwell they have
+    # not run. Where linears are emulated they are slower than decoding.
+    return expert_products == "fp8" or (expert_products == "auto" and backend in ("cublas", "deep_gemm"))
+
+
+def backend_of_experts(expert_products: str, backend: str) -> str:
+    """Return the backend of grouped products, given fp8.linear.expert_products and the backend of the linears."""
+    # DeepGEMM's products of groups have not run: they must be asked for.
+    return "cublas" if expert_products == "auto" and backend == "deep_gemm" else backend

@@ -1,0 +1,1 @@
+"""Linears in FP8: the recipe of their products, casts of operands, outlier channels."""

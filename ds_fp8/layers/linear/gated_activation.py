@@ -1,0 +1,180 @@
+"""The gated activation of an MLP, act(gate) · up, joined with the casts around it.
+
+    forward   p = act(g) · u                        cast row-wise for down_proj; g and u kept in FP8 (or BF16)
+    backward  dg = dp · u · act'(g),  du = dp · act(g)   cast row-wise for dgrad and along the tokens for wgrad
+              p  = act(g) · u                       once more, cast along the tokens for down_proj's wgrad
+
+With a factor r a row, as experts have it from their router:
+
+    forward   p = r · act(g) · u
+    backward  dg, du, p times r,   dr = sum over the features of dp · act(g) · u
+
+gate and up are the two halves of one matrix gate_up [T, 2F]. Kept in FP8, g and u of backward carry that cast's
+rounding; everything else is computed in FP32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ds_fp8.casts import QuantizedTensor, quantize
+from ds_fp8.config.formats import BLOCK, fixed_scale
+from ds_fp8.layers.linear.activations import activate
+from ds_fp8.layers.linear.outliers import product_with_outliers
+from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.layers.linear.smoothing import channel_factors
+
+Saved = QuantizedTensor | torch.Tensor
+"""gate_up [T, 2F] as kept for backward."""
+
+
+class GatedCast(NamedTuple):
+    """Result of `gated_activation_cast`."""
+
+    product: QuantizedTensor
+    """[T, F], as fprop reads it; with an outlier block, where the recipe has one, wider."""
+    saved: Saved | None
+    """gate and up as kept for backward."""
+    smoothing: torch.Tensor | None
+    """FP32 [F]: what the channels of the product were divided by before the cast, where they were."""
+
+
+class GatedGradients(NamedTuple):
+    """Operands of the products in backward."""
+
+    dgate_up: QuantizedTensor
+    """[T, 2F], for dgrad."""
+    dgate_up_columnwise: QuantizedTensor | None
+    """[2F, T], for wgrad of gate_proj and up_proj; None where there is no wgrad."""
+    product_columnwise: QuantizedTensor | None
+    """[F, T], for wgrad of down_proj; None where there is no wgrad."""
+    drow_factor: torch.Tensor | None = None
+    """FP32 [T], the gradient of the rows' factors, where they have some."""
+
+
+def gated_product_reference(
+    gate_up: torch.Tensor, activation: str, row_factor: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return act(gate) · up, times row_factor [T], in FP32, [T, F]."""
+    gate, up = gate_up.float().chunk(2, -1)
+    product = activate(gate, activation) * up
+    return product if row_factor is None else product * row_factor[:, None]
+
+
+def gated_backward_reference(
+    dproduct: torch.Tensor, gate_up: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (dgate_up [T, 2F], product [T, F]) in FP32."""
+    with torch.enable_grad():
+        leaf = gate_up.detach().float().requires_grad_()
+        product = gated_product_reference(leaf, activation)
+    (dgate_up,) = torch.autograd.grad(product, leaf, dproduct.float())
+    return dgate_up, product.detach()
+
+
+def gated_activation_cast(
+    gate_up: torch.Tensor,
+    activation: str,
+    recipe: LinearRecipe,
+    keep: bool = True,
+    row_factor: torch.Tensor | None = None,
+) -> GatedCast:
+    """Compute the product of gate_up [T, 2F] and cast it with down_proj's recipe.
+
+    Args:
+        gate_up: [T, 2F].
+        activation: Name of the activation of gate.
+        recipe: Recipe of down_proj's product.
+        keep: Whether anything is saved for backward.
+        row_factor: FP32 [T], multiplied into the product; only without outlier channels.
+    """
+    in_fp8 = keep and recipe.save == "fp8"
+    if gate_up.device.type == "cuda":
+        from ds_fp8.layers.linear.gated_activation_triton import gated_forward
+
+        # Smooth-SwiGLU needs the amax of every channel over all tokens before the cast.
+        fuses = not (recipe.smooth or recipe.input.by_torch)
+        statically = fixed_scale(recipe.input.scale) is not None
+        # The kernel keeps groups of 128, each with a scale; static scales are applied behind it.
+        keeps = in_fp8 and not statically
+        product, cast, saved = gated_forward(
+            gate_up,
+            activation,
+            recipe.input,
+            keeps,
+            fuse_cast=fuses,
+            room=recipe.room_for_outliers(gate_up.shape[1] // 2),
+            row_factor=row_factor,
+        )
+        if in_fp8 and statically:
+            saved = kept_gate_up(gate_up, recipe)
+    else:
+        product, cast = gated_product_reference(gate_up, activation, row_factor), None
+        saved = kept_gate_up(gate_up, recipe) if in_fp8 else None
+    smoothing = channel_factors(product) if recipe.smooth else None
+    if cast is None:
+        cast = recipe.cast_input(product, column_factor=None if smoothing is None else smoothing.reciprocal())
+    elif recipe.monitor.active:
+        factors = (lambda rows: None) if row_factor is None else row_factor.__getitem__
+        recipe.observe("input", lambda rows: gated_product_reference(gate_up[rows], activation, factors(rows)), cast)
+    cast = product_with_outliers(recipe, cast, gate_up, activation)
+    return GatedCast(cast, gate_up if keep and not in_fp8 else saved, smoothing)
+
+
+def kept_gate_up(gate_up: torch.Tensor, recipe: LinearRecipe) -> QuantizedTensor:
+    """Return gate_up [T, 2F] as backward reads it: E4M3 per 1x128, with the scale of down_proj's input if static."""
+    if fixed_scale(recipe.input.scale) is not None:
+        return quantize(gate_up, "e4m3", "tensor", recipe.input.scale)
+    return quantize(gate_up, "e4m3", "1x128", "pow2")
+
+
+def gated_activation_backward(
+    dproduct: torch.Tensor,
+    saved: Saved,
+    activation: str,
+    recipe: LinearRecipe,
+    down: LinearRecipe,
+    dgrad_factor: torch.Tensor | None = None,
+    product_factor: torch.Tensor | None = None,
+    row_factor: torch.Tensor | None = None,
+    wgrad: bool = True,
+) -> GatedGradients:
+    """Return the casts of backward.
+
+    Args:
+        dproduct: [T, F], the gradient of the product.
+        saved: gate_up [T, 2F] as forward kept it.
+        activation: Name of the activation of gate.
+        recipe: Recipe of the product of gate and up.
+        down: Recipe of down_proj's product.
+        dgrad_factor: [2F], multiplied into dgate_up for dgrad.
+        product_factor: [F], multiplied into the product for wgrad.
+        row_factor: FP32 [T], what forward multiplied the rows of the product by.
+        wgrad: Whether any of the three weights has a gradient.
+    """
+    if dproduct.device.type == "cuda":
+        from ds_fp8.layers.linear.gated_activation_triton import gated_backward, gated_backward_cast
+
+        # The kernels that cast as they compute mask nothing.
+        whole_tiles = all(length % BLOCK == 0 for length in dproduct.shape)
+        by_tile = recipe.casts_by_tile and not down.input.by_torch and down.wgrad_input in ("1x128", "128x128")
+        if dgrad_factor is None and product_factor is None and by_tile and whole_tiles:
+            casts = GatedGradients(*gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor, wgrad))
+            if recipe.monitor.active:
+                dgate_up, _ = gated_backward(dproduct, saved, activation)
+                recipe.observe("grad_output", dgate_up, casts.dgate_up, row_factor)
+            return casts
+        dgate_up, product = gated_backward(dproduct, saved, activation)
+    else:
+        gate_up = saved.dequantize() if isinstance(saved, QuantizedTensor) else saved
+        dgate_up, product = gated_backward_reference(dproduct, gate_up, activation)
+    drow_factor = None
+    if row_factor is not None:
+        # Before the factor is multiplied in: the gradient of a factor is dp times what it multiplies.
+        drow_factor = (dproduct.float() * product).sum(1)
+        dgate_up, product = (x * row_factor[:, None] for x in (dgate_up, product))
+    row, column = recipe.cast_grad_output(dgate_up, wgrad=wgrad, column_factor=dgrad_factor)
+    columns = down.cast_input_columnwise(product, column_factor=product_factor) if wgrad else None
+    return GatedGradients(row, column, columns, drow_factor)

@@ -1,0 +1,314 @@
+"""act(gate) · up with its casts, forward and backward; gated_activation.py has the maths and the reference."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.casts.primitives_triton import GROUP, MODES, TENSOR, TILE, amax_bits, format_arguments, scale_of
+from ds_fp8.casts.store_triton import empty_result, is_even, result_arguments, store_cast, store_cast_columnwise, tiles
+from ds_fp8.config.formats import BLOCK, CastSpec
+from ds_fp8.layers.linear.activations_triton import ACTIVATION_CODES, activate
+from ds_fp8.layers.linear.recipe import LinearRecipe
+
+
+@triton.jit
+def _load(x, m, k, M, stride, offset, F, EVEN: tl.constexpr):
+    """Return the FP32 tile at rows m and columns offset + k < offset + F."""
+    address = x + m[:, None].to(tl.int64) * stride + (offset + k)[None, :]
+    if EVEN:
+        return tl.load(address).to(tl.float32)
+    return tl.load(address, mask=(m < M)[:, None] & (k < F)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _forward_tiles(
+    gate_up, row_factor, M, F, stride, product, pitch, product_scale, saved, saved_scale,
+    ACTIVATION: tl.constexpr, CAST: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):
+    #     product = act(gate) * up                              gate = gate_up[:, :F], up = gate_up[:, F:]
+    #     cast    = round(product / scale of its 1 x 128 group)  what down_proj multiplies
+    #     saved   = gate and up in E4M3                          what backward reads, half of BF16's bytes
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    g = _load(gate_up, m, k, M, stride, 0, F, EVEN)
+    u = _load(gate_up, m, k, M, stride, F, F, EVEN)
+    value, _ = activate(g, ACTIVATION)
+    p = value * u
+    if row_factor is not None:
+        p *= tl.load(row_factor + m, mask=m < M, other=0.0)[:, None]
+    if CAST:
+        store_cast(
+            p, k, m, F, M, product, pitch, product_scale, None, M, 1, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN
+        )
+    else:
+        inside = (m < M)[:, None] & (k < F)[None, :]
+        tl.store(product + m[:, None].to(tl.int64) * F + k[None, :], p.to(product.dtype.element_ty), mask=inside)
+    if SAVE:  # gate and up are groups of their own: F is a multiple of 128 here
+        store_cast(
+            g, k, m, 2 * F, M, saved, 2 * F, saved_scale, None, M, 1, 1, 1, tl.float8e4nv, 448.0, SMALLEST, True, EVEN
+        )
+        store_cast(
+            u, F + k, m, 2 * F, M, saved, 2 * F, saved_scale, None, M, 1, 1, 1, tl.float8e4nv, 448.0, SMALLEST, True, EVEN
+        )
+
+
+def gated_forward(
+    gate_up: torch.Tensor,
+    activation: str,
+    spec: CastSpec,
+    save: bool,
+    fuse_cast: bool = True,
+    room: int = 0,
+    row_factor: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, QuantizedTensor | None, QuantizedTensor | None]:
+    """Return (product [T, F] or None, its row-wise cast or None, gate_up [T, 2F] in FP8 or None).
+
+    The product is multiplied by row_factor [T], FP32. The cast is given where `fuse_cast` and `spec` has granularity
+    1x128, the product where not. `room` is that of empty_result, of the cast.
+    """
+    M, width = gate_up.shape
+    F = width // 2
+    gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
+    cast = product = saved = None
+    if fuse_cast and spec.granularity == "1x128":
+        cast = empty_result(M, F, spec.format, "1x128", spec.scale, gate_up.device, room)
+    else:
+        product = torch.empty(M, F, dtype=gate_up.dtype, device=gate_up.device)
+    if save and F % 128 == 0:
+        saved = empty_result(M, 2 * F, "e4m3", "1x128", "pow2", gate_up.device)
+    if gate_up.numel():
+        rows = 16
+        _forward_tiles[(tiles(F), triton.cdiv(M, rows))](
+            gate_up, row_factor, M, F, gate_up.stride(0), product if cast is None else cast.data, F + room,
+            cast and cast.scale,
+            saved and saved.data, saved and saved.scale,
+            ACTIVATION=ACTIVATION_CODES[activation], CAST=cast is not None, SAVE=saved is not None, ROWS=rows,
+            EVEN=M % rows == 0 and is_even(F), num_warps=4, **format_arguments(spec.format, spec.scale),
+        )
+    if save and saved is None:
+        from ds_fp8.casts import quantize
+
+        # Ragged rows: gate and up share the group in the middle, which the kernel above would split.
+        saved = quantize(gate_up, "e4m3", "1x128", "pow2")
+    return product, cast, saved
+
+
+@triton.jit
+def _gradients(
+    dproduct, gate_up, scale, row_factor, m, k, M, F, stride, scale_group,
+    ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, EVEN: tl.constexpr,
+):
+    """Return (dgate, dup, product, and what each element adds to the gradient of its row's factor) of a tile, FP32."""
+    dp = _load(dproduct, m, k, M, F, 0, F, EVEN)
+    g = _load(gate_up, m, k, M, stride, 0, F, EVEN)
+    u = _load(gate_up, m, k, M, stride, F, F, EVEN)
+    if SAVED_FP8:
+        if EVEN:  # whole groups: one scale a row of the tile
+            group = tl.min(k, 0) // 128
+            g *= tl.load(scale + group * scale_group + m)[:, None]
+            u *= tl.load(scale + (F // 128 + group) * scale_group + m)[:, None]
+        else:
+            inside = (m < M)[:, None] & (k < F)[None, :]
+            g *= tl.load(scale + (k // 128)[None, :] * scale_group + m[:, None], mask=inside, other=0.0)
+            u *= tl.load(scale + ((F + k) // 128)[None, :] * scale_group + m[:, None], mask=inside, other=0.0)
+    #     dgate = dproduct * up * act'(gate);   dup = dproduct * act(gate);   product = act(gate) * up
+    # The product is made again: wgrad of down_proj wants its cast along the tokens, and forward kept none of it.
+    value, slope = activate(g, ACTIVATION)
+    dg, du, p = dp * u * slope, dp * value, value * u
+    share = dp * p
+    if row_factor is not None:
+        factor = tl.load(row_factor + m, mask=m < M, other=0.0)[:, None]
+        dg, du, p = dg * factor, du * factor, p * factor
+    return dg, du, p, share
+
+
+@triton.jit
+def _backward_rows(
+    dproduct, gate_up, scale, row_factor, M, F, stride, scale_group, data, row_scale, along, across, product_amax,
+    drow_factor,
+    ROWS: tl.constexpr, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):
+    """Store the row-wise cast of dgate and dup, ROWS tokens x 128 features.
+
+    Where they are wanted, also the product's amax by tile, and the gradient of the rows' factors that these features
+    are part of, [F/128, M].
+    """
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    dg, du, p, share = _gradients(
+        dproduct, gate_up, scale, row_factor, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    )
+    if drow_factor is not None:
+        tl.store(drow_factor + tl.program_id(0) * M + m, tl.sum(share, 1))
+    store_cast(
+        dg, k, m, 2 * F, M, data, 2 * F, row_scale, None, along, across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+    store_cast(
+        du, F + k, m, 2 * F, M, data, 2 * F, row_scale, None, along, across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+    if product_amax is not None:
+        # A tile of 128 tokens is several programs': they raise one number, whose order does not matter to a maximum.
+        tile = tl.program_id(1) * ROWS // 128 * tl.num_programs(0) + tl.program_id(0)
+        tl.atomic_max(product_amax + tile, tl.max(amax_bits(p, 1), 0), sem="relaxed")
+
+
+@triton.jit
+def _backward_columns(
+    dproduct, gate_up, scale, row_factor, M, F, stride, scale_group,
+    column_data, column_scale, column_along, column_across,
+    product_data, product_scale, product_along, product_across, product_amax,
+    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, PRODUCT: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr,
+    PRODUCT_DTYPE: tl.constexpr, PRODUCT_LARGEST: tl.constexpr, PRODUCT_POW2: tl.constexpr, SMALLEST: tl.constexpr,
+):
+    """Store the casts along 128 tokens of dgate, dup and the product, WIDTH features; PRODUCT: the last one's mode."""
+    # Groups lie along the tokens here: a program holds 128 tokens, whole groups, of only a few features.
+    k = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    first_m = tl.program_id(1) * 128
+    m = first_m + 4 * tl.arange(0, 32)  # rows 4i, 4i + 1, ... apart, as store_cast_columnwise wants them
+    dg0, du0, p0, _ = _gradients(
+        dproduct, gate_up, scale, row_factor, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    )
+    dg1, du1, p1, _ = _gradients(
+        dproduct, gate_up, scale, row_factor, m + 1, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    )
+    dg2, du2, p2, _ = _gradients(
+        dproduct, gate_up, scale, row_factor, m + 2, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    )
+    dg3, du3, p3, _ = _gradients(
+        dproduct, gate_up, scale, row_factor, m + 3, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
+    )
+    store_cast_columnwise(
+        dg0, dg1, dg2, dg3, first_m, k, M, 2 * F, column_data, column_scale, None, column_along, column_across,
+        GROUP, DTYPE, LARGEST, SMALLEST, POW2,
+    )
+    store_cast_columnwise(
+        du0, du1, du2, du3, first_m, F + k, M, 2 * F, column_data, column_scale, None, column_along, column_across,
+        GROUP, DTYPE, LARGEST, SMALLEST, POW2,
+    )
+    if PRODUCT == TILE:  # whose amax _backward_rows has found: to store_cast_columnwise it is that of a whole tensor
+        tiles = tl.num_programs(0) * WIDTH // 128
+        at = tl.program_id(0) * WIDTH // 128
+        # The launch before has finished: kernels of one stream run one after the other.
+        amax = product_amax + tl.program_id(1) * tiles + at
+        block = product_scale + tl.program_id(1) * product_along + at * product_across
+        factor, _ = scale_of(tl.load(amax), PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2)
+        tl.store(block, factor)
+        store_cast_columnwise(
+            p0, p1, p2, p3, first_m, k, M, F, product_data, block, amax, 0, 0,
+            TENSOR, PRODUCT_DTYPE, PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2,
+        )
+    else:
+        store_cast_columnwise(
+            p0, p1, p2, p3, first_m, k, M, F, product_data, product_scale, None, product_along, product_across,
+            PRODUCT, PRODUCT_DTYPE, PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2,
+        )
+
+
+@triton.jit
+def _backward_tiles(
+    dproduct, gate_up, scale, M, F, stride, scale_group, dgate_up, product,
+    ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, EVEN: tl.constexpr,
+):
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    m = tl.program_id(1) * 32 + tl.arange(0, 32)
+    dg, du, p, _ = _gradients(
+        dproduct, gate_up, scale, None, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, EVEN
+    )
+    inside = (m < M)[:, None] & (k < F)[None, :]
+    at = m[:, None].to(tl.int64) * F + k[None, :]
+    tl.store(product + at, p.to(product.dtype.element_ty), mask=inside)
+    at = m[:, None].to(tl.int64) * 2 * F + k[None, :]
+    tl.store(dgate_up + at, dg.to(dgate_up.dtype.element_ty), mask=inside)
+    tl.store(dgate_up + F + at, du.to(dgate_up.dtype.element_ty), mask=inside)
+
+
+def _saved_arguments(saved: QuantizedTensor | torch.Tensor) -> tuple:
+    if isinstance(saved, QuantizedTensor):
+        scale = saved.scale
+        if not scale.dim():  # a static one
+            scale = scale.expand(saved.shape[0], tiles(saved.shape[1]))
+        # The kernel steps through the scales of a group by tokens: these must be neighbours in memory.
+        scale = scale if scale.stride(0) == 1 else scale.t().contiguous().t()
+        return saved.data, scale, saved.data.stride(0), scale.stride(1)
+    return saved, None, saved.stride(0), 0
+
+
+def gated_backward_cast(
+    dproduct: torch.Tensor,
+    saved: QuantizedTensor | torch.Tensor,
+    activation: str,
+    recipe: LinearRecipe,
+    down: LinearRecipe,
+    row_factor: torch.Tensor | None = None,
+    wgrad: bool = True,
+) -> tuple[QuantizedTensor, QuantizedTensor | None, QuantizedTensor | None, torch.Tensor | None]:
+    """Return the casts of dgate_up [T, 2F] and [2F, T] and of the product [F, T], and the gradient of row_factor.
+
+    T and F are multiples of 128.
+
+    One launch casts along the features and another along the tokens: one that did both would need more registers than
+    there are, and reading twice what backward reads costs less. The first also finds the amax of the product's tiles,
+    if it is to have a scale a tile: the second holds a few features at once, for narrow tiles are the fastest.
+
+    Args:
+        dproduct: [T, F], the gradient of the product.
+        saved: gate_up [T, 2F] in high precision, or as forward kept it in FP8.
+        activation: Name of the activation of gate.
+        recipe: Recipe of the product of gate and up.
+        down: Recipe of down_proj's product.
+        row_factor: FP32 [T], multiplied into the product by forward, or None.
+        wgrad: Whether the second and third result are wanted; else they are None.
+    """
+    M, F = dproduct.shape
+    dproduct = dproduct.contiguous()
+    dy, x = recipe.grad_output, down.input
+    row = empty_result(M, 2 * F, dy.format, "1x128", dy.scale, dproduct.device)
+    column = empty_result(2 * F, M, dy.format, "1x128" if wgrad else None, dy.scale, dproduct.device)
+    product = empty_result(F, M, x.format, down.wgrad_input if wgrad else None, x.scale, dproduct.device)
+    shares = None if row_factor is None else torch.empty(tiles(F), M, device=dproduct.device)
+    if dproduct.numel() == 0:
+        return row, column, product, None if shares is None else shares.sum(0)
+    data, scale, stride, scale_group = _saved_arguments(saved)
+    source = (dproduct, data, scale, row_factor, M, F, stride, scale_group)
+    common = {"ACTIVATION": ACTIVATION_CODES[activation], "SAVED_FP8": scale is not None}
+    gradient = format_arguments(dy.format, dy.scale)
+    of_product = {f"PRODUCT_{key}": value for key, value in format_arguments(x.format, x.scale).items()}
+    del of_product["PRODUCT_SMALLEST"]
+    product_amax = None
+    if wgrad and down.wgrad_input == "128x128":
+        # Bits of FP32 maxima, compared as integers: of numbers >= 0 both order alike. Zeros are the smallest.
+        product_amax = torch.zeros(M // BLOCK * tiles(F), dtype=torch.int32, device=dproduct.device)
+    rows = 32 if product_amax is None else 16  # as registers allow
+    _backward_rows[(tiles(F), M // rows)](
+        *source, *result_arguments(row), product_amax, shares, ROWS=rows, num_warps=4, **common, **gradient
+    )
+    if wgrad:
+        width = 16
+        _backward_columns[(F // width, M // BLOCK)](
+            *source, *result_arguments(column), *result_arguments(product), product_amax, WIDTH=width,
+            PRODUCT=MODES[down.wgrad_input], num_warps=4, **common, **gradient, **of_product,
+        )
+    return row, column, product, None if shares is None else shares.sum(0)
+
+
+def gated_backward(
+    dproduct: torch.Tensor, saved: QuantizedTensor | torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (dgate_up [T, 2F], product [T, F]) in dproduct's dtype."""
+    M, F = dproduct.shape
+    dproduct = dproduct.contiguous()
+    dgate_up = torch.empty(M, 2 * F, dtype=dproduct.dtype, device=dproduct.device)
+    product = torch.empty_like(dproduct)
+    if dproduct.numel():
+        data, scale, stride, scale_group = _saved_arguments(saved)
+        _backward_tiles[(tiles(F), triton.cdiv(M, 32))](
+            dproduct, data, scale, M, F, stride, scale_group, dgate_up, product, ACTIVATION=ACTIVATION_CODES[activation],
+            SAVED_FP8=scale is not None, EVEN=M % 32 == 0 and is_even(F), num_warps=4,
+        )
+    return dgate_up, product

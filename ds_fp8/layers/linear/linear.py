@@ -1,0 +1,115 @@
+"""FP8Linear: nn.Linear whose three products run on FP8 operands.
+
+    fprop  y  [T, N] = x  [T, K] · w  [N, K]ᵀ     x cast along K, w in 128x128 blocks
+    dgrad  dx [T, K] = dy [T, N] · w             dy cast along N; w's blocks transpose without another cast
+    wgrad  dw [N, K] = dyᵀ       · x             both cast along the tokens T, each from high precision
+
+T tokens, N output and K input features. Groups of a cast lie along the contraction of the product it feeds, so x and
+dy are each cast twice (row-wise and column-wise) and the weight once. Between forward and backward only the
+column-wise copy of x is kept, one byte an element, and no copy of the weight: ZeRO-3 gathers it again.
+
+The class is swapped in under a live module (`module.__class__ = FP8Linear`), so parameters, their names, hooks and
+checkpoint keys stay what they were. Under FP8 parameter gather a weight carries its gathered FP8 bytes as
+`weight.fp8_gathered`, and `weight.data` is a placeholder that must not be read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from ds_fp8.layers.linear.outliers import with_outliers
+from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.layers.linear.smoothing import channel_factors, scale_columns
+from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight
+
+
+class _FP8LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: nn.Parameter, recipe: LinearRecipe, save: str) -> torch.Tensor:
+        x_TK = x.reshape(-1, x.shape[-1])
+        needs_wgrad = save != "nothing" and weight.requires_grad
+        smoothing = channel_factors(x_TK) if recipe.smooth else None
+        inverse = None if smoothing is None else smoothing.reciprocal()
+        # Both casts read x once. wgrad's is made now, although it is used in backward: x itself can then be freed.
+        if needs_wgrad and save == "fp8":
+            x_cast, x_KT = recipe.cast_input_both(x_TK, inverse)
+            saved = [x_KT.data, x_KT.scale]
+        else:
+            x_cast = recipe.cast_input(x_TK, column_factor=inverse)
+            saved = [x] if needs_wgrad else []
+        beyond = recipe.clipped_input(x_TK, x_cast) if save != "nothing" and ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(smoothing, beyond, *saved)
+        x_cast = with_outliers(recipe, x_cast, x_TK)
+        y_TN = recipe.multiply(x_cast, fprop_weight([weight], recipe, smoothing), x.dtype)
+        # The weight is kept as the parameter itself, not through save_for_backward: its storage is released after
+        # forward, and backward finds the weights gathered by then.
+        ctx.weight, ctx.recipe, ctx.save, ctx.input_shape, ctx.input_dtype = weight, recipe, save, x.shape, x.dtype
+        return y_TN
+
+    @staticmethod
+    @once_differentiable  # a cast has no derivative: a gradient of gradients is an error, not silently zero
+    def backward(ctx, dy: torch.Tensor):
+        recipe, weight = ctx.recipe, ctx.weight
+        dy_TN = dy.reshape(-1, dy.shape[-1])
+        smoothing, beyond, *saved = ctx.saved_tensors
+        inverse = None if smoothing is None else smoothing.reciprocal()
+        dx = dw = w_KN = factor = None
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        if needs_dgrad:
+            # Before dy is cast: scales that belong to the contraction of dgrad are multiplied into dy.
+            w_KN, factor = dgrad_weight([weight], recipe, smoothing)
+        dy_cast, dy_NT = recipe.cast_grad_output(dy_TN, needs_dgrad, needs_wgrad, factor)
+        if needs_dgrad:
+            dx = recipe.dgrad_result(recipe.multiply(dy_cast, w_KN, ctx.input_dtype), len(dy_TN), beyond)
+            # Forward multiplied (x / s) by (W s): the gradient of x is divided by s, that of W multiplied by it.
+            dx = scale_columns(dx, inverse).view(ctx.input_shape)
+        if needs_wgrad:
+            if ctx.save == "fp8":
+                x_KT = recipe.kept_input(*saved)
+            else:
+                (x,) = saved
+                x_KT = recipe.cast_input_columnwise(x.reshape(-1, x.shape[-1]), column_factor=inverse)
+            dw = recipe.wgrad_result(recipe.multiply(dy_NT, x_KT, weight.dtype), weight)
+            dw = scale_columns(dw, smoothing)
+        return dx, dw, None, None
+
+
+runs_eagerly = torch.compiler.disable(
+    reason="FP8 layers of ds_fp8 read weights that ZeRO-3 gathers at every step, so they stay outside of the graphs of "
+    "torch.compile (remove fullgraph=True)"
+)
+"""Decorator of the forwards of FP8 layers."""
+
+
+class FP8Linear(nn.Linear):
+    """nn.Linear computed in FP8; input [..., K], output [..., N] in the input's dtype, bias added in that dtype.
+
+    Made by `ds_fp8.convert`, which sets `recipe`.
+    """
+
+    recipe: LinearRecipe
+    own_class: type[nn.Linear] = nn.Linear
+    """The class before the conversion."""
+    input_is_saved: bool = False
+    """True if the layer before keeps this input for its own backward, so that keeping it here too costs nothing."""
+
+    @runs_eagerly
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return input · weightᵀ + bias, as nn.Linear does, its products in FP8."""
+        keep = "bf16" if self.input_is_saved or self.recipe.save == "bf16" else "fp8"
+        y = _FP8LinearFunction.apply(input, self.weight, self.recipe, keep if torch.is_grad_enabled() else "nothing")
+        # Here, and not in the function: autograd lets nobody change the view that a function returned (Llama 4 adds to
+        # the output of its shared expert).
+        y = y.view(*input.shape[:-1], y.shape[-1])
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the description that print(model) shows."""
+        recipe = self.recipe
+        casts = ", ".join(
+            f"{name}={spec.format}/{spec.granularity}"
+            for name, spec in (("input", recipe.input), ("weight", recipe.weight), ("grad_output", recipe.grad_output))
+        )
+        return f"{super().extra_repr()}, {casts}, backend={recipe.backend}"

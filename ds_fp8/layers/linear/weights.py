@@ -1,0 +1,192 @@
+"""Weights as operands of FP8 products: one alone, or several stacked that share their input.
+
+Under FP8 parameter gather a weight carries its gathered FP8 bytes as `weight.fp8_gathered`, and `weight.data` is a
+placeholder that must not be read. q, k and v (gate and up) are multiplied as one matrix of their stacked rows; gathered
+together they already lie so in memory, and the stacked operand is a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ds_fp8.casts import QuantizedTensor, quantize, transpose
+from ds_fp8.casts.tensor import block_scales
+from ds_fp8.config.formats import ALONG_CONTRACTION, SQUARE, fixed_scale, group_shape
+from ds_fp8.layers.linear.outliers import weights_with_outliers
+from ds_fp8.layers.linear.recipe import LinearRecipe
+
+GATHERED = "fp8_gathered"
+"""Attribute of a weight that holds its gathered QuantizedTensor [N, K] while ZeRO-3 has it available."""
+
+GROUP = "fp8_group"
+"""Attribute of the weights of one fused product: the WeightGroup of them all, in the order their rows are stacked."""
+
+
+class WeightGroup(tuple):
+    """The weights of one fused product.
+
+    A pickled weight forgets it, because pickle cannot follow a cycle of parameters through themselves; the next
+    conversion sets it again.
+    """
+
+    def __reduce__(self) -> tuple:
+        return WeightGroup, ()
+
+
+def group_of(weight: nn.Parameter) -> tuple[nn.Parameter, ...]:
+    """Return the weights of the fused product that this weight belongs to, or it alone."""
+    return getattr(weight, GROUP, ()) or (weight,)
+
+
+def weight_operand(
+    weight: torch.Tensor, recipe: LinearRecipe, column_factor: torch.Tensor | None = None
+) -> QuantizedTensor:
+    """Return the FP8 weight [N, K]: what the gather brought, or a cast of a weight present in high precision.
+
+    Args:
+        weight: [N, K], gathered in FP8 or present in high precision.
+        recipe: Recipe of the cast.
+        column_factor: FP32 [K], powers of two that the columns are multiplied by. Gathered codes are multiplied and
+            cast again; with power-of-two scales that loses no bits but of numbers that leave the format's range.
+    """
+    gathered = getattr(weight, GATHERED, None)
+    if gathered is None:
+        return recipe.cast_weight(weight, column_factor)
+    if column_factor is None:
+        return gathered
+    spec = recipe.weight
+    words = spec.format, spec.granularity, spec.scale
+    # The monitor is not shown this cast: the gather showed it the one from the masters.
+    return quantize(gathered.dequantize(), *words, column_factor=column_factor, rounding=spec.rounding)
+
+
+def can_stack(rows: Sequence[int], granularity: str) -> bool:
+    """Return whether matrices of these numbers of rows keep their scales when stacked."""
+    if granularity not in SQUARE:
+        return True
+    return all(count % group_shape(granularity)[0] == 0 for count in rows[:-1])
+
+
+def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> QuantizedTensor:
+    """Return the rows of all weights [N_i, K] as one FP8 operand [sum N_i, K].
+
+    Scales per tensor become scales per row, unless they are static: those are the same for all.
+
+    Raises:
+        ValueError: Blocks would straddle two weights (`can_stack`).
+    """
+    operands = [weight_operand(weight, recipe) for weight in weights]
+    if len(operands) == 1:
+        return operands[0]
+    first = operands[0]
+    if not can_stack([operand.shape[0] for operand in operands], first.granularity):
+        raise ValueError(f"{first.granularity} blocks would straddle two stacked weights")
+    # As bytes, which torch stacks on every device.
+    data = _stacked([operand.data.view(torch.uint8) for operand in operands]).view(first.data.dtype)
+    if first.granularity == "128x128":
+        scales = [operand.scale for operand in operands]
+        # Gathered weights of one product have their scales side by side (place_scales in zero/shards.py): no copy then.
+        scale = _view_of_adjacent(scales)
+        if scale is None:
+            columns = scales[0].shape[1]
+            # Rows of block scales are padded to 16 bytes, which torch.cat of the parts would not keep.
+            scale = block_scales(sum(len(s) for s in scales), columns, data.device)
+            torch.cat(scales, out=scale) if scale.is_contiguous() else scale.copy_(torch.cat(scales))
+        return replace(first, data=data, scale=scale)
+    if fixed_scale(first.scale_type) is not None:
+        return replace(first, data=data)
+    if first.granularity not in ("row", "tensor"):
+        return replace(first, data=data, scale=torch.cat([operand.scale for operand in operands]))
+    scale = _stacked([operand.scale.expand(operand.shape[0], 1) for operand in operands])
+    return replace(first, data=data, scale=scale, granularity="row")
+
+
+def fprop_weight(
+    weights: Sequence[nn.Parameter], recipe: LinearRecipe, column_factor: torch.Tensor | None = None
+) -> QuantizedTensor:
+    """Return fprop's operand of the stacked rows of all weights, with their outlier block where the recipe has one.
+
+    Args:
+        weights: Weights [N_i, K] of one product.
+        recipe: Recipe of the casts.
+        column_factor: FP32 [K], multiplied into the columns; only with a single weight.
+    """
+    whole = stacked_operand(weights, recipe) if len(weights) > 1 else weight_operand(weights[0], recipe, column_factor)
+    gathered = [getattr(weight, GATHERED, None) is not None for weight in weights]
+    return weights_with_outliers(weights, gathered, whole, recipe)
+
+
+def dgrad_weight(
+    weights: Sequence[nn.Parameter], recipe: LinearRecipe, column_factor: torch.Tensor | None = None
+) -> tuple[QuantizedTensor, torch.Tensor | None]:
+    """Return dgrad's operand of the stacked rows of all weights.
+
+    Args:
+        weights: Weights [N_i, K] of one product.
+        recipe: Recipe of the casts.
+        column_factor: FP32 [K], multiplied into the columns; only with a single weight.
+
+    Returns:
+        (operand [K, N], factor [N] or None). The factor is to be multiplied into dy before its cast.
+    """
+    if recipe.weight.granularity in ALONG_CONTRACTION:
+        return recipe.cast_weight_columnwise(torch.cat([weight.detach() for weight in weights]), column_factor), None
+    whole = stacked_operand(weights, recipe) if len(weights) > 1 else weight_operand(weights[0], recipe, column_factor)
+    return dgrad_operand(whole, recipe.transposed)
+
+
+def dgrad_operand(
+    w: QuantizedTensor, transposed: Callable[[QuantizedTensor], QuantizedTensor] = transpose
+) -> tuple[QuantizedTensor, torch.Tensor | None]:
+    """Return (wᵀ [K, N], factor [N] to multiply into dy before its cast, or None) for an operand w [N, K].
+
+    Args:
+        w: fprop's operand.
+        transposed: Transposes a matrix: by default into a copy, with `LinearRecipe.transposed` as the backend needs it.
+    """
+    if w.granularity != "row":
+        return transposed(w), None
+    #     dx[t, k] = sum_n dy[t, n] scale[n] code[n, k]
+    # The scales of w's rows lie along dgrad's contraction, where a product takes no scale a row. They go into dy before
+    # its cast, and w's codes are multiplied as they are, with a scale of 1.
+    ones = torch.ones((), device=w.scale.device)
+    codes = replace(w, scale=ones, granularity="tensor", scale_type="pow2")
+    return transposed(codes), w.scale.reshape(-1)
+
+
+def split_rows(gradient: torch.Tensor, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradient of stacked parameters as one of each: views of its rows, None where none is wanted."""
+    pieces = gradient.split([len(parameter) for parameter in parameters])
+    return tuple(p if parameter.requires_grad else None for p, parameter in zip(pieces, parameters, strict=True))
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a stride-0 NaN of the weight's shape: autograd accepts it, a stray read is loud."""
+    # One element in memory, whatever the shape: all strides are 0.
+    return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(shape)
+
+
+def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+    view = _view_of_adjacent(parts)
+    return torch.cat(parts) if view is None else view
+
+
+def _view_of_adjacent(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return the matrices [N_i, K] as one view, if each begins in memory where the one before ends; else None."""
+    first = parts[0]
+    row = first.stride(0)
+    offset = first.storage_offset()
+    for part in parts:
+        if (
+            part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+            or part.stride() != first.stride()
+            or part.storage_offset() != offset
+        ):
+            return None
+        # Not data_ptr of the part alone: two matrices may touch in memory and have other strides.
+        offset += part.shape[0] * row
+    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())

@@ -11,6 +11,9 @@ from tests.ranks import RankPools
 settings.register_profile("ds_fp8", deadline=None)  # other tests run beside, on few cores
 settings.load_profile("ds_fp8")
 
+if os.environ.get("DS_FP8_TEST_GPUS") == "2" and int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2:
+    os.environ["CUDA_VISIBLE_DEVICES"] = "1,0"  # every second process of tests calls the second GPU its first
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined: they run on the CPU
     count_with_tensors()

@@ -159,6 +159,7 @@ def move_a_layer(engine, step):
         engine.fp8.health.move_to_bf16(["model.layers.1.mlp"])
 
 
+SHORT = "evaluation where memory is short"
 CASES = {
     "plain": {},
     "infir2": {"preset": "infir2"},
@@ -169,7 +170,7 @@ CASES = {
     "two shapes": {"lengths": (LENGTH, 2 * LENGTH)},
     "masks of ones, and positions": {"masked": True},
     "evaluation between": {"between": evaluate},
-    "evaluation where memory is short": {"between": evaluate_with_little_memory, "lengths": (8 * LENGTH,)},
+    SHORT: {"between": evaluate_with_little_memory, "lengths": (8 * LENGTH,)},
     "recomputed activations": {"recompute": {"use_reentrant": False}},
     "recomputed activations, reentrant": {"recompute": {"use_reentrant": True}, "micro_batches": 2},
     "packed rows": {"attention": "packed"},
@@ -244,7 +245,9 @@ def worlds():
 
 
 @pytest.mark.parametrize("world", worlds())
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.alone if case == SHORT else ()) for case in CASES]
+)
 def test_every_bit_is_that_of_python(gpu_ranks, world, case):
     launched, captured = (gpu_ranks(world, functools.partial(trained, graph, **CASES[case])) for graph in ("off", "on"))
     for theirs, ours in zip(launched, captured, strict=True):

@@ -129,6 +129,7 @@ def test_a_checkpoint_resumes_exactly(precision):
     assert again.state[q]["exp_avg"] is not optimizer.state[p]["exp_avg"]
 
 
+@pytest.mark.alone
 def test_more_elements_than_32_bits_count():
     numel = (1 << 31) + 128 * 1000 + 77
     if torch.cuda.mem_get_info()[0] < 40 << 30:

@@ -29,6 +29,7 @@ def test_tiles_are_the_whole_within_rounding(preset, length):
     on_any_device.assert_alike(on_any_device.results(2048, preset, length), whole)
 
 
+@pytest.mark.alone
 def test_the_peak_is_that_of_a_tile(monkeypatch):
     monkeypatch.setattr(on_any_device, "H", 1024)
     monkeypatch.setattr(on_any_device, "F", features := 4096)

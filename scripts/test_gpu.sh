@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Runs the tests that need Hopper GPUs, on one or on two, in the Python environment that is active: ./scripts/test_gpu.sh
+# [pytest arguments]. Failures are printed as they come. First all that fits beside others, then what fills a GPU.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
+gpus=$(nvidia-smi -L | grep -c GPU)
+processes=${PROCESSES:-$((4 + 4 * (gpus > 1 ? 2 : 1)))}
+[ "$gpus" -gt 1 ] && export DS_FP8_TEST_GPUS=2
+[ $# -gt 0 ] || set -- tests/gpu
+status=0
+python3 -m pytest -n "$processes" --dist loadgroup --durations=25 -m "gpu and not alone" "$@" || status=$?
+python3 -m pytest --durations=5 -m "gpu and alone" "$@" || status=$?
+exit $status

@@ -53,7 +53,7 @@ def relative(found, expected):
     ]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 1), (14, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 1), (14, 2), (32, 8), (40, 1)])
 @pytest.mark.parametrize(("rows", "length"), [(1, 128), (2, 257), (3, 1000), (1, 2048)])
 def test_the_kernels_are_the_reference(heads, kv_heads, rows, length):
     inputs, gradient = operands(heads, kv_heads, rows, length)

@@ -13,7 +13,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.attention import format as attention_format
 from ds_fp8.layers.attention import packed_rows
-from ds_fp8.layers.attention.cudnn import factors
+from ds_fp8.layers.attention.cudnn import HEADS_A_CALL, factors, kv_heads_of_a_call
 from ds_fp8.layers.attention.fp8_attention import (
     SMALLEST_BOUND,
     Reference,
@@ -327,3 +327,12 @@ def test_a_gpu_without_kernels_is_refused(monkeypatch):
     monkeypatch.setattr(attention_format.cudnn, "unavailable", lambda: "Transformer Engine is not installed")
     with pytest.raises(UserError, match="Transformer Engine is not installed"):
         attention_format.use_fp8_attention(causal_lm("qwen2"))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "expected"), [(28, 4, 4), (32, 8, 4), (64, 8, 2), (12, 2, 2), (32, 32, 16), (40, 1, 1)]
+)
+def test_backward_is_called_for_equal_parts_of_few_heads(heads, kv_heads, expected):
+    assert kv_heads_of_a_call(heads, kv_heads) == expected
+    assert kv_heads % expected == 0
+    assert expected == 1 or expected * heads // kv_heads <= HEADS_A_CALL

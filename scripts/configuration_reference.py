@@ -20,8 +20,9 @@ from pydantic.fields import FieldInfo
 
 from ds_fp8.config.formats import NATIVE_FORMATS, FormatName
 from ds_fp8.config.fp8 import FP8Config, OptimizerStateConfig
-from ds_fp8.config.presets import DEFAULT, EMULATED_PRESETS, PRESETS
+from ds_fp8.config.presets import DEFAULT, PRESETS
 from ds_fp8.data import DataConfig
+from ds_fp8.research.presets import PRESETS as RESEARCH_PRESETS
 from ds_fp8.train.stage import ModelConfig, TrainConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -139,7 +140,7 @@ def _state_in_words(state: OptimizerStateConfig) -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "presets": lambda: preset_table(PRESETS),
-    "emulated presets": lambda: preset_table(EMULATED_PRESETS),
+    "emulated presets": lambda: preset_table(RESEARCH_PRESETS),
     "keys": tables,
     "research keys": lambda: key_table(FP8Config, RESEARCH_KEYS),
 }

@@ -1,10 +1,11 @@
-"""Named presets of the "fp8" section: partial sections, merged under what the user writes."""
+"""Named presets of the "fp8" section: partial sections, merged under what the user writes. Others: ds_fp8.research."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from ds_fp8.config import registry
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.schema import nearest, shown
 
@@ -18,15 +19,14 @@ def _granularity(word: str) -> dict[str, str]:
     return {"granularity": word}
 
 
-_TENSORWISE: dict[str, Any] = {
+TENSORWISE: dict[str, Any] = {
     "linear": {
         "input": _granularity("tensor"),
         "weight": _granularity("tensor"),
         "grad_output": {**_granularity("tensor"), "format": "e5m2"},
     }
 }
-_STATIC: dict[str, Any] = {**_granularity("tensor"), "scale": "static"}
-_FP8LM: dict[str, Any] = {**_TENSORWISE, "grad_reduce": {"scale": "tensor"}}
+_FP8LM: dict[str, Any] = {**TENSORWISE, "grad_reduce": {"scale": "tensor"}}
 _FP8LM_MOMENTS = {"exp_avg": "e4m3", "exp_avg_sq": "fp16", "granularity": "tensor", "scale": "pow2"}
 
 # None says stochastic_rounding: "auto" rounds moments in FP8 and masters in FP16 stochastically. The sources do not;
@@ -50,7 +50,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rowwise": {"linear": {name: _granularity("row") for name in ("input", "weight", "grad_output")}},
     # One scale per tensor, E5M2 output gradients: the hybrid of Micikevicius et al. (arXiv 2209.05433), and the GEMMs
     # of FP8-LM (arXiv 2310.18313).
-    "tensorwise": _TENSORWISE,
+    "tensorwise": TENSORWISE,
     # FP8-LM (arXiv 2310.18313): levels O1, O2 and O3. Weights are sharded in 16 bits before O3.
     "fp8lm_o1": {**_FP8LM, "param_gather": {"format": "bf16"}},
     "fp8lm_o2": {**_FP8LM, "param_gather": {"format": "bf16"}, "optimizer": _FP8LM_MOMENTS},
@@ -58,81 +58,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     # COAT (arXiv 2410.19313): its linears and its optimizer, whose moments have their dynamic range expanded. It sends
     # gradients in BF16.
     "coat": {
-        **_TENSORWISE,
+        **TENSORWISE,
         "grad_reduce": {"format": "bf16"},
         "optimizer": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"},
     },
-    # Munit scaling (arXiv 2502.05967): no scale follows an amax. E4M3 as it is; E5M2 output gradients times 2^24.
-    # That is our choice: gradients of a mean loss are about 1 / (tokens * hidden size), 2^-18 to 2^-36, and E5M2 goes
-    # from 2^-16 to 2^15. Gradients are reduced in BF16, for their FP8 reduction has a scale for every group.
-    "munit": {
-        "linear": {
-            "input": _STATIC,
-            "weight": _STATIC,
-            "grad_output": {**_STATIC, "format": "e5m2", "static_exponent": -24},
-        },
-        "grad_reduce": {"format": "bf16"},
-    },
-    # Fishman et al. (arXiv 2409.12517): its linears, with Smooth-SwiGLU, and its optimizer.
-    "fishman": {
-        "linear": {**_TENSORWISE["linear"], "smooth_swiglu": True},
-        "grad_reduce": {"format": "bf16"},
-        "optimizer": {"exp_avg": "e4m3", "exp_avg_sq": "e5m2", "granularity": "tensor"},
-    },
 }
-
-
-_IN_BF16: dict[str, Any] = {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
-_MXFP8 = {"format": "e4m3", "granularity": "1x32"}
-_INT8 = {"format": "int8", "granularity": "tensor", "scale": "fp32"}
-_NVFP4 = {"format": "e2m1", "granularity": "1x16", "scale": "e4m3"}
-_MXFP4 = {"format": "e2m1", "granularity": "1x32"}
-EMULATED_PRESETS: dict[str, dict[str, Any]] = {
-    # OCP microscaling E4M3: 1x32 with power-of-two scales, every operand cast along its contraction. Emulated here.
-    "mxfp8": {**_IN_BF16, "linear": dict.fromkeys(("input", "weight", "grad_output"), _MXFP8)},
-    # HALO (arXiv 2501.02625), level 2: INT8 with one scale a tensor; forward products rotated, and output gradients
-    # along tokens; weights gathered as they are multiplied. Blocks of 128 here, where the paper transforms whole
-    # dimensions. Emulated here.
-    "halo": {
-        "param_gather": {"format": "int8"},
-        "grad_reduce": {"format": "bf16"},
-        "linear": {
-            **dict.fromkeys(("input", "weight", "grad_output"), _INT8),
-            "rotation": {"fprop": "in_features", "dgrad": "tokens", "block": 128},
-        },
-    },
-    # NVFP4 pre-training (arXiv 2509.25149): E2M1, 1x16 with E4M3 scales, weights 16x16, gradients rounded
-    # stochastically, wgrad's operands rotated with random signs. The layers that it keeps in BF16 are of each model:
-    # overrides name them. Emulated here.
-    "nvfp4": {
-        **_IN_BF16,
-        "linear": {
-            "input": _NVFP4,
-            "weight": {**_NVFP4, "granularity": "16x16"},
-            "grad_output": {**_NVFP4, "rounding": "stochastic"},
-            "rotation": {"wgrad": "tokens", "block": 16, "random": True},
-        },
-    },
-    # Quartet (arXiv 2505.14669): MXFP4. Forward rotated by blocks of 32, to nearest with the scales of
-    # least squared error. Backward has what forward multiplied, rotated again with random signs, all of it rounded
-    # stochastically; clipped elements get no gradient. Scales are rounded up, so that nothing of it is clipped: the
-    # paper's, rounded down, take a factor of 3/4 before and 16/9 after for that. Signs stay the same, where the paper
-    # draws new ones at every step. Emulated here.
-    "quartet": {
-        **_IN_BF16,
-        "linear": {
-            **{name: {**_MXFP4, "scale": "mse"} for name in ("input", "weight")},
-            "grad_output": {**_MXFP4, "rounding": "stochastic"},
-            "rotation": {
-                **{"fprop": "in_features", "dgrad": "out_features", "wgrad": "tokens"},
-                **{"block": 32, "random": True},
-            },
-            "recast": {"of": "fprop"},
-        },
-    },
-}
-"""Presets that only the reference multiplies."""
-_ALL = {**PRESETS, **EMULATED_PRESETS}
 
 
 def preset_values(preset: Any) -> dict[str, Any]:
@@ -145,13 +75,13 @@ def preset_values(preset: Any) -> dict[str, Any]:
         UserError: for anything else, naming the nearest preset or axis.
     """
     if isinstance(preset, str):
-        return _ALL[_known(preset, _ALL, "preset", "fp8.preset")]
+        return _named(preset, "fp8.preset")
     if isinstance(preset, Mapping):
         # Sections that are not named are the default preset's.
         values = dict(PRESETS[DEFAULT])
         for axis, name in preset.items():
             _known(axis, AXES, "section of a preset", "fp8.preset")
-            values[axis] = _ALL[_known(name, _ALL, "preset", f"fp8.preset.{axis}")].get(axis, {})
+            values[axis] = _named(name, f"fp8.preset.{axis}").get(axis, {})
         return values
     raise UserError(f"preset {shown(preset)} is not a name", key="fp8.preset", remedy=f'"preset": "{DEFAULT}"')
 
@@ -163,6 +93,14 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
         result[key] = merge(result[key], value) if nested else value
     return result
+
+
+def _named(name: Any, key: str) -> dict[str, Any]:
+    """Return the preset of a name, one of core's or of those that are registered (registry.py)."""
+    if isinstance(name, str) and name in PRESETS:
+        return PRESETS[name]
+    registry.load()
+    return registry.PRESETS[_known(name, {**PRESETS, **registry.PRESETS}, "preset", key)]
 
 
 def _known(name: Any, choices: Mapping[str, Any] | tuple[str, ...], what: str, key: str) -> str:

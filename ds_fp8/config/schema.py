@@ -8,17 +8,32 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.registry import extension_of
 
 
 class Section(BaseModel):
-    """Base of every section of the JSON that belongs to this package: immutable, typed, unknown keys rejected."""
+    """Base of every section of the JSON that belongs to this package: immutable, typed, unknown keys rejected.
+
+    What a section refuses its extension (registry.py) may take: the result is then an object of that subclass.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=False, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _or_its_extension(cls, values: Any, validate: Any) -> Any:
+        try:
+            return validate(values)
+        except (UserError, ValidationError):
+            extension = extension_of(cls) if isinstance(values, Mapping) else None
+            if extension is None:
+                raise
+        return extension.model_validate(values)
 
 
 Seed = Annotated[int, Field(ge=0, lt=2**31)]

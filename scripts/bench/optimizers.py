@@ -29,7 +29,7 @@ from common import argument_parser, begin, device, measure, print_table, write_j
 
 from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.optimizer_state import StatePrecision
-from ds_fp8.config.presets import PRESETS
+from ds_fp8.config.presets import preset_values
 from ds_fp8.optim import AdamW
 from ds_fp8.optim.codecs import CODECS, decode, encode, moment_bytes
 
@@ -39,12 +39,12 @@ KEPT: dict[str, dict[str, Any]] = {
     "bf16": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
     "e4m3": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3"},
     "e4m3, nearest": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3", "stochastic_rounding": False},
-    "coat: e4m3_expanded": PRESETS["coat"]["optimizer"],
-    "e4m3_expanded, nearest": {**PRESETS["coat"]["optimizer"], "stochastic_rounding": False},
-    "e4m3_expanded, all stochastic": {**PRESETS["coat"]["optimizer"], "stochastic_rounding": True},
-    "fp8lm_o2: e4m3, fp16 by tensor": PRESETS["fp8lm_o2"]["optimizer"],
-    "fp8lm_o3: masters fp16, too": PRESETS["fp8lm_o3"]["optimizer"],
-    "fishman: e4m3, e5m2 by tensor": PRESETS["fishman"]["optimizer"],
+    "coat: e4m3_expanded": preset_values("coat")["optimizer"],
+    "e4m3_expanded, nearest": {**preset_values("coat")["optimizer"], "stochastic_rounding": False},
+    "e4m3_expanded, all stochastic": {**preset_values("coat")["optimizer"], "stochastic_rounding": True},
+    "fp8lm_o2: e4m3, fp16 by tensor": preset_values("fp8lm_o2")["optimizer"],
+    "fp8lm_o3: masters fp16, too": preset_values("fp8lm_o3")["optimizer"],
+    "fishman: e4m3, e5m2 by tensor": preset_values("fishman")["optimizer"],
 }
 ERRORS = [
     ("bf16", "1x128", "fp32"),

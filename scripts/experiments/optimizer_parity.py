@@ -43,12 +43,14 @@ from common import argument_parser, begin, device, positive, print_table, whole_
 from transformers import LlamaForCausalLM
 
 from ds_fp8.config.errors import UserError, main_entry
-from ds_fp8.config.presets import PRESETS
+from ds_fp8.config.presets import preset_values
 from ds_fp8.optim import AdamW
 
 EXPANDED = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
 KEPT: dict[str, dict[str, Any]] = {
-    **{name: PRESETS[name].get("optimizer", {}) for name in ("infir2", "coat", "fishman", "fp8lm_o2", "fp8lm_o3")},
+    **{
+        name: preset_values(name).get("optimizer", {}) for name in ("infir2", "coat", "fishman", "fp8lm_o2", "fp8lm_o3")
+    },
     "perturbed": {},
     "dithered": {},
     "bf16": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
@@ -59,8 +61,8 @@ KEPT: dict[str, dict[str, Any]] = {
     "coat_exp_avg_sq_nearest": {"exp_avg_sq": "e4m3_expanded", "stochastic_rounding": False},
     "coat_stochastic": {**EXPANDED, "stochastic_rounding": True},
     "masters": {"master": "fp16_scaled"},
-    "fp8lm_o3_nearest": {**PRESETS["fp8lm_o3"]["optimizer"], "stochastic_rounding": False},
-    "fishman_nearest": {**PRESETS["fishman"]["optimizer"], "stochastic_rounding": False},
+    "fp8lm_o3_nearest": {**preset_values("fp8lm_o3")["optimizer"], "stochastic_rounding": False},
+    "fishman_nearest": {**preset_values("fishman")["optimizer"], "stochastic_rounding": False},
 }
 """Presets of the fp8 section by what they say of the optimizer, and more."""
 DITHERED = "dithered"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_fp8.config.presets import PRESETS
+from ds_fp8.config.presets import preset_values
 from ds_fp8.memory.optimizer_step import EMULATED
 from ds_fp8.optim import AdamW
 from tests.memory.workloads import most_allocated
@@ -12,7 +12,7 @@ NUMEL = 1 << 20
 CAUTION = 1.3
 """How much more than it takes may be counted."""
 KEPT = {
-    **{name: PRESETS[name]["optimizer"] for name in ("coat", "fishman", "fp8lm_o2", "fp8lm_o3")},
+    **{name: preset_values(name)["optimizer"] for name in ("coat", "fishman", "fp8lm_o2", "fp8lm_o3")},
     "e4m3": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3"},
     "bf16": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
 }

@@ -1,6 +1,7 @@
 # Source this from a script in the project's folder: makes .venv beside README.md with the tested versions, and enters it.
 #   . scripts/environment.sh [extra ...]      for example: . scripts/environment.sh test
-# A machine without an NVIDIA GPU gets the CPU build of torch. PYTHON chooses the interpreter (default python3).
+# With an NVIDIA GPU the versions are those of constraints-gpu.txt, without one those of constraints-cpu.txt and the CPU
+# build of torch. PYTHON chooses the interpreter (default python3).
 
 fail() { printf '\nerror: %s\n  remedy: %s\n' "$1" "$2" >&2; exit 2; }
 
@@ -8,9 +9,9 @@ have_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null 
 
 install_torch() {
   local version
-  version=$(sed -n 's/^torch==//p' scripts/constraints.txt)
+  version=$(sed -n 's/^torch==\([^ ]*\).*/\1/p' "$1")
   if have_gpu; then
-    python -m pip install -q "torch==$version"
+    python -m pip install -q -c scripts/constraints.txt -c "$1" "torch==$version"
     return
   fi
   # "+cpu" admits the CPU build alone: from a folder or index that pip is configured with, or else through uv, which
@@ -22,14 +23,15 @@ install_torch() {
 }
 
 make_environment() {
-  local extras python=${PYTHON:-python3} stamp
+  local extras python=${PYTHON:-python3} stamp own=scripts/constraints-cpu.txt
+  if have_gpu; then own=scripts/constraints-gpu.txt; fi
   extras=$(IFS=,; echo "$*")
   command -v "$python" >/dev/null || fail "no $python" "install Python 3.10 to 3.13, or set PYTHON to its path"
   "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' ||
     fail "$("$python" --version) is not supported" "set PYTHON to a Python 3.10 to 3.13"
 
   # Installed once; again when the requirements or the interpreter change.
-  stamp=".venv/installed-$(cat pyproject.toml scripts/constraints.txt scripts/environment.sh | cat - <("$python" --version) \
+  stamp=".venv/installed-$(cat pyproject.toml scripts/constraints.txt "$own" scripts/environment.sh | cat - <("$python" --version) \
     | cksum | cut -d' ' -f1)-${extras:-base}"
   if [ ! -e "$stamp" ]; then
     echo "Installing into .venv (once, a few minutes) ..."
@@ -39,11 +41,11 @@ make_environment() {
       . .venv/bin/activate
       export PIP_DISABLE_PIP_VERSION_CHECK=1
       set -e
-      python -m pip install -q "setuptools>=77" wheel packaging ninja
-      python -c 'import torch' 2>/dev/null || install_torch
+      python -m pip install -q -c "$own" "setuptools>=77" wheel packaging ninja
+      python -c 'import torch' 2>/dev/null || install_torch "$own"
       # DeepSpeed's build looks at the installed torch, so it must not build in an environment of its own.
-      python -m pip install -q --no-build-isolation -c scripts/constraints.txt deepspeed
-      python -m pip install -q --no-build-isolation -c scripts/constraints.txt -e ".${extras:+[$extras]}"
+      python -m pip install -q --no-build-isolation -c scripts/constraints.txt -c "$own" deepspeed
+      python -m pip install -q --no-build-isolation -c scripts/constraints.txt -c "$own" -e ".${extras:+[$extras]}"
     ) || fail "the installation into .venv failed" "see above; remove .venv to begin anew"
     touch "$stamp"
   fi

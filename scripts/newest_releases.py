@@ -1,7 +1,8 @@
-"""Run a part of the CPU tests against the newest releases of DeepSpeed and transformers, and print a table.
+"""Run a part of the CPU tests against the newest releases of what the package is built on, and print a table.
 
-    python scripts/newest_releases.py                                   the tests below, the newest of both
+    python scripts/newest_releases.py                                   the tests below, the newest of all PACKAGES
     python scripts/newest_releases.py --transformers 5.22.2             one of them in another version
+    python scripts/newest_releases.py --only transformers,trl           the others as they are installed here
     python scripts/newest_releases.py tests/layers tests/train          other tests
 
 The releases, and what they need beside what is installed here, go into a virtual environment of their own that sees the
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -25,12 +28,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
+from packaging.version import Version
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_fp8.commands.arguments import amount
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("deepspeed", "transformers")
+PACKAGES = ("deepspeed", "transformers", "accelerate", "trl", "peft", "triton", "torch")
+"""torch: where pip finds a CPU build of it; otherwise the installed one stays."""
 TESTS = (
     *("tests/zero/test_seams.py", "tests/zero/test_parameter_gather.py", "tests/zero/test_gradient_reduce.py"),
     *("tests/zero/test_step.py", "tests/zero/test_persistent.py", "tests/zero/test_micro_step.py"),
@@ -72,6 +78,14 @@ def make_environment(folder: Path, requirements: list[str]) -> Path:
     return python
 
 
+def newest_torch() -> str:
+    """Return the version of the newest CPU build of torch that pip finds; without one, of the installed torch."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "torch"]
+    printed = subprocess.run(command, capture_output=True, text=True).stdout
+    builds = re.findall(r"[0-9][0-9.]*[+]cpu", printed)
+    return max(builds, key=Version, default=importlib.metadata.version("torch"))
+
+
 def versions_in(python: Path) -> dict[str, str]:
     """Return the versions of PACKAGES that an interpreter imports."""
     script = f"import json, importlib.metadata as m; print(json.dumps([m.version(name) for name in {PACKAGES}]))"
@@ -79,19 +93,20 @@ def versions_in(python: Path) -> dict[str, str]:
     return dict(zip(PACKAGES, json.loads(printed), strict=True))
 
 
-def run(python: Path, tests: str, deepspeed: str, seconds: float) -> Outcome:
+def run(python: Path, tests: str, versions: dict[str, str], seconds: float) -> Outcome:
     """Run a file or folder of tests, and return its outcome.
 
     Args:
         python: Interpreter that sees the releases.
         tests: Path below the root of the project.
-        deepspeed: The version to try, whether it is supported or not.
+        versions: What `versions_in` returned; DeepSpeed and transformers are tried whether they are supported or not.
         seconds: Time that they may take.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report, environment = Path(folder, "report.xml"), dict(os.environ)
-        environment |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "DS_FP8_TRY_DEEPSPEED": deepspeed}
+        environment |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+        environment |= {f"DS_FP8_TRY_{name.upper()}": versions[name] for name in ("deepspeed", "transformers")}
         environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", tests]
         with Path(folder, "log").open("w+") as log:
@@ -148,12 +163,15 @@ def main() -> int:
     parser.add_argument("tests", nargs="*", default=TESTS, help="files or folders of tests below the root")
     for name in PACKAGES:
         parser.add_argument(f"--{name}", metavar="VERSION", help="this version instead of the newest")
+    parser.add_argument("--only", default=",".join(PACKAGES), help="packages to bring up to date, with commas between")
     parser.add_argument("--seconds", type=amount, default=SECONDS, help="that a file or folder of tests may take")
     arguments = parser.parse_args()
     for tests in arguments.tests:
         if not (ROOT / tests).exists():
             parser.error(f"{tests} is not below {ROOT}")
-    wanted = {name: getattr(arguments, name) for name in PACKAGES}
+    wanted = {name: getattr(arguments, name) for name in arguments.only.split(",")}
+    if wanted.get("torch", "") is None:
+        wanted["torch"] = newest_torch()
     with tempfile.TemporaryDirectory(prefix="newest_releases_") as folder:
         requirements = [f"{name}=={version}" if version else name for name, version in wanted.items()]
         try:
@@ -165,7 +183,7 @@ def main() -> int:
         print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
         outcomes = []
         for tests in arguments.tests:
-            outcomes.append(run(python, tests, versions["deepspeed"], arguments.seconds))
+            outcomes.append(run(python, tests, versions, arguments.seconds))
             print(f"{tests}: {outcomes[-1].passed} passed, {len(outcomes[-1].failed)} failed", flush=True)
     print(f"\n{table(outcomes)}")
     return 1 if any(outcome.failed or not outcome.passed for outcome in outcomes) else 0

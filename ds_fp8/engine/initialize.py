@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.utils import set_z3_leaf_modules
 
+from ds_fp8.casts.triton_check import check_triton
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
@@ -151,6 +152,8 @@ def initialize(
         mesh_param,
     )
     engine = result[0]
+    if fp8.enabled:
+        check_triton(engine.device)  # before the first cast of weights
 
     # Also with FP8 disabled: a BF16 twin has the same attributes and the same count of bytes.
     state = engine.fp8 = FP8State(engine, fp8, monitor)

@@ -7,6 +7,7 @@ compared with those of the versions looked at, as DeepSpeed's are (zero/deepspee
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 
 from packaging.specifiers import SpecifierSet
@@ -15,7 +16,10 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.other_packages import KnownFunction, changed, missing, not_set
 
 KNOWN = ">=5.0,<5.24"
-"""The oldest version that has all names, up to the newest one that the tests have run with."""
+"""From the oldest version that has all names to the newest that the tests pass with. 5.24 calls decoder layers with
+`cache` in place of `past_key_values`: fused layers would generate wrong text."""
+TRY = "DS_FP8_TRY_TRANSFORMERS"
+"""Environment variable with the one version outside of them that a user wants to try."""
 REMEDY = f"pip install 'transformers{KNOWN}'"
 
 _MASKS = "transformers.masking_utils"
@@ -95,32 +99,26 @@ FUNCTIONS: dict[str, KnownFunction] = {
 
 @functools.cache
 def check_names() -> None:
-    """Refuse a transformers that lacks a name.
+    """Refuse a transformers that lacks a name, or that is newer than those the tests pass with.
 
     Raises:
-        UserError: With the names, the installed version, and the versions to install.
+        UserError: With the installed version, and the versions to install.
     """
+    import transformers
+
+    version = transformers.__version__
     lacking = missing(NAMES) + not_set(ATTRIBUTES)
     if lacking:
-        import transformers
-
-        raise UserError(f"transformers {transformers.__version__} lacks {', '.join(lacking)}", remedy=REMEDY)
+        raise UserError(f"transformers {version} lacks {', '.join(lacking)}", remedy=REMEDY)
+    if not SpecifierSet(KNOWN).contains(version, prereleases=True) and os.environ.get(TRY) != version:
+        remedy = f"{REMEDY}, or set {TRY}={version} to try it"
+        raise UserError(f"transformers {version} is not supported: {KNOWN} is", remedy=remedy)
 
 
 @functools.cache
 def warn_of_changes(version: str) -> None:
-    """Warn, once, of a transformers that is newer than the tested ones or whose functions have changed.
-
-    Args:
-        version: The installed one.
-    """
-    found = changed(FUNCTIONS)
-    problems = []
-    if not SpecifierSet(KNOWN).contains(version, prereleases=True):
-        problems.append("is newer than those that were tested")
-    if found:
+    """Warn, once, of functions of the installed transformers that are not those of the versions looked at."""
+    if found := changed(FUNCTIONS):
         functions = "; ".join(f"{name} ({meaning})" for name, meaning in found.items())
-        problems.append(f"has functions that are not those of the versions looked at: {functions}")
-    if problems:
-        advice = f"Compare the losses with BF16's, or {REMEDY}"
-        warnings.warn(f"transformers {version} {', and '.join(problems)}. {advice}", stacklevel=2)
+        text = f"transformers {version} has functions that are not those of the versions looked at: {functions}"
+        warnings.warn(f"{text}. Compare the losses with BF16's, or {REMEDY}", stacklevel=2)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from packaging.specifiers import SpecifierSet
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.config.other_packages import changed, missing, not_set
 from ds_fp8.layers import transformers_versions as versions
 
@@ -65,11 +65,13 @@ def test_private_attributes_are_listed():
     assert read & private - listed == set()
 
 
-def test_a_newer_version_is_tried_with_a_warning():
-    with pytest.warns(UserWarning, match=r"transformers 5\.99\.0 is newer than those that were tested") as caught:
-        versions.warn_of_changes.__wrapped__("5.99.0")
-    assert f"transformers{versions.KNOWN}" in str(caught[0].message)
-    SpecifierSet(versions.KNOWN)
+def test_a_version_that_the_tests_do_not_pass_with_is_refused_unless_asked_for(monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.24.0")
+    with pytest.raises(UserError, match=r"transformers 5\.24\.0 is not supported") as raised:
+        versions.check_names.__wrapped__()
+    assert f"pip install 'transformers{versions.KNOWN}'" in str(raised.value)
+    monkeypatch.setenv(versions.TRY, "5.24.0")
+    versions.check_names.__wrapped__()
 
 
 def test_a_changed_function_is_named_with_what_it_is_for(monkeypatch):

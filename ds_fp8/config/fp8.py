@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, FormatName
 from ds_fp8.config.linear import LinearConfig
-from ds_fp8.config.optimizer_state import (
-    AUTO,
-    CodecName,
-    MasterName,
-    StateGranularity,
-    StatePart,
-    StatePrecision,
-    StateScale,
-)
+from ds_fp8.config.optimizer_state import CodecName, StateGranularity, StatePrecision, StateScale
 from ds_fp8.config.presets import AXES, DEFAULT, Axis, merge, preset_values
 from ds_fp8.config.schema import Section, Seed, parse_section
 
@@ -110,13 +101,10 @@ class OptimizerStateConfig(Section):
     Anything below FP32 makes it ds_fp8.optim.AdamW, with the parameters of DeepSpeed's own "optimizer" section.
     """
 
-    master: MasterName = "fp32"
-    """fp16_scaled: masters of matrices are FP16 numbers in units of one power of two a tensor. Under ZeRO the values
-    change and the memory does not, because its shards of masters are FP32. Needs "granularity": "tensor" for compressed
-    moments."""
     exp_avg: CodecName = "fp32"
     """Format of the first moment. e4m3_expanded (COAT): the range of each group is stretched over E4M3's. Research
-    formats are emulated by torch, a byte an element."""
+    formats are emulated by torch, a byte an element. Moments in a byte are rounded stochastically, but not exp_avg in
+    e4m3_expanded."""
     exp_avg_sq: CodecName = "fp32"
     """Format of the second moment."""
     granularity: StateGranularity = "1x128"
@@ -124,30 +112,18 @@ class OptimizerStateConfig(Section):
     scale: StateScale = "fp32"
     """fp32: a group's largest magnitude is almost exact, and decays while gradients are zero. pow2: it may get stuck.
     e4m3_expanded always has FP32 scales."""
-    stochastic_rounding: bool | Literal["auto"] | tuple[str, ...] = AUTO
-    """State rounded stochastically (unbiased): some of exp_avg, exp_avg_sq and master; true: all. auto: moments in a
-    byte (but not exp_avg in e4m3_expanded) and FP16 masters, where nearest rounding loses small changes."""
-    seed: Seed = 0
-    """Seed of stochastic rounding."""
     implementation: Literal["auto", "ds_fp8"] = "auto"
     """auto: this package's AdamW for compressed state, and in ZeRO-3 without optimizer offload, where it moves fewer
     bytes; otherwise DeepSpeed's. ds_fp8: always this package's."""
 
-    @field_validator("stochastic_rounding", mode="before")
-    @classmethod
-    def _names_parts(cls, value: Any) -> Any:
-        if not isinstance(value, bool | list | tuple) and value != AUTO:
-            raise ValueError(f"is auto, true, false, or a list of some of {', '.join(get_args(StatePart))}")
-        return value
-
     @model_validator(mode="after")
     def _fits(self) -> OptimizerStateConfig:
-        self.precision().check_flattened()
+        self.precision()
         return self
 
     def precision(self) -> StatePrecision:
         """Return the same as ds_fp8.optim.AdamW takes it. Raises UserError for options that do not go together."""
-        return StatePrecision(**{field.name: getattr(self, field.name) for field in fields(StatePrecision)})
+        return StatePrecision(self.exp_avg, self.exp_avg_sq, self.granularity, self.scale)
 
 
 class LossConfig(Section):

@@ -9,44 +9,34 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import FORMATS, EmulatedFormat
 
 CodecName = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded", EmulatedFormat]
-MasterName = Literal["fp32", "fp16_scaled"]
 StateGranularity = Literal["1x128", "tensor"]
 StateScale = Literal["fp32", "pow2"]
-StatePart = Literal["exp_avg", "exp_avg_sq", "master"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class StatePrecision:
-    """Formats of the moments and of the master weights. Raises UserError for incompatible options."""
+    """Formats of the moments. Raises UserError for incompatible options."""
 
     exp_avg: CodecName = "fp32"
     exp_avg_sq: CodecName = "fp32"
-    master: MasterName = "fp32"
     granularity: StateGranularity = "1x128"
     """Elements of a moment that share a scale: 128 in a row, or all of a tensor (of a rank's part of it)."""
     scale: StateScale = "fp32"
-    stochastic_rounding: bool | Literal["auto"] | tuple[StatePart, ...] = AUTO
-    """Parts rounded at random rather than to nearest, or all where True. auto: those that lose much of its
-    changes to nearest rounding, which is moments in a byte (not the expanded exp_avg) and masters in FP16."""
+    stochastic_rounding: bool | Literal["auto"] | tuple[str, ...] = AUTO
+    """Moments rounded at random rather than to nearest, or both where True. auto: those that lose much of their changes
+    to nearest rounding, which is moments in a byte (not the expanded exp_avg)."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        wrong = set(self.stochastic_parts) - set(get_args(StatePart))
+        wrong = set(self.stochastic_parts) - set(MOMENTS)
         if wrong:
             raise UserError(
                 f"stochastic_rounding names {', '.join(map(repr, sorted(wrong)))}",
-                key="fp8.optimizer.stochastic_rounding",
-                remedy=f"auto, true, false, or a list of some of {', '.join(get_args(StatePart))}",
+                remedy=f'"auto", True, False, or some of {", ".join(MOMENTS)}',
             )
-        choices = {
-            "exp_avg": CodecName,
-            "exp_avg_sq": CodecName,
-            "master": MasterName,
-            "granularity": StateGranularity,
-            "scale": StateScale,
-        }
+        choices = {"exp_avg": CodecName, "exp_avg_sq": CodecName, "granularity": StateGranularity, "scale": StateScale}
         for name, words in choices.items():
             known = get_args(words)
             if getattr(self, name) not in known:
@@ -62,30 +52,15 @@ class StatePrecision:
                 remedy='"granularity": "1x128"',
             )
 
-    def check_flattened(self) -> None:
-        """Raise UserError if these do not go together where tensors are flattened into one, as ZeRO does."""
-        formats = (self.exp_avg, self.exp_avg_sq)
-        grouped = self.granularity == "1x128" and not {"fp32", "bf16"}.issuperset(formats)
-        if self.master == "fp16_scaled" and grouped:
-            remedy = '"master": "fp32", which takes no more memory under ZeRO'
-            if "e4m3_expanded" not in formats:
-                remedy = f'"granularity": "tensor", or {remedy}'
-            raise UserError(
-                "fp16_scaled masters have one scale a tensor, which does not combine with moments of one scale a group",
-                key="fp8.optimizer.master",
-                remedy=remedy,
-            )
-
     @property
     def stochastic_parts(self) -> tuple[str, ...]:
-        """Return the parts that are rounded at random."""
+        """Return the moments that are rounded at random."""
         if isinstance(self.stochastic_rounding, bool):
-            return get_args(StatePart) if self.stochastic_rounding else ()
+            return MOMENTS if self.stochastic_rounding else ()
         if self.stochastic_rounding == AUTO:
             losing = {
                 "exp_avg": self.exp_avg in FORMATS,
                 "exp_avg_sq": self.exp_avg_sq in (*FORMATS, "e4m3_expanded"),
-                "master": self.master == "fp16_scaled",
             }
             return tuple(part for part, loses in losing.items() if loses)
         return tuple(self.stochastic_rounding)
@@ -93,4 +68,4 @@ class StatePrecision:
     @property
     def compressed(self) -> bool:
         """Return whether anything is kept in less than FP32."""
-        return (self.exp_avg, self.exp_avg_sq, self.master) != ("fp32", "fp32", "fp32")
+        return (self.exp_avg, self.exp_avg_sq) != ("fp32", "fp32")

@@ -29,8 +29,8 @@ TENSORWISE: dict[str, Any] = {
 _FP8LM: dict[str, Any] = {**TENSORWISE, "grad_reduce": {"scale": "tensor"}}
 _FP8LM_MOMENTS = {"exp_avg": "e4m3", "exp_avg_sq": "fp16", "granularity": "tensor", "scale": "pow2"}
 
-# None says stochastic_rounding: "auto" rounds moments in FP8 and masters in FP16 stochastically. The sources do not;
-# rounded to nearest the final loss moves by more than chance does (docs/log/optimizer_state.md).
+# Moments in FP8 are rounded stochastically. The sources do not; rounded to nearest the final loss moves by more than
+# chance does (docs/log/optimizer_state.md).
 PRESETS: dict[str, dict[str, Any]] = {
     # InfiR2 (arXiv 2509.22536): E4M3 everywhere, 128x128 weights, 1x128 activations and gradients, power-of-two scales.
     "infir2": {},
@@ -51,10 +51,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     # One scale per tensor, E5M2 output gradients: the hybrid of Micikevicius et al. (arXiv 2209.05433), and the GEMMs
     # of FP8-LM (arXiv 2310.18313).
     "tensorwise": TENSORWISE,
-    # FP8-LM (arXiv 2310.18313): levels O1, O2 and O3. Weights are sharded in 16 bits before O3.
+    # FP8-LM (arXiv 2310.18313): levels O1, O2 and O3. Weights are sharded in 16 bits before O3. Masters stay FP32 where
+    # the paper has scaled FP16: ZeRO's shards of them are FP32, and would take no less memory.
     "fp8lm_o1": {**_FP8LM, "param_gather": {"format": "bf16"}},
     "fp8lm_o2": {**_FP8LM, "param_gather": {"format": "bf16"}, "optimizer": _FP8LM_MOMENTS},
-    "fp8lm_o3": {**_FP8LM, "optimizer": {**_FP8LM_MOMENTS, "master": "fp16_scaled"}},
+    "fp8lm_o3": {**_FP8LM, "optimizer": _FP8LM_MOMENTS},
     # COAT (arXiv 2410.19313): its linears and its optimizer, whose moments have their dynamic range expanded. It sends
     # gradients in BF16.
     "coat": {

@@ -116,8 +116,7 @@ def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State, life:
         return
     state.optimizer = life.moments = optimizer
     for shard, segments in seams.flat_parameters(engine):
-        vectors = [index for index, segment in enumerate(segments) if segment.is_vector]
-        optimizer.set_segments(shard, [segment.numel for segment in segments], vectors)
+        optimizer.set_segments(shard, [segment.numel for segment in segments])
 
 
 def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:

@@ -40,7 +40,7 @@ def check_deepspeed(configuration: Configuration) -> None:
             refuse(
                 f"bf16.{key}",
                 f"{key} makes DeepSpeed keep state that fp8.optimizer keeps",
-                f'"{key}": false; "fp8": {{"optimizer": ...}} has smaller moments and masters (preset "coat")',
+                f'"{key}": false; "fp8": {{"optimizer": ...}} has smaller moments (preset "coat")',
             )
     _check_zero(configuration, refuse)
     parsed = configuration.deepspeed
@@ -170,7 +170,7 @@ def check_parallelism(model: nn.Module, mpu: Any, fp8: FP8Config) -> None:
 def _check_compressed_state(configuration: Configuration, refuse: Callable[..., None]) -> None:
     """Reject DeepSpeed features that manage optimizer state, which they expect in FP32."""
     offload = configuration.zero.offload_optimizer
-    fp32 = '"fp8": {"optimizer": {"exp_avg": "fp32", "exp_avg_sq": "fp32", "master": "fp32"}}'
+    fp32 = '"fp8": {"optimizer": {"exp_avg": "fp32", "exp_avg_sq": "fp32"}}'
     if offload is None:
         return
     if configuration.optimizer_device == "nvme":

@@ -127,10 +127,6 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         )
     if untrained := seams.untrained(engine):
         report["notes"].append(_forgotten(untrained))
-    if state.optimizer and fp8.optimizer.master == "fp16_scaled" and report["zero_stage"]:
-        report["notes"].append(
-            "master weights take the values of scaled FP16, in the FP32 shards that ZeRO holds: no memory is saved"
-        )
     if not linears and not covered.gathered:
         report["notes"].append("no linear layer is in FP8: fp8.linear.overrides keeps them in BF16")
     elif (warning := covered.warning()) is not None:

@@ -89,7 +89,7 @@ def log_report(report: dict[str, Any]) -> None:
     )
     table.add_row("gradient reduction", ", ".join([report["grad_reduce"], report["grad_hierarchy"], *_unusual(report)]))
     state = report["optimizer_state"]
-    kept = ", ".join(f"{name} {state[name]}" for name in ("master", "exp_avg", "exp_avg_sq"))
+    kept = ", ".join(f"{name} {state[name]}" for name in ("exp_avg", "exp_avg_sq"))
     rounding = _rounding(report["stochastic_parts"])
     moments = f"{report['moment_bytes_per_parameter']:.2f} bytes of moments a parameter"
     table.add_row("optimizer", f"{report['optimizer']}: {kept}{rounding}, {moments}")

@@ -9,7 +9,7 @@ from ds_fp8.optim.moment import CHUNK
 
 EMULATED = {"1x128": (30, 69), "tensor": (23, 58)}
 """Bytes an element that ds_fp8's own AdamW takes on a CPU, where it decodes and encodes moments in plain torch: rounded
-to nearest, or stochastically. What takes most: e4m3_expanded in groups of 128; with a scale a tensor, FP16 masters."""
+to nearest, or stochastically. What takes most: e4m3_expanded in groups of 128."""
 
 
 def optimizer_step(w: Workload) -> int:
@@ -35,7 +35,7 @@ def optimizer_step(w: Workload) -> int:
 
 def _decoded_at_once(w: Workload, precision: StatePrecision) -> int:
     """Return the elements: CHUNK, or a rank's part of the largest tensor where tensors have one scale."""
-    if precision.granularity != "tensor" and precision.master == "fp32":
+    if precision.granularity != "tensor":
         return CHUNK
     return max(shard_numel([parameter], w.gpus if w.stage == 3 else 1) for parameter in trained(w))
 

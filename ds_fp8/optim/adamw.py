@@ -1,4 +1,4 @@
-"""AdamW whose moments, and master weights, may be kept in 8 or 16 bits.
+"""AdamW whose moments may be kept in 8 or 16 bits.
 
     optimizer = AdamW(model.parameters(), lr=1e-4, exp_avg="e4m3_expanded", exp_avg_sq="e4m3_expanded")
 
@@ -9,7 +9,7 @@ State of a parameter, in `optimizer.state[p]`:
 
     step                 FP32 scalar on the CPU, as torch.optim.AdamW keeps it
     exp_avg, exp_avg_sq  a tensor of p's shape (fp32, bf16), otherwise a Moment (codes and scales)
-    master               of parameters in BF16 or FP16 only: an FP32 tensor, or a Moment for fp16_scaled
+    master               of parameters in BF16 or FP16 only: an FP32 tensor
 
 state_dict() holds none of these codes: it gives FP32 moments under Adam's own keys, on the CPU, and load_state_dict()
 encodes them again to the same codes. Checkpoints therefore move between this optimizer, torch.optim.AdamW and
@@ -18,7 +18,7 @@ DeepSpeed's Adam, and between precisions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,13 +28,10 @@ from ds_fp8.casts.stochastic import random_key
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.optimizer_state import AUTO, MOMENTS, StatePrecision
 from ds_fp8.optim import checkpoints
-from ds_fp8.optim.adamw_step import adamw_step
+from ds_fp8.optim.adamw_step import AdamStep, adamw_step
 from ds_fp8.optim.checkpoints import MASTER
-from ds_fp8.optim.finite import FiniteCheck
-from ds_fp8.optim.hyperparameters import check_hyperparameters
-from ds_fp8.optim.moment import Moment
-from ds_fp8.optim.state_formats import StateFormats
-from ds_fp8.optim.step_numbers import AdamStep
+from ds_fp8.optim.codecs import CODECS
+from ds_fp8.optim.moment import Layout, Moment, is_kept_as
 
 
 class AdamW(torch.optim.Optimizer):
@@ -49,20 +46,14 @@ class AdamW(torch.optim.Optimizer):
         exp_avg: How the first moment is stored: "fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded" (codecs.py), or
             a format of config.formats, such as "log8", which is emulated: the step is torch's on a GPU too.
         exp_avg_sq: How the second moment is stored; likewise.
-        master: "fp32": a parameter in FP32 is its own master, one in BF16 or FP16 gets an FP32 copy. "fp16_scaled":
-            masters are FP16 numbers in units of one power of two a tensor. An FP32 parameter holds such numbers in its
-            4 bytes from the first step on; a BF16 or FP16 one gets a copy of 2 bytes an element. Steps of less than
-            half of FP16's spacing, 1/2048 to 1/4096 of the weight, are lost unless rounding is stochastic. Vectors
-            (weights of norms, biases) keep FP32: they lie around 1, where FP16's spacing is many steps wide.
         granularity: Which elements of a moment share a scale: "1x128" or "tensor".
         scale: "fp32" stores the largest of a group all but exactly, so that a moment goes on decaying when gradients
             stay zero. "pow2": rounded to nearest in units of a power of two it gets stuck where a step changes it by
             less than half of E4M3's spacing, which with beta2 above 0.94 is often.
-        stochastic_rounding: State that is rounded stochastically (unbiased): some of "exp_avg", "exp_avg_sq" and
-            "master", True for all, or "auto" for moments in FP8 and masters in FP16. Those need it: a step changes most
-            elements of exp_avg_sq by less than half of E4M3's spacing, which nearest rounding loses, and their steps
-            come out too long; exp_avg lags behind gradients that point the same way for a while. Only an exp_avg that
-            is expanded does without, being finer.
+        stochastic_rounding: Moments that are rounded stochastically (unbiased): some of "exp_avg" and "exp_avg_sq",
+            True for both, or "auto" for those in FP8. Those need it: a step changes most elements of exp_avg_sq by less
+            than half of E4M3's spacing, which nearest rounding loses, and their steps come out too long; exp_avg lags
+            behind gradients that point the same way for a while. Only an expanded exp_avg, being finer, does without.
         seed: Seed of stochastic rounding: the same numbers on the same device, also after a resume.
         check_finite: Skip the step on non-finite gradients, without a host sync; all gradients are read once more.
             `skipped_steps` counts them. DeepSpeed and GradScaler check by themselves.
@@ -81,7 +72,6 @@ class AdamW(torch.optim.Optimizer):
         *,
         exp_avg: str = "fp32",
         exp_avg_sq: str = "fp32",
-        master: str = "fp32",
         granularity: str = "1x128",
         scale: str = "fp32",
         stochastic_rounding: bool | str | Sequence[str] = AUTO,
@@ -97,18 +87,18 @@ class AdamW(torch.optim.Optimizer):
         check_hyperparameters(in_range, "lr, eps and weight_decay at least 0, betas two numbers from 0 up to but not 1")
         named = not isinstance(stochastic_rounding, bool | str)
         at_random = tuple(stochastic_rounding) if named else stochastic_rounding
-        self.precision = StatePrecision(exp_avg, exp_avg_sq, master, granularity, scale, at_random, seed)
+        self.precision = StatePrecision(exp_avg, exp_avg_sq, granularity, scale, at_random, seed)
         self.compact = False
         """True if state_dict() holds codes and scales as they are, readable by this optimizer alone."""
         # DeepSpeed and GradScaler check before the step; as a plain torch optimizer this class has to do so itself.
-        self._finite = FiniteCheck() if check_finite else None
-        self._formats = StateFormats(self.precision)
+        self._finite = _FiniteCheck() if check_finite else None
+        self._segments: dict[torch.Tensor, tuple[int, ...]] = {}
         # Keyed by tensor: torch's tensors hash by identity, and the optimizer keeps them alive.
         self._streams: dict[torch.Tensor, int] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("precision", "compact", "_finite", "_formats", "_streams")
+        own = ("precision", "compact", "_finite", "_segments", "_streams")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -204,14 +194,10 @@ class AdamW(torch.optim.Optimizer):
             seed = random_key(self.precision.seed, self._streams[p], int(number))
         # A copy where p is not contiguous; it is written back below.
         parameter = p.detach().contiguous().view(-1)
-        master, options = parameter, {}
-        if MASTER in state:
-            master, options = _flat(state[MASTER]), {"low": parameter}
-        elif self._formats.has_scaled_master(p):
-            options = {"fp16_masters": self._formats.layout(p, "tensor", "pow2"), "exact": self._formats.vectors(p)}
+        master, low = (_flat(state[MASTER]), parameter) if MASTER in state else (parameter, None)
         moments = [_flat(state[key]) for key in MOMENTS]
         arguments = (master, gradient.detach().contiguous().view(-1), *moments, step)
-        options = {**options, "skip": skip, "factor": factor, "seed": seed, "stochastic": at_random}
+        options = {"low": low, "skip": skip, "factor": factor, "seed": seed, "stochastic": at_random}
         # Triton launches on the current device.
         with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
             adamw_step(*arguments, **options)
@@ -222,25 +208,43 @@ class AdamW(torch.optim.Optimizer):
         """Return the state of p in the form that step() works on; made if there is none."""
         state = self.state[p]
         self._streams.setdefault(p, len(self._streams))
-        self._formats.complete(p, state)
+        # Loading may leave it as a number or move it; on the GPU every step would wait for it.
+        if not isinstance(state.get("step"), torch.Tensor) or state["step"].device.type != "cpu":
+            state["step"] = torch.tensor(float(state.get("step", 0.0)))
+        for key in MOMENTS:
+            if not is_kept_as(state.get(key), getattr(self.precision, key), p.device):
+                state[key] = self._encoded(p, key, state.get(key))
+        # The first master is the parameter itself; from then on the parameter is its copy.
+        if p.dtype is not torch.float32 and state.get(MASTER) is None:
+            state[MASTER] = self._encoded(p, MASTER, p.detach().float())
         return state
 
-    def set_segments(self, p: torch.Tensor, sizes: Sequence[int], vectors: Sequence[int] = ()) -> None:
-        """Register the tensors that the flat parameter p is made of, each with a separate scale.
+    def _encoded(
+        self, p: torch.Tensor, key: str, numbers: torch.Tensor | Moment | None, exponent: torch.Tensor | None = None
+    ) -> torch.Tensor | Moment:
+        """Return the state `key` of p as it is kept, from its numbers in any form; zeros from None."""
+        codec = CODECS["fp32" if key == MASTER else getattr(self.precision, key)]
+        if isinstance(numbers, Moment):
+            numbers, exponent = numbers.decode(), numbers.exponent
+        if codec.max is None:
+            if numbers is None:
+                return torch.zeros(p.shape, dtype=codec.dtype, device=p.device)
+            return numbers.detach().to(p.device, codec.dtype, copy=True).reshape(p.shape).contiguous()
+        granularity, scale = self.precision.granularity, self.precision.scale
+        segments = self._segments.get(p, ()) if granularity == "tensor" else ()
+        layout = Layout(p.numel(), granularity, scale, segments)
+        moment = Moment(codec, layout, p.device, never_zero=key == "exp_avg_sq")
+        if numbers is not None:
+            moment.encode(numbers, exponent)
+        return moment
 
-        Args:
-            p: A parameter of this optimizer.
-            sizes: Elements of the tensors, in order; their sum is p.numel().
-            vectors: Indices of those that are vectors, not flattened matrices: their masters stay FP32.
-
-        Raises:
-            ValueError: Some of the masters of a 16-bit parameter were to be FP16 and some not: they are one state.
-        """
-        self._formats.set_segments(p, sizes, vectors)
+    def set_segments(self, p: torch.Tensor, sizes: Sequence[int]) -> None:
+        """Register the sizes of the tensors that the flat parameter p is made of, each with a separate scale."""
+        self._segments[p] = tuple(sizes)
         for key, value in self.state.get(p, {}).items():
             # Groups of 128 do not depend on the segments; scales by tensor do, and are found again.
-            if key == MASTER or (isinstance(value, Moment) and value.layout.granularity == "tensor"):
-                self.state[p][key] = self._formats.encoded(p, key, value)
+            if isinstance(value, Moment) and value.layout.granularity == "tensor":
+                self.state[p][key] = self._encoded(p, key, value)
 
     def expand_moments(self) -> None:
         """Turn compressed moments into FP32 tensors that may be written to; the next step compresses them again."""
@@ -282,7 +286,7 @@ class AdamW(torch.optim.Optimizer):
         checkpoints.check(state_dict)
         # torch would cast every state to the parameter's dtype, and cannot cast a Moment.
         super().load_state_dict({**state_dict, "state": {}})
-        self._finite = FiniteCheck() if self._finite else None
+        self._finite = _FiniteCheck() if self._finite else None
         saved_groups = state_dict["param_groups"]
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
             group["betas"] = tuple(group["betas"])
@@ -292,7 +296,7 @@ class AdamW(torch.optim.Optimizer):
                     step = group.get("step", 0.0)  # where DeepSpeed's FusedAdam counts
                     saved = checkpoints.imported({"step": step, **state_dict["state"][index]}, p)
                     self.state[p] = {"step": saved.step} | {
-                        key: self._formats.encoded(p, key, *numbers) for key, numbers in saved.numbers.items()
+                        key: self._encoded(p, key, *numbers) for key, numbers in saved.numbers.items()
                     }
 
 
@@ -305,3 +309,66 @@ def _check_gradient(p: torch.Tensor) -> None:
         raise UserError("a gradient is sparse, and moments are dense", remedy="torch.nn.Embedding(..., sparse=False)")
     if not p.is_floating_point():
         raise UserError(f"a parameter is {p.dtype}", remedy="optimise floating point parameters only")
+
+
+def check_hyperparameters(values: Mapping[str, tuple[Any, bool]], remedy: str) -> None:
+    """Raise UserError for the first value that is out of range.
+
+    Args:
+        values: by name the value and whether it is in range.
+        remedy: the ranges of all of them.
+    """
+    for name, (value, in_range) in values.items():
+        if not in_range:
+            raise UserError(f"{name} {value!r} is out of range", key=f"optimizer.params.{name}", remedy=remedy)
+
+
+class _FiniteCheck:
+    """Checks all gradients before a step, and counts the steps skipped.
+
+    On a GPU the verdict stays a flag in device memory, which the kernel reads and obeys. The host counts the step as
+    done, starts a copy of the flag, and takes the count back when it next looks, a whole step later.
+    """
+
+    def __init__(self) -> None:
+        self._skipped = 0
+        self._pending: tuple[torch.cuda.Event, torch.Tensor, list[dict[str, Any]]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_skipped": self.resolve(), "_pending": None}
+
+    def begin(
+        self, gradients: list[torch.Tensor], states: list[dict[str, Any]]
+    ) -> dict[torch.device, torch.Tensor] | bool | None:
+        """Return whether to skip the step of `states`.
+
+        Returns:
+            True to skip it, None to take it; otherwise by device a flag that is not zero if it is to be skipped.
+        """
+        # The largest magnitude: NaN and Inf carry through it, and no sum can overflow.
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type=torch.inf)
+        flag = norm.isfinite().logical_not().to(torch.int32)
+        devices = {gradient.device for gradient in gradients}
+        if not all(device.type == "cuda" for device in devices):
+            self._skipped += int(flag.item())
+            return bool(flag.item()) or None
+        # Pinned: from pageable memory the copy would make the host wait.
+        host = torch.empty((), dtype=torch.int32, pin_memory=True)
+        host.copy_(flag, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(flag.device))
+        self._pending = (copied, host, states)
+        return {device: flag.to(device) for device in devices}
+
+    def resolve(self) -> int:
+        """Take back the count of the last step if it was left out; returns how many steps were so far."""
+        if self._pending is not None:
+            copied, host, states = self._pending
+            self._pending = None
+            # A step later the copy has long been done.
+            copied.synchronize()
+            if host.item():
+                self._skipped += 1
+                for state in states:
+                    state["step"] = state["step"] - 1
+        return self._skipped

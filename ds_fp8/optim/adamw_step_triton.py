@@ -10,11 +10,10 @@ among 8 lanes, and what is computed once a group costs little. Per element
     master     = (1 - lr weight_decay) master - step_size exp_avg / (root_factor sqrt(exp_avg_sq) + eps)
     codes, scales = encode(exp_avg, exp_avg_sq)              with fresh scales, as codecs.py has it
 
-and on request the parameter in BF16 or FP16. The update uses the
-moments before they are rounded, and so does the copy of a master that is kept in FP16.
+and on request the parameter in BF16 or FP16. The update uses the moments before they are rounded.
 
 One scale per tensor needs the largest magnitude of all of it before anything can be encoded: the kernel then runs twice,
-first only to reduce what the new moments and masters are (MEASURE), then to write them with the scales found.
+first only to reduce what the new moments are (MEASURE), then to write them with the scales found.
 """
 
 from __future__ import annotations
@@ -29,43 +28,34 @@ import triton.language as tl
 from ds_fp8.casts.primitives_triton import random_word
 from ds_fp8.config.formats import BLOCK, SMALLEST_SCALE
 from ds_fp8.config.optimizer_state import MOMENTS
-from ds_fp8.optim.codecs import CODECS, EXPONENT_STEPS, LARGEST_EXPONENT, LOG2_RANGE, SCALE_MASKS, Codec
+from ds_fp8.optim.codecs import EXPONENT_STEPS, LARGEST_EXPONENT, LOG2_RANGE, SCALE_MASKS, Codec
 from ds_fp8.optim.codecs_triton import EXPANDED, PLAIN, SCALED, decode_tile, divide, encode_store, normal_magnitude_bits
-from ds_fp8.optim.moment import Layout, Moment, shared_layout
-from ds_fp8.optim.step_numbers import AdamStep
+from ds_fp8.optim.adamw_step import AdamStep
+from ds_fp8.optim.moment import Moment, shared_layout
 
-ROWS, WARPS, MASTER_WARPS = 16, 4, 8
-"""Groups of 128 that a program takes, its warps, and its warps where masters are rounded, which takes more registers."""
+ROWS, WARPS = 16, 4
+"""Groups of 128 that a program takes, and its warps."""
 _BEYOND = tl.constexpr(0x85EBCA6B)
 """Odd: parts the elements whose indices are the same but for their upper 32 bits."""
-OF_MASTERS = tl.constexpr(0x5A5A5A5A)
-"""Parts the random numbers of masters from those of moments."""
-_FP16 = CODECS["fp16"]
-_MASTER_MAX, _MASTER_MANTISSA, _MASTER_MIN_EXPONENT, _MASTER_SMALLEST, _MASTER_MASK, _SMALLEST_SCALE = (
-    tl.constexpr(value)
-    for value in (_FP16.max, _FP16.mantissa_bits, _FP16.min_exponent, _FP16.smallest, SCALE_MASKS["pow2"], SMALLEST_SCALE)
-)
-
+_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _SCALARS = [
-    "master_scale", "exp_avg_scale", "exp_avg_sq_scale", "new_master_scale", "new_exp_avg_scale", "new_exp_avg_sq_scale",
-    "master_bits", "exp_avg_bits", "exp_avg_sq_bits",
+    "exp_avg_scale", "exp_avg_sq_scale", "new_exp_avg_scale", "new_exp_avg_sq_scale", "exp_avg_bits", "exp_avg_sq_bits",
 ]
 """Read and written one FP32 at a time: with one scale a tensor, each tensor's offset would compile the kernel again."""
 
 
 @triton.jit(do_not_specialize=["first", "numel", "seed"], do_not_specialize_on_alignment=_SCALARS)
 def _adamw(
-    master, master_scale, grad, low, skip, factor, first, numel,
+    master, grad, low, skip, factor, first, numel,
     exp_avg, exp_avg_scale, exp_avg_exponent, exp_avg_sq, exp_avg_sq_scale, exp_avg_sq_exponent,
-    new_master_scale, new_exp_avg_scale, new_exp_avg_sq_scale, master_bits, exp_avg_bits, exp_avg_sq_bits,
+    new_exp_avg_scale, new_exp_avg_sq_scale, exp_avg_bits, exp_avg_sq_bits,
     beta1, beta2, eps, decay, step_size, root_factor, seed,
     KIND1: tl.constexpr, DTYPE1: tl.constexpr, MAX1: tl.constexpr, LOG2_MAX1: tl.constexpr, SMALLEST1: tl.constexpr, MANTISSA1: tl.constexpr,
     MIN_EXPONENT1: tl.constexpr,
     KIND2: tl.constexpr, DTYPE2: tl.constexpr, MAX2: tl.constexpr, LOG2_MAX2: tl.constexpr, SMALLEST2: tl.constexpr, MANTISSA2: tl.constexpr,
     MIN_EXPONENT2: tl.constexpr,
     MASK: tl.constexpr, LOG2_RANGE: tl.constexpr, STEPS: tl.constexpr, LARGEST_STEPS: tl.constexpr,
-    MASTER: tl.constexpr, TENSOR: tl.constexpr, MEASURE: tl.constexpr,
-    NOISE1: tl.constexpr, NOISE2: tl.constexpr, NOISE3: tl.constexpr, SKIP: tl.constexpr,
+    TENSOR: tl.constexpr, MEASURE: tl.constexpr, NOISE1: tl.constexpr, NOISE2: tl.constexpr, SKIP: tl.constexpr,
     LOW: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
 ):
     if SKIP:
@@ -95,34 +85,23 @@ def _adamw(
     v = decode_tile(v_codes, exp_avg_sq_scale, exp_avg_sq_exponent, rows, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, TENSOR, FAST)
     m = m * beta1 + g * (1.0 - beta1)
     v = v * beta2 + g * g * (1.0 - beta2)
-    if MASTER == SCALED or not MEASURE:
-        w = (tl.load(master + offsets) if EVEN else tl.load(master + offsets, mask=valid, other=0.0)).to(tl.float32)
-        if master_scale is not None:
-            w = w * tl.load(master_scale)
-        w = w * decay - step_size * divide(m, tl.sqrt(v) * root_factor + eps, FAST)
     if MEASURE:
-        if MASTER == SCALED:
-            tl.atomic_max(master_bits, tl.max(tl.max(normal_magnitude_bits(tl.where(valid, w, 0.0)), 1), 0), sem="relaxed")
-        if TENSOR:
-            # Codecs take subnormal numbers for zero, in the amax too: it would be a scale that nothing is stored with.
-            tl.atomic_max(exp_avg_bits, tl.max(tl.max(normal_magnitude_bits(m), 1), 0), sem="relaxed")
-            tl.atomic_max(exp_avg_sq_bits, tl.max(tl.max(normal_magnitude_bits(v), 1), 0), sem="relaxed")
+        # Codecs take subnormal numbers for zero, in the amax too: it would be a scale that nothing is stored with.
+        tl.atomic_max(exp_avg_bits, tl.max(tl.max(normal_magnitude_bits(m), 1), 0), sem="relaxed")
+        tl.atomic_max(exp_avg_sq_bits, tl.max(tl.max(normal_magnitude_bits(v), 1), 0), sem="relaxed")
     else:
+        w = (tl.load(master + offsets) if EVEN else tl.load(master + offsets, mask=valid, other=0.0)).to(tl.float32)
+        w = w * decay - step_size * divide(m, tl.sqrt(v) * root_factor + eps, FAST)
+        if EVEN:
+            tl.store(master + offsets, w)
+        else:
+            tl.store(master + offsets, w, mask=valid)
         if LOW:
             if EVEN:
                 tl.store(low + offsets, w.to(low.dtype.element_ty))
             else:
                 tl.store(low + offsets, w.to(low.dtype.element_ty), mask=valid)
         # Triton wants a tensor of the shape in every branch; without noise nobody reads it.
-        noise3 = w
-        if NOISE3:
-            other = random_word(offsets, (seed.to(tl.uint32) ^ OF_MASTERS) + (offsets >> 32).to(tl.uint32) * _BEYOND)
-            noise3 = (other >> 16).to(tl.float32) * (1.0 / 65536.0)
-        encode_store(
-            w, master, new_master_scale, None, offsets, rows, inside, valid, noise3, master_bits,
-            MASTER, tl.float16 if MASTER == SCALED else tl.float32, _MASTER_MAX, 0.0, _MASTER_MASK, _SMALLEST_SCALE,
-            _MASTER_SMALLEST, _MASTER_MANTISSA, _MASTER_MIN_EXPONENT, LOG2_RANGE, STEPS, LARGEST_STEPS, True, NOISE3, True, EVEN, FAST,
-        )
         noise1 = w
         noise2 = w
         if NOISE1 or NOISE2:
@@ -152,43 +131,36 @@ _DTYPES = {
 
 
 def adamw_step(
-    master: torch.Tensor | Moment,
+    master: torch.Tensor,
     grad: torch.Tensor,
     exp_avg: torch.Tensor | Moment,
     exp_avg_sq: torch.Tensor | Moment,
     step: AdamStep,
     *,
     low: torch.Tensor | None = None,
-    fp16_masters: Layout | None = None,
-    exact: Collection[int] = (),
     skip: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
     seed: int | None = None,
     stochastic: Collection[str] = MOMENTS,
 ) -> None:
     """Do adamw_step of adamw_step.py on the GPU. Allocates memory for scales by tensor only."""
-    states = (master, exp_avg, exp_avg_sq)
-    layout = next((moment.layout for moment in states[1:] if isinstance(moment, Moment)), None)
-    tensorwise = layout is not None and layout.granularity == "tensor"
-    shared = shared_layout(fp16_masters, *states)
-    by_tensor = shared is not None and shared.granularity == "tensor"
-    pieces = shared.pieces() if by_tensor else [(slice(0, grad.numel()), slice(None))]
+    states = (exp_avg, exp_avg_sq)
+    layout = shared_layout(*states)
+    by_tensor = layout is not None and layout.granularity == "tensor"
+    pieces = layout.pieces() if by_tensor else [(slice(0, grad.numel()), slice(None))]
     # Every program needs the old scales, so the new ones go elsewhere: copies of the old where the step is skipped.
     #     first launch   bits   = max |new state|              nothing else is written
     #     second launch  scale' = f(bits); codes = round(state / scale')
     # The second computes the new state again from the old codes and scales, which must still be there: new scales have
     # memory of their own, and take the place of the old ones after the launch.
-    bits = torch.zeros(3, shared.groups, dtype=torch.int32, device=grad.device) if by_tensor else None
-    new_scales = [
-        state.scale.clone() if isinstance(state, Moment) and state.layout.granularity == "tensor" else None
-        for state in states
-    ]
+    bits = torch.zeros(2, layout.groups, dtype=torch.int32, device=grad.device) if by_tensor else None
+    new_scales = [state.scale.clone() if by_tensor and isinstance(state, Moment) else None for state in states]
     common = {
         "MASK": SCALE_MASKS[layout.scale_type] if layout else 0,
         "LOG2_RANGE": LOG2_RANGE,
         "STEPS": EXPONENT_STEPS,
         "LARGEST_STEPS": LARGEST_EXPONENT,
-        "TENSOR": tensorwise,
+        "TENSOR": by_tensor,
         "NOISE1": seed is not None and "exp_avg" in stochastic,
         "NOISE2": seed is not None and "exp_avg_sq" in stochastic,
         "SKIP": skip is not None,
@@ -196,44 +168,35 @@ def adamw_step(
         # In Triton's interpreter there are no approximate instructions.
         "FAST": grad.is_cuda,
         "ROWS": ROWS,
+        "num_warps": WARPS,
     }
-    for moment, number in zip(states[1:], "12", strict=True):
+    for moment, number in zip(states, "12", strict=True):
         common |= {f"{name}{number}": value for name, value in _codec_arguments(moment).items()}
     for elements, groups in pieces:
-        rounded = isinstance(master, Moment) or (fp16_masters is not None and groups.start not in exact)
+        arguments = (master[elements], grad[elements], None if low is None else low[elements], skip, factor)
         count = elements.stop - elements.start
-        of_moments = groups if tensorwise else slice(None)
-        arguments = (
-            *_state_arguments(master, elements, groups)[:2], grad[elements], None if low is None else low[elements],
-            skip, factor,
-        )  # fmt: skip
         numbers = (
             count,
-            *_state_arguments(exp_avg, elements, of_moments),
-            *_state_arguments(exp_avg_sq, elements, of_moments),
+            *_state_arguments(exp_avg, elements, groups),
+            *_state_arguments(exp_avg_sq, elements, groups),
             *(
-                _state_arguments(state, elements, of_moments)[1] if new is None else new[groups]
+                _state_arguments(state, elements, groups)[1] if new is None else new[groups]
                 for state, new in zip(states, new_scales, strict=True)
             ),
-            *((None, None, None) if bits is None else (row[groups] for row in bits)),
+            *((None, None) if bits is None else (row[groups] for row in bits)),
             step.beta1, step.beta2, step.eps, step.decay, step.step_size, step.root_factor,
             # Other random numbers for each piece: offsets count from its start. `&` binds first, so the seed stays
             # below 2^31.
             (seed or 0) ^ elements.start & 0x7FFFFFFF,
         )  # fmt: skip
-        kind = {
-            "MASTER": (SCALED if rounded else PLAIN).value,
-            "NOISE3": rounded and seed is not None and "master" in stochastic,
-            "num_warps": MASTER_WARPS if rounded else WARPS,
-        }
         # Two launches: all whole programs without masks, and one program with masks for the rest.
         whole, rest = divmod(count, ROWS * BLOCK)
         # Launches of one stream run in order: the second reads the maxima that the first has completed.
-        for measure in (True, False) if tensorwise or rounded else (False,):
+        for measure in (True, False) if by_tensor else (False,):
             if whole:
-                _adamw[(whole,)](*arguments, 0, *numbers, EVEN=True, MEASURE=measure, **kind, **common)
+                _adamw[(whole,)](*arguments, 0, *numbers, EVEN=True, MEASURE=measure, **common)
             if rest:
-                _adamw[(1,)](*arguments, whole, *numbers, EVEN=False, MEASURE=measure, **kind, **common)
+                _adamw[(1,)](*arguments, whole, *numbers, EVEN=False, MEASURE=measure, **common)
     for state, new in zip(states, new_scales, strict=True):
         if new is not None:
             state.scale = new

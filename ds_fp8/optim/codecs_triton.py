@@ -132,10 +132,7 @@ def encode_store(
     STEPS: tl.constexpr, LARGEST_STEPS: tl.constexpr, SIGNED: tl.constexpr, NOISE: tl.constexpr,
     TENSOR: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):
-    """Encode the tile x and store its codes, scales and exponents; where TENSOR, `amax` has the bits of the tensor's.
-
-    Where `codes` points to FP32, what scaled codes stand for is stored in their place, and `scale` may be None.
-    """
+    """Encode the tile x and store its codes, scales and exponents; where TENSOR, `amax` has the bits of the tensor's."""
     if KIND == PLAIN:
         if NOISE and DTYPE == tl.bfloat16:
             # BF16 is the upper half of FP32.
@@ -172,8 +169,7 @@ def encode_store(
             if TENSOR:
                 largest = tl.load(amax) + rows.to(tl.int32) * 0
                 factor = scale_of_group(largest, MAX, MASK, SMALLEST_SCALE)
-                if scale is not None:
-                    tl.store(scale + rows * 0, factor, mask=rows == 0)
+                tl.store(scale + rows * 0, factor, mask=rows == 0)
             else:
                 largest = tl.max(bits, 1)
                 factor = scale_of_group(largest, MAX, MASK, SMALLEST_SCALE)
@@ -193,8 +189,6 @@ def encode_store(
             y = tl.where(y == y, rounded, y)  # NaN stays
         # Casts to nearest need no clamp: rounding errors above MAX are far below half a step.
         result = (_with_sign_of(y, x) if SIGNED else y).to(DTYPE)
-        if codes.dtype.element_ty == tl.float32:
-            result = result.to(tl.float32) * factor[:, None]
     if DTYPE.primitive_bitwidth == 8:
         result = result.to(tl.uint8, bitcast=True)
     if EVEN:

@@ -20,6 +20,11 @@ _OWN = ("lr", "betas", "eps", "weight_decay")
 _CHOOSE_AN_IMPLEMENTATION = ("torch_adam", "foreach", "fused", "capturable", "fp32_optimizer_states", "set_grad_none")
 _ONLY = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False, "differentiable": False}
 """Options of which DeepSpeed and torch offer more: the one value that this optimizer has."""
+_HOOKS = (
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+)
+"""Hooks of torch's optimizers."""
 
 
 def uses_own_optimizer(configuration: Configuration, given: Any = None) -> bool:
@@ -82,7 +87,6 @@ def choose_optimizer(
     if given is None and parameters is None and not configuration.has_optimizer:
         return None
     if isinstance(given, AdamW):
-        given.precision.check_flattened()
         return given
     if given is None:
         return make_adamw(configuration, rank)
@@ -90,10 +94,7 @@ def choose_optimizer(
 
 
 def _take_over(given: Any, configuration: Configuration, rank: Callable[[], int]) -> AdamW:
-    """Return an AdamW in the place of the caller's, with the same parameter groups.
-
-    Both share the groups from now on, so that a learning-rate scheduler bound to the one moves the other.
-    """
+    """Return an AdamW in the place of the caller's. Both share parameter groups, state and hooks from now on."""
     if not _is_adamw(given):
         raise UserError(
             f"fp8.optimizer needs AdamW, but the optimizer given is another ({type(given).__name__})",
@@ -107,35 +108,40 @@ def _take_over(given: Any, configuration: Configuration, rank: Callable[[], int]
                 f"{name}={group[name]} does not go with the optimizer state that fp8.optimizer asks for",
                 key="fp8.optimizer",
                 file=configuration.file,
-                remedy=f"{name}={_ONLY[name]} in the optimizer, or exp_avg, exp_avg_sq and master fp32",
+                remedy=f"{name}={_ONLY[name]} in the optimizer, or exp_avg and exp_avg_sq fp32",
             )
     ours = AdamW(
         [{key: group[key] for key in ("params", *_OWN)} for group in given.param_groups],
-        **_state(configuration.fp8, rank),
+        **_state(configuration, rank),
     )
     for mine, theirs in zip(ours.param_groups, given.param_groups, strict=True):
         # What schedulers and the caller keep in groups, such as initial_lr.
         mine.update({key: value for key, value in theirs.items() if key not in mine})
 
-    def share_groups(optimizer: AdamW) -> None:
+    def share(optimizer: AdamW) -> None:
         # One list for both: schedulers hold the caller's optimizer and write into its groups.
-        given.param_groups = optimizer.param_groups
+        given.param_groups, given.state = optimizer.param_groups, optimizer.state
 
     def mark_stepped(*_: Any) -> None:
         # Where torch's schedulers look, before they warn that no step came before theirs.
         given._opt_called = True
 
-    share_groups(ours)
-    ours.register_load_state_dict_post_hook(share_groups)  # loading makes new groups
+    share(ours)
+    ours.register_load_state_dict_post_hook(share)  # loading makes new groups
+    # One set of hooks for both, too: those that the caller registers later, on either, are called as well.
+    for hooks in _HOOKS:
+        setattr(ours, hooks, getattr(given, hooks))
     ours.register_step_post_hook(mark_stepped)
     return ours
 
 
-def _state(fp8: FP8Config, rank: Callable[[], int]) -> dict[str, Any]:
-    """Return AdamW's arguments for the state that `fp8` asks for."""
-    precision = asdict(fp8.optimizer.precision())
+def _state(configuration: Configuration, rank: Callable[[], int]) -> dict[str, Any]:
+    """Return AdamW's arguments for the state that a configuration asks for."""
+    # Ranks with shards draw different numbers. In stage 0 each keeps all of the state: other numbers would let their
+    # weights drift apart.
+    seed = rank() if configuration.stage else 0
     # DeepSpeed itself leaves out steps with gradients that are not finite.
-    return {**precision, "seed": precision["seed"] + rank(), "check_finite": False}
+    return {**asdict(configuration.fp8.optimizer.precision()), "seed": seed, "check_finite": False}
 
 
 def make_adamw(configuration: Configuration, rank: Callable[[], int]) -> Callable[[Iterable], AdamW]:
@@ -162,7 +168,7 @@ def make_adamw(configuration: Configuration, rank: Callable[[], int]) -> Callabl
             refuse(
                 f"optimizer.params.{key}",
                 f"{key} {value!r} does not go with the optimizer state that fp8.optimizer asks for",
-                f"remove the key, or keep exp_avg, exp_avg_sq and master fp32 (it is {_ONLY[key]} then)",
+                f"remove the key, or keep exp_avg and exp_avg_sq fp32 (it is {_ONLY[key]} then)",
             )
         if key not in (*_OWN, *_CHOOSE_AN_IMPLEMENTATION, *_ONLY):
             known = (*_OWN, *_CHOOSE_AN_IMPLEMENTATION, *_ONLY)
@@ -179,6 +185,6 @@ def make_adamw(configuration: Configuration, rank: Callable[[], int]) -> Callabl
         refuse("optimizer.params", f"the optimizer rejects its params: {error}", "lr, betas, eps and weight_decay")
 
     def make(parameters: Iterable) -> AdamW:
-        return AdamW(parameters, **arguments, **_state(configuration.fp8, rank))
+        return AdamW(parameters, **arguments, **_state(configuration, rank))
 
     return make

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.optim.hyperparameters import check_hyperparameters
+from ds_fp8.optim.adamw import check_hyperparameters
 
 
 class Madam(torch.optim.Optimizer):

@@ -170,19 +170,12 @@ class Moment:
         return torch.cat(list(parts)) if parts else torch.empty(0, device=self.codes.device)
 
 
-def shared_layout(fp16_masters: Layout | None, *states: torch.Tensor | Moment) -> Layout | None:
-    """Return the layout whose pieces are whole groups of all states; None if no state has groups.
-
-    Raises:
-        ValueError: There is none: groups of 128 may lie across tensors with separate scales.
-    """
-    # By tensor beats groups of 128: its pieces contain whole groups of the other where there is one tensor only.
-    layouts = [state.layout for state in states if isinstance(state, Moment)]
-    layouts += [] if fp16_masters is None else [fp16_masters]
-    shared = max(layouts, key=lambda layout: layout.granularity == "tensor", default=None)
-    if any(layout.granularity != shared.granularity for layout in layouts) and shared.groups > 1:
-        raise ValueError("a state in groups of 128 beside one with scales for several tensors")
-    return shared
+def shared_layout(*states: torch.Tensor | Moment) -> Layout | None:
+    """Return the layout of states that are Moments, the same for all of them; None if none is."""
+    layouts = {state.layout for state in states if isinstance(state, Moment)}
+    if len(layouts) > 1:
+        raise ValueError(f"moments of one parameter in several layouts: {layouts}")
+    return next(iter(layouts), None)
 
 
 def is_kept_as(value: torch.Tensor | Moment | None, codec: str, device: torch.device) -> bool:

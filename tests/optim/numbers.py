@@ -17,7 +17,6 @@ E4M3's divided by its exponent, which is above 1 for the usual groups."""
 COAT = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
 FISHMAN = {"exp_avg": "e4m3", "exp_avg_sq": "e5m2", "granularity": "tensor"}
 FP8LM_O2 = {"exp_avg": "e4m3", "exp_avg_sq": "fp16", "granularity": "tensor", "scale": "pow2"}
-FP8LM_O3 = {**FP8LM_O2, "master": "fp16_scaled"}
 
 
 def combinations() -> list[tuple[str, str, str]]:

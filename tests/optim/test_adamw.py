@@ -13,7 +13,7 @@ from torch import nn
 from ds_fp8.config.errors import UserError
 from ds_fp8.optim import AdamW, Moment
 from ds_fp8.optim.codecs import moment_bytes
-from tests.optim.numbers import COAT, FISHMAN, FP8LM_O2, FP8LM_O3, ROUNDING, numbers_of
+from tests.optim.numbers import COAT, FISHMAN, FP8LM_O2, ROUNDING, numbers_of
 
 HYPERPARAMETERS = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 PRECISIONS = {
@@ -24,8 +24,6 @@ PRECISIONS = {
     "coat": COAT,
     "fishman": FISHMAN,
     "fp8lm": FP8LM_O2,
-    "fp8lm_o3": FP8LM_O3,
-    "coat, masters": {**COAT, "master": "fp16_scaled"},
     "stochastic": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3", "stochastic_rounding": True, "seed": 7},
 }
 COMPRESSED = [name for name in PRECISIONS if name != "fp32"]
@@ -107,59 +105,6 @@ def test_16_bit_parameters_have_a_master(precision):
     for p in net.parameters():
         master = numbers_of(optimizer.state[p]["master"]).view(p.shape)
         torch.testing.assert_close(p.float(), master, rtol=2.0**-8 + 2.0**-11, atol=1e-30)
-
-
-def is_fp16(x: torch.Tensor) -> torch.Tensor:
-    """Of FP32 numbers of a tensor whether they have no more than FP16's 11 significant bits."""
-    return (x.view(torch.int32) & 0x1FFF) == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_vectors_keep_exact_masters(dtype):
-    net, optimizer, _ = trained("fp8lm_o3", 5, dtype)
-    for p in net.parameters():
-        master = p if dtype is torch.float32 else optimizer.state[p]["master"]
-        assert bool(is_fp16(numbers_of(master).detach()).all()) == (p.dim() > 1)
-
-
-def test_vectors_among_tensors_flattened_together_keep_exact_masters():
-    p = nn.Parameter(torch.randn(600))
-    optimizer = AdamW([p], **PRECISIONS["fp8lm_o3"])
-    optimizer.set_segments(p, (100, 300, 200), vectors=(0, 2))
-    for seed in range(3):
-        p.grad = torch.randn(600, generator=torch.Generator().manual_seed(seed))
-        optimizer.step()
-    rounded = is_fp16(p.detach())
-    assert rounded[100:400].all()
-    assert rounded[:100].float().mean() < 0.1
-    assert rounded[400:].float().mean() < 0.1
-
-
-def test_masters_with_a_scale_for_each_tensor_do_not_go_with_groups_across_tensors():
-    p = nn.Parameter(torch.randn(600))
-    optimizer = AdamW([p], **PRECISIONS["coat, masters"])
-    with pytest.raises(UserError, match="one scale a tensor") as caught:
-        optimizer.precision.check_flattened()
-    assert caught.value.key == "fp8.optimizer.master"
-    p.grad = torch.randn(600)
-    optimizer.set_segments(p, (600,))
-    optimizer.step()
-    optimizer.set_segments(p, (100, 500))
-    with pytest.raises(ValueError, match="groups of 128"):
-        optimizer.step()
-
-
-def test_masters_of_a_flat_16_bit_parameter_are_fp16_all_or_none():
-    p = nn.Parameter(torch.randn(600, dtype=torch.bfloat16))
-    optimizer = AdamW([p], **PRECISIONS["fp8lm_o3"])
-    p.grad = torch.randn(600, dtype=torch.bfloat16)
-    optimizer.step()
-    assert isinstance(optimizer.state[p]["master"], torch.Tensor)  # a vector's, for all that is known
-    optimizer.set_segments(p, (100, 500))
-    assert isinstance(optimizer.state[p]["master"], Moment)
-    optimizer.step()
-    with pytest.raises(ValueError, match="flatten them apart"):
-        optimizer.set_segments(p, (100, 500), vectors=(0,))
 
 
 def test_bytes_a_parameter():
@@ -373,7 +318,6 @@ def test_nearest_rounding_with_exact_scales_follows_a_slow_decay(precision):
     ("keywords", "key"),
     [
         ({"exp_avg": "e4m4"}, "fp8.optimizer.exp_avg"),
-        ({"master": "fp16"}, "fp8.optimizer.master"),
         ({"granularity": "row"}, "fp8.optimizer.granularity"),
         ({"scale": "e8m0"}, "fp8.optimizer.scale"),
         ({"exp_avg": "e4m3_expanded", "granularity": "tensor"}, "fp8.optimizer.granularity"),

@@ -38,7 +38,6 @@ def adamw(fp8: dict, optimizer: dict | None = ADAMW, rank: int = 0):
         ({"enabled": False}, False),
         ({"optimizer": {"implementation": "ds_fp8"}}, True),
         ({"optimizer": {"exp_avg": "bf16"}}, True),
-        ({"optimizer": {"master": "fp16_scaled"}}, True),
         ({"preset": "coat"}, True),
         ({"preset": "coat", "enabled": False}, False),
         ({"preset": "coat", "optimizer": {"exp_avg": "fp32", "exp_avg_sq": "fp32"}}, False),
@@ -96,7 +95,7 @@ def test_another_optimizer_that_is_given_is_refused_where_state_is_compressed(ma
         ("infir2", StatePrecision()),
         ("fp8lm_o1", StatePrecision()),
         ("fp8lm_o2", StatePrecision("e4m3", "fp16", granularity="tensor", scale="pow2")),
-        ("fp8lm_o3", StatePrecision("e4m3", "fp16", "fp16_scaled", "tensor", "pow2")),
+        ("fp8lm_o3", StatePrecision("e4m3", "fp16", granularity="tensor", scale="pow2")),
         ("coat", StatePrecision("e4m3_expanded", "e4m3_expanded")),
         ("fishman", StatePrecision("e4m3", "e5m2", granularity="tensor")),
     ],
@@ -108,26 +107,6 @@ def test_presets_keep_state_in_the_formats_of_their_sources(preset, precision):
 def test_fp8lm_shards_weights_in_16_bits_until_o3():
     gathered = [parse_fp8(raw({"preset": f"fp8lm_o{level}"})).param_gather.format for level in (1, 2, 3)]
     assert gathered == ["bf16", "bf16", "e4m3"]
-
-
-def test_what_is_rounded_stochastically_is_named_or_all():
-    for value, parts in ((True, 3), (False, 0), (["exp_avg"], 1)):
-        optimizer = adamw({"preset": "coat", "optimizer": {"stochastic_rounding": value}})
-        assert len(optimizer.precision.stochastic_parts) == parts
-    for preset, parts in {
-        "coat": ("exp_avg_sq",),
-        "fishman": ("exp_avg", "exp_avg_sq"),
-        "fp8lm_o2": ("exp_avg",),
-        "fp8lm_o3": ("exp_avg", "master"),
-        "infir2": (),
-    }.items():
-        assert parse_fp8(raw({"preset": preset})).optimizer.precision().stochastic_parts == parts
-    for wrong in (["second"], "exp_avg_sq", 1):
-        with pytest.raises(UserError, match=r"list of some of exp_avg, exp_avg_sq, master") as caught:
-            parse_fp8(raw({"optimizer": {"stochastic_rounding": wrong}}))
-        assert caught.value.key == "fp8.optimizer.stochastic_rounding"
-    with pytest.raises(UserError, match="names 'second'"):
-        AdamW([torch.nn.Parameter(torch.zeros(1))], stochastic_rounding=["second"])
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "adamw"])
@@ -151,9 +130,20 @@ def test_weight_decay_left_out_is_that_of_the_adam_replaced(torch_adam, decay):
     assert adamw({"optimizer": COAT}, {"type": "AdamW", "params": params}).param_groups[0]["weight_decay"] == decay
 
 
-def test_ranks_draw_different_numbers():
-    section = {"optimizer": {**COAT, "stochastic_rounding": True, "seed": 10}}
-    assert [adamw(section, rank=rank).precision.seed for rank in (0, 3)] == [10, 13]
+@pytest.mark.parametrize(("stage", "seeds"), [(0, [0, 0]), (1, [0, 3]), (3, [0, 3])])
+def test_ranks_with_shards_draw_different_numbers_and_replicas_the_same(stage, seeds):
+    config = Configuration({**raw({"optimizer": COAT}), "zero_optimization": {"stage": stage}})
+    made = [make_adamw(config, lambda rank=rank: rank)([nn.Parameter(torch.zeros(2))]) for rank in (0, 3)]
+    assert [optimizer.precision.seed for optimizer in made] == seeds
+
+
+@pytest.mark.parametrize(
+    ("preset", "parts"), [("coat", {"exp_avg_sq"}), ("fishman", {"exp_avg", "exp_avg_sq"}), ("infir2", set())]
+)
+def test_moments_in_a_byte_are_rounded_stochastically(preset, parts):
+    assert set(parse_fp8(raw({"preset": preset})).optimizer.precision().stochastic_parts) == parts
+    with pytest.raises(UserError, match="names 'second'"):
+        AdamW([nn.Parameter(torch.zeros(1))], stochastic_rounding=["second"])
 
 
 @pytest.mark.parametrize(
@@ -181,25 +171,12 @@ def test_an_optimizer_section_that_does_not_fit_is_explained(optimizer, key):
         ({"exp_avg": "e4m4"}, "fp8.optimizer.exp_avg"),
         ({"exp_avg": "e4m3_expanded", "granularity": "tensor"}, "fp8.optimizer.granularity"),
         ({"momentum": "fp32"}, "fp8.optimizer.momentum"),
-        ({**COAT, "master": "fp16_scaled"}, "fp8.optimizer.master"),
-        ({"exp_avg": "e4m3", "master": "fp16_scaled"}, "fp8.optimizer.master"),
     ],
 )
 def test_a_section_that_does_not_fit_is_explained(section, key):
     with pytest.raises(UserError) as caught:
         parse_fp8(raw({"optimizer": section}))
     assert caught.value.key == key
-
-
-def test_the_way_out_that_an_error_names_is_one():
-    section = {"exp_avg": "e4m3", "master": "fp16_scaled"}
-    with pytest.raises(UserError, match="one scale a tensor") as caught:
-        parse_fp8(raw({"optimizer": section}))
-    assert '"granularity": "tensor"' in caught.value.remedy
-    parse_fp8(raw({"optimizer": {**section, "granularity": "tensor"}}))
-    with pytest.raises(UserError) as caught:
-        parse_fp8(raw({"preset": "coat", "optimizer": {"master": "fp16_scaled"}}))
-    assert "granularity" not in caught.value.remedy  # e4m3_expanded has no other
 
 
 @pytest.mark.parametrize(

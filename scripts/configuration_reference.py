@@ -129,13 +129,13 @@ def preset_table(names: Iterable[str]) -> str:
 
 
 def _state_in_words(state: OptimizerStateConfig) -> str:
-    """Return the formats of the moments, and of masters unless they are FP32."""
+    """Return the formats of the moments."""
     first, second = (
         name.upper().replace("_EXPANDED", " with its range expanded") for name in (state.exp_avg, state.exp_avg_sq)
     )
     moments = first if first == second else f"{first} and {second}"
     words = moments if moments == "FP32" else f"moments {moments}"
-    return words if state.master == "fp32" else f"{words}; masters {state.master.partition('_')[0].upper()}"
+    return words
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -35,6 +35,6 @@ def test_the_table_of_presets_says_what_travels():
     assert set(travels) == {*PRESETS, *RESEARCH_PRESETS}
     assert travels["infir2"] == ["E4M3", "E4M3", "FP32"]
     assert travels["fp8lm_o2"] == ["BF16", "E4M3, one adaptive scale per gradient", "moments E4M3 and FP16"]
-    assert travels["fp8lm_o3"][2] == "moments E4M3 and FP16; masters FP16"
+    assert travels["fp8lm_o3"][2] == "moments E4M3 and FP16"
     assert travels["coat"] == ["E4M3", "BF16", "moments E4M3 with its range expanded"]
     assert travels["halo"] == ["INT8", "BF16", "FP32"]

@@ -21,6 +21,7 @@ from ds_fp8.layers.convert import layer_of, restore
 from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.outlier_channels import look_again, sites_of
+from ds_fp8.layers.selection import is_excluded
 from ds_fp8.monitor.cast_monitor import CastMonitor, Measurement
 from ds_fp8.monitor.routing import RoutingMeasurement
 from ds_fp8.monitor.thresholds import Degradation, Thresholds
@@ -117,6 +118,7 @@ class Health:
         """Return the layers moved to BF16 and the monitor's counters, in plain values; the same on all ranks."""
         return {
             "layers_in_bf16": list(self.layers_in_bf16),
+            "excluded_by_filter": [name for name, module in self._model.named_modules() if is_excluded(module)],
             "outlier_channels": {
                 name: outliers.channels.tolist()
                 for name, outliers in self._outliers.items()
@@ -131,6 +133,13 @@ class Health:
         Layers that have moved to BF16 meanwhile stay there.
         """
         self.move_to_bf16(state.get("layers_in_bf16", ()))
+        modules = dict(self._model.named_modules())
+        cast = [name for name in state.get("excluded_by_filter", ()) if isinstance(modules.get(name), FP8Linear)]
+        if cast:
+            self.warn(
+                f"warning: {len(cast)} layers that a filter left in BF16 when the checkpoint was written are in FP8 now "
+                f"({cast[0]}): call ds_fp8.convert with the same filter before initialize"
+            )
         saved = {name: found for name, found in state.get("outlier_channels", {}).items() if name in self._outliers}
         left = [
             name
@@ -149,10 +158,17 @@ class Health:
     def move_to_bf16(self, layers: Iterable[str]) -> None:
         """Let layers, by their names, go on in BF16, their gathers and gradients too. Between steps, on all ranks.
 
-        Names of layers that are not in FP8 are passed over.
+        Layers that are not in FP8 stay as they are; a warning names those that the model does not have.
         """
+        modules, layers = dict(self._model.named_modules()), list(layers)
+        if missing := [name for name in layers if name not in modules]:
+            # As of a checkpoint from before adapters were added or merged.
+            self.warn(
+                f"warning: {len(missing)} layers that were in BF16 are not in this model, and nothing is moved for "
+                f"them: {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}"
+            )
         for name in layers:
-            weights = restore(self._model.get_submodule(name))
+            weights = restore(modules[name]) if name in modules else []
             if not weights:
                 continue
             if self.parameter_gather is not None:

@@ -80,11 +80,14 @@ def export_checkpoint(
     left = unconverted(model, fp8.linear) if fp8.enabled else dict.fromkeys(dict(model.named_modules()), "BF16 run")
     modules = dict(model.named_modules())
     state = _state(checkpoint)
-    for layer in section_of(state, "ds_fp8").get("layers_in_bf16", ()):
+    trained = section_of(state, "ds_fp8")
+    in_bf16 = dict.fromkeys(trained.get("layers_in_bf16", ()), "moved to BF16 in training")
+    in_bf16 |= dict.fromkeys(trained.get("excluded_by_filter", ()), "excluded by the filter")
+    for layer, reason in in_bf16.items():
         if layer not in modules:
             raise _another_model(checkpoint, f"it has a layer {layer}, and the configuration has none")
-        left |= {name: "moved to BF16 in training" for name, _ in modules[layer].named_modules(prefix=layer)}
-        left |= {name: "moved to BF16 in training" for name in names_of_experts(model) if name.startswith(f"{layer}.")}
+        left |= {name: reason for name, _ in modules[layer].named_modules(prefix=layer)}
+        left |= {name: reason for name in names_of_experts(model) if name.startswith(f"{layer}.")}
     # Whether training cast a weight from its master or from the BF16 copy decides its codes: an export must do the
     # same. The checkpoint has the values that were trained with: Accelerate and Trainer replace "auto" by their own.
     configs = section_of(state, "ds_config"), deepspeed_config or {}

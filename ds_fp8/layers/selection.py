@@ -131,7 +131,12 @@ def _filtered(name: str, layer: nn.Module, filter: Filter | None) -> str | None:
     if filter is not None:
         # Noted on the layer: `initialize` converts again later, and has no filter.
         setattr(layer, EXCLUDED, not filter(name, layer))
-    return "excluded by the filter" if getattr(layer, EXCLUDED, False) else None
+    return "excluded by the filter" if is_excluded(layer) else None
+
+
+def is_excluded(layer: nn.Module) -> bool:
+    """Return whether the filter of a conversion left a layer out."""
+    return getattr(layer, EXCLUDED, False)
 
 
 def _of_another_kind(layer: nn.Module) -> str | None:

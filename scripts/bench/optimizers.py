@@ -43,7 +43,6 @@ KEPT: dict[str, dict[str, Any]] = {
     "e4m3_expanded, nearest": {**preset_values("coat")["optimizer"], "stochastic_rounding": False},
     "e4m3_expanded, all stochastic": {**preset_values("coat")["optimizer"], "stochastic_rounding": True},
     "fp8lm_o2: e4m3, fp16 by tensor": preset_values("fp8lm_o2")["optimizer"],
-    "fp8lm_o3: masters fp16, too": preset_values("fp8lm_o3")["optimizer"],
     "fishman: e4m3, e5m2 by tensor": preset_values("fishman")["optimizer"],
 }
 ERRORS = [

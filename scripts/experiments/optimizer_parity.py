@@ -60,7 +60,6 @@ KEPT: dict[str, dict[str, Any]] = {
     "coat_exp_avg": {"exp_avg": "e4m3_expanded"},
     "coat_exp_avg_sq_nearest": {"exp_avg_sq": "e4m3_expanded", "stochastic_rounding": False},
     "coat_stochastic": {**EXPANDED, "stochastic_rounding": True},
-    "masters": {"master": "fp16_scaled"},
     "fp8lm_o3_nearest": {**preset_values("fp8lm_o3")["optimizer"], "stochastic_rounding": False},
     "fishman_nearest": {**preset_values("fishman")["optimizer"], "stochastic_rounding": False},
 }

@@ -129,6 +129,32 @@ def test_counters_and_layers_in_bf16_are_resumed(ranks, tmp_path):
         assert moved[0] == moved[1]
 
 
+def layers_by_name(folder):
+    """What a checkpoint says of layers that a filter left out, and what an engine without it, or without them, says."""
+    import ds_fp8
+    from ds_fp8.config.fp8 import FP8Config
+
+    def without_down(net):
+        ds_fp8.convert(net, FP8Config(fuse="off"), filter=lambda name, layer: not name.endswith("1.down"))
+
+    section = {"monitor": {"every": 0}, "fuse": "off"}
+    engine = models.build(models.config(section), prepare=without_down)
+    state = engine.fp8.state_dict()
+    said = []
+    fresh = models.build(models.config(section))
+    fresh.fp8.health.warn = said.append
+    fresh.fp8.load_state_dict({**state, "layers_in_bf16": ["base_model.layers.0.up", "layers.0.up"]})
+    return state["excluded_by_filter"], said, fresh.fp8.health.layers_in_bf16
+
+
+def test_layers_of_a_checkpoint_that_this_engine_lacks_or_casts_are_named(ranks, tmp_path):
+    excluded, (lacking, cast), moved = ranks(1, layers_by_name, str(tmp_path))[0]
+    assert excluded == ["layers.1.down"]
+    assert "base_model.layers.0.up" in lacking
+    assert "layers.1.down" in cast
+    assert moved == ["layers.0.up"]
+
+
 def other_ways_to_load(folder):
     """What is said, and the clock, of an engine that loads only a model, a checkpoint without FP8, or its own."""
     feedback = {"preset": "fp8lm_o1", "grad_reduce": {"error_feedback": "bf16"}}

@@ -406,10 +406,15 @@ def test_a_layer_that_training_moved_to_bf16_and_another_model_lacks_is_named(tr
     shutil.copytree(trained[0] / "checkpoints/step_3", checkpoint)
     for file in checkpoint.glob("*_model_states.pt"):
         state = torch.load(file, weights_only=False)
-        state["ds_fp8"]["layers_in_bf16"] = ["model.layers.1"]
+        state["ds_fp8"] |= {
+            "layers_in_bf16": ["model.layers.1"],
+            "excluded_by_filter": ["model.layers.0.mlp.down_proj"],
+        }
         torch.save(state, file)
     plan = export_again(trained, tmp_path / "out", checkpoint=checkpoint)
     assert plan.left["model.layers.1.mlp.up_proj"] == "moved to BF16 in training"
+    assert plan.left["model.layers.0.mlp.down_proj"] == "excluded by the filter"
+    assert "model.layers.0.mlp.up_proj" not in plan.left
     smaller = AutoConfig.from_pretrained(trained[0] / "bf16", num_hidden_layers=1)
     with pytest.raises(UserError, match="another model: it has a layer"):
         export_again(trained, tmp_path / "smaller", checkpoint=checkpoint, config=smaller)

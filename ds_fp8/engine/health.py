@@ -137,8 +137,8 @@ class Health:
         cast = [name for name in state.get("excluded_by_filter", ()) if isinstance(modules.get(name), FP8Linear)]
         if cast:
             self.warn(
-                f"warning: a filter left {len(cast)} layers in BF16 when the checkpoint was written, and they are in FP8 "
-                f"now ({cast[0]}): call ds_fp8.convert with the same filter before initialize"
+                f"warning: a filter left {len(cast)} layers in BF16 when the checkpoint was written, and they are in "
+                f"FP8 now ({cast[0]}): call ds_fp8.convert with the same filter before initialize"
             )
         saved = {name: found for name, found in state.get("outlier_channels", {}).items() if name in self._outliers}
         left = [

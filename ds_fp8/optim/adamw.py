@@ -28,7 +28,7 @@ from ds_fp8.casts.stochastic import random_key
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.optimizer_state import AUTO, MOMENTS, StatePrecision
 from ds_fp8.optim import checkpoints
-from ds_fp8.optim.adamw_step import AdamStep, adamw_step
+from ds_fp8.optim.adamw_step import AdamStep, adamw_step_reference
 from ds_fp8.optim.checkpoints import MASTER
 from ds_fp8.optim.codecs import CODECS
 from ds_fp8.optim.moment import Layout, Moment, is_kept_as
@@ -200,7 +200,7 @@ class AdamW(torch.optim.Optimizer):
         options = {"low": low, "skip": skip, "factor": factor, "seed": seed, "stochastic": at_random}
         # Triton launches on the current device.
         with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
-            adamw_step(*arguments, **options)
+            _step_on(p.device, moments)(*arguments, **options)
         if not p.is_contiguous():
             p.copy_(parameter.view(p.shape))
 
@@ -298,6 +298,15 @@ class AdamW(torch.optim.Optimizer):
                     self.state[p] = {"step": saved.step} | {
                         key: self._encoded(p, key, *numbers) for key, numbers in saved.numbers.items()
                     }
+
+
+def _step_on(device: torch.device, moments: Sequence[torch.Tensor | Moment]) -> Callable[..., None]:
+    """Return the function that steps there: the kernel, unless a moment's format is emulated by torch."""
+    if device.type != "cuda" or any(isinstance(moment, Moment) and moment.codec.emulated for moment in moments):
+        return adamw_step_reference
+    from ds_fp8.optim import adamw_step_triton
+
+    return adamw_step_triton.adamw_step
 
 
 def _flat(state: torch.Tensor | Moment) -> torch.Tensor | Moment:

@@ -1,4 +1,4 @@
-"""One AdamW step on flat state: in Triton on a GPU, in plain torch elsewhere, which is the oracle of the kernel.
+"""One AdamW step on flat state in plain torch: what a CPU does, and the oracle of the kernel in adamw_step_triton.py.
 
 Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101), as torch.optim.AdamW computes it. Compressed
 moments are decoded piece by piece, so that their FP32 copies stay small.
@@ -44,7 +44,7 @@ class AdamStep:
         return 1 / math.sqrt(1 - self.beta2**self.number)
 
 
-def adamw_step(
+def adamw_step_reference(
     master: torch.Tensor,
     grad: torch.Tensor,
     exp_avg: torch.Tensor | Moment,
@@ -72,31 +72,6 @@ def adamw_step(
             They are the same distribution on every device, but other bits on a GPU.
         stochastic: Some of the moments' names.
     """
-    emulated = any(isinstance(state, Moment) and state.codec.emulated for state in (exp_avg, exp_avg_sq))
-    if grad.is_cuda and not emulated:
-        from ds_fp8.optim import adamw_step_triton
-
-        step_on_device = adamw_step_triton.adamw_step
-    else:
-        step_on_device = adamw_step_reference
-    options = {"low": low, "skip": skip, "factor": factor, "seed": seed, "stochastic": stochastic}
-    step_on_device(master, grad, exp_avg, exp_avg_sq, step, **options)
-
-
-def adamw_step_reference(
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor | Moment,
-    exp_avg_sq: torch.Tensor | Moment,
-    step: AdamStep,
-    *,
-    low: torch.Tensor | None = None,
-    skip: torch.Tensor | None = None,
-    factor: torch.Tensor | None = None,
-    seed: int | None = None,
-    stochastic: Collection[str] = MOMENTS,
-) -> None:
-    """Do adamw_step in plain torch, on any device."""
     if skip is not None and skip.item():
         return
     noise = None if seed is None else torch.Generator(grad.device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""adamw_step of adamw_step.py in Triton: gradient, codes and scales are read once, and what changed is written once.
+"""adamw_step_reference of adamw_step.py in Triton: gradient, codes and scales are read once, and what changed is written once.
 
 A program takes ROWS groups of 128 consecutive elements of the flat parameter. With 16 elements a thread every access is
 16 bytes wide, codes lie in the same registers as their gradient, a group's largest and smallest magnitude are reductions
@@ -143,7 +143,7 @@ def adamw_step(
     seed: int | None = None,
     stochastic: Collection[str] = MOMENTS,
 ) -> None:
-    """Do adamw_step of adamw_step.py on the GPU. Allocates memory for scales by tensor only."""
+    """Do adamw_step_reference on the GPU. Allocates memory for scales by tensor only."""
     states = (exp_avg, exp_avg_sq)
     layout = shared_layout(*states)
     by_tensor = layout is not None and layout.granularity == "tensor"

@@ -10,7 +10,7 @@ from format_search import BF16
 from jinja2 import ChoiceLoader, DictLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ds_fp8.report import svg
+from ds_fp8.report import charts as svg
 
 FLOOR = 1e-9
 """Nats: a divergence of zero, as of BF16 from itself, is drawn as this."""

@@ -38,8 +38,7 @@ OPTIONS = {
         "--find-max",
         "--rerun",
     ),
-    "parity": ("--steps", "--seeds", "--gpus", "--out", "--tolerance", "--set", "--grid", "--sweep"),
-    "robustness": ("--steps", "--seeds", "--rates", "--gpus", "--batches", "--set", "--grid", "--sweep"),
+    "parity": ("--steps", "--seeds", "--rates", "--gpus", "--out", "--tolerance", "--set", "--grid", "--sweep"),
     "export": ("--format", "--model", "--deepspeed_config", "--force"),
     "evaluate": ("--batches", "--gpus", "--problems", "--limit", "--out", "--json", "--set"),
     "report": ("--title", "--out"),
@@ -99,7 +98,7 @@ def command_lines(text: st.SearchStrategy, paths: list[str]) -> st.SearchStrateg
     stage, run, reported, model = paths[:4]
     usual = {command: [stage] for command in OPTIONS} | {"report": [reported], "export": [run, "out"], "configs": []}
     usual |= {"evaluate": [model, stage], "sweep": [stage, "--sweep", "sweeps/fp8_levels.json"]}
-    usual |= {"parity": [stage, "--steps", "2"], "robustness": [stage, "--steps", "2"]}
+    usual |= {"parity": [stage, "--steps", "2"]}
 
     @st.composite
     def line(draw: st.DrawFn) -> list[str]:
@@ -246,10 +245,11 @@ class FolderJudges:
                 "ds_fp8.cluster.local_launch.train_here",
                 "ds_fp8.commands.train.launch_as",
                 "ds_fp8.commands.train._train",
-                "ds_fp8.commands.comparisons.train_once",
+                "ds_fp8.commands.parity.train_once",
                 "ds_fp8.train.processes.init_distributed",
                 "ds_fp8.export.export_checkpoint",
                 "ds_fp8.report.page.write_report",
+                "ds_fp8.report.parity.write_parity",
             ):
                 work.enter_context(mock.patch(name, _started))
             work.enter_context(contextlib.redirect_stdout(io.StringIO()))

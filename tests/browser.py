@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,24 @@ class Visit:
     console: list[str]
     requests: list[str]
     """Addresses other than the page's own file."""
+
+
+LOOK = Path(__file__).parent / "report" / "look.html"
+
+
+def look(page: Path, folder: Path, scheme: str = "light") -> list[dict]:
+    """Show `page` with all its folds open on a phone and a desk; return what look.html finds, the phone first."""
+    text = page.read_text().replace("<details>", "<details open>")
+    wrapper = folder / "look.html"
+    script = f"const page = {json.dumps(text)};".replace("</", "<\\/")
+    wrapper.write_text(LOOK.read_text().replace("const page = PAGE;", script))
+    seen = visit(wrapper, folder, *["--blink-settings=preferredColorScheme=0"] * (scheme == "dark"))
+    assert (seen.console, seen.requests) == ([], [])
+    found = json.loads(unescape(re.search("<title>(.*?)</title>", seen.document, re.DOTALL).group(1)))
+    for each in found:
+        assert each["needed"] <= each["width"] == each["asked"]  # nothing scrolls sideways
+        assert each["faint"] == []
+    return sorted(found, key=lambda each: each["asked"])
 
 
 def visit(page: Path, folder: Path, *more: str) -> Visit:

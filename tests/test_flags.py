@@ -76,7 +76,7 @@ def test_a_name_takes_the_same_values_everywhere(parsers):
 
 def test_a_command_that_trains_or_measures_a_stage_takes_changes_and_gpus(parsers):
     names = {command: {name for name, of, _ in flags(parsers) if of == command} for command in parsers}
-    for command in ("train", "check", "estimate", "evaluate", "parity", "robustness"):
+    for command in ("train", "check", "estimate", "evaluate", "parity"):
         assert {"--set", "--gpus", "--deepspeed_config"} <= names[command], command
-    for command in ("evaluate", "parity", "report", "robustness", "sweep"):
+    for command in ("evaluate", "parity", "report", "sweep"):
         assert "--out" in names[command], command

@@ -2,53 +2,199 @@
 
 Trains the stage for so many steps in FP8 and in BF16 from each of the seeds, one run after the other, and compares the
 final validation losses with what another seed changes. Leaves parity.json and report.html in --out. Run it again and it
-continues where it stopped. The exit code is 0 where FP8 is equal, else 1.
+continues where it stopped. The exit code is 0 where FP8 is no worse, else 1.
 
-    --grid fp8.preset=infir2,hybrid_fast,coat
+    --grid fp8.preset=infir2,hybrid_fast,coat     every value against BF16; or every combination, or a --sweep FILE
+    --rates 0.5,1,2,4                             at multiples of the stage's learning rate: how robust is it?
 
-compares every value (or every combination, or every point of a --sweep FILE) with BF16, in a folder each; runs in BF16
-are shared where they are the same.
+Runs in BF16 are shared by points where they are the same. Of every point the page also tells diverged runs and spikes.
 """
 
 from __future__ import annotations
 
-from ds_fp8.commands.arguments import amount, parser_of, stage_file
-from ds_fp8.commands.comparisons import add_runs, ranks_of, read_points, train_all, with_length
-from ds_fp8.config.files import check_writable
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds_fp8.commands.arguments import add_stage, amount, count, count_or_none, parser_of, stage_file
+from ds_fp8.commands.comparisons import add_grid, add_out, read_points, say_what_loads
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import check_writable, read_json
+
+if TYPE_CHECKING:
+    from ds_fp8.report.parity import Cell
+    from ds_fp8.train import Stage
+
+RATE = "optimizer.params.lr"
 
 
 def main() -> int:
     """Train the twins and give the verdict."""
     parser = parser_of(__doc__)
-    add_runs(parser, "runs/parity", seeds=1)
+    add_stage(parser)
+    parser.add_argument("--steps", required=True, type=count, help="optimizer steps of every run")
+    parser.add_argument("--seeds", type=count, default=1, help="seeds, from train.seed upwards (default 1)")
+    parser.add_argument("--gpus", "--ranks", type=count, help="ranks of every run (default: the GPUs; without GPUs 1)")
+    parser.add_argument("--rates", type=_amounts, metavar="X,X", help=f"--grid {RATE}=... in multiples of the stage's")
+    parser.add_argument("--evaluations", type=count, default=10, help="evaluations along every run (default 10)")
+    parser.add_argument("--sharpness", type=count_or_none, default=0, metavar="BATCHES",
+                        help="validation batches for the sharpness in the logits (default 0: none)")  # fmt: skip
     parser.add_argument("--tolerance", type=amount, help="relative gap that is allowed (default 0.0025)")
+    add_out(parser, "runs/parity")
+    add_grid(parser)
     arguments = parser.parse_args()
     check_writable(arguments.out, "--out")
+    say_what_loads()
 
-    from ds_fp8.report import parity
-    from ds_fp8.report.page import write_report
-    from ds_fp8.report.verdict import TOLERANCE, judge_seeds
+    import torch
+
+    from ds_fp8.report.parity import comparisons_in, run_overrides, twins_of, write_parity
+    from ds_fp8.report.verdict import TOLERANCE
     from ds_fp8.train import load_stage
 
-    file, ranks, points = stage_file(arguments), ranks_of(arguments), read_points(arguments)
+    file, ranks = stage_file(arguments), arguments.gpus or torch.cuda.device_count() or 1
+    stage = load_stage(file, arguments.set, ranks)
+    if arguments.rates:
+        rates = [_rate(stage) * multiple for multiple in arguments.rates]
+        arguments.grid.append(f"{RATE}={','.join(map(repr, rates))}")
+    points = read_points(arguments)
     stages = {point: load_stage(file, [*arguments.set, *changes], ranks) for point, changes in points.items()}
-    first = next(iter(stages.values()))
-    twins = parity.twins_of(points, range(first.train.seed, first.train.seed + arguments.seeds))
-    stages = {point: with_length(stage) for point, stage in stages.items()}
+    twins = twins_of(points, range(stage.train.seed, stage.train.seed + arguments.seeds))
+    stages = {point: _with_length(stage) for point, stage in stages.items()}
     runs = {
-        str(cell): [*arguments.set, *parity.run_overrides(stages[pair[0].point], cell, arguments.steps, arguments.out)]
-        for pair in twins
-        for cell in pair
+        cell: [
+            *arguments.set,
+            *run_overrides(stages[fp8.point], cell, arguments.steps, arguments.evaluations, arguments.out),
+        ]
+        for fp8, bf16 in twins
+        for cell in (fp8, bf16)
     }
-    train_all(runs, file, ranks)
+    _train_all({str(cell): changes for cell, changes in runs.items()}, file, ranks)
+    if arguments.sharpness:
+        print("\n== sharpness of the final models", flush=True)
+        # Not in between: runs would inherit this process's place in its process group.
+        for cell, changes in runs.items():
+            _measure(load_stage(file, changes, ranks), cell, arguments.sharpness)
     tolerance = TOLERANCE if arguments.tolerance is None else arguments.tolerance
-    passed = True
-    for point in points:
-        found = parity.comparisons_in(arguments.out, [pair for pair in twins if pair[0].point == point])
-        verdict, out = judge_seeds(found, tolerance), arguments.out / parity.point_folder(point)
-        figures = parity.write(parity.compare(found, tolerance), out)
-        _, page = write_report(found, verdict, out, f"FP8 against BF16, {point or file.name}", tolerance)
-        title = f"{point}: " if point else ""
-        print(f"\n{title}{verdict.words}\nfigures: {figures}\nreport:  {page}")
-        passed &= verdict.passed
-    return 0 if passed else 1
+    title = f"FP8 against BF16, {file.parent.name}/{file.name}"
+    figures, page, verdict = write_parity(comparisons_in(arguments.out, twins), arguments.out, title, tolerance)
+    print(f"\n{verdict}\nfigures: {figures}\nreport:  {page}")
+    return 0 if verdict.passed else 1
+
+
+def _rate(stage: Stage) -> float:
+    rate = stage.configuration.optimizer_params.get("lr")
+    if rate is None:
+        raise UserError(
+            "the stage has no learning rate to vary",
+            key=RATE,
+            file=stage.file,
+            remedy='"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}',
+        )
+    return rate
+
+
+def _amounts(text: str) -> list[float]:
+    """Parse "0.5,1,2"."""
+    found = [amount(part) for part in text.split(",")]
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} lists a value twice")
+    return found
+
+
+def _with_length(stage: Stage) -> Stage:
+    """Return the stage with its steps: where it has epochs and a schedule in steps, they are known once data is."""
+    schedule = stage.train.schedule
+    if stage.train.steps is not None or max(schedule.warmup, schedule.decay) < 1:
+        return stage
+    from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
+
+    data = build_data(stage.data, build_tokenizer(stage.data, default_cache_dir()), default_cache_dir())
+    return stage.with_length(len(data.train))
+
+
+def _train_all(runs: Mapping[str, list[str]], config: Path, ranks: int) -> None:
+    """Load the stage as every run changes it, then make the runs that are not there, by their names, one by one.
+
+    Raises:
+        UserError: A run is wrong, or its folder holds another one; before the first has taken its time.
+    """
+    from ds_fp8.train import load_stage
+    from ds_fp8.train.resume import inspect_run
+
+    # All of them first: a mistake in the last run is found before the first has taken hours.
+    stages = {name: load_stage(config, changes, ranks) for name, changes in runs.items()}
+    finished = set()
+    for name, stage in stages.items():
+        _check_same_length(stage)
+        if inspect_run(stage).result is not None:
+            finished.add(name)
+    for number, (name, changes) in enumerate(runs.items(), 1):
+        print(f"\n== {number} of {len(runs)}: {name}{', finished before' if name in finished else ''}", flush=True)
+        if name not in finished:
+            train_once(config, ranks, changes)
+
+
+def _check_same_length(stage: Stage) -> None:
+    """Raise UserError where the run in the stage's folder was started with other steps."""
+    from ds_fp8.config.fp8 import section_of
+    from ds_fp8.train.checkpoints import CONFIG
+
+    file = stage.run_dir / CONFIG
+    steps = section_of(read_json(file), "train").get("steps") if file.is_file() else stage.train.steps
+    if steps != stage.train.steps:
+        # It would go on, and end with weights of two schedules one after the other.
+        raise UserError(
+            f"{stage.run_dir} holds a run of {steps} steps, and one of {stage.train.steps} has another schedule",
+            key="--steps",
+            remedy="another --out, or as many steps",
+        )
+
+
+def train_once(config: Path, ranks: int, overrides: list[str]) -> None:
+    """Make one run, with what it prints; its failure is this command's."""
+    from ds_fp8.cluster.local_launch import train_here
+
+    changes = [part for change in overrides for part in ("--set", change)]
+    code = train_here(["--deepspeed_config", str(config), *changes], ranks)
+    if code:
+        sys.exit(code)
+
+
+def _measure(stage: Stage, cell: Cell, batches: int) -> None:
+    """Write the sharpness of a finished run's model beside its result, unless it is there or its loss is not finite."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+    from transformers import AutoModelForCausalLM
+
+    import ds_fp8
+    from ds_fp8.data import build_data, default_cache_dir, load_tokenizer, measured_rows
+    from ds_fp8.layers.linear import munit
+    from ds_fp8.report.runs import SHARPNESS, RunRecord
+    from ds_fp8.train import packed_attention, processes
+    from ds_fp8.train.batches import micro_batches
+    from ds_fp8.train.checkpoints import MODEL
+    from ds_fp8.train.durable import write_atomically
+    from ds_fp8.train.sharpness import logit_sharpness
+
+    folder, stage = stage.run_dir, stage.unshared()
+    if (folder / SHARPNESS).is_file() or RunRecord(folder).result["final_loss"] is None:
+        return
+    processes.set_single_process_env()
+    processes.init_distributed()
+    packed_attention.register()
+    munit.register()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / MODEL, dtype=torch.bfloat16, attn_implementation=stage.model.attn_implementation
+    ).to(get_accelerator().current_device_name())
+    # A run in FP8 is judged with the casts that it was trained with.
+    if cell.kind == "fp8":
+        ds_fp8.convert(model, stage.fp8)
+    rows = build_data(stage.data, load_tokenizer(str(folder / MODEL)), default_cache_dir()).validation
+    chosen = measured_rows(rows.rows_by_source, batches * stage.global_batch, stage.data.weights())
+    found = logit_sharpness(model, micro_batches(stage, rows, chosen, model.device))
+    # Atomically, for the file's presence says that this model has been measured.
+    write_atomically(folder / SHARPNESS, json.dumps(found, indent=2) + "\n")

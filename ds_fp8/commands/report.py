@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ds_fp8.commands.arguments import parser_of
+from ds_fp8.commands.comparisons import say_what_loads
 from ds_fp8.config.files import check_writable
 
 
@@ -23,6 +24,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.out is not None:
         check_writable(arguments.out, "--out")
+    say_what_loads()
 
     from ds_fp8.report.page import write_report
     from ds_fp8.report.runs import find
@@ -33,5 +35,5 @@ def main() -> int:
     verdict = judge_all(comparisons)
     title = arguments.title or " and ".join(map(str, folders))
     summary, page = write_report(comparisons, verdict, arguments.out or arguments.run, title)
-    print(f"{verdict.words}\nfigures: {summary}\nreport:  {page}")
+    print(f"{verdict}\nfigures: {summary}\nreport:  {page}")
     return 0

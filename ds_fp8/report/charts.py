@@ -1,146 +1,227 @@
-"""The charts of a report: losses and their gap, speed, and the health of casts over the steps."""
+"""Charts as SVG elements whose text and lines take their colours from the page, light or dark."""
 
 from __future__ import annotations
 
+import io
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from ds_fp8.monitor.heat_maps import health_matrix, health_sites, short_name
-from ds_fp8.monitor.thresholds import LABELS
-from ds_fp8.report import svg
-from ds_fp8.report.runs import Comparison, RunRecord
+from ds_fp8.report.runs import KINDS, Comparison
 
+INK, MUTED, GRID = "#000001", "#000002", "#000003"
+SERIES = tuple(f"#0000{number}" for number in range(11, 19))
+"""Stand-ins, as INK, that `as_svg` replaces by the page's variables; no chart may use these as colours."""
+FP8, BF16 = SERIES[:2]
+_VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--line"} | {c: f"--c{n}" for n, c in enumerate(SERIES, 1)}
+_STYLE = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "grid.color": GRID,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.handlelength": 1.8,
+    "svg.fonttype": "none",  # text as text: sharp, small, in the page's font
+}
+WIDTH = 4.8
+"""Inches of a chart, 346 CSS pixels: about as wide as a phone, so that its text is not scaled down there."""
 MAX_POINTS = 300
 """Points of a curve; of more, means of neighbours are drawn."""
 GAP_POINTS = 25
 """Points of the gap of the training losses, each a mean of as many steps."""
-LOG_RATIO = 3.0
-"""Ratio of the largest to the smallest loss from which their axis is logarithmic."""
-NORM_RATIO = 30.0
-"""The same of gradient norms, which one spike must not press flat."""
-MAX_COLUMNS = 160
-"""Measurements in a heat map; of more, some evenly spaced ones are shown."""
-HEAT_RANGES = {"flushed": (0.0, 1.0), "saturated": (0.0, 0.1), "snr_db": (20.0, 34.0)}
-"""Least range of the colours, in percent, percent and dB: small differences must not look large."""
-HEAT_TITLES = {
-    "flushed": ("flushed to zero, %", "YlOrBr"),
-    "saturated": ("saturated, %", "YlOrBr"),
-    "snr_db": ("signal-to-noise ratio, dB", "YlOrBr_r"),
-}
-
-
-@svg.styled
-def losses(comparison: Comparison) -> str:
-    """Draw training and validation losses over the steps."""
-    figure, axes = svg.chart()
-    for (label, run), style in zip(comparison.columns.items(), _styles(comparison), strict=False):
-        line = {"color": style["color"], "linestyle": style["linestyle"]}
-        axes.plot(*_thinned(*run.series("loss"), MAX_POINTS), **line, linewidth=1.3, label=f"{label} training")
-        axes.plot(
-            *run.series("validation_loss"), style["marker"], color=style["color"], fillstyle="none", markersize=6,
-            linestyle="", label=f"{label} validation",
-        )  # fmt: skip
-    axes.set(xlabel="step", ylabel="nats per token", title="Loss")
-    values = [value for run in comparison.columns.values() for value in run.series("loss")[1]]
-    if values and max(values) > LOG_RATIO * min(values) > 0:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter("{x:g}")
-    axes.legend()
-    return svg.as_svg(figure, f"Loss over the steps, {comparison.name}")
-
-
-@svg.styled
-def gap(comparison: Comparison, tolerance: float) -> str | None:
-    """Draw FP8 / BF16 - 1 of the losses over the steps, or return None where no step has both."""
-    if comparison.twin is None:
-        return None
-    curves = {}
-    for key in ("loss", "validation_loss"):
-        ours, theirs = comparison.run.by_step(key), comparison.twin.by_step(key)
-        steps = [step for step in ours if theirs.get(step)]
-        points = _thinned(steps, [ours[step] / theirs[step] - 1 for step in steps], GAP_POINTS)
-        if len(steps) > 1:
-            curves[key] = points
-    if not curves:
-        return None
-    figure, axes = svg.chart()
-    axes.axhspan(-tolerance, tolerance, color=svg.GRID, linewidth=0, label=f"±{tolerance:.2%}")
-    axes.axhline(0, color=svg.MUTED, linewidth=0.8)
-    if "loss" in curves:
-        axes.plot(*curves["loss"], color=svg.MUTED, linewidth=1, alpha=0.6, label="training, means")
-    if "validation_loss" in curves:
-        axes.plot(*curves["validation_loss"], "o-", color=svg.FP8, linewidth=1.5, markersize=4, label="validation")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    first, second = comparison.columns
-    title = (
-        f"{first} against {second}" if comparison.run.kind != comparison.twin.kind else "The first against the second"
-    )
-    axes.set(xlabel="step", title=f"Loss: {title}")
-    axes.legend()
-    return svg.as_svg(figure, f"Relative gap of the losses over the steps, {comparison.name}")
-
-
-@svg.styled
-def gaps_of_seeds(comparisons: Sequence[Comparison], noise: float | None, tolerance: float) -> str:
-    """Draw FP8 / BF16 - 1 of the validation losses, one line a seed, and how far BF16's own seeds are apart."""
-    figure, axes = svg.chart()
-    if noise is not None:
-        axes.axhspan(-noise, noise, color=svg.GRID, linewidth=0, label="BF16's own seeds")
-    axes.axhline(0, color=svg.MUTED, linewidth=0.8)
-    axes.axhline(tolerance, color=svg.MUTED, linewidth=0.8, linestyle=":", label=f"{tolerance:.2%}")
-    for index, (comparison, marker) in enumerate(zip(comparisons, itertools.cycle("osD^v"), strict=False)):
-        ours, theirs = (run.by_step("validation_loss") for run in comparison.columns.values())
-        values = {step: loss / theirs[step] - 1 for step, loss in ours.items() if theirs.get(step)}
-        axes.plot(
-            list(values), list(values.values()), color=svg.FP8, alpha=1 - 0.6 * index / len(comparisons),
-            marker=marker, markersize=4, linewidth=1.2, label=comparison.name.replace("_", " "),
-        )  # fmt: skip
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set(xlabel="step", title="Validation loss: FP8 against BF16, by seed")
-    axes.legend()
-    return svg.as_svg(figure, "Relative gap of the validation losses over the steps, one line a seed")
-
-
-def learning_rate(comparison: Comparison) -> str | None:
-    """Draw the learning rate over the steps, or return None where no run has recorded it."""
-    return _over_steps(comparison, "learning_rate", "Learning rate")
-
-
-def gradient_norm(comparison: Comparison) -> str | None:
-    """Draw the norm of the gradient, before it is clipped, or return None where no run has recorded it."""
-    return _over_steps(comparison, "gradient_norm", "Gradient norm, before clipping")
-
-
-def speed(comparison: Comparison) -> str | None:
-    """Draw tokens per second over the steps, or return None where no run has recorded it."""
-    return _over_steps(comparison, "tokens_per_second", "Tokens per second")
-
-
+EARLY = 0.1
+"""Share of the steps, from the first, that does not set the range of an axis: it is far off, or mere noise."""
+LEAST_CURVE = 4
+"""Points of a validation loss that are joined by a line; a line through fewer would look like a trend."""
 ROUTING = {
     "entropy": ("Entropy of tokens per expert, 1 = even", min, "lowest layer"),
     "largest_share": ("Largest expert's share of a layer's tokens", max, "highest layer"),
 }
 """Figures of routing that are drawn: title, the layer drawn beside the mean, and its name."""
 
+styled = matplotlib.rc_context(_STYLE)
+"""Decorator of functions that draw: matplotlib takes its style when each part is made."""
 
-def routing(comparison: Comparison) -> list[str]:
-    """Draw how evenly tokens are spread over experts, and the auxiliary loss, where a run has recorded them."""
-    pictures = [_routing(comparison, figure) for figure in ROUTING]
+
+def chart(height: float = 2.9, grid: str = "y") -> tuple[Figure, Any]:
+    """Return an empty figure and its axes, `height` in inches."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.subplots()
+    axes.grid(axis=grid, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    return figure, axes
+
+
+def as_svg(figure: Figure, description: str) -> str:
+    """Return the figure as an <svg> element; `description` is what screen readers say."""
+    labels = [axes.get_legend_handles_labels() for axes in figure.axes]
+    if any(names for _, names in labels):
+        # Below the axes: nowhere inside is it sure to cover no line.
+        figure.legend(loc="outside lower left", ncols=3, columnspacing=1.2, handletextpad=0.5)
+    stream = io.StringIO()
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": description}):
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+    text = stream.getvalue()
+    text = text[text.index("<svg") :]
+    # Names of groups, the same in every chart: ids must be unique in a page. Those that are referred to have a hash.
+    text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    text = re.sub(r"font:\s*([\d.]+)px [^;\"]*", r"font-size: \1px", text)
+    label = description.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+
+@styled
+def bars(
+    title: str,
+    names: Sequence[str],
+    parts: Mapping[str, Sequence[float]],
+    unit: str,
+    marks: Sequence[float | None] = (),
+) -> str:
+    """Draw a horizontal bar for each name, made of `parts` side by side, with its sum and a line at its mark."""
+    figure, axes = chart(1.1 + 0.3 * len(names) + 0.2 * (len(parts) > 1) * -(-len(parts) // 3), grid="x")
+    axes.invert_yaxis()
+    left = np.zeros(len(names))
+    for colour, (part, sizes) in zip(itertools.cycle(SERIES), parts.items(), strict=False):
+        last = axes.barh(range(len(names)), sizes, left=left, color=colour, height=0.65)
+        if len(parts) > 1:
+            last.set_label(part)
+        left = left + np.array(sizes, dtype=float)
+    axes.bar_label(last, [f"{total:,.{0 if max(left) >= 100 else 1}f}" for total in left], padding=4, color=INK)
+    for row, mark in enumerate(marks):
+        if mark is not None:
+            axes.plot([mark, mark], [row - 0.42, row + 0.42], color=INK, linewidth=2)
+    axes.set_yticks(range(len(names)), names)
+    axes.margins(x=0.15)
+    axes.set(title=title, xlabel=unit)
+    return as_svg(figure, f"{title}, {unit}")
+
+
+@styled
+def losses(comparison: Comparison) -> str:
+    """Draw training and validation losses over the steps."""
+    figure, axes = chart()
+    late = []
+    for (label, run), style in zip(comparison.columns.items(), _styles(comparison), strict=False):
+        line = {"color": style["color"], "linestyle": style["linestyle"]}
+        steps, values = run.series("loss")
+        axes.plot(*_thinned(steps, values, MAX_POINTS), **line, linewidth=1.3, label=f"{label} training")
+        points = run.series("validation_loss")
+        axes.plot(
+            *points, style["marker"], color=style["color"], fillstyle="none", markersize=6, linestyle="",
+            label=f"{label} validation",
+        )  # fmt: skip
+        late += _late(steps, values) + _late(*points)
+    _set_range(axes, late)
+    _over(axes, "Loss", "nats per token")
+    return as_svg(figure, f"Loss over the steps, {comparison.name}")
+
+
+@styled
+def gap(comparison: Comparison, tolerance: float) -> str | None:
+    """Draw FP8 / BF16 - 1 of the losses over the steps, or return None where no step has both."""
+    if comparison.twin is None:
+        return None
+    figure, axes = chart()
+    axes.axhspan(-tolerance, tolerance, color=GRID, linewidth=0, label=f"±{tolerance:.2%}")
+    axes.axhline(0, color=MUTED, linewidth=0.8)
+    late, drawn = [tolerance, -tolerance], False
+    for key, name in (("loss", "training, means"), ("validation_loss", "validation")):
+        steps, values = comparison.gaps(key)
+        # Before the first step both are the same model.
+        steps, values = (part[1:] if steps[:1] == [0] else part for part in (steps, values))
+        if key == "loss":
+            steps, values = _thinned(steps, values, GAP_POINTS)
+            axes.plot(steps, values, color=MUTED, linewidth=1, label=name if steps else None)
+        else:
+            line = "-" if len(steps) >= LEAST_CURVE else ""
+            axes.plot(steps, values, "o", linestyle=line, color=FP8, linewidth=1.5, markersize=5, label=name)
+        late, drawn = late + _late(steps, values), drawn or bool(steps)
+    if not drawn:
+        return None
+    _set_range(axes, late)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    kinds = {run.kind for run in comparison.columns.values()}
+    title = "FP8 against BF16" if kinds == set(KINDS) else "the first against the second"
+    _over(axes, f"Loss: {title}", "")
+    return as_svg(figure, f"Relative gap of the losses over the steps, {comparison.name}")
+
+
+@styled
+def gaps_of_seeds(comparisons: Sequence[Comparison], noise: float | None, tolerance: float) -> str:
+    """Draw FP8 / BF16 - 1 of the validation losses, one line a seed, and how far BF16's own seeds are apart."""
+    figure, axes = chart()
+    if noise is not None:
+        axes.axhspan(-noise, noise, color=GRID, linewidth=0, label="BF16's own seeds")
+    axes.axhline(0, color=MUTED, linewidth=0.8)
+    axes.axhline(tolerance, color=MUTED, linewidth=0.8, linestyle=":", label=f"{tolerance:.2%}")
+    late = [tolerance, -(noise or 0)]
+    for comparison, colour, marker in zip(comparisons, itertools.cycle(SERIES), itertools.cycle("osD^v"), strict=False):
+        steps, values = comparison.gaps("validation_loss")
+        line = "-" if len(steps) >= LEAST_CURVE else ""
+        axes.plot(steps, values, marker, linestyle=line, color=colour, markersize=4, linewidth=1.2,
+                  label=comparison.name)  # fmt: skip
+        late += _late(steps, values)
+    _set_range(axes, late)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _over(axes, "Validation loss: FP8 against BF16", "")
+    return as_svg(figure, "Relative gap of the validation losses over the steps, one line a seed")
+
+
+@styled
+def over_points(title: str, unit: str, points: Sequence[str], values: Mapping[str, Sequence[Sequence[float]]]) -> str:
+    """Draw what the runs of each kind have at each point of a grid, and a line through their means."""
+    figure, axes = chart()
+    for (kind, found), colour, marker, line in zip(values.items(), (FP8, BF16), "os", ("-", "--"), strict=True):
+        for place, those in enumerate(found):
+            axes.plot([place] * len(those), those, marker, color=colour, fillstyle="none", markersize=5)
+        means = {place: sum(those) / len(those) for place, those in enumerate(found) if those}
+        axes.plot(list(means), list(means.values()), color=colour, linestyle=line, linewidth=1.3, label=kind.upper())
+    axes.set_xticks(range(len(points)), points, rotation=0 if max(map(len, points)) < 12 else 30, ha="center")
+    axes.set(ylabel=unit, title=title)
+    return as_svg(figure, f"{title} over the points, FP8 beside BF16")
+
+
+def over_steps(comparison: Comparison) -> list[str]:
+    """Draw what the runs recorded at their steps: learning rate, gradient norm, speed on a GPU, routing of experts."""
+    pictures = [
+        _over_steps(comparison, "learning_rate", "Learning rate"),
+        _over_steps(comparison, "gradient_norm", "Gradient norm, before clipping"),
+    ]
+    if comparison.run.result["device"] != "cpu":
+        pictures.append(_over_steps(comparison, "tokens_per_second", "Tokens per second"))
+    pictures += [_routing(comparison, figure) for figure in ROUTING]
     pictures.append(_over_steps(comparison, "auxiliary_loss", "Auxiliary loss"))
     return [picture for picture in pictures if picture is not None]
 
 
-@svg.styled
+@styled
 def _routing(comparison: Comparison, figure: str) -> str | None:
     title, worst, name = ROUTING[figure]
-    drawing, axes = svg.chart(2.4)
+    drawing, axes = chart(2.6)
     for (label, run), style in zip(comparison.columns.items(), _styles(comparison), strict=False):
         steps = [record["step"] for record in run.routing]
         mean = [record["routing"]["mean"][figure] for record in run.routing]
@@ -151,73 +232,58 @@ def _routing(comparison: Comparison, figure: str) -> str | None:
             axes.plot(*_thinned(steps, layer, MAX_POINTS), **line, linewidth=0.8, alpha=0.6, label=f"{label} {name}")
     if not axes.lines:
         return None
-    axes.set(xlabel="step", title=title)
-    axes.legend()
-    return svg.as_svg(drawing, f"{title}, over the steps, {comparison.name}")
+    _over(axes, title, "")
+    return as_svg(drawing, f"{title}, over the steps, {comparison.name}")
 
 
-@svg.styled
+@styled
 def _over_steps(comparison: Comparison, key: str, title: str) -> str | None:
-    """Draw one figure of the training steps from zero upwards; where it spans orders of magnitude, by its logarithm."""
+    """Draw one figure of the training steps from zero upwards, the norm of the gradient by its logarithm."""
     curves = {label: run.series(key) for label, run in comparison.columns.items()}
     values = [value for _, series in curves.values() for value in series]
     if not values:
         return None
-    figure, axes = svg.chart(2.4)
+    figure, axes = chart(2.6)
     for (label, series), style in zip(curves.items(), _styles(comparison), strict=False):
         points = _thinned(*series, MAX_POINTS)
         axes.plot(*points, color=style["color"], linestyle=style["linestyle"], linewidth=1.3, label=label)
-    if key == "gradient_norm" and max(values) > NORM_RATIO * min(values) > 0:
-        axes.set_yscale("log")
+    if key == "gradient_norm" and min(values) > 0:
+        axes.set_yscale("log")  # in every stage: which one has a spike must not change how the others look
+        low, high = min(values) / 1.2, max(values) * 1.2
+        axes.set_ylim(low, high)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=8))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter("{x:g}")
     else:
         axes.set_ylim(bottom=0)
-    axes.set(xlabel="step", title=title)
-    axes.legend()
-    return svg.as_svg(figure, f"{title} over the steps, {comparison.name}")
+    _over(axes, title, "")
+    return as_svg(figure, f"{title} over the steps, {comparison.name}")
 
 
-def health_maps(name: str, run: RunRecord, figures: Sequence[str]) -> Iterator[str]:
-    """Draw each of `figures` for every tensor class: layers from top to bottom, steps from left to right.
-
-    Args:
-        name: distinguishes the run from the others in the page.
-        run: whose measurements are drawn.
-        figures: keys of HEAT_RANGES.
-    """
-    measured = run.measurements[:: max(1, -(-len(run.measurements) // MAX_COLUMNS))]
-    sites, steps = health_sites(measured), [record["step"] for record in measured]
-    for figure in figures:
-        for tensor_class in LABELS:
-            values = health_matrix(measured, tensor_class, figure, sites)
-            if np.isfinite(values).any():
-                picture = _health_map(values, sites, steps, figure, LABELS[tensor_class])
-                yield svg.as_svg(picture, f"{LABELS[tensor_class]}, {HEAT_TITLES[figure][0]}, {name}")
+def _over(axes: Any, title: str, unit: str) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.set(xlabel="step", ylabel=unit, title=title)
 
 
-@svg.styled
-def _health_map(
-    values: np.ndarray, sites: Sequence[str], steps: Sequence[int], figure: str, tensor_class: str
-) -> Figure:
-    title, colours = HEAT_TITLES[figure]
-    drawing, axes = svg.chart(1.2 + min(0.11 * len(sites), 3.4))
-    axes.grid(visible=False)
-    image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=colours)
-    low, high = HEAT_RANGES[figure]
-    image.set_clim(min(low, np.nanmin(values)), max(high, np.nanmax(values)))
-    drawing.colorbar(image, ax=axes, pad=0.02).outline.set_visible(False)
-    columns, rows = range(0, len(steps), -(-len(steps) // 5)), range(0, len(sites), -(-len(sites) // 22))
-    axes.set_xticks(list(columns), [steps[index] for index in columns])
-    axes.set_yticks(list(rows), [short_name(sites[index]) for index in rows], fontsize=7.5)
-    what = f"{tensor_class}: {title}"
-    axes.set(title=what[0].upper() + what[1:], xlabel="step")
-    return drawing
+def _late(steps: Sequence[float], values: Sequence[float]) -> list[float]:
+    """Return the values after the first steps, which say nothing about what a run comes to."""
+    return [value for step, value in zip(steps, values, strict=True) if step > EARLY * steps[-1]]
+
+
+def _set_range(axes: Any, values: Sequence[float]) -> None:
+    """Let an axis show these values; curves may leave it upwards and downwards."""
+    if not values:
+        return
+    low, high = min(values), max(values)
+    room = 0.07 * (high - low) or 0.1 * abs(high) or 1.0
+    axes.set_ylim(low - room, high + room)
 
 
 def _styles(comparison: Comparison) -> list[Mapping[str, Any]]:
     """Return the line styles of the first and the second run; BF16 alone is drawn as beside FP8."""
     styles = [
-        {"color": svg.FP8, "linestyle": "-", "marker": "o"},
-        {"color": svg.BF16, "linestyle": (0, (4, 2)), "marker": "s"},
+        {"color": FP8, "linestyle": "-", "marker": "o"},
+        {"color": BF16, "linestyle": (0, (4, 2)), "marker": "s"},
     ]
     return styles[::-1] if comparison.run.kind == "bf16" else styles
 

@@ -1,27 +1,43 @@
-"""Write a report: summary.json, and report.html as one file with its charts inside."""
+"""Pages of reports: one HTML file with its charts inside. Of runs also summary.json."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ds_fp8.report import charts
-from ds_fp8.report.exact_match import exact_match_of
+from ds_fp8.report.figures import health_tables, run_figures, stage_figures, summarise
 from ds_fp8.report.runs import Comparison, RunRecord, seeds
-from ds_fp8.report.summary import health_tables, run_figures, stage_figures, summarise
-from ds_fp8.report.verdict import ONE_SEED, TOLERANCE, TRAINED, WEIGHTS, Verdict, concerns, gaps_of, seed_noise
+from ds_fp8.report.verdict import (
+    LOSSES,
+    TOLERANCE,
+    TRAINED,
+    WORDS,
+    Gap,
+    Verdict,
+    concerns,
+    exact_match_of,
+    gap_of,
+    mean_gap,
+    seed_noise,
+)
 from ds_fp8.train.durable import write_atomically
 from ds_fp8.train.metrics import ANSWERS
 
 HTML, JSON = "report.html", "summary.json"
 NOT_MEASURED = "–"
 ALL_CLEAR = {"flushed": "Nothing flushed to zero in any layer.", "saturated": "Nothing saturated in any layer."}
+EMULATED = (
+    "Measured on a CPU, where FP8 is emulated: losses, answers and bytes are those of FP8, memory and speed say "
+    "nothing about a GPU."
+)
 ROUTING_ROWS = (
     ("entropy of tokens per expert, end", "entropy", "{:.3f}", 1.0),
     ("largest expert's share, %, end", "largest_share", "{:.1f}", 0.01),
@@ -31,15 +47,53 @@ ROUTING_ROWS = (
 """Figures of a mixture of experts: name, key, how it is shown and in which unit; means over the layers."""
 OPEN_ANSWERS = 3
 """Answers that are shown before the fold."""
+FEW = 4
+"""Stages that have a tile each."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One figure of a stage: its values by run, and the first over the second, or less it."""
+class Table:
+    """Text in rows; the first column names them."""
 
-    name: str
-    values: list[str]
-    ratio: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    marked: frozenset[int] = frozenset()
+    """Rows that failed."""
+
+
+@dataclass
+class Page:
+    """A page: what can be concluded first, then one table over everything, then pictures."""
+
+    title: str
+    verdict: Verdict | None = None
+    tiles: Sequence[tuple[str, str]] = ()
+    """Figures and what they are."""
+    notes: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    charts: Sequence[str] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """When, where and how it was measured."""
+    text: Sequence[str] = ()
+    """Paragraphs after everything else: what the figures mean."""
+    stages: Sequence[Mapping[str, Any]] = ()
+    start_report: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, file: Path) -> Path:
+        """Write the page and return its path."""
+        environment = Environment(
+            loader=PackageLoader("ds_fp8.report", "templates"),
+            autoescape=True,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            undefined=StrictUndefined,
+        )
+        environment.filters["svg"] = Markup
+        text = environment.get_template("report.html").render(page=self, words=WORDS, open_answers=OPEN_ANSWERS)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, text)
+        return file
 
 
 def write_report(
@@ -47,84 +101,108 @@ def write_report(
 ) -> tuple[Path, Path]:
     """Write folder/summary.json and folder/report.html; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    summary = summarise(comparisons, verdict)
-    write_atomically(folder / JSON, json.dumps(summary, indent=2) + "\n")
-    write_atomically(folder / HTML, render(comparisons, verdict, title, tolerance))
-    return folder / JSON, folder / HTML
+    write_atomically(folder / JSON, json.dumps(summarise(comparisons, verdict), indent=2) + "\n")
+    return folder / JSON, page_of_runs(comparisons, verdict, title, tolerance).write(folder / HTML)
 
 
-def render(comparisons: Sequence[Comparison], verdict: Verdict, title: str, tolerance: float = TOLERANCE) -> str:
-    """Return the page."""
+def page_of_runs(comparisons: Sequence[Comparison], verdict: Verdict, title: str, tolerance: float = TOLERANCE) -> Page:
+    """Return the page of stages, of seeds, or of one run."""
     first, several = comparisons[0], seeds(comparisons) is not None
-    judgement, _, reason = verdict.words.partition(": ")
-    reason, caution, _ = reason.partition(f"; {ONE_SEED}")
     fp8 = [run for run in first.columns.values() if run.kind == "fp8"]
-    return (
-        environment()
-        .get_template("report.html")
-        .render(
-            title=title,
-            judgement=judgement[0].upper() + judgement[1:],
-            reason=reason,
-            level=verdict.level,
-            caution=f"{ONE_SEED[0].upper()}{ONE_SEED[1:]}." if caution else None,
-            result=first.run.result,
-            on_cpu=first.run.result["device"] == "cpu",
-            overview=Markup(charts.gaps_of_seeds(comparisons, seed_noise(comparisons), tolerance)) if several else None,
-            tiles=_tiles(comparisons),
-            stages=[_stage(comparison, tolerance) for comparison in comparisons],
-            open_answers=OPEN_ANSWERS,
-            start_report=_start_report(fp8[0]) if fp8 else [],
-            notes=fp8[0].result["fp8"].get("notes", []) if fp8 else [],
-        )
+    return Page(
+        title,
+        verdict,
+        tiles=_tiles(comparisons),
+        notes=[EMULATED] if first.run.result["device"] == "cpu" else [],
+        tables=[_overview(comparisons)],
+        charts=[charts.gaps_of_seeds(comparisons, seed_noise(comparisons), tolerance)] if several else [],
+        facts=facts_of(comparisons),
+        stages=[_stage(comparison, tolerance) for comparison in comparisons],
+        start_report=_start_report(fp8[0]) if fp8 else {},
     )
 
 
-def environment() -> Environment:
-    """Return the Jinja environment that loads the templates of pages."""
-    return Environment(
-        loader=PackageLoader("ds_fp8.report", "templates"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+def facts_of(comparisons: Sequence[Comparison]) -> dict[str, str]:
+    """Return when, where and how the first run of each kind was made."""
+    runs = [run for comparison in comparisons for run in comparison.columns.values()]
+    result, made = runs[0].result, [run.result["made"] for run in runs if run.result.get("made")]
+    facts = {"model": f"{result['parameters']:,} parameters, {result['ranks']} rank{'s' * (result['ranks'] > 1)}"}
+    if made:
+        whole = sum(each["seconds"] for each in made)
+        facts |= {
+            "begun": min(each["started"] for each in made),
+            "took": f"{_duration(whole)} in {len(made)} run{'s' * (len(made) > 1)}"
+            + (", the last start of each alone" if any(each["first_step"] for each in made) else ""),
+            "host": _all(each["host"] for each in made),
+            "hardware": _all(each["processor"] for each in made),
+            "seed": _all(str(each["seed"]) for each in made),
+            "commit": _all(each["commit"] or "installed package" for each in made),
+            "command": made[0]["command"],
+        }
+    facts["versions"] = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    return facts
+
+
+def _all(values: Any) -> str:
+    return ", ".join(dict.fromkeys(values))
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+def _overview(comparisons: Sequence[Comparison]) -> Table:
+    """Return the one table over all stages, or seeds, or of the single run."""
+    labels = ["FP8", "BF16"] if all(set(each.columns) == {"FP8", "BF16"} for each in comparisons) else None
+    of = labels or [run.label for run in comparisons[0].columns.values()]
+    columns = ["seed" if seeds(comparisons) else "stage", "steps", f"validation loss {of[0]}", *of[1:]]
+    columns += ["gap", f"exact match {of[0]}", *of[1:]] if len(of) > 1 else [f"exact match {of[0]}"]
+    rows = []
+    for comparison in comparisons:
+        figures = [run_figures(run) for run in comparison.columns.values()]
+        row = [comparison.name, f"{figures[0]['steps']:,}"]
+        row += [_number(entry["final_validation_loss"], "{:.4f}") for entry in figures]
+        row += [_number(gap_of(comparison), "{:+.2%}")] if len(figures) > 1 else []
+        rows.append(row + [_number(entry["exact_match"], "{:.0%}") for entry in figures])
+    if seeds(comparisons) and len(comparisons) > 1 and (gap := mean_gap(comparisons)):
+        losses = [
+            fmean(run.result[TRAINED] for run in kind)
+            for kind in zip(*(c.columns.values() for c in comparisons), strict=True)
+        ]
+        rows.append(["mean", "", *(f"{loss:.4f}" for loss in losses), str(gap), "", ""])
+    if not any(cell not in (NOT_MEASURED, "") for row in rows for cell in row[-len(of) :]):
+        columns, rows = columns[: -len(of)], [row[: -len(of)] for row in rows]
+    return Table(columns, rows)
 
 
 def _stage(comparison: Comparison, tolerance: float) -> dict[str, Any]:
     """Return the template's values for one comparison."""
-    pictures = [
-        charts.losses(comparison),
-        charts.gap(comparison, tolerance),
-        charts.learning_rate(comparison),
-        charts.gradient_norm(comparison),
-        charts.speed(comparison),
-        *charts.routing(comparison),
-    ]
+    pictures = [charts.losses(comparison), charts.gap(comparison, tolerance), *charts.over_steps(comparison)]
+    runs = comparison.columns
     return {
-        "name": comparison.name.replace("_", " "),
-        "labels": list(comparison.columns),
-        "steps": comparison.run.result["steps"],
-        "folders": [(label, str(run.folder)) for label, run in comparison.columns.items()],
-        "rows": _rows(comparison),
-        "charts": [Markup(picture) for picture in pictures if picture],
+        "name": comparison.name,
+        "labels": list(runs),
+        "folders": [(label, str(run.folder)) for label, run in runs.items()],
+        "table": _figures(comparison),
+        "charts": [picture for picture in pictures if picture],
         "answers": _answers(comparison),
-        "concerns": [(label, line) for label, run in comparison.columns.items() for line in concerns(run)],
-        "health": [
-            _health(comparison.name, label, run) for label, run in comparison.columns.items() if run.measurements
-        ],
-        "differences": [(key, *map(_shown, values)) for key, *values in comparison.differences()],
+        "concerns": [(label, line) for label, run in runs.items() for line in concerns(run)],
+        "health": [_health(label, run) for label, run in runs.items() if run.measurements],
+        "differences": Table(
+            ["key", *runs], [[key, *map(_shown, values)] for key, *values in comparison.differences()]
+        ),
     }
 
 
-def _health(name: str, label: str, run: RunRecord) -> dict[str, Any]:
+def _health(label: str, run: RunRecord) -> dict[str, Any]:
     tables = health_tables(run)
     alarming = [figure for figure, table in tables.items() if not table.all_clear]
     return {
         "label": label,
         "tables": [tables[figure] for figure in alarming],
         "all_clear": [words for figure, words in ALL_CLEAR.items() if figure not in alarming],
-        "maps": [Markup(picture) for picture in charts.health_maps(f"{name}, {label}", run, alarming)],
     }
 
 
@@ -142,38 +220,52 @@ def _answers(comparison: Comparison) -> list[dict[str, Any]]:
     ]
 
 
-def _tiles(comparisons: Sequence[Comparison]) -> list[tuple[str, str, str]]:
-    """Return (figure, what it is, remark) for the head of the page; of several stages the least favourable."""
+def _tiles(comparisons: Sequence[Comparison]) -> list[tuple[str, str]]:
+    """Return figures for the head of the page: the gap of every stage; of the rest the least favourable."""
     if comparisons[0].twin is None:
         return []
     stages = [stage_figures(comparison) for comparison in comparisons]
-    of = "" if len(stages) == 1 else f"largest of {len(stages)}"
-    tiles = []
-    for key, what in ((TRAINED, "final loss"), (WEIGHTS, "final loss, weights in BF16")):
-        gaps = [gap for gap in gaps_of(comparisons, key) if gap is not None]
-        tiles += [(f"{max(gaps):+.2%}", what, of)] if gaps else []
+    of = "" if len(stages) == 1 else f", largest of {len(stages)}"
+    known = {comparison.name: gap for comparison in comparisons if (gap := gap_of(comparison)) is not None}
+    if seeds(comparisons) is not None and len(known) == len(stages):
+        means = [mean_gap(comparisons, key) for key in LOSSES]
+        names = ("final loss", "final loss, weights in BF16")
+        tiles = [(f"{gap.mean:+.2%}", _of_seeds(name, gap)) for name, gap in zip(names, means, strict=True) if gap]
+    elif len(stages) <= FEW:
+        tiles = [
+            (f"{gap:+.2%}", f"final loss{', ' * (len(stages) > 1)}{name * (len(stages) > 1)}")
+            for name, gap in known.items()
+        ]
+    else:
+        tiles = [(f"{max(known.values()):+.2%}", f"final loss{of}")] if known else []
     words = {"all_gather_bytes": "bytes of parameter gathers", "grad_bytes": "bytes of gradients"}
     if comparisons[0].run.result["device"] != "cpu":
         words |= {"peak_memory_bytes": "peak memory", "tokens_per_second": "tokens per second"}
     for key, what in words.items():
         ratios = [stage[f"{key}_ratio"] for stage in stages if stage[f"{key}_ratio"] is not None]
         if ratios:
-            worst = min(ratios) if key == "tokens_per_second" else max(ratios)
-            tiles.append((f"{worst:.2f}×", what, of.replace("largest", "least") if key == "tokens_per_second" else of))
+            worst, which = (
+                (min(ratios), of.replace("largest", "least")) if key == "tokens_per_second" else (max(ratios), of)
+            )
+            tiles.append((f"{worst:.2f}×", f"{what}{which}"))
     return tiles
 
 
-def _rows(comparison: Comparison) -> list[Row]:
-    figures = [run_figures(run) for run in comparison.columns.values()]
+def _of_seeds(name: str, gap: Gap) -> str:
+    return name if gap.error is None else f"{name}, mean of seeds, ± {gap.error:.2%}"
 
-    def row(name: str, key: str, shape: str, unit: float = 1.0, ratio: str = "") -> Row:
+
+def _figures(comparison: Comparison) -> Table:
+    """Return the table of a stage: its figures by run, and the first over the second, or less it."""
+    figures = [run_figures(run) for run in comparison.columns.values()]
+    on_gpu = comparison.run.result["device"] != "cpu"  # on a CPU memory and speed say nothing about FP8
+
+    def row(name: str, key: str, shape: str, unit: float = 1.0, ratio: str = "") -> list[str]:
         values = [entry[key] for entry in figures]
-        shown = [_number(value, shape, unit) for value in values]
-        known = len(values) == 2 and values[0] is not None and values[1]
         compared = ""
-        if ratio and known:
+        if ratio and len(values) == 2 and values[0] is not None and values[1]:
             compared = ratio.format(values[0] / values[1] - 1 if "%" in ratio else values[0] / values[1])
-        return Row(name, shown, compared)
+        return [name, *(_number(value, shape, unit) for value in values), compared]
 
     rows = [
         row("validation loss before", "first_validation_loss", "{:.4f}"),
@@ -186,47 +278,40 @@ def _rows(comparison: Comparison) -> list[Row]:
         row("gradients, MB a step", "grad_bytes", "{:,.2f}", 1e6, "{:.2f}×"),
         row("attention's exchange, MB a step", "exchange_bytes", "{:,.2f}", 1e6, "{:.2f}×"),
     ]
-    if comparison.run.result["device"] == "cpu":  # no ratios of what says nothing about FP8 there
-        rows += [
-            row("process, peak GiB", "peak_memory_bytes", "{:,.2f}", 2**30),
-            row("tokens per second", "tokens_per_second", "{:,.0f}"),
-        ]
-    else:
-        rows += [
-            row("peak memory, GiB", "peak_memory_bytes", "{:,.2f}", 2**30, "{:.2f}×"),
-            row("tokens per second", "tokens_per_second", "{:,.0f}", ratio="{:.2f}×"),
-        ]
+    if on_gpu:
+        rows.append(row("peak memory, GiB", "peak_memory_bytes", "{:,.2f}", 2**30, "{:.2f}×"))
+        rows.append(row("tokens per second", "tokens_per_second", "{:,.0f}", ratio="{:.2f}×"))
     rows.append(row("skipped steps", "skipped_steps", "{:,.0f}"))
-    rows += [
-        Row(
-            name,
-            [_number(values and values[key], shape, unit) for values in (entry["routing"] for entry in figures)],
-            "",
-        )
-        for name, key, shape, unit in ROUTING_ROWS
-    ]
-    return [each for each in rows if set(each.values) != {NOT_MEASURED}]
+    for name, key, shape, unit in ROUTING_ROWS:
+        values = [entry["routing"] and entry["routing"][key] for entry in figures]
+        rows.append([name, *(_number(value, shape, unit) for value in values), ""])
+    rows = [each for each in rows if set(each[1:-1]) != {NOT_MEASURED}]
+    if len(figures) == 1:
+        rows = [each[:-1] for each in rows]
+    columns = ["", *comparison.columns, *["ratio"] * (len(figures) == 2)]
+    return Table(columns, rows, f"{comparison.run.result['steps']:,} steps")
 
 
-def _number(value: float | None, shape: str, unit: float) -> str:
+def _number(value: float | None, shape: str, unit: float = 1.0) -> str:
     if value is None:
         return NOT_MEASURED
     return f"{value / unit:,.0f}" if abs(value / unit) >= 1000 else shape.format(value / unit)
 
 
-def _exact_match(comparison: Comparison, figures: Sequence[Mapping[str, Any]]) -> Row:
+def _exact_match(comparison: Comparison, figures: Sequence[Mapping[str, Any]]) -> list[str]:
     shares = [(entry["exact_match"], entry["exact_match_standard_error"] or 0) for entry in figures]
     shown = [NOT_MEASURED if share is None else f"{share:.0%} ± {error:.0%}" for share, error in shares]
     both = exact_match_of([comparison])
     difference = "" if both is None else f"{100 * both.difference:+.0f} ± {100 * both.error:.0f} pt"
-    return Row("exact match after", shown, difference)
+    return ["exact match after", *shown, difference]
 
 
-def _start_report(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the start report as names and values, without those that are empty or shown elsewhere."""
+def _start_report(run: RunRecord) -> dict[str, Any]:
+    """Return the start report as names and values, without those that are empty or shown elsewhere, and its notes."""
     hidden = ("enabled", "notes", "torch", "deepspeed", "ranks", "parameters", "left_in_bf16", "kept_in_bf16")
     report = {key: value for key, value in run.result["fp8"].items() if key not in hidden}
-    return [(key.replace("_", " "), _shown(value)) for key, value in report.items() if value not in (None, [], {}, "")]
+    rows = [[key.replace("_", " "), _shown(value)] for key, value in report.items() if value not in (None, [], {}, "")]
+    return {"of": run.folder.name, "notes": run.result["fp8"].get("notes", []), "table": Table(["", "value"], rows)}
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""FP8 against BF16 on a stage: the runs, and the gap of their final losses beside what another seed changes."""
+"""FP8 against BF16 over seeds and the points of a grid: the runs, their figures, and the page."""
 
 from __future__ import annotations
 
@@ -11,13 +11,43 @@ from statistics import fmean
 from typing import Any
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.report.exact_match import exact_match_of
-from ds_fp8.report.runs import KINDS, Comparison, RunRecord, seeds
-from ds_fp8.report.verdict import LOSSES, TOLERANCE, gaps_of, judge_seeds, mean_gap, seed_noise
+from ds_fp8.report import charts
+from ds_fp8.report.figures import stage_figures
+from ds_fp8.report.page import EMULATED, HTML, NOT_MEASURED, Page, Table, facts_of, page_of_runs
+from ds_fp8.report.runs import KINDS, Comparison, RunRecord
+from ds_fp8.report.verdict import (
+    LEVELS,
+    LOSSES,
+    TOLERANCE,
+    TRAINED,
+    Verdict,
+    diverged,
+    exact_match_of,
+    healthy,
+    judge_point,
+    mean_gap,
+    runs_of,
+    seed_noise,
+    sign_test,
+)
 from ds_fp8.train.durable import write_atomically
+from ds_fp8.train.sharpness import RELATIVE
+from ds_fp8.train.spikes import LEAST_HISTORY
 from ds_fp8.train.stage import Stage
 
 JSON = "parity.json"
+TEXT = (
+    "A run diverged when its final validation loss is not finite, or nearer to the loss before the first step than to "
+    "the best of the grid. A spike is a logged training loss that stands out from those before it, as "
+    "train.spike_threshold and train.spike_window say; a run's first "
+    f"{LEAST_HISTORY}, which have too few before them, are none.",
+    "Gap is FP8's final validation loss against BF16's of the same seed, a mean over seeds ± its standard error, of "
+    "the seeds at which neither diverged.",
+    "Sharpness is by how much, in percent of one plus the loss, the validation loss grows at most when every logit z "
+    f"moves by up to {RELATIVE} · (|z| + 1).",
+)
+Points = Mapping[str, Sequence[Comparison]]
+"""The twins of each point of a grid, one a seed; the stage as it is has the name ""."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +58,6 @@ class Cell:
     """One of KINDS."""
     seed: int
     point: str = ""
-    """Name of the point of the grid; "" is the stage as it is."""
     changes: tuple[str, ...] = ()
     """KEY=VALUE of the point."""
 
@@ -46,13 +75,9 @@ def point_folder(point: str) -> str:
 
 
 def twins_of(points: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[tuple[Cell, Cell]]:
-    """Return the run in FP8 of every point and seed, and its twin in BF16.
+    """Return the run in FP8 of every point (its changes KEY=VALUE by its name) and seed, and its twin in BF16.
 
     Points that differ in "fp8" keys alone have the same twin.
-
-    Args:
-        points: Changes KEY=VALUE by the point's name.
-        seeds: Seeds.
 
     Raises:
         UserError: The names of two points make the same folder.
@@ -70,7 +95,7 @@ def twins_of(points: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[
     return result
 
 
-def run_overrides(stage: Stage, cell: Cell, steps: int, out: Path) -> list[str]:
+def run_overrides(stage: Stage, cell: Cell, steps: int, evaluations: int, out: Path) -> list[str]:
     """Return the values of `--set` for one run of `steps` steps: the stage's schedule is shortened in proportion."""
     schedule = stage.train.schedule
     overrides = [
@@ -80,7 +105,7 @@ def run_overrides(stage: Stage, cell: Cell, steps: int, out: Path) -> list[str]:
         f"train.steps={steps}",
         "train.epochs=null",
         f"train.run_dir={cell.folder(out)}",
-        f"train.eval_every={max(1, steps // 10)}",
+        f"train.eval_every={max(1, steps // evaluations)}",
         "train.save_every=null",
         "train.keep_best=false",
         f"train.spike={'warn' if stage.train.spike == 'rollback' else stage.train.spike}",
@@ -93,70 +118,111 @@ def run_overrides(stage: Stage, cell: Cell, steps: int, out: Path) -> list[str]:
     return overrides
 
 
-def comparisons_in(out: Path, twins: Sequence[tuple[Cell, Cell]]) -> list[Comparison]:
-    """Return the finished twins.
+def comparisons_in(out: Path, twins: Sequence[tuple[Cell, Cell]]) -> dict[str, list[Comparison]]:
+    """Return the finished twins of every point.
 
     Raises:
         UserError: One is missing.
     """
-    return [
-        Comparison(f"seed_{fp8.seed}", RunRecord(fp8.folder(out)), RunRecord(bf16.folder(out))) for fp8, bf16 in twins
-    ]
+    records = {cell: RunRecord(cell.folder(out)) for pair in twins for cell in pair}
+    found: dict[str, list[Comparison]] = {}
+    for fp8, bf16 in twins:
+        found.setdefault(fp8.point, []).append(Comparison(f"seed_{fp8.seed}", records[fp8], records[bf16]))
+    return found
 
 
-def compare(twins: Sequence[Comparison], tolerance: float = TOLERANCE) -> dict[str, Any]:
-    """Return final validation losses (nats per token), their relative gaps, the noise of the seed and the verdict.
+def judge_grid(points: Points, tolerance: float = TOLERANCE) -> tuple[Verdict, dict[str, Verdict]]:
+    """Return the verdict on all points together, which is that of the worst, and on each."""
+    grid = [each for found in points.values() for each in found]
+    verdicts = {point: judge_point(found, grid, tolerance) for point, found in points.items()}
+    if len(verdicts) == 1:
+        return next(iter(verdicts.values())), verdicts
+    level = max((verdict.level for verdict in verdicts.values()), key=LEVELS.index)
+    those = [point for point, verdict in verdicts.items() if verdict.level == level]
+    where = f"all {len(verdicts)} points" if len(those) == len(verdicts) else f"{len(those)} of {len(verdicts)} points"
+    words = {
+        "good": f"FP8 is no worse than BF16 at {where}",
+        "undecided": f"Undecided at {where}, which more seeds or steps decide",
+        "bad": f"FP8 is worse than BF16 at {where}",
+    }[level]
+    named = "" if level == "good" else f": {'; '.join(those)}"
+    return Verdict(level, f"{words}{named}."), verdicts
 
-    Losses and gaps are those as trained and, under the same keys with "_bf16", those of the weights evaluated in BF16.
-    The noise is the standard deviation of BF16's final losses over seeds, relative to their mean. It and the standard
-    errors of the losses are None for one seed.
+
+def compare(points: Points, tolerance: float = TOLERANCE) -> dict[str, Any]:
+    """Return all figures, ready for JSON: gaps (those of the weights in BF16 with "_bf16"), and those of every run.
+
+    The noise is the standard deviation of BF16's final losses over seeds, relative to their mean. It and standard
+    errors are None for one seed.
     """
-    runs = {"fp8": [twin.run for twin in twins], "bf16": [twin.twin for twin in twins]}
-    verdict = judge_seeds(twins, tolerance)
-    answers = exact_match_of(twins)
-    return {
-        "seeds": seeds(twins),
-        "steps": twins[0].run.result["steps"],
-        **{key: {kind: [run.result.get(key) for run in runs[kind]] for kind in KINDS} for key in LOSSES},
-        **_gaps(twins, LOSSES[0], ""),
-        **_gaps(twins, LOSSES[1], "_bf16"),
-        "seed_noise": seed_noise(twins),
-        "tolerance": tolerance,
-        "exact_match": {kind: [run.result["exact_match"]["after"] for run in runs[kind]] for kind in KINDS},
-        "exact_match_difference": None if answers is None else answers.difference,
-        "exact_match_difference_standard_error": None if answers is None else answers.error,
-        "tokens_per_second": {kind: _mean_speed(runs[kind]) for kind in KINDS},
-        "skipped_steps": {kind: [run.result["skipped_steps"] for run in runs[kind]] for kind in KINDS},
-        "curves": {kind: [_curves(run) for run in runs[kind]] for kind in KINDS},
-        "passed": verdict.passed,
-        "verdict": verdict.words,
-        "device": twins[0].run.result["device"],
-        "versions": twins[0].run.result["versions"],
-    }
+    verdict, verdicts = judge_grid(points, tolerance)
+    grid = [each for found in points.values() for each in found]
+    figures = {}
+    for point, found in points.items():
+        answers, signs = exact_match_of(found), sign_test(found)
+        figures[point] = entry = {
+            "passed": verdicts[point].passed,
+            "verdict": str(verdicts[point]),
+            "seed_noise": seed_noise(found),
+            "exact_match_difference": answers and answers.difference,
+            "exact_match_difference_standard_error": answers and answers.error,
+            "evaluations": signs and dict(zip(("bf16_better", "of", "sign_test"), signs, strict=True)),
+            "diverged": {kind: sum(diverged(run, grid) for run in runs_of(found, kind)) for kind in KINDS},
+            "seeds": {each.name.removeprefix("seed_"): stage_figures(each) for each in found},
+        }
+        for key, suffix in zip(LOSSES, ("", "_bf16"), strict=True):
+            mean = mean_gap(found, key)
+            entry |= {f"gap{suffix}": mean and mean.mean, f"gap_standard_error{suffix}": mean and mean.error}
+    shared = {key: grid[0].run.result.get(key) for key in ("steps", "device", "versions", "made")}
+    return {"passed": verdict.passed, "verdict": str(verdict), "tolerance": tolerance, **shared, "points": figures}
 
 
-def _gaps(twins: Sequence[Comparison], key: str, suffix: str) -> dict[str, Any]:
-    """Return the gaps of one of the losses, their mean and its standard error."""
-    mean = mean_gap(twins, key)
-    return {
-        f"gaps{suffix}": gaps_of(twins, key),
-        f"gap{suffix}": None if mean is None else mean.mean,
-        f"gap_standard_error{suffix}": None if mean is None else mean.error,
-    }
-
-
-def write(comparison: dict[str, Any], folder: Path) -> Path:
-    """Write folder/parity.json; return its path."""
+def write_parity(points: Points, folder: Path, title: str, tolerance: float = TOLERANCE) -> tuple[Path, Path, Verdict]:
+    """Write folder/parity.json and folder/report.html; return their paths and the verdict."""
+    verdict, _ = judge_grid(points, tolerance)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / JSON, json.dumps(comparison, indent=2) + "\n")
-    return folder / JSON
+    write_atomically(folder / JSON, json.dumps(compare(points, tolerance), indent=2) + "\n")
+    if len(points) == 1:
+        page = page_of_runs(next(iter(points.values())), verdict, title, tolerance)
+    else:
+        page = _page_of_points(points, verdict, title)
+    return folder / JSON, page.write(folder / HTML), verdict
 
 
-def _mean_speed(runs: Sequence[RunRecord]) -> float | None:
-    """Return the mean of the runs' tokens/s; None where that of one is lost with the lines of its steps."""
-    speeds = [run.result["tokens_per_second"] for run in runs]
-    return None if None in speeds else fmean(speeds)
+def _page_of_points(points: Points, verdict: Verdict, title: str) -> Page:
+    grid = [each for found in points.values() for each in found]
+    columns = ["point", "loss FP8", "BF16", "gap", "BF16 better at", "diverged FP8", "BF16", "spikes FP8", "BF16"]
+    rows, drawn = [], {TRAINED: ([], []), "sharpness": ([], [])}
+    for point, found in points.items():
+        runs = [runs_of(found, kind) for kind in KINDS]
+        kept = healthy(found, grid)
+        gap, signs = mean_gap(kept) if kept else None, sign_test(kept)
+        row = [point, *(_mean([run.result[TRAINED] for run in kind], "{:.4f}") for kind in runs)]
+        row += [str(gap or NOT_MEASURED), NOT_MEASURED if signs is None else f"{signs[0]} of {signs[1]}"]
+        row += [f"{sum(diverged(run, grid) for run in kind)} of {len(kind)}" for kind in runs]
+        row += [f"{sum(run.spikes for run in kind)}" for kind in runs]
+        rows.append(row + [_mean([run.sharpness for run in kind], "{:.2f}") for kind in runs])
+        for number, kind in enumerate(runs):
+            drawn[TRAINED][number].append([v for run in kind if (v := run.result[TRAINED]) is not None])
+            drawn["sharpness"][number].append([v for run in kind if (v := run.sharpness) is not None])
+    pictures = [("Final validation loss", "nats per token", drawn[TRAINED])]
+    if any(drawn["sharpness"][0]):
+        columns += ["sharpness, % FP8", "BF16"]
+        pictures.append(("Sharpness in the logits", "percent", drawn["sharpness"]))
+    return Page(
+        title,
+        verdict,
+        tables=[Table(columns, [row[: len(columns)] for row in rows])],
+        notes=[EMULATED] if grid[0].run.result["device"] == "cpu" else [],
+        charts=[
+            charts.over_points(name, unit, list(points), dict(zip(KINDS, values, strict=True)))
+            for name, unit, values in pictures
+        ],
+        facts=facts_of(grid),
+        text=TEXT,
+    )
 
 
-def _curves(run: RunRecord) -> dict[str, dict[int, float]]:
-    return {key: run.by_step(key) for key in ("loss", "validation_loss")}
+def _mean(values: Sequence[float | None], shape: str) -> str:
+    known = [value for value in values if value is not None]
+    return shape.format(fmean(known)) if known else NOT_MEASURED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,11 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import read_json
 from ds_fp8.train.checkpoints import CONFIG, METRICS, RESULT
 from ds_fp8.train.run_files import Invalid, Result, read_checked, read_lines
+from ds_fp8.train.spikes import SpikeDetector
+from ds_fp8.train.stage import TrainConfig
 
+SHARPNESS = "sharpness.json"
+"""Sharpness of a run's model in the logits (train/sharpness.py), where `ds-fp8 parity` has measured it."""
 KINDS = ("fp8", "bf16")
 """Folders of a comparison: FP8 runs in fp8/NAME, their BF16 twins in bf16/NAME."""
 
@@ -44,7 +49,7 @@ class RunRecord:
 
     @property
     def label(self) -> str:
-        """Return the name of the kind, as people write it."""
+        """Return the kind as people write it."""
         return self.kind.upper()
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
@@ -57,7 +62,7 @@ class RunRecord:
         return dict(zip(*self.series(key), strict=True))
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the records of the event `name`, in their order."""
+        """Return the records of the event `name`."""
         return [record for record in self.metrics if record.get("event") == name]
 
     @cached_property
@@ -69,6 +74,23 @@ class RunRecord:
     def routing(self) -> list[dict[str, Any]]:
         """Return records with the router statistics of a mixture of experts."""
         return [record for record in self.metrics if record.get("routing")]
+
+    @cached_property
+    def spikes(self) -> int:
+        """Return how many logged losses stand out from those before, by the run's own threshold and window."""
+        own = self.config.get("train", {})
+        window, threshold = (
+            own.get(key, TrainConfig.model_fields[key].default) for key in ("spike_window", "spike_threshold")
+        )
+        detector = SpikeDetector(window, threshold)
+        return sum(detector.observe(loss) is not None for loss in self.series("loss")[1])
+
+    @cached_property
+    def sharpness(self) -> float | None:
+        """Return the sharpness in the logits, percent, where it was measured and is finite."""
+        file = self.folder / SHARPNESS
+        found = read_json(file).get("sharpness") if file.is_file() else None
+        return found if isinstance(found, float) and math.isfinite(found) else None
 
     def _checked(self, name: str, model: type[BaseModel]) -> dict[str, Any]:
         try:
@@ -120,6 +142,12 @@ class Comparison:
         if labels[0] == labels[1]:
             labels = [str(self.run.folder), str(self.twin.folder)]
         return dict(zip(labels, (self.run, self.twin), strict=True))
+
+    def gaps(self, key: str) -> tuple[list[int], list[float]]:
+        """Return FP8 / BF16 - 1 of a loss, and the steps at which both have it."""
+        ours, theirs = (run.by_step(key) for run in self.columns.values())
+        steps = [step for step in ours if theirs.get(step)]
+        return steps, [ours[step] / theirs[step] - 1 for step in steps]
 
     def differences(self) -> list[tuple[str, Any, Any]]:
         """Return (dotted key, value of the run, value of the twin) of what their configurations do not share.

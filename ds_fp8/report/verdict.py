@@ -1,45 +1,52 @@
-"""Sum up in one sentence what finished runs show about FP8."""
+"""Verdicts on finished runs: one line with what can be concluded about FP8, and the figures behind it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
-from typing import Literal, get_args
+from typing import Literal
 
 from ds_fp8.monitor.records import FALLBACK
-from ds_fp8.report.exact_match import SIGMAS, ExactMatch, exact_match_of
-from ds_fp8.report.runs import Comparison, RunRecord, seeds
+from ds_fp8.report.runs import KINDS, Comparison, RunRecord, seeds
 
 TOLERANCE = 0.0025
 """Relative gap of the final losses up to which FP8 counts as equal, as DeepSeek-V3 (arXiv 2412.19437) reports it."""
-
+SIGMAS = 2.0
+"""Standard errors up to which a difference counts as chance."""
 TRAINED, WEIGHTS = "final_loss", "final_loss_bf16"
 LOSSES = (TRAINED, WEIGHTS)
 """Keys of result.json: validation loss as trained, with casts, and of the exported BF16 weights, without."""
-Level = Literal["good", "undecided", "bad"]
-LEVELS: tuple[str, ...] = get_args(Level)
-JUDGEMENTS = {"good": "equal", "undecided": "undecided", "bad": "worse"}
-NOT_WORSE = "not worse"
-"""Verdict in place of "equal" where one seed alone was trained."""
-ONE_SEED = (
-    "one seed can show a failure, neither that both are equal nor which is better: another seed moves losses and "
-    "answers as well, and ds-fp8 parity --seeds 3 says how much"
-)
+Level = Literal["good", "undecided", "look", "bad"]
+WORDS: dict[Level, str] = {"good": "passed", "undecided": "undecided", "look": "needs a look", "bad": "failed"}
+"""Levels, from the best to the worst. Undecided is neither: more seeds decide."""
+LEVELS = tuple(WORDS)
+LEAST_EVALUATIONS = 8
+"""Paired evaluations from which their signs are told."""
+MORE_SEEDS = "ds-fp8 parity --seeds 3"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A judgement and its reasons."""
+    """A conclusion and its reasons."""
 
     level: Level
-    words: str
-    """One line: the judgement, a colon, the figures."""
+    headline: str
+    """What a stranger can conclude, in one line."""
+    figures: str = ""
+    """What it rests on."""
 
     @property
     def passed(self) -> bool:
         """Return whether nothing speaks against FP8."""
         return self.level == "good"
+
+    def __str__(self) -> str:
+        return f"{self.headline}\n{self.figures}".strip()
+
+
+NO_COMPARISON = Verdict("bad", "No comparison: a final loss is missing or not finite.")
 
 
 @dataclass(frozen=True)
@@ -51,97 +58,146 @@ class Gap:
     """Standard error of the mean, None for one seed."""
 
     def level(self, tolerance: float) -> Level:
-        """Return what the gap says where so much is allowed."""
+        """Return what the gap says where so much is allowed: one beyond it does not pass for being noisy."""
         if self.mean <= tolerance:
             return "good"
-        return "undecided" if self._noisy else "bad"
-
-    def reason(self, tolerance: float) -> str:
-        """Return the same in a few words."""
-        if self.mean > tolerance:
-            return "beyond the tolerance" + (" but within its noise" if self._noisy else "")
-        if self.error is None:
-            return "not beyond the tolerance"
-        return "no more than the seed's noise" if self._noisy else "better" if self.mean < 0 else "within the tolerance"
-
-    @property
-    def _noisy(self) -> bool:
-        return self.error is not None and abs(self.mean) <= SIGMAS * self.error
+        return "undecided" if self.error is not None and self.mean <= SIGMAS * self.error else "bad"
 
     def __str__(self) -> str:
-        shown = f"{self.mean:+.3%} from BF16's"
-        return shown if self.error is None else f"{shown} (standard error {self.error:.3%})"
+        return f"{self.mean:+.2%}" if self.error is None else f"{self.mean:+.2%} ± {self.error:.2%}"
 
 
-NO_COMPARISON = Verdict("bad", "no comparison: a final loss is missing or not finite")
+@dataclass(frozen=True)
+class ExactMatch:
+    """Exact match of FP8 and BF16 after the last step, means over seeds."""
+
+    fp8: float
+    bf16: float
+    error: float
+    """Standard error of the difference: of the problems that were drawn and, over several seeds, of the seed."""
+
+    @property
+    def difference(self) -> float:
+        """Return FP8's share less BF16's."""
+        return self.fp8 - self.bf16
+
+    @property
+    def worse(self) -> bool:
+        """Return whether FP8 answers fewer problems than the standard error explains."""
+        return self.difference < 0 and -self.difference > SIGMAS * self.error
 
 
-def judge(trained: Gap, weights: Gap | None, tolerance: float, answers: ExactMatch | None = None) -> Verdict:
+def judge(trained: Gap, weights: Gap | None, tolerance: float, answers: ExactMatch | None = None) -> Level:
     """Judge how far FP8's final losses are from BF16's, by the worse of the two, and whether it answers as well.
 
     Args:
         trained: gap of the loss computed as in training, with casts.
         weights: gap of the loss of the exported BF16 weights, without casts; None where it was not measured.
-        tolerance: the gap that is allowed. One beyond it does not pass for being noisy: more seeds or steps decide.
-        answers: exact match, where it was measured. A share that is lower by more than its standard errors explain
-            does not pass; its error over one seed leaves out what another seed changes, so that one seed decides
-            nothing.
+        tolerance: the gap that is allowed.
+        answers: exact match, where it was measured. Its error over one seed leaves out what another seed changes, so
+            that one seed decides nothing.
     """
-    one_seed = trained.error is None
-    shown = f"the final loss of FP8 is {trained}, {trained.reason(tolerance)}"
-    if weights is not None:
-        shown += f"; that of its weights in BF16 {weights}, {weights.reason(tolerance)}"
-    shown += f" ({tolerance:.2%} allowed)"
     levels = [gap.level(tolerance) for gap in (trained, weights) if gap is not None]
-    if answers is not None:
-        shown += f"; {answers}, {'lower by more than' if answers.worse else 'within'} {SIGMAS:g} standard errors"
-        levels.append(("undecided" if one_seed else "bad") if answers.worse else "good")
-    level = max(levels, key=LEVELS.index)
-    if level == "undecided":
-        shown += "; use more seeds or steps"
-    if one_seed:
-        shown += f"; {ONE_SEED}"
-    return Verdict(level, f"{NOT_WORSE if one_seed and level == 'good' else JUDGEMENTS[level]}: {shown}")
+    if answers is not None and answers.worse:
+        levels.append("undecided" if trained.error is None else "bad")
+    return max(levels, key=LEVELS.index)
 
 
 def judge_seeds(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -> Verdict:
     """Judge twins of several seeds, which differ in nothing else, by the means of their gaps."""
-    if any(gap is None for key in measured(comparisons) for gap in gaps_of(comparisons, key)):
+    gaps = [mean_gap(comparisons, key) for key in measured(comparisons)]
+    if None in gaps:
         return NO_COMPARISON
-    trained, weights = (mean_gap(comparisons, key) for key in LOSSES)
-    return judge(trained, weights, tolerance, exact_match_of(comparisons))
+    answers, signs = exact_match_of(comparisons), sign_test(comparisons)
+    level = judge(gaps[0], gaps[1] if len(gaps) > 1 else None, tolerance, answers)
+    figures = f"final loss of FP8 against BF16 {gaps[0]}"
+    figures += "".join(f", of its weights in BF16 {gap}" for gap in gaps[1:]) + f" ({tolerance:.2%} allowed)"
+    if answers is not None:
+        figures += (
+            f"; exact match {answers.fp8:.1%} against {answers.bf16:.1%} ({100 * answers.difference:+.1f} points, "
+        )
+        figures += f"standard error {100 * answers.error:.1f})"
+    if signs is not None and signs[1] >= LEAST_EVALUATIONS:
+        figures += "; BF16 better at {} of {} evaluations (sign test p {:.2g})".format(*signs)
+    count = len(comparisons)
+    if count == 1:
+        headline = _of_one_seed(level, "this run")
+    else:
+        headline = {
+            "good": f"FP8 is as good as BF16 over {count} seeds.",
+            "undecided": f"Undecided after {count} seeds: the gap may be noise, and more seeds or steps decide.",
+            "bad": f"FP8 is worse than BF16 over {count} seeds.",
+        }[level]
+    return Verdict(level, headline, figures)
 
 
-def judge_all(comparisons: Sequence[Comparison]) -> Verdict:
-    """Judge one run by its own health, seeds by their mean, and stages, one seed each, by the largest gap."""
+def _of_one_seed(level: Level, runs: str, fewer: str = "") -> str:
+    """Return what can be concluded where one seed was trained; `fewer` names where FP8 answers fewer problems."""
+    if level == "bad":
+        return f"FP8 ends worse than BF16 in {runs}."
+    if level == "good":
+        return f"FP8 ends no worse than BF16 in {runs}. One seed cannot say more; {MORE_SEEDS} can."
+    return (
+        f"FP8 trains like BF16 in {runs} by its loss; that it answers fewer problems{fewer} may be chance, which one "
+        f"seed cannot tell, as expected of short runs; {MORE_SEEDS} can."
+    )
+
+
+def judge_all(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -> Verdict:
+    """Judge one run by its own health, seeds by their mean, and stages, one seed each, by the worst."""
     if comparisons[0].twin is None:
         return _judge_run(comparisons[0].run)
-    if seeds(comparisons) is not None:
-        return judge_seeds(comparisons)
-    if any(gap is None for key in measured(comparisons) for gap in gaps_of(comparisons, key)):
+    for comparison in comparisons:
+        if len({run.kind for run in comparison.columns.values()}) == 1:
+            return _compare(comparison)
+    if len(comparisons) == 1 or seeds(comparisons) is not None:
+        return judge_seeds(comparisons, tolerance)
+    found = {comparison.name: judge_seeds([comparison], tolerance) for comparison in comparisons}
+    if NO_COMPARISON in found.values():
         return NO_COMPARISON
-    names = [comparison.name for comparison in comparisons]
-    gaps = {key: dict(zip(names, gaps_of(comparisons, key), strict=True)) for key in measured(comparisons)}
-    largest = {name: max(of_stage[name] for of_stage in gaps.values()) for name in names}
-    worst = max(largest, key=largest.__getitem__)
-    if any(len({run.kind for run in comparison.columns.values()}) == 1 for comparison in comparisons):
-        first, second = comparisons[0].columns
-        trained = gaps[TRAINED][worst]
-        words = f"compared: the final loss of {first} is {trained:+.3%} from that of {second}"
-        return Verdict("undecided", f"{words}; {ONE_SEED}")
-    verdict = judge_seeds([comparisons[names.index(worst)]])
-    if len(names) == 1:
-        return verdict
-    answers = {name: exact_match_of([comparison]) for name, comparison in zip(names, comparisons, strict=True)}
-    failing = [f"in {name} {found}" for name, found in answers.items() if found is not None and found.worse]
-    if max(largest.values()) <= TOLERANCE:
-        listed = [", ".join(f"{gap:+.2%} ({name})" for name, gap in of_stage.items()) for of_stage in gaps.values()]
-        words = f"in {len(names)} stages, final losses of FP8 against BF16 {'; of its weights in BF16 '.join(listed)}"
-        if failing:
-            return Verdict("undecided", f"{JUDGEMENTS['undecided']}: {'; '.join([*failing, words, ONE_SEED])}")
-        return Verdict("good", f"{NOT_WORSE}: {words}; {ONE_SEED}")
-    far = sum(gap > TOLERANCE for gap in largest.values())
-    return Verdict("bad", f"worse: in {far} of {len(names)} stages; in {worst} {verdict.words.partition(': ')[2]}")
+    level = max((verdict.level for verdict in found.values()), key=LEVELS.index)
+    worst = " and ".join(name for name, verdict in found.items() if verdict.level == level)
+    runs = worst if level == "bad" else f"all {len(found)} stages"
+    figures = [", ".join(f"{gap:+.2%}" for gap in gaps_of(comparisons, key)) for key in measured(comparisons)]
+    words = f"final losses of FP8 against BF16 {'; of its weights in BF16 '.join(figures)} ({tolerance:.2%} allowed)"
+    return Verdict(level, _of_one_seed(level, runs, f" in {worst}"), words)
+
+
+def judge_point(comparisons: Sequence[Comparison], grid: Sequence[Comparison], tolerance: float = TOLERANCE) -> Verdict:
+    """Judge the seeds of one point of a grid: first how many runs diverged, then the losses of the others."""
+    lost = {kind: sum(diverged(run, grid) for run in runs_of(comparisons, kind)) for kind in KINDS}
+    counts = f"diverged: {lost['fp8']} of {len(comparisons)} runs in FP8, {lost['bf16']} in BF16"
+    if lost["fp8"] > lost["bf16"]:
+        return Verdict("bad", "FP8 diverges more often than BF16.", counts)
+    kept = healthy(comparisons, grid)
+    if not kept:
+        return Verdict("good", "FP8 diverges no more often than BF16, and no twins are left to compare.", counts)
+    verdict = judge_seeds(kept, tolerance)
+    return verdict if len(kept) == len(comparisons) else replace(verdict, figures=f"{verdict.figures}; {counts}")
+
+
+def healthy(comparisons: Sequence[Comparison], grid: Sequence[Comparison]) -> list[Comparison]:
+    """Return the twins of which neither diverged."""
+    return [each for each in comparisons if not any(diverged(run, grid) for run in each.columns.values())]
+
+
+def diverged(run: RunRecord, grid: Sequence[Comparison]) -> bool:
+    """Return whether a run failed to train beside the others of its grid.
+
+    So it is when its final loss is not finite, or nearer to the loss before the first step than to the best final loss
+    of the grid.
+    """
+    first, last = run.result["first_validation_loss"], run.result[TRAINED]
+    if first is None or last is None:
+        return True
+    finals = [other.result[TRAINED] for each in grid for other in each.columns.values()]
+    return len(finals) > 2 and last > (min(loss for loss in finals if loss is not None) + first) / 2
+
+
+def runs_of(comparisons: Sequence[Comparison], kind: str) -> list[RunRecord]:
+    """Return the runs of one of KINDS; one that several comparisons share is there once."""
+    found = [each.run if kind == KINDS[0] else each.twin for each in comparisons]
+    return list({run.folder: run for run in found}.values())
 
 
 def measured(comparisons: Sequence[Comparison]) -> list[str]:
@@ -169,13 +225,50 @@ def mean_gap(comparisons: Sequence[Comparison], key: str = TRAINED) -> Gap | Non
 
 def seed_noise(comparisons: Sequence[Comparison]) -> float | None:
     """Return the standard deviation of BF16's final losses over seeds, relative to their mean; None for one seed."""
-    losses = [comparison.twin.result["final_loss"] for comparison in comparisons if comparison.twin is not None]
+    losses = [comparison.twin.result[TRAINED] for comparison in comparisons if comparison.twin is not None]
     return stdev(losses) / fmean(losses) if len(losses) > 1 and all(losses) else None
 
 
 def standard_error(values: Sequence[float]) -> float | None:
     """Return the standard error of the mean of `values`, None for a single one."""
     return stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+
+
+def exact_match_of(comparisons: Sequence[Comparison]) -> ExactMatch | None:
+    """Return exact match over twins that differ by their seed alone, None where it was not measured in all runs."""
+    pairs, variances = [], []
+    for comparison in comparisons:
+        answers = [run.result["exact_match"] for run in (comparison.run, comparison.twin) if run is not None]
+        shares = [each["after"] for each in answers]
+        if len(answers) < 2 or None in shares or not all(each["problems"] for each in answers):
+            return None
+        pairs.append(shares)
+        errors = (share_error(each["after"], each["problems"]) or 0.0 for each in answers)
+        variances.append(sum(error**2 for error in errors))
+    if not pairs:
+        return None
+    fp8, bf16 = (fmean(shares) for shares in zip(*pairs, strict=True))
+    # The mean of independent estimates; seeds that answer the same problems differ by more than that, or by less.
+    error = (fmean(variances) / len(pairs)) ** 0.5
+    return ExactMatch(fp8, bf16, max(error, standard_error([ours - theirs for ours, theirs in pairs]) or 0.0))
+
+
+def sign_test(comparisons: Sequence[Comparison]) -> tuple[int, int, float] | None:
+    """Return at how many evaluations after the first step BF16 is better, of how many, and the two-sided p of that.
+
+    Evaluations of one run resemble each other, so p is too small. None where there are none.
+    """
+    gaps = [gap for each in comparisons for step, gap in zip(*each.gaps("validation_loss"), strict=True) if step]
+    better, count = sum(gap > 0 for gap in gaps), sum(gap != 0 for gap in gaps)
+    if not count:
+        return None
+    tail = sum(math.comb(count, k) for k in range(min(better, count - better) + 1)) / 2**count
+    return better, count, min(1.0, 2 * tail)
+
+
+def share_error(share: float | None, problems: int) -> float | None:
+    """Return the standard error of a share of right answers among `problems`, None where it is not known."""
+    return None if share is None or not problems else (share * (1 - share) / problems) ** 0.5
 
 
 def concerns(run: RunRecord) -> list[str]:
@@ -192,18 +285,26 @@ def concerns(run: RunRecord) -> list[str]:
     return found
 
 
+def _compare(comparison: Comparison) -> Verdict:
+    """Return the difference of two runs of one kind, which is no verdict on FP8."""
+    gap = gap_of(comparison)
+    if gap is None:
+        return NO_COMPARISON
+    first, second = comparison.columns
+    return Verdict("undecided", f"The final loss of {first} is {gap:+.3%} from that of {second}, with one seed each.")
+
+
 def _judge_run(run: RunRecord) -> Verdict:
-    before, after = run.result["first_validation_loss"], run.result["final_loss"]
+    before, after = run.result["first_validation_loss"], run.result[TRAINED]
     if after is None:
-        return Verdict("bad", f"failed: after {run.result['steps']} steps the validation loss is not finite")
-    loss = f"{run.label}, {run.result['steps']:,} steps, validation loss {_loss(before)} to {_loss(after)}"
+        return Verdict("bad", f"Failed: after {run.result['steps']} steps the validation loss is not finite.")
+    loss = f"validation loss {_loss(before)} to {_loss(after)} in {run.result['steps']:,} steps of {run.label}"
     if run.kind == "fp8" and WEIGHTS in run.result:
         loss += f" ({_loss(run.result[WEIGHTS])} by its weights in BF16)"
     found = concerns(run)
     if found:
-        return Verdict("undecided", f"needs a look: {loss}; {found[0]}{' and more' if len(found) > 1 else ''}")
-    healthy = "no step skipped" + (", no layer degraded" if run.measurements else "")
-    return Verdict("good", f"healthy: {loss}; {healthy}")
+        return Verdict("look", f"Needs a look: {found[0]}{' and more' if len(found) > 1 else ''}.", loss)
+    return Verdict("good", f"Healthy: no step skipped{', no layer degraded' if run.measurements else ''}.", loss)
 
 
 def _loss(value: float | None) -> str:

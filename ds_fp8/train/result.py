@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
+import shlex
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import psutil
+import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
 from safetensors import SafetensorError
@@ -36,6 +44,7 @@ def write_result(
     log: MetricsLog,
     data: dict[str, Any],
     say: Callable[[str], None],
+    first_step: int = 0,
 ) -> dict[str, Any]:
     """Write run_dir/model (BF16 safetensors, configuration, tokenizer), then run_dir/result.json. Collective.
 
@@ -82,5 +91,42 @@ def write_result(
         },
     }
     if dist.get_rank() == 0:
-        write_atomically(stage.run_dir / RESULT, json.dumps(result, indent=2) + "\n")
+        content = {**result, "made": _made(stage, engine.device, first_step)}
+        write_atomically(stage.run_dir / RESULT, json.dumps(content, indent=2) + "\n")
     return result
+
+
+def _made(stage: Stage, device: torch.device, first_step: int) -> dict[str, Any]:
+    """Return when, where and how the run was made, since its last start; `first_step` is what it then had behind it."""
+    started = psutil.Process().create_time()
+    launched = Path(sys.argv[0]).parts[-3:] == ("ds_fp8", "commands", "train.py")
+    program = "ds-fp8 train" if launched or sys.argv[0].startswith("ds-fp8 ") else shlex.quote(sys.argv[0])
+    arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    return {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(started)),
+        "seconds": round(time.time() - started),
+        "first_step": first_step,
+        "host": platform.node(),
+        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
+        "commit": _commit(),
+        "command": f"{program} {shlex.join(arguments)}".strip(),
+        "seed": stage.train.seed,
+    }
+
+
+def _cpu() -> str:
+    information = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.*)$", information.read_text(), re.MULTILINE) if information.exists() else None
+    return f"{found.group(1) if found else platform.machine()}, {psutil.cpu_count()} cores"
+
+
+def _commit() -> str | None:
+    """Return the commit of this package's clone, with "-dirty" where files were changed; None where it is installed."""
+    clone = Path(ds_fp8.__file__).parents[1]
+    if not (clone / ".git").exists():
+        return None
+    command = ["git", "-C", str(clone), "describe", "--always", "--exclude=*", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -134,7 +134,7 @@ def _train(
             )
             raise
     watchdog.beat("writing the result", slow=True)
-    result = write_result(stage, engine, tokenizer, log, data.report, logger.info)
+    result = write_result(stage, engine, tokenizer, log, data.report, logger.info, state.step)
     # Other ranks may not end the job while rank 0 still writes.
     dist.barrier()
     return result

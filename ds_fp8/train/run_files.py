@@ -65,6 +65,17 @@ class _FP8Report(_Content):
     notes: list[Name] = []
 
 
+class _Made(_Content):
+    started: Name
+    seconds: Count
+    first_step: Step
+    host: Name
+    processor: Name
+    commit: Name | None
+    command: Text
+    seed: Count
+
+
 class Result(_Content):
     """result.json: what is read of it."""
 
@@ -86,6 +97,8 @@ class Result(_Content):
     parameters: Count
     versions: dict[str, str]
     fp8: _FP8Report
+    made: _Made | None = None
+    """When, where and how; runs of earlier versions do not say."""
 
 
 class _Answer(_Content):

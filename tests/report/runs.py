@@ -43,6 +43,16 @@ def finished_run(
         "device": "cpu",
         "parameters": 12345,
         "versions": {"torch": "2.13.0"},
+        "made": {
+            "started": "2026-11-25 04:00:00 +0000",
+            "seconds": 100,
+            "first_step": 0,
+            "host": "here",
+            "processor": "a <processor>",
+            "commit": "8cc33d18606e",
+            "command": "ds-fp8 train cpt.json",
+            "seed": 1234,
+        },
         "fp8": {
             "enabled": enabled,
             "fp8_linears": 14 * enabled,

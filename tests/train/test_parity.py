@@ -1,6 +1,8 @@
-"""FP8 beside BF16 over seeds: gaps, noise, verdicts, and what the runs are told."""
+"""FP8 beside BF16 over seeds and grids: gaps, noise, verdicts, the page, and what the runs are told."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from statistics import stdev
@@ -9,14 +11,15 @@ import pytest
 
 from ds_fp8 import train as train_room
 from ds_fp8.cli import main
-from ds_fp8.commands import comparisons, robustness
 from ds_fp8.commands import parity as command
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
 from ds_fp8.report import charts
-from ds_fp8.report.parity import Cell, compare, comparisons_in, run_overrides, twins_of
-from ds_fp8.report.verdict import Gap, judge, judge_all, judge_seeds, seed_noise
+from ds_fp8.report.parity import Cell, compare, comparisons_in, judge_grid, run_overrides, twins_of, write_parity
+from ds_fp8.report.runs import SHARPNESS
+from ds_fp8.report.verdict import ExactMatch, Gap, diverged, judge, judge_all, judge_seeds, seed_noise, sign_test
 from ds_fp8.train import load_stage
+from tests.browser import look
 from tests.report.runs import finished_run
 from tests.train.conftest import ROOT
 from tests.train.tiny_stage import RESULT
@@ -27,57 +30,50 @@ def runs_of(tmp_path, fp8: list[float], bf16: list[float], first=7):
     for losses, cells in zip(zip(fp8, bf16, strict=True), twins, strict=True):
         for loss, cell in zip(losses, cells, strict=True):
             finished_run(cell.folder(tmp_path), loss, 10, 0.5, enabled=cell.kind == "fp8")
-    return comparisons_in(tmp_path, twins)
+    return comparisons_in(tmp_path, twins)[""]
 
 
-def test_the_gap_is_a_mean_over_seeds_and_the_noise_is_bf16s(tmp_path):
-    comparison = compare(runs_of(tmp_path, [2.02, 2.00, 2.05], [2.0, 2.02, 2.04]))
+def figures_of(tmp_path, fp8, bf16):
+    return compare({"": runs_of(tmp_path, fp8, bf16)})["points"][""]
+
+
+def test_the_gaps_are_means_over_seeds_and_the_noise_is_bf16s(tmp_path):
+    twins = runs_of(tmp_path, [2.02, 2.00, 2.05], [2.0, 2.02, 2.04])
+    figures = compare({"": twins})["points"][""]
     gaps = [2.02 / 2.0 - 1, 2.00 / 2.02 - 1, 2.05 / 2.04 - 1]
-    assert comparison["gaps"] == pytest.approx(gaps)
-    assert comparison["gap"] == pytest.approx(sum(gaps) / 3)
-    assert comparison["gap_standard_error"] == pytest.approx(stdev(gaps) / 3**0.5)
-    assert comparison["seed_noise"] == pytest.approx(0.02 / 2.02)
-    assert comparison["seeds"] == [7, 8, 9]
-
-
-def test_a_run_whose_steps_are_lost_has_no_speed(tmp_path):
-    twins = runs_of(tmp_path, [0.5], [0.5])
-    twins[0].run.result["tokens_per_second"] = None
-    assert compare(twins)["tokens_per_second"] == {"fp8": None, "bf16": 1000.0}
+    assert figures["gap"] == pytest.approx(sum(gaps) / 3)
+    assert figures["gap_standard_error"] == pytest.approx(stdev(gaps) / 3**0.5)
+    assert figures["seed_noise"] == pytest.approx(0.02 / 2.02)
+    assert list(figures["seeds"]) == ["7", "8", "9"]
+    in_bf16 = [(1 + gap) * 0.996 - 1 for gap in gaps]  # as finished_run has them
+    assert figures["gap_bf16"] == pytest.approx(sum(in_bf16) / 3)
+    assert figures["gap_standard_error_bf16"] == pytest.approx(stdev(in_bf16) / 3**0.5)
+    verdict = judge_seeds(twins)
+    assert verdict == judge_all(twins) == judge_grid({"": twins})[0]
+    assert f"of its weights in BF16 {sum(in_bf16) / 3:+.2%} ± " in verdict.figures
+    picture = charts.gaps_of_seeds(twins, seed_noise(twins), 0.0025)
+    for words in ("BF16's own seeds", "seed_7", "seed_8", "var(--c1)", "var(--c2)", "var(--c3)"):
+        assert words in picture
 
 
 def test_one_seed_has_no_noise(tmp_path):
-    comparison = compare(runs_of(tmp_path, [2.002], [2.0]))
-    assert comparison["seed_noise"] is comparison["gap_standard_error"] is None
-    assert comparison["passed"]
-
-
-@pytest.mark.parametrize(
-    ("gap", "error", "word", "passed"),
-    [
-        (0.001, None, "not worse", True),
-        (-0.02, None, "not worse", True),
-        (0.003, None, "worse", False),
-        (-0.02, 0.001, "better", True),
-        (0.001, 0.001, "noise", True),
-        (0.002, 0.0001, "within the tolerance", True),
-        (0.01, 0.02, "undecided", False),
-        (0.01, 0.001, "worse", False),
-    ],
-)
-def test_verdicts(gap, error, word, passed):
-    verdict = judge(Gap(gap, error), None, 0.0025)
-    assert word in verdict.words
-    assert verdict.passed == passed
-    assert ("one seed can show a failure" in verdict.words) == (error is None)
-    if error is None:  # which says nothing about what is equal or better
-        assert not verdict.words.startswith("equal")
-        assert "%, better" not in verdict.words
+    figures = figures_of(tmp_path, [2.002], [2.0])
+    assert figures["seed_noise"] is figures["gap_standard_error"] is None
+    assert figures["passed"]
+    assert "no worse than BF16 in this run. One seed cannot say more" in figures["verdict"]
 
 
 @pytest.mark.parametrize(
     ("trained", "weights", "level"),
     [
+        (Gap(0.001, None), None, "good"),
+        (Gap(-0.02, None), None, "good"),
+        (Gap(0.003, None), None, "bad"),
+        (Gap(-0.02, 0.001), None, "good"),
+        (Gap(0.001, 0.001), None, "good"),
+        (Gap(0.01, 0.02), None, "undecided"),
+        (Gap(0.01, 0.001), None, "bad"),
+        # The worse of the two losses decides.
         (Gap(0.001, None), Gap(0.0005, None), "good"),
         (Gap(0.008, None), Gap(0.0005, None), "bad"),
         (Gap(0.001, None), Gap(0.0045, None), "bad"),
@@ -85,39 +81,20 @@ def test_verdicts(gap, error, word, passed):
         (Gap(0.01, 0.02), Gap(0.0045, 0.0001), "bad"),
     ],
 )
-def test_the_worse_of_the_two_losses_decides_and_both_are_named(trained, weights, level):
-    verdict = judge(trained, weights, 0.0025)
-    assert verdict.level == level
-    assert f"the final loss of FP8 is {trained.mean:+.3%}" in verdict.words
-    assert f"that of its weights in BF16 {weights.mean:+.3%}" in verdict.words
-
-
-def test_both_losses_are_compared_over_seeds(tmp_path):
-    comparison = compare(runs_of(tmp_path, [2.02, 2.00, 2.05], [2.0, 2.02, 2.04]))
-    gaps = [2.02 / 2.0 * 0.996 - 1, 2.00 / 2.02 * 0.996 - 1, 2.05 / 2.04 * 0.996 - 1]  # as finished_run has them
-    assert comparison["gaps_bf16"] == pytest.approx(gaps)
-    assert comparison["gap_standard_error_bf16"] == pytest.approx(stdev(gaps) / 3**0.5)
-    assert comparison["final_loss_bf16"]["bf16"] == comparison["final_loss"]["bf16"]
-    assert f"that of its weights in BF16 {sum(gaps) / 3:+.3%} from BF16's (standard error" in comparison["verdict"]
+def test_levels(trained, weights, level):
+    assert judge(trained, weights, 0.0025) == level
+    fewer = ExactMatch(0.5, 0.9, 0.05)
+    expected = max(level, "undecided" if trained.error is None else "bad", key=("good", "undecided", "bad").index)
+    assert judge(trained, weights, 0.0025, fewer) == expected
 
 
 def test_runs_of_earlier_versions_are_judged_by_the_loss_they_have(tmp_path):
     twins = runs_of(tmp_path, [2.002], [2.0])
     del twins[0].run.result["final_loss_bf16"]
-    comparison = compare(twins)
-    assert comparison["passed"]
-    assert comparison["gap_bf16"] is None
-    assert "in BF16" not in comparison["verdict"]
-
-
-def test_a_report_over_seeds_shows_their_mean_and_noise(tmp_path):
-    twins = runs_of(tmp_path, [2.02, 2.00], [2.0, 2.02])
-    verdict = judge_all(twins)
-    assert verdict == judge_seeds(twins)
-    assert "standard error" in verdict.words
-    picture = charts.gaps_of_seeds(twins, seed_noise(twins), 0.0025)
-    for words in ("BF16's own seeds", "seed 7", "seed 8"):
-        assert words in picture
+    figures = compare({"": twins})["points"][""]
+    assert figures["passed"]
+    assert figures["gap_bf16"] is None
+    assert "in BF16" not in figures["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -125,22 +102,99 @@ def test_a_report_over_seeds_shows_their_mean_and_noise(tmp_path):
     [((0.8, 0.82, 0.78), (0.98, 0.96, 1.0), False), ((0.9, 0.5, 0.9), (0.98, 0.96, 0.98), True)],
 )
 def test_seeds_that_answer_less_are_worse_beyond_their_noise(fp8, bf16, passed, tmp_path):
-    twins = twins_of({"": ()}, range(3))
-    for shares, cells in zip(zip(fp8, bf16, strict=True), twins, strict=True):
-        for share, cell in zip(shares, cells, strict=True):
-            finished_run(cell.folder(tmp_path), 2.0, 10, share, enabled=cell.kind == "fp8")
-    comparison = compare(comparisons_in(tmp_path, twins))
+    twins = runs_of(tmp_path, [2.0] * 3, [2.0] * 3)
+    for shares in zip(twins, fp8, bf16, strict=True):
+        for run, share in zip((shares[0].run, shares[0].twin), shares[1:], strict=True):
+            run.result["exact_match"]["after"] = share
+    figures = compare({"": twins})["points"][""]
     differences = [ours - theirs for ours, theirs in zip(fp8, bf16, strict=True)]
-    assert comparison["exact_match_difference"] == pytest.approx(sum(differences) / 3)
-    assert comparison["exact_match_difference_standard_error"] >= stdev(differences) / 3**0.5 * (1 - 1e-9)
-    assert comparison["passed"] == passed
-    assert comparison["verdict"].startswith("equal: " if passed else "worse: ")
+    assert figures["exact_match_difference"] == pytest.approx(sum(differences) / 3)
+    assert figures["exact_match_difference_standard_error"] >= stdev(differences) / 3**0.5 * (1 - 1e-9)
+    assert figures["passed"] == passed
 
 
-def test_a_loss_that_is_not_finite_is_no_comparison(tmp_path):
-    comparison = compare(runs_of(tmp_path, [2.0, None], [2.0, 2.0]))
-    assert not comparison["passed"]
-    assert "not finite" in comparison["verdict"]
+def test_a_loss_that_is_not_finite_fails(tmp_path):
+    twins = runs_of(tmp_path, [2.0, None], [2.0, 2.0])
+    assert not judge_seeds(twins).passed
+    assert judge_grid({"": twins})[0].headline == "FP8 diverges more often than BF16."
+
+
+@pytest.mark.parametrize(("fp8", "p"), [([1.1] * 9, 2 / 2**9), ([1.1] * 8 + [0.9], 20 / 2**9), ([1.1, 0.9] * 4, 1.0)])
+def test_the_signs_of_paired_evaluations(fp8, p, tmp_path):
+    twins = runs_of(tmp_path, [2.0], [2.0])
+    for run, losses in zip((twins[0].run, twins[0].twin), (fp8, [1.0] * len(fp8)), strict=True):
+        run.metrics[:] = [{"step": 0, "validation_loss": 5.0 + losses[0]}]  # the same model at step 0: not counted
+        run.metrics += [{"step": step, "validation_loss": loss} for step, loss in enumerate(losses, 1)]
+    better = sum(loss > 1 for loss in fp8)
+    assert sign_test(twins) == (better, len(fp8), pytest.approx(p))
+    assert f"BF16 better at {better} of {len(fp8)} evaluations" in judge_seeds(twins).figures
+
+
+RATES, SEEDS = [0.001, 0.004], [5, 6]
+GRID = twins_of({f"lr {rate}": [f"optimizer.params.lr={rate}"] for rate in RATES}, SEEDS)
+ALL = [(kind, rate, seed) for kind in ("fp8", "bf16") for rate in RATES for seed in SEEDS]
+
+
+def grid_in(folder: Path, losses: dict[tuple[str, float, int], float | None]):
+    """Return the runs of GRID; those of `losses` end there, all others at 0.5 and, in FP8, 0.501."""
+    for cell in (cell for pair in GRID for cell in pair):
+        usual = 0.501 if cell.kind == "fp8" else 0.5
+        loss = losses.get((cell.kind, float(cell.point.removeprefix("lr ")), cell.seed), usual)
+        run = finished_run(cell.folder(folder), loss, 10, 0.5, cell.kind == "fp8", measured=False)
+        if loss is not None:
+            (run / SHARPNESS).write_text(json.dumps({"sharpness": 2.0 + loss}))
+    return comparisons_in(folder, GRID)
+
+
+def test_a_grid_tells_divergence_spikes_and_sharpness(tmp_path):
+    # Before the first step the loss is 6.1 and the best of the grid 0.5: beyond 3.3 a run has diverged.
+    lost = {("fp8", 0.004, 5): None, ("fp8", 0.004, 6): 3.31, ("bf16", 0.004, 6): 3.29}
+    points = grid_in(tmp_path, lost)
+    spiking = points["lr 0.001"][0].run
+    spiking.metrics[:] = [{"step": step, "loss": 9.0 if step == 25 else 2 - step / 100} for step in range(1, 31)]
+    grid = [each for found in points.values() for each in found]
+    runs = {(run.kind, each.name, point): run for point, found in points.items() for each in found
+            for run in each.columns.values()}  # fmt: skip
+    assert [key for key, run in runs.items() if diverged(run, grid)] == [
+        ("fp8", "seed_5", "lr 0.004"),
+        ("fp8", "seed_6", "lr 0.004"),
+    ]
+    assert [key for key, run in runs.items() if run.spikes] == [("fp8", "seed_5", "lr 0.001")]
+    assert runs["bf16", "seed_5", "lr 0.001"].sharpness == 2.5
+    assert runs["fp8", "seed_5", "lr 0.004"].sharpness is None
+    figures = compare(points)
+    assert not figures["passed"]
+    assert figures["verdict"] == "FP8 is worse than BF16 at 1 of 2 points: lr 0.004."
+    assert figures["points"]["lr 0.004"]["diverged"] == {"fp8": 2, "bf16": 0}
+    assert figures["points"]["lr 0.001"]["gap"] == pytest.approx(0.002)
+    assert figures["points"]["lr 0.001"]["passed"]
+
+
+def test_points_at_which_neither_trains_do_not_fail(tmp_path):
+    verdict, each = judge_grid(grid_in(tmp_path, {key: 6.0 for key in ALL if key[1] == 0.004}))
+    assert verdict.passed
+    assert "no twins are left" in each["lr 0.004"].headline
+
+
+@pytest.mark.parametrize("losses", [{("fp8", 0.004, 5): None}, {}, dict.fromkeys(ALL)])
+def test_a_browser_shows_the_page_of_a_grid(tmp_path, losses):
+    figures, page, verdict = write_parity(grid_in(tmp_path / "runs", losses), tmp_path, "Robustness of <FP8>")
+    assert json.loads(figures.read_text())["verdict"] == str(verdict)
+    text = page.read_text()
+    assert "<h1>Robustness of &lt;FP8&gt;</h1>" in text
+    assert text.count("<svg") == (1 if len(losses) == len(ALL) else 2)
+    assert text.count('<th scope="row">lr 0.00') == 2
+    assert "+0.20%" in text or len(losses) == len(ALL)
+    look(page, tmp_path)
+
+
+def test_a_run_in_bf16_that_points_share_is_one(tmp_path):
+    twins = twins_of({"a": ['fp8.preset="infir2"'], "b": ['fp8.preset="coat"']}, [5])
+    assert twins[0][1] == twins[1][1]
+    for loss, cell in zip((0.51, 0.6, 0.5), (twins[0][0], twins[1][0], twins[0][1]), strict=True):
+        finished_run(cell.folder(tmp_path), loss, 10, 0.5, cell.kind == "fp8", measured=False)
+    figures = compare(comparisons_in(tmp_path, twins))
+    assert [figures["points"][point]["gap"] for point in "ab"] == [pytest.approx(0.02), pytest.approx(0.2)]
 
 
 @pytest.mark.parametrize("name", ["cpt", "cpt_decay", "sft_stage1"])
@@ -148,7 +202,7 @@ def test_a_shorter_run_keeps_the_shape_of_the_schedule(name, tmp_path, monkeypat
     monkeypatch.setenv("WORLD_SIZE", "8")
     file = ROOT / "ds_configs" / "infir2_1.5b" / f"{name}.json"
     stage = load_stage(file)
-    twins = {kind: load_stage(file, run_overrides(stage, Cell(kind, 5), 400, tmp_path)) for kind in ("fp8", "bf16")}
+    twins = {kind: load_stage(file, run_overrides(stage, Cell(kind, 5), 400, 10, tmp_path)) for kind in ("fp8", "bf16")}
     assert (twins["fp8"].fp8.enabled, twins["bf16"].fp8.enabled) == (True, False)
     for twin in twins.values():
         assert (twin.train.steps, twin.train.epochs, twin.train.seed) == (400, None, 5)
@@ -164,11 +218,11 @@ def planned(monkeypatch, cache_home, tmp_path):
     monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
-    def plan(file, *arguments, command=command):
+    def plan(file, *arguments):
         events = []
         load = train_room.load_stage
         monkeypatch.setattr(train_room, "load_stage", lambda *given: events.append("load") or load(*given))
-        monkeypatch.setattr(comparisons, "train_once", lambda file, ranks, changes: events.append(changes))
+        monkeypatch.setattr(command, "train_once", lambda file, ranks, changes: events.append(changes))
         monkeypatch.setattr(sys, "argv", ["parity", str(file), "--out", str(tmp_path / "out"), *arguments])
         with pytest.raises(UserError, match="there is no folder"):  # nothing was trained
             command.main()
@@ -181,19 +235,18 @@ def test_all_twins_are_read_before_the_first_is_trained(tiny, write, planned):
     tiny["fp8"]["optimizer"] = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
     tiny["train"]["compact_checkpoints"] = True  # of no effect in BF16, which has no compressed moments
     events = planned(write(tiny), "--steps", "2", "--seeds", "2")
-    assert events[:5] == ["load"] * 5
-    assert len(events) == 9
-    assert sum("fp8.enabled=false" in changes for changes in events[5:]) == 2
+    assert events[:6] == ["load"] * 6
+    assert len(events) == 10
+    assert sum("fp8.enabled=false" in changes for changes in events[6:]) == 2
 
 
-@pytest.mark.parametrize("compared", [command, robustness])
-def test_a_schedule_in_steps_is_shortened_where_the_stage_counts_epochs(tiny, write, planned, compared):
+def test_a_schedule_in_steps_is_shortened_where_the_stage_counts_epochs(tiny, write, planned):
     tiny["train"] |= {"steps": None, "epochs": 40, "schedule": {"type": "wsd", "warmup": 6, "decay": 12}}
     file = write(tiny)
     stage = load_stage(file)
     rows = len(build_data(stage.data, build_tokenizer(stage.data, default_cache_dir()), default_cache_dir()).train)
     steps = stage.with_length(rows).train.steps
-    changes = planned(file, "--steps", "4", "--ranks", "1", command=compared)[-1]
+    changes = planned(file, "--steps", "4", "--ranks", "1")[-1]
     assert f"train.schedule.warmup={6 / steps}" in changes
     assert f"train.schedule.decay={12 / steps}" in changes
 
@@ -218,7 +271,7 @@ def test_points_that_differ_in_fp8_keys_alone_have_one_twin_in_bf16(tiny, write,
     ],
 )
 def test_grids_that_cannot_be_compared(tiny, write, monkeypatch, tmp_path, options, key):
-    monkeypatch.setattr(comparisons, "train_once", None)
+    monkeypatch.setattr(command, "train_once", None)
     monkeypatch.setattr(sys, "argv", ["parity", str(write(tiny)), "--steps", "2", "--out", str(tmp_path), *options])
     with pytest.raises(UserError) as caught:
         command.main()
@@ -237,24 +290,30 @@ def test_compact_checkpoints_of_fp32_moments_are_still_refused(tiny, write):
 
 
 @pytest.mark.slow
-def test_the_command_trains_twins_and_gives_its_verdict(tiny, write, cache_home, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
-    file = write(tiny)
-    monkeypatch.chdir(tmp_path)
-    arguments = ["--steps", "2", "--set", "data.examples=100", "--out", "out", "--tolerance", "0.5"]
-    monkeypatch.setattr(sys, "argv", ["parity", "--deepspeed_config", str(file), *arguments])
-    assert command.main() == 0
-    assert "not worse: " in capsys.readouterr().out
-    assert "<svg" in (tmp_path / "out" / "report.html").read_text()
+def test_a_whole_grid_and_the_same_again_without_training(tiny, write, cache_home, tmp_path):
+    tiny["data"]["examples"] = 100
+    command = [sys.executable, "-m", "ds_fp8.cli", "parity", write(tiny).name, "--steps", "6", "--rates", "1,1000"]
+    command += ["--sharpness", "1", "--tolerance", "0.5", "--out", "out"]
+    environment = {**os.environ, "DS_FP8_CACHE": str(cache_home), "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    for _ in range(2):
+        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        assert "FP8 is no worse than BF16 at all 2 points." in ran.stdout
+    assert ran.stdout.count("finished before") == 4
     figures = json.loads((tmp_path / "out" / "parity.json").read_text())
-    assert figures["steps"] == 2
-    assert list(figures["curves"]["fp8"][0]["loss"]) == ["1", "2"]
-    assert figures["final_loss"]["fp8"] != figures["final_loss"]["bf16"]
+    assert figures["steps"] == 6
+    assert figures["made"]["command"].startswith("ds-fp8 train ")
+    assert figures["made"]["seed"] == int(next(iter(figures["points"]["lr 0.001"]["seeds"])))
+    sane, wild = figures["points"]["lr 0.001"], figures["points"]["lr 1.0"]
+    assert sane["diverged"] == {"fp8": 0, "bf16": 0}
+    for runs in (*sane["seeds"].values(), *wild["seeds"].values()):
+        for run in (runs["fp8"], runs["bf16"]):
+            assert run["final_validation_loss"] is None or run["sharpness"] > 0
+    assert sane["gap"] != 0
+    assert "<svg" in (tmp_path / "out" / "report.html").read_text()
 
 
-@pytest.mark.parametrize("name", ["parity", "robustness"])
+@pytest.mark.parametrize("more", [[], ["--rates", "0.5,1"]])
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
@@ -264,7 +323,7 @@ def test_the_command_trains_twins_and_gives_its_verdict(tiny, write, cache_home,
     ],
 )
 def test_finished_runs_are_taken_as_they_are_if_they_are_the_same(
-    tiny, write, tmp_path, monkeypatch, cache_home, name, changes, key
+    tiny, write, tmp_path, monkeypatch, cache_home, more, changes, key
 ):
     """Not their figures for those of another stage, nor their weights trained on by another schedule."""
     monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
@@ -276,18 +335,17 @@ def test_finished_runs_are_taken_as_they_are_if_they_are_the_same(
         stage.run_dir.mkdir(parents=True)
         (stage.run_dir / "config.json").write_text(json.dumps(stage.raw))
         (stage.run_dir / "result.json").write_text(json.dumps(RESULT | {"steps": stage.train.steps}))
-        (stage.run_dir / "metrics.jsonl").write_text("")
+        (stage.run_dir / "metrics.jsonl").write_text('{"step": 12, "loss": 5.0}\n')
 
-    monkeypatch.setattr(comparisons, "train_once", finish)
-    monkeypatch.setattr(robustness, "_measure", lambda *cell: None)
-    words = [str(file), "--out", str(tmp_path / "out"), "--seeds", "1", "--gpus", "1"]
-    main([name, *words, "--steps", "12"])
+    monkeypatch.setattr(command, "train_once", finish)
+    words = ["parity", str(file), "--out", str(tmp_path / "out"), "--gpus", "1", *more]
+    main([*words, "--steps", "12"])
     first = len(made)
-    assert first == (2 if name == "parity" else 8)
+    assert first == (4 if more else 2)
     if key is None:
-        main([name, *words, *changes])
+        main([*words, *changes])
     else:
         with pytest.raises(UserError) as caught:
-            main([name, *words, *changes])
+            main([*words, *changes])
         assert caught.value.key == key
     assert len(made) == first

@@ -11,9 +11,8 @@ import numpy as np
 
 from ds_fp8.monitor.heat_maps import health_matrix, health_sites
 from ds_fp8.monitor.thresholds import LABELS
-from ds_fp8.report.exact_match import exact_match_of, share_error
 from ds_fp8.report.runs import Comparison, RunRecord
-from ds_fp8.report.verdict import TRAINED, WEIGHTS, Verdict, concerns, gap_of
+from ds_fp8.report.verdict import TRAINED, WEIGHTS, Verdict, concerns, exact_match_of, gap_of, share_error
 
 RATIOS = ("all_gather_bytes", "grad_bytes", "peak_memory_bytes", "tokens_per_second")
 
@@ -22,9 +21,9 @@ def summarise(comparisons: Sequence[Comparison], verdict: Verdict) -> dict[str, 
     """Return the figures of all comparisons, ready for JSON: nats per token, bytes per step and rank, tokens/s."""
     first = comparisons[0].run.result
     return {
-        "verdict": verdict.words,
+        "verdict": str(verdict),
         "passed": verdict.passed,
-        **{key: first[key] for key in ("device", "ranks", "parameters", "versions")},
+        **{key: first.get(key) for key in ("device", "ranks", "parameters", "versions", "made")},
         "stages": {comparison.name: stage_figures(comparison) for comparison in comparisons},
     }
 
@@ -46,13 +45,14 @@ def run_figures(run: RunRecord) -> dict[str, Any]:
         "exact_match_problems": answers["problems"],
         "exact_match_standard_error": share_error(answers["after"], answers["problems"]),
         # One rank alone sends nothing.
-        "all_gather_bytes": result["bytes_per_step"]["all_gather_bytes"] or None,
-        "grad_bytes": result["bytes_per_step"]["grad_bytes"] or None,
-        "exchange_bytes": result["bytes_per_step"].get("exchange_bytes") or None,
-        "tokens_per_second": result["tokens_per_second"],
-        "peak_memory_bytes": result["peak_memory_bytes"],
-        "skipped_steps": result["skipped_steps"],
+        **{
+            key: result["bytes_per_step"].get(key) or None
+            for key in ("all_gather_bytes", "grad_bytes", "exchange_bytes")
+        },
+        **{key: result[key] for key in ("tokens_per_second", "peak_memory_bytes", "skipped_steps")},
         "routing": routing and {**routing["routing"]["mean"], "auxiliary_loss": routing.get("auxiliary_loss")},
+        "spikes": run.spikes,
+        "sharpness": run.sharpness,
         "concerns": concerns(run),
     }
 
@@ -72,9 +72,6 @@ def stage_figures(comparison: Comparison) -> dict[str, Any]:
     return entry
 
 
-# ---------------------------------------------------------------- health by layer
-
-
 @dataclass(frozen=True)
 class HealthTable:
     """The worst value of one figure by decoder layer and tensor class, over all measured steps."""
@@ -84,47 +81,18 @@ class HealthTable:
     digits: int
     """Digits after the point that are shown."""
     columns: list[str]
-    rows: list[tuple[str, list[Cell]]]
+    rows: list[tuple[str, list[tuple[float | None, float]]]]
+    """Names of the layers; of each value also how alarming it is, from 0 to 1."""
 
     @property
     def all_clear(self) -> bool:
         """Return whether it is a share, and 0 everywhere."""
-        return self.unit == "%" and not any(cell.value for _, cells in self.rows for cell in cells)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A value, None where there is none, and how alarming it is, from 0 to 1."""
-
-    value: float | None
-    heat: float
+        return self.unit == "%" and not any(value for _, cells in self.rows for value, _ in cells)
 
 
 def health_tables(run: RunRecord) -> dict[str, HealthTable]:
     """Return the table of each figure: "flushed", "saturated" and "snr_db"."""
-    return {
-        figure: HealthTable(title, unit, digits, *_cells(run, figure, worst, heat))
-        for figure, (title, unit, digits, worst, heat) in _FIGURES.items()
-    }
-
-
-def _cells(
-    run: RunRecord, figure: str, worst: Callable[[np.ndarray], float], heat: Callable[[float], float]
-) -> tuple[list[str], list[tuple[str, list[Cell]]]]:
-    """Return the names of the columns, and the rows with the worst value over all measured steps."""
-    measured = run.measurements
-    sites = health_sites(measured)
-    layers = [_layer_of(site) for site in sites]
-    classes = [name for name in LABELS if any(name in record["health"] for record in measured)]
-    values: dict[str, list[Cell]] = {layer: [] for layer in layers}
-    for tensor_class in classes:
-        matrix = health_matrix(measured, tensor_class, figure, sites)
-        for layer, cells in values.items():
-            known = matrix[[index for index, name in enumerate(layers) if name == layer]]
-            known = known[np.isfinite(known)]
-            value = float(worst(known)) if known.size else None
-            cells.append(Cell(value, 0.0 if value is None else float(np.clip(heat(value), 0, 1))))
-    return [LABELS[name] for name in classes], list(values.items())
+    return {figure: _table(run, figure, *description) for figure, description in _FIGURES.items()}
 
 
 _FIGURES = {
@@ -133,6 +101,30 @@ _FIGURES = {
     "snr_db": ("Signal-to-noise ratio, least", "dB", 1, np.min, lambda decibels: (30 - decibels) / 10),
 }
 """Figure -> its title, unit, digits, the worst of several values, and how alarming a value is."""
+
+
+def _table(
+    run: RunRecord,
+    figure: str,
+    title: str,
+    unit: str,
+    digits: int,
+    worst: Callable[[np.ndarray], float],
+    heat: Callable[[float], float],
+) -> HealthTable:
+    measured = run.measurements
+    sites = health_sites(measured)
+    layers = [_layer_of(site) for site in sites]
+    classes = [name for name in LABELS if any(name in record["health"] for record in measured)]
+    rows: dict[str, list[tuple[float | None, float]]] = {layer: [] for layer in layers}
+    for tensor_class in classes:
+        matrix = health_matrix(measured, tensor_class, figure, sites)
+        for layer, cells in rows.items():
+            known = matrix[[index for index, name in enumerate(layers) if name == layer]]
+            known = known[np.isfinite(known)]
+            value = float(worst(known)) if known.size else None
+            cells.append((value, 0.0 if value is None else float(np.clip(heat(value), 0, 1))))
+    return HealthTable(title, unit, digits, [LABELS[name] for name in classes], list(rows.items()))
 
 
 def _layer_of(site: str) -> str:

@@ -6,6 +6,7 @@ test function is any module-level function; it is called on every rank after dee
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -61,6 +62,9 @@ def _worker(
 
     disable_shm_build()
     if accelerator == "cuda":
+        with contextlib.suppress(ImportError):
+            # Before torch loads cuDNN's kernels: after them Transformer Engine finds those of another cuDNN.
+            import transformer_engine.pytorch  # noqa: F401
         torch.cuda.set_device(local_rank)
     deepspeed.init_distributed(dist_backend="nccl" if accelerator == "cuda" else "gloo", verbose=False)
     while True:
@@ -75,6 +79,8 @@ def _worker(
         # DeepSpeed keeps engines, and collects garbage several times an engine: not through those of all tests before.
         gc.collect()
         gc.freeze()
+        if accelerator == "cuda":
+            torch.cuda.empty_cache()  # other processes of tests share the GPU
 
 
 class RankDied(Exception):

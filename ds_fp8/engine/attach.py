@@ -127,8 +127,15 @@ def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
     state.why_no_graphs = _of_any_rank(why)
     if state.why_no_graphs is None:
         checked = state.config.graph == "auto"
+        health = state.health
         state.graphs = MicroStepGraphs(
-            engine, state.step.gradients, state.parameter_gather, state.wire, state.health.say, state.monitor, checked
+            engine,
+            state.step.gradients,
+            state.parameter_gather,
+            state.wire,
+            lambda line: health.say(line),  # what `say` is then, which a program may set
+            state.monitor,
+            checked,
         )
         # A layer in BF16 runs other kernels than those that were captured.
         state.health.on_move = state.graphs.reset

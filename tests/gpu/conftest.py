@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 GROUPS = int(os.environ.get("DS_FP8_GPU_GROUPS", "3"))
 """Processes of tests that have ranks: each keeps its pools, so that imports and CUDA contexts are paid once a group."""
@@ -17,6 +18,12 @@ def pytest_collection_modifyitems(items):
     with_ranks = [item for item in on_gpus if WITH_RANKS.intersection(getattr(item, "fixturenames", ()))]
     for number, item in enumerate(with_ranks):
         item.add_marker(pytest.mark.xdist_group(f"ranks{number % GROUPS}"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_for_others():
+    yield
+    torch.cuda.empty_cache()
 
 
 def pytest_runtest_logreport(report):

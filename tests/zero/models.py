@@ -22,6 +22,7 @@ CONFIG = {
     "zero_optimization": {
         "stage": 3,
         "stage3_param_persistence_threshold": 300,
+        "reduce_bucket_size": 2 * 10**7,  # the default is a buffer of a gigabyte, which an engine may leave behind
         "stage3_prefetch_bucket_size": 0,
         "stage3_max_reuse_distance": 0,
     },

@@ -43,22 +43,6 @@ def test_refusals_are_counted_and_other_differences_listed(tmp_path, monkeypatch
     assert ("a.py::other: passed, with FP8 failed: AssertionError: 1 != 2" in table) == bool(code)
 
 
-def test_a_test_that_deepspeed_skips_is_not_run_with_fp8(tmp_path, monkeypatch):
-    runs = deepspeed_tests.Runs(tmp_path, tmp_path, 60, bf16=False)
-    kept(tmp_path, "plain", here=("passed", ""), gpus=("skipped", "not enough GPUs"), nvme=("skipped", "no libaio"))
-    left_out = []
-
-    def run(runs, path, fp8, without):
-        left_out.append(without)
-        kept(tmp_path, runs.kept(path, fp8).name.split(".")[-2], here=("passed", ""))
-
-    monkeypatch.setattr(deepspeed_tests, "_run", run)
-    plain = deepspeed_tests.outcomes_of(runs, "a.py", None, {})
-    skipped = {name: outcome for name, outcome in plain.items() if outcome.outcome == "skipped"}
-    assert deepspeed_tests.outcomes_of(runs, "a.py", "{}", skipped) == plain
-    assert left_out == [["a.py::gpus", "a.py::nvme"]]
-
-
 @pytest.mark.parametrize(
     ("config", "bf16"),
     [
@@ -116,18 +100,3 @@ def test_a_rank_that_fails_ends_the_test(warm, monkeypatch, does, error, message
         monkeypatch.setattr(deepspeed_tests_plugin, "_limit", time.monotonic() + 2)
     with pytest.raises(error, match=message):
         deepspeed_tests_plugin.run_ranks(Ranks(*does), len(does), "file://store")
-
-
-def test_ranks_that_pass_pass(warm):
-    deepspeed_tests_plugin.run_ranks(Ranks("", "", ""), 3, "file://store")
-
-
-def test_a_test_without_ranks_leaves_nothing_behind(monkeypatch):
-    monkeypatch.setattr(multiprocessing, "_left_behind", "nothing", raising=False)
-    assert deepspeed_tests_plugin.run_processes("fork", leave_behind, [("much",)]) == ["much"]
-    assert multiprocessing._left_behind == "nothing"
-
-
-def leave_behind(what: str) -> str:
-    multiprocessing._left_behind = what
-    return multiprocessing._left_behind

@@ -10,7 +10,7 @@ import bisect
 
 import torch
 
-MEASURED = "one H200, 2026-11-22, scripts/experiments/crossover.py"
+MEASURED = "one H200, 2026-11-22"
 
 BREAK_EVEN = {512: 16384, 1024: 16384, 2048: 8192, 4096: 2048}
 """Hidden size -> the fewest tokens of a micro-batch, of those measured, with which a fused decoder layer of the infir2

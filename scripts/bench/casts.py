@@ -10,10 +10,6 @@ share a row.
 
     "B/element"  bytes that have to move at least, over the elements of the tensor that is cast; scales not counted
     "of copy"    time of a copy that moves as many bytes, over the time; measured in the same run
-    "of TE"      the time, over Transformer Engine's where it has the same operation
-
-What SwiGLU keeps for backward differs: here gate and up in FP8, from which backward forms the product again and casts
-its columns; in Transformer Engine gate and up in BF16, and the columns of the product, which its forward casts.
 """
 
 from __future__ import annotations
@@ -25,7 +21,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cast_peers
 import torch
 from common import (
     SIZES,
@@ -36,7 +31,6 @@ from common import (
     check_presets,
     describe_cast,
     device,
-    first_line,
     measure,
     normal,
     positive,
@@ -50,7 +44,6 @@ from common import (
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import main_entry
 from ds_fp8.config.presets import PRESETS
-from ds_fp8.gemm import unavailable
 from ds_fp8.layers.decoder.heads import HeadLayout
 from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast, rms_norm_columnwise
 from ds_fp8.layers.decoder.rotary import rotate, rotate_backward
@@ -75,7 +68,6 @@ class Operation:
     elements: int
     bytes_per_element: float
     run: Callable[[], Any]
-    peer: cast_peers.Peer = None
 
     @property
     def bytes(self) -> int:
@@ -92,39 +84,29 @@ def in_words(rowwise: QuantizedTensor | None, columnwise: QuantizedTensor | None
 def cast_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[Operation]:
     """Yield the casts of an input x [T, F], of an output gradient dy [T, F] and of a weight w [2F, H]."""
     x, w = normal(tokens, size.intermediate), normal(2 * size.intermediate, size.hidden, std=WEIGHT_STD)
-    of_x, of_dy, of_w = recipe.input, recipe.grad_output, recipe.weight
-    wgrad_x, wgrad_dy = recipe.wgrad_input, recipe.grad_output.granularity
-
     row, column = recipe.cast_input_both(x)
-    peer = cast_peers.cast(x, of_x.format, of_x.granularity, wgrad_x)
-    yield Operation("x", in_words(row, column), x.numel(), 4, lambda: recipe.cast_input_both(x), peer)
-    peer = cast_peers.cast(x, of_x.format, of_x.granularity, None)
-    yield Operation("x", in_words(row), x.numel(), 3, lambda: recipe.cast_input(x), peer)
-    peer = cast_peers.cast(x, of_x.format, None, wgrad_x)
-    yield Operation("x", in_words(None, column), x.numel(), 3, lambda: recipe.cast_input_columnwise(x), peer)
+    yield Operation("x", in_words(row, column), x.numel(), 4, lambda: recipe.cast_input_both(x))
+    yield Operation("x", in_words(row), x.numel(), 3, lambda: recipe.cast_input(x))
+    yield Operation("x", in_words(None, column), x.numel(), 3, lambda: recipe.cast_input_columnwise(x))
     del row, column
 
     w_cast = recipe.cast_weight(w)
-    peer = cast_peers.cast(w, of_w.format, of_w.granularity, None)
-    yield Operation("w", in_words(w_cast), w.numel(), 3, lambda: recipe.cast_weight(w), peer)
+    yield Operation("w", in_words(w_cast), w.numel(), 3, lambda: recipe.cast_weight(w))
     yield Operation("w transposed", describe_cast(w_cast), w.numel(), 2, lambda: dgrad_operand(w_cast))
 
     factor = None if dgrad_operand(w_cast)[1] is None else torch.ones(x.shape[1], device=x.device)
     casts = in_words(*recipe.cast_grad_output(x, column_factor=factor))
-    peer = cast_peers.cast(x, of_dy.format, of_dy.granularity, wgrad_dy)
     name = "dy" if factor is None else "dy · weight scales"
-    yield Operation(name, casts, x.numel(), 4, lambda: recipe.cast_grad_output(x, column_factor=factor), peer)
+    yield Operation(name, casts, x.numel(), 4, lambda: recipe.cast_grad_output(x, column_factor=factor))
 
 
 def norm_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[Operation]:
     """Yield RMSNorm of x [T, H], with and without the residual add before it."""
     x, residual, weight = normal(tokens, size.hidden), normal(tokens, size.hidden), normal(size.hidden)
-    of_x = recipe.input
     _, rstd, cast = rms_norm_cast(x, weight, EPS, recipe)
     casts, columnwise = in_words(cast), in_words(None, rms_norm_columnwise(x, weight, rstd, recipe))
     del cast
-    peer = cast_peers.rms_norm(x, weight, EPS, of_x.format, of_x.granularity)
-    yield Operation("RMSNorm", casts, x.numel(), 3, lambda: rms_norm_cast(x, weight, EPS, recipe), peer)
+    yield Operation("RMSNorm", casts, x.numel(), 3, lambda: rms_norm_cast(x, weight, EPS, recipe))
     yield Operation("add, RMSNorm", casts, x.numel(), 7, lambda: rms_norm_cast(x, weight, EPS, recipe, residual))
     yield Operation(
         "RMSNorm again", columnwise, x.numel(), 3, lambda: rms_norm_columnwise(x, weight, rstd, recipe)
@@ -137,7 +119,7 @@ def norm_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Itera
 def swiglu_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[Operation]:
     """Yield SwiGLU of gate_up [T, 2F] with the casts of its product [T, F], and its backward with all casts."""
     gate_up, dproduct = normal(tokens, 2 * size.intermediate), normal(tokens, size.intermediate)
-    of_x, of_dy, elements = recipe.input, recipe.grad_output, dproduct.numel()
+    elements = dproduct.numel()
 
     def forward(keep: bool) -> Any:
         return gated_activation_cast(gate_up, "silu", recipe, keep)
@@ -145,11 +127,9 @@ def swiglu_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Ite
     product, saved, _ = forward(True)
     casts = in_words(product)
     del product
-    peer = cast_peers.swiglu(gate_up, of_x.format, of_x.granularity, None)
-    yield Operation("SwiGLU", casts, elements, 5, lambda: forward(False), peer)
-    peer = cast_peers.swiglu(gate_up, of_x.format, of_x.granularity, recipe.wgrad_input)
+    yield Operation("SwiGLU", casts, elements, 5, lambda: forward(False))
     kept = f"{casts}, gate and up {describe_cast(saved)}"
-    yield Operation("SwiGLU, keeping", kept, elements, 7, lambda: forward(True), peer)
+    yield Operation("SwiGLU, keeping", kept, elements, 7, lambda: forward(True))
 
     w = normal(2 * size.intermediate, 128, std=WEIGHT_STD)
     factor = dgrad_operand(recipe.cast_weight(w))[1]
@@ -161,8 +141,7 @@ def swiglu_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Ite
     of_gate_up = in_words(found.dgate_up, found.dgate_up_columnwise)
     casts = f"{of_gate_up}, product {in_words(None, found.product_columnwise)}"
     del found
-    peer = cast_peers.swiglu_backward(dproduct, gate_up, of_dy.format, of_dy.granularity, of_dy.granularity)
-    yield Operation("SwiGLU backward", casts, elements, 9, backward, peer)
+    yield Operation("SwiGLU backward", casts, elements, 9, backward)
 
 
 def rope_operations(size: ModelSize, tokens: int) -> Iterator[Operation]:
@@ -172,10 +151,7 @@ def rope_operations(size: ModelSize, tokens: int) -> Iterator[Operation]:
     angles = torch.rand(1, tokens, size.head_dim, device=qkv.device) * 6
     cos, sin = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
     bytes_per_element = 4 + (cos.nbytes + sin.nbytes) / qkv.numel()
-    peer = cast_peers.rope(qkv.clone(), layout)
-    yield Operation(
-        "bias, rotary", "none", qkv.numel(), bytes_per_element, lambda: rotate(qkv, cos, sin, layout, bias), peer
-    )
+    yield Operation("bias, rotary", "none", qkv.numel(), bytes_per_element, lambda: rotate(qkv, cos, sin, layout, bias))
     gradients = layout.split(normal(*qkv.shape), 1, len(qkv))
     yield Operation(
         "rotary backward", "none", qkv.numel(), bytes_per_element, lambda: rotate_backward(gradients, cos, sin, layout)
@@ -197,21 +173,9 @@ def copy_time(bytes: int, milliseconds: float) -> float:
     return measure(lambda: target.copy_(source), milliseconds=milliseconds)
 
 
-def peer_time(operation: Operation, milliseconds: float) -> float | None:
-    """Return the milliseconds of Transformer Engine's counterpart; where it fails, print why and return None."""
-    if operation.peer is None:
-        return None
-    try:
-        return measure(operation.peer, milliseconds=milliseconds)
-    except Exception as error:  # another library fails in its own way
-        print(f"not measured: Transformer Engine's {operation.name}, {operation.casts} ({first_line(error)})")
-        return None
-
-
 def measure_operation(operation: Operation, milliseconds: float) -> dict[str, Any]:
     """Measure one operation and return its row."""
     time, copy = measure(operation.run, milliseconds=milliseconds), copy_time(operation.bytes, milliseconds)
-    peer = peer_time(operation, milliseconds)
     return {
         "operation": operation.name,
         "casts": operation.casts,
@@ -220,8 +184,6 @@ def measure_operation(operation: Operation, milliseconds: float) -> dict[str, An
         "milliseconds": time,
         "terabytes_per_second": operation.bytes / time / 1e9,
         "of_copy": copy / time,
-        "te_milliseconds": peer,
-        "of_te": None if peer is None else time / peer,
         "presets": [],
     }
 
@@ -229,7 +191,7 @@ def measure_operation(operation: Operation, milliseconds: float) -> dict[str, An
 def rotated(preset: str, size: ModelSize, tokens: int) -> Iterator[Operation]:
     """Yield the casts of a preset behind rotations."""
     for operation in cast_operations(preset_recipe(preset, rotation=ROTATION), size, tokens):
-        yield replace(operation, name=f"{operation.name}, rotated", peer=None)
+        yield replace(operation, name=f"{operation.name}, rotated")
 
 
 def measure_presets(
@@ -249,15 +211,12 @@ def measure_presets(
 
 
 def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
-    columns = "operation", "casts", "B/element", "ms", "TB/s", "of copy", "TE ms", "of TE", "presets"
+    columns = "operation", "casts", "B/element", "ms", "TB/s", "of copy", "presets"
     keys = "operation", "casts", "bytes_per_element", "milliseconds", "terabytes_per_second", "of_copy"
     print_table(
         title,
         columns,
-        [
-            (*(row[key] for key in keys), row["te_milliseconds"], row["of_te"], ", ".join(row["presets"]))
-            for row in rows
-        ],
+        [(*(row[key] for key in keys), ", ".join(row["presets"])) for row in rows],
     )
 
 
@@ -281,9 +240,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     facts = begin()
-    missing = unavailable("transformer_engine")
-    if missing is not None:
-        print(f"not measured: Transformer Engine ({missing})")
     rows = measure_presets(
         options.presets, SIZES[options.size], options.tokens, options.milliseconds, options.rotations
     )

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from ds_fp8.casts import quantize
 from ds_fp8.cli import main
@@ -17,8 +19,28 @@ from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.train.judge import Judge
 from ds_fp8.train.sensitivity import CastSwitch, Cost, Part, measure, measurements, parts_of, propose
 from tests.layers.hugging_face import causal_lm, tokens
-from tests.test_formats_script import folder  # noqa: F401
 from tests.train.tiny_stage import TINY
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model whose head has learnt one sentence, its tokenizer, and the text."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="one"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="ten").save_pretrained(path)
+    (path / "text.txt").write_text("\n\n".join([" ".join(WORDS * 4)] * 6))
+    model = causal_lm("llama", intermediate_size=256)
+    ids = torch.arange(10).repeat(4)[None]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(15):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(path)
+    return path
 
 
 def rows(count=3):
@@ -145,7 +167,7 @@ def test_the_costliest_for_their_flops_are_proposed_within_the_budget():
 
 
 @pytest.fixture
-def run(folder, cache_home, monkeypatch, capsys):  # noqa: F811
+def run(folder, cache_home, monkeypatch, capsys):
     """`run(FILE, option, ...)`: figures of the command on a small model, and what it prints."""
     monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
 
@@ -158,7 +180,7 @@ def run(folder, cache_home, monkeypatch, capsys):  # noqa: F811
     return command
 
 
-def test_the_command_on_documents(run, folder, tmp_path):  # noqa: F811
+def test_the_command_on_documents(run, folder, tmp_path):
     figures, printed = run(folder / "text.txt", "--budget", "0.2", "--write", tmp_path / "fp8.json")
     found = [entry for entry in figures["costs"] if entry["pattern"] == "*.up_proj"]
     assert [entry["operand"] for entry in found] == ["both", "input", "weight"]
@@ -178,7 +200,7 @@ def test_the_command_on_documents(run, folder, tmp_path):  # noqa: F811
     assert again == figures  # deterministic
 
 
-def test_the_command_on_a_stage_changes_nothing_else_of_it(run, folder, tmp_path, write):  # noqa: F811
+def test_the_command_on_a_stage_changes_nothing_else_of_it(run, folder, tmp_path, write):
     stage = {**TINY, "fp8": {"preset": "hybrid_fast", "linear": {"overrides": {"*.o_proj": "bf16"}}}}
     stage["data"] = {"path": str(folder / "text.txt"), "validation_fraction": 0.5}
     figures, _ = run(write(stage), "--budget", "0.1", "--write", tmp_path / "careful.json")
@@ -192,7 +214,7 @@ def test_the_command_on_a_stage_changes_nothing_else_of_it(run, folder, tmp_path
     assert written == expected
 
 
-def test_a_proposal_stands_before_a_cast_of_the_same_layers(run, folder, tmp_path, write):  # noqa: F811
+def test_a_proposal_stands_before_a_cast_of_the_same_layers(run, folder, tmp_path, write):
     """The stage casts all kinds of layers in its own way, by the patterns that are proposed."""
     kinds = [f"*.{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")]
     casts = {kind: {"input": {"granularity": "128x128"}} for kind in kinds}
@@ -207,7 +229,7 @@ def test_a_proposal_stands_before_a_cast_of_the_same_layers(run, folder, tmp_pat
     assert overrides == {**casts, **proposed}
 
 
-def test_the_command_over_a_grid(run, folder, tmp_path, capsys):  # noqa: F811
+def test_the_command_over_a_grid(run, folder, tmp_path, capsys):
     grid = ["--grid", "fp8.preset=infir2,tensorwise", "--out", str(tmp_path / "out")]
     assert main(["sensitivity", str(folder), str(folder / "text.txt"), "--rows", "2", "--length", "41", *grid]) == 0
     assert capsys.readouterr().out.count("for 1% of FLOPs") == 2
@@ -229,7 +251,7 @@ def test_the_command_over_a_grid(run, folder, tmp_path, capsys):  # noqa: F811
         ("text.txt", ["--json", "."], "--json"),
     ],
 )
-def test_mistakes(folder, cache_home, monkeypatch, file, options, key):  # noqa: F811
+def test_mistakes(folder, cache_home, monkeypatch, file, options, key):
     monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
     monkeypatch.setattr(sys, "argv", [])
     with pytest.raises(UserError) as caught:
@@ -237,7 +259,7 @@ def test_mistakes(folder, cache_home, monkeypatch, file, options, key):  # noqa:
     assert caught.value.key == key
 
 
-def test_markers_of_a_chat_template_that_the_model_lacks_are_named(folder, cache_home, monkeypatch, write, tmp_path):  # noqa: F811
+def test_markers_of_a_chat_template_that_the_model_lacks_are_named(folder, cache_home, monkeypatch, write, tmp_path):
     monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
     base = tmp_path / "base"
     causal_lm("llama", vocab_size=10).save_pretrained(base)  # as many as words

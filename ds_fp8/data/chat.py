@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -15,9 +19,11 @@ from ds_fp8.config.errors import UserError, clipped
 
 IGNORED = -100
 """Label of a token that carries no loss, as in Hugging Face and torch's cross entropy."""
+TEMPLATE_SECONDS = 10
+"""CPU time that a chat template may take for one conversation."""
 
 Message = dict[str, Any]
-"""One turn: {"role": ..., "content": ...}."""
+"""One turn, as OpenAI's: "role", "content" (text; None beside "tool_calls"), and "weight" 0 for a turn without loss."""
 
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
@@ -32,13 +38,18 @@ CHATML_TEMPLATE = (
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
-    """Return the ids of the tokens that end an answer: for chats the one that closes a turn, and the end of text.
+class Tokenized(NamedTuple):
+    """A conversation as tokens."""
 
-    Args:
-        tokenizer: for chats one with a chat template.
-        chat: whether the model answers in turns of a chat.
-    """
+    ids: list[int]
+    labels: list[int]
+    """The token itself inside an assistant turn, its end included, and IGNORED elsewhere."""
+    ends: bool
+    """Whether the end of the last turn, where that is the assistant's, carries loss."""
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
+    """Return the ids of the tokens that end an answer: for chats the one that closes a turn, and the end of text."""
     stops = [tokenizer.eos_token_id]
     if chat:
         # Found out by trial: a template does not name the token that closes a turn. It is the last that carries loss,
@@ -49,67 +60,183 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
 
 
 def _learnt(tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
-    """Return the tokens that carry loss of a chat with this answer."""
     turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": answer}]
     return [label for label in tokenize_chat(tokenizer, turns)[1] if label != IGNORED]
 
 
 def tokenize_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[int], list[int]]:
-    """Return token ids of a conversation and its labels, both of the same length.
+    """Return token ids and labels of a conversation; see `tokenize_chats`."""
+    return tokenize_chats(tokenizer, [messages])[0][:2]
 
-    A label is the token id itself inside an assistant turn, its end-of-turn token included, and -100 elsewhere.
+
+def tokenize_chats(tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]]) -> list[Tokenized]:
+    """Tokenize conversations at once, which is several times faster than one by one.
 
     Raises:
         UserError: With the key data.tokenizer: the tokenizer cannot tell where in the text its tokens are, or its
-            template has no {% generation %} mark and renders a turn differently once another follows it.
+            template has no {% generation %} mark and renders a turn differently once another follows it. With the key
+            data.chat_template: the template fails, does not end, or leaves out calls of tools.
     """
-    return tokenize_chats(tokenizer, [messages])[0]
-
-
-def tokenize_chats(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]]
-) -> list[tuple[list[int], list[int]]]:
-    """Return `tokenize_chat` of many conversations at once, which is several times faster."""
     if not tokenizer.is_fast:
         raise UserError(
             "the loss on assistant turns needs the offsets of tokens, which this tokenizer does not return",
             key="data.tokenizer",
             remedy="use a tokenizer that has a tokenizer.json",
         )
-    if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()):
-        return _tokenize_marked(tokenizer, conversations)
-    return [_tokenize_by_prefixes(tokenizer, messages) for messages in conversations]
+    conversations = _with_calls(tokenizer, conversations)
+    marks = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template())
+    spoken = _marked_turns if marks else _turns_by_prefixes
+    rendered = [spoken(tokenizer, messages) for messages in conversations]
+    texts = [text for text, _ in rendered]
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True) if texts else None
+    found = []
+    for index, (text, turns) in enumerate(rendered):
+        ids = encoded["input_ids"][index]
+        starts, stops = np.array(encoded["offset_mapping"][index], dtype=np.int64).reshape(-1, 2).T
+        learnt = np.zeros(len(ids), dtype=bool)
+        for start, stop in turns:
+            # A token that begins before the turn and reaches into it (a space and the first word) belongs to it.
+            learnt |= (stops > start) & (starts < stop)
+        last = conversations[index][-1]
+        is_judged = last["role"] == "assistant" and _weight(last)
+        ends = not is_judged or (learnt.any() and stops[learnt].max() >= len(text.rstrip()))
+        found.append(Tokenized(ids, np.where(learnt, ids, IGNORED).tolist(), bool(ends)))
+    return found
 
 
-def _tokenize_marked(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]]
-) -> list[tuple[list[int], list[int]]]:
-    """Find assistant turns by the marks of the template; a token that reaches into one belongs to it."""
+Turns = tuple[str, list[tuple[int, int]]]
+"""The text of a conversation, and where in it the assistant's words begin and end."""
+
+
+def _marked_turns(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Turns:
+    """Find assistant turns by the marks of the template."""
+
     # Not by apply_chat_template's own mask: where a turn begins with a character of which the tokenizer makes no token,
     # as sentencepiece with spaces, it has neither this turn nor those after it.
+    def render(count: int) -> Turns:
+        with template_explained():
+            texts, turns = render_jinja_template(
+                conversations=[messages[:count]],
+                chat_template=tokenizer.get_chat_template(),
+                return_assistant_tokens_mask=True,
+                **tokenizer.special_tokens_map,
+            )
+        return texts[0], turns[0]
+
+    text, turns = render(len(messages))
+    silent = [index for index, message in enumerate(messages) if not _weight(message)]
+    # Marks are counted, since a turn may have several of them, or none.
+    gone = {
+        mark for index in silent for mark in range(len(render(index)[1]) if index else 0, len(render(index + 1)[1]))
+    }
+    return text, [turn for mark, turn in enumerate(turns) if mark not in gone]
+
+
+def _turns_by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Turns:
+    """Find assistant turns: one is the text that the conversation up to it has more than the prompt for it."""
+    text, turns, close = _render(tokenizer, messages), [], None
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or not _weight(message):
+            continue
+        if index == 0:
+            raise UserError(
+                "a conversation begins with an assistant turn, whose first word the chat template does not show",
+                key="data.tokenizer",
+                remedy="begin with a user turn, or use a chat template that has {% generation %}",
+            )
+        before, after = _render(tokenizer, messages[:index], prompt=True), _render(tokenizer, messages[: index + 1])
+        # Templates that drop earlier reasoning or change the last turn do not render prefixes of the conversation.
+        if not (after.startswith(before) and text.startswith(after)):
+            raise UserError(
+                f"the chat template of this tokenizer rewrites turn {index + 1} when the conversation goes on",
+                key="data.tokenizer",
+                remedy="use a chat template that marks the assistant's words with {% generation %}",
+            )
+        if close is None:
+            close = _close_of_a_turn(tokenizer, messages[:index])
+        # White space that a template writes behind what closes a turn (ChatML: a line break) is not the model's to
+        # say. All else is: also a close that no special token is part of, and white space that closes a turn alone.
+        extra = len(close) - len(close.rstrip()) if close.strip() and after.endswith(close) else 0
+        turns.append((len(before), len(after) - extra))
+    return text, turns
+
+
+def _close_of_a_turn(tokenizer: PreTrainedTokenizerBase, before: list[Message]) -> str:
+    """Return what the template writes behind any answer: the common end of two."""
+    one, two = (_render(tokenizer, [*before, {"role": "assistant", "content": answer}]) for answer in ("2", "3"))
+    same = next((n for n, (a, b) in enumerate(zip(reversed(one), reversed(two), strict=False)) if a != b), 0)
+    return one[len(one) - same :]
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: bool = False) -> str:
     with template_explained():
-        texts, turns = render_jinja_template(
-            conversations=conversations,
-            chat_template=tokenizer.get_chat_template(),
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-        )
-    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-    found = []
-    for ids, offsets, spans in zip(encoded["input_ids"], encoded["offset_mapping"], turns, strict=True):
-        starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-        spoken = np.zeros(len(ids), dtype=bool)
-        for start, stop in spans:
-            spoken |= (stops > start) & (starts < stop)
-        found.append((ids, np.where(spoken, ids, IGNORED).tolist()))
-    return found
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+
+
+def _weight(message: Message) -> bool:
+    return bool(message.get("weight", 1))
+
+
+def _with_calls(tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]]) -> list[list[Message]]:
+    """Return conversations with calls of tools in the form that the template takes; see `_form_of_calls`."""
+    if not any("tool_calls" in message for messages in conversations for message in messages):
+        return conversations
+    content, form = _form_of_calls(tokenizer)
+    return [
+        [_call(message, content, form) if "tool_calls" in message else message for message in messages]
+        for messages in conversations
+    ]
+
+
+def _call(message: Message, content: str | None, form: type) -> Message:
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call.get("function") or {})
+        arguments = function.get("arguments")
+        try:
+            if form is dict and isinstance(arguments, str):
+                function["arguments"] = json.loads(arguments)
+            elif form is str and isinstance(arguments, dict):
+                function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        except ValueError:
+            pass  # no JSON: the template gets what the data has
+        calls.append({**call, "function": function} if function else call)
+    return {**message, "tool_calls": calls, "content": content if message["content"] is None else message["content"]}
+
+
+def _form_of_calls(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, type]:
+    """Return the content beside calls, and the type of their arguments, that the template makes text of.
+
+    Templates disagree: DeepSeek's ask for the content None and arguments as JSON, Qwen's for objects, and some write
+    out "None". OpenAI's files have null and JSON.
+    """
+    for form, content in product((dict, str), (None, "")):
+        function = {"name": "named_tool", "arguments": {"argument": 1}}
+        call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+        call["tool_calls"][0]["id"] = "callabcde"  # nine letters, as Mistral's templates demand
+        try:
+            text = _render(tokenizer, [{"role": "user", "content": "1"}, _call(call, content, form)])
+        except UserError:
+            continue
+        if "named_tool" in text and "argument" in text and "None" not in text and '\\"' not in text:
+            return content, form
+    raise UserError(
+        "the data has calls of tools, which the chat template leaves out or cannot render",
+        key="data.chat_template",
+        remedy="give a template that renders tool_calls, or data without them",
+    )
 
 
 @contextmanager
 def template_explained() -> Iterator[None]:
-    """Turn what a chat template raises, a program in a sandbox that may raise anything, into a UserError."""
+    """Turn what a chat template raises, a program in a sandbox that may raise anything, into a UserError.
+
+    Raises:
+        UserError: also for a template that does not end.
+    """
     try:
-        yield
+        with _time_limit(TEMPLATE_SECONDS):
+            yield
     except Exception as error:
         raise UserError(
             f"the chat template fails at a conversation: {clipped(str(error).strip() or 'no reason')} "
@@ -119,40 +246,20 @@ def template_explained() -> Iterator[None]:
         ) from None
 
 
-def _tokenize_by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[int], list[int]]:
-    """Find assistant turns: one is the text that the conversation up to it has more than the prompt for it."""
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in what runs inside, after so much CPU time: a busy machine may be slow."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python runs handlers of signals in the main thread alone
+        return
 
-    def render(count: int, prompt: bool) -> str:
-        with template_explained():
-            return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"no end within {seconds} s")
 
-    text = render(len(messages), prompt=False)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-    labels = [IGNORED] * len(ids)
-    special = set(tokenizer.all_special_ids)
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        if index == 0:
-            raise UserError(
-                "a conversation begins with an assistant turn, whose first word the chat template does not show",
-                key="data.tokenizer",
-                remedy="begin with a user turn, or use a chat template that has {% generation %}",
-            )
-        before, after = render(index, prompt=True), render(index + 1, prompt=False)
-        # Templates that drop earlier reasoning or change the last turn do not render prefixes of the conversation.
-        if not (after.startswith(before) and text.startswith(after)):
-            raise UserError(
-                f"the chat template of this tokenizer rewrites turn {index + 1} when the conversation goes on",
-                key="data.tokenizer",
-                remedy="use a chat template that marks the assistant's words with {% generation %}",
-            )
-        # A token that begins before the turn and reaches into it (a space and the first word) belongs to it.
-        turn = [place for place, (start, stop) in enumerate(offsets) if stop > len(before) and start < len(after)]
-        # What a template writes after the end-of-turn token (ChatML: a line break) is not the model's to say.
-        while turn and ids[turn[-1]] not in special and special.intersection(ids[place] for place in turn):
-            turn.pop()
-        for place in turn:
-            labels[place] = ids[place]
-    return ids, labels
+    previous = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import glob
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.data.config import DataConfig
@@ -22,7 +24,7 @@ Chat = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 
 
 class ExampleStream:
@@ -61,7 +63,9 @@ class ExampleStream:
                 raise UserError(
                     f'{config.path} has no column "{name}"', key=key, remedy=f"set {key} to one of: {columns}"
                 )
-            example = check(row[name], self._row, config)
+            # A table gives every message, and every call of a tool in it, all keys that any of them has: without nulls.
+            value = row[name] if isinstance(self._table, _JSONRows) else _without_none(row[name])
+            example = check(value, self._row, config)
             self._row += 1
             # Counted also where it is empty: the number is that of the row in the source, for errors and for going on.
             if example:
@@ -102,7 +106,35 @@ def source_identity(path: str) -> list[Any]:
     return [path, [[str(file.resolve()), stat.st_size, stat.st_mtime_ns] for file, stat in facts]]
 
 
-def _load(path: str) -> datasets.IterableDataset:
+class _JSONRows:
+    """Rows of JSON files, one a line or all in one list: as they are, without the keys that only other rows have."""
+
+    def __init__(self, files: list[Path]):
+        self._files = files
+        self._place = {"file": 0, "rows": 0}
+
+    def state_dict(self) -> dict[str, int]:
+        return self._place
+
+    def load_state_dict(self, place: dict[str, int]) -> None:
+        self._place = place
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while self._place["file"] < len(self._files):
+            file, done = self._files[self._place["file"]], self._place["rows"]
+            with fsspec.open(str(file), "rt", encoding="utf-8-sig", compression=COMPRESSIONS.get(file.suffix)) as lines:
+                first = next((line for line in lines if line.strip()), "")
+                rows = json.loads(first + lines.read()) if first.lstrip().startswith("[") else chain([first], lines)
+                for row in islice((row for row in rows if not isinstance(row, str) or row.strip()), done, None):
+                    row = json.loads(row) if isinstance(row, str) else row
+                    if not isinstance(row, dict):
+                        raise ValueError(f"a row is a {type(row).__name__} and no object")
+                    self._place = {**self._place, "rows": self._place["rows"] + 1}
+                    yield row
+            self._place = {"file": self._place["file"] + 1, "rows": 0}
+
+
+def _load(path: str) -> datasets.IterableDataset | _JSONRows:
     local = Path(path).expanduser()
     if local.exists():
         files = _files(local)
@@ -111,6 +143,8 @@ def _load(path: str) -> datasets.IterableDataset:
         files = [file for file in files if file.stat().st_size]
         if not files:
             raise empty(path)
+        if kind == "json":
+            return _JSONRows(files)
         # A blank line parts documents in a text file; by lines, the default, each line would be one.
         options = {"sample_by": "paragraph"} if kind == "text" else {}
         # Escaped: datasets takes names for patterns, and "part[1].jsonl" would match no file, or another.
@@ -126,7 +160,7 @@ def _load(path: str) -> datasets.IterableDataset:
         return datasets.load_dataset(name, subset or None, split="train", streaming=True, **options)
 
 
-def _rows(table: datasets.IterableDataset, path: str) -> Iterator[dict[str, Any]]:
+def _rows(table: datasets.IterableDataset | _JSONRows, path: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of `table`, which is read from `path`. Raises UserError where it cannot be read."""
     with _explained(path):
         rows = iter(table)
@@ -234,23 +268,37 @@ def _checked_messages(messages: Any, row: int, config: DataConfig) -> Chat:
 
     if not isinstance(messages, list) or not messages:
         raise malformed("is not a list of messages")
+    checked = []
     for message in messages:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+        if not isinstance(message, Mapping) or "role" not in message:
             raise malformed('has a message without "role" and "content"')
-        if not isinstance(message["role"], str) or not isinstance(message["content"], str):
-            raise malformed("has a role or a content that is not text")
         if message["role"] not in ROLES:
             raise malformed(f'has the unknown role "{message["role"]}"')
-    if not any(message["role"] == "assistant" for message in messages):
+        # Nulls inside calls of tools are their own.
+        message = {key: value for key, value in message.items() if value is not None}
+        content = message.get("content")
+        if isinstance(content, list) and all(
+            isinstance(part, Mapping) and part.get("type") == "text" for part in content
+        ):
+            # Joined as vLLM joins them for templates that take text.
+            content = "\n".join(str(part.get("text", "")) for part in content)
+        if content is None and not message.get("tool_calls"):
+            raise malformed('has a message without "content" and without "tool_calls"')
+        if not isinstance(content, str | None):
+            raise malformed("has a content that is neither text nor a list of text parts")
+        calls = message.get("tool_calls", [])
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            raise malformed('has "tool_calls" that are no list of objects')
+        if message.get("weight", 1) not in (0, 1):
+            raise malformed(f'has the "weight" {message["weight"]}, which is neither 0 nor 1')
+        checked.append({**message, "content": content})
+    if not any(message["role"] == "assistant" for message in checked):
         raise malformed("has no assistant turn")
-    return _without_none(messages)
+    return checked
 
 
 def _without_none(value: Any) -> Any:
-    """Return a value without the keys that are None, at any depth.
-
-    A column of a table gives every message, and every call of a tool in it, all keys that any of them has.
-    """
+    """Return a value without the keys that are None, at any depth."""
     if isinstance(value, Mapping):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value

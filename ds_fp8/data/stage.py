@@ -40,7 +40,8 @@ class StageData:
     answer_pattern: str | None
     """Finds an answer in a text."""
     report: dict[str, Any]
-    """For each split with rows: the number of rows, and the figures of packing.PackingStats."""
+    """For each split with rows: the number of rows, and the figures of packing.PackingStats; for training `open_ends`,
+    the chats of all splits whose last turn's end carries no loss."""
 
     def rows_of_step(self, step: int, global_batch: int, seed: int) -> list[int]:
         """Return the training rows of optimizer step `step`, from 0."""
@@ -87,6 +88,7 @@ def build_data(
     rows = {split: PackedDataset(parts[split], config.sequence_length, tokenizer.pad_token_id) for split in SPLITS}
     _check_rows(config, rows)
     numbers = {split: dataset.report() for split, dataset in rows.items() if len(dataset)}
+    numbers["train"]["open_ends"] = sum({id(store): store.open_ends for store, _ in parts["train"]}.values())
     weights = tuple(config.weights())
     pattern = next(filter(None, map(answer_pattern, config.each_source())), None)
     return StageData(rows["train"], rows["validation"], rows["test"], weights, questions, pattern, numbers)
@@ -190,4 +192,6 @@ def describe(report: dict[str, Any], progress: Callable[[str], None]) -> None:
             )
         if numbers["dropped"] or numbers["tokens_left_out"]:
             line += f"; {numbers['dropped']:,} examples and {numbers['tokens_left_out']:,} tokens are left out"
+        if numbers.get("open_ends"):
+            line += f"; {numbers['open_ends']:,} of all chats end in a turn whose end the template leaves without loss"
         progress(line)

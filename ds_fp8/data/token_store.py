@@ -33,6 +33,8 @@ class TokenWriter:
         state = read_state(folder) or {"shards": [[0, 0]], "reader": None, "complete": False}
         self.reader: Any = state["reader"]
         """The writer's state, as last committed."""
+        self.open_ends: int = state.get("open_ends", 0)
+        """Chats whose last turn's end carries no loss."""
         self._shards: list[list[int]] = state["shards"]
         for shard, (tokens, examples) in enumerate(self._shards):
             for name, size in ((_TOKENS, tokens * 4), (_ENDS, examples * 8)):
@@ -80,7 +82,8 @@ class TokenWriter:
             # Before the state that counts these bytes: after a power loss it may be too old, never too new.
             os.fsync(file.fileno())
         self.reader = reader
-        text = json.dumps({"shards": self._shards, "reader": reader, "complete": complete})
+        state = {"shards": self._shards, "reader": reader, "complete": complete, "open_ends": self.open_ends}
+        text = json.dumps(state)
         part = self._folder / f"{_STATE}.part"
         with part.open("w") as file:
             file.write(text)
@@ -100,7 +103,10 @@ class TokenStore:
     """A complete store, to be read. Sequence of examples, each uint32 [length] with NO_LOSS marks."""
 
     def __init__(self, folder: Path):
-        shards = [counts for counts in read_state(folder)["shards"] if counts[1]]
+        state = read_state(folder)
+        shards = [counts for counts in state["shards"] if counts[1]]
+        self.open_ends: int = state.get("open_ends", 0)
+        """Chats whose last turn's end carries no loss."""
         # Mapped: pages are read when a row asks for them, and all ranks of a host share them.
         self._tokens = [_map(_file(folder, index, _TOKENS), np.uint32) for index in range(len(shards))]
         self._ends = [_map(_file(folder, index, _ENDS), np.int64) for index in range(len(shards))]

@@ -36,14 +36,15 @@ BATCHES_WITHOUT_WORKERS = 16
 """Starting processes costs seconds: a source of no more batches than this is tokenised without them."""
 COMMIT_SECONDS = 5.0
 
-Batch = tuple[np.ndarray, np.ndarray]
-"""uint32 tokens of several examples one after the other, with NO_LOSS marks, and the length of each."""
+Batch = tuple[np.ndarray, np.ndarray, int]
+"""uint32 tokens of several examples one after the other, with NO_LOSS marks; the length of each; how many are chats
+whose last turn's end carries no loss."""
 Report = Callable[[str, int, int, bool], None]
 """Called now and then with the path of the source, examples and tokens so far, and whether that is all."""
 
 VERSION = 1
 """Part of a store's name: raised when what it holds for the same source changes."""
-CHAT_VERSION = 2
+CHAT_VERSION = 3
 """The same for stores of chats alone."""
 
 
@@ -101,14 +102,13 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def tokenise_batch(tokenizer: PreTrainedTokenizerBase, config: DataConfig, examples: list) -> Batch:
-    """Return tokens and lengths of examples; those without any token are left out."""
+    """Return the tokens of examples; those without any token are left out."""
     if config.format == "chat":
-        pairs = tokenize_chats(tokenizer, examples)
-        marked = [(ids, np.array(labels) != IGNORED) for ids, labels in pairs if ids]
-    else:
-        documents = encode_documents(tokenizer, examples, config.add_bos, config.add_eos)
-        marked = [(ids, None) for ids in documents if ids]
-    return pack_batch(marked)
+        chats = [chat for chat in tokenize_chats(tokenizer, examples) if chat.ids]
+        tokens, lengths = pack_batch([(chat.ids, np.array(chat.labels) != IGNORED) for chat in chats])
+        return tokens, lengths, sum(not chat.ends for chat in chats)
+    documents = encode_documents(tokenizer, examples, config.add_bos, config.add_eos)
+    return *pack_batch([(ids, None) for ids in documents if ids]), 0
 
 
 def _fill(folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: Report | None) -> None:
@@ -116,8 +116,9 @@ def _fill(folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, 
         # From the state of the last commit: what was appended behind it by a killed run has been cut off.
         stream = ExampleStream(config, writer.reader)
         committed = time.monotonic()
-        for (tokens, lengths), state in _tokenised(_batches(stream), tokenizer, config):
+        for (tokens, lengths, open_ends), state in _tokenised(_batches(stream), tokenizer, config):
             writer.append(tokens, lengths)
+            writer.open_ends += open_ends
             if time.monotonic() - committed > COMMIT_SECONDS:
                 writer.commit(state)
                 committed = time.monotonic()
@@ -134,7 +135,7 @@ def _batches(stream: ExampleStream) -> Iterator[tuple[list, dict]]:
     batch, characters = [], 0
     for example in stream:
         batch.append(example)
-        characters += len(example) if isinstance(example, str) else sum(len(turn["content"]) for turn in example)
+        characters += len(example) if isinstance(example, str) else sum(len(turn["content"] or "") for turn in example)
         if len(batch) == BATCH_EXAMPLES or characters >= BATCH_CHARACTERS:
             yield batch, stream.state()
             batch, characters = [], 0

@@ -1,12 +1,16 @@
 """Which tokens of a conversation carry loss."""
 
 import io
+import json
 
 import pytest
 import sentencepiece
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.data import IGNORED, DataConfig, build_tokenizer, stop_tokens, tokenize_chat, tokenize_chats
+from ds_fp8.data import DataConfig, build_data, build_tokenizer, describe, read_examples
+from ds_fp8.data.chat import IGNORED, stop_tokens, tokenize_chat, tokenize_chats
 from ds_fp8.data.synthetic import conversations
 
 CHAT = [
@@ -91,7 +95,8 @@ def test_both_methods_agree_on_the_corpus(with_template):
     chats = list(conversations("train", 2, 60, "mixed"))
     marked = tokenize_chats(with_template(None), chats)
     assert marked == tokenize_chats(with_template(PLAIN_CHATML), chats)
-    assert marked == [tokenize_chat(with_template(None), chat) for chat in chats]
+    assert [chat[:2] for chat in marked] == [tokenize_chat(with_template(None), chat) for chat in chats]
+    assert all(chat.ends for chat in marked)
 
 
 def test_no_assistant_turn_no_loss(with_template):
@@ -151,6 +156,117 @@ def test_a_template_that_closes_no_turn_ends_answers_at_the_end_of_text(answer, 
     template += "{{ 'Q: ' + m['content'] }}{% endif %}{% endfor %}"
     open_ended = with_template(template)
     assert stop_tokens(open_ended, chat=True) == [open_ended.eos_token_id]
+
+
+@pytest.mark.parametrize("mark", ["", "{% generation %}{% endgeneration %}"])
+def test_a_template_that_does_not_end_is_stopped(mark, with_template, monkeypatch):
+    monkeypatch.setattr("ds_fp8.data.chat.TEMPLATE_SECONDS", 0.2)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}" + mark
+    with pytest.raises(UserError, match="no end within") as caught:
+        tokenize_chat(with_template(endless), CHAT)
+    assert caught.value.key == "data.chat_template"
+
+
+THOUGHT = "<think>2 and 2</think>\n\nIt is 4."
+CALL = {"type": "function", "id": "call12345", "function": {"name": "weather", "arguments": '{"city": null}'}}
+OPEN_TEMPLATE = (
+    "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] + CLOSE }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+
+
+def _byte_tokenizer(template, added, special):
+    """Tokens of a byte each, and those added: special ones, which a role names or not, and plain ones."""
+    words = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
+    model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|end_of_text|>", chat_template=template)
+    tokenizer.add_tokens([AddedToken(token, special=special != "plain") for token in added])
+    if special == "named":
+        tokenizer.add_special_tokens({"additional_special_tokens": list(added)})
+    return tokenizer
+
+
+@pytest.mark.parametrize("special", ["plain", "unnamed", "named"])
+@pytest.mark.parametrize("thoughts", [(), ("<think>", "</think>")])
+@pytest.mark.parametrize("close", ["", "\n", "<|eot|>", "<|eot|>\n", "<|eot|> \n\n", "\nEND"])
+def test_loss_ends_where_what_closes_the_turn_ends(close, thoughts, special, monkeypatch):
+    """Whichever of the tokens are special ones, those of the answer among them."""
+    tokenizer = _byte_tokenizer(
+        OPEN_TEMPLATE.replace("CLOSE", repr(close)), ("[user]", "[assistant]", "<|eot|>"), special
+    )
+    if thoughts:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(thoughts)})
+    for answer in (THOUGHT, "<think>only</think>", "four\n", "<|eot|>", ""):
+        chat = [CHAT[1], {"role": "assistant", "content": answer}, CHAT[3], {"role": "assistant", "content": THOUGHT}]
+        said = close.rstrip() if close.strip() else close
+        expected = [turn for turn in (answer + said, THOUGHT + said) if turn]
+        assert _spans(tokenizer, tokenize_chat(tokenizer, chat)[1]) == expected
+
+
+def test_turns_of_weight_0_carry_no_loss(with_template):
+    chat = [*CHAT[:2], {**CHAT[2], "weight": 0}, CHAT[3], {**CHAT[4], "weight": 1}]
+    for template in (None, PLAIN_CHATML):
+        _, labels = tokenize_chat(with_template(template), chat)
+        assert _spans(with_template(template), labels) == ["5.<|im_end|>"]
+
+
+@pytest.mark.parametrize(("mark", "ends"), [("{{ m['content'] + '<|im_end|>' }}", True), ("{{ m['content'] }}", False)])
+def test_marks_that_leave_out_the_end_of_a_turn_are_counted(mark, ends, with_template, tmp_path):
+    template = "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}" + mark + "{% endgeneration %}"
+    template += "" if ends else "{{ '<|im_end|>' }}"
+    tokenizer = with_template(template + "{{ '\n' }}{% else %}{{ m['content'] }}{% endif %}{% endfor %}")
+    assert [chat.ends for chat in tokenize_chats(tokenizer, [CHAT, CHAT[:2]])] == [ends, True]
+    (tmp_path / "own.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n" + json.dumps({"messages": CHAT}))
+    data = build_data(DataConfig(path=str(tmp_path / "own.jsonl"), format="chat"), tokenizer, tmp_path)
+    said = []
+    describe(data.report, said.append)
+    assert data.report["train"]["open_ends"] == (0 if ends else 2)
+    assert ("2 of all chats end in a turn whose end the template leaves without loss" in said[0]) is not ends
+
+
+CALLS = {  # how templates write calls of tools
+    "as objects": "{{ m['content'] or '' }}{% for c in m['tool_calls'] %}<call>{{ c['function'] | tojson }}{% endfor %}",  # noqa: E501
+    "None before": "{% if m['content'] is none %}{% for c in m['tool_calls'] %}<call>"
+    "{{ c['function']['name'] + c['function']['arguments'] }}{% endfor %}{% else %}{{ m['content'] }}{% endif %}",
+    "text added": "{{ m['content'] + '' }}{% for c in m['tool_calls'] %}<call>{{ c['function'] | tojson }}{% endfor %}",
+    "None written": "{{ m['content'] }}{% for c in m['tool_calls'] %}<call>{{ c['function'] | tojson }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_files_of_openai_train(kind, with_template, tmp_path):
+    """Null beside calls of tools, a null inside their arguments, lists of text parts, weights."""
+    rows = [
+        [
+            {"role": "user", "content": [{"type": "text", "text": "Weather"}, {"type": "text", "text": "today?"}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "call12345", "content": "rain"},
+            {"role": "assistant", "content": "Rain.", "weight": 0},
+            {"role": "user", "content": "Sure?", "name": "Ann"},
+            {"role": "assistant", "content": "Yes."},
+        ]
+    ]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    template = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['tool_calls'] %}" + CALLS[kind]
+    template += "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    tokenizer = with_template(template)
+    chats = read_examples(DataConfig(path=str(tmp_path / "own.jsonl"), format="chat"))
+    ids, labels = tokenize_chat(tokenizer, chats[0])
+    first, last = _spans(tokenizer, labels)
+    assert all(part in first for part in ("<call>", "weather", '"city": null'))
+    assert last == "Yes.<|im_end|>"
+    text = tokenizer.decode(ids)
+    assert all(part in text for part in ("Weather\ntoday?", "Rain."))
+    assert not any(part in text for part in ("None", '\\"'))
+
+
+def test_calls_that_a_template_leaves_out_are_not_dropped(with_template):
+    chat = [CHAT[1], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    with pytest.raises(UserError, match="leaves out") as caught:
+        tokenize_chat(with_template(PLAIN_CHATML), chat)
+    assert caught.value.key == "data.chat_template"
 
 
 @pytest.fixture(scope="module")

@@ -112,15 +112,16 @@ def test_zstandard_that_is_not_installed_is_named(tmp_path, monkeypatch):
     assert _error(DataConfig(path=str(tmp_path / "data.jsonl.zst"))).remedy == "pip install zstandard"
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
-def test_files_with_other_columns_are_not_called_damaged(ending, tmp_path):
+def test_files_with_other_columns_are_not_called_damaged(tmp_path):
     for name, about in (("a", {"of": 1}), ("b", "of"), ("c", [3])):
-        rows = [{"text": name, "about": about}]
-        if ending == ".jsonl":
-            (tmp_path / f"{name}.jsonl").write_text(json.dumps(rows[0]) + "\n")
-        else:
-            datasets.Dataset.from_list(rows).to_parquet(tmp_path / f"{name}.parquet")
-    assert "same columns" in _error(DataConfig(path=str(tmp_path))).remedy
+        row = {"text": name, "about": about}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        (tmp_path / "tables").mkdir(exist_ok=True)
+        datasets.Dataset.from_list([row]).to_parquet(tmp_path / "tables" / f"{name}.parquet")
+    assert "same columns" in _error(DataConfig(path=str(tmp_path / "tables"))).remedy
+    for name in "abc":
+        (tmp_path / "tables" / f"{name}.parquet").unlink()
+    assert read_examples(DataConfig(path=str(tmp_path))) == ["a", "b", "c"]  # rows of JSON need not be alike
 
 
 def test_a_damaged_compressed_file_is_named(tmp_path):
@@ -259,6 +260,9 @@ def test_broken_file(tmp_path):
         [{"role": "user", "content": "Hi"}],
         [{"role": "assistant", "content": None}],
         [{"role": "robot", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
+        [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": "Hello"}],
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "weight": 0.5}],
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "tool_calls": "f"}],
     ],
 )
 def test_malformed_messages(messages, tmp_path):

@@ -231,7 +231,7 @@ def test_a_changed_file_is_tokenised_anew(tokenizer, tmp_path):
 
 
 def test_documents_may_do_without_their_ends(tokenizer):
-    (tokens, lengths) = tokenise_batch(tokenizer, DataConfig(add_bos=False, add_eos=False), ["A text.", "B."])
+    tokens, lengths, _ = tokenise_batch(tokenizer, DataConfig(add_bos=False, add_eos=False), ["A text.", "B."])
     ids = tokenizer(["A text.", "B."], add_special_tokens=False)["input_ids"]
     assert tokens.tolist() == [*ids[0], *ids[1]]
     assert lengths.tolist() == [len(part) for part in ids]

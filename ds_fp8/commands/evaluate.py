@@ -128,33 +128,16 @@ def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None
     """Return the model of `folder` on this rank's device, and how it computes where its weights are in FP8."""
     import torch
     from deepspeed.accelerator import get_accelerator
-    from transformers import AutoModelForCausalLM
 
     from ds_fp8.layers.linear import munit
     from ds_fp8.train import packed_attention
     from ds_fp8.train.served_model import load_served_model
-    from ds_fp8.train.stored_model import check_complete, unreadable
 
-    # Before the folder is loaded, whose configuration may name this attention or a model of this type.
+    # Before the folder is loaded, whose configuration may name a model of this type.
     packed_attention.register()
     munit.register()
     device = get_accelerator().current_device_name()
-    options = {"dtype": torch.bfloat16, "attn_implementation": attention}
-    try:
-        served = load_served_model(folder, device, options)
-        if served is not None:
-            return served
-        model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-    except UserError:
-        raise
-    except Exception as error:  # every reader fails in its own way at damaged files
-        raise UserError(
-            f"transformers cannot load the model: {unreadable(error)}",
-            file=folder,
-            remedy="repair or complete the folder: only tensors are read, never code",
-        ) from None
-    check_complete(folder, model, found["missing_keys"])
-    return model.to(device), None
+    return load_served_model(folder, device, {"dtype": torch.bfloat16, "attn_implementation": attention})
 
 
 def _on_stage(model: PreTrainedModel, stage: Stage, batches: int, problems: int) -> dict[str, Any]:

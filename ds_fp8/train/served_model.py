@@ -11,25 +11,25 @@ On a GPU with FP8 units they multiply; elsewhere the reference does. Everything 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.export.layouts import SCALE_SUFFIX
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
 from ds_fp8.layers.linear.weights import GATHERED, placeholder
 from ds_fp8.layers.selection import linear_layers
-from ds_fp8.train.stored_model import ModelSource, is_fp8, load_stored_model, quantization_of, stored_config
+from ds_fp8.train.stored_fp8 import COMPRESSED_TENSORS
+from ds_fp8.train.stored_model import ModelSource, check_trainable, load_with_codes, quantization_of, stored_config
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Serving:
     decoded: list[str] = field(default_factory=list)
     """Names of stored weights in FP8 that are multiplied in BF16 here."""
     note: str | None = None
-    """Reason that there are such."""
+    """Why some weights are in BF16."""
 
     def __str__(self) -> str:
         served = f"{len(self.layers)} linear layers as served, inputs cast {self.inputs}" if self.layers else ""
@@ -53,43 +53,40 @@ class Serving:
 
 def load_served_model(
     folder: Path, device: str | torch.device, options: Mapping[str, Any]
-) -> tuple[PreTrainedModel, Serving] | None:
-    """Load the model of a Hugging Face folder with FP8 weights, to compute as served.
+) -> tuple[PreTrainedModel, Serving | None]:
+    """Load the model of a Hugging Face folder as a server computes with it.
 
     Args:
-        folder: the folder, with safetensors files.
+        folder: the folder.
         device: where the model goes.
         options: further arguments of from_pretrained.
 
     Returns:
-        The model and how it computes; None for a folder without FP8 weights.
+        The model, and how it computes with its FP8 weights; None for a folder without any.
 
     Raises:
-        UserError: its files are incomplete or damaged.
+        UserError: its files are incomplete or damaged, or codes have other scales than the folder states.
     """
     source = ModelSource("FOLDER", str(folder))
-    quantization = quantization_of(source)
-    if not is_fp8(quantization):
-        return None
-    model = load_stored_model(source, stored_config(source), dict(options)).to(device).eval()
-    suffix = SCALE_SUFFIX[quantization["quant_method"]]
-    files = {name: file for file in sorted(folder.glob("*.safetensors")) for name in _names(file)}
-    stored = [name.removesuffix(suffix) for name in files if name.endswith(f".weight{suffix}")]
-    section, why = _casts(quantization)
-    if section is None:
-        return model, Serving(None, decoded=stored, note=why)
-    linears = linear_layers(model)
-    found = {name: linears[name.removesuffix(".weight")] for name in stored if name.removesuffix(".weight") in linears}
-    recipe = recipe_from_config(FP8Config.from_preset(linear=section, monitor={"every": 0}, **_ALL_IN_BF16))
-    for name, layer in found.items():
-        codes, scale = (_read(files[each], each).to(device) for each in (name, name + suffix))
-        _serve(layer, codes, scale.float(), recipe.at(name.removesuffix(".weight")))
-    return model, Serving(
-        str(recipe.input),
-        [name.removesuffix(".weight") for name in found],
-        [name for name in stored if name not in found],
-        None if len(found) == len(stored) else f"{type(model).__name__} has no linear layer of their names",
-    )
+    quantization, config = quantization_of(source), stored_config(source)
+    check_trainable(source, config)
+    with ExitStack() as opened:
+        model, codes = load_with_codes(source, config, dict(options), opened)
+        model = model.to(device).eval()
+        if not codes:
+            return model, None
+        section, why = _casts(quantization)
+        if section is None:
+            return model, Serving(None, decoded=list(codes), note=why)
+        linears = linear_layers(model)
+        found = {name.removesuffix(".weight"): stored for name, stored in codes.items()}
+        found = {name: stored for name, stored in found.items() if name in linears}
+        recipe = recipe_from_config(FP8Config.from_preset(linear=section, monitor={"every": 0}, **_ALL_IN_BF16))
+        for name, stored in found.items():
+            _serve(linears[name], stored.codes[...].to(device), stored.scales[...].float().to(device), recipe.at(name))
+        decoded = [name for name in codes if name.removesuffix(".weight") not in found]
+        note = f"{type(model).__name__} has no linear layer of their names" if decoded else None
+        return model, Serving(str(recipe.input), list(found), decoded, note)
 
 
 _ALL_IN_BF16: dict[str, Any] = {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
@@ -97,7 +94,10 @@ _ALL_IN_BF16: dict[str, Any] = {"param_gather": {"format": "bf16"}, "grad_reduce
 
 def _casts(quantization: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
     """Return the "linear" section with a server's casts, or None and the reason why it cannot be computed here."""
-    if quantization["quant_method"] == "fp8":
+    method = quantization.get("quant_method")
+    if method not in ("fp8", COMPRESSED_TENSORS):
+        return None, f"how a server casts the inputs of {method or 'a folder that states no method'} is not known here"
+    if method == "fp8":
         block, scheme = quantization.get("weight_block_size"), quantization.get("activation_scheme", "dynamic")
         if list(block or ()) != [128, 128] or scheme != "dynamic":
             return None, f"weight_block_size {block} with {scheme} activations is not computed here"
@@ -126,8 +126,8 @@ def _section(weight: str, inputs: str, scale: str) -> dict[str, Any]:
 
 def _serve(layer: nn.Linear, codes: torch.Tensor, scale: torch.Tensor, recipe: LinearRecipe) -> None:
     """Let a linear layer multiply these codes [N, K] with these scales."""
-    if recipe.weight.granularity == "tensor":
-        scale = scale.reshape(())
+    if recipe.weight.granularity != "128x128":
+        scale = scale.reshape(() if recipe.weight.granularity == "tensor" else (-1, 1))
     # As a conversion does it (layers/convert.py), with codes of the file in place of a gathered weight.
     layer.own_class = type(layer)
     layer.__class__ = FP8Linear
@@ -135,13 +135,3 @@ def _serve(layer: nn.Linear, codes: torch.Tensor, scale: torch.Tensor, recipe: L
     setattr(layer.weight, GATHERED, QuantizedTensor(codes, scale, recipe.weight.granularity, recipe.weight.scale))
     # The decoded weight is freed, and a stray read of it is NaN.
     layer.weight.data = placeholder(layer.weight.shape, layer.weight.dtype, layer.weight.device)
-
-
-def _names(file: Path) -> Iterator[str]:
-    with safe_open(file, framework="pt") as tensors:
-        yield from tensors.keys()
-
-
-def _read(file: Path, name: str) -> torch.Tensor:
-    with safe_open(file, framework="pt") as tensors:
-        return tensors.get_tensor(name)

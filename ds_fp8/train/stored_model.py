@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import copy
+import json
 import os
 import pickle
 from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HFValidationError
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers.linear import munit
+from ds_fp8.train.stored_fp8 import Codes, check_pickled, check_unexpected, forms_of, stored_tensors
 
-_COMPRESSED_TENSORS = "compressed-tensors"
-_STRATEGIES = ("block", "channel", "tensor")
-"""Granularities of FP8 weights' scales, by the names of compressed-tensors."""
 _SHOWN = 3
 """Names of missing weights that an error lists."""
 
@@ -79,6 +81,10 @@ def stored_config(source: ModelSource) -> PretrainedConfig:
     config = _read_config(source)
     # The weights are decoded while they are loaded; what is trained and saved is a plain model.
     config.__dict__.pop("quantization_config", None)
+    # An attention that the folder names may be a kernel on the hub, which transformers would fetch and run.
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part._attn_implementation_internal = None
     return config
 
 
@@ -114,11 +120,10 @@ def _read_config(source: ModelSource) -> PretrainedConfig:
 
 
 def check_trainable(source: ModelSource, config: PretrainedConfig) -> None:
-    """Check that a stored model is a causal language model whose weights can be had in BF16.
+    """Check that a stored model is a causal language model whose weights can be read.
 
     Raises:
-        UserError: it is of another kind, or quantised to something else than FP8: `weight_scale_inv` of blocks, or the
-            8-bit floats of compressed-tensors.
+        UserError: it is of another kind, or quantised to something else than FP8 (see `stored_fp8`).
     """
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not munit.is_munit(config):
         raise UserError(
@@ -127,10 +132,11 @@ def check_trainable(source: ModelSource, config: PretrainedConfig) -> None:
             remedy="give a model that AutoModelForCausalLM loads",
         )
     quantization = quantization_of(source)
-    if quantization and not is_fp8(quantization):
+    if forms_of(quantization) is None:
+        kind = " ".join(filter(None, (quantization.get("quant_method"), quantization.get("quant_algo"))))
         raise UserError(
-            f'the weights in {source.path} are quantised with "{quantization.get("quant_method")}", and training '
-            'starts from BF16, FP16, FP32 or FP8 weights (quant_method "fp8", or 8-bit floats of "compressed-tensors")',
+            f'the weights in {source.path} are quantised with "{kind}", and what can be read is BF16, FP16, FP32 or '
+            'FP8 ("fp8", "fbgemm_fp8", FP8 of "modelopt", or 8-bit floats of "compressed-tensors")',
             key=source.key,
             remedy="give the model in BF16, or convert it to BF16 with the tool that quantised it",
         )
@@ -144,30 +150,36 @@ def load_stored_model(source: ModelSource, config: PretrainedConfig, options: di
         config: as `stored_config` read it.
         options: further arguments of from_pretrained.
 
-    Returns:
-        The model.
-
     Raises:
-        UserError: files are missing or damaged or hold code, or weights of the model are in none of them.
+        UserError: files are missing or damaged or hold code, weights of the model are in none of them, or codes have
+            other scales than the folder states.
     """
-    quantization = quantization_of(source)
-    if quantization:
-        # The caller's configuration goes into the new model's config.json, which is BF16.
-        config = copy.deepcopy(config)
-        config.quantization_config = {**quantization, "dequantize": True}
-        if quantization["quant_method"] == _COMPRESSED_TENSORS:
-            # The same numbers under another name; transformers infers the granularity from the number of scales.
-            config.quantization_config = {"quant_method": "fp8", "dequantize": True}
-            options = {**options, "key_mapping": {r"^(.+)\.weight_scale$": r"\1.weight_scale_inv"}}
+    with ExitStack() as opened:
+        return load_with_codes(source, config, options, opened)[0]
+
+
+def load_with_codes(
+    source: ModelSource, config: PretrainedConfig, options: dict[str, Any], opened: ExitStack
+) -> tuple[PreTrainedModel, dict[str, Codes]]:
+    """Return the same with its FP8 weights as they are stored, by name, while `opened` holds their files open."""
+    options = {"dtype": torch.bfloat16, "output_loading_info": True, **options}
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            source.path,
-            config=config,
-            revision=source.revision,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **options,
-        )
+        files = _weight_files(source)
+        tensors = stored_tensors(files, quantization_of(source), source.key, opened)
+        if tensors is None:
+            if not files and os.path.isdir(source.path):
+                check_pickled(sorted(Path(source.path).glob("*.bin")), source.key)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                source.path, config=config, revision=source.revision, trust_remote_code=False, **options
+            )
+        else:
+            # The mapping is what AutoModel looks up; given tensors, from_pretrained must not be given a folder.
+            model_class = AutoModelForCausalLM._model_mapping[type(config)]
+            model, found = model_class.from_pretrained(None, config=config, state_dict=tensors, **options)
+            with suppress(OSError):  # a folder without one
+                model.generation_config = GenerationConfig.from_pretrained(source.path, revision=source.revision)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(
             f"the weights in {source.path} are incomplete or cannot be reached: {first_line(error)}",
@@ -181,10 +193,29 @@ def load_stored_model(source: ModelSource, config: PretrainedConfig, options: di
             remedy="write or copy them again: damaged files, and such with more than tensors in them, are refused",
         ) from None
     check_complete(source.path, model, found["missing_keys"], source.key)
-    if quantization:
-        # Else save_pretrained takes these steps back, and writes FP8 weights under a BF16 configuration.
-        model.__dict__.pop("_weight_conversions", None)
-    return model
+    check_unexpected(found["unexpected_keys"], source.key)
+    return model, {name: tensor for name, tensor in (tensors or {}).items() if isinstance(tensor, Codes)}
+
+
+def _weight_files(source: ModelSource) -> list[Path]:
+    """Return the safetensors files that transformers reads; none where weights are of another kind."""
+    index, single = _file(source, SAFE_WEIGHTS_INDEX_NAME), _file(source, SAFE_WEIGHTS_NAME)
+    if single is not None or index is None:
+        return [] if single is None else [single]
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    if os.path.isdir(source.path):
+        return [index.parent / name for name in names]
+    return [Path(hf_hub_download(source.path, name, revision=source.revision)) for name in names]
+
+
+def _file(source: ModelSource, name: str) -> Path | None:
+    """Return a file of a stored model, downloaded from the hub; None where there is none."""
+    if os.path.isdir(source.path):
+        file = Path(source.path, name)
+        return file if file.is_file() else None
+    with suppress(EntryNotFoundError):
+        return Path(hf_hub_download(source.path, name, revision=source.revision))
+    return None
 
 
 def check_complete(folder: str | Path, model: PreTrainedModel, missing: Iterable[str], key: str = "") -> None:
@@ -212,25 +243,12 @@ def first_line(error: Exception) -> str:
 
 
 def quantization_of(source: ModelSource) -> dict[str, Any]:
-    """Return the "quantization_config" of a stored model, {} for plain weights."""
+    """Return the "quantization_config" of a stored model, ModelOpt's from its own file; {} where it has none."""
     section = getattr(_read_config(source), "quantization_config", None) or {}
+    file = None if section else _file(source, "hf_quant_config.json")
+    if file is not None:
+        section = {"quant_method": "modelopt", **json.loads(file.read_text()).get("quantization", {})}
     return section if isinstance(section, dict) else section.to_dict()
-
-
-def is_fp8(quantization: dict[str, Any]) -> bool:
-    """Return whether a "quantization_config" describes FP8 weights with scales to multiply by."""
-    if quantization.get("quant_method") != _COMPRESSED_TENSORS:
-        return quantization.get("quant_method") == "fp8"
-    groups = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
-    return (
-        quantization.get("format") == "float-quantized"
-        and bool(groups)
-        and all(
-            (weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True)) == ("float", 8, True)
-            and weights.get("strategy") in _STRATEGIES
-            for weights in groups
-        )
-    )
 
 
 def _is_hub_name(path: str) -> bool:

@@ -65,34 +65,6 @@ def same(model, tensors: dict[str, torch.Tensor]) -> bool:
     return state.keys() >= tensors.keys() and all(torch.equal(state[name], value) for name, value in tensors.items())
 
 
-def write_fp8(folder: Path, model, scale: str) -> dict[str, torch.Tensor]:
-    """Write DeepSeek's layout as others do, with the head and embeddings in BF16. Returns what it stands for."""
-    stored, expected = {}, {}
-    for name, tensor in model.state_dict().items():
-        expected[name] = stored[name] = tensor
-        if name.endswith("proj.weight"):
-            codes = quantize(tensor, "e4m3", "128x128", scale)
-            stored[name], stored[f"{name}_scale_inv"] = codes.data, codes.scale
-            expected[name] = codes.dequantize(torch.bfloat16)
-    folder.mkdir()
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    section = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    (folder / "config.json").write_text(json.dumps(model.config.to_dict() | {"quantization_config": section}))
-    return expected
-
-
-@pytest.mark.parametrize(("model_type", "scale"), [("qwen3", "fp32"), ("llama", "pow2")])
-def test_fp8_checkpoints_start_in_bf16(model_type, scale, tmp_path):
-    expected = write_fp8(tmp_path / "fp8", small_model(model_type), scale)
-    model = load(tmp_path / "fp8")
-    assert same(model, expected)
-    assert all(parameter.dtype == torch.bfloat16 and parameter.requires_grad for parameter in model.parameters())
-    # What training writes is a BF16 model again.
-    model.save_pretrained(tmp_path / "bf16")
-    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
-    assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "bf16"), expected)
-
-
 def export(folder: Path, model, layout: str, granularity: str = "128x128") -> dict[str, torch.Tensor]:
     """Write an export of this package. Returns what it stands for."""
     linear = parse_fp8({"fp8": {"linear": {"weight": {"granularity": granularity}}}}).linear

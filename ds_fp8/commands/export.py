@@ -147,7 +147,7 @@ def _read_model(folder: Path) -> tuple[PretrainedConfig, Callable | None, Genera
     from transformers import AutoConfig, GenerationConfig
 
     from ds_fp8.data import load_tokenizer, save_tokenizer
-    from ds_fp8.export.generation import make_savable
+    from ds_fp8.export.folder import make_savable
     from ds_fp8.layers.linear import munit
 
     munit.register()

@@ -16,9 +16,9 @@ from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import check_writable
 from ds_fp8.config.fp8 import FP8Config, section_of
-from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, check_target, write_folder
+from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, Progress, check_target, write_folder
 from ds_fp8.export.layouts import check_layout
-from ds_fp8.export.plan import Plan, check_architecture, make_plan
+from ds_fp8.export.plan import Plan, adapters_refused, check_architecture, make_plan
 from ds_fp8.layers.experts.selection import experts_left, names_of_experts
 from ds_fp8.layers.selection import unconverted
 from ds_fp8.zero.safe_load import tensors_only
@@ -99,7 +99,7 @@ def export_checkpoint(
             left.setdefault(name, kept.get(name, "in BF16 in training"))
     plan = make_plan(model, left, fp8.linear, layout)
     _check_same_model(_masters(checkpoint), plan, model, checkpoint)
-    weights = _cast(_read(checkpoint, plan), plan, rounds_first)
+    weights = _cast(_read(checkpoint, plan, Progress(f"export {folder.name}", len(plan.entries))), plan, rounds_first)
     config.architectures = [type(model).__name__]
     write_folder(
         folder,
@@ -152,6 +152,14 @@ def _reading(checkpoint: Path) -> Iterator[None]:
         with tensors_only(checkpoint):
             yield
     except (OSError, ValueError, RuntimeError, KeyError, EOFError) as error:
+        if "is not a zero checkpoint" in str(error) and any(checkpoint.glob("bf16_zero_*_optim_states.pt")):
+            raise UserError(
+                f"{checkpoint} was written by DeepSpeed's BF16_Optimizer (ZeRO stage 1 with FP32 gradient "
+                "accumulation), which DeepSpeed itself cannot read back as weights",
+                file=checkpoint,
+                remedy='export_engine, or engine.save_16bit_model, in the training; or train with "zero_optimization": '
+                '{"stage": 2}, or "data_types": {"grad_accum_dtype": "bf16"}',
+            ) from None
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
             f"{checkpoint} is not a complete ZeRO checkpoint: {reason}",
@@ -174,10 +182,15 @@ def _check_same_model(masters: Mapping[str, Any], plan: Plan, model: torch.nn.Mo
 
 
 def _another_model(checkpoint: Path, difference: str) -> UserError:
+    if "base_model.model." in difference:
+        refused = adapters_refused()
+        return UserError(
+            f"the checkpoint is of a model with adapters: {difference}", file=checkpoint, remedy=refused.remedy
+        )
     return UserError(
         f"the checkpoint belongs to another model: {difference}",
         file=checkpoint,
-        remedy="give the configuration of the model that was trained (adapters are to be merged first)",
+        remedy="give the configuration of the model that was trained",
     )
 
 
@@ -190,7 +203,7 @@ def _rounds_first(fp8: FP8Config, zero: Mapping[str, Any]) -> Callable[[int], bo
     return lambda numel: numel <= threshold
 
 
-def _read(checkpoint: Path, plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
+def _read(checkpoint: Path, plan: Plan, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the FP32 numbers of every entry of the plan.
 
     Files are mapped, and what has been read of them stays in the process's memory while they are: they are opened again
@@ -204,6 +217,7 @@ def _read(checkpoint: Path, plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
         master = masters.pop(entry.name)
         numbers = master.contiguous()
         mapped += 0 if numbers is master else numbers.nbytes
+        progress.add(1)
         yield entry.name, numbers
 
 

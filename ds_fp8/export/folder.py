@@ -7,9 +7,12 @@ import copy
 import hashlib
 import json
 import shutil
+import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -17,12 +20,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import GenerationConfig, PretrainedConfig
 
+import ds_fp8
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
-from ds_fp8.export.card import model_card
-from ds_fp8.export.generation import make_savable
-from ds_fp8.export.layouts import SCALE_SUFFIX, quantization_config
-from ds_fp8.export.plan import Plan
+from ds_fp8.config.log import logger
+from ds_fp8.export.layouts import quantization_config
+from ds_fp8.export.plan import Plan, named_tensors
 
 SHARD_BYTES = 1 << 30
 CHECKSUMS = "checksums.sha256"
@@ -30,14 +33,47 @@ WEIGHTS = "model.safetensors"
 NamedWeight = tuple[str, torch.Tensor | QuantizedTensor]
 
 
+class Progress:
+    """Says on the log how far work has come, every few seconds."""
+
+    EVERY = 5
+
+    def __init__(self, what: str, whole: int):
+        self._what, self._whole, self._done, self._said = what, whole, 0, time.monotonic()
+
+    def add(self, number: int) -> None:
+        """Count work that is done."""
+        self._done += number
+        if time.monotonic() - self._said > self.EVERY:
+            self._said = time.monotonic()
+            logger.info("%s: %d of %d", self._what, self._done, self._whole)
+
+
 def check_target(folder: Path, force: bool, source: Path | None = None) -> None:
-    """Raise UserError where `folder` exists and may not be replaced, or holds the checkpoint `source`."""
+    """Raise UserError where `folder` exists and is no export that may be replaced, or holds the checkpoint `source`."""
     if Path.cwd().is_relative_to(folder.resolve()):
         raise UserError(f"{folder} is the folder you are in, or holds it", remedy="choose another folder")
     if folder.exists() and not (force and folder.is_dir()):
-        raise UserError(f"{folder} exists", remedy="choose another folder, or replace this one with --force")
+        raise UserError(f"{folder} exists", remedy="choose another folder, or replace an export with --force")
+    foreign = _foreign(folder)
+    if foreign is not None:
+        raise UserError(f"{folder} {foreign}, and --force replaces exports alone", remedy="choose another folder")
     if source is not None and source.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"{folder} holds the checkpoint itself", remedy="choose another folder")
+
+
+def _foreign(folder: Path) -> str | None:
+    """Return what shows that a folder is no export; None for an export, and for an empty or absent folder."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return None
+    sums = folder / CHECKSUMS
+    written = (
+        {CHECKSUMS} | {line.split("  ", 1)[-1] for line in sums.read_text().splitlines()} if sums.is_file() else set()
+    )
+    if "config.json" not in written:
+        return f"holds no export ({CHECKSUMS} does not name a config.json)"
+    other = next((path.name for path in sorted(folder.iterdir()) if path.name not in written), None)
+    return None if other is None else f"holds {other} beside an export"
 
 
 def write_folder(
@@ -123,7 +159,7 @@ def _write_weights(folder: Path, plan: Plan, weights: Iterable[NamedWeight], sha
     entries = {entry.name: entry for entry in plan.entries}
     for name, numbers in weights:
         for part, own in entries[name].stored(numbers).items():
-            shard.update(_stored(part, own, plan))
+            shard |= {n: tensor.cpu() for n, tensor in named_tensors(part, own, plan.layout).items()}
         for file, names in split.filename_to_tensors.items():
             if file not in done and shard.keys() >= set(names):
                 # Written as soon as a file's tensors are complete, and dropped: memory holds about one file.
@@ -140,15 +176,94 @@ def _write_weights(folder: Path, plan: Plan, weights: Iterable[NamedWeight], sha
         (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _stored(name: str, numbers: torch.Tensor | QuantizedTensor, plan: Plan) -> dict[str, torch.Tensor]:
-    if isinstance(numbers, QuantizedTensor):
-        return {name: numbers.data.cpu(), name + SCALE_SUFFIX[plan.layout]: numbers.scale.cpu().contiguous()}
-    return {name: numbers.cpu().contiguous()}
-
-
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 24):
             digest.update(block)
     return digest.hexdigest()
+
+
+_WEIGHTS = {
+    "bf16": "All weights are in BF16.",
+    "fp8": "Weights of {count} linear layers are in FP8 (E4M3) with one scale a 128x128 block (`weight_scale_inv`, the "
+    "factor to multiply by); activations are to be cast per 1x128 group while serving.",
+    "compressed-tensors": "Weights of {count} linear layers are in FP8 (E4M3) with scales by {granularity} "
+    "(`weight_scale`), in the compressed-tensors format; activations are to be cast while serving.",
+}
+
+
+def model_card(plan: Plan, config: PretrainedConfig, source: str) -> str:
+    """Return the text of README.md: what the folder holds and how to load it."""
+    kept = Counter(plan.left.values())
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [ds_fp8" + (", fp8]" if plan.layout != "bf16" else "]"),
+        "---",
+        "",
+        f"# {config.architectures[0] if config.architectures else config.model_type}",
+        "",
+        f"Written by ds_fp8 {ds_fp8.__version__}" + (f" from {source}." if source else "."),
+        "",
+        _WEIGHTS[plan.layout].format(count=len(plan.quantized), granularity=plan.cast.granularity),
+    ]
+    if plan.layout != "bf16":
+        lines += [
+            "The codes are those that training computed with, cast from its FP32 master weights.",
+            "",
+            "| linear layers in BF16 | why |",
+            "|---|---|",
+            *(f"| {count} | {reason} |" for reason, count in kept.items()),
+        ]
+    if plan.layout == "compressed-tensors":
+        lines += ["", "transformers reads it with `pip install compressed-tensors`; vLLM and SGLang without."]
+    lines += [
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("this folder", dtype="auto")',
+        'tokenizer = AutoTokenizer.from_pretrained("this folder")',
+        "```",
+        "",
+        "`sha256sum -c checksums.sha256` checks the files.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+_MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")
+"""What other settings depend on."""
+
+
+def make_savable(generation: GenerationConfig) -> str | None:
+    """Reset the settings that do nothing, such as a temperature without do_sample, in place.
+
+    transformers loads them with a warning, and save_pretrained refuses them.
+
+    Returns:
+        What was reset, in words; None where nothing was.
+    """
+    modes = {name: getattr(generation, name) for name in _MODES if hasattr(generation, name)}
+    settings = generation.to_diff_dict()
+    unused = [name for name in settings if hasattr(generation, name) and _refused(modes | {name: settings[name]})]
+    for name in unused:
+        setattr(generation, name, getattr(GenerationConfig(), name, None))
+    if not unused:
+        return None
+    return (
+        f"generation_config: {', '.join(f'{name} {settings[name]}' for name in unused)} had no effect, and is left out"
+    )
+
+
+def _refused(settings: dict[str, Any]) -> bool:
+    """Return whether transformers would not save these settings beside its defaults."""
+    config = GenerationConfig()
+    vars(config).update(settings)
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        return True
+    return False

@@ -1,25 +1,32 @@
-"""Choose the tensors of a folder for serving, and those of them that are written as FP8 codes."""
+"""Choose the tensors of a folder for serving, and those of them that are written as FP8 codes.
+
+Experts are stored as a matrix of each, under the names that the model's first release gave them. transformers stacks
+them into 3-D parameters when it loads a folder, and knows how to take them apart: the names, and which rows are whose,
+come from it. Scales lie as their weight does, a block to an element.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.config.linear import LinearConfig, WeightCast
-from ds_fp8.export.experts import Parts, parts_of_parameters, split
 from ds_fp8.export.layouts import SCALE_SUFFIX, check_layout
-from ds_fp8.layers.experts.selection import cast_of_experts, names_of_experts
+from ds_fp8.layers.experts.selection import cast_of_experts, expert_weights, names_of_experts
 from ds_fp8.layers.linear import munit
 from ds_fp8.layers.selection import first_matches, linear_layers
 
+Parts = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+"""Returns the tensors that a parameter is stored as, by name."""
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that servers stack into one matrix, which is FP8 as a whole or not at all."""
 
@@ -78,6 +85,22 @@ def check_architecture(config: PretrainedConfig | None) -> None:
         )
 
 
+def adapters_refused() -> UserError:
+    """Return the error for a model of PEFT, which stays one when its adapters are merged in place."""
+    return UserError(
+        "this model has adapters of PEFT, whose layers stay when merged, and folders and servers hold plain models",
+        remedy="load what model.save_pretrained wrote onto the base, call merge_and_unload(), and export an engine "
+        "made of its result",
+    )
+
+
+def named_tensors(name: str, numbers: torch.Tensor | QuantizedTensor, layout: str) -> dict[str, torch.Tensor]:
+    """Return a stored weight's tensors under the names of a folder: codes and scales, or the weight itself."""
+    if isinstance(numbers, QuantizedTensor):
+        return {name: numbers.data, name + SCALE_SUFFIX[layout]: numbers.scale.contiguous()}
+    return {name: numbers.contiguous()}
+
+
 def make_plan(
     model: nn.Module,
     left: Mapping[str, str],
@@ -102,10 +125,7 @@ def make_plan(
     check_architecture(getattr(model, "config", None))
     # As PEFT marks a model, its own or one of transformers: layers below adapters have other names.
     if hasattr(model, "peft_config"):
-        raise UserError(
-            "this model has adapters, and folders and servers hold plain models",
-            remedy="load what model.save_pretrained wrote onto the base, and export the result of merge_and_unload()",
-        )
+        raise adapters_refused()
     cast = linear.weight
     check_layout(layout, cast)
     # Only buffers that are saved count: others are computed from the configuration.
@@ -225,3 +245,42 @@ def _beside_experts(entries: Iterable[Entry], linears: Collection[str], experts:
 def _stored_name(entry: Entry) -> str:
     """Return the name of the first tensor that an entry is stored as."""
     return next(iter(entry.stored(torch.empty(entry.shape, device="meta"))))
+
+
+def parts_of_parameters(model: nn.Module) -> dict[str, Parts]:
+    """Return how the parameters of layers with experts are stored, by name; those of all others as they are."""
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    layers = {name.rpartition(".")[0] for name, module in model.named_modules() if expert_weights(name, module)}
+    names = [name for name, _ in model.named_parameters() if any(name.startswith(f"{layer}.") for layer in layers)]
+
+    def parts_of(name: str) -> Parts:
+        return lambda numbers: {
+            stored: part.contiguous() if part.device.type != "meta" else part
+            for stored, part in revert_weight_conversion(model, {name: numbers}).items()
+        }
+
+    return {name: parts_of(name) for name in names}
+
+
+def split(
+    numbers: torch.Tensor | QuantizedTensor, parts: Parts, shape: tuple[int, ...]
+) -> dict[str, torch.Tensor | QuantizedTensor]:
+    """Return what a parameter of `shape` is stored as, by name: BF16 tensors, or FP8 matrices of an expert each.
+
+    Args:
+        numbers: The parameter, or of experts [E, N, K] its codes and scales [E*N, K].
+        parts: How it is stored.
+        shape: Of the parameter.
+    """
+    if not isinstance(numbers, QuantizedTensor):
+        return parts(numbers)
+    codes = parts(numbers.data.view(torch.uint8).view(shape))
+    rows, columns = numbers.scale.shape
+    scales = parts(numbers.scale.contiguous().view(shape[0], rows // shape[0], columns))
+    result = {}
+    for name, own in codes.items():
+        # Sides of one block are lost where transformers takes the experts apart.
+        scale = scales[name].view(scale_shape(own.shape, numbers.granularity))
+        result[name] = replace(numbers, data=own.view(numbers.data.dtype), scale=scale)
+    return result

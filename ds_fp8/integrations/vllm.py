@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import deepspeed
 import torch
-from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError, clipped
-from ds_fp8.export.engines import served_plan, served_tensors
-from ds_fp8.export.plan import Plan
+from ds_fp8.export.engines import served_plan
+from ds_fp8.export.plan import Plan, named_tensors
+from ds_fp8.export.together import gathered, together
 from ds_fp8.integrations.vllm_backend import BACKEND, transfer_config
 from ds_fp8.integrations.vllm_buffer import Named, SharedBuffer, gpu_of_this_process, padded
 from ds_fp8.integrations.vllm_links import Link, link_to
@@ -79,18 +79,18 @@ def sync_weights(
     announced, room = announcement(plan), _room(plan, chunk_bytes)
     begun = False
     try:
-        together(link.open)
-        announced["gpus"] = [gpu for gpu in together(gpu_of_this_process) if gpu] if link.by_handle else []
-        together(lambda: link.compare(announced))
+        _together(link.open)
+        announced["gpus"] = [gpu for gpu in _together(gpu_of_this_process) if gpu] if link.by_handle else []
+        _together(lambda: link.compare(announced))
         begun = True
-        together(link.start)
+        _together(link.start)
         tensors = size = chunks = 0
-        for chunk in _chunks(served_tensors(engine, plan), chunk_bytes):
-            _send(link, chunk, room)
+        for chunk, failure in _chunks(engine, plan, chunk_bytes):
+            _send(link, chunk, room, failure)
             tensors, chunks = tensors + len(chunk), chunks + 1
             size += sum(tensor.nbytes for _, tensor in chunk)
             del chunk  # before the next one is gathered
-        together(link.finish)
+        _together(link.finish)
     except BaseException as error:
         if begun:
             link.abandon()
@@ -102,7 +102,7 @@ def sync_weights(
             mixed = f"vLLM may hold a part of the new weights: call sync_weights again before it generates{resume}"
             error.remedy = f"{error.remedy}; {mixed}"
         raise
-    together(link.close)
+    _together(link.close)
     return Sent(tensors, size, time.perf_counter() - start, chunks, plan.layout)
 
 
@@ -124,22 +124,8 @@ def _room(plan: Plan, chunk_bytes: int) -> int:
     return min(sum(sizes), max(chunk_bytes, *sizes))
 
 
-def together(call: Callable[[], Any]) -> list[Any]:
-    """Call on every rank and return what each returned, or raise on all what failed on one: none waits in a gather."""
-    result = told = None
-    try:
-        result = call()
-    except Exception as raised:
-        error = raised if isinstance(raised, UserError) else _as_user_error(raised)
-        told = (error.problem, error.remedy, error.key)
-    answers = [(result, told)]
-    if dist.get_world_size() > 1:
-        answers = [(None, None)] * dist.get_world_size()
-        torch.distributed.all_gather_object(answers, (result, told))
-    for _, told in answers:
-        if told is not None:
-            raise UserError(told[0], remedy=told[1], key=told[2])
-    return [result for result, _ in answers]
+def _together(call: Callable[[], Any]) -> list[Any]:
+    return together(call, _as_user_error)
 
 
 def _as_user_error(error: Exception) -> UserError:
@@ -167,24 +153,44 @@ def _refuse_adapters(engine: deepspeed.DeepSpeedEngine) -> None:
         )
 
 
-def _chunks(weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[Named]:
+def _chunks(engine: deepspeed.DeepSpeedEngine, plan: Plan, limit: int) -> Iterator[tuple[Named, Exception | None]]:
+    """Yield tensors that are sent together, and what failed on this rank while they were gathered. Collective.
+
+    By the sizes of the plan: whatever fails, all ranks have equally many chunks, and raise at the same one.
+    """
     chunk: Named = []
+    failure: Exception | None = None
     size = 0
-    for name, tensor in weights:
-        if chunk and size + padded(tensor) > limit:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append((name, tensor))
-        size += padded(tensor)
-    if chunk:
-        yield chunk
+    for entry, numbers in gathered(engine, plan):
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            if isinstance(numbers, Exception):
+                raise numbers
+            for name, part in entry.stored(numbers).items():
+                tensors |= named_tensors(name, part, plan.layout)
+        except Exception as error:
+            failure = failure or error
+        for name, planned in entry.tensors(plan).items():
+            if size and size + padded(planned) > limit:
+                yield chunk, failure
+                chunk, size = [], 0
+            if name in tensors:
+                chunk.append((name, tensors[name]))
+            size += padded(planned)
+    if size:
+        yield chunk, failure
 
 
-def _send(link: Link, chunk: Named, room: int) -> None:
+def _send(link: Link, chunk: Named, room: int, failure: Exception | None) -> None:
+    def fill() -> dict[str, Any]:
+        if failure is not None:
+            raise failure
+        return _buffer.filled(chunk, room) if link.by_handle else {"weights": chunk}
+
     if not link.by_handle:
-        together(lambda: link.update({"weights": chunk}))
+        _together(lambda: link.update(fill()))
         return
     # Every rank packs: a worker of the server opens the buffer that lies on its own GPU.
-    filled = together(lambda: _buffer.filled(chunk, room))
+    filled = _together(fill)
     handles = {gpu: handle for own in filled for gpu, handle in own["handles"].items()}
-    together(lambda: link.update({**filled[0], "handles": handles}))
+    _together(lambda: link.update({**filled[0], "handles": handles}))

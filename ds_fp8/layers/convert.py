@@ -176,8 +176,9 @@ def convert(
         reasons = "; ".join(f"{name}: {reason}" for reason, name in reversed(first.items()))
         raise UserError(
             "the model has no linear layer that can run in FP8" + (f" ({reasons})" if reasons else ""),
-            key="fp8.linear.skip",
-            remedy='name fewer layers in "skip", or set "fp8": {"enabled": false}',
+            key="fp8.linear.skip" if "fp8.linear.skip" in reasons else "fp8.enabled",
+            remedy=('name fewer layers in "skip", or ' if "fp8.linear.skip" in reasons else "")
+            + 'set "fp8": {"enabled": false}',
         )
     if config.attention.format != "bf16":
         result = replace(result, attention=use_fp8_attention(model))

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
 from ds_fp8.data import check_embeddings, load_tokenizer
-from ds_fp8.export.generation import make_savable
+from ds_fp8.export.folder import make_savable
 from ds_fp8.graphs.host_checkpoints import keep_on_host
 from ds_fp8.layers.linear import munit
 from ds_fp8.train import packed_attention

@@ -22,7 +22,7 @@ from ds_fp8.export import export_checkpoint
 from ds_fp8.export.plan import make_plan, plan_to_serve
 from ds_fp8.layers.selection import unconverted
 from tests.export.servers import assert_served
-from tests.export.trained import shape, train_and_export
+from tests.export.trained import gather_failing, shape, train_and_export
 from tests.integrations.programs import counting, small_model
 from tests.numerics import error
 from tests.zero.models import config
@@ -190,14 +190,13 @@ def export_again(trained, out, **changes):
 
 def test_an_existing_folder_is_replaced_only_by_force(trained, tmp_path):
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine").write_text("mine")
+    shutil.copytree(trained[0] / "bf16", out)
+    before = (out / "config.json").read_text()
     with pytest.raises(UserError, match="exists"):
         export_again(trained, out)
-    assert (out / "mine").exists()
+    assert (out / "config.json").read_text() == before
     export_again(trained, out, force=True)
-    assert not (out / "mine").exists()
-    assert (out / "config.json").exists()
+    assert (out / "config.json").read_text() != before
 
 
 @pytest.mark.parametrize(
@@ -305,8 +304,8 @@ def test_a_folder_that_holds_the_checkpoint_is_not_replaced(trained):
 
 def test_an_export_that_fails_leaves_nothing_and_the_folder_before_it(trained, tmp_path):
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine").write_text("mine")
+    shutil.copytree(trained[0] / "bf16", out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
 
     def failing(folder):
         raise OSError("no space left on device")
@@ -314,7 +313,7 @@ def test_an_export_that_fails_leaves_nothing_and_the_folder_before_it(trained, t
     with pytest.raises(OSError, match="no space left"):
         export_again(trained, out, force=True, tokenizer=failing)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert (out / "mine").exists()
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 def failing_on_one_rank(folder, where):
@@ -336,7 +335,8 @@ def failing_on_one_rank(folder, where):
         (own / "out").mkdir()
     tokenizer = mock.Mock(side_effect=AttributeError("no such tokenizer")) if where == "tokenizer" else None
     full_disk = mock.patch("ds_fp8.export.folder.save_file", side_effect=full)
-    with full_disk if where == "shard" else contextlib.nullcontext(), pytest.raises(Exception) as caught:  # noqa: PT011
+    failing = full_disk if where == "shard" else gather_failing(engine, where) if "gather" in where else None
+    with failing or contextlib.nullcontext(), pytest.raises(Exception) as caught:  # noqa: PT011
         export_engine(engine, own / "out", tokenizer=tokenizer, shard_bytes=100_000)
     export_engine(engine, own / "again")
     return type(caught.value).__name__, str(caught.value), sorted(path.name for path in own.iterdir())
@@ -348,6 +348,11 @@ def failing_on_one_rank(folder, where):
         ("target", 1, "UserError", "out exists"),
         ("shard", 0, "UserError", "No space left"),
         ("tokenizer", 0, "AttributeError", "no such tokenizer"),
+        *(
+            (f"gather of {what} {when}", 1, "OutOfMemoryError", "out of memory in a gather")
+            for what in ("codes", "bf16")
+            for when in ("before", "after")
+        ),
     ],
 )
 def test_what_one_rank_cannot_do_is_said_by_all(ranks, tmp_path, where, rank, kind, words):

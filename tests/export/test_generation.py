@@ -8,8 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from ds_fp8.config.linear import LinearConfig
 from ds_fp8.data import build_tokenizer
-from ds_fp8.export.folder import write_folder
-from ds_fp8.export.generation import make_savable
+from ds_fp8.export.folder import make_savable, write_folder
 from ds_fp8.export.plan import make_plan
 from ds_fp8.train import load_stage
 from ds_fp8.train.model import build_model, load_model_config

@@ -30,6 +30,38 @@ def test_targets_that_are_refused(target, problem, tmp_path, monkeypatch):
     assert caught.value.remedy
 
 
+def exported(folder):
+    """A folder as exports leave it: files, and their names in the checksums."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "checksums.sha256").write_text("0123  config.json\n")
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: (folder / "mine.txt").write_text("mine"), "holds mine.txt beside an export"),
+        (lambda folder: (folder / "mine").mkdir(), "holds mine beside an export"),
+        (lambda folder: (folder / "checksums.sha256").unlink(), "holds no export"),
+        (lambda folder: (folder / "checksums.sha256").write_text("0123  other"), "holds no export"),
+        (lambda folder: None, None),
+        (lambda folder: [path.unlink() for path in folder.iterdir()], None),
+    ],
+)
+def test_force_replaces_exports_alone(change, words, linked, tmp_path):
+    exported(tmp_path / "real")
+    change(tmp_path / "real")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    target = tmp_path / ("link" if linked else "real")
+    if words is None:
+        check_target(target, force=True)
+        return
+    with pytest.raises(UserError, match=words) as caught:
+        check_target(target, force=True)
+    assert caught.value.remedy
+
+
 def test_a_target_behind_a_link_is_replaced(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")

@@ -32,3 +32,28 @@ def train_and_export(folder, fp8: dict, layouts: list[str], shard_bytes: int, ch
     engine.eval()
     with torch.no_grad():
         return engine(input_ids=rows).logits.float(), served
+
+
+def gather_failing(engine, where: str):
+    """Let the second rank fail in its third gather of weights, before or after it has taken part in the collective."""
+    from unittest import mock
+
+    import deepspeed
+    from deepspeed import comm as dist
+
+    owner, name = deepspeed.zero.GatheredParameters, "__enter__" if "before" in where else "__exit__"
+    if "codes" in where:
+        owner, name = type(engine.fp8.parameter_gather), "whole"
+    gather, calls = getattr(owner, name), []
+
+    def failing(*arguments):
+        calls.append(1)
+        fails = len(calls) == 3 and dist.get_rank() == 1
+        if fails and "before" in where:
+            raise torch.OutOfMemoryError("out of memory in a gather")
+        result = gather(*arguments)
+        if fails:
+            raise torch.OutOfMemoryError("out of memory in a gather")
+        return result
+
+    return mock.patch.object(owner, name, failing)

@@ -1,6 +1,8 @@
 """Attention in FP8 on a GPU: cuDNN's kernels against the reference that rounds where they do, and in whole models."""
 
 import copy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -191,3 +193,19 @@ def test_rows_of_several_documents_are_in_bf16():
 def test_heads_of_64_features_are_refused():
     with pytest.raises(UserError, match="have 64 features"):
         converted(model_of(head_dim=64), "e4m3")
+
+
+AFTER_TORCH = """
+import torch
+torch.nn.functional.conv2d(torch.ones(1, 8, 8, 8, device="cuda").half(), torch.ones(8, 8, 3, 3, device="cuda").half())
+from ds_fp8.layers.attention.cudnn import unavailable
+from ds_fp8.layers.attention.fp8_attention import fp8_attention
+assert unavailable() is None, unavailable()
+q = torch.randn(1, 2, 256, 128, device="cuda").bfloat16()
+print(fp8_attention(q, q, q).shape)
+"""
+
+
+def test_torchs_own_cudnn_may_be_loaded_first():
+    run = subprocess.run([sys.executable, "-c", AFTER_TORCH], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-2000:]

@@ -14,9 +14,11 @@ heads a call, BF16's does not (docs/log/attention.md).
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ def unavailable() -> str | None:
         return f"{torch.cuda.get_device_name()} is not a Hopper GPU"
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed (pip install ds-fp8[te])"
+    _load_torchs_cudnn()
     try:
         from transformer_engine.pytorch.cpp_extensions.fused_attn import fused_attn_bwd
     except (ImportError, OSError, RuntimeError) as error:
@@ -51,6 +54,20 @@ def unavailable() -> str | None:
     if not {*_MASK, *_BACKWARD_LAYOUT} <= inspect.signature(fused_attn_bwd).parameters.keys():
         return "this Transformer Engine is too old: its attention takes other arguments (2.20 is known to work)"
     return None
+
+
+def _load_torchs_cudnn() -> None:
+    """Load all parts of the cuDNN that was installed with torch.
+
+    cuDNN is eight libraries that find each other by name. Once torch has loaded some of its own, Transformer Engine
+    would load the rest from the system's cuDNN, of another version: "undefined symbol ... libcudnn_graph.so.9".
+    """
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        libraries = {path.name.split(".")[0]: path for path in Path(folder, "cudnn", "lib").glob("libcudnn*.so.*")}
+        for name in ("graph", "ops", "engines_precompiled", "engines_runtime_compiled", "heuristic", "cnn", "adv"):
+            if f"libcudnn_{name}" in libraries:
+                ctypes.CDLL(str(libraries[f"libcudnn_{name}"]), mode=ctypes.RTLD_GLOBAL)
 
 
 def forward(

@@ -20,20 +20,15 @@ def main() -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or one that holds fp8/ and bf16/")
     parser.add_argument("twin", type=Path, nargs="?", metavar="RUN2", help="folder of the run to compare with")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write (default RUN)")
-    parser.add_argument("--title", help="what the page says it is about (default the folders)")
+    parser.add_argument("--title", help="what the page says it is about (default the folders' names)")
     arguments = parser.parse_args()
     if arguments.out is not None:
         check_writable(arguments.out, "--out")
     say_what_loads()
 
     from ds_fp8.report.page import write_report
-    from ds_fp8.report.runs import find
-    from ds_fp8.report.verdict import judge_all
 
     folders = [folder for folder in (arguments.run, arguments.twin) if folder is not None]
-    comparisons = find(folders)
-    verdict = judge_all(comparisons)
-    title = arguments.title or " and ".join(map(str, folders))
-    summary, page = write_report(comparisons, verdict, arguments.out or arguments.run, title)
+    summary, page, verdict = write_report(folders, arguments.out or arguments.run, arguments.title)
     print(f"{verdict}\nfigures: {summary}\nreport:  {page}")
     return 0

@@ -102,8 +102,6 @@ def _train(file: Path, changes: list[str]) -> int:
 def _end(stage: Stage, result: dict[str, Any]) -> list[str]:
     """Write the run's report; return the final loss, where model and report lie, and the command that exports."""
     from ds_fp8.report.page import write_report
-    from ds_fp8.report.runs import find
-    from ds_fp8.report.verdict import judge_all
     from ds_fp8.train.checkpoints import MODEL
 
     loss, in_bf16 = result["final_loss"], result.get("final_loss_bf16")
@@ -115,8 +113,7 @@ def _end(stage: Stage, result: dict[str, Any]) -> list[str]:
         f"model:   {stage.run_dir / MODEL}",
     ]
     try:
-        runs = find([stage.run_dir])
-        _, page = write_report(runs, judge_all(runs), stage.run_dir, str(stage.run_dir))
+        _, page, _ = write_report([stage.run_dir], stage.run_dir)
         lines.append(f"report:  {page}")
     except (OSError, UserError) as error:  # the run itself is done, and its model written
         why = error.problem if isinstance(error, UserError) else error

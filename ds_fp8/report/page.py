@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from ds_fp8.report import charts
 from ds_fp8.report.figures import health_tables, run_figures, stage_figures, summarise
-from ds_fp8.report.runs import Comparison, RunRecord, seeds
+from ds_fp8.report.runs import Comparison, RunRecord, find, seeds
 from ds_fp8.report.verdict import (
     LOSSES,
     TOLERANCE,
@@ -25,6 +25,7 @@ from ds_fp8.report.verdict import (
     concerns,
     exact_match_of,
     gap_of,
+    judge_all,
     mean_gap,
     seed_noise,
 )
@@ -96,13 +97,14 @@ class Page:
         return file
 
 
-def write_report(
-    comparisons: Sequence[Comparison], verdict: Verdict, folder: Path, title: str, tolerance: float = TOLERANCE
-) -> tuple[Path, Path]:
-    """Write folder/summary.json and folder/report.html; return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / JSON, json.dumps(summarise(comparisons, verdict), indent=2) + "\n")
-    return folder / JSON, page_of_runs(comparisons, verdict, title, tolerance).write(folder / HTML)
+def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -> tuple[Path, Path, Verdict]:
+    """Write out/summary.json and out/report.html on the runs in `folders`, as `find` takes them; return their paths."""
+    comparisons = find(folders)
+    verdict = judge_all(comparisons)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / JSON, json.dumps(summarise(comparisons, verdict), indent=2) + "\n")
+    title = title or " against ".join(folder.resolve().name for folder in folders)
+    return out / JSON, page_of_runs(comparisons, verdict, title).write(out / HTML), verdict
 
 
 def page_of_runs(comparisons: Sequence[Comparison], verdict: Verdict, title: str, tolerance: float = TOLERANCE) -> Page:
@@ -114,7 +116,7 @@ def page_of_runs(comparisons: Sequence[Comparison], verdict: Verdict, title: str
         verdict,
         tiles=_tiles(comparisons),
         notes=[EMULATED] if first.run.result["device"] == "cpu" else [],
-        tables=[_overview(comparisons)],
+        tables=[_overview(comparisons)] if first.twin is not None else [],
         charts=[charts.gaps_of_seeds(comparisons, seed_noise(comparisons), tolerance)] if several else [],
         facts=facts_of(comparisons),
         stages=[_stage(comparison, tolerance) for comparison in comparisons],

@@ -131,9 +131,14 @@ def comparisons_in(out: Path, twins: Sequence[tuple[Cell, Cell]]) -> dict[str, l
     return found
 
 
+def grid_of(points: Points) -> list[Comparison]:
+    """Return what runs may have diverged beside: those of all points, where there are several."""
+    return [each for found in points.values() for each in found] if len(points) > 1 else []
+
+
 def judge_grid(points: Points, tolerance: float = TOLERANCE) -> tuple[Verdict, dict[str, Verdict]]:
     """Return the verdict on all points together, which is that of the worst, and on each."""
-    grid = [each for found in points.values() for each in found]
+    grid = grid_of(points)
     verdicts = {point: judge_point(found, grid, tolerance) for point, found in points.items()}
     if len(verdicts) == 1:
         return next(iter(verdicts.values())), verdicts
@@ -156,8 +161,7 @@ def compare(points: Points, tolerance: float = TOLERANCE) -> dict[str, Any]:
     errors are None for one seed.
     """
     verdict, verdicts = judge_grid(points, tolerance)
-    grid = [each for found in points.values() for each in found]
-    figures = {}
+    grid, figures = grid_of(points), {}
     for point, found in points.items():
         answers, signs = exact_match_of(found), sign_test(found)
         figures[point] = entry = {
@@ -173,7 +177,8 @@ def compare(points: Points, tolerance: float = TOLERANCE) -> dict[str, Any]:
         for key, suffix in zip(LOSSES, ("", "_bf16"), strict=True):
             mean = mean_gap(found, key)
             entry |= {f"gap{suffix}": mean and mean.mean, f"gap_standard_error{suffix}": mean and mean.error}
-    shared = {key: grid[0].run.result.get(key) for key in ("steps", "device", "versions", "made")}
+    first = next(iter(points.values()))[0].run.result
+    shared = {key: first.get(key) for key in ("steps", "device", "versions", "made")}
     return {"passed": verdict.passed, "verdict": str(verdict), "tolerance": tolerance, **shared, "points": figures}
 
 
@@ -190,7 +195,7 @@ def write_parity(points: Points, folder: Path, title: str, tolerance: float = TO
 
 
 def _page_of_points(points: Points, verdict: Verdict, title: str) -> Page:
-    grid = [each for found in points.values() for each in found]
+    grid = grid_of(points)
     columns = ["point", "loss FP8", "BF16", "gap", "BF16 better at", "diverged FP8", "BF16", "spikes FP8", "BF16"]
     rows, drawn = [], {TRAINED: ([], []), "sharpness": ([], [])}
     for point, found in points.items():

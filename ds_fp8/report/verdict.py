@@ -182,16 +182,16 @@ def healthy(comparisons: Sequence[Comparison], grid: Sequence[Comparison]) -> li
 
 
 def diverged(run: RunRecord, grid: Sequence[Comparison]) -> bool:
-    """Return whether a run failed to train beside the others of its grid.
+    """Return whether a run failed to train.
 
     So it is when its final loss is not finite, or nearer to the loss before the first step than to the best final loss
-    of the grid.
+    of the grid, which is empty where there is one point alone: seeds of a fine-tuning differ as much as it gains.
     """
     first, last = run.result["first_validation_loss"], run.result[TRAINED]
     if first is None or last is None:
         return True
     finals = [other.result[TRAINED] for each in grid for other in each.columns.values()]
-    return len(finals) > 2 and last > (min(loss for loss in finals if loss is not None) + first) / 2
+    return bool(finals) and last > (min(loss for loss in finals if loss is not None) + first) / 2
 
 
 def runs_of(comparisons: Sequence[Comparison], kind: str) -> list[RunRecord]:

@@ -15,7 +15,16 @@ from ds_fp8.commands import parity as command
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
 from ds_fp8.report import charts
-from ds_fp8.report.parity import Cell, compare, comparisons_in, judge_grid, run_overrides, twins_of, write_parity
+from ds_fp8.report.parity import (
+    Cell,
+    compare,
+    comparisons_in,
+    grid_of,
+    judge_grid,
+    run_overrides,
+    twins_of,
+    write_parity,
+)
 from ds_fp8.report.runs import SHARPNESS
 from ds_fp8.report.verdict import ExactMatch, Gap, diverged, judge, judge_all, judge_seeds, seed_noise, sign_test
 from ds_fp8.train import load_stage
@@ -113,6 +122,15 @@ def test_seeds_that_answer_less_are_worse_beyond_their_noise(fp8, bf16, passed, 
     assert figures["passed"] == passed
 
 
+def test_seeds_that_gain_little_have_not_diverged(tmp_path):
+    twins = runs_of(tmp_path, [1.990, 1.996, 1.997], [1.990, 1.996, 1.997])
+    for run in (run for each in twins for run in each.columns.values()):
+        run.result["first_validation_loss"] = 2.0
+    figures = compare({"": twins})["points"][""]
+    assert figures["diverged"] == {"fp8": 0, "bf16": 0}
+    assert figures["gap"] == 0
+
+
 def test_a_loss_that_is_not_finite_fails(tmp_path):
     twins = runs_of(tmp_path, [2.0, None], [2.0, 2.0])
     assert not judge_seeds(twins).passed
@@ -152,7 +170,7 @@ def test_a_grid_tells_divergence_spikes_and_sharpness(tmp_path):
     points = grid_in(tmp_path, lost)
     spiking = points["lr 0.001"][0].run
     spiking.metrics[:] = [{"step": step, "loss": 9.0 if step == 25 else 2 - step / 100} for step in range(1, 31)]
-    grid = [each for found in points.values() for each in found]
+    grid = grid_of(points)
     runs = {(run.kind, each.name, point): run for point, found in points.items() for each in found
             for run in each.columns.values()}  # fmt: skip
     assert [key for key, run in runs.items() if diverged(run, grid)] == [

@@ -48,7 +48,7 @@ MAX_POINTS = 300
 """Points of a curve; of more, means of neighbours are drawn."""
 GAP_POINTS = 25
 """Points of the gap of the training losses, each a mean of as many steps."""
-EARLY = 0.1
+EARLY = 0.2
 """Share of the steps, from the first, that does not set the range of an axis: it is far off, or mere noise."""
 LEAST_CURVE = 4
 """Points of a validation loss that are joined by a line; a line through fewer would look like a trend."""
@@ -75,9 +75,9 @@ def chart(height: float = 2.9, grid: str = "y") -> tuple[Figure, Any]:
 def as_svg(figure: Figure, description: str) -> str:
     """Return the figure as an <svg> element; `description` is what screen readers say."""
     labels = [axes.get_legend_handles_labels() for axes in figure.axes]
-    if any(names for _, names in labels):
+    if count := sum(len(names) for _, names in labels):
         # Below the axes: nowhere inside is it sure to cover no line.
-        figure.legend(loc="outside lower left", ncols=3, columnspacing=1.2, handletextpad=0.5)
+        figure.legend(loc="outside lower left", ncols=2 if count == 4 else 3, columnspacing=1.2, handletextpad=0.5)
     stream = io.StringIO()
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": description}):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)

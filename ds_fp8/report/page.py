@@ -231,15 +231,13 @@ def _tiles(comparisons: Sequence[Comparison]) -> list[tuple[str, str]]:
     known = {comparison.name: gap for comparison in comparisons if (gap := gap_of(comparison)) is not None}
     if seeds(comparisons) is not None and len(known) == len(stages):
         means = [mean_gap(comparisons, key) for key in LOSSES]
-        names = ("final loss", "final loss, weights in BF16")
+        names = ("final loss against BF16's", "the same, weights in BF16")
         tiles = [(f"{gap.mean:+.2%}", _of_seeds(name, gap)) for name, gap in zip(names, means, strict=True) if gap]
     elif len(stages) <= FEW:
-        tiles = [
-            (f"{gap:+.2%}", f"final loss{', ' * (len(stages) > 1)}{name * (len(stages) > 1)}")
-            for name, gap in known.items()
-        ]
+        of_stage = len(stages) > 1
+        tiles = [(f"{gap:+.2%}", f"final loss against BF16's{f', {name}' * of_stage}") for name, gap in known.items()]
     else:
-        tiles = [(f"{max(known.values()):+.2%}", f"final loss{of}")] if known else []
+        tiles = [(f"{max(known.values()):+.2%}", f"final loss against BF16's{of}")] if known else []
     words = {"all_gather_bytes": "bytes of parameter gathers", "grad_bytes": "bytes of gradients"}
     if comparisons[0].run.result["device"] != "cpu":
         words |= {"peak_memory_bytes": "peak memory", "tokens_per_second": "tokens per second"}

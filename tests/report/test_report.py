@@ -74,8 +74,8 @@ def test_the_page_is_whole_and_begins_with_title_verdict_and_one_table(folder):
     shown = " ".join(page.texts)
     head = shown[: shown.index("fp8/cpt")]
     for words in (
-        "+1.00% final loss, cpt",
-        "+1.00% final loss, sft",
+        "+1.00% final loss against BF16's, cpt",
+        "+1.00% final loss against BF16's, sft",
         "0.53× bytes of parameter gathers, largest of 2",
         "stage steps validation loss FP8 BF16 gap exact match FP8 BF16 cpt 10 0.5050 0.5000 +1.00% 80% 70% sft 10",
         "begun 2026-11-25 04:00:00 +0000 took 6 min 40 s in 4 runs",

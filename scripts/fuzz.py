@@ -293,7 +293,7 @@ class Judges(FolderJudges):
         load_stage(self.file("stage.json", content))
 
     def sweeps(self, raw: Any) -> None:
-        from ds_fp8.memory.grid import check_points, read_sweep
+        from ds_fp8.memory.sweep import check_points, read_sweep
 
         _, points = read_sweep(self.file("sweep.json", json.dumps(raw)), gpus=1)
         check_points(points[:5], CONFIGS / "quickstart" / "cpt.json")

@@ -35,7 +35,6 @@ OPTIONS = {
         "--timeout",
         "--only",
         "--memory",
-        "--find-max",
         "--rerun",
     ),
     "parity": ("--steps", "--seeds", "--rates", "--gpus", "--out", "--tolerance", "--set", "--grid", "--sweep"),

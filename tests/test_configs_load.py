@@ -10,9 +10,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_fp8.config.files import apply_override, read_json
 from ds_fp8.memory import estimate, estimate_workload, read_workload
-from ds_fp8.memory.fit import longest_contexts
-from ds_fp8.memory.gpus import gpu_of
-from ds_fp8.memory.known_models import SHAPES, with_known_model
+from ds_fp8.memory.estimate import gpu_of, longest_contexts
+from ds_fp8.memory.shapes import SHAPES, with_known_model
 from ds_fp8.train import Stage, learning_rate_factor, load_stage
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"

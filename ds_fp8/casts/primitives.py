@@ -277,7 +277,7 @@ def decode(data: torch.Tensor, dtype: torch.dtype = torch.float32, format: str |
     """
     if data.dtype is torch.uint8:
         return emulated.decode(data, FORMATS[format], dtype)
-    if data.device.type == "cuda":
+    if data.device.type != "cpu":
         return data.to(dtype)
     # A look-up in the table of all 256 codes: on a CPU several times faster than torch's element-wise conversion.
     table = torch.arange(256, dtype=torch.uint8).view(format_of(data.dtype).dtype).to(dtype)

@@ -6,10 +6,17 @@ import argparse
 import difflib
 import math
 import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import ds_fp8
 from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.files import apply_override, read_json
+
+if TYPE_CHECKING:
+    from ds_fp8.config.fp8 import FP8Config
 
 _PACKAGE = Path(ds_fp8.__file__).parent
 CONFIGS = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "ds_configs"
@@ -50,6 +57,32 @@ def stage_file(arguments: argparse.Namespace) -> Path:
     return config_file(given[0])
 
 
+def read_stage(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the JSON of the stage that `add_stage` was given, with the changes of --set.
+
+    Raises:
+        UserError: There is none, it is no JSON object, or a change is malformed.
+    """
+    raw = read_json(stage_file(arguments))
+    for override in arguments.set:
+        apply_override(raw, override)
+    return raw
+
+
+def say(text: str) -> None:
+    """Say what takes the time, beside a command's output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def fp8_in_words(raw: Mapping[str, Any], fp8: FP8Config) -> str:
+    """Return whether FP8 is on, and its preset: the configuration's own, or the one assumed where it names none."""
+    if not fp8.enabled:
+        return "FP8 is off"
+    section = raw.get("fp8")
+    given = not isinstance(section, Mapping) or section.get("preset") is not None
+    return f"FP8 is on, preset {fp8.preset_name}{'' if given else ', which is assumed: the configuration names none'}"
+
+
 def config_file(name: str) -> Path:
     """Return the file of this name: a path, or one that comes with the package (`infir2_7b/cpt.json`).
 
@@ -79,25 +112,8 @@ def shipped_configs() -> list[str]:
     return sorted(file.relative_to(CONFIGS).as_posix() for file in CONFIGS.glob("*/**/*.json"))
 
 
-def count(text: str) -> int:
-    """Return the whole number of at least 1 that `text` is.
-
-    Raises:
-        ArgumentTypeError: It is none; argparse shows the error.
-    """
-    return _whole(text, 1)
-
-
-def count_or_none(text: str) -> int:
-    """Return the whole number of at least 0 that `text` is.
-
-    Raises:
-        ArgumentTypeError: It is none; argparse shows the error.
-    """
-    return _whole(text, 0)
-
-
-def _whole(text: str, least: int) -> int:
+def count(text: str, least: int = 1) -> int:
+    """Return the whole number of at least `least` that `text` is; else argparse shows the error."""
     try:
         number = int(text)
     except ValueError:
@@ -107,12 +123,13 @@ def _whole(text: str, least: int) -> int:
     return number
 
 
-def amount(text: str) -> float:
-    """Return the finite number above 0 that `text` is.
+def count_or_none(text: str) -> int:
+    """Return the whole number of at least 0 that `text` is; else argparse shows the error."""
+    return count(text, 0)
 
-    Raises:
-        ArgumentTypeError: It is none; argparse shows the error.
-    """
+
+def amount(text: str) -> float:
+    """Return the finite number above 0 that `text` is; else argparse shows the error."""
     try:
         number = float(text)
     except ValueError:

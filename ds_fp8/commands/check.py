@@ -5,7 +5,7 @@ ds-fp8 check my_stage.json --gpus 8
 
 from __future__ import annotations
 
-from ds_fp8.commands.arguments import add_stage, count, parser_of, stage_file
+from ds_fp8.commands.arguments import add_stage, count, fp8_in_words, parser_of, read_stage, say, stage_file
 
 
 def main() -> int:
@@ -18,16 +18,13 @@ def main() -> int:
     add_stage(parser)
     parser.add_argument("--gpus", type=count, default=1, help="data-parallel ranks (default 1)")
     arguments = parser.parse_args()
+    file, raw = stage_file(arguments), read_stage(arguments)
+    say("loading DeepSpeed ...")
 
     from ds_fp8.config.deepspeed_json import Configuration
-    from ds_fp8.config.files import apply_override, read_json
     from ds_fp8.engine.compatibility import check_deepspeed
     from ds_fp8.train import load_stage
 
-    file = stage_file(arguments)
-    raw = read_json(file)
-    for override in arguments.set:
-        apply_override(raw, override)
     if "train" in raw or "data" in raw:
         stage = load_stage(file, arguments.set, arguments.gpus)
         print(f"{file}: a stage with {stage.global_batch} rows a step on {arguments.gpus} ranks")
@@ -37,5 +34,5 @@ def main() -> int:
         check_deepspeed(configuration)
         fp8 = configuration.fp8
         print(f"{file}: a DeepSpeed configuration")
-    print(f"FP8 is on, preset {fp8.preset}" if fp8.enabled else "FP8 is off")
+    print(fp8_in_words(raw, fp8))
     return 0

@@ -39,7 +39,7 @@ def read_points(arguments: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     Raises:
         UserError: The grid is malformed, or has another number of GPUs or BF16 among its points.
     """
-    from ds_fp8.memory.grid import GPUS, read_sweep
+    from ds_fp8.memory.sweep import GPUS, read_sweep
 
     if not arguments.grid and arguments.sweep is None:
         return {"": ()}

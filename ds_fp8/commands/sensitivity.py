@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_fp8.commands.arguments import amount, config_file, count, parser_of
+from ds_fp8.commands.arguments import amount, config_file, count, parser_of, say
 from ds_fp8.commands.comparisons import add_grid, add_out, read_points
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import apply_override, check_writable, read_json
@@ -31,13 +31,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ds_fp8.config.fp8 import FP8Config
-    from ds_fp8.train.judge import Batch, Judge
-    from ds_fp8.train.sensitivity import CastSwitch, Cost, Parts, Proposal
+    from ds_fp8.train.sensitivity import Batch
 
 DOCUMENTS = (".txt", ".jsonl", ".parquet", ".gz", ".bz2", ".xz", ".zst")
 """Endings of a FILE that holds text and no stage."""
-
-
 WIDTH = 120
 """Columns of the table where the output is no terminal."""
 
@@ -53,29 +50,28 @@ def main() -> int:
     parser.add_argument("--length", type=count, default=512, help="tokens of a row (default 512)")
     parser.add_argument("--budget", type=amount, default=0.06, help="share of the FLOPs to keep in BF16 (default 0.06)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write a JSON with the proposed overrides")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     add_out(parser, None)
     add_grid(parser)
     arguments = parser.parse_args()
-    points = read_points(arguments)
-    if len(points) > 1 and (arguments.write or arguments.json):
-        raise UserError("one file cannot hold every point of a grid", key="--grid", remedy="--out FOLDER")
-    for option, file in (("--write", arguments.write), ("--json", arguments.json)):
-        if file is not None:
-            check_writable(file.resolve().parent, option)
-            if file.is_dir():
-                raise UserError(f"{file} is a folder", key=option, remedy="name a file")
+    if arguments.write is not None:
+        check_writable(arguments.write.resolve().parent, "--write")
+        if arguments.write.is_dir():
+            raise UserError(f"{arguments.write} is a folder", key="--write", remedy="name a file")
     if arguments.out is not None:
         check_writable(arguments.out, "--out")
+    say("loading torch and transformers ...")
 
     from rich.console import Console
 
     from ds_fp8.report.parity import point_folder
     from ds_fp8.train.stored_model import ModelSource, stored_config
 
+    points = read_points(arguments)
+    if len(points) > 1 and arguments.write:
+        raise UserError("one file cannot hold every point of a grid", key="--grid", remedy="--out FOLDER")
     raws = {point: _configuration(arguments, changes) for point, changes in points.items()}
     configs = {point: _casts(raw, arguments) for point, raw in raws.items()}
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = WIDTH
     # For all points before the model is loaded: a mistake in the last one shows within seconds.
@@ -85,67 +81,22 @@ def main() -> int:
     for point, raw in raws.items():
         if point:
             console.print(f"\n== {point}", markup=False)
-        figures, costs, proposal = _measure(model, rows[point], configs[point], arguments, console)
-        _print(figures, costs, console)
-        written, read = arguments.write, arguments.json
+        figures = _measure(model, rows[point], configs[point], arguments, console)
+        _print(figures, console)
+        proposed, written = figures["proposal"]["overrides"], arguments.write
         if arguments.out is not None:
             folder = arguments.out / point_folder(point)
             folder.mkdir(parents=True, exist_ok=True)
-            written, read = written or folder / "stage.json", read or folder / "sensitivity.json"
-        if read is not None:
-            read.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        if written is None:
-            fragment = {"fp8": {"linear": {"overrides": proposal.overrides}}}
-            console.print(f"in the JSON: {json.dumps(fragment)}", markup=False, soft_wrap=True)
-        else:
-            content = _written(raw, Path(arguments.file), proposal)
-            written.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            console.print(f"written: {written}", markup=False)
+            _write(folder / "sensitivity.json", figures, console)
+            written = written or folder / "stage.json"
+        if proposed and written is not None:
+            _write(written, _stage_with(proposed, raw, Path(arguments.file)), console)
+        elif proposed:
+            fragment = {"fp8": {"linear": {"overrides": proposed}}}
+            console.print(f"in the JSON: {json.dumps(fragment)}", markup=False)
+        elif written is not None:
+            console.print(f"not written, since nothing is proposed: {written}", markup=False)
     return 0
-
-
-def _measure(
-    model: PreTrainedModel, rows: list[Batch], fp8: FP8Config, arguments: argparse.Namespace, console: Console
-) -> tuple[dict[str, Any], list[Cost], Proposal]:
-    """Return the figures of the casts of `fp8`, the costs among them, and the proposal."""
-    from ds_fp8.train.judge import Judge
-    from ds_fp8.train.sensitivity import CastSwitch, measure, measurements, parts_of, propose
-
-    # Once a point: all of its measurements read the same rows.
-    rows = [{name: numbers.to(model.device) for name, numbers in row.items()} for row in rows]
-    judge = Judge(model, rows)
-    switch = CastSwitch(model, fp8)
-    parts = parts_of(model, list(switch.linears), arguments.length)
-    with console.status("") as status:
-        left = measurements(parts)
-
-        def done() -> None:
-            nonlocal left
-            left -= 1
-            status.update(f"{left} measurements left")
-
-        costs = measure(model, switch, judge, parts, done)
-    proposal = propose(costs, parts.shares, arguments.budget)
-    figures = _figures(model, switch, judge, parts, costs, proposal)
-    # Before the fused parts are counted, for which the model is converted again.
-    switch.close()
-    figures["fused"] = _fused(model, fp8, proposal)
-    facts = {"model": str(arguments.folder), "data": arguments.file, "preset": fp8.preset_name}
-    return (
-        {**facts, "rows": len(rows), "length": arguments.length, "budget": arguments.budget, **figures},
-        costs,
-        proposal,
-    )
-
-
-def _casts(raw: dict[str, Any], arguments: argparse.Namespace) -> FP8Config:
-    """Return the section "fp8". Raises UserError where FP8 is off."""
-    from ds_fp8.config.fp8 import parse_fp8
-
-    fp8 = parse_fp8(raw, None if Path(arguments.file).suffix in DOCUMENTS else arguments.file)
-    if not fp8.enabled:
-        raise UserError("FP8 is off: there are no casts to measure", key="fp8.enabled", remedy="--set fp8.enabled=true")
-    return fp8
 
 
 def _configuration(arguments: argparse.Namespace, point: Sequence[str]) -> dict[str, Any]:
@@ -167,11 +118,21 @@ def _configuration(arguments: argparse.Namespace, point: Sequence[str]) -> dict[
     return raw
 
 
+def _casts(raw: dict[str, Any], arguments: argparse.Namespace) -> FP8Config:
+    """Return the section "fp8". Raises UserError where FP8 is off."""
+    from ds_fp8.config.fp8 import parse_fp8
+
+    fp8 = parse_fp8(raw, None if Path(arguments.file).suffix in DOCUMENTS else arguments.file)
+    if not fp8.enabled:
+        raise UserError("FP8 is off: there are no casts to measure", key="fp8.enabled", remedy="--set fp8.enabled=true")
+    return fp8
+
+
 def _rows(section: dict[str, Any], wanted: int, embeddings: int) -> list[Batch]:
     """Return held-out rows of the data. Raises UserError where there are none, or with too few embeddings for them."""
     from ds_fp8.config.schema import parse_section
     from ds_fp8.data import DataConfig, build_data, build_tokenizer, check_embeddings, default_cache_dir
-    from ds_fp8.train.judge import rows_of
+    from ds_fp8.train.sensitivity import rows_of
 
     config = parse_section(DataConfig, section, key="data")
     tokenizer = build_tokenizer(config, default_cache_dir())
@@ -197,32 +158,30 @@ def _model(folder: Path) -> PreTrainedModel:
     return model.to(get_accelerator().current_device_name()).float().eval()
 
 
-def _figures(
-    model: PreTrainedModel, switch: CastSwitch, judge: Judge, parts: Parts, costs: list[Cost], proposal: Proposal
+def _measure(
+    model: PreTrainedModel, rows: list[Batch], fp8: FP8Config, arguments: argparse.Namespace, console: Console
 ) -> dict[str, Any]:
-    """Return what was measured, and the loss with all casts but the proposed ones."""
-    plain = judge.measure(model)
-    with switch.only([name for name in parts.all.linears if name not in proposal.linears]):
-        rest = judge.measure(model)
-    return {
-        "tokens": int(plain.tokens.sum().item()),
-        "loss": plain.loss,
-        "costs": [cost.as_json() for cost in costs],
-        "proposal": {
-            "overrides": proposal.overrides,
-            "flops_share": proposal.share,
-            "loss_increase": rest.loss / plain.loss - 1,
-            "divergence": rest.divergence,
-        },
-    }
+    """Return the figures of the casts of `fp8`: the costs, the proposal and what it leaves."""
+    from ds_fp8.train.sensitivity import sensitivity
+
+    # Once a point: all of its measurements read the same rows.
+    rows = [{name: numbers.to(model.device) for name, numbers in row.items()} for row in rows]
+    with console.status("measuring") as status:
+        figures = sensitivity(
+            model, rows, fp8, arguments.length, arguments.budget,
+            lambda left: status.update(f"{left} measurements left"),
+        )  # fmt: skip
+    figures["fused"] = _fused(model, fp8, figures["proposal"]["overrides"])
+    facts = {"model": str(arguments.folder), "data": arguments.file, "preset": fp8.preset_name}
+    return {**facts, "rows": len(rows), "length": arguments.length, "budget": arguments.budget, **figures}
 
 
-def _fused(model: PreTrainedModel, fp8: FP8Config, proposal: Proposal) -> dict[str, list[int]]:
+def _fused(model: PreTrainedModel, fp8: FP8Config, proposed: Mapping[str, str]) -> dict[str, list[int]]:
     """Return how many decoder layers and MLPs are fused, [without, with] the proposal, which changes the model."""
     from ds_fp8.layers.convert import convert, stop_casting
 
     counts: dict[str, list[int]] = {"layers": [], "mlps": []}
-    for overrides in ({}, proposal.overrides):
+    for overrides in ({}, proposed):
         linear = fp8.linear.model_copy(update={"overrides": _first(overrides, fp8.linear.overrides)})
         fusion = convert(model, fp8.model_copy(update={"linear": linear})).fusion
         counts["layers"].append(len(fusion.layers))
@@ -231,12 +190,12 @@ def _fused(model: PreTrainedModel, fp8: FP8Config, proposal: Proposal) -> dict[s
     return counts
 
 
-def _written(raw: dict[str, Any], file: Path, proposal: Proposal) -> dict[str, Any]:
+def _stage_with(proposed: Mapping[str, str], raw: dict[str, Any], file: Path) -> dict[str, Any]:
     """Return the stage with the overrides, before those that it has; of documents an "fp8" section."""
     result = {"fp8": raw["fp8"]} if file.suffix in DOCUMENTS else read_json(config_file(str(file)))
     result["fp8"] = {**result.get("fp8", {}), **raw["fp8"]}
     linear = dict(result["fp8"].get("linear", {}))
-    linear["overrides"] = _first(proposal.overrides, linear.get("overrides", {}))
+    linear["overrides"] = _first(proposed, linear.get("overrides", {}))
     result["fp8"]["linear"] = linear
     return result
 
@@ -246,36 +205,46 @@ def _first(proposed: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     return {**proposed, **own, **proposed}
 
 
-def _print(figures: dict[str, Any], costs: list[Cost], console: Console) -> None:
+def _write(file: Path, content: dict[str, Any], console: Console) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    console.print(f"written: {file}", markup=False)
+
+
+def _print(figures: dict[str, Any], console: Console) -> None:
     from rich.table import Table
 
     table = Table("part", "cast", "FLOPs", "loss", "divergence", "for 1% of FLOPs")
     for column in table.columns[2:]:
         column.justify = "right"
-    for cost in sorted(costs, key=lambda cost: -cost.per_share):
-        part = "all linear layers" if cost.part.pattern == "*" else cost.part.pattern
-        loss = f"{cost.loss:+.3%}" + (f" ± {cost.loss_error:.3%}" if figures["rows"] > 1 else "")
-        numbers = (f"{cost.part.share:.2%}", loss, f"{cost.divergence:.2e}", f"{cost.per_share:.2e}")
-        table.add_row(part, cost.operand, *numbers)
+    costs, proposal = figures["costs"], figures["proposal"]
+    for cost in sorted(costs, key=lambda cost: -cost["divergence_per_percent_of_flops"]):
+        part = "all linear layers" if cost["pattern"] == "*" else cost["pattern"]
+        loss = f"{cost['loss_increase']:+.3%}"
+        loss += f" ± {cost['loss_standard_error']:.3%}" if figures["rows"] > 1 else ""
+        numbers = (f"{cost[key]:.2e}" for key in ("divergence", "divergence_per_percent_of_flops"))
+        table.add_row(part, cost["operand"], f"{cost['flops_share']:.2%}", loss, *numbers)
     console.print(f"preset {figures['preset']}, {figures['tokens']:,} tokens, loss without casts {figures['loss']:.4f}")
     console.print(table)
     console.print("divergence: nats a token from the predictions without casts; chance moves it less than the loss")
-    proposal = figures["proposal"]
     if not proposal["overrides"]:
-        console.print(f"nothing fits in {figures['budget']:.1%} of the FLOPs")
+        smallest = min((cost for cost in costs if cost["divergence"] > 0), key=lambda cost: cost["flops_share"])
+        share = smallest["flops_share"]
+        console.print(
+            f"nothing is proposed: the budget is {figures['budget']:.1%} of the FLOPs, and the smallest part, "
+            f"{smallest['pattern']}, has {share:.2%} (--budget {share + 0.0005:.3f} would allow it)",
+            markup=False,
+        )
         return
-    everything = next(cost for cost in costs if cost.part.pattern == "*" and cost.operand == "both")
+    everything = next(cost for cost in costs if cost["pattern"] == "*" and cost["operand"] == "both")
     console.print(
         f"in BF16, {proposal['flops_share']:.2%} of the FLOPs: {', '.join(proposal['overrides'])}; all other casts: "
-        f"loss {proposal['loss_increase']:+.3%} in place of {everything.loss:+.3%}, divergence "
-        f"{proposal['divergence']:.2e} in place of {everything.divergence:.2e}",
+        f"loss {proposal['loss_increase']:+.3%} in place of {everything['loss_increase']:+.3%}, divergence "
+        f"{proposal['divergence']:.2e} in place of {everything['divergence']:.2e}",
         markup=False,
-        soft_wrap=True,
     )
     (layers, layers_then), (mlps, mlps_then) = figures["fused"]["layers"], figures["fused"]["mlps"]
     if (layers, mlps) != (layers_then, mlps_then):
         console.print(
             f"fused: {layers} decoder layers and {mlps} MLPs now, {layers_then} and {mlps_then} with these overrides: "
-            "a step may lose more time than the share of FLOPs says; measure it",
-            soft_wrap=True,
+            "a step may lose more time than the share of FLOPs says; measure it"
         )

@@ -12,9 +12,11 @@ import signal
 import sys
 from pathlib import Path
 
-from ds_fp8.commands.arguments import add_stage, amount, config_file, count, parser_of, stage_file
+from ds_fp8.commands.arguments import add_stage, amount, config_file, count, parser_of, say, stage_file
 from ds_fp8.commands.comparisons import add_grid, add_out
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import read_json
+from ds_fp8.config.schema import nearest
 
 
 def main() -> int:
@@ -31,6 +33,7 @@ def main() -> int:
     parser.add_argument(
         "--plan", action="store_true", help="print the points and their estimates for GPUs, and run nothing"
     )
+    parser.add_argument("--memory", type=amount, metavar="GIB", help="with --plan: say which points fit on a GPU")
     parser.add_argument("--only", action="append", metavar="POINT", help="measure this point alone (repeatable)")
     parser.add_argument(
         "--rerun",
@@ -39,39 +42,26 @@ def main() -> int:
         metavar="STATUS",
         help="measure points with this status again: failed, ...",
     )
-    parser.add_argument(
-        "--find-max",
-        choices=["micro_batch", "sequence_length"],
-        help="find the largest value that fits, for every point",
-    )
-    parser.add_argument(
-        "--memory", type=amount, metavar="GIB", help="memory of a GPU, for --plan and --find-max on other machines"
-    )
     arguments = parser.parse_args()
-
     # Terminated, it ends the point that is running as it does after Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    stage, sweep_file = stage_file(arguments), arguments.sweep and config_file(arguments.sweep)
+    say("loading torch and DeepSpeed ...")
 
     from deepspeed.utils.logging import set_log_level_from_string
     from rich.console import Console
 
     from ds_fp8.cluster.local_launch import TRAIN
-    from ds_fp8.config.files import read_json
-    from ds_fp8.config.schema import nearest
-    from ds_fp8.memory.comparison import print_comparison, print_plan
-    from ds_fp8.memory.grid import check_points, read_sweep
-    from ds_fp8.memory.report import write_report
-    from ds_fp8.memory.results import DONE, only_driver
-    from ds_fp8.memory.sweep import Setting, Sweep, gpu_bytes
+    from ds_fp8.memory.report import print_plan, print_records, write_report
+    from ds_fp8.memory.runner import DONE, FILE, only_driver
+    from ds_fp8.memory.sweep import Setting, Sweep, check_points, read_sweep
 
     set_log_level_from_string("warning")
-    console = Console(highlight=False, soft_wrap=True)
     for status in arguments.rerun:
         if status not in DONE:
             raise UserError(f'"{status}" is not a status of points', remedy=nearest(status, DONE))
-    stage, sweep_file = stage_file(arguments), arguments.sweep and config_file(arguments.sweep)
     raw = read_json(stage)
-    config, points = read_sweep(sweep_file, arguments.gpus, arguments.grid, arguments.set)
+    _, points = read_sweep(sweep_file, arguments.gpus, arguments.grid, arguments.set)
     names = [point.name for point in points]
     for name in arguments.only or []:
         if name not in names:
@@ -79,40 +69,23 @@ def main() -> int:
     points = [point for point in points if not arguments.only or point.name in arguments.only]
     check_points(points, stage)
     if arguments.plan:
-        print_plan(points, raw, None if arguments.memory is None else gpu_bytes(arguments.memory))
+        print_plan(points, raw, None if arguments.memory is None else round(arguments.memory * 2**30))
         return 0
 
-    memory = gpu_bytes(arguments.memory) if arguments.find_max else 0
-    stage_name = f"{stage.parent.name}_{stage.stem}"
     sweep_name = sweep_file.stem if sweep_file else "grid"
-    folder = arguments.out or Path("runs/sweeps") / sweep_name / stage_name
-    limit = None if arguments.memory is None else gpu_bytes(arguments.memory)
-    setting = Setting(
-        program=TRAIN,
-        stage_file=stage,
-        raw=raw,
-        folder=folder,
-        steps=arguments.steps,
-        timeout=arguments.timeout,
-        limit=limit,
-    )
+    folder = arguments.out or Path("runs/sweeps") / sweep_name / f"{stage.parent.name}_{stage.stem}"
+    setting = Setting(TRAIN, stage, raw, folder, arguments.steps, arguments.timeout)
+    console = Console(highlight=False, soft_wrap=True)
     # Two drivers of one folder would measure on the same GPUs at once, and each other's memory.
     with only_driver(folder):
         sweep = Sweep(setting, console)
-        title = f"{sweep_name}: {stage}"
         try:
-            if arguments.find_max:
-                for point in points:
-                    best = sweep.find_max(point, arguments.find_max, memory)
-                    console.print(f"{point.name}: {best['tried'] if best else 'nothing'} fits", markup=False)
-            else:
-                sweep.run(points, frozenset(arguments.rerun))
-        # Also after Ctrl-C: the points measured so far make a report.
+            sweep.run(points, frozenset(arguments.rerun))
+        # Also after Ctrl-C: the points measured so far make a table.
         finally:
             records = sweep.known(points)
-            if records:
-                files = write_report(folder, records, raw, title, config.description)
+            files = [folder / FILE, *write_report(folder, records, raw)] if records else []
         if records:
-            print_comparison(records, console)
-            console.print("\n".join(f"  {file}" for file in [folder / "sweep.jsonl", *files]), markup=False)
+            print_records(records, console)
+            console.print("\n".join(f"  {file}" for file in files), markup=False)
     return 0 if len(records) >= len(points) else 1

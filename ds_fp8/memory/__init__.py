@@ -5,8 +5,7 @@ ds_fp8.memory.estimate("ds_configs/infir2_1.5b/cpt.json", gpus=4).peak_bytes
 
 from __future__ import annotations
 
-from ds_fp8.memory.estimate import Estimate, estimate, estimate_workload
-from ds_fp8.memory.fit import largest_that_fits
-from ds_fp8.memory.workload import Workload, read_workload
+from ds_fp8.memory.estimate import Estimate, estimate, estimate_workload, largest_that_fits
+from ds_fp8.memory.shapes import Workload, read_workload
 
 __all__ = ["Estimate", "Workload", "estimate", "estimate_workload", "largest_that_fits", "read_workload"]

@@ -1,214 +1,215 @@
-"""Bytes that one decoder layer keeps between its forward and its backward, and those that backward needs besides.
+"""Bytes that a micro-batch needs: what layers keep between forward and backward, workspaces, and the loss.
 
-T tokens of a micro-batch, H hidden and F intermediate features, A features of q, K of k and of v together with it
-(A + K for q, k and v), heads. Bytes: BF16 2, FP32 4, FP8 1 and its scales.
+What a decoder layer keeps is measured: the converted layer itself runs forward on the meta device, where tensors have
+shapes and no memory, and every storage is counted that autograd saves and that is no parameter. Casts and products take
+the path of their reference, which saves what kernels save; attention, whose kernels differ, is stood in for by what
+each of them saves. Backward allocates otherwise in kernels than in references: its workspace is a formula.
 
-Every function takes a layer and the workload and returns bytes by part, so that a table can be checked term by term.
+T tokens of a micro-batch on a GPU, H hidden and F intermediate features, V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
 
-from ds_fp8.config.formats import scale_shape
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.layers.attention.cudnn import HEAD_DIM
-from ds_fp8.memory.experts import experts_kept, experts_workspace
-from ds_fp8.memory.model_shape import LayerShape
-from ds_fp8.memory.workload import BF16, FP32, Workload
+from ds_fp8.layers.decoder.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP
+from ds_fp8.layers.experts.implementation import PRODUCTS
+from ds_fp8.layers.experts.layout import worst_case_rows
+from ds_fp8.layers.head.cross_entropy import LOGITS_BYTES, chunk_tokens
+from ds_fp8.layers.head.lm_head import group_tokens
+from ds_fp8.memory.shapes import BF16, FP32, LayerShape, Workload
 from ds_fp8.train.packed_attention import varlen_attn
 
-ATTENTION, MLP, NORMS = "activations: attention", "activations: MLP", "activations: norms and residual"
-
+STAND_IN = "ds_fp8_estimate"
+"""The attention implementation of measured layers."""
+WHOLE = 8 * BLOCK
+"""Tokens from which on another BLOCK of them always adds the same: every expert has rows, every group is full."""
 EMULATED = 40
 """Bytes an element of the product that a fused MLP's backward takes on a CPU, where it is torch's autograd in FP32:
 gate and up 8, act(gate) and the product 8, their gradients and the product's 16, the gradient of gate and up 8."""
 EMULATED_CASTS = 11
 """Bytes an element that casts in both directions take on a CPU, where they compute in FP32."""
 
-Bytes = Counter[str]
+
+# ---------------------------------------------------------------- kept between forward and backward
 
 
-def kept(layer: LayerShape, w: Workload) -> Bytes:
+def kept(layer: LayerShape, w: Workload) -> int:
     """Return the bytes between forward and backward: all that backward reads, or with activation_checkpointing 2TH.
 
     None with offload, where the GPU holds those of one layer at a time (`input_on_device`).
     """
     if w.offloads_activations:
-        return Counter()
-    if w.activation_checkpointing:
-        return Counter({NORMS: BF16 * w.tokens * layer.hidden})
-    return everything(layer, w)
+        return 0
+    return BF16 * w.tokens * layer.hidden if w.activation_checkpointing else everything(layer, w)
 
 
-def input_on_device(w: Workload) -> Bytes:
+def input_on_device(w: Workload) -> int:
     """Return what of offloaded inputs is on the GPU beside those of the layer that computes: one, 2TH.
 
     After forward it is the last layer's; in backward that of the layer before, which is fetched ahead.
     """
-    if not w.offloads_activations:
-        return Counter()
-    return Counter({NORMS: BF16 * w.tokens * max(layer.hidden for layer in w.model.layers)})
+    return BF16 * w.tokens * w.model.hidden if w.offloads_activations else 0
 
 
 def inputs_on_host(w: Workload) -> int:
     """Return the pinned host memory of offloaded inputs: 2TH a layer, each rounded up to a power of two by torch."""
     if not w.offloads_activations:
         return 0
-    return sum(1 << (BF16 * w.tokens * layer.hidden - 1).bit_length() for layer in w.model.layers)
+    return len(w.model.layers) * (1 << (BF16 * w.tokens * w.model.hidden - 1).bit_length())
 
 
-def everything(layer: LayerShape, w: Workload) -> Bytes:
-    """Return the bytes that backward of the layer reads; with Smooth-SwiGLU also the factors of channels, 4F."""
-    if layer.experts is not None:
-        result = _with_experts(layer, w)
-    else:
-        result = _fused(layer, w) if layer.fused else _own_forward(layer, w)
-    if "down_proj" in layer.fp8 and layer.fp8["down_proj"].smooth:
-        result[MLP] += FP32 * layer.intermediate
-    return result
+def everything(layer: LayerShape, w: Workload) -> int:
+    """Return the bytes that backward of the layer reads."""
+    decoder, saved = w.model.decoder, not (w.shared_by > 1 or _attention_in_fp8(layer, w))
+    measure = functools.partial(_measured, decoder, layer, w.shared_by, _groups_heads(w.attention), saved)
+    if w.tokens < 2 * WHOLE:
+        return measure(w.tokens)
+    tokens = WHOLE + w.tokens % BLOCK
+    return measure(tokens) + (w.tokens - tokens) // BLOCK * (measure(WHOLE + BLOCK) - measure(WHOLE))
 
 
-def cast(rows: int, columns: int, granularity: str) -> int:
-    """Return an FP8 matrix with its scales.
+@functools.lru_cache(maxsize=1024)
+def _measured(
+    decoder: nn.Module, layer: LayerShape, shared_by: int, grouped: bool, output_is_saved: bool, tokens: int
+) -> int:
+    """Return what the decoder keeps with this layer alone, over what it keeps without any."""
+    layer.module.self_attn.o_proj.input_is_saved = output_is_saved and isinstance(layer.module, FusedDecoderLayer)
+    AttentionInterface.register(STAND_IN, functools.partial(_stand_in, (shared_by, grouped, output_is_saved)))
+    decoder.config._attn_implementation = STAND_IN
+    layers = decoder.layers
+    try:
+        decoder.layers = nn.ModuleList([layer.module])
+        whole = _saved_bytes(decoder, tokens)
+        decoder.layers = nn.ModuleList()
+        return whole - _saved_bytes(decoder, tokens)
+    finally:
+        decoder.layers = layers
 
-    Rows · columns, and 4 bytes a scale (4/128 an element for groups of 1x128).
+
+def _saved_bytes(decoder: nn.Module, tokens: int) -> int:
+    """Return the bytes of all storages that autograd saves, without parameters, cos and sin, which all layers share."""
+    others = {parameter.untyped_storage()._cdata for parameter in decoder.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}  # alive, so that no two have one address
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    def share(module: nn.Module, inputs: object, outputs: tuple[torch.Tensor, ...]) -> None:
+        others.update(x.untyped_storage()._cdata for x in outputs)
+        shared.extend(outputs)
+
+    shared: list[torch.Tensor] = []
+    ids = torch.empty(1, tokens, dtype=torch.long, device="meta")
+    mask = torch.empty(1, 1, 1, 1, device="meta")  # a finished one: there are no positions to look for documents in
+    handle = decoder.rotary_emb.register_forward_hook(share)
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            decoder(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
+    finally:
+        handle.remove()
+    return sum(storage.nbytes() for address, storage in saved.items() if address not in others)
+
+
+class _StandIn(torch.autograd.Function):
+    """The tensors that attention kernels keep: q [B, heads, S, D], k, v [B, kv_heads, S, D], the output, a number for each head.
+
+    Without grouped attention in the kernel, k and v are repeated for every head of q. GPUs that share sequences have
+    all tokens of some heads, as many bytes, but at least one head of k and v each. Attention in FP8 keeps half of it,
+    but the bytes of rows of several documents, which it computes in BF16, must be there.
     """
-    return rows * columns + FP32 * math.prod(scale_shape((rows, columns), granularity))
+
+    @staticmethod
+    def forward(ctx, q, k, v, shared_by: int, grouped: bool, output_is_saved: bool):
+        batch, heads, length, features = q.shape
+        kept_heads = max(k.shape[1], shared_by) if grouped else heads
+        if kept_heads != k.shape[1] or shared_by > 1:
+            k, v = (q.new_empty(batch, kept_heads, length, features) for _ in range(2))
+        output = q.new_empty(batch, length, heads, features)
+        saved = output if output_is_saved else torch.empty_like(output)
+        q = q if shared_by == 1 else torch.empty_like(saved)
+        ctx.save_for_backward(q, k, v, saved, q.new_empty(batch, heads, length, dtype=torch.float32))
+        return output
 
 
-def gate_up(layer: LayerShape, w: Workload) -> int:
-    """Return the bytes of gate and up of a fused MLP.
-
-    2TF(1 + 1/32) in FP8, 4TF in BF16, nothing with recompute "mlp" or in tiles.
-    """
-    if w.fp8.activations.recompute == "mlp" or w.fp8.activations.mlp_tile_tokens is not None:
-        return 0
-    if w.fp8.activations.save == "fp8":
-        return cast(w.tokens, 2 * layer.intermediate, "1x128")
-    return BF16 * w.tokens * 2 * layer.intermediate
+def _stand_in(options, module, q, k, v, mask, **more) -> tuple[torch.Tensor, None]:
+    return _StandIn.apply(q, k, v, *options), None
 
 
-def attention_core(layer: LayerShape, w: Workload) -> int:
-    """Return the bytes of q, k, v, the output and the normaliser of each head: 2T(A + K) + 2TA + 4T heads.
-
-    Without grouped attention in the kernel, k and v are repeated for every query head. Attention in FP8 keeps half of
-    it, but the bytes of rows of several documents, which it computes in BF16, must be there. GPUs that share sequences
-    have all tokens of some heads, as many bytes, but at least one head of k and v each.
-    """
-    kv_heads = max(layer.kv_heads, w.shared_by) if groups_heads(w.attention) else layer.heads
-    qkv = (layer.heads + 2 * kv_heads) * layer.head_dim
-    return w.tokens * (BF16 * (qkv + layer.query) + FP32 * layer.heads)
-
-
-def groups_heads(attention: str) -> bool:
-    """Return whether an attention implementation reads one k and v for several query heads.
-
-    Asked for rows of packed documents.
-    """
+def _groups_heads(attention: str) -> bool:
+    """Return whether an attention implementation reads one k and v for several heads of q in packed rows."""
     if attention == "packed":
         return varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
     return attention == "flex_attention"
 
 
-def attention_in_fp8(layer: LayerShape, w: Workload) -> bool:
+def _attention_in_fp8(layer: LayerShape, w: Workload) -> bool:
     """Return whether attention of rows of one document is in FP8."""
     asked = w.fp8.enabled and w.fp8.attention.format != "bf16"
     return asked and (w.device == "cpu" or layer.head_dim == HEAD_DIM)
 
 
-def _fused(layer: LayerShape, w: Workload) -> Bytes:
-    """Return the bytes of x 2TH, x + attention 2TH, two norms 4T each; attention_core; gate_up.
+# ---------------------------------------------------------------- beside the layers
 
-    Normed heads (Qwen3) keep the product of q, k and v before the norm as well, 2T(A + K). With attention in FP8 o_proj
-    keeps its own cast along the tokens, TA(1 + 1/32): attention keeps another form of its output, as it does where GPUs
-    share sequences.
+
+def inputs(w: Workload) -> int:
+    """Return the bytes of a batch and its positions: input_ids, labels and position_ids 24T, cos and sin 4T head_dim.
+
+    Attention other than packed has a mask, T length. GPUs that share sequences have the labels twice, and the positions
+    of whole rows, 8TP.
     """
-    half = _fused_attention(layer, w)
-    return half + Counter({NORMS: BF16 * w.tokens * layer.hidden + FP32 * w.tokens, MLP: gate_up(layer, w)})
+    mask = 0 if w.attention == "packed" else w.tokens * w.sequence_length
+    shared = 8 * w.tokens * (1 + w.shared_by) if w.shared_by > 1 else 0
+    return 3 * 8 * w.tokens + mask + shared + 2 * BF16 * w.tokens * w.model.layers[0].head_dim
 
 
-def _with_experts(layer: LayerShape, w: Workload) -> Bytes:
-    """Return a layer with experts: its attention, fused or not, its norm, and what `experts_kept` says.
+def final_norm(w: Workload) -> int:
+    """Return the last hidden state: 4TH in FP32 + 2TH normalised + 4T, and 2TH for the head."""
+    return w.tokens * (w.model.hidden * (FP32 + BF16 + BF16) + FP32)
 
-    The router's input 2TH, where nothing else keeps it, and the output of a shared expert with a gate 2TH.
+
+def loss(w: Workload) -> int:
+    """Return the most that the head and the loss allocate at once, at the end of forward.
+
+    transformers' loss over all logits takes 12TV at the start of backward: log-softmax, its gradient and the one that
+    came in, in FP32. The loss without logits takes the gradient of the hidden states, 2TH, and
+
+        on a CPU       dweight 4VH, a chunk of logits in FP32 and half as much in BF16, twice
+        head in BF16   dweight 4VH (2VH of one chunk); then a chunk of logits in BF16 or dweight once more, 2VH
+        head in FP8    two casts of the weight 2VH, dlogits of a group cast along its tokens, and of a chunk the logits
+                       and another cast 3CV, or dweight in BF16 2VH; of several groups dweight in FP32 4VH, too
     """
-    T, H = w.tokens, layer.hidden
-    result = _fused_attention(layer, w) if layer.fused_attention else _own_attention(layer, w)
-    result += _own_mlp(layer, w)
-    saves = w.fp8.activations
-    if layer.intermediate and w.fp8.enabled and saves.save == "fp8" and "gate_proj" in layer.fp8:
-        # The shared expert keeps a cast of its input, or with recompute the input itself, which is the router's too.
-        result[NORMS] += BF16 * T * H * (saves.recompute == "none")
-    result[MLP] += experts_kept(layer, w) + BF16 * T * H * layer.experts.shared_gate
-    return result
+    model, T, V, VH = w.model, w.tokens, w.model.vocabulary, w.model.head_numel
+    if not model.loss_without_logits:
+        return 3 * FP32 * T * V
+    dhidden = BF16 * T * model.hidden
+    if w.device == "cpu":
+        return dhidden + FP32 * VH + 2 * min(LOGITS_BYTES, FP32 * T * V)
+    in_fp8 = w.fp8.multiplies_head_in_fp8
+    chunk = chunk_tokens(T, V, model.hidden, on_gpu=True, in_fp8=in_fp8)
+    if in_fp8:
+        group = group_tokens(model.hidden, chunk)
+        summed = 4 * VH if group < T else 0
+        return dhidden + summed + 2 * VH + min(T, group) * V + max(3 * min(T, chunk) * V, BF16 * VH)
+    dweight = (FP32 if chunk < T else BF16) * VH
+    return dhidden + dweight + max(BF16 * min(T, chunk) * V, BF16 * VH)
 
 
-def _fused_attention(layer: LayerShape, w: Workload) -> Bytes:
-    """Return the attention half of _fused: x 2TH, its norm 4T, attention_core, and what `_fused` says of it."""
-    T, H = w.tokens, layer.hidden
-    own = BF16 * T * layer.qkv if layer.head_norms else 0
-    if w.fp8.activations.save == "fp8" and (attention_in_fp8(layer, w) or w.shared_by > 1):
-        own += cast(layer.query, T, layer.fp8["o_proj"].wgrad_input)
-    elif w.shared_by > 1:
-        own += BF16 * T * layer.query
-    return Counter({NORMS: BF16 * T * H + FP32 * T, ATTENTION: attention_core(layer, w) + own})
+def head_gradient(w: Workload) -> int:
+    """Return 2VH: a gradient of tied embeddings waits through all of backward for its other half."""
+    return BF16 * w.model.head_numel if w.model.head is None else 0
 
 
-def _own_forward(layer: LayerShape, w: Workload) -> Bytes:
-    """Return a layer as transformers computes it.
-
-    norms      4TH (the input in FP32) + 4T + 2TH (normalised, before the weight), twice
-    linears    their inputs, each once, in BF16 (2T · features), or an FP8 cast along the tokens for every FP8 linear
-    attention  attention_core; normed heads 4TA + 2TA + 4T heads for q, the same for k
-    MLP        gate, act(gate) and up, 6TF, unless it is fused: gate_up
-    """
-    return _own_attention(layer, w) + _own_mlp(layer, w)
-
-
-def _own_attention(layer: LayerShape, w: Workload) -> Bytes:
-    T, H = w.tokens, layer.hidden
-    result = Counter({NORMS: T * H * (FP32 + BF16) + FP32 * T, ATTENTION: attention_core(layer, w)})
-    if layer.head_norms:
-        heads = layer.heads + layer.kv_heads
-        result[ATTENTION] += T * heads * (layer.head_dim * (FP32 + BF16) + FP32)
-    linears = {"q_proj": ("n1", H), "k_proj": ("n1", H), "v_proj": ("n1", H), "o_proj": ("attention", layer.query)}
-    return result + _inputs_of_linears(linears, ATTENTION, layer, w)
-
-
-def _own_mlp(layer: LayerShape, w: Workload) -> Bytes:
-    T, H, F = w.tokens, layer.hidden, layer.intermediate
-    result = Counter({NORMS: T * H * (FP32 + BF16) + FP32 * T})
-    if not layer.fused_mlp:
-        result[MLP] += 3 * BF16 * T * F
-        linears = {"gate_proj": ("n2", H), "up_proj": ("n2", H), "down_proj": ("product", F)}
-        return result + _inputs_of_linears(linears, MLP, layer, w)
-    result[MLP] += gate_up(layer, w)
-    activations = w.fp8.activations
-    if activations.save == "fp8" and activations.recompute == "none" and activations.mlp_tile_tokens is None:
-        result[MLP] += cast(H, T, layer.fp8["gate_proj"].wgrad_input)
-    else:
-        result[NORMS] += BF16 * T * H
-    return result
-
-
-def _inputs_of_linears(linears: Mapping[str, tuple[str, int]], part: str, layer: LayerShape, w: Workload) -> Bytes:
-    """Return the inputs that linears keep, by their names: (where the input comes from, its features)."""
-    T, in_fp8 = w.tokens, w.fp8.activations.save == "fp8"
-    result, inputs = Counter(), {}
-    for name, (source, features) in linears.items():
-        if name in layer.fp8 and in_fp8:
-            result[part] += cast(features, T, layer.fp8[name].wgrad_input)
-        elif source != "attention" or w.shared_by > 1:  # otherwise attention keeps it anyway
-            inputs[source] = (NORMS if source in ("n1", "n2") else part, BF16 * T * features)
-    for kind, size in inputs.values():
-        result[kind] += size
-    return result
-
-
-# ---------------------------------------------------------------- beyond what is kept
+# ---------------------------------------------------------------- backward
 
 
 def workspace(layer: LayerShape, w: Workload) -> int:
@@ -217,57 +218,46 @@ def workspace(layer: LayerShape, w: Workload) -> int:
     That is in the MLP, at the start of its backward, or in the exchange of heads: dy 2TH, and what the functions below
     say. With activation_checkpointing everything that backward reads is made again first.
     """
-    again = sum(everything(layer, w).values()) if w.activation_checkpointing else 0
-    mlp: Callable[[LayerShape, Workload], int] = _own_mlp_workspace
-    if layer.fused or layer.fused_mlp:
-        mlp = _fused_mlp_workspace
-        if w.fp8.activations.mlp_tile_tokens is not None:
-            mlp = _tiled_mlp_workspace
-    most = mlp(layer, w) if layer.intermediate else 0
+    most = [0]
+    if layer.mlp is not None:
+        fused = isinstance(layer.module, FusedDecoderLayer) and not isinstance(layer.module, FusedAttentionHalf)
+        most.append(_fused_mlp(layer, w) if fused or isinstance(layer.mlp, FusedMLP) else _own_mlp(layer, w))
     if layer.experts is not None:
-        most = max(most, experts_workspace(layer, w))
+        most.append(_experts(layer, w))
     if w.shared_by > 1:
-        most = max(most, _exchange(layer, w))
-    return again + BF16 * w.tokens * layer.hidden + most
+        # Three forms of the gradients of q, k and v: as attention leaves them, laid out, and received. DeepSpeed
+        # exchanges one after the other and lets none go before all have come.
+        heads = layer.heads + 2 * max(layer.kv_heads, w.shared_by)
+        most.append(3 * BF16 * w.tokens * heads * layer.head_dim)
+    again = everything(layer, w) if w.activation_checkpointing else 0
+    return again + BF16 * w.tokens * layer.hidden + max(most)
 
 
-def _exchange(layer: LayerShape, w: Workload) -> int:
-    """Return three forms of the gradients of q, k and v: as attention leaves them, laid out, and received, 6T(A + K).
-
-    DeepSpeed exchanges one after the other and lets none go before all have come. GPUs have a head of k and v at least.
-    With attention in FP8, rows of one document travel as codes and take less; rows of several take all of it.
-    """
-    return 3 * BF16 * w.tokens * (layer.heads + 2 * max(layer.kv_heads, w.shared_by)) * layer.head_dim
-
-
-def _own_mlp_workspace(layer: LayerShape, w: Workload) -> int:
+def _own_mlp(layer: LayerShape, w: Workload) -> int:
     """Return gradients of the product, of act(gate) and of up: 6TF, and down_proj's own gradient, 2HF."""
-    return BF16 * (3 * w.tokens * layer.intermediate + layer.hidden * layer.intermediate)
+    F = layer.mlp.down_proj.in_features
+    return BF16 * (3 * w.tokens * F + layer.hidden * F)
 
 
-def _tiled_mlp_workspace(layer: LayerShape, w: Workload) -> int:
-    """Return the bytes that backward of a fused MLP in tiles allocates, or that of attention, whichever is more.
+def _fused_mlp(layer: LayerShape, w: Workload) -> int:
+    """Return what backward of a fused MLP takes, in tiles or not.
 
-    The gradient of the MLP's input 2TH, sums of the gradients of its weights 12FH, and for a tile what a whole MLP
-    allocates that keeps no gate_up, or, once that is gone, the tile's own gradients, 12FH.
-
-    Attention then comes into view: the gradients of its output 2TA and of q, k and v 2T(A + K), the kernel's sums of
-    q's in FP32, 4TA, and the casts of those of q, k and v, 2T(A + K). On a CPU, where casts are emulated, those take
-    11T(A + K), and the stacked gradients 2T(A + K).
+    In tiles: the gradient of the MLP's input 2TH, sums of the gradients of its weights 12FH, and for a tile what a
+    whole MLP takes that keeps no gate_up, or, once that is gone, the tile's own gradients, 12FH. Or what attention then
+    takes, with A features of q and K of k and v: the gradients of its output 2TA and of q, k and v 2T(A + K), the
+    kernel's sums of q's in FP32, 4TA, and the casts of those of q, k and v, 2T(A + K).
     """
-    T, H, F = w.tokens, layer.hidden, layer.intermediate
-    tokens = min(T, w.fp8.activations.mlp_tile_tokens)
+    saves, T, H, F = w.fp8.activations, w.tokens, layer.hidden, layer.mlp.down_proj.in_features
+    if saves.mlp_tile_tokens is None:
+        return _mlp_backward(layer, w, T, saves.recompute == "mlp")
     gradients = 3 * FP32 * F * H
-    tile = max(_mlp_backward(layer, w, tokens, recomputes=True), gradients)
-    attention = T * (BF16 * layer.query + 2 * BF16 * layer.qkv + FP32 * layer.query)
+    tile = max(_mlp_backward(layer, w, min(T, saves.mlp_tile_tokens), recomputes=True), gradients)
+    query = layer.heads * layer.head_dim
+    qkv = query + 2 * layer.kv_heads * layer.head_dim
+    attention = T * (BF16 * query + 2 * BF16 * qkv + FP32 * query)
     if w.device == "cpu":
-        attention = T * (2 * BF16 + EMULATED_CASTS) * layer.qkv
+        attention = T * (2 * BF16 + EMULATED_CASTS) * qkv
     return max(BF16 * T * H + gradients + tile, attention)
-
-
-def _fused_mlp_workspace(layer: LayerShape, w: Workload) -> int:
-    """Return the bytes that backward of a fused MLP allocates."""
-    return _mlp_backward(layer, w, w.tokens, w.fp8.activations.recompute == "mlp")
 
 
 def _mlp_backward(layer: LayerShape, w: Workload, tokens: int, recomputes: bool) -> int:
@@ -279,37 +269,37 @@ def _mlp_backward(layer: LayerShape, w: Workload, tokens: int, recomputes: bool)
     and up are there again: 2TF(1 + 1/32) in FP8, made from 4TF in BF16, or those 4TF. On a CPU the casts are emulated:
     40TF in their place.
     """
-    T, H, F = tokens, layer.hidden, layer.intermediate
-    gate_up, down = layer.fp8["gate_proj"], layer.fp8["down_proj"]
-    dy = cast(T, H, down.grad_output.granularity) + cast(H, T, down.grad_output.granularity)
-    casts = cast(T, 2 * F, gate_up.grad_output.granularity) + cast(2 * F, T, gate_up.grad_output.granularity)
-    casts += cast(F, T, down.wgrad_input)
+    T, H, F = tokens, layer.hidden, layer.mlp.down_proj.in_features
+    gate_up, down = layer.mlp.gate_proj.recipe, layer.mlp.down_proj.recipe
+    dy = _cast(T, H, down.grad_output.granularity) + _cast(H, T, down.grad_output.granularity)
+    casts = _cast(T, 2 * F, gate_up.grad_output.granularity) + _cast(2 * F, T, gate_up.grad_output.granularity)
+    casts += _cast(F, T, down.wgrad_input)
     by_tile = gate_up.casts_by_tile and down.wgrad_input in ("1x128", "128x128")
     through_bf16 = 0 if by_tile and gate_up.weight.granularity != "row" else BF16 * T * 3 * F
     again = 0
     if recomputes:
-        again = cast(T, 2 * F, "1x128") if w.fp8.activations.save == "fp8" else BF16 * T * 2 * F
+        again = _cast(T, 2 * F, "1x128") if w.fp8.activations.save == "fp8" else BF16 * T * 2 * F
     if w.device == "cpu":
         casts, through_bf16 = EMULATED * T * F, 0
     return dy + 3 * H * F + BF16 * T * F + casts + through_bf16 + again
 
 
-def final_norm(w: Workload) -> int:
-    """Return the last hidden state: 4TH in FP32 + 2TH normalised + 4T, and 2TH for the head."""
-    return w.tokens * (w.model.hidden * (FP32 + BF16 + BF16) + FP32)
+def _cast(rows: int, columns: int, granularity: str) -> int:
+    """Return the bytes of an FP8 matrix with its scales."""
+    return rows * columns + FP32 * math.prod(scale_shape((rows, columns), granularity))
 
 
-def rotary(w: Workload, layer: LayerShape) -> int:
-    """Return the bytes of cos and sin of every position, shared by all layers: 4 T head_dim."""
-    return 2 * BF16 * w.tokens * layer.head_dim
+def _experts(layer: LayerShape, w: Workload) -> int:
+    """Return what backward of E experts allocates, S = Tk rows of a token for an expert, I features.
 
-
-def batch(w: Workload) -> int:
-    """Return the bytes of input_ids, labels and position_ids, int64: 24T.
-
-    Attention other than packed has a mask, T length. GPUs that share sequences have the labels twice, and the positions
-    of whole rows, 8TP.
+    BF16: gradients of gate, up and rows 2S(2I + H) and of all weights 6EHI, and gate_up decoded 4EHI, if in FP8. FP8:
+    the gradients of all weights 6EHI beside five casts of I features and two of H, R(5I + 2H)(1 + 1/32), of R rows, S
+    and what fills the tiles of 128 rows of every expert.
     """
-    mask = 0 if w.attention == "packed" else w.tokens * w.sequence_length
-    shared = 8 * w.tokens * (1 + w.shared_by) if w.shared_by > 1 else 0
-    return 3 * 8 * w.tokens + mask + shared
+    count, H, I = layer.experts.down_proj.shape  # noqa: E741
+    rows = w.tokens * w.model.chosen
+    if hasattr(layer.experts, PRODUCTS):
+        casts = worst_case_rows(rows, count) * (5 * I + 2 * H) * (1 + FP32 / BLOCK)
+        return int(casts) + 3 * BF16 * count * H * I
+    decoded = 2 * BF16 if w.gathers_in_fp8 and any(p.in_fp8 for p in layer.parameters) else 0
+    return BF16 * rows * (2 * I + H) + (3 * BF16 + decoded) * count * H * I

@@ -1,4 +1,4 @@
-"""Peak memory of a training step per GPU: every term by itself, in every phase that may be the peak.
+"""Peak memory of a training step per GPU, what fits on it, and what would.
 
     the loss          everything that lasts, all activations, the head and its loss
     backward of a     everything that lasts, the activations of the layers up to it, its workspace, what is gathered
@@ -6,62 +6,110 @@
     the step          everything that lasts, and what the optimizer allocates
 
 What lasts are weights, moments and gradients (states.py). The figure is what torch's allocator hands out
-(torch.cuda.max_memory_allocated); what it holds back besides, and what CUDA takes, is `slack` and `context`.
+(torch.cuda.max_memory_allocated); what it holds back besides, what CUDA and what graphs take, is `slack_bytes`, CONTEXT
+and `graph_bytes`.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from transformers import PretrainedConfig
 
-from ds_fp8.memory import activations, gathering, loss, optimizer_step, reduction, states
-from ds_fp8.memory.workload import Device, Workload, read_workload
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import apply_override
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.schema import nearest
+from ds_fp8.engine.sequence_parallel import sequence_parallel_size
+from ds_fp8.memory import activations, states
+from ds_fp8.memory.shapes import Device, Workload, read_workload
+from ds_fp8.train.deepspeed_config import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, resolve_batch
 
-LASTING = {
-    "master weights": states.master_weights,
-    "moments": states.moments,
-    "gradient shards": states.gradient_shards,
-    "gradient bucket": states.gradient_bucket,
-    "BF16 weights": states.bf16_weights,
-    "FP8 weights": states.fp8_weights,
-    "error feedback": states.error_feedback,
-}
-GATHERED, LOSS, WORKSPACE, REDUCTION, STEP = (
-    "gathered weights",
+LASTING = (
+    "master weights", "moments", "gradient shards", "gradient bucket", "BF16 weights", "FP8 weights", "error feedback",
+)  # fmt: skip
+ACTIVATIONS, INPUTS, LOSS, GATHERED, WORKSPACE, REDUCTION, STEP = (
+    "activations",
+    "batch and positions",
     "loss",
+    "gathered weights",
     "backward workspace",
     "gradient reduction",
     "optimizer step",
 )
-INPUTS = "batch and positions"
-KINDS = (
-    *LASTING,
-    activations.ATTENTION,
-    activations.MLP,
-    activations.NORMS,
-    INPUTS,
-    LOSS,
-    GATHERED,
-    WORKSPACE,
-    REDUCTION,
-    STEP,
-)
-"""Every kind of memory, in the order of tables and pictures."""
+KINDS = (*LASTING, ACTIVATIONS, INPUTS, LOSS, GATHERED, WORKSPACE, REDUCTION, STEP)
+"""Every kind of memory, in the order of tables."""
 
 SLACK = 0.08
 """Share of the transient memory: what the caching allocator holds in pieces that fit nothing. An assumption; sweeps
 measure it (reserved_bytes beside peak_bytes)."""
 CONTEXT = 1 << 30
 """CUDA's context, its loaded kernels, and NCCL's buffers, which are not torch's. An assumption too."""
+GRAPHS = 1.0
+"""Bytes a parameter that CUDA graphs reserve beside what steps launched by Python use. Measured on two H200: 0.6 and
+1.2 with 1.8 billion parameters, 0.9 with 7.6 (docs/log/graphs.md)."""
+
+Size = Literal["micro_batch", "sequence_length"]
+LARGEST = {"micro_batch": 1 << 16, "sequence_length": 1 << 24}
+MULTIPLE = {"micro_batch": 1, "sequence_length": 128}
+"""Sizes that are asked about: sequences in whole groups of a cast."""
+MAX_GPUS = 1024
+TILE_TOKENS = 8192
+"""Tokens of an MLP's tile: enough for its products to fill a GPU."""
+
+_AMPERE = "no FP8 products: a configuration with FP8 on is refused there"
+_ADA = "FP8 products with scales per row and tensor (presets rowwise, tensorwise), not with block scales"
+_BLACKWELL = "FP8 products through Transformer Engine's MXFP8 (power-of-two scales)"
 
 
-@dataclass(frozen=True)
-class Phase:
+class GPU(NamedTuple):
+    """A GPU as a training run finds it."""
+
+    gib: float
+    """Memory that CUDA reports in total, GiB: less than the name says."""
+    limits: str | None = None
+    """Limits of its FP8 products, None for a Hopper GPU, which has them all."""
+
+    @property
+    def bytes(self) -> int:
+        return round(self.gib * 2**30)
+
+
+GPUS = {
+    "h100": GPU(79.1),
+    "h200": GPU(139.7),
+    "h20": GPU(95.0),
+    "b200": GPU(178.3, _BLACKWELL),
+    "a100-40": GPU(39.4, _AMPERE),
+    "a100-80": GPU(79.1, _AMPERE),
+    "l40s": GPU(44.4, _ADA),
+    "rtx4090": GPU(23.5, _ADA),
+    "rtx5090": GPU(31.3, _BLACKWELL),
+    "rtx6000-ada": GPU(47.4, _ADA),
+}
+"""Name -> GPU, on a machine where nothing else uses it."""
+
+
+def gpu_of(name: str) -> GPU:
+    """Return the GPU of this name.
+
+    Raises:
+        UserError: It is not known.
+    """
+    found = GPUS.get(name.lower())
+    if found is None:
+        remedy = nearest(name.lower(), GPUS, "there are").rstrip(".?")
+        remedy += "? Or" if remedy.startswith("Did") else ". Or"
+        raise UserError(f'no GPU is known as "{name}"', key="--gpu", remedy=f"{remedy} give its memory: --memory GIB")
+    return found
+
+
+class Phase(NamedTuple):
     """A time of the step, and what is there then, in bytes by kind."""
 
     name: str
@@ -69,7 +117,6 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """Return the bytes of all parts."""
         return sum(self.parts.values())
 
 
@@ -82,7 +129,6 @@ class Estimate:
 
     @property
     def peak(self) -> Phase:
-        """Return the phase in which the most is there."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
@@ -106,8 +152,12 @@ class Estimate:
         return self.peak_bytes + self.slack_bytes + CONTEXT
 
     @property
+    def graph_bytes(self) -> int:
+        """Return the memory that CUDA graphs want besides: where it is not there, there are none."""
+        return round(GRAPHS * self.workload.model.numel) if self.workload.has_graphs else 0
+
+    @property
     def host_bytes(self) -> int:
-        """Return the pinned host memory of activations, for each GPU."""
         return activations.inputs_on_host(self.workload)
 
     def as_json(self) -> dict[str, Any]:
@@ -126,8 +176,8 @@ class Estimate:
             "slack_bytes": self.slack_bytes,
             "context_bytes": CONTEXT,
             "device_bytes": self.device_bytes,
+            "graph_bytes": self.graph_bytes,
             "pinned_host_bytes": self.host_bytes,
-            "phases": {phase.name: phase.total for phase in self.phases},
         }
 
 
@@ -163,37 +213,176 @@ def estimate(
 
 def estimate_workload(w: Workload) -> Estimate:
     """Return the same of a workload that has been read."""
-    lasting = Counter({kind: size for kind, term in LASTING.items() if (size := term(w))})
-    phases = [*_passes(w, lasting), Phase("the optimizer step", _step(w, lasting))]
-    return Estimate(w, tuple(phases))
-
-
-def _step(w: Workload, lasting: Counter[str]) -> dict[str, int]:
-    return dict(lasting + Counter({STEP: optimizer_step.optimizer_step(w)}))
+    lasting = Counter(states.lasting(w))
+    step = Phase("the optimizer step", dict(lasting + Counter({STEP: states.optimizer_step(w)})))
+    return Estimate(w, (*_passes(w, lasting), step))
 
 
 def _passes(w: Workload, lasting: Counter[str]) -> Iterator[Phase]:
     """Return the loss, and backward of every layer from the last to the first."""
     layers = w.model.layers
-    present = lasting + Counter({INPUTS: activations.batch(w) + activations.rotary(w, layers[0])})
     # The first layer's input is counted with that layer, the last one's output with the final norm.
     kept = [activations.kept(layer, w) for layer in layers]
-    present += activations.input_on_device(w)
-    for amounts in kept:
-        present += amounts
-    head = Counter({GATHERED: gathering.at_the_loss(w), LOSS: loss.loss(w)})
-    yield Phase("the loss", dict(present + head + Counter({activations.NORMS: activations.final_norm(w)})))
+    waiting, present = activations.input_on_device(w), sum(kept)
 
-    reductions = reduction.reductions(w)
-    waiting = Counter({LOSS: loss.head_gradient(w)})
+    def phase(name: str, **parts: int) -> Phase:
+        amounts = {ACTIVATIONS: present + waiting, INPUTS: activations.inputs(w)}
+        return Phase(name, dict(lasting + Counter(amounts) + Counter({KIND[key]: size for key, size in parts.items()})))
+
+    head = {"gathered": states.gathered_at_the_loss(w), "loss": activations.loss(w)}
+    yield phase("the loss", activations=activations.final_norm(w), **head)
+    reductions, gradient = states.reductions(w), activations.head_gradient(w)
     for index in reversed(range(len(layers))):
-        workspace = activations.workspace(layers[index], w)
-        of_layer = Counter({WORKSPACE: workspace, GATHERED: gathering.in_backward(w, index)})
-        transient = max((reduction.transient(r, w) for r in reductions if r.layer == index), default=0)
-        parts = present + of_layer + waiting + Counter({REDUCTION: transient})
-        yield Phase(f"backward of layer {index + 1} of {len(layers)}", dict(parts))
-        present = present - kept[index]
-    present = present - activations.input_on_device(w)
-    last = max((reduction.transient(r, w) for r in reductions if r.layer < 0), default=0)
-    embedding = Counter({LOSS: loss.head_gradient(w) + 2 * w.model.embedding, REDUCTION: last})
-    yield Phase("backward of the embedding", dict(present + embedding))
+        yield phase(
+            f"backward of layer {index + 1} of {len(layers)}",
+            workspace=activations.workspace(layers[index], w),
+            gathered=states.gathered_in_backward(w, index),
+            loss=gradient,
+            reduction=states.reduction_bytes(reductions, index, w),
+        )
+        present -= kept[index]
+    waiting = 0
+    embedding = {"loss": gradient + 2 * w.model.embedding, "reduction": states.reduction_bytes(reductions, -1, w)}
+    yield phase("backward of the embedding", **embedding)
+
+
+KIND = {
+    "activations": ACTIVATIONS, "gathered": GATHERED, "loss": LOSS, "workspace": WORKSPACE, "reduction": REDUCTION,
+}  # fmt: skip
+
+
+def bf16_twins(raw: Mapping[str, Any], fp8: FP8Config) -> dict[str, dict[str, Any]]:
+    """Return the stage in BF16 by name: with the loss that it has with FP8, as Liger's, and with the model's own."""
+    twins = {"BF16, its own loss": {"enabled": False}}
+    if fp8.fuses_loss:
+        twins = {"BF16, fused loss": {"enabled": False, "loss": {"mode": "fused"}}, **twins}
+    return {name: {**raw, "fp8": section} for name, section in twins.items()}
+
+
+# ---------------------------------------------------------------- what fits
+
+
+def largest_that_fits(w: Workload, what: Size, memory_bytes: int) -> int:
+    """Return the largest micro-batch (rows) or sequence (tokens) with which `w` needs at most `memory_bytes`.
+
+    0 where nothing fits. A sequence is no longer than the model's max_position_embeddings.
+    """
+    limit = LARGEST[what]
+    if what == "sequence_length" and w.model.longest is not None:
+        limit = w.model.longest
+    return _largest(w, what, memory_bytes, limit)
+
+
+def longest_contexts(w: Workload, memory_bytes: int) -> dict[int, int]:
+    """Return the longest rows that fit where so many of the GPUs share each: tokens by `sequence_parallel_size`.
+
+    Only memory bounds them: for more positions than the model has, its rotary embedding must be scaled. A size counts
+    if it divides the GPUs and the model's heads.
+    """
+    layer = w.model.layers[0]
+    sizes = [
+        size
+        for size in range(1, w.gpus + 1)
+        if w.gpus % size == 0 and layer.heads % size == 0 and (layer.kv_heads % size == 0 or size % layer.kv_heads == 0)
+    ]
+    limit = LARGEST["sequence_length"]
+    return {size: _largest(replace(w, shared_by=size), "sequence_length", memory_bytes, limit) for size in sizes}
+
+
+def _largest(w: Workload, what: Size, memory_bytes: int, limit: int) -> int:
+    unit = MULTIPLE[what] * (w.shared_by if what == "sequence_length" else 1)
+
+    def fits(units: int) -> bool:
+        return estimate_workload(w.resized(what, units * unit)).device_bytes <= memory_bytes
+
+    return unit * search(fits, limit // unit)
+
+
+def search(fits: Callable[[int], bool], limit: int) -> int:
+    """Return the largest number from 1 to `limit` that fits, 0 for none: double, then halve the interval.
+
+    What is smaller than a number that fits must fit as well. Every number is asked about once.
+    """
+    largest, step, too_large = 0, 1, limit + 1
+    while largest < step < too_large:
+        if fits(step):
+            largest, step = step, min(2 * step, limit)
+        else:
+            too_large = step
+    while too_large - largest > 1:
+        middle = (largest + too_large) // 2
+        if fits(middle):
+            largest = middle
+        else:
+            too_large = middle
+    return largest
+
+
+# ---------------------------------------------------------------- what would fit
+
+
+class Remedy(NamedTuple):
+    """A change that makes a stage fit."""
+
+    change: str
+    """Arguments to add to the command."""
+    device_bytes: int
+    """Memory that a GPU needs then."""
+
+
+def settings_that_fit(raw: Mapping[str, Any], gpus: int, memory_bytes: int) -> Remedy | None:
+    """Return the first change of settings with which the stage fits on as many GPUs, or None.
+
+    Recomputed layers, smaller micro-batches, activations on the host and MLPs in tiles keep the result of a step;
+    compressed moments and an optimizer on the host, which are tried after them, do not, or take time.
+    """
+    recompute = ("model.activation_checkpointing=true",)
+    rows = _one_row(raw, gpus)
+    offload = ("model.activation_checkpointing=offload", *rows)
+    tiles = f"fp8.activations.mlp_tile_tokens={TILE_TOKENS}"
+    moments = ("fp8.optimizer.exp_avg=e4m3_expanded", "fp8.optimizer.exp_avg_sq=e4m3_expanded")
+    changes = [recompute, *([rows, (*recompute, *rows)] if rows else []), offload]
+    if read_workload(raw, gpus=gpus).fp8.enabled:
+        changes += [(*offload, tiles), moments, (*offload, *moments)]
+    for change in (*changes, (*offload, 'zero_optimization.offload_optimizer.device="cpu"')):
+        needed = _needed(raw, gpus, change)
+        if needed is not None and needed <= memory_bytes:
+            return Remedy(" ".join(f"--set {each}" for each in change), needed)
+    return None
+
+
+def gpus_that_fit(raw: Mapping[str, Any], gpus: int, memory_bytes: int) -> Remedy | None:
+    """Return the fewest GPUs, a power of two times as many, over which the stage fits as it is, or None."""
+    least = None
+    while (gpus := 2 * gpus) <= MAX_GPUS:
+        needed = _needed(raw, gpus, ())
+        if needed is None:
+            continue
+        if needed <= memory_bytes:
+            return Remedy(f"--gpus {gpus}", needed)
+        if least is not None and needed > 0.99 * least:
+            return None  # what is left is not sharded
+        least = needed
+    return None
+
+
+def _one_row(raw: Mapping[str, Any], gpus: int) -> tuple[str, ...]:
+    """Return the changes that take micro-batches of one row, with as many rows in a step; none where it has one."""
+    _, micro_batch, accumulation = resolve_batch(dict(raw), gpus // sequence_parallel_size(raw))
+    if micro_batch == 1:
+        return ()
+    changes = (f"{MICRO_BATCH}=1",)
+    if ACCUMULATION in raw or TRAIN_BATCH not in raw:
+        changes += (f"{ACCUMULATION}={micro_batch * accumulation}",)
+    return changes
+
+
+def _needed(raw: Mapping[str, Any], gpus: int, changes: tuple[str, ...]) -> int | None:
+    """Return the memory that a GPU needs after the changes, None where the stage refuses them."""
+    changed = copy.deepcopy(dict(raw))
+    try:
+        for change in changes:
+            apply_override(changed, change)
+        return estimate(changed, gpus=gpus).device_bytes
+    except UserError:
+        return None

@@ -1,4 +1,4 @@
-"""Write a sweep's results: sweep.csv, report.html as one file that needs no network, and the best point as a stage."""
+"""Tables of estimates and of sweeps, on the terminal and as sweep.csv, and the best point as a stage."""
 
 from __future__ import annotations
 
@@ -6,97 +6,108 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from ds_fp8.memory import charts
-from ds_fp8.memory.grid import Point
-from ds_fp8.memory.results import OK, Record
-from ds_fp8.memory.sweep import expected_bytes
+from rich.console import Console
+from rich.table import Table
+
+from ds_fp8.memory.estimate import KINDS, Estimate, largest_that_fits, longest_contexts
+from ds_fp8.memory.runner import OK, Record
+from ds_fp8.memory.sweep import Point, estimate_of
 from ds_fp8.train.durable import write_atomically
 from ds_fp8.train.stage import OWN_SECTIONS
 
-CSV, HTML, BEST = "sweep.csv", "report.html", "best.json"
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 68rem; margin: 2rem auto; padding: 0 1rem }}
-table {{ border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: right }}
-th {{ cursor: pointer; vertical-align: bottom }}
-th:first-child, td:first-child {{ text-align: left }}
-figure {{ margin: 2rem 0 }}
-figcaption {{ color: #555 }}
-svg {{ max-width: 100%; height: auto }}
-tr.bad td {{ color: #a33 }}
-code {{ background: #f3f3f3; padding: 0 .2rem }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>{about}</p>
-{table}
-{figures}
-<script>
-document.querySelectorAll("th").forEach((head, column) => head.addEventListener("click", () => {{
-  const body = head.closest("table").tBodies[0];
-  const value = row => row.cells[column].dataset.value;
-  const down = head.dataset.down = head.dataset.down === "1" ? "" : "1";
-  const rows = [...body.rows].sort((a, b) => isNaN(value(a)) || isNaN(value(b))
-    ? value(a).localeCompare(value(b)) : value(a) - value(b));
-  (down ? rows.reverse() : rows).forEach(row => body.append(row));
-}}));
-</script>
-</body>
-</html>
-"""
+CSV, BEST = "sweep.csv", "best.json"
+GIB = 2**30
 
 
-def deviation(record: Record) -> float | None:
-    """Return how far the estimate is from the measurement: (estimate / measured) - 1."""
-    return expected_bytes(record) / record["peak_bytes"] - 1 if record.get("peak_bytes") else None
+def gib(size: float | None) -> str:
+    """Return a size in GiB as text, "" for None."""
+    return "" if size is None else f"{size / GIB:,.2f}"
 
 
-def speed(record: Record) -> float | None:
+def print_estimates(estimates: Mapping[str, Estimate], memory_bytes: int | None, console: Console) -> None:
+    """Print one column for each estimate: bytes by kind at its peak, the total, and the largest sizes that fit."""
+    table = _table("per GPU, GiB", *estimates)
+    columns = list(estimates.values())
+    for kind in KINDS:
+        sizes = [column.peak.parts.get(kind, 0) for column in columns]
+        if any(sizes):
+            table.add_row(kind, *map(gib, sizes))
+    table.add_section()
+    table.add_row("peak of tensors", *(gib(column.peak_bytes) for column in columns), style="bold")
+    table.add_row("at", *(column.peak.name for column in columns))
+    table.add_row("allocator slack", *(gib(column.slack_bytes) for column in columns))
+    table.add_row("the GPU needs", *(gib(column.device_bytes) for column in columns), style="bold")
+    if any(column.graph_bytes for column in columns):
+        table.add_row("CUDA graphs want besides", *(gib(column.graph_bytes or None) for column in columns))
+    if any(column.host_bytes for column in columns):
+        table.add_row("pinned host memory, activations", *(gib(column.host_bytes) for column in columns))
+    if memory_bytes is None:
+        console.print(table)
+        return
+    table.add_section()
+    for what, label in (("micro_batch", "largest micro-batch, rows"), ("sequence_length", "longest row, tokens")):
+        largest = [largest_that_fits(column.workload, what, memory_bytes) for column in columns]
+        table.add_row(label, *map(_size, largest))
+    longest = [longest_contexts(column.workload, memory_bytes) for column in columns]
+    shared = [size for size in longest[0] if size > 1]
+    for size in [1, *shared] if shared else []:
+        label = f"  {size} GPUs share a row" if size > 1 else "  a row on one GPU"
+        table.add_row(label, *(_size(found[size]) for found in longest))
+    console.print(table)
+    if shared:
+        console.print("The last rows: the longest rows by memory alone, beyond the model's positions too; GPUs share a")
+        console.print('row by "sequence_parallel_size".')
+
+
+def _size(size: int) -> str:
+    return f"{size:,}" if size else "none"
+
+
+def _table(*heads: str) -> Table:
+    table = Table(*heads)
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def print_plan(points: Sequence[Point], raw: Mapping[str, Any], memory_bytes: int | None) -> None:
+    """Print the points of a sweep and what they are expected to take on GPUs, wherever this runs."""
+    table = _table("point", "GPUs", "micro-batch", "length", "estimate GiB", "peak at")
+    for point in points:
+        expected = estimate_of(point, raw, "cuda")
+        w, needs = expected.workload, expected.device_bytes
+        over = memory_bytes is not None and needs > memory_bytes
+        shown = f"{gib(expected.peak_bytes)}{' (does not fit)' if over else ''}"
+        table.add_row(point.name, str(w.gpus), str(w.rows), f"{w.sequence_length:,}", shown, expected.peak.name)
+    Console(highlight=False).print(table)
+
+
+def expected_bytes(record: Record) -> int:
+    """Return the measurement that the estimate predicts: tensors, and on a CPU also what the process held before."""
+    return record["estimate"]["peak_bytes"] + record.get("process_bytes", 0)
+
+
+def _speed(record: Record) -> float | None:
     """Return the tokens per second per GPU."""
     return record["tokens_per_second"] / record["gpus"] if record.get("tokens_per_second") else None
 
 
-def best_of(records: Sequence[Record]) -> Record | None:
-    """Return the fastest point that ran, per GPU; of equally fast ones that with the least memory."""
-    ran = [record for record in records if record["status"] == OK]
-    return max(ran, key=lambda record: (speed(record), -record["peak_bytes"]), default=None)
-
-
-def write_report(
-    folder: Path, records: Sequence[Record], raw: Mapping[str, Any], title: str, description: str = ""
-) -> list[Path]:
-    """Write sweep.csv, report.html and, when a point ran, best.json; return the files that were written.
-
-    Args:
-        folder: Where to write them.
-        records: The points and what they took.
-        raw: The stage's JSON that the points change.
-        title: Title of the page.
-        description: Text below the title.
-    """
-    files = {CSV: table_csv(records), HTML: page(records, title, description)}
-    best = best_of(records)
-    if best is not None:
-        stage = Point(best["name"], best["settings"], best["gpus"]).applied(raw)
-        # In sections of this package null is a value, which may stand for another than the preset's.
-        stage = {key: part if key in OWN_SECTIONS else _without_null(part) for key, part in stage.items()}
-        files[BEST] = json.dumps({key: part for key, part in stage.items() if part is not None}, indent=2) + "\n"
-    for name, text in files.items():
-        write_atomically(folder / name, text)
-    return [folder / name for name in files]
+def print_records(records: Sequence[Record], console: Console) -> None:
+    """Print estimate against measured peak, point by point."""
+    table = _table("point", "status", "peak GiB", "estimate GiB", "deviation", "of the first", "tokens/s/GPU", "loss")
+    first = next((record["peak_bytes"] for record in records if record.get("peak_bytes")), None)
+    for record in records:
+        peak, tokens, expected = record.get("peak_bytes"), _speed(record), expected_bytes(record)
+        measured = ["", gib(expected), "", "", "", ""]
+        if peak:
+            shares = (f"{expected / peak - 1:+.1%}", f"{peak / first:.2f}")
+            measured = [gib(peak), gib(expected), *shares, f"{tokens:,.0f}", f"{record['loss']:.4f}"]
+        table.add_row(record["name"], record["status"], *measured)
+    console.print(table)
 
 
 def table_csv(records: Sequence[Record]) -> str:
@@ -116,51 +127,28 @@ def table_csv(records: Sequence[Record]) -> str:
     return stream.getvalue()
 
 
-def page(records: Sequence[Record], title: str, description: str = "") -> str:
-    """Return the report as HTML, its pictures inside."""
-    devices = ", ".join(dict.fromkeys(f"{r['gpus']} x {r['device']}" for r in records)) or "nothing measured"
-    what = "the process's memory, as there is no GPU" if _on_cpu(records) else "torch's allocator"
-    about = f"{description} Measured on {devices}; peaks are of {what}, per GPU.".strip()
-    figures = [
-        f"<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>"
-        for caption, picture in charts.all_charts(records)
-    ]
-    return _PAGE.format(title=escape(title), about=escape(about), table=_table(records), figures="\n".join(figures))
+def best_of(records: Sequence[Record]) -> Record | None:
+    """Return the fastest point that ran, per GPU; of equally fast ones that with the least memory."""
+    ran = [record for record in records if record["status"] == OK]
+    return max(ran, key=lambda record: (_speed(record), -record["peak_bytes"]), default=None)
 
 
-def _table(records: Sequence[Record]) -> str:
-    head = ("point", "status", "peak GiB", "estimate GiB", "deviation", "of the first", "tokens/s/GPU", "loss")
-    first = next((record["peak_bytes"] for record in records if record.get("peak_bytes")), None)
-    rows = []
-    for record in records:
-        peak = record.get("peak_bytes")
-        cells = [
-            (record["name"], record["name"]),
-            (record["status"], record["status"]),
-            _number(peak and peak / 2**30, "{:.2f}"),
-            _number(expected_bytes(record) / 2**30, "{:.2f}"),
-            _number(deviation(record), "{:+.1%}"),
-            _number(peak and first and peak / first, "{:.2f}"),
-            _number(speed(record), "{:,.0f}"),
-            _number(record.get("loss"), "{:.4f}"),
-        ]
-        kind = "" if record["status"] == OK else f' class="bad" title="{escape(record["reason"], quote=True)}"'
-        cells_html = "".join(f'<td data-value="{escape(str(v), quote=True)}">{escape(t)}</td>' for v, t in cells)
-        rows.append(f"<tr{kind}>{cells_html}</tr>")
-    heads = "".join(f"<th>{escape(text)}</th>" for text in head)
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-
-
-def _number(value: float | None, shape: str) -> tuple[Any, str]:
-    return ("", "") if value is None else (value, shape.format(value))
-
-
-def _on_cpu(records: Sequence[Record]) -> bool:
-    return any(record["device"] == "cpu" for record in records)
+def write_report(folder: Path, records: Sequence[Record], raw: Mapping[str, Any]) -> list[Path]:
+    """Write sweep.csv and, when a point ran, best.json, the stage `raw` with its settings; return both."""
+    files = {CSV: table_csv(records)}
+    best = best_of(records)
+    if best is not None:
+        stage = Point(best["name"], best["settings"], best["gpus"]).applied(raw)
+        # In sections of this package null is a value, which may stand for another than the preset's.
+        stage = {key: part if key in OWN_SECTIONS else _without_null(part) for key, part in stage.items()}
+        files[BEST] = json.dumps({key: part for key, part in stage.items() if part is not None}, indent=2) + "\n"
+    for name, text in files.items():
+        write_atomically(folder / name, text)
+    return [folder / name for name in files]
 
 
 def _without_null(values: Any) -> Any:
-    """Accept null: a sweep takes a key away by setting it to null."""
+    """Return values without null: a sweep takes a key away by setting it to null."""
     if isinstance(values, dict):
         return {key: _without_null(value) for key, value in values.items() if value is not None}
     return values

@@ -1,12 +1,13 @@
-"""One point of a sweep: a training run in separate processes, ended once it has been measured.
+"""One point of a sweep: a training run in separate processes, ended once it has been measured; and where results lie.
 
 The run is `deepspeed --module ds_fp8.commands.train`, as a user would start it. It is killed after the steps that are
 measured: the end of a run would write a checkpoint of the whole model. Out of memory, a failure and a time limit are
-results.
+results. sweep.jsonl has one line for every finished point, which survives a kill of its writer.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -14,7 +15,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,16 +25,18 @@ from typing import Any
 import psutil
 
 from ds_fp8.cluster.local_launch import deepspeed_command
-from ds_fp8.config.errors import EXIT_USER_ERROR
-from ds_fp8.memory.results import FAILED, OK, OUT_OF_MEMORY, REFUSED, TIMEOUT
+from ds_fp8.config.errors import EXIT_USER_ERROR, UserError
 from ds_fp8.train.checkpoints import METRICS
-from ds_fp8.train.durable import write_atomically
 from ds_fp8.train.metrics import read_metrics
 
+FILE = "sweep.jsonl"
+OK, OUT_OF_MEMORY, FAILED, TIMEOUT, REFUSED = "ok", "out of memory", "failed", "timeout", "refused"
+DONE = (OK, OUT_OF_MEMORY, FAILED, TIMEOUT, REFUSED)
+"""Ways for a point to end that a rerun does not repeat. A point that was killed is in none of them."""
 KILLED = "killed"
 """Status of a point that was ended from outside: neither a result nor the point's fault."""
 
-PROCESS, OUTPUT, RUN = "process.json", "output.log", "run"
+OUTPUT, RUN = "output.log", "run"
 _POLL = 0.2
 _RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """Lets glibc give every tensor that is freed back to the system: on a CPU its resident memory is what is measured."""
@@ -40,6 +44,8 @@ _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory", re.IGNORECASE
 )
 _SIGKILLED = re.compile(r"return code = -9\b|exitcode\s*:?\s*-9\b")
+
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Outcome:
     status: str
     reason: str
     seconds: float
-    measured: dict[str, Any] | None = None
+    measured: Record | None = None
 
 
 def run_point(
@@ -75,26 +81,24 @@ def run_point(
         timeout: Seconds after which the run is ended.
         tick: Called with the number of steps done.
     """
-    end_leftover(folder)
+    run_dir = f"train.run_dir={json.dumps(str((folder / RUN).resolve()))}"
+    end_leftover(run_dir)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     metrics = folder / RUN / METRICS
-    overrides = [*overrides, f"train.run_dir={json.dumps(str((folder / RUN).resolve()))}"]
     started = time.monotonic()
+    changes = [part for change in (*overrides, run_dir) for part in ("--set", change)]
     with (folder / OUTPUT).open("wb") as output:
         process = subprocess.Popen(
-            [*deepspeed_command(gpus), *program, "--deepspeed_config", str(stage_file)]
-            + [part for override in overrides for part in ("--set", override)],
+            [*deepspeed_command(gpus), *program, "--deepspeed_config", str(stage_file), *changes],
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
             start_new_session=True,
             env={**os.environ, **_RETURN_MEMORY},
         )
     try:
-        about = {"pid": process.pid, "started": _seconds_after_boot(psutil.Process(process.pid))}
-        write_atomically(folder / PROCESS, json.dumps(about))
-        records: list[dict[str, Any]] = []
+        records: list[Record] = []
         status = None
         while status is None:
             time.sleep(_POLL)
@@ -108,10 +112,9 @@ def run_point(
             elif time.monotonic() - started > timeout:
                 status = TIMEOUT
     finally:
-        end_tree(process.pid)
+        end_session(process.pid)
         process.wait()
     seconds = time.monotonic() - started
-    (folder / PROCESS).unlink(missing_ok=True)
     shutil.rmtree(folder / RUN, ignore_errors=True)
     if status == OK:
         return Outcome(OK, "", seconds, _figures(records[:steps]))
@@ -120,47 +123,32 @@ def run_point(
     return Outcome(status, reason, seconds)
 
 
-def end_leftover(folder: Path) -> None:
-    """End the run that a killed driver left in `folder`, if it still is there."""
-    try:
-        about = json.loads((folder / PROCESS).read_text())
-        pid, started = about["pid"], about["started"]
-    except (OSError, ValueError, KeyError):
-        return
-    try:
-        ours = abs(_seconds_after_boot(psutil.Process(pid)) - started) < 1
-    except psutil.Error:
-        ours = True  # the launcher is gone; what it started still is in the POSIX session of that number
-    if ours:
-        end_tree(pid)
-
-
-def _seconds_after_boot(process: psutil.Process) -> float:
-    """Return the start of a process in seconds since boot: create_time() alone moves when the time of day is set."""
-    return process.create_time() - psutil.boot_time()
-
-
-def end_tree(pid: int) -> None:
-    """Kill a process, which leads a POSIX session, with all that it started and all in that session."""
-    members: list[psutil.Process] = []
+def end_leftover(run_dir: str) -> None:
+    """End the run that a killed driver left, if it still is there: it has this KEY=VALUE among its arguments."""
+    found: dict[int, int] = {}
     for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == pid:
-                members.append(process)
-        except (OSError, psutil.Error):
-            continue
-    try:
-        parent = psutil.Process(pid)
-        if os.getsid(pid) == pid:
-            members += [*parent.children(recursive=True), parent]
-    except (OSError, psutil.Error):
-        pass
-    for process in members:
-        try:
+        with suppress(psutil.Error, OSError):
+            if run_dir in process.cmdline():
+                found[process.pid] = os.getsid(process.pid)
+    for session in set(found.values()):
+        # That of a point is its launcher's, which may be gone, and not that of a shell in which somebody trains.
+        if session in found or not psutil.pid_exists(session):
+            end_session(session)
+
+
+def end_session(number: int) -> None:
+    """Kill all processes of a POSIX session, and what its leader has started besides."""
+    members: dict[int, psutil.Process] = {}
+    with suppress(psutil.Error):
+        members = {each.pid: each for each in psutil.Process(number).children(recursive=True)}
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            if os.getsid(process.pid) == number:
+                members[process.pid] = process
+    for process in members.values():
+        with suppress(psutil.Error):
             process.kill()
-        except psutil.Error:
-            continue
-    psutil.wait_procs([process for process in members if process.pid != pid], timeout=30)
+    psutil.wait_procs([process for process in members.values() if process.pid != number], timeout=30)
 
 
 def _how_it_ended(code: int, output: str) -> str:
@@ -181,7 +169,7 @@ def _reason(output: str) -> str:
     return lines[-1][:300] if lines else "(no output)"
 
 
-def _figures(records: list[dict[str, Any]]) -> dict[str, Any]:
+def _figures(records: list[Record]) -> Record:
     """Return the memory in bytes, the most over ranks and steps; speed as the median of the steps but the first."""
     timed = records[1:] or records
     return {
@@ -193,3 +181,47 @@ def _figures(records: list[dict[str, Any]]) -> dict[str, Any]:
         "loss": records[-1]["loss"],
         "steps": len(records),
     }
+
+
+class Results:
+    """The finished points of a folder, by key."""
+
+    def __init__(self, folder: Path):
+        self.file = folder / FILE
+        self.by_key: dict[str, Record] = {record["key"]: record for record in self._read()}
+
+    def _read(self) -> Iterator[Record]:
+        for line in self.file.read_text().splitlines() if self.file.exists() else []:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # cut off by a kill: that point runs again
+            if isinstance(record, dict) and record.get("status") in DONE:
+                yield record
+
+    def append(self, record: Record) -> None:
+        """Add a finished point; on the disk when this returns. A later record of the same key replaces it."""
+        with self.file.open("ab") as stream:
+            # A line that was cut off ends here; an empty one is read as nothing.
+            stream.write(f"\n{json.dumps(record)}\n".encode() if stream.tell() else f"{json.dumps(record)}\n".encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+        self.by_key[record["key"]] = record
+
+
+@contextmanager
+def only_driver(folder: Path) -> Iterator[None]:
+    """Hold the folder of a sweep; a process that is killed lets it go.
+
+    Raises:
+        UserError: Another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another sweep is running in {folder}", remedy="wait for it, or give another --out"
+            ) from None
+        yield

@@ -1,7 +1,24 @@
-"""Measuring the points of a sweep one after the other, each once, however often it is interrupted."""
+"""A sweep: settings of a stage, checked in full before the first run, and measured one after the other, each once.
+
+    {
+      "set":    {"data.sequence_length": 8192},                      for every point
+      "points": [{"name": "BF16", "set": {"fp8.enabled": false}}, ...],
+      "grid":   {"train_micro_batch_size_per_gpu": [1, 2, 4], "gpus": [1, 4]}
+    }
+
+Keys are dotted paths into the stage's JSON, and "gpus" for the number of GPUs. `points` and `grid` may stand alone;
+together every named point is tried with every combination of the grid. On the command line --grid KEY=VALUE,VALUE adds
+to the grid.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import itertools
+import json
+import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,23 +26,177 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.schema import parse_section
+from ds_fp8.config.files import apply_override, read_json
+from ds_fp8.config.schema import Section, parse_section, shown
 from ds_fp8.memory.estimate import Estimate, estimate
-from ds_fp8.memory.fit import MULTIPLE, Size, largest_that_fits, search
-from ds_fp8.memory.grid import Point
-from ds_fp8.memory.results import FAILED, OK, OUT_OF_MEMORY, Record, Results
-from ds_fp8.memory.runner import KILLED, run_point
-from ds_fp8.memory.workload import Device
+from ds_fp8.memory.runner import KILLED, Record, Results, run_point
+from ds_fp8.memory.shapes import Device
 from ds_fp8.train.schedules import Schedule
+from ds_fp8.train.stage import load_stage
 
-SIZE_KEYS = {"micro_batch": "train_micro_batch_size_per_gpu", "sequence_length": "data.sequence_length"}
-A_GPU = 80 << 30
-"""Memory of a GPU where there is none to ask."""
-MOST_TRIED = {"micro_batch": 1024, "sequence_length": 1 << 20}
+MOST_POINTS = 200
+GPUS = "gpus"
+MEASURING = {
+    "train.eval_batches": 1,
+    "train.exact_match_problems": 0,
+    "train.eval_every": None,
+    "train.keep_best": False,
+    "train.log_every": 1,
+}
+"""Changes of every run besides: as little evaluation as there may be, and a record of every step."""
+
+
+class PointConfig(Section):
+    """A named point."""
+
+    name: str = Field(min_length=1, max_length=80)
+    set: dict[str, Any] = Field(default_factory=dict)
+
+
+class SweepConfig(Section):
+    """A sweep file."""
+
+    description: str = ""
+    set: dict[str, Any] = Field(default_factory=dict)
+    points: tuple[PointConfig, ...] = ()
+    grid: dict[str, list[Any]] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Settings to be measured."""
+
+    name: str
+    settings: dict[str, Any]
+    """Dotted key -> value."""
+    gpus: int
+
+    def overrides(self, *, measuring: bool = True) -> list[str]:
+        """Return the settings as KEY=VALUE for train.py's --set; with `measuring` those of the measurement too."""
+        values = {**self.settings, **(MEASURING if measuring else {})}
+        return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+    def applied(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a copy of a stage's JSON with the settings in place."""
+        result = copy.deepcopy(dict(raw))
+        for override in self.overrides(measuring=False):
+            apply_override(result, override)
+        return result
+
+    def key(self, raw: Mapping[str, Any], steps: int) -> str:
+        """Return a name for what a run of this point measures: the same settings, stage and steps have the same."""
+        content = self.applied(raw)
+        content.get("train", {}).pop("run_dir", None)
+        text = json.dumps([content, self.gpus, steps], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read_sweep(
+    file: str | os.PathLike | None, gpus: int, grid: Sequence[str] = (), changes: Sequence[str] = ()
+) -> tuple[SweepConfig, list[Point]]:
+    """Return the sweep and its points.
+
+    Args:
+        file: The sweep file, if there is one.
+        gpus: GPUs of the points that do not say how many.
+        grid: KEY=VALUE,VALUE of the command line, for the grid.
+        changes: KEY=VALUE of the command line, for every point.
+
+    Raises:
+        UserError: The file or a word is malformed, there is no point or too many, or two points have one name.
+    """
+    try:
+        config = parse_section(SweepConfig, read_json(file), key="sweep", file=file) if file else SweepConfig()
+        added = {"grid": {**config.grid, **dict(map(_grid_values, grid))}, "set": {**config.set, **_settings(changes)}}
+        config = config.model_copy(update=added)
+        return config, _points(config, gpus)
+    except UserError as error:
+        raise (error.located(file) if file else error) from None
+
+
+def _grid_values(word: str) -> tuple[str, list[Any]]:
+    """Return (key, values) of KEY=VALUE,VALUE, where the values are JSON or text."""
+    key, _, text = word.partition("=")
+    if not key.strip() or not text.strip():
+        raise UserError(f"--grid {shown(word)} is not KEY=VALUE,VALUE", remedy="--grid fp8.preset=infir2,coat")
+    values = _settings([f"values=[{text}]"])["values"]
+    if not isinstance(values, list):  # text that is not quoted
+        values = [_settings([f"value={part.strip()}"])["value"] for part in text.split(",")]
+    return key.strip(), values
+
+
+def _settings(changes: Sequence[str]) -> dict[str, Any]:
+    """Return the values of KEY=VALUE by dotted key."""
+    result: dict[str, Any] = {}
+    for change in changes:
+        value: Any = {}
+        apply_override(value, change)
+        key = change.partition("=")[0].strip()
+        for part in key.split("."):
+            value = value[part]
+        result[key] = value
+    return result
+
+
+def _points(config: SweepConfig, gpus: int) -> list[Point]:
+    if not config.points and not config.grid:
+        remedy = 'give "points" or "grid", or --grid fp8.preset=infir2,coat'
+        raise UserError("the sweep has no points", key="sweep.points", remedy=remedy)
+    for key, values in config.grid.items():
+        if not values:
+            raise UserError(f'"{key}" has no values', key=f"sweep.grid.{key}", remedy=f'"{key}": [1, 2]')
+    count = max(1, len(config.points)) * math.prod(map(len, config.grid.values()))
+    if count > MOST_POINTS:
+        sizes = " x ".join(str(len(values)) for values in config.grid.values())
+        raise UserError(
+            f"the sweep has {count:,} points ({len(config.points) or 1} named x {sizes}), and every one is a run",
+            key="sweep.grid",
+            remedy=f"at most {MOST_POINTS}: fewer values, or several sweeps",
+        )
+    points: dict[str, Point] = {}
+    for named, values in itertools.product(config.points or [None], itertools.product(*config.grid.values())):
+        chosen = dict(zip(config.grid, values, strict=True))
+        name = ", ".join([*([named.name] if named else []), *(_label(*item) for item in chosen.items())])
+        settings = {**config.set, **(named.set if named else {}), **chosen}
+        if name in points:
+            raise UserError(f'two points are called "{name}"', key="sweep.points", remedy="give each its own name")
+        points[name] = Point(name, settings, _gpus(settings.pop(GPUS, gpus)))
+    return list(points.values())
+
+
+def _gpus(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"gpus must be a whole number of at least 1, got {value!r}", key=GPUS, remedy='"gpus": 4')
+    return value
+
+
+def _label(key: str, value: Any) -> str:
+    return f"{key.rpartition('.')[2]} {value if isinstance(value, str) else json.dumps(value)}"
+
+
+def check_points(points: Sequence[Point], stage_file: str | os.PathLike) -> None:
+    """Load the stage as every point changes it.
+
+    Raises:
+        UserError: A point is wrong; named, with what is wrong.
+    """
+    for point in points:
+        try:
+            load_stage(stage_file, point.overrides(), point.gpus)
+        except UserError as error:
+            problem = f'the point "{point.name}": {error.problem}'
+            raise UserError(problem, key=error.key, file=error.file, remedy=error.remedy) from None
+
+
+def estimate_of(point: Point, raw: Mapping[str, Any], device: Device | None = None) -> Estimate:
+    """Return the estimate of the point, on `device`, or else on that of this machine."""
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    return estimate(point.applied(raw), gpus=point.gpus, device=device or here)
 
 
 @dataclass(frozen=True)
@@ -39,19 +210,6 @@ class Setting:
     folder: Path
     steps: int
     timeout: float
-    limit: int | None = None
-    """Bytes from which on a point counts as out of memory."""
-
-
-def device_name() -> str:
-    """Return the GPU that points are measured on, or "cpu"."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-def estimate_of(point: Point, raw: Mapping[str, Any], device: Device | None = None) -> Estimate:
-    """Return the estimate of the point, on `device`, or else on that of this machine."""
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    return estimate(point.applied(raw), gpus=point.gpus, device=device or here)
 
 
 class Sweep:
@@ -63,10 +221,12 @@ class Sweep:
 
     def run(self, points: list[Point], rerun: frozenset[str] = frozenset()) -> list[Record]:
         """Return the records of all points, measured or found; points with a status in `rerun` are measured again."""
-        waiting = [point for point in points if not self._has(point, rerun)]
+        known = {record["key"] for record in self.known(points) if record["status"] not in rerun}
+        waiting = [point for point in points if self._key(point) not in known]
         if len(waiting) < len(points):
             self.console.print(f"{len(points) - len(waiting)} of {len(points)} points are measured already")
-        with self._progress() as progress:
+        columns = (TextColumn("sweep"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, TextColumn("{task.fields[point]}", markup=False), console=self.console) as progress:
             task = progress.add_task("points", total=len(waiting), point="")
             for point in waiting:
                 progress.update(task, point=point.name)
@@ -75,47 +235,12 @@ class Sweep:
         return self.known(points)
 
     def known(self, points: list[Point]) -> list[Record]:
-        """Return the records there are of `points`, and of the searches that started from them."""
-        names, keys = {point.name for point in points}, [self._key(point) for point in points]
-        records = [self.results.by_key[key] for key in keys if key in self.results.by_key]
-        return records + [record for record in self.results.by_key.values() if record.get("of") in names]
+        """Return the records there are of `points`."""
+        keys = map(self._key, points)
+        return [self.results.by_key[key] for key in keys if key in self.results.by_key]
 
-    def find_max(self, point: Point, what: Size, memory_bytes: int) -> Record | None:
-        """Return the record of `point` with the largest micro-batch, or sequence, that runs.
-
-        The search begins at what the estimate says fits. Every try is a result, too.
-
-        Raises:
-            UserError: A try fails for another reason than memory.
-        """
-        unit, best = MULTIPLE[what], None
-
-        def runs(units: int) -> bool:
-            nonlocal best
-            tried = self._sized(point, what, units * unit)
-            found = self.results.by_key.get(self._key(tried))
-            record = found or self.measure(tried, about={"search": what, "of": point.name, "tried": units * unit})
-            if record["status"] == OK:
-                best = record if best is None or units * unit > best["tried"] else best
-            elif record["status"] != OUT_OF_MEMORY:
-                raise UserError(
-                    f'"{tried.name}" ended otherwise than for lack of memory: {record["reason"]}',
-                    remedy=f"see {self._folder(tried) / 'output.log'}",
-                )
-            return record["status"] == OK
-
-        workload = estimate_of(point, self.setting.raw).workload
-        start = largest_that_fits(workload, what, memory_bytes) // unit
-        limit = MOST_TRIED[what]
-        if what == "sequence_length":
-            limit = min(limit, workload.model.longest or limit)
-        search(runs, limit // unit, max(1, start))
-        return best
-
-    def measure(
-        self, point: Point, tick: Callable[[int], None] = lambda step: None, about: Mapping[str, Any] | None = None
-    ) -> Record:
-        """Run one point and keep the result, unless it was killed from outside; `about` adds to the record."""
+    def measure(self, point: Point, tick: Callable[[int], None] = lambda step: None) -> Record:
+        """Run one point and keep the result, unless it was killed from outside."""
         setting = self.setting
         expected = estimate_of(point, setting.raw)
         outcome = run_point(
@@ -124,52 +249,29 @@ class Sweep:
             [*point.overrides(), *self._long_enough(point)],
             gpus=point.gpus,
             steps=setting.steps,
-            folder=self._folder(point),
+            folder=setting.folder / "points" / self._key(point),
             timeout=setting.timeout,
             tick=tick,
         )
-        status, reason, measured = outcome.status, outcome.reason, outcome.measured or {}
-        if status == OK and setting.limit is not None and measured["peak_bytes"] > setting.limit:
-            status, reason = OUT_OF_MEMORY, f"{measured['peak_bytes']:,} bytes, and the limit is {setting.limit:,}"
         record = {
             "key": self._key(point),
             "name": point.name,
-            "status": status,
-            "reason": reason,
+            "status": outcome.status,
+            "reason": outcome.reason,
             "settings": point.settings,
             "gpus": point.gpus,
-            "device": device_name(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "seconds": round(outcome.seconds, 1),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%S"),
-            **measured,
-            **(about or {}),
+            **(outcome.measured or {}),
             "estimate": expected.as_json(),
-            "fits": {"memory_bytes": self.gpu_memory, "micro_batch": self._largest(point)},
         }
-        self.console.print(describe(record), markup=False)
-        if status == KILLED:
+        self.console.print(f"{point.name}: {outcome.status} {outcome.reason}".rstrip(), markup=False)
+        if outcome.status == KILLED:
             self.console.print(f"  {point.name} was killed from outside: it counts as not run", markup=False)
         else:
             self.results.append(record)
         return record
-
-    @property
-    def gpu_memory(self) -> int:
-        """Return the bytes of the GPU that the largest micro-batch is estimated for.
-
-        The limit's, this machine's or A_GPU's.
-        """
-        return self.setting.limit or (gpu_bytes(None) if torch.cuda.is_available() else A_GPU)
-
-    def _largest(self, point: Point) -> int:
-        workload = estimate_of(point, self.setting.raw, "cuda").workload
-        return largest_that_fits(workload, "micro_batch", self.gpu_memory)
-
-    def _sized(self, point: Point, what: Size, value: int) -> Point:
-        settings = {**point.settings, SIZE_KEYS[what]: value}
-        if what == "micro_batch":  # the number of GPUs and rows gives the global batch
-            settings |= {"train_batch_size": None, "gradient_accumulation_steps": 1}
-        return Point(f"{point.name} @ {what} {value}", settings, point.gpus)
 
     def _long_enough(self, point: Point) -> list[str]:
         """Check that the run will not end, and save itself, before it is measured."""
@@ -179,49 +281,5 @@ class Sweep:
             return ["train.epochs=null", f"train.steps={max(steps, schedule.shortest)}"]
         return [f"train.steps={steps}"] if train.get("steps", steps) < steps else []
 
-    def _has(self, point: Point, rerun: frozenset[str]) -> bool:
-        record = self.results.by_key.get(self._key(point))
-        return record is not None and record["status"] not in rerun
-
     def _key(self, point: Point) -> str:
         return point.key(self.setting.raw, self.setting.steps)
-
-    def _folder(self, point: Point) -> Path:
-        return self.setting.folder / "points" / self._key(point)
-
-    def _progress(self) -> Progress:
-        columns = (TextColumn("sweep"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-        return Progress(*columns, TextColumn("{task.fields[point]}", markup=False), console=self.console)
-
-
-def expected_bytes(record: Record) -> int:
-    """Return the measurement that the estimate predicts.
-
-    That is tensors, and on a CPU also what the process held before them.
-    """
-    return record["estimate"]["peak_bytes"] + record.get("process_bytes", 0)
-
-
-def describe(record: Record) -> str:
-    """Return a line about a finished point."""
-    expected = expected_bytes(record)
-    if record["status"] not in (OK, OUT_OF_MEMORY, FAILED) or "peak_bytes" not in record:
-        return f"{record['name']}: {record['status']} ({record['reason']}); estimate {expected / 2**30:.2f} GiB"
-    deviation = expected / record["peak_bytes"] - 1
-    return (
-        f"{record['name']}: {record['status']}, peak {record['peak_bytes'] / 2**30:.2f} GiB, estimate "
-        f"{expected / 2**30:.2f} GiB ({deviation:+.1%}), {record['tokens_per_second']:,.0f} tokens/s"
-    )
-
-
-def gpu_bytes(gigabytes: float | None) -> int:
-    """Return the memory of a GPU in bytes: what is given, in GiB, or else this machine's.
-
-    Raises:
-        UserError: None is given, and this machine has no GPU.
-    """
-    if gigabytes is not None:
-        return round(gigabytes * 2**30)
-    if not torch.cuda.is_available():
-        raise UserError("there is no GPU here to ask for its memory", remedy="--memory 80 (GiB)")
-    return torch.cuda.mem_get_info()[1]

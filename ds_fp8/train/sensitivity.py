@@ -2,8 +2,10 @@
 
 A part of the model is cast and nothing else: all linear layers of one kind (q_proj, ... down_proj), those of one
 decoder layer, or all of them; of their operands the inputs, the weights or both. One forward each over the rows gives
-the loss and the divergence (judge.py), beside the model without casts. Both operands together are computed by FP8Linear
-itself, by its reference; where one alone is cast, its codes are decoded and multiplied with the other as it is.
+the loss and the divergence from the model without casts: the mean over tokens of KL(without casts || with them), which
+unlike a difference of losses is never negative and nearly free of chance, so that parts are told apart on a few rows.
+Both operands together are computed by FP8Linear itself, by its reference; where one alone is cast, its codes are
+decoded and multiplied with the other as it is.
 
 The model is one in FP32 with weights of BF16: in BF16 whatever changes a little changes the roundings after it, and the
 divergence of a single layer's casts drowns in that.
@@ -13,11 +15,11 @@ Only forward is measured: what casts of gradients cost is seen in training.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -26,21 +28,86 @@ from transformers import PreTrainedModel
 
 from ds_fp8.casts import unrotate
 from ds_fp8.config.fp8 import AttentionConfig, FP8Config
+from ds_fp8.data import IGNORED, PackedDataset, measured_rows
 from ds_fp8.layers.convert import convert, stop_casting
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.smoothing import channel_factors, scale_columns
 from ds_fp8.layers.linear.weights import GATHERED, weight_operand
 from ds_fp8.monitor.cast_monitor import CastMonitor
-from ds_fp8.train.judge import Judge, difference
 
 Operand = Literal["both", "input", "weight"]
 OPERANDS: tuple[str, ...] = get_args(Operand)
 _LAYER = re.compile(r"^(.*?\b(?:layers|h|blocks)\.\d+)\.")
 """Beginning of the name of a linear in a decoder layer."""
+Batch = dict[str, torch.Tensor]
+"""One row: `input_ids`, `labels` and `position_ids`, int64 [1, L]."""
 
 
-@dataclass(frozen=True)
-class Part:
+def rows_of(
+    dataset: PackedDataset, count: int, device: str | torch.device, weights: Sequence[float] = (1.0,)
+) -> list[Batch]:
+    """Return at most `count` first rows of a data set, its sources by their weights, as batches of one on a device."""
+    chosen = measured_rows(dataset.rows_by_source, count, weights)
+    return [{name: numbers[None].to(device) for name, numbers in dataset[index].items()} for index in chosen]
+
+
+class Measured(NamedTuple):
+    """Figures of a model on rows of text: FP64 [R] all."""
+
+    losses: torch.Tensor
+    """Mean over the tokens of each row, in nats."""
+    divergences: torch.Tensor
+    """Mean over the tokens of each row of KL(without casts || this model), in nats."""
+    tokens: torch.Tensor
+
+    @property
+    def loss(self) -> float:
+        return ((self.losses * self.tokens).sum() / self.tokens.sum()).item()
+
+    @property
+    def divergence(self) -> float:
+        return ((self.divergences * self.tokens).sum() / self.tokens.sum()).item()
+
+
+class Judge:
+    """Rows of text and what the model says of them without casts: FP32, as many numbers as tokens times words."""
+
+    def __init__(self, model: PreTrainedModel, rows: Sequence[Batch]):
+        """Ask the model, which casts nothing now, about all rows."""
+        self._rows = rows
+        # On the CPU: rows times words of FP32 may take more than the GPU has beside the model.
+        self._expected = [self._log_probabilities(model, row)[0].cpu() for row in rows]
+
+    @torch.no_grad()
+    def _log_probabilities(self, model: PreTrainedModel, row: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities of all words, FP32 [T, V], at the places with a label, and the labels [T]."""
+        output = model(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False)
+        labels = row["labels"][0, 1:]
+        kept = labels != IGNORED
+        # In FP32, since divergences of 1e-5 are told apart.
+        return F.log_softmax(output.logits[0, :-1][kept].float(), -1), labels[kept]
+
+    @torch.no_grad()
+    def measure(self, model: PreTrainedModel) -> Measured:
+        """Return losses and divergences of the model as it computes now."""
+        numbers = []
+        for row, expected in zip(self._rows, self._expected, strict=True):
+            found, labels = self._log_probabilities(model, row)
+            expected = expected.to(found.device)
+            loss = F.nll_loss(found, labels).item()
+            divergence = (expected.exp() * (expected - found)).sum(-1).mean().item()
+            numbers.append((loss, divergence, len(labels)))
+        return Measured(*torch.tensor(numbers, dtype=torch.float64).T)
+
+
+def difference(first: torch.Tensor, second: torch.Tensor) -> tuple[float, float]:
+    """Return the mean of first - second over rows [R], and its standard error."""
+    gaps = first - second
+    error = gaps.std().item() / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+    return gaps.mean().item(), error
+
+
+class Part(NamedTuple):
     """Linear layers that are cast together."""
 
     pattern: str
@@ -50,8 +117,7 @@ class Part:
     """Their share of the FLOPs of all products of a step."""
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Cost of the casts of a part, while nothing else is cast."""
 
     part: Part
@@ -65,7 +131,6 @@ class Cost:
 
     @property
     def per_share(self) -> float:
-        """Return the divergence for one hundredth of the FLOPs."""
         return self.divergence / (100 * self.part.share)
 
     def as_json(self) -> dict[str, Any]:
@@ -160,8 +225,7 @@ class CastSwitch:
         stop_casting(self._model)
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """The parts of a model that are measured."""
 
     all: Part
@@ -208,7 +272,7 @@ def _attention(model: PreTrainedModel, length: int) -> float:
 
 
 def measure(
-    model: PreTrainedModel, switch: CastSwitch, judge: Judge, parts: Parts, done: Callable[[], None] = lambda: None
+    model: PreTrainedModel, switch: CastSwitch, judge: Judge, parts: Parts, left: Callable[[int], None] = lambda n: None
 ) -> list[Cost]:
     """Return the cost of every part: of the whole and of kinds by operand, of decoder layers with both operands.
 
@@ -217,40 +281,30 @@ def measure(
         switch: casts nothing now.
         judge: made of the model without casts.
         parts: what to measure.
-        done: called after each measurement.
+        left: called with the number of measurements that are left.
     """
     plain = judge.measure(model)
     asked = [(part, operand) for part in (parts.all, *parts.kinds) for operand in OPERANDS]
+    asked += [(part, "both") for part in parts.layers]
     costs = []
-    for part, operand in (*asked, *((part, "both") for part in parts.layers)):
+    for part, operand in asked:
+        left(len(asked) - len(costs))
         with switch.only(part.linears, operand):
             found = judge.measure(model)
         _, error = difference(found.losses, plain.losses)
         # The error is that of the difference by rows, in which what a row's text costs in itself cancels.
         costs.append(Cost(part, operand, found.loss / plain.loss - 1, error / plain.loss, found.divergence))
-        done()
     return costs
 
 
-def measurements(parts: Parts) -> int:
-    """Return how many measurements `measure` makes."""
-    return len(OPERANDS) * (1 + len(parts.kinds)) + len(parts.layers)
-
-
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(NamedTuple):
     """Parts to keep in BF16."""
 
-    parts: list[Part]
-    """By falling divergence for their FLOPs."""
+    overrides: dict[str, str]
+    """fp8.linear.overrides, by falling divergence for their FLOPs."""
     linears: tuple[str, ...]
     share: float
     """Share of the FLOPs of all of them."""
-
-    @property
-    def overrides(self) -> dict[str, str]:
-        """Return fp8.linear.overrides."""
-        return {part.pattern: "bf16" for part in self.parts}
 
 
 def propose(costs: Sequence[Cost], shares: Mapping[str, float], budget: float) -> Proposal:
@@ -266,13 +320,52 @@ def propose(costs: Sequence[Cost], shares: Mapping[str, float], budget: float) -
     """
     candidates = [c for c in costs if c.operand == "both" and c.part.pattern != "*" and c.divergence > 0]
     taken: dict[str, None] = {}
-    chosen, spent = [], 0.0
+    overrides, spent = {}, 0.0
     for cost in sorted(candidates, key=lambda cost: -cost.per_share):
         new = [name for name in cost.part.linears if name not in taken]
         share = sum(shares[name] for name in new)
         # The slack is for sums of shares that add up to the budget exactly.
         if new and spent + share <= budget * (1 + 1e-9):
-            chosen.append(cost.part)
+            overrides[cost.part.pattern] = "bf16"
             taken |= dict.fromkeys(new)
             spent += share
-    return Proposal(chosen, tuple(taken), spent)
+    return Proposal(overrides, tuple(taken), spent)
+
+
+def sensitivity(
+    model: PreTrainedModel,
+    rows: Sequence[Batch],
+    config: FP8Config,
+    length: int,
+    budget: float,
+    left: Callable[[int], None] = lambda n: None,
+) -> dict[str, Any]:
+    """Return what the casts of `config` cost a model, and the loss with all of them but the proposed ones.
+
+    Args:
+        model: In FP32; given back as it was.
+        rows: As of `rows_of`.
+        config: Says which linears are cast, and how.
+        length: Tokens of a row.
+        budget: As of `propose`.
+        left: As of `measure`.
+    """
+    judge, switch = Judge(model, rows), CastSwitch(model, config)
+    parts = parts_of(model, list(switch.linears), length)
+    costs = measure(model, switch, judge, parts, left)
+    proposal = propose(costs, parts.shares, budget)
+    plain = judge.measure(model)
+    with switch.only([name for name in parts.all.linears if name not in proposal.linears]):
+        rest = judge.measure(model)
+    switch.close()
+    return {
+        "tokens": int(plain.tokens.sum().item()),
+        "loss": plain.loss,
+        "costs": [cost.as_json() for cost in costs],
+        "proposal": {
+            "overrides": proposal.overrides,
+            "flops_share": proposal.share,
+            "loss_increase": rest.loss / plain.loss - 1,
+            "divergence": rest.divergence,
+        },
+    }

@@ -1,4 +1,4 @@
-"""The formulas of activations against what autograd really keeps."""
+"""Activations that estimates measure on the meta device, against what autograd really keeps."""
 
 import pytest
 import torch
@@ -6,7 +6,9 @@ import torch
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
 from ds_fp8.memory import activations, estimate, read_workload
+from tests.layers.test_sequence_parallel import shared
 from tests.memory import workloads
+from tests.memory.workloads import MOE
 
 CASES = {
     "bf16": {"enabled": False},
@@ -32,6 +34,24 @@ CASES = {
     },
     "one linear in FP8": {"linear": {"skip": ["lm_head", "mlp", "v_proj", "o_proj", "q_proj"]}},
 }
+SHARED_EXPERT = {**MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 384}
+DECODED, MULTIPLIED = {"linear": {"expert_products": "bf16"}}, {"linear": {"expert_products": "fp8"}}
+EXPERTS = {
+    "fused": DECODED,
+    "linear by linear": {**DECODED, "fuse": "off"},
+    "bf16": {"enabled": False},
+    "multiplied in fp8": MULTIPLIED,
+    "kept in bf16": {**MULTIPLIED, "activations": {"save": "bf16"}},
+    "gate and up again": {**MULTIPLIED, "activations": {"recompute": "mlp"}},
+}
+SLIDING = {"model_type": "gemma3_text", "head_dim": 64, "sliding_window": 64}
+
+
+def of_decoder(w):
+    """What the decoder keeps: its layers, its norm without the head's input, ids, cos and sin."""
+    of_layers = sum(activations.kept(layer, w) for layer in w.model.layers)
+    norm = activations.final_norm(w) - 2 * w.tokens * w.model.hidden
+    return of_layers + norm + 8 * w.tokens + 4 * w.tokens * w.model.layers[0].head_dim
 
 
 def measured_and_estimated(raw, rows, length, device="cuda"):
@@ -40,16 +60,11 @@ def measured_and_estimated(raw, rows, length, device="cuda"):
     model, fp8 = workloads.model_of(raw), parse_fp8(raw)
     if fp8.enabled:
         convert(model, fp8)
-    w = read_workload(raw, device=device)
-    of_layers = sum(sum(activations.everything(layer, w).values()) for layer in w.model.layers)
-    norm = activations.final_norm(w) - 2 * w.tokens * w.model.hidden  # the head's input, which no head reads here
-    ids = 8 * w.tokens  # which the embedding keeps
-    expected = of_layers + norm + ids + activations.rotary(w, w.model.layers[0])
-    return workloads.kept_bytes(model, rows, length), expected
+    return workloads.kept_bytes(model, rows, length), of_decoder(read_workload(raw, device=device))
 
 
 @pytest.mark.parametrize("section", CASES.values(), ids=CASES)
-def test_layers_keep_what_the_formulas_say(section):
+def test_layers_keep_what_the_measured_ones_do(section):
     raw = workloads.stage(fp8=section, zero_optimization={"stage": 3})
     kept, expected = measured_and_estimated(raw, 2, 128)
     assert kept == expected
@@ -60,9 +75,8 @@ def test_layers_keep_what_the_formulas_say(section):
 def test_attention_in_fp8_keeps_half_in_rows_of_one_document(fuse):
     raw = workloads.stage(fp8={"fuse": fuse, "attention": {"format": "e4m3"}})
     kept, expected = measured_and_estimated(raw, 2, 128, "cpu")
-    layers = read_workload(raw).model.layers
     scales = 4 * 4  # of q, k and v, and the norm of v
-    assert expected - kept == sum(2 * 128 * (layer.qkv + layer.query) - scales for layer in layers)
+    assert expected - kept == 3 * (2 * 128 * 4 * 256 - scales)  # a byte less of each q, k, v and output in 3 layers
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 96), (3, 200), (1, 513)])
@@ -73,11 +87,64 @@ def test_ragged_numbers_of_tokens(section, rows, length):
 
 
 @pytest.mark.parametrize("section", [{}, {"enabled": False}], ids=["fused", "bf16"])
-@pytest.mark.parametrize("architecture", ["qwen3", "llama", "mistral"])
-def test_other_architectures(architecture, section):
-    raw = workloads.stage(fp8=section, model={"config": {"model_type": architecture}})
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [
+        *[({"model_type": name}, 0) for name in ("qwen3", "llama", "mistral")],
+        *[({"model_type": name, "pad_token_id": 0}, 0.02) for name in ("olmo2",)],
+        ({**SLIDING, "pad_token_id": 0}, 0.025),  # masks, and two kinds of positions
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_other_architectures(model, error, section):
+    kept, expected = measured_and_estimated(workloads.stage(fp8=section, model={"config": model}), 2, 128)
+    assert kept == pytest.approx(expected, rel=error)
+
+
+@pytest.mark.parametrize("model", [MOE, SHARED_EXPERT], ids=["experts", "a shared one beside"])
+@pytest.mark.parametrize("section", EXPERTS.values(), ids=EXPERTS)
+def test_layers_with_experts(section, model):
+    raw = workloads.stage(fp8=section, zero_optimization={"stage": 3}, model={"config": model})
     kept, expected = measured_and_estimated(raw, 2, 128)
-    assert kept == expected
+    assert kept == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("section", [{}, {"fuse": "off"}, {"preset": "tensorwise"}, {"enabled": False}, MULTIPLIED])
+@pytest.mark.parametrize("tokens", [2048, 2048 + 3 * 128, 2048 + 77])
+def test_long_rows_keep_what_shorter_ones_say(section, tokens):
+    """Measured at few tokens and continued: the same as measured at all of them."""
+    model = MOE if section is MULTIPLIED else {}
+    w = read_workload(workloads.stage(fp8=section, model={"config": model}, data={"sequence_length": tokens}))
+    layer = w.resized("micro_batch", 1).model.layers[0]
+    at_once = activations._measured(w.model.decoder, layer, 1, False, True, tokens)
+    assert activations.everything(layer, w.resized("micro_batch", 1)) == at_once
+
+
+SHARED = {
+    "bf16": {"enabled": False},
+    "fused": {},
+    "fused, activations in BF16": {"activations": {"save": "bf16"}},
+    "linear by linear": {"fuse": "off"},
+    "linear by linear, inputs in BF16": {"fuse": "off", "activations": {"save": "bf16"}},
+}
+
+
+def kept_by_a_rank(raw, rows, length):
+    model, fp8 = workloads.model_of(raw), parse_fp8(raw)
+    with shared(model, rows):
+        if fp8.enabled:
+            convert(model, fp8)
+        return workloads.kept_bytes(model, rows, length // 2)
+
+
+@pytest.mark.parametrize("section", SHARED.values(), ids=SHARED)
+def test_layers_of_ranks_that_share_rows(ranks, section):
+    raw = workloads.stage(
+        sequence_parallel_size=2, fp8=section, zero_optimization={"stage": 3}, data={"sequence_length": 256}
+    )
+    w = read_workload(raw, gpus=2)
+    assert w.tokens == 2 * 128
+    assert ranks(2, kept_by_a_rank, raw, 2, 256) == [of_decoder(w)] * 2
 
 
 def test_checkpointing_keeps_one_input_a_layer():
@@ -86,9 +153,8 @@ def test_checkpointing_keeps_one_input_a_layer():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     kept = workloads.kept_bytes(model, 2, 128)
     w = read_workload(workloads.stage(fp8={"enabled": False}, model={"activation_checkpointing": True}))
-    inputs = sum(sum(activations.kept(layer, w).values()) for layer in w.model.layers)
-    norm = activations.final_norm(w) - 2 * w.tokens * w.model.hidden
-    assert kept == inputs + norm + 8 * w.tokens
+    # cos and sin are arguments, and not kept apart.
+    assert kept == of_decoder(w) - 4 * w.tokens * w.model.layers[0].head_dim
 
 
 def long_rows(**model):

@@ -5,8 +5,10 @@ import gc
 import pytest
 import torch
 
-from ds_fp8.config.presets import merge
+from ds_fp8.config.presets import merge, preset_values
 from ds_fp8.memory import estimate
+from ds_fp8.memory.states import EMULATED
+from ds_fp8.optim import AdamW
 from tests.memory import workloads
 
 PEAK = 0.08
@@ -90,3 +92,46 @@ def test_checkpointed_layers(ranks):
     expected = estimate(raw, gpus=2, device="cpu")
     for _, peak in ranks(2, measured, raw):
         assert peak == pytest.approx(expected.peak_bytes, rel=PEAK)
+
+
+@pytest.mark.parametrize(("section", "error"), [({}, 0.08), ({"enabled": False}, 0.12)], ids=["fp8", "bf16"])
+def test_a_step_with_experts(ranks, section, error):
+    sizes = {**workloads.MOE, "num_hidden_layers": 3}
+    raw = workloads.stage(model={"config": sizes}, data={"sequence_length": LENGTH}, zero_optimization=EVERY_GATHER)
+    raw = merge(raw, {"train_micro_batch_size_per_gpu": ROWS, "fp8": section})
+    expected = estimate(raw, gpus=2, device="cpu")
+    # The step's part is a bound on a CPU, where it emulates what a GPU does in registers.
+    computing = max(phase.total for phase in expected.phases if phase.name != "the optimizer step")
+    for lasting, peak in ranks(2, measured, raw):
+        assert lasting == pytest.approx(expected.lasting_bytes, rel=2e-3)
+        assert peak == pytest.approx(computing, rel=error)
+
+
+def test_experts_in_fp8_take_less():
+    raw = workloads.stage(model={"config": {**workloads.MOE, "num_hidden_layers": 8}}, data={"sequence_length": 256})
+    fp8, bf16 = (estimate(merge(raw, {"fp8": section}), gpus=8) for section in ({}, {"enabled": False}))
+    assert fp8.peak_bytes < 0.85 * bf16.peak_bytes
+
+
+NUMEL = 1 << 20
+CAUTION = 1.3
+"""How much more than it takes may be counted."""
+KEPT = {
+    **{name: preset_values(name)["optimizer"] for name in ("coat", "fishman", "fp8lm_o2", "fp8lm_o3")},
+    "e4m3": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3"},
+    "bf16": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
+}
+
+
+@pytest.mark.parametrize("at_random", [True, False], ids=["auto", "nearest"])
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+def test_an_emulated_step_takes_what_is_counted(kept, at_random):
+    p = torch.nn.Parameter(torch.randn(NUMEL))
+    p.grad = 1e-3 * torch.randn(NUMEL)
+    optimizer = AdamW([p], **kept, stochastic_rounding="auto" if at_random else False, check_finite=False)
+    optimizer.set_segments(p, (NUMEL,))
+    optimizer.step()
+    counted = NUMEL * EMULATED[optimizer.precision.granularity][bool(optimizer.precision.stochastic_parts)]
+    taken = workloads.most_allocated(optimizer.step)
+    assert taken <= 1.01 * counted
+    assert counted <= CAUTION * taken

@@ -1,25 +1,225 @@
-"""Sweeps as a user runs them: real training runs, a kill in the middle, the same command again."""
+"""Sweep files, the tables of results, and sweeps as a user runs them: real runs, a kill in the middle, once more."""
 
+import csv
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
 from ds_fp8.cli import main
 from ds_fp8.cluster.local_launch import TRAIN
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.memory import runner
 from ds_fp8.memory import sweep as sweep_module
-from ds_fp8.memory.grid import Point
-from ds_fp8.memory.results import OK, OUT_OF_MEMORY
-from ds_fp8.memory.runner import PROCESS
+from ds_fp8.memory.report import best_of, print_records, write_report
+from ds_fp8.memory.sweep import Point, check_points, read_sweep
 from ds_fp8.train import load_stage
 from tests.memory import workloads
+
+SWEEPS = sorted((Path(__file__).parents[2] / "ds_configs" / "sweeps").glob("*.json"))
+SHAPES = sorted((Path(__file__).parents[2] / "ds_configs" / "sweeps" / "shapes").glob("*.json"))
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    def read(content, gpus=1):
+        file = tmp_path / "sweep.json"
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        return read_sweep(file, gpus)[1]
+
+    return read
+
+
+def test_named_points_times_a_grid(sweep):
+    points = sweep(
+        {
+            "set": {"data.sequence_length": 64, "train.seed": 1},
+            "points": [{"name": "a", "set": {"train.seed": 2}}, {"name": "b"}],
+            "grid": {"fp8.activations.save": ["fp8", "bf16"], "gpus": [1, 4]},
+        },
+        gpus=2,
+    )
+    assert [point.name for point in points][:3] == [
+        "a, save fp8, gpus 1",
+        "a, save fp8, gpus 4",
+        "a, save bf16, gpus 1",
+    ]
+    assert len(points) == 8
+    assert points[0].settings == {"data.sequence_length": 64, "train.seed": 2, "fp8.activations.save": "fp8"}
+    assert [points[0].gpus, points[1].gpus] == [1, 4]
+    assert points[4].settings["train.seed"] == 1
+
+
+def test_a_grid_alone_and_points_alone(sweep):
+    assert [point.name for point in sweep({"grid": {"train.seed": [1, 2]}}, gpus=3)] == ["seed 1", "seed 2"]
+    assert sweep({"points": [{"name": "x"}]}, gpus=3) == [Point("x", {}, 3)]
+
+
+def test_a_grid_of_the_command_line(sweep, tmp_path):
+    words = ["fp8.preset=infir2, coat", "train.seed=1,2"]
+    config, points = read_sweep(None, 2, words, ["data.sequence_length=64", "train.steps=5"])
+    assert config.grid == {"fp8.preset": ["infir2", "coat"], "train.seed": [1, 2]}
+    assert [point.name for point in points][:2] == ["preset infir2, seed 1", "preset infir2, seed 2"]
+    assert points[0].settings == {
+        "data.sequence_length": 64, "train.steps": 5, "fp8.preset": "infir2", "train.seed": 1,
+    }  # fmt: skip
+    sweep({"points": [{"name": "a", "set": {"train.steps": 6}}]})
+    _, points = read_sweep(tmp_path / "sweep.json", 2, words[1:], ["train.steps=5"])
+    assert [(point.name, point.settings["train.steps"]) for point in points] == [("a, seed 1", 6), ("a, seed 2", 6)]
+    objects = read_sweep(None, 1, ['fp8.linear={"input": {"format": "int8"}},{}'])[0].grid
+    assert objects == {"fp8.linear": [{"input": {"format": "int8"}}, {}]}
+
+
+@pytest.mark.parametrize("word", ["", "train.seed", "=1", "train.seed= "])
+def test_words_that_are_no_grid(word):
+    with pytest.raises(UserError, match="KEY=VALUE") as error:
+        read_sweep(None, 1, [word])
+    assert "--grid" in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "line 1"),
+        ("[]", "JSON object"),
+        ({}, "no points"),
+        ({"grids": {}}, "grid"),
+        ({"points": [{"nam": "x"}]}, "nam"),
+        ({"points": [{"name": "x"}, {"name": "x"}]}, "two points"),
+        ({"grid": {"train.seed": []}}, "no values"),
+        ({"grid": {"train.seed": 3}}, "list"),
+        ({"grid": {"train.seed": list(range(100)), "train.steps": list(range(1, 101))}}, "10,000 points"),
+        ({"grid": {"gpus": [0]}}, "gpus"),
+    ],
+)
+def test_what_is_wrong_with_a_file(sweep, content, says):
+    with pytest.raises(UserError) as error:
+        sweep(content)
+    assert says in str(error.value)
+    assert error.value.remedy
+    assert error.value.file
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"fp8.presett": "infir2"}, "presett"),
+        ({"zero_optimisation.stage": 3}, "zero_optimization"),
+        ({"zero_optimization.stages": 3}, "stages"),
+        ({"zero_optimization.stage": 2}, "stage 3"),
+        ({"train_batch_size": 7}, "does not divide"),
+        ({"data.sequence_length": "long"}, "sequence_length"),
+    ],
+)
+def test_a_point_that_the_stage_does_not_take(tmp_path, settings, says):
+    file = tmp_path / "stage.json"
+    file.write_text(json.dumps(workloads.stage()))
+    with pytest.raises(UserError) as error:
+        check_points([Point("fine", {}, 1), Point("wrong", settings, 2)], file)
+    assert 'the point "wrong"' in str(error.value)
+    assert says in str(error.value)
+
+
+def test_keys_of_points():
+    raw = workloads.stage()
+    point = Point("a", {"train.seed": 2}, 1)
+    assert point.key(raw, 4) == Point("another name", {"train.seed": 2}, 1).key(raw, 4)
+    assert point.key({**raw, "train": {**raw["train"], "run_dir": "elsewhere"}}, 4) == point.key(raw, 4)
+    others = [Point("a", {"train.seed": 3}, 1).key(raw, 4), Point("a", {"train.seed": 2}, 2).key(raw, 4)]
+    assert len({point.key(raw, 4), point.key(raw, 5), *others}) == 4
+
+
+@pytest.mark.parametrize("stage", SHAPES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", SWEEPS, ids=lambda file: file.stem)
+def test_ready_sweeps_load_with_the_ready_shapes(file, stage):
+    _, points = read_sweep(file, 4)
+    check_points(points, stage)
+
+
+def test_there_are_ready_sweeps():
+    assert {file.stem for file in SWEEPS} >= {"fp8_levels", "context_length", "optimizer_states", "zero_stages"}
+    assert {file.stem for file in SHAPES} == {"qwen2.5_1.5b", "qwen2.5_7b"}
+
+
+RAW = workloads.stage()
+
+
+def record(name, peak, tokens, status="ok", **more):
+    measured = {} if status != "ok" else {"peak_bytes": peak, "reserved_bytes": peak, "tokens_per_second": tokens}
+    measured |= {} if status != "ok" else {"loss": 2.5, "step_seconds": 1.0, "steps": 2, "process_bytes": 0}
+    parts = {"master weights": peak // 3, "moments": peak // 3, "activations": peak // 4}
+    estimate = {"peak_bytes": sum(parts.values()), "parts": parts}
+    return {
+        "key": name, "name": name, "status": status, "reason": "" if status == "ok" else "<b>CUDA & co</b>",
+        "settings": {"fp8.enabled": name != "BF16", "train_batch_size": None}, "gpus": 2, "device": "a GPU",
+        "seconds": 1.0, "estimate": estimate, **measured, **more,
+    }  # fmt: skip
+
+
+RECORDS = [
+    record("BF16", 40 << 30, 1000.0),
+    record("infir2", 25 << 30, 1500.0),
+    record("slow & <small>", 20 << 30, 600.0),
+    record("too large", 90 << 30, None, "out of memory"),
+    record("infir2, 4 rows", 30 << 30, 1600.0),
+]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    write_report(folder, RECORDS, RAW)
+    return folder
+
+
+def test_the_table_on_the_terminal():
+    console = Console(width=160, file=io.StringIO(), highlight=False)
+    print_records(RECORDS, console)
+    lines = console.file.getvalue().splitlines()
+    assert [word.strip() for word in lines[4].split("│")[1:-1]] == [
+        "infir2", "ok", "25.00", "22.92", "-8.3%", "0.62", "750", "2.5000",
+    ]  # fmt: skip
+    assert "out of memory" in lines[6]
+
+
+def test_the_table_as_csv_has_every_point_and_kind(written):
+    rows = list(csv.DictReader((written / "sweep.csv").open()))
+    assert [row["name"] for row in rows] == [r["name"] for r in RECORDS]
+    assert int(rows[1]["peak_bytes"]) == 25 << 30
+    assert rows[3]["peak_bytes"] == ""
+    assert int(rows[0]["moments"]) == (40 << 30) // 3
+
+
+def test_the_best_point_has_the_casts_that_were_measured(tmp_path):
+    """null says that wgrad's input is cast as fprop's, which is not so in this preset."""
+    raw = workloads.stage(fp8={"preset": "hybrid_fast", "linear": {"wgrad": {"input": None}}})
+    write_report(tmp_path, [record("a", 1 << 30, 1.0)], raw)
+    best = json.loads((tmp_path / "best.json").read_text())
+    assert parse_fp8(best).linear == parse_fp8(raw).linear
+    assert "train_batch_size" not in best
+
+
+def test_the_best_point_is_a_stage(written):
+    stage = json.loads((written / "best.json").read_text())
+    assert best_of(RECORDS)["name"] == "infir2, 4 rows"
+    assert stage["fp8"]["enabled"] is True
+    assert "train_batch_size" not in stage
+    assert stage["train"] == RAW["train"]
+
+
+def test_nothing_ran(tmp_path):
+    assert {file.name for file in write_report(tmp_path, [RECORDS[3]], RAW)} == {"sweep.csv"}
+
 
 DEVIATION = 0.15
 """Relative, of the process: at this size libraries that load in the first step show."""
@@ -92,15 +292,15 @@ def test_killed_in_the_middle_and_run_again(folder):
     )
     for record in both:
         assert_measured(record)
-    assert {"sweep.csv", "report.html", "best.json"} <= {file.name for file in (folder / "out").iterdir()}
+    assert {"sweep.csv", "best.json"} <= {file.name for file in (folder / "out").iterdir()}
 
 
 def _running(folder):
-    for file in (folder / "out" / "points").glob(f"*/{PROCESS}"):
-        try:
-            return json.loads(file.read_text())["pid"]
-        except ValueError:
-            continue  # just being written
+    """The launcher of the point that is running."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(f'"{folder / "out" / "points"}' in part for part in process.cmdline()):
+                return process.pid
     return None
 
 
@@ -126,7 +326,7 @@ def test_a_point_is_measured_once(call, folder, monkeypatch, capsys):
     assert call(*command) == 0
     assert "1 of 1 points are measured already" in capsys.readouterr().out
     assert records(folder / "once") == [record]
-    assert {"sweep.csv", "report.html", "best.json"} <= {file.name for file in (folder / "once").iterdir()}
+    assert {"sweep.csv", "best.json"} <= {file.name for file in (folder / "once").iterdir()}
 
 
 @pytest.mark.parametrize("grid", [["--sweep", "sweep.json"], ["--grid", "fp8.enabled=true,false"]])
@@ -143,7 +343,6 @@ def test_a_plan_runs_nothing(call, folder, capsys, grid):
         ({"grid": {"train.seed": list(range(10_000))}}, [], "10,000 points"),
         ({"grid": {"train.seed": [1]}}, ["--only", "sed 1"], "seed 1"),
         ({"grid": {"train.seed": [1]}}, ["--rerun", "faild"], "failed"),
-        ({"grid": {"train.seed": [1]}}, ["--find-max", "micro_batch"], "--memory"),
     ],
 )
 def test_mistakes_end_before_the_first_run(call, folder, content, arguments, says):
@@ -158,7 +357,7 @@ def test_the_estimate_as_json(call, capsys):
     assert call("estimate", "--gpus", "2", "--memory", "80", "--json") == 0
     output = capsys.readouterr().out
     result = json.loads(output[output.index("{") :])
-    assert set(result) == {"as configured", "BF16, its own loss"}
+    assert set(result) == {"as configured", "BF16, fused loss", "BF16, its own loss"}
     for column in result.values():
         assert column["gpus"] == 2
         assert column["largest"]["micro_batch"] > 0
@@ -192,27 +391,3 @@ def test_a_stage_that_counts_epochs_is_measured_with_its_schedule(folder, monkey
     setting.folder.mkdir()
     sweep_module.Sweep(setting).run([Point("base", {}, 1)])
     assert started[0].train.steps > 4
-
-
-def test_searching_the_largest(folder, monkeypatch):
-    """Runs are stood in for: what fits is decided by the number of rows."""
-
-    def run_point(program, stage_file, overrides, **more):
-        rows = json.loads(dict(part.split("=", 1) for part in overrides)["train_micro_batch_size_per_gpu"])
-        if rows > 11:
-            return runner.Outcome(OUT_OF_MEMORY, "too many", 1.0)
-        figures = {"peak_bytes": rows << 20, "reserved_bytes": 0, "tokens_per_second": 1.0, "process_bytes": 0}
-        return runner.Outcome(OK, "", 1.0, figures)
-
-    monkeypatch.setattr(sweep_module, "run_point", run_point)
-    raw = json.loads((folder / "stage.json").read_text())
-    output = folder / "search"
-    output.mkdir()
-    setting = sweep_module.Setting(TRAIN, folder / "stage.json", raw, output, 2, 60.0)
-    sweep = sweep_module.Sweep(setting)
-    point = Point("base", {}, 1)
-    assert sweep.find_max(point, "micro_batch", 80 << 30)["tried"] == 11
-    tried = sweep.known([point])
-    assert {r["tried"] for r in tried if r["status"] == OUT_OF_MEMORY} >= {12}
-    monkeypatch.setattr(sweep_module, "run_point", None)  # all of it is known already
-    assert sweep_module.Sweep(setting).find_max(point, "micro_batch", 80 << 30)["tried"] == 11

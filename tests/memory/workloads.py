@@ -23,6 +23,16 @@ MODEL = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+}
 STAGE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_clipping": 1.0,

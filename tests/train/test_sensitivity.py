@@ -16,8 +16,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.train.judge import Judge
-from ds_fp8.train.sensitivity import CastSwitch, Cost, Part, measure, measurements, parts_of, propose
+from ds_fp8.train.sensitivity import CastSwitch, Cost, Judge, Part, measure, parts_of, propose
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.train.tiny_stage import TINY
 
@@ -120,9 +119,9 @@ def test_all_parts_are_those_of_a_conversion():
     assert [part.pattern for part in parts.layers] == ["model.layers.0", "model.layers.1"]
     kinds = ["q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     assert [part.pattern for part in parts.kinds] == [f"*.{kind}" for kind in kinds]
-    done = []
-    costs = measure(model, switch, judge, parts, lambda: done.append(1))
-    assert len(costs) == len(done) == measurements(parts) == 3 * 7 + 2
+    left = []
+    costs = measure(model, switch, judge, parts, left.append)
+    assert len(costs) == len(left) == left[0] == 3 * 7 + 2
     switch.close()
     convert(model, fp8)
     found = judge.measure(model)
@@ -168,14 +167,13 @@ def test_the_costliest_for_their_flops_are_proposed_within_the_budget():
 
 @pytest.fixture
 def run(folder, cache_home, monkeypatch, capsys):
-    """`run(FILE, option, ...)`: figures of the command on a small model, and what it prints."""
+    """`run(FILE, option, ...)`: figures of the command on a small model, what it prints, and the folder it wrote."""
     monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
 
     def command(file, *options):
-        figures = folder / "sensitivity.json"
-        arguments = ["--rows", "2", "--length", "41", "--json", str(figures), *map(str, options)]
+        arguments = ["--rows", "2", "--length", "41", "--out", str(folder / "out"), *map(str, options)]
         assert main(["sensitivity", str(folder), str(file), *arguments]) == 0
-        return json.loads(figures.read_text()), capsys.readouterr().out
+        return json.loads((folder / "out" / "sensitivity.json").read_text()), capsys.readouterr().out
 
     return command
 
@@ -198,6 +196,16 @@ def test_the_command_on_documents(run, folder, tmp_path):
     assert kept > 0
     again, _ = run(folder / "text.txt", "--budget", "0.2")
     assert again == figures  # deterministic
+
+
+def test_a_budget_below_every_part_proposes_and_writes_nothing(run, folder, tmp_path):
+    figures, printed = run(folder / "text.txt", "--budget", "0.001", "--write", tmp_path / "careful.json")
+    smallest = min((entry for entry in figures["costs"]), key=lambda entry: entry["flops_share"])
+    assert f"{smallest['pattern']}, has {smallest['flops_share']:.2%}" in printed
+    assert "not written" in printed
+    assert not (tmp_path / "careful.json").exists()
+    enough = printed.partition("(--budget ")[2].split()[0]
+    assert run(folder / "text.txt", "--budget", enough)[0]["proposal"]["overrides"]
 
 
 def test_the_command_on_a_stage_changes_nothing_else_of_it(run, folder, tmp_path, write):
@@ -230,11 +238,11 @@ def test_a_proposal_stands_before_a_cast_of_the_same_layers(run, folder, tmp_pat
 
 
 def test_the_command_over_a_grid(run, folder, tmp_path, capsys):
-    grid = ["--grid", "fp8.preset=infir2,tensorwise", "--out", str(tmp_path / "out")]
+    grid = ["--grid", "fp8.preset=infir2,tensorwise", "--budget", "0.2", "--out", str(tmp_path / "out")]
     assert main(["sensitivity", str(folder), str(folder / "text.txt"), "--rows", "2", "--length", "41", *grid]) == 0
     assert capsys.readouterr().out.count("for 1% of FLOPs") == 2
     for preset in ("infir2", "tensorwise"):
-        alone, _ = run(folder / "text.txt", "--preset", preset)
+        alone, _ = run(folder / "text.txt", "--budget", "0.2", "--preset", preset)
         assert json.loads((tmp_path / "out" / f"preset_{preset}" / "sensitivity.json").read_text()) == alone
         stage = json.loads((tmp_path / "out" / f"preset_{preset}" / "stage.json").read_text())
         assert stage["fp8"]["linear"]["overrides"] == alone["proposal"]["overrides"]
@@ -243,12 +251,12 @@ def test_the_command_over_a_grid(run, folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("file", "options", "key"),
     [
-        ("text.txt", ["--grid", "fp8.preset=infir2,coat", "--json", "x.json"], "--grid"),
+        ("text.txt", ["--grid", "fp8.preset=infir2,coat", "--write", "x.json"], "--grid"),
         ("text.txt", ["--preset", "rowise"], "fp8.preset"),
         ("text.txt", ["--set", "fp8.enabled=false"], "fp8.enabled"),
         ("absent.txt", [], "data.path"),
         ("config.json", [], "data"),
-        ("text.txt", ["--json", "."], "--json"),
+        ("text.txt", ["--write", "."], "--write"),
     ],
 )
 def test_mistakes(folder, cache_home, monkeypatch, file, options, key):

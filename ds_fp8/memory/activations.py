@@ -121,7 +121,7 @@ def _saved_bytes(decoder: nn.Module, tokens: int) -> int:
 
 
 class _StandIn(torch.autograd.Function):
-    """The tensors that attention kernels keep: q [B, heads, S, D], k, v [B, kv_heads, S, D], the output, a number for each head.
+    """Keeps what attention kernels keep: q [B, heads, S, D], k and v [B, kv_heads, S, D], output, a number a head.
 
     Without grouped attention in the kernel, k and v are repeated for every head of q. GPUs that share sequences have
     all tokens of some heads, as many bytes, but at least one head of k and v each. Attention in FP8 keeps half of it,

@@ -1,21 +1,17 @@
 """Casts between high precision and FP8, in Triton on a GPU and in plain torch elsewhere: the same bits either way."""
 
 from ds_fp8.casts.primitives import apply_factors, cast, group_amax, scale_from_amax
-from ds_fp8.casts.quantization import clipped, quantize, quantize_both, quantize_columnwise, transpose
-from ds_fp8.casts.rotation import rotate, unrotate
+from ds_fp8.casts.quantization import quantize, quantize_both, quantize_columnwise, transpose
 from ds_fp8.casts.tensor import QuantizedTensor
 
 __all__ = [
     "QuantizedTensor",
     "apply_factors",
     "cast",
-    "clipped",
     "group_amax",
     "quantize",
     "quantize_both",
     "quantize_columnwise",
-    "rotate",
     "scale_from_amax",
     "transpose",
-    "unrotate",
 ]

@@ -7,9 +7,8 @@ A cast is three steps, which the ZeRO-3 parameter gather also takes one by one (
     data[i]  = cast(clamp(x[i] * (1 / scale[g]), -format.max, format.max))   round to nearest even
 
 so that x[i] is approximately data[i] * scale[g]. Inf or NaN anywhere in a group turns its scale, and with it the whole
-group, into NaN: overflow is seen downstream, never hidden. A static scale is one number for all: it takes no amax, what
-is too large saturates, and of Inf and NaN the element alone becomes NaN (which only E4M3 and E5M2 have). Scales of type
-`mse` follow from all elements (scales_of_least_error).
+group, into NaN: overflow is seen downstream, never hidden. Under a scale that needs no amax (ScaleType) what is too
+large saturates, and of Inf and NaN the element alone becomes NaN.
 """
 
 from __future__ import annotations
@@ -18,14 +17,11 @@ from collections.abc import Callable
 
 import torch
 
-from ds_fp8.casts import emulated
-from ds_fp8.casts.emulated import encode, encode_stochastically
-from ds_fp8.casts.stochastic import round_stochastically
 from ds_fp8.config.formats import (
     FORMATS,
+    SCALE_TYPES,
     SMALLEST_SCALE,
     check_scale_type,
-    fixed_scale,
     format_of,
     group_shape,
     has_power_of_two_scales,
@@ -57,11 +53,11 @@ def group_amax(x: torch.Tensor, granularity: str) -> torch.Tensor:
     if x.numel() == 0:
         return torch.zeros(shape, device=x.device)
     # Before the conversion to FP32: half the memory for BF16, and exact, since a maximum rounds nothing.
-    amax = _per_group(torch.amax, x.detach().abs(), granularity)
+    amax = reduce_groups(torch.amax, x.detach().abs(), granularity)
     return amax.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def _per_group(reduce: Callable[..., torch.Tensor], x: torch.Tensor, granularity: str) -> torch.Tensor:
+def reduce_groups(reduce: Callable[..., torch.Tensor], x: torch.Tensor, granularity: str) -> torch.Tensor:
     """Reduce the elements of every group to one, by torch.amax or torch.sum: of shape `scale_shape`."""
     if granularity == "tensor":
         return reduce(x.flatten(), -1)
@@ -87,49 +83,51 @@ def scale_from_amax(amax: torch.Tensor, format: str, scale: str) -> torch.Tensor
     Args:
         amax: Largest magnitudes, at least 0, of any shape.
         format: A name of config/formats.py.
-        scale: "fp32"; "pow2" to round up to powers of two; "e4m3" for scales in units of one of the tensor.
+        scale: "fp32"; "pow2" to round up to powers of two; another of SCALE_TYPES that follows from an amax.
 
     Returns:
         FP32 of amax's shape: 1 where amax is 0, NaN where it is not finite, never below SMALLEST_SCALE.
 
     Raises:
-        ValueError: For an unknown scale type, or one which no amax makes: static, "mse".
+        ValueError: For an unknown scale type, or one which no amax makes.
     """
     check_scale_type(scale)
-    if fixed_scale(scale) is not None or scale == "mse":
+    kind = SCALE_TYPES[scale]
+    if kind.from_numbers is not None:
         raise ValueError(f"scale {scale!r} does not follow from an amax")
     amax = amax.float()
-    exact = _bringing_to(amax, FORMATS[format].max)
+    if kind.from_amax is not None:
+        return kind.from_amax(amax, format)
+    exact = exact_scale(amax, FORMATS[format].max)
     if scale == "pow2":
         # frexp and ldexp, not log2 and exp2: those round, and a scale one power too small would saturate.
         mantissa, exponent = torch.frexp(exact)  # exact = mantissa * 2**exponent, mantissa in [0.5, 1)
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
         exact = torch.ldexp(torch.ones_like(exact), exponent)
-    elif scale == "e4m3":
-        exact = _in_units_of_the_tensor(exact)
-    return _of_finite_groups(amax, exact)
+    return of_finite_groups(amax, exact)
 
 
-def _bringing_to(amax: torch.Tensor, largest: float) -> torch.Tensor:
+def exact_scale(amax: torch.Tensor, largest: float) -> torch.Tensor:
+    """Return amax / largest, at least SMALLEST_SCALE."""
     # A tensor as divisor: dividing by a number, CUDA multiplies by its rounded reciprocal.
     return (amax / torch.full_like(amax, largest)).clamp_min(SMALLEST_SCALE)
 
 
-def _of_finite_groups(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def of_finite_groups(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return the scales, 1 where all of the group is 0 and NaN where something is not finite."""
     return torch.where(amax.isfinite(), torch.where(amax == 0, 1.0, scale), torch.nan)
 
 
 def scales_for(x: torch.Tensor, format: str, granularity: str, scale: str) -> torch.Tensor:
     """Return the scales of a cast of `x`: FP32 of shape `scale_shape(x.shape, granularity)`, as for `quantize`."""
-    fixed = fixed_scale(scale)
-    if scale == "mse":
-        return scales_of_least_error(x, format, granularity)
+    kind = SCALE_TYPES[scale]
+    if kind.from_numbers is not None:
+        return kind.from_numbers(x, format, granularity)
     if scale == "fitted" and granularity == "1x128":
         return fitted_scales(x, format)
-    if fixed is None:
+    if kind.needs_amax:
         return scale_from_amax(group_amax(x, granularity), format, scale)
-    return torch.full(scale_shape(x.shape, granularity), fixed, device=x.device)
+    return scale_from_amax(torch.zeros(scale_shape(x.shape, granularity), device=x.device), format, scale)
 
 
 FITTED_SEVENTHS = (7, 6, 5, 4)
@@ -157,11 +155,11 @@ def fitted_scales(x: torch.Tensor, format: str) -> torch.Tensor:
         return scale_from_amax(amax, format, "fp32")
     best = least = None
     for sevenths in FITTED_SEVENTHS:
-        scale = _of_finite_groups(amax, _bringing_to(amax, largest * sevenths / 7))
+        scale = of_finite_groups(amax, exact_scale(amax, largest * sevenths / 7))
         in_units = per_element(torch.mul, x.detach(), scale.reciprocal(), "1x128")
         rounded = decode(in_units.clamp(-largest, largest).to(FORMATS[format].dtype))
         # In units of the scale, for squares of small numbers vanish, and then of the largest c's.
-        lost = _per_group(torch.sum, (in_units - rounded).square_(), "1x128") * (7 / sevenths) ** 2
+        lost = reduce_groups(torch.sum, (in_units - rounded).square_(), "1x128") * (7 / sevenths) ** 2
         if best is None:
             best, least = scale, lost
         else:
@@ -169,51 +167,9 @@ def fitted_scales(x: torch.Tensor, format: str) -> torch.Tensor:
     return best
 
 
-def scales_of_least_error(x: torch.Tensor, format: str, granularity: str) -> torch.Tensor:
-    """Return for every group the power of two with which a cast to nearest leaves the smaller squared error.
-
-        scale[g] = the s of {p, p / 2} with the smaller sum over g of (x[i] - s * cast(x[i] / s))^2,  p that of `pow2`
-
-    With p / 2 the largest elements may saturate. For E2M1 in groups of up to 32 no other power of two leaves less: the
-    numbers of larger scales are, within reach, among those of p. Of smaller ones 1.5 p is the end; what lies beyond
-    loses no less there than with p / 2, the largest element, above 3 p, at least (1.5 p)^2 = 2.25 p^2 more, and the
-    other 31 have at most 31 (p / 4)^2 = 1.94 p^2 to gain. So this is the projection of least squared error that QuEST
-    (arXiv 2502.05003) approximates by a multiple of the group's root mean square, fitted to a normal distribution.
-
-    Args:
-        x: Floating point, of any shape that the granularity fits.
-        format: A name of FORMATS.
-        granularity: As for `quantize`.
-
-    Returns:
-        FP32 of shape `scale_shape(x.shape, granularity)`; 1 where all is 0, NaN where anything is not finite.
-    """
-    whole = scale_from_amax(group_amax(x, granularity), format, "pow2")
-    if x.numel() == 0:
-        return whole
-    half = (whole / 2).clamp_min(SMALLEST_SCALE)
-    errors = []
-    for scale in (whole, half):
-        codes = cast(x, scale, format, granularity)
-        rounded = dequantize(codes, scale, granularity, "mse", torch.float32, format)
-        # In units of p: squares of the smallest numbers would vanish in FP32.
-        lost = per_element(torch.div, x.detach().float() - rounded, whole, granularity).square_()
-        errors.append(_per_group(torch.sum, lost, granularity))
-    return torch.where(errors[1] < errors[0], half, whole)  # equal, or NaN: whole
-
-
 def infinite_to_nan(x: torch.Tensor, scale: str) -> torch.Tensor:
-    """Return `x` for `cast`, with Inf replaced by NaN: under a static scale Inf would saturate."""
-    return x if fixed_scale(scale) is None else x.detach().masked_fill(x.isinf(), torch.nan)
-
-
-def _in_units_of_the_tensor(scale: torch.Tensor) -> torch.Tensor:
-    """Round the scales of all groups of a tensor to E4M3 in units of one FP32 scale, as NVFP4 stores them."""
-    if scale.numel() == 0:
-        return scale
-    codes = FORMATS["e4m3"]
-    unit = (scale.amax() / torch.full_like(scale, codes.max)).clamp_min(SMALLEST_SCALE)
-    return (scale / unit).clamp(codes.smallest_subnormal, codes.max).to(codes.dtype).float() * unit
+    """Return `x` for `cast`: Inf as NaN where it would saturate, under a scale that needs no amax."""
+    return x if SCALE_TYPES[scale].needs_amax else x.detach().masked_fill(x.isinf(), torch.nan)
 
 
 def per_element(
@@ -239,44 +195,36 @@ def per_element(
     return result
 
 
-def cast(
-    x: torch.Tensor, scale: torch.Tensor, format: str, granularity: str, rounding: str = "nearest"
-) -> torch.Tensor:
-    """Return `x` in units of `scale`, rounded and saturated.
+def cast(x: torch.Tensor, scale: torch.Tensor, format: str, granularity: str) -> torch.Tensor:
+    """Return `x` in units of `scale`, rounded to nearest even and saturated.
 
     Args:
         x: Floating point, of any shape.
         scale: FP32, of shape `scale_shape(x.shape, granularity)`.
         format: A name of FORMATS.
         granularity: As for `quantize`.
-        rounding: "nearest", to even, or "stochastic", with torch's random numbers.
 
     Returns:
-        FP8, or uint8 codes of an emulated format, of x's shape; NaN where x or its scale is NaN.
+        FP8, or uint8 codes of a format with a codec, of x's shape; NaN where x or its scale is NaN.
     """
     target = FORMATS[format]
     in_units = per_element(torch.mul, x.detach(), scale.reciprocal(), granularity)
-    if rounding == "stochastic":
-        draw = torch.rand_like(in_units)
-        if target.magnitudes:
-            return encode_stochastically(in_units, draw, target)
-        in_units = round_stochastically(in_units.clamp_(-target.max, target.max), draw, format)
-    elif target.magnitudes:
-        return encode(in_units, target)
+    if target.codec is not None:
+        return target.codec.encode(in_units)
     # Clamped first: torch converts what is too large to NaN in E4M3 and to Inf in E5M2.
     return in_units.clamp_(-target.max, target.max).to(target.dtype)
 
 
 def decode(data: torch.Tensor, dtype: torch.dtype = torch.float32, format: str | None = None) -> torch.Tensor:
-    """Return codes as numbers (scale 1), exact in FP32 and, but for those of log8, in BF16.
+    """Return codes as numbers (scale 1), exact in FP32 and, where Format says so, in BF16.
 
     Args:
-        data: FP8, or uint8 codes of an emulated format.
+        data: FP8, or uint8 codes of a format with a codec.
         dtype: Dtype of the numbers.
         format: Name of the format of uint8 codes; FP8 dtypes say theirs.
     """
     if data.dtype is torch.uint8:
-        return emulated.decode(data, FORMATS[format], dtype)
+        return FORMATS[format].codec.decode(data, dtype)
     if data.device.type != "cpu":
         return data.to(dtype)
     # A look-up in the table of all 256 codes: on a CPU several times faster than torch's element-wise conversion.

@@ -138,18 +138,6 @@ def to_fp8(x, reciprocal, dtype: tl.constexpr):
 
 
 @triton.jit
-def to_fp8_saturating(x, reciprocal, dtype: tl.constexpr, LARGEST: tl.constexpr):
-    """Return the codes, as uint8, of x in units of a static scale, rounded to nearest even and saturated.
-
-    Inf and NaN become NaN, whose code is 0x7f in both formats. `reciprocal` of the scale, a power of two.
-    """
-    # Clamped before the cast: what is too large saturates alike on a GPU and in the interpreter.
-    units = tl.minimum(tl.maximum(x * reciprocal, -LARGEST), LARGEST)
-    codes = units.to(dtype).to(tl.uint8, bitcast=True)
-    return tl.where(tl.abs(x) < float("inf"), codes, 0x7F)
-
-
-@triton.jit
 def spacing_of(x, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
     """Return the spacing around x of the numbers of a format with this machine epsilon and smallest subnormal number."""
     # The exponent bits alone are the largest power of two not above |x|: the numbers of a binade are equally far apart.
@@ -174,7 +162,7 @@ TRITON_DTYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 def format_arguments(format: str, scale: str) -> dict[str, object]:
     """Return the compile-time arguments of every casting kernel."""
     return {
-        # Kernels are compiled with a format that they do not cast to, too: emulated ones have no type.
+        # Kernels are compiled with a format that they do not cast to, too: some have no type here.
         "DTYPE": TRITON_DTYPES.get(format, tl.float8e4nv),
         "LARGEST": FORMATS[format].max,
         "SMALLEST": SMALLEST_SCALE,

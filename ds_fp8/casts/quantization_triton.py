@@ -7,8 +7,7 @@ One program takes a tile of 128 x 128 elements, which holds whole groups of ever
     columnwise:  scale[k] = f(max_m |x|),  data[k, m] = cast(x / scale)        contraction m (tokens), for wgrad
 
 1x128 and 128x128 find their amax inside the tile. `row` and `tensor` need all of x first: `_amax_tiles` reduces it to
-the amax of every row and column, then the same tile kernel casts with the scales of those. A static scale needs no amax:
-`_cast_statically` writes both results of a tile.
+the amax of every row and column, then the same tile kernel casts with the scales of those.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ from ds_fp8.casts.primitives_triton import (
     NONE,
     ROW,
     TILE,
-    TRITON_DTYPES,
     amax_bits,
     format_arguments,
     raise_amax,
-    to_fp8_saturating,
 )
 from ds_fp8.casts.store_triton import (
     empty_result,
@@ -40,7 +37,6 @@ from ds_fp8.casts.store_triton import (
     tiles,
 )
 from ds_fp8.casts.tensor import QuantizedTensor
-from ds_fp8.config.formats import FORMATS, fixed_scale
 
 
 @triton.jit
@@ -124,25 +120,6 @@ def _amax_tiles(
 
 
 @triton.jit
-def _cast_statically(
-    x, row_factor, column_factor, M, K, stride_m, row_data, column_data, RECIPROCAL: tl.constexpr,
-    FACTORS: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr,
-):
-    """Write the codes of x / scale, saturated, as [M, K] and as [K, M], where their data is given."""
-    k = tl.program_id(0) * 128 + tl.arange(0, 128)
-    m = tl.program_id(1) * 128 + tl.arange(0, 128)
-    tile = load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, False)
-    # One scale for both results: the codes are the same, and only the place differs. No amax, so nothing has to be read
-    # twice, and elements saturate in place of moving the scale.
-    codes = to_fp8_saturating(tile, RECIPROCAL, DTYPE, LARGEST)
-    inside = (m < M)[:, None] & (k < K)[None, :]
-    if row_data is not None:
-        tl.store(row_data + m[:, None].to(tl.int64) * K + k[None, :], codes, mask=inside)
-    if column_data is not None:
-        tl.store(column_data + k[None, :].to(tl.int64) * M + m[:, None], codes, mask=inside)
-
-
-@triton.jit
 def _transpose_tiles(x, result, M, K, SIZE: tl.constexpr):
     """Transpose the bytes of each matrix, [M, K] -> [K, M]."""
     # The third axis of the grid is the matrix; the product is in 64 bits, for stacks of experts pass 2^31 bytes.
@@ -196,34 +173,6 @@ def quantize_tiles(
         ROWWISE=MODES[rowwise], COLUMNWISE=MODES[columnwise], num_warps=8 if column is None else 4,
         **format_arguments(format, scale), **common,
     )
-    return row, column
-
-
-def quantize_statically(
-    x: torch.Tensor,
-    format: str,
-    scale: str,
-    rowwise: bool,
-    columnwise: bool,
-    row_factor: torch.Tensor | None = None,
-    column_factor: torch.Tensor | None = None,
-) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-    """Cast a matrix x [M, K] with a static scale: as [M, K] if `rowwise`, and as [K, M] if `columnwise`; else None."""
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    M, K = x.shape
-    row = empty_result(M, K, format, "tensor" if rowwise else None, scale, x.device)
-    column = empty_result(K, M, format, "tensor" if columnwise else None, scale, x.device)
-    fixed = fixed_scale(scale)
-    for result in (row, column):
-        if result is not None:
-            result.scale.fill_(fixed)
-    if x.numel():
-        _cast_statically[tiles(K), tiles(M)](
-            x, row_factor, column_factor, M, K, x.stride(0), row and row.data.view(torch.uint8),
-            column and column.data.view(torch.uint8), RECIPROCAL=1 / fixed, FACTORS=(row_factor is not None) + 2 * (column_factor is not None),
-            DTYPE=TRITON_DTYPES[format], LARGEST=FORMATS[format].max, num_warps=8,
-        )
     return row, column
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ds_fp8.casts import primitives
-from ds_fp8.config.formats import BLOCK, FORMATS, SQUARE, CastSpec, format_of, scale_shape
+from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec, format_of, is_of_blocks, scale_shape
 
 
 def block_scales(rows: int, columns: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -37,17 +37,17 @@ class QuantizedTensor:
     """
 
     data: torch.Tensor
-    """FP8, or uint8 codes of an emulated format, the shape of x."""
+    """FP8, or uint8 codes of a format with a codec, the shape of x."""
     scale: torch.Tensor
     """FP32 dequantisation factors of shape `scale_shape(x.shape, granularity)`."""
     granularity: str
     scale_type: str = "fp32"
-    """"pow2" and the static ones promise that every scale is a power of two."""
-    emulated: str | None = None
+    """A name of SCALE_TYPES; "pow2" promises that every scale is a power of two."""
+    format_name: str | None = None
     """Name of the format of uint8 codes; FP8 dtypes say theirs."""
 
     def __post_init__(self) -> None:
-        if self.emulated is None:
+        if self.format_name is None:
             format_of(self.data.dtype)
         # Checked once here, so that products and decoding need not: wrong shapes would broadcast silently.
         expected = scale_shape(self.data.shape, self.granularity)
@@ -66,13 +66,14 @@ class QuantizedTensor:
             scale: FP32, as `scale_shape` has it.
             spec: How the tensor was cast.
         """
-        emulated = spec.format if FORMATS[spec.format].magnitudes else None
-        return cls(codes.view(FORMATS[spec.format].dtype), scale, spec.granularity, spec.scale, emulated)
+        format = FORMATS[spec.format]
+        name = None if format.codec is None else format.name
+        return cls(codes.view(format.dtype), scale, spec.granularity, spec.scale, name)
 
     def __reduce__(self) -> tuple:
         # torch writes FP8 tensors into a plain pickle and cannot read them back: the bytes go in instead.
         data = self.data.view(torch.uint8), self.data.dtype
-        return _from_bytes, (*data, self.scale, self.granularity, self.scale_type, self.emulated)
+        return _from_bytes, (*data, self.scale, self.granularity, self.scale_type, self.format_name)
 
     @property
     def shape(self) -> torch.Size:
@@ -82,7 +83,7 @@ class QuantizedTensor:
     @property
     def format(self) -> str:
         """Return the name of the number format, such as "e4m3"."""
-        return self.emulated or format_of(self.data.dtype).name
+        return self.format_name or format_of(self.data.dtype).name
 
     @property
     def spec(self) -> CastSpec:
@@ -113,7 +114,7 @@ class QuantizedTensor:
         """
         if self.granularity == "tensor":
             return replace(self, data=self.data.t())
-        if self.granularity in SQUARE:
+        if is_of_blocks(self.granularity):
             # A transposed block is a block: the same 128 x 128 elements share its scale.
             return replace(self, data=self.data.t(), scale=self.scale.t())
         raise ValueError(

@@ -129,7 +129,7 @@ def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from ds_fp8.layers.linear import munit
+    from ds_fp8.research import munit
     from ds_fp8.train import packed_attention
     from ds_fp8.train.served_model import load_served_model
 
@@ -167,7 +167,7 @@ def _with_casts(model: PreTrainedModel, stage: Stage, batches: int) -> float:
     from ds_fp8 import convert
     from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
     from ds_fp8.layers.head.loss import fuse_loss
-    from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
+    from ds_fp8.layers.linear.recipe import recipe_from_config
     from ds_fp8.monitor.cast_monitor import CastMonitor
     from ds_fp8.train.evaluation import validation_loss
 

@@ -148,7 +148,7 @@ def _read_model(folder: Path) -> tuple[PretrainedConfig, Callable | None, Genera
 
     from ds_fp8.data import load_tokenizer, save_tokenizer
     from ds_fp8.export.folder import make_savable
-    from ds_fp8.layers.linear import munit
+    from ds_fp8.research import munit
 
     munit.register()
     tokenizer = None

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_fp8.commands.arguments import add_stage, amount, count, count_or_none, parser_of, say, stage_file
-from ds_fp8.commands.comparisons import add_grid, add_out, read_points
+from ds_fp8.commands.arguments import add_stage, amount, count, count_or_none, parser_of, stage_file
+from ds_fp8.commands.comparisons import add_grid, add_out, read_points, say_what_loads
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import check_writable, read_json
 
@@ -47,7 +47,7 @@ def main() -> int:
     add_grid(parser)
     arguments = parser.parse_args()
     check_writable(arguments.out, "--out")
-    say("loading torch and DeepSpeed ...")
+    say_what_loads()
 
     import torch
 
@@ -172,8 +172,8 @@ def _measure(stage: Stage, cell: Cell, batches: int) -> None:
 
     import ds_fp8
     from ds_fp8.data import build_data, default_cache_dir, load_tokenizer, measured_rows
-    from ds_fp8.layers.linear import munit
     from ds_fp8.report.runs import SHARPNESS, RunRecord
+    from ds_fp8.research import munit
     from ds_fp8.train import packed_attention, processes
     from ds_fp8.train.batches import micro_batches
     from ds_fp8.train.checkpoints import MODEL

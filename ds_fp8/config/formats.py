@@ -2,40 +2,35 @@
 
 A cast is described by three words, which are also what a user writes in the JSON:
 
-    format        how one element is stored        e4m3 | e5m2 | one of EMULATED
-    granularity   which elements share a scale     tensor | row | 1x128 | 128x128 | 1x32 | 32x32 | 1x16 | 16x16
-    scale         what values a scale may take     fp32 | fitted | pow2 | e4m3 | mse | static
+    format        how one element is stored        e4m3 | e5m2
+    granularity   which elements share a scale     tensor | row | 1x128 | 128x128
+    scale         what values a scale may take     fp32 | fitted | pow2
 
-E4M3 and E5M2 with the first four granularities and three scale types are what Hopper multiplies. All else is emulated:
-a byte an element, decoded for its products. MXFP8 and MXFP4 are e4m3 and e2m1 in groups of 32 with a power-of-two
-scale, NVFP4 is e2m1 in groups of 16 with scale type "e4m3": a scale of E4M3 each, in units of one FP32 scale of the
-tensor. "fp32" is amax / (largest number of the format); "fitted" brings the amax of each 1x128 group to that of the
-format's four largest multiples of a power of two which leaves it the smallest squared error; "pow2" is "fp32" rounded
-up to a power of two: nothing overflows, and multiplying by it is exact. "mse" is that or half of it, whichever leaves
-the group the smaller squared error: with half of it the largest elements may saturate. "static" is one fixed power of
-two for all of a tensor, whatever its values: nothing looks for an amax.
+This is what Hopper multiplies; ds_fp8.research registers more formats and scales, and takes groups and blocks of other
+sizes (registry.py). "fp32" is amax / (largest number of the format); "fitted" brings the amax of each 1x128 group to
+that of the format's four largest multiples of a power of two which leaves it the smallest squared error; "pow2" is
+"fp32" rounded up to a power of two: nothing overflows, and multiplying by it is exact.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, get_args
 
 import torch
 
-NativeFormat = Literal["e4m3", "e5m2"]
-EmulatedFormat = Literal[
-    "e2m1", "e3m0", "e2m2", "e3m1", "e4m0", "e2m3", "e3m2", "e4m1", "e5m0", "e2m4", "e3m3", "e4m2", "e5m1", "e2m5",
-    "e3m4", "int4", "int6", "int8", "log8",
-]  # fmt: skip
-FormatName = Literal[NativeFormat, EmulatedFormat]
-Granularity = Literal["tensor", "row", "1x128", "128x128", "1x32", "32x32", "1x16", "16x16"]
-ScaleType = Literal["fp32", "fitted", "pow2", "e4m3", "mse", "static"]
+from ds_fp8.config.registry import Registry
 
-GRANULARITIES: tuple[str, ...] = get_args(Granularity)
-SCALE_TYPES: tuple[str, ...] = get_args(ScaleType)
+FormatName = Literal["e4m3", "e5m2"]
+Granularity = Literal["tensor", "row", "1x128", "128x128"]
+ScaleName = Literal["fp32", "fitted", "pow2"]
+NATIVE_FORMATS: tuple[str, ...] = get_args(FormatName)
+NATIVE_GRANULARITIES: tuple[str, ...] = get_args(Granularity)
+NATIVE_SCALES: tuple[str, ...] = get_args(ScaleName)
+"""What kernels cast and tensor cores multiply."""
 
 BLOCK = 128
 """Elements along one side of a `1x128` group or a `128x128` block."""
@@ -44,12 +39,14 @@ SMALLEST_SCALE = 2.0**-126
 """Scales never fall below FP32's smallest normal number: GPUs flush subnormal quotients to zero."""
 
 
-NATIVE_FORMATS: tuple[str, ...] = get_args(NativeFormat)
-NATIVE_GRANULARITIES = ("tensor", "row", "1x128", "128x128")
-SQUARE = ("128x128", "32x32", "16x16")
-"""Granularities of blocks, which a transposed matrix keeps."""
-ALONG_CONTRACTION = ("1x128", "1x32", "1x16")
-"""Granularities of groups, which a transposed matrix does not keep."""
+class Codec(Protocol):
+    """Casts to and from the uint8 codes of a format that torch has no dtype for."""
+
+    def encode(self, x: torch.Tensor, draw: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the codes of FP32 numbers: nearest, saturated; with draws from [0, 1) rounded at random, unbiased."""
+
+    def decode(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the numbers of codes."""
 
 
 @dataclass(frozen=True)
@@ -62,145 +59,100 @@ class Format:
     max: float
     """Largest finite magnitude; casts saturate here."""
     smallest_subnormal: float
-    bits: int = 8
-    magnitudes: tuple[float, ...] = ()
-    """Numbers of an emulated format, from 0 upwards. The code of magnitudes[i] is i, that of its negative
-    i + 2^(bits - 1)."""
-
-    @functools.cached_property
-    def exact_in_bf16(self) -> bool:
-        """Return whether every number of the format is one of BF16."""
-        return all(torch.tensor(number).bfloat16().item() == number for number in self.magnitudes)
+    codec: Codec | None = None
+    """Casts of codes that torch has no dtype for."""
+    exact_in_bf16: bool = True
+    """Whether every number of the format is one of BF16."""
 
 
-def _minifloat(name: str) -> Format:
-    """Return ExMy: sign, x bits of exponent, y of mantissa, subnormals, no Inf; in 8 bits the last code is NaN's."""
-    exponent_bits, mantissa_bits = int(name[1]), int(name[3])
-    bits, bias, ones = 1 + exponent_bits + mantissa_bits, 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
-    magnitudes = []
-    # Each code in turn: subnormals share the exponent of the first normal numbers, without the leading one.
-    for code in range(2 ** (bits - 1) - (bits == 8)):
-        exponent, mantissa = divmod(code, ones)
-        significand = mantissa / ones + (exponent > 0)
-        magnitudes.append(significand * 2.0 ** (max(exponent, 1) - bias))
-    return _emulated(name, bits, magnitudes)
-
-
-def _integer(name: str) -> Format:
-    """Return INTb as sign and magnitude, so that the range is symmetric."""
-    bits = int(name[3:])
-    return _emulated(name, bits, [float(number) for number in range(2 ** (bits - 1))])
-
-
-def _logarithmic(name: str) -> Format:
-    """Return zero and powers of 2^(1/8) up to 1, rounded to FP32 (a logarithmic number system, 2106.13914)."""
-    bits = int(name[3:])
-    # In FP64, rounded once: every platform has the same table.
-    powers = torch.arange(2 - 2 ** (bits - 1), 1, dtype=torch.float64).div(8).exp2().float()
-    return _emulated(name, bits, [0.0, *powers.tolist()])
-
-
-def _emulated(name: str, bits: int, magnitudes: list[float]) -> Format:
-    return Format(name, torch.uint8, magnitudes[-1], magnitudes[1], bits, tuple(magnitudes))
-
-
-_KINDS = {"e": _minifloat, "i": _integer, "l": _logarithmic}
-
-FORMATS: dict[str, Format] = {
-    "e4m3": Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-9),
-    "e5m2": Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-16),
-    **{name: _KINDS[name[0]](name) for name in get_args(EmulatedFormat)},
-}
+FORMATS: Registry[Format] = Registry(
+    e4m3=Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-9),
+    e5m2=Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-16),
+)
 """E4M3 and E5M2 as of Micikevicius et al. (arXiv 2209.05433)."""
 
 
-def static_scale_type(exponent: int = 0) -> str:
-    """Return the scale type, as casts know it, of the fixed scale 2^exponent: "static", "static 2^-24"."""
-    return f"static 2^{exponent}" if exponent else "static"
+@dataclass(frozen=True)
+class ScaleType:
+    """What values the scales of a cast may take."""
+
+    powers_of_two: bool = False
+    """Whether all of them are powers of two."""
+    multiplied: bool = True
+    """Whether products on tensor cores take such scales."""
+    needs_amax: bool = True
+    """False: the scale is known before any number is. What is too large saturates then."""
+    from_amax: Callable[[torch.Tensor, str], torch.Tensor] | None = None
+    """The scales from the amax of all groups of one tensor, and a format's name; None: those of casts/primitives.py."""
+    from_numbers: Callable[[torch.Tensor, str, str], torch.Tensor] | None = None
+    """The scales from the numbers, a format's name and a granularity, where they do not follow from an amax."""
 
 
-def fixed_scale(scale: str) -> float | None:
-    """Return the scale that a type fixes: 1 of "static", 2^-24 of "static 2^-24", None of those that need an amax."""
-    if scale == "static":
-        return 1.0
-    word, _, exponent = scale.partition(" 2^")
-    return 2.0 ** int(exponent) if word == "static" and exponent else None
+SCALE_TYPES: Registry[ScaleType] = Registry(fp32=ScaleType(), fitted=ScaleType(), pow2=ScaleType(powers_of_two=True))
 
 
 def has_power_of_two_scales(scale: str) -> bool:
     """Return whether all scales of a type are powers of two."""
-    return scale in ("pow2", "mse") or fixed_scale(scale) is not None
+    return SCALE_TYPES[scale].powers_of_two
 
 
 def check_scale_type(scale: str) -> None:
     """Raise ValueError unless the argument is a scale type."""
-    if scale not in SCALE_TYPES and fixed_scale(scale) is None:
+    if not SCALE_TYPES.knows(scale):
         raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALE_TYPES)}")
 
 
-def is_emulated(format: str, granularity: str, scale: str) -> bool:
-    """Return whether no kernel and no product but the reference knows such a cast."""
-    return format not in NATIVE_FORMATS or granularity not in NATIVE_GRANULARITIES or scale in ("e4m3", "mse")
+def is_native(format: str, granularity: str, scale: str) -> bool:
+    """Return whether kernels cast like this; all other casts are torch's."""
+    return format in NATIVE_FORMATS and granularity in NATIVE_GRANULARITIES and scale in NATIVE_SCALES
+
+
+_GROUP = re.compile("([1-9][0-9]*)x([1-9][0-9]*)")
 
 
 def group_shape(granularity: str) -> tuple[int, int]:
-    """Return (rows, columns) of a group or block of a granularity such as "1x128"."""
-    rows, columns = granularity.split("x")
-    return int(rows), int(columns)
+    """Return (rows, columns) of a group or block of a granularity such as "1x128".
+
+    Raises:
+        ValueError: For anything else, such as "tensor".
+    """
+    found = _GROUP.fullmatch(granularity)
+    if found is None:
+        raise ValueError(f"granularity {granularity!r} is not one of {', '.join(NATIVE_GRANULARITIES)}")
+    return int(found[1]), int(found[2])
 
 
-ROTATION_BLOCKS = (16, 32, 64, 128)
-"""Sizes of the Hadamard transforms that operands can be rotated by."""
+def is_of_groups(granularity: str) -> bool:
+    """Return whether elements share a scale with neighbours along the rows alone, as in 1x128."""
+    return granularity.startswith("1x")
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """A block Hadamard transform of a matrix before its cast (casts/rotation.py)."""
-
-    block: int = BLOCK
-    """Neighbours that are transformed together, one of ROTATION_BLOCKS."""
-    seed: int | None = None
-    """Seed of the signs that the elements of every block are multiplied by before it; None: no signs."""
-    axis: int = 1
-    """Dimension of the matrix along which blocks lie: 1 its columns, 0 its rows."""
-
-    def __str__(self) -> str:
-        return f"rotated by {self.block}" + ("" if self.seed is None else f" with the signs of seed {self.seed}")
-
-
-@dataclass(frozen=True)
-class Recast:
-    """Second casts, for dgrad and wgrad, of what fprop multiplied."""
-
-    scale: str = "pow2"
-    rounding: str = "stochastic"
-    zero_clipped: bool = True
-    """True: elements that fprop's cast clipped get no gradient."""
+def is_of_blocks(granularity: str) -> bool:
+    """Return whether elements share a scale in square blocks, which a transposed matrix keeps, as in 128x128."""
+    return "x" in granularity and not is_of_groups(granularity)
 
 
 @dataclass(frozen=True)
 class CastSpec:
-    """The cast of a matrix: format, granularity, scale type, rounding, and the rotation before it."""
+    """The cast of a matrix: format, granularity and scale type. ds_fp8.research has casts with more to them."""
 
     format: str = "e4m3"
     granularity: str = "1x128"
     scale: str = "pow2"
-    rounding: str = "nearest"
-    rotation: Rotation | None = None
 
     def __str__(self) -> str:
-        words = f"{self.format} {self.granularity} {self.scale}" + " stochastic" * (self.rounding == "stochastic")
-        return words if self.rotation is None else f"{words}, {self.rotation}"
+        return f"{self.format} {self.granularity} {self.scale}"
 
     @property
     def emulated(self) -> bool:
         """Return whether only the reference multiplies such operands."""
-        return is_emulated(self.format, self.granularity, self.scale)
+        native = self.format in NATIVE_FORMATS and self.granularity in NATIVE_GRANULARITIES
+        return not (native and SCALE_TYPES[self.scale].multiplied)
 
     @property
     def by_torch(self) -> bool:
         """Return whether no kernel casts like this."""
-        return self.emulated or self.rounding == "stochastic"
+        return not is_native(self.format, self.granularity, self.scale)
 
     @property
     def why_not_gathered(self) -> str | None:
@@ -208,13 +160,23 @@ class CastSpec:
 
         The gathered bytes serve a weight's both products.
         """
-        if self.granularity in ALONG_CONTRACTION:
-            return f"{self.granularity} weights are cast along either contraction, from high precision"
-        if self.rounding == "stochastic":
-            return "weights rounded stochastically are cast where they are used"
-        if self.scale == "mse":
-            return 'scales of type "mse" follow from all of a group, of which a rank may have a part'
         return None
+
+    def why_not_sharded(self, numel: int, columns: int) -> str | None:
+        """Return why parts of `numel` elements of a weight of so many columns cannot be cast one by one, or None."""
+        return None
+
+    def before_cast(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of a shard, flat, as they are cast."""
+        return numbers
+
+    def after_cast(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return what a cast matrix [M, K] stands for, from its decoded numbers."""
+        return numbers
+
+    def in_granularity(self, granularity: str) -> CastSpec:
+        """Return the same cast in another granularity."""
+        return replace(self, granularity=granularity)
 
 
 def format_of(dtype: torch.dtype) -> Format:
@@ -246,13 +208,12 @@ def scale_shape(shape: tuple[int, ...] | torch.Size, granularity: str) -> tuple[
     shape = tuple(shape)
     if granularity == "tensor":
         return ()
-    if granularity not in GRANULARITIES:
-        raise ValueError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")
+    if granularity != "row":
+        rows, columns = group_shape(granularity)
     if not shape:
         raise ValueError(f"granularity {granularity!r} needs at least one dimension, got a scalar")
     if granularity == "row":
         return (*shape[:-1], 1)
-    rows, columns = group_shape(granularity)
     # Groups along the last dimension fit tensors of any rank; blocks need a matrix.
     if rows == 1:
         return (*shape[:-1], math.ceil(shape[-1] / columns))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, FormatName
@@ -56,8 +56,8 @@ class ParameterGatherConfig(Section):
     """Format and transport of ZeRO-3's parameter all-gather, for the weights of FP8 linears."""
 
     format: FormatName | Literal["bf16"] = "e4m3"
-    """The format of linear.weight, or bf16. Weights with an override are gathered in its cast, or in BF16 if that is
-    stochastic, 1x32 or 1x16 (these are cast again for dgrad). All formats but bf16 take a byte an element."""
+    """The format of linear.weight, or bf16. Weights with an override are gathered in its cast, or in BF16 where
+    that cannot be sharded. FP8 takes a byte an element."""
     transport: Literal["auto", "nccl", "copy_engine"] = "auto"
     """copy_engine: within one host every rank copies the others' FP8 shards from their memory, without multiprocessors;
     an error if the GPUs cannot read each other's memory. auto: copy engines if possible, else NCCL; the start report
@@ -68,7 +68,7 @@ class GradientReduceConfig(Section):
     """Format and route of ZeRO-3's gradient reduce-scatter, for every gradient of two or more dimensions."""
 
     format: FormatName | Literal["bf16"] = "e4m3"
-    """bf16: DeepSpeed's reduce-scatter. All others take a byte an element; all but e4m3 and e5m2 are emulated."""
+    """bf16: DeepSpeed's reduce-scatter. e4m3, e5m2: a byte an element."""
     scale: Literal["group", "tensor"] = "group"
     """group: one scale for every 128 elements. tensor: one for each gradient, agreed by all ranks and adapted over
     time, as in FP8-LM (arXiv 2310.18313)."""
@@ -171,7 +171,8 @@ class FP8Config(Section):
     preset: str | dict[Axis, str] = DEFAULT
     """Supplies the keys that you leave out: a name of the table above, or one for each of some sections: {"linear":
     "infir2", "optimizer": "coat"}."""
-    linear: LinearConfig = LinearConfig()
+    # SerializeAsAny: an extension (registry.py) is dumped with its own keys.
+    linear: SerializeAsAny[LinearConfig] = LinearConfig()
     activations: ActivationsConfig = ActivationsConfig()
     fuse: Literal["auto", "off"] = "auto"
     """auto: decoder layers of the usual structure run as a few fused operations instead of linear by linear. off: every
@@ -184,9 +185,9 @@ class FP8Config(Section):
     Graphs are compared with Python at intervals, and end at a difference. on: also with such hooks and forwards. off:
     never. The start report or a line in the log gives the reason if there are none."""
     loss: LossConfig = LossConfig()
-    param_gather: ParameterGatherConfig = ParameterGatherConfig()
-    grad_reduce: GradientReduceConfig = GradientReduceConfig()
-    optimizer: OptimizerStateConfig = OptimizerStateConfig()
+    param_gather: SerializeAsAny[ParameterGatherConfig] = ParameterGatherConfig()
+    grad_reduce: SerializeAsAny[GradientReduceConfig] = GradientReduceConfig()
+    optimizer: SerializeAsAny[OptimizerStateConfig] = OptimizerStateConfig()
     monitor: MonitorConfig = MonitorConfig()
 
     @classmethod
@@ -237,12 +238,12 @@ class FP8Config(Section):
         return self.enabled and self.loss.head == "fp8"
 
     @model_validator(mode="after")
-    def _head_is_not_rotated(self) -> FP8Config:
-        if self.loss.head == "fp8" and self.linear.rotation.products:
+    def _head_has_the_casts(self) -> FP8Config:
+        if self.loss.head == "fp8" and (without := self.linear.why_no_head) is not None:
             raise UserError(
-                'loss.head "fp8" does not support fp8.linear.rotation',
+                f'loss.head "fp8" does not support {without}',
                 key="fp8.loss.head",
-                remedy='"head": "bf16", or rotate in linear.overrides only',
+                remedy=f'"head": "bf16", or {without} in linear.overrides only',
             )
         return self
 

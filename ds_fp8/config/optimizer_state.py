@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import FORMATS, EmulatedFormat
+from ds_fp8.config.formats import FORMATS
 
-CodecName = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded", EmulatedFormat]
+CodecName = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded"]
 StateGranularity = Literal["1x128", "tensor"]
 StateScale = Literal["fp32", "pow2"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -39,7 +39,8 @@ class StatePrecision:
         choices = {"exp_avg": CodecName, "exp_avg_sq": CodecName, "granularity": StateGranularity, "scale": StateScale}
         for name, words in choices.items():
             known = get_args(words)
-            if getattr(self, name) not in known:
+            own = name in MOMENTS and getattr(self, name) not in known and FORMATS.knows(getattr(self, name))
+            if getattr(self, name) not in known and not own:
                 raise UserError(
                     f"{name} {getattr(self, name)!r} is unknown",
                     key=f"fp8.optimizer.{name}",

@@ -99,7 +99,8 @@ def parse_section(
 
 
 def _fields_at(section: type[BaseModel], path: list) -> Iterable[str]:
-    """Return the field names of the section reached by following `path` from `section`."""
+    """Return the field names of the section reached by following `path` from `section`, its extension's too."""
+    section = extension_of(section) or section
     for name in path:
         if isinstance(name, int):  # the place in a list of sections
             continue
@@ -109,7 +110,7 @@ def _fields_at(section: type[BaseModel], path: list) -> Iterable[str]:
         inner = [option for option in _inside(field.annotation) if issubclass(option, BaseModel)]
         if not inner:
             return []
-        section = inner[0]
+        section = extension_of(inner[0]) or inner[0]
     return section.model_fields.keys()
 
 

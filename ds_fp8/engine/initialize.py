@@ -35,7 +35,7 @@ from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder.inverse_frequencies import restore_inverse_frequencies
 from ds_fp8.layers.deep_gemm_layers import deep_gemm_layers
 from ds_fp8.layers.head.loss import LossFusion, fuse_loss
-from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
+from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.layers.transformers_versions import warn_of_changes
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.optim.from_config import choose_optimizer, uses_own_optimizer

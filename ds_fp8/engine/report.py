@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from typing import Any
 
 import deepspeed
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.config.formats import EmulatedFormat
+from ds_fp8.config.formats import FORMATS, NATIVE_FORMATS
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.optimizer_state import MOMENTS
 from ds_fp8.engine import break_even
@@ -69,8 +69,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "casts": {name: str(getattr(fp8.linear, name)) for name in ("input", "weight", "grad_output")},
         "emulated": sorted({str(cast) for linear in linears for cast in linear.recipe.emulated}) + _emulated_state(fp8),
         "overrides": _overrides(state),
-        "rotation": str(fp8.linear.rotation) if fp8.linear.rotation.products else None,
-        "smooth_swiglu": len(state.conversion.smoothed),
+        "remarks": fp8.linear.remarks([linear.recipe for linear in linears]),
         "outlier_channels": fp8.linear.outlier_channels,
         "fp8_linears": len(linears),
         **covered.as_json(),
@@ -138,8 +137,6 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         for part in report["overrides"]
         if not part["linears"]
     ]
-    if fp8.linear.smooth_swiglu and not state.conversion.smoothed:
-        report["notes"].append("fp8.linear.smooth_swiglu changes nothing: the model has no gated MLP in FP8")
     if (without := _without_outlier_channels(state)) is not None:
         report["notes"].append(without)
     if report["emulated"]:
@@ -246,7 +243,9 @@ def _emulated_state(fp8: FP8Config) -> list[str]:
     """Return the emulated formats of moments and of gradients on the wire."""
     formats = {"gradients on the wire": fp8.grad_reduce.format}
     formats |= {name: getattr(fp8.optimizer, name) for name in MOMENTS}
-    return [f"{format} {what}" for what, format in formats.items() if format in get_args(EmulatedFormat)]
+    return [
+        f"{format} {what}" for what, format in formats.items() if format in FORMATS and format not in NATIVE_FORMATS
+    ]
 
 
 def _overrides(state: FP8State) -> list[dict[str, Any]]:

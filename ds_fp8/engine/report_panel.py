@@ -68,8 +68,8 @@ def log_report(report: dict[str, Any]) -> None:
     for reason in dict.fromkeys(report["attention_in_bf16"].values()):
         table.add_row("attention in BF16", f"{_some(report['attention_in_bf16'], reason)}: {reason}")
     table.add_row("casts", ", ".join(f"{name} {cast}" for name, cast in report["casts"].items()))
-    if report["rotation"] is not None:
-        table.add_row("rotation", report["rotation"])
+    for title, text in report["remarks"].items():
+        table.add_row(title, text)
     for part in report["overrides"]:
         count = part["linears"]
         backend = "" if part["backend"] in ("bf16", report["backend"]) else f", by {part['backend']}"
@@ -78,8 +78,6 @@ def log_report(report: dict[str, Any]) -> None:
         words = "the input channels with the largest energy, multiplied with their cast errors too"
         experts = "; experts have none" if report["experts_multiplied_in_fp8"] or report["experts_decoded"] else ""
         table.add_row("outlier channels", f"{report['outlier_channels']} a product: {words}{experts}")
-    if report["smooth_swiglu"]:
-        table.add_row("Smooth-SwiGLU", f"{report['smooth_swiglu']} gated MLPs")
     table.add_row("GEMM backend", f"{report['backend']} ({report['backend_description']})")
     table.add_row(
         "parameter all-gather",

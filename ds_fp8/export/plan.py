@@ -22,8 +22,8 @@ from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.config.linear import LinearConfig, WeightCast
 from ds_fp8.export.layouts import SCALE_SUFFIX, check_layout
 from ds_fp8.layers.experts.selection import cast_of_experts, expert_weights, names_of_experts
-from ds_fp8.layers.linear import munit
 from ds_fp8.layers.selection import first_matches, linear_layers
+from ds_fp8.research import munit
 
 Parts = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 """Returns the tensors that a parameter is stored as, by name."""
@@ -150,12 +150,12 @@ def make_plan(
     reasons = {name: left[name] for name in linears if name in left}
     for name, pattern in first_matches(linears, linear.overrides).items():
         override = linear.overrides[pattern]
-        if override != "bf16" and override.weight != cast:
+        if override != "bf16" and str(override.weight) != str(cast):
             reasons.setdefault(name, f"trained with its weight cast {override.weight}, and a folder holds one cast")
     for name, pattern in {**dict.fromkeys(linears), **first_matches(linears, linear.overrides)}.items():
         casts = linear if pattern is None else linear.overrides[pattern]
-        if casts != "bf16" and casts.rotation.fprop is not None:
-            reasons.setdefault(name, "trained with its weight rotated, and servers rotate no activations")
+        if casts != "bf16" and casts.why_not_served is not None:
+            reasons.setdefault(name, casts.why_not_served)
     for name, layer in linears.items():
         # Under ZeRO-3 a parameter has no data here: its whole shape is asked for.
         rows, columns = shape_of(layer.weight)
@@ -196,8 +196,8 @@ def plan_to_serve(
     Raises:
         UserError: servers do not know such models, or the model has adapters or keeps buffers beside its weights.
     """
-    why = "weights were trained rotated, and servers rotate no activations"
-    if linear.rotation.fprop is None:
+    why = linear.why_not_served
+    if why is None:
         layout = "fp8" if linear.weight.granularity == "128x128" else "compressed-tensors"
         # MX and NVFP4 weights, or no layer at all that could be in FP8. What else is wrong is raised below too.
         try:

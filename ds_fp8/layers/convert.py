@@ -5,7 +5,7 @@ Which layers, selection.py decides; which decoder layers, decoder.py. One layer 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -21,7 +21,6 @@ from ds_fp8.layers.attention.format import (
     use_fp8_attention,
 )
 from ds_fp8.layers.decoder.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
-from ds_fp8.layers.decoder.structure import MLP_PARTS
 from ds_fp8.layers.experts.balancing_loss import count_without_waiting
 from ds_fp8.layers.experts.experts import (
     ExpertsConversion,
@@ -37,8 +36,7 @@ from ds_fp8.layers.experts.selection import (
 )
 from ds_fp8.layers.head.loss import FusedHead, fuse_loss, withholds_logits
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
+from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
 from ds_fp8.layers.selection import (
     OVERRIDDEN,
     Filter,
@@ -49,9 +47,6 @@ from ds_fp8.layers.selection import (
     unconverted,
 )
 from ds_fp8.monitor.cast_monitor import CastMonitor
-
-NO_ROTATION = '{"rotation": {"fprop": null, "dgrad": null, "wgrad": null}}'
-"""An override that rotates nothing."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +71,6 @@ class Conversion:
     """Skip patterns of the user's that name no linear."""
     overrides: dict[str, Override] = field(default_factory=dict)
     """By pattern, in the order they are tried."""
-    smoothed: list[str] = field(default_factory=list)
-    """Names of the down_proj with Smooth-SwiGLU."""
     fusion: Fusion = field(default_factory=Fusion)
     attention: AttentionFormat | None = None
     """None: attention is not in FP8."""
@@ -142,8 +135,7 @@ def convert(
             if of_listed_expert(name):
                 # All ranks look for outlier channels together, and not all of them may call this layer.
                 own = replace(own, outlier_channels=0)
-            layer.recipe = own.at(name)
-            _check_blocks(name, layer)
+            layer.recipe = own.for_layer(name, layer, model)
             result.converted.append(name)
         elif isinstance(layer, FP8Linear):
             restore(layer)
@@ -165,8 +157,6 @@ def convert(
         reason = result.experts.left.get(name, "")
         if name in result.experts.converted or reason.startswith(OVERRIDDEN):
             overrides[pattern].linears.append(name)
-    if config.linear.smooth_swiglu:
-        result.smoothed.extend(_smooth(model))
     # Only the user's own patterns: the default names layers that many models do not have.
     if "skip" in config.linear.model_fields_set:
         result.unmatched.extend(p for p in config.linear.skip if not any(matches(name, p) for name in named))
@@ -215,49 +205,6 @@ def _check_patterns(overrides: Iterable[str], layers: Iterable[str]) -> None:
                 key=f'fp8.linear.overrides["{pattern}"]',
                 remedy=nearest(pattern, dict.fromkeys([*_ends(layers), *layers])),
             )
-
-
-def _check_blocks(name: str, layer: FP8Linear) -> None:
-    """Raise UserError for a layer whose features do not divide into the blocks that they are rotated by."""
-    recipe = layer.recipe
-    if not recipe.rotations:
-        return
-    sides = (
-        (layer.in_features, [recipe.input.rotation, recipe.wgrad_input_rotation]),
-        (layer.out_features, [recipe.grad_output.rotation]),
-    )
-    for features, rotations in sides:
-        for rotation in rotations:
-            if rotation is not None and rotation.axis == 1 and features % rotation.block:
-                raise UserError(
-                    f"{name} is {layer.out_features} x {layer.in_features}, and {features} features are not a "
-                    f"multiple of blocks of {rotation.block}",
-                    key="fp8.linear.rotation.block",
-                    remedy=f'a smaller "block", or "overrides": {{"{name}": {NO_ROTATION}}}',
-                )
-
-
-def _smooth(model: nn.Module) -> Iterator[str]:
-    """Give the down_proj of every gated MLP that is in FP8 a recipe with Smooth-SwiGLU, and yield its name."""
-    for name, mlp in model.named_modules():
-        if all(hasattr(mlp, part) for part in MLP_PARTS):
-            down = getattr(mlp.down_proj, "base_layer", mlp.down_proj)  # below an adapter of PEFT's
-            if isinstance(down, FP8Linear):
-                if down.recipe.outlier_channels:
-                    raise UserError(
-                        "fp8.linear.smooth_swiglu and fp8.linear.outlier_channels both treat down_proj's outliers",
-                        key="fp8.linear.smooth_swiglu",
-                        remedy='"smooth_swiglu": false',
-                    )
-                if down.recipe.rotations or down.recipe.recast is not None:
-                    raise UserError(
-                        "fp8.linear.smooth_swiglu and fp8.linear.rotation or recast both change down_proj's operands",
-                        key="fp8.linear.smooth_swiglu",
-                        remedy=f'"smooth_swiglu": false, or "overrides": {{"*.down_proj": {NO_ROTATION}}}, and of '
-                        '"recast" {"of": "high_precision"}',
-                    )
-                down.recipe = replace(down.recipe, smooth=True)
-                yield f"{name}.down_proj"
 
 
 def _ends(names: Iterable[str]) -> list[str]:

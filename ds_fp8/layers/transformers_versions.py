@@ -42,6 +42,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "transformers.models.auto.modeling_auto": (*("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),),
     "transformers.models.auto.tokenization_auto": ("get_tokenizer_config",),
     "transformers.pytorch_utils": ("Conv1D",),
+    "transformers.utils": ("SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME"),
     "transformers.utils.chat_template_utils": ("render_jinja_template",),
 }
 """By module, or module:class: what it must have."""

@@ -14,7 +14,7 @@ import torch
 
 from ds_fp8.casts import QuantizedTensor, group_amax
 from ds_fp8.casts.primitives import decode, per_element
-from ds_fp8.config.formats import BLOCK, FORMATS, SQUARE, group_shape, is_emulated
+from ds_fp8.config.formats import BLOCK, FORMATS, group_shape, is_native, is_of_blocks
 
 SAMPLE = 2**20
 CHUNK = 2**24
@@ -50,7 +50,7 @@ def add_cast_statistics(
         elements: Elements of x, where it has zeros that do not belong to the tensor.
     """
     sums[:1] += quantized.data.numel() if elements is None else elements
-    if quantized.data.is_cuda and not is_emulated(quantized.format, quantized.granularity, quantized.scale_type):
+    if quantized.data.is_cuda and is_native(quantized.format, quantized.granularity, quantized.scale_type):
         from ds_fp8.monitor.statistics_triton import count
 
         with torch.cuda.device(quantized.data.device):  # where Triton launches
@@ -87,7 +87,7 @@ def _limit(quantized: QuantizedTensor) -> float:
 def _count(rows: Rows, quantized: QuantizedTensor) -> torch.Tensor:
     numel, granularity, scale = quantized.data.numel(), quantized.granularity, quantized.scale
     spaced = slice(None, None, min(-(-numel // SAMPLE), quantized.shape[0]))
-    if granularity in SQUARE:
+    if is_of_blocks(granularity):
         side, _ = group_shape(granularity)
         scale, granularity = scale.repeat_interleave(side, 0)[: quantized.shape[0]], f"1x{side}"
     if granularity != "tensor":
@@ -117,5 +117,5 @@ def _scales_of(quantized: QuantizedTensor, rows: slice) -> torch.Tensor:
     """Return the scales of rows that begin at a block."""
     if quantized.granularity == "tensor":
         return quantized.scale
-    unit = group_shape(quantized.granularity)[0] if quantized.granularity in SQUARE else 1
+    unit = group_shape(quantized.granularity)[0] if is_of_blocks(quantized.granularity) else 1
     return quantized.scale[rows.start // unit : -(-rows.stop // unit)]

@@ -25,22 +25,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 
-from ds_fp8.casts.emulated import encode as encode_elements
-from ds_fp8.casts.emulated import encode_stochastically
 from ds_fp8.casts.primitives import decode as fp8_numbers
-from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE, EmulatedFormat, Format
-from ds_fp8.config.optimizer_state import MOMENTS, CodecName, StatePrecision
+from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE, Format
+from ds_fp8.config.optimizer_state import MOMENTS, StatePrecision
 
 
 @dataclass(frozen=True)
 class Codec:
     """A way to store FP32 numbers."""
 
-    name: CodecName
+    name: str
     dtype: torch.dtype
     mantissa_bits: int = 0
     min_exponent: int = 0
@@ -62,8 +60,16 @@ class Codec:
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
 
-CODECS: dict[str, Codec] = {
-    codec.name: codec
+class _Codecs(dict[str, Codec]):
+    def __missing__(self, name: str) -> Codec:
+        # A byte of a format that torch has no dtype for.
+        format = FORMATS[name]
+        self[name] = Codec(name, format.dtype, max=format.max)
+        return self[name]
+
+
+CODECS = _Codecs(
+    (codec.name, codec)
     for codec in (
         Codec("fp32", torch.float32, 23, -126),
         Codec("bf16", torch.bfloat16, 7, -126),
@@ -71,10 +77,9 @@ CODECS: dict[str, Codec] = {
         Codec("e4m3", torch.float8_e4m3fn, 3, -6, FORMATS["e4m3"].max),
         Codec("e5m2", torch.float8_e5m2, 2, -14, FORMATS["e5m2"].max),
         Codec("e4m3_expanded", torch.float8_e4m3fn, 3, -6, FORMATS["e4m3"].max, expanded=True),
-        *(Codec(name, torch.uint8, max=FORMATS[name].max) for name in get_args(EmulatedFormat)),
     )
-}
-assert tuple(CODECS) == get_args(CodecName)
+)
+"""By name; those of other formats (config/formats.py) are made when they are asked for."""
 
 SCALE_MASKS = {"fp32": 0x7FF, "pow2": 0x7FFFFF}
 """Low bits of an FP32 scale that are zero, by scale type."""
@@ -165,10 +170,8 @@ def encode(
         magnitude = torch.where(positive & (magnitude < codec.smallest), codec.smallest, magnitude)
     if codec.emulated is not None:
         signed = torch.copysign(magnitude, groups)
-        if noise is None:
-            codes = encode_elements(signed, codec.emulated)
-        else:
-            codes = encode_stochastically(signed, _as_groups(noise, granularity), codec.emulated)
+        draw = None if noise is None else _as_groups(noise, granularity)
+        codes = codec.emulated.codec.encode(signed, draw)
         return Encoded(codes.view(-1)[: x.numel()], scale, exponent)
     if noise is not None:
         bend = (EXPONENT_STEPS / exponent.float())[:, None] if codec.expanded else None

@@ -22,7 +22,7 @@ from ds_fp8.config.log import logger
 from ds_fp8.data import check_embeddings, load_tokenizer
 from ds_fp8.export.folder import make_savable
 from ds_fp8.graphs.host_checkpoints import keep_on_host
-from ds_fp8.layers.linear import munit
+from ds_fp8.research import munit
 from ds_fp8.train import packed_attention
 from ds_fp8.train.model_config import untrained_config
 from ds_fp8.train.processes import on_first_rank

@@ -26,13 +26,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from ds_fp8.casts import unrotate
 from ds_fp8.config.fp8 import AttentionConfig, FP8Config
 from ds_fp8.data import IGNORED, PackedDataset, measured_rows
 from ds_fp8.layers.convert import convert, stop_casting
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.smoothing import channel_factors, scale_columns
-from ds_fp8.layers.linear.weights import GATHERED, weight_operand
+from ds_fp8.layers.linear.weights import GATHERED, scale_columns, weight_operand
 from ds_fp8.monitor.cast_monitor import CastMonitor
 
 Operand = Literal["both", "input", "weight"]
@@ -155,14 +153,14 @@ class _OneOperand(FP8Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return input · weightᵀ + bias, with the input or the weight cast and decoded before."""
         recipe, weight, x = self.recipe, self.weight, input.reshape(-1, input.shape[-1])
-        factors = channel_factors(x) if recipe.smooth else None
+        factors = recipe.channel_factors(x)
         inverse = None if factors is None else factors.reciprocal()
         if self.cast_operand == "input":
             decoded = recipe.cast_input(x, column_factor=inverse).dequantize(x.dtype)
-            x = self._exact_outliers(scale_columns(unrotate(decoded, recipe.input.rotation), factors), x)
+            x = self._exact_outliers(scale_columns(recipe.input.after_cast(decoded), factors), x)
         else:
             decoded = weight_operand(weight, recipe, factors).dequantize(x.dtype)
-            weight = self._exact_outliers(scale_columns(unrotate(decoded, recipe.weight.rotation), inverse), weight)
+            weight = self._exact_outliers(scale_columns(recipe.weight.after_cast(decoded), inverse), weight)
         return F.linear(x, weight, self.bias).view(*input.shape[:-1], -1)
 
     def _exact_outliers(self, decoded: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

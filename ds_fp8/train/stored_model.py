@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.layers.linear import munit
+from ds_fp8.research import munit
 from ds_fp8.train.stored_fp8 import Codes, check_pickled, check_unexpected, forms_of, stored_tensors
 
 _SHOWN = 3

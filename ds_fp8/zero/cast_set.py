@@ -3,7 +3,7 @@
     amax[b]  = max over all ranks of |master[i]|, i in block b     one all-reduce MAX, all weights of the set together
     shard    = cast(master shard, scale(amax))                     local, one byte a parameter
 
-Weights with a static scale need no amax and no all-reduce. The result is bit-equal to casting the whole master tensor
+Weights whose scale needs no amax need no all-reduce either. The result is bit-equal to casting the whole master tensor
 (Micikevicius et al. cast whole tensors; a block on the edge of two shards is why its amax must be agreed).
 """
 
@@ -16,7 +16,7 @@ import torch
 from deepspeed import comm as dist
 
 from ds_fp8.casts import scale_from_amax
-from ds_fp8.config.formats import fixed_scale
+from ds_fp8.config.formats import SCALE_TYPES
 from ds_fp8.layers.linear.outlier_channels import OutlierChannels
 from ds_fp8.zero.outlier_residuals import OutlierResiduals
 from ds_fp8.zero.shard_cast import make_shard_cast
@@ -71,7 +71,7 @@ class CastSet:
         # Zeros: blocks of which this rank has no element must not raise the maximum of the others.
         amax = torch.zeros(self.num_scales, device=self._device)
         for shard_cast, spec in self._shard_casts:
-            if fixed_scale(spec.scale) is None:
+            if SCALE_TYPES[spec.scale].needs_amax:
                 shard_cast.write_amax(amax, source)
         scales = self._agreed(amax, wire)
         if self._pinned is not None:
@@ -106,19 +106,18 @@ class CastSet:
         """Return the scales that all ranks cast with."""
         scales, start = torch.empty_like(amax), 0
         for group, spec, end in self._runs:
-            fixed = fixed_scale(spec.scale)
-            if fixed is not None:
-                scales[start:end] = fixed
-            else:
+            kind = SCALE_TYPES[spec.scale]
+            if kind.needs_amax:
                 # One all-reduce for all weights of a group that are cast alike: their maxima lie side by side.
                 dist.all_reduce(amax[start:end], op=dist.ReduceOp.MAX, group=group)
                 wire.count(GATHER, "all_reduce", amax[start:end].nbytes, group)
-                if spec.scale != "e4m3":
-                    scales[start:end] = scale_from_amax(amax[start:end], spec.format, spec.scale)
+            if kind.from_amax is None:
+                scales[start:end] = scale_from_amax(amax[start:end], spec.format, spec.scale)
             start = end
         for weight in self.weights:
-            if weight.spec.scale == "e4m3":  # in units of one scale of the whole weight
-                own = scale_from_amax(weight.scales_in(amax), weight.spec.format, "e4m3")
+            spec = weight.spec
+            if SCALE_TYPES[spec.scale].from_amax is not None:  # from all amax of a weight together
+                own = scale_from_amax(weight.scales_in(amax), spec.format, spec.scale)
                 weight.scales_in(scales).copy_(own)
         return scales
 

@@ -93,7 +93,7 @@ class FP8Shards:
         self.wait_for_cast()
         for weight in self.weights.values():
             if weight.shard.valid:
-                numbers = weight.rotated(on_device(self._source(weight), self.codes.device))
+                numbers = weight.before_cast(on_device(self._source(weight), self.codes.device))
                 cast = QuantizedTensor.of_bytes(weight.cover(weight.data), weight.covered(weight.scale), weight.spec)
                 show(weight.parameter, weight.cover(numbers), cast, weight.shard.valid)
 

@@ -42,7 +42,7 @@ def add_rows(
         squares: FP64 [spans], written in place: sums over what `gradient` then holds.
         accumulate: Add to what `gradient` holds rather than replace it.
     """
-    if message.device.type == "cuda" and not FORMATS[format].magnitudes:
+    if message.device.type == "cuda" and FORMATS[format].codec is None:
         from ds_fp8.zero import gradient_sum_triton
 
         gradient_sum_triton.add_rows(message, shape, format, divisor, targets, gradient, squares, accumulate)

@@ -1,7 +1,7 @@
 """Wire format of a gradient reduction: FP8 slices with scales, packed by the sender, summed by the receiver.
 
 Each function has a Triton kernel for the GPU and a reference in torch; where scales are powers of two, the same bits.
-Emulated formats have the reference only.
+Formats with a codec have the reference only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import pad
 
 from ds_fp8.casts import QuantizedTensor, group_amax, scale_from_amax
-from ds_fp8.casts.emulated import encode, encode_stochastically
 from ds_fp8.casts.primitives import decode
 from ds_fp8.casts.stochastic import round_stochastically, uniform
 from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec
@@ -27,7 +26,7 @@ def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: 
         slices: Where the gradient lies in it.
         options: How it is cast.
     """
-    if gradient.device.type == "cuda" and not FORMATS[options.format].magnitudes:
+    if gradient.device.type == "cuda" and FORMATS[options.format].codec is None:
         from ds_fp8.zero import gradient_wire_triton
 
         gradient_wire_triton.pack(gradient, message, shape, slices, options)
@@ -73,8 +72,8 @@ def _codes(x: torch.Tensor, scales: torch.Tensor, slices: Slices, options: CastO
     if options.key is not None:
         rank, within = (torch.arange(n, device=x.device) for n in x.shape)
         draw = uniform(rank[:, None] * slices.length + within, options.key)
-    if target.magnitudes:
-        return encode(in_units, target) if draw is None else encode_stochastically(in_units, draw, target)
+    if target.codec is not None:
+        return target.codec.encode(in_units, draw)
     if draw is not None:
         in_units = round_stochastically(in_units, draw, options.format)
     return in_units.to(target.dtype).view(torch.uint8)
@@ -99,7 +98,7 @@ def sum_rows(message: torch.Tensor, shape: Message, format: str, divisor: int = 
     Returns:
         FP32 [places * width].
     """
-    if message.device.type == "cuda" and not FORMATS[format].magnitudes:
+    if message.device.type == "cuda" and FORMATS[format].codec is None:
         from ds_fp8.zero import gradient_wire_triton
 
         return gradient_wire_triton.sum_rows(message, shape, format, divisor)

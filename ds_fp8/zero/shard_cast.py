@@ -3,10 +3,10 @@
     write_amax   amax[g] = max |master[i]| over this rank's elements i of group g, into one flat buffer
     cast         code[i] = cast(master[i] / scale[g]), into one flat buffer of codes
 
-With static scales there is nothing to agree on, and only the second half is run.
+Where scales need no amax there is nothing to agree on, and only the second half is run.
 
-On a GPU each half is one kernel over all weights at once; elsewhere, and for emulated formats, torch, weight by weight:
-the same bits either way.
+On a GPU each half is one kernel over all weights at once; elsewhere, and for casts without kernels, torch, weight by
+weight: the same bits either way.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class ReferenceShardCast:
     def write_amax(self, amax: torch.Tensor, source: Source) -> None:
         """Write the amax of every group, as ShardCast says."""
         for weight in self._weights:
-            numbers = weight.rotated(on_device(source(weight), amax.device))
+            numbers = weight.before_cast(on_device(source(weight), amax.device))
             weight.covered(weight.scales_in(amax)).copy_(group_amax(weight.cover(numbers), weight.granularity))
 
     def cast(self, scales: torch.Tensor, source: Source) -> None:
         """Refill every weight's `data`, as ShardCast says."""
         for weight in self._weights:
-            numbers = weight.rotated(on_device(source(weight), scales.device))
+            numbers = weight.before_cast(on_device(source(weight), scales.device))
             own = weight.covered(weight.scales_in(scales))
             cover = infinite_to_nan(weight.cover(numbers), self._spec.scale)
             cover = cast(cover, own, self._spec.format, weight.granularity)
@@ -57,7 +57,7 @@ class ReferenceShardCast:
 
 def make_shard_cast(weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: CastSpec) -> ShardCast:
     """Return the faster ShardCast of the device that `shards`, the buffer of all codes, is on."""
-    if shards.device.type != "cuda" or spec.emulated:
+    if shards.device.type != "cuda" or spec.by_torch:
         return ReferenceShardCast(weights, spec)
     from ds_fp8.zero.shard_cast_triton import TritonShardCast
 

@@ -33,9 +33,8 @@ from ds_fp8.casts.primitives_triton import (
     format_arguments,
     scale_of,
     to_fp8,
-    to_fp8_saturating,
 )
-from ds_fp8.config.formats import BLOCK, CastSpec, fixed_scale
+from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.zero.shards import ShardedWeight, Source, on_device
 
 FIELDS = ("first_program", "columns", "start", "stop", "first_tile_row", "data_start", "scale_start", "scales_per_row")
@@ -80,7 +79,7 @@ def _load(source, place, inside, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _codes(x, scale, DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr, SATURATE: tl.constexpr):
+def _codes(x, scale, DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr):
     """Return the bytes of cast(x / scale), given a scale a row [128]."""
     if POW2 == 1:  # the reciprocal, exactly: its exponent is the scale's, mirrored
         reciprocal = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -88,17 +87,13 @@ def _codes(x, scale, DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.conste
         reciprocal = tl.where(scale == scale, reciprocal, float("nan"))
     else:
         reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-    if SATURATE:
-        codes = to_fp8_saturating(x, reciprocal[:, None], DTYPE, LARGEST)
-    else:
-        codes = to_fp8(x, reciprocal[:, None], DTYPE).to(tl.uint8, bitcast=True)
-    return codes
+    return to_fp8(x, reciprocal[:, None], DTYPE).to(tl.uint8, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["first_weight"], do_not_specialize_on_alignment=["programs"])
 def _amax(
     owner, table, sources, programs, first_weight, amax, alone, data, MODE: tl.constexpr, ALIGNED: tl.constexpr,
-    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr, SATURATE: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
     #     index[r, c] = r * columns + c                     place in the whole weight, flat
     #     inside      = start <= index < stop               what of the tile this rank has
@@ -123,14 +118,14 @@ def _amax(
         tl.store(amax + scale_start + block, bits)
         if tl.load(alone + tl.load(programs + tl.program_id(0))) != 0:
             scale, _ = scale_of(bits + tl.zeros([128], tl.int32), LARGEST, SMALLEST, POW2)
-            codes = _codes(x, scale, DTYPE, LARGEST, POW2, SATURATE)
+            codes = _codes(x, scale, DTYPE, LARGEST, POW2)
             tl.store(data + data_start + (index - start), codes, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_weight"], do_not_specialize_on_alignment=["programs"])
 def _cast(
     owner, table, sources, programs, first_weight, scales, data, MODE: tl.constexpr, ALIGNED: tl.constexpr,
-    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr, SATURATE: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
     #     scale = scales[block]                             of the whole weight: agreed between ranks before this launch
     #     data[index - start] = cast(x / scale)             one byte an element, in the order of the shard
@@ -148,12 +143,12 @@ def _cast(
     else:
         block = tl.min(row, 0) // 128 * scales_per_row + tl.min(column, 0) // 128
         scale = tl.load(scales + scale_start + block) + tl.zeros([128], tl.float32)
-    codes = _codes(x, scale, DTYPE, LARGEST, POW2, SATURATE)
+    codes = _codes(x, scale, DTYPE, LARGEST, POW2)
     tl.store(data + data_start + (index - start), codes, mask=inside)
 
 
 class TritonShardCast:
-    """ShardCast of shard_cast.py in one launch a half; shards that are offloaded or rotated are copied and cast one by one."""
+    """ShardCast of shard_cast.py in one launch a half; shards that are offloaded are copied and cast one by one."""
 
     def __init__(self, weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: CastSpec):
         # A rank may hold nothing but padding of a small weight.
@@ -198,15 +193,15 @@ class TritonShardCast:
             return
         numbers = [source(weight) for weight in self._weights]
         device = self._shards.device
-        if self._spec.rotation is None and all(_is_readable(one, device) for one in numbers):
+        if all(_is_readable(one, device) for one in numbers):
             self._run(kernel, programs, 0, numbers, buffers)
             return
         for position, one in enumerate(numbers):
             if not programs.of(position, 1).numel():
                 continue
-            # Only for the moment of its cast is an offloaded shard on the device, or a rotated copy there.
+            # Only for the moment of its cast is an offloaded shard on the device.
             here = one if _is_readable(one, device) else on_device(one, device)
-            self._run(kernel, programs, position, [self._weights[position].rotated(here)], buffers)
+            self._run(kernel, programs, position, [here], buffers)
 
     def _run(
         self, kernel: triton.JITFunction, programs: _Programs, first_weight: int, numbers: list[torch.Tensor], buffers: tuple
@@ -217,7 +212,7 @@ class TritonShardCast:
         aligned = self._aligned and all(address % ALIGNMENT == 0 for address, _ in sources)
         kernel[(len(launched),)](
             self._owner, self._table, self._sent(sources), launched, first_weight, *buffers,
-            MODE=MODES[self._spec.granularity], ALIGNED=aligned, SATURATE=fixed_scale(self._spec.scale) is not None,
+            MODE=MODES[self._spec.granularity], ALIGNED=aligned,
             **format_arguments(self._spec.format, self._spec.scale), num_warps=8,
         )
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ds_fp8.casts import rotate
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import SQUARE, CastSpec, group_shape, scale_shape
+from ds_fp8.config.formats import CastSpec, group_shape, is_of_blocks, scale_shape
 from ds_fp8.layers.linear.outlier_channels import OutlierChannels
 from ds_fp8.layers.linear.weights import group_of, placeholder
 from ds_fp8.zero import seams
@@ -48,17 +47,16 @@ class ShardedWeight:
 
     def __post_init__(self) -> None:
         rows, columns = self.shard.shape
-        rotation = self.spec.rotation
-        if rotation is not None and (self.shard.numel % rotation.block or columns % rotation.block):
+        if (why := self.spec.why_not_sharded(self.shard.numel, columns)) is not None:
             raise UserError(
                 f"a weight of {rows} x {columns} is sharded over {self.shard.world} ranks in parts of "
-                f"{self.shard.numel} elements, which are not whole blocks of {rotation.block}",
-                key="fp8.linear.rotation.block",
-                remedy='a smaller "block", or "param_gather": {"format": "bf16"}',
+                f"{self.shard.numel} elements, which {why}",
+                key="fp8.param_gather.format",
+                remedy='"param_gather": {"format": "bf16"}',
             )
         self.numel = rows * columns
         # Rows that share a row of scales; the cover begins with a whole group of them.
-        self.unit = group_shape(self.granularity)[0] if self.granularity in SQUARE else 1
+        self.unit = group_shape(self.granularity)[0] if is_of_blocks(self.granularity) else 1
         # A shard begins anywhere in a row. Casts by torch see whole rows, from the first row of a block of scales on:
         #     cover   rows [first_row, first_row + num_rows) of the weight, zeros where other ranks have the elements
         #     offset  of the shard's first element in the cover
@@ -87,15 +85,9 @@ class ShardedWeight:
         # A view: what a cast writes is what every holder of these scales reads.
         return buffer.as_strided(self.scale_shape, self.scale_strides, self.scale_start)
 
-    def rotated(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the shard's valid numbers, flat, as they are cast: rotated along the columns where the cast says so.
-
-        Blocks of a row are blocks of the flat shard too, for a shard holds whole ones.
-        """
-        rotation = self.spec.rotation
-        if rotation is None:
-            return numbers
-        return rotate(numbers[: self.shard.valid].view(-1, rotation.block), rotation).flatten()
+    def before_cast(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the shard's valid numbers, flat, as they are cast."""
+        return self.spec.before_cast(numbers[: self.shard.valid])
 
     def cover(self, source: torch.Tensor) -> torch.Tensor:
         """Return the shard's valid elements on whole rows [num_rows, C], zeros around; a view if none are needed."""

@@ -18,13 +18,11 @@ from rich.table import Table
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import fixed_scale
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.config.schema import nearest
 from ds_fp8.gemm import BACKENDS, unavailable
-from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
+from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
 
 PACKAGES = ("ds-fp8", "torch", "triton", "transformer-engine", "transformers", "liger-kernel", "torchao", "deepspeed")
 TABLE_WIDTH = 240
@@ -73,15 +71,10 @@ def preset_recipe(preset: str, **linear: Any) -> LinearRecipe:
 
 
 def distinct_presets(presets: Iterable[str]) -> dict[str, list[str]]:
-    """Group presets that compute alike (and differ in the optimizer, say) under the first of each group.
-
-    Presets of static scales are left out: they are for models whose numbers are all near 1, and not for any numbers.
-    """
+    """Group presets that compute alike (and differ in the optimizer, say) under the first of each group."""
     alike: dict[LinearRecipe, list[str]] = {}
     for preset in presets:
-        recipe = preset_recipe(preset)
-        if fixed_scale(recipe.weight.scale) is None:
-            alike.setdefault(recipe, []).append(preset)
+        alike.setdefault(preset_recipe(preset), []).append(preset)
     return {few[0]: few for few in alike.values()}
 
 

@@ -230,7 +230,7 @@ def test_the_input_is_left_alone_and_carries_no_gradient():
     ("words", "wrong"),
     [
         ({"format": "e4m4"}, "e4m4"),
-        ({"granularity": "1x64"}, "1x64"),
+        ({"granularity": "block"}, "block"),
         ({"scale": "pow3"}, "pow3"),
     ],
 )

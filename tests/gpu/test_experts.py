@@ -13,7 +13,7 @@ from ds_fp8.layers.experts.permutation import permute_cast, permute_cast_referen
 from ds_fp8.layers.experts.products import ExpertProducts, ExpertWeights, expert_products
 from ds_fp8.layers.linear.activations import ACTIVATIONS
 from ds_fp8.layers.linear.gated_activation import gated_activation_backward, gated_activation_cast
-from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
+from ds_fp8.layers.linear.recipe import recipe_from_config
 from tests.gemm.groups import AWKWARD, random_rows, row_groups, spans
 from tests.gemm.tolerance import CHAIN, OF_SCALES, ROUNDING, assert_is_product
 from tests.layers.test_expert_products import inputs, run

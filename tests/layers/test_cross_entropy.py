@@ -18,7 +18,7 @@ from ds_fp8.layers.head.cross_entropy import (
 )
 from ds_fp8.layers.head.lm_head import FP8Head
 from ds_fp8.layers.head.softmax_gradient import IGNORED, softmax_gradient_reference
-from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
+from ds_fp8.layers.linear.recipe import recipe_from_config
 from tests.layers.losses import TOLERANCE, limit_chunks
 from tests.numerics import error
 

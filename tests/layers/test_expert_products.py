@@ -17,8 +17,7 @@ from ds_fp8.layers.experts.products import (
 )
 from ds_fp8.layers.linear.activations import ACTIVATIONS
 from ds_fp8.layers.linear.gated_activation import GatedCast, GatedGradients
-from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
+from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
 from ds_fp8.layers.linear.weights import GATHERED, placeholder
 from tests.gemm.tolerance import CHAIN
 from tests.layers.expert_loop import Gradients, high_precision, with_casts

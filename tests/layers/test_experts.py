@@ -17,7 +17,7 @@ from ds_fp8.layers.decoder.decoder import FusedAttentionHalf
 from ds_fp8.layers.experts.experts import FP8Experts, convert_experts, decode
 from ds_fp8.layers.experts.selection import backend_of_experts, multiplies_experts
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
+from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.layers.linear.weights import GATHERED, placeholder
 from ds_fp8.layers.swapped import Swapped
 from tests.layers.hugging_face import tokens
@@ -88,7 +88,7 @@ def test_they_compute_with_the_decoded_weights(implementation, reached):
 @pytest.mark.parametrize(("first", "rows"), [(0, None), (128, 256), (100, 200), (1000, 24)])
 def test_weights_are_decoded_in_pieces(monkeypatch, first, rows):
     experts, twin = pair("grouped_mm")
-    monkeypatch.setattr("ds_fp8.layers.experts.PIECE", 300 * 128)
+    monkeypatch.setattr("ds_fp8.layers.experts.experts.PIECE", 300 * 128)
     expected = twin.gate_up_proj.detach().flatten(0, 1)
     stop = len(expected) if rows is None else first + rows
     assert torch.equal(decode(experts.gate_up_proj, first, rows), expected[first:stop])

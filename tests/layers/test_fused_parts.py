@@ -18,8 +18,7 @@ from ds_fp8.layers.linear.gated_activation import (
     gated_backward_reference,
     gated_product_reference,
 )
-from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
+from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
 from tests.numerics import error
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -11,7 +11,7 @@ from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder import tiled_mlp
 from ds_fp8.layers.decoder.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
 from ds_fp8.layers.decoder.tiled_mlp import tiled_gated_mlp, tiled_normed_mlp
-from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
+from ds_fp8.layers.linear.recipe import recipe_from_config
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.memory.workloads import most_allocated
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_fp8.commands.evaluate import _alone, _as_json, _on_stage, _stage
 from ds_fp8.data import build_data, build_tokenizer
-from ds_fp8.layers.linear import munit
+from ds_fp8.research import munit
 from ds_fp8.train import load_stage, packed_attention, train
 from ds_fp8.train.evaluation import validation_loss
 from ds_fp8.train.model import build_model, load_model_config

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import ds_fp8
 from ds_fp8.commands.export import main as export
 from ds_fp8.config.errors import UserError
-from ds_fp8.layers.linear import munit
+from ds_fp8.research import munit
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.metrics import read_metrics
 from tests.layers.hugging_face import causal_lm, tokens

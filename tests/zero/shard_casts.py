@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ds_fp8.casts import scale_from_amax
-from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec, Rotation
+from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec
 from ds_fp8.zero.seams import Shard
 from ds_fp8.zero.shards import ShardedWeight, place_scales, stacks_of
 
@@ -17,7 +17,7 @@ SHAPES = [(131, 301), (256, 128), (1, 5), (70, 131), (400, 16), (3, 1000), (128,
 
 
 def weights_of(
-    rank: int, world: int, granularity: str, device: str, shapes=SHAPES, rotation: Rotation | None = None
+    rank: int, world: int, granularity: str, device: str, shapes=SHAPES, spec: CastSpec | None = None
 ) -> list[ShardedWeight]:
     """Weights of these shapes as this rank of `world` would hold them, their codes zero."""
     weights = []
@@ -26,7 +26,7 @@ def weights_of(
         length = math.ceil(rows * columns / world)
         valid = max(0, min(length, rows * columns - rank * length))
         shard = Shard(torch.Size((rows, columns)), rank * length, length, valid, world, None)
-        weights.append(ShardedWeight(parameter, shard, CastSpec(granularity=granularity, rotation=rotation)))
+        weights.append(ShardedWeight(parameter, shard, spec or CastSpec(granularity=granularity)))
     place_scales(stacks_of(weights))
     numels = [weight.shard.numel for weight in weights]
     codes = torch.zeros(sum(numels), dtype=torch.uint8, device=device)
@@ -68,7 +68,7 @@ def shards_of(masters: list[torch.Tensor], weights: list[ShardedWeight]) -> dict
 def cast_on_all_ranks(make, masters, world, spec: CastSpec, device=DEVICE, to=lambda shard: shard):
     """(amax, codes of every weight) after `make(weights, codes, spec)` has cast the shards of every rank."""
     shapes = [tuple(master.shape) for master in masters]
-    ranks = [weights_of(rank, world, spec.granularity, device, shapes, spec.rotation) for rank in range(world)]
+    ranks = [weights_of(rank, world, spec.granularity, device, shapes, spec) for rank in range(world)]
     casts, sources, found = [], [], []
     for weights in ranks:
         shards = shards_of(masters, weights)

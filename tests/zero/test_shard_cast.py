@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from ds_fp8.casts import QuantizedTensor, quantize, scale_from_amax, unrotate
-from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import CastSpec, Rotation
+from ds_fp8.casts import QuantizedTensor, quantize, scale_from_amax
+from ds_fp8.config.formats import CastSpec
 from ds_fp8.zero.shard_cast import ReferenceShardCast, make_shard_cast
 from tests.zero.shard_casts import (
     DEVICE,
@@ -18,7 +17,6 @@ from tests.zero.shard_casts import (
 )
 
 GRANULARITIES = ["128x128", "row", "tensor"]
-WHOLE_BLOCKS = [(96, 384), (3, 128), (384, 32)]
 
 
 def reference(weights, codes, spec):
@@ -37,7 +35,7 @@ def random_masters():
 
 def assert_whole(masters, scales, codes, spec):
     for master, scale, code in zip(masters, scales, codes, strict=True):
-        whole = quantize(master, spec.format, spec.granularity, spec.scale, rotation=spec.rotation)
+        whole = quantize(master, spec.format, spec.granularity, spec.scale)
         assert torch.equal(scale, whole.scale)
         assert torch.equal(code, whole.data.view(torch.uint8))
 
@@ -106,31 +104,6 @@ def test_overflow_makes_its_group_nan(granularity, value):
 def test_a_cpu_gets_the_reference():
     codes = torch.zeros(1, dtype=torch.uint8)
     assert isinstance(make_shard_cast([], codes, CastSpec(granularity="128x128")), ReferenceShardCast)
-
-
-@pytest.mark.parametrize("world", [1, 3, 4])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("seed", [None, 2])
-def test_shards_of_whole_blocks_are_rotated_as_the_whole_is(world, granularity, seed):
-    spec = CastSpec(granularity=granularity, rotation=Rotation(32, seed))
-    masters = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in WHOLE_BLOCKS]
-    assert_whole(masters, *cast_on_all_ranks(reference, masters, world, spec, "cpu")[1:], spec)
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_the_kernels_cast_rotated_shards(world):
-    """Masters whose rotation is exact, and gives numbers that FP8 holds exactly."""
-    spec = CastSpec(granularity="128x128", rotation=Rotation(16, 1))
-    masters = [unrotate(numbers, spec.rotation) for numbers in exact_masters(WHOLE_BLOCKS)]
-    _, kernel = implementations()
-    assert_whole(masters, *cast_on_all_ranks(kernel, masters, world, spec)[1:], spec)
-
-
-def test_shards_that_cut_a_block_are_refused():
-    with pytest.raises(
-        UserError, match="131 x 96 is sharded over 2 ranks in parts of 6288 elements, which are not whole blocks"
-    ):
-        weights_of(0, 2, "128x128", "cpu", [(131, 96)], Rotation(32))
 
 
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_fp8.casts.rotation import rotate, unrotate
-from ds_fp8.config.formats import ROTATION_BLOCKS, Rotation
+from ds_fp8.layers.attention.hadamard import ROTATION_BLOCKS, Rotation, rotate, unrotate
 
 SEED = 0
 """Of the signs: the same in every layer, for every step and rank."""

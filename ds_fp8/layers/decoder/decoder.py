@@ -244,18 +244,16 @@ def _check_own_forward(module: nn.Module) -> None:
 
 def _check_mlp(mlp: nn.Module) -> None:
     gate_up, down = _stacked_recipe([mlp.gate_proj, mlp.up_proj]), mlp.down_proj.recipe
-    _check_unrotated(down)
+    _check_recipe(down)
     if gate_up.mlp_tile_tokens is not None:
         why = why_not_tiled(gate_up) or why_not_tiled(down)
         if why is not None:
             raise Unfusable(why)
 
 
-def _check_unrotated(recipe: LinearRecipe) -> None:
-    if recipe.recast is not None:
-        raise Unfusable("fp8.linear.recast: casts that are fused into other operations are not cast again")
-    if recipe.rotations:
-        raise Unfusable("fp8.linear.rotation: casts that are fused into other operations rotate nothing")
+def _check_recipe(recipe: LinearRecipe) -> None:
+    if recipe.why_not_fused is not None:
+        raise Unfusable(recipe.why_not_fused)
 
 
 def _stacked_recipe(linears: Sequence[FP8Linear]) -> LinearRecipe:
@@ -264,7 +262,7 @@ def _stacked_recipe(linears: Sequence[FP8Linear]) -> LinearRecipe:
     weights, recipe = [linear.weight for linear in linears], linears[0].recipe
     if any(linear.recipe != recipe for linear in linears):
         raise Unfusable("fp8.linear.overrides casts linears of one product in different ways")
-    _check_unrotated(recipe)
+    _check_recipe(recipe)
     if not can_stack(rows, recipe.weight.granularity):
         blocks = recipe.weight.granularity
         raise Unfusable(

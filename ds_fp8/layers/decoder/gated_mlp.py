@@ -25,8 +25,7 @@ from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast, rms
 from ds_fp8.layers.linear.gated_activation import Saved, gated_activation_backward, gated_activation_cast
 from ds_fp8.layers.linear.outliers import with_outliers
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.smoothing import scale_columns
-from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, split_rows
+from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, scale_columns, split_rows
 
 
 class MLPWeights(NamedTuple):
@@ -45,8 +44,8 @@ class Kept(NamedTuple):
 
     saved: Saved | None
     """gate_up [T, 2F], or None where it is computed again."""
-    smoothing: torch.Tensor | None
-    """FP32 [F], of the product's channels; None without Smooth-SwiGLU."""
+    factors: torch.Tensor | None
+    """FP32 [F], LinearRecipe.channel_factors of the product."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,11 @@ class GatedMLP:
         gate_up = self._gate_up(n, weights, dtype)
         # Recomputed: backward gets n again from its maker, and pays one more product for 2F numbers a token less.
         keep = keep and self.gate_up.recompute != "mlp"
-        product, saved, smoothing = gated_activation_cast(gate_up, self.activation, self.down, keep)
+        product, saved, factors = gated_activation_cast(gate_up, self.activation, self.down, keep)
         # 2F numbers a token, the largest activation of a layer: it must be gone before the next product allocates.
         del gate_up
-        y = self.down.multiply(product, fprop_weight(weights[2:], self.down, smoothing), dtype)
-        return y, Kept(saved, smoothing)
+        y = self.down.multiply(product, fprop_weight(weights[2:], self.down, factors), dtype)
+        return y, Kept(saved, factors)
 
     def backward(
         self,
@@ -87,8 +86,8 @@ class GatedMLP:
         Gradients have the dtype of their weights, unless `wgrad_dtype` says another.
         """
         recipe, dtype = self.gate_up, dy.dtype
-        saved, smoothing = kept
-        inverse = None if smoothing is None else smoothing.reciprocal()
+        saved, factors = kept
+        inverse = None if factors is None else factors.reciprocal()
         wants = [weight.requires_grad for weight in weights]
         if saved is None:
             saved = self._gate_up(n_rowwise(), weights, dtype)
@@ -96,9 +95,8 @@ class GatedMLP:
                 saved = gated_activation_cast(saved, self.activation, self.down).saved  # what "none" would have kept
         #     dproduct = dy Wdown';  dgate_up = act'(...) dproduct;  dn = dgate_up Wgate_up
         #     dWdown = dy' product;  dWgate_up = dgate_up' n                  operands cast along the tokens
-        # With smoothing, forward multiplied (product / s) by (Wdown s): dproduct is divided by s, and dWdown
-        # multiplied.
-        down, factor = dgrad_weight([weights.down], self.down, smoothing)
+        # With factors s, forward multiplied (product / s) by (Wdown s): dproduct is divided by s, dWdown multiplied.
+        down, factor = dgrad_weight([weights.down], self.down, factors)
         dy_cast, dy_columnwise = self.down.cast_grad_output(dy, True, wants[2], factor)
         dproduct = scale_columns(self.down.multiply(dy_cast, down, dtype), inverse)
         # A view of both weights where ZeRO-3 gathered them side by side: no stacked copy.
@@ -110,7 +108,7 @@ class GatedMLP:
         ddown = dgate = dup = None
         if wants[2]:
             ddown = self.down.multiply(dy_columnwise, casts.product_columnwise, wgrad_dtype or weights.down.dtype)
-            ddown = scale_columns(ddown, smoothing)
+            ddown = scale_columns(ddown, factors)
         if wants[0] or wants[1]:
             # One product for both weights. n is cast along the tokens only here, and freed with the expression.
             stacked = recipe.multiply(casts.dgate_up_columnwise, n_columnwise(), wgrad_dtype or weights.gate.dtype)
@@ -150,7 +148,7 @@ class _GatedMLP(torch.autograd.Function):
             return recipe.cast_input_columnwise(first.reshape(-1, first.shape[-1]))
 
         dy_TH = dy.reshape(-1, dy.shape[-1])
-        dx, gradients = mlp.backward(dy_TH, ctx.weights, _unpack(kept), x_rowwise, x_columnwise)
+        dx, gradients = mlp.backward(dy_TH, ctx.weights, _unpack(kept, mlp.down), x_rowwise, x_columnwise)
         return dx.view(dy.shape), *gradients, None, None
 
 
@@ -175,7 +173,7 @@ class _NormedMLP(torch.autograd.Function):
         dn, gradients = mlp.backward(
             dy_TH,
             ctx.weights,
-            _unpack(kept),
+            _unpack(kept, mlp.down),
             lambda: with_outliers(recipe, recipe.cast_input(hidden, rstd, norm), hidden, rstd, norm),
             lambda: rms_norm_columnwise(hidden, norm, rstd, recipe),
         )
@@ -207,14 +205,12 @@ def _pack(saved: Saved | None) -> tuple[torch.Tensor, ...]:
 
 
 def _pack_kept(kept: Kept) -> tuple[torch.Tensor | None, ...]:
-    return kept.smoothing, *_pack(kept.saved)
+    return kept.factors, *_pack(kept.saved)
 
 
-def _unpack(tensors: list[torch.Tensor]) -> Kept:
+def _unpack(tensors: list[torch.Tensor], down: LinearRecipe) -> Kept:
     """Return the tensors that `_pack_kept` took apart."""
-    smoothing, *saved = tensors
+    factors, *saved = tensors
     if len(saved) == 2:
-        # Only these two are ever kept; a static scale is a tensor without dimensions.
-        words = ("1x128", "pow2") if saved[1].dim() else ("tensor", "static")
-        return Kept(QuantizedTensor(*saved, *words), smoothing)
-    return Kept(saved[0] if saved else None, smoothing)
+        return Kept(down.kept_gate_up(*saved), factors)
+    return Kept(saved[0] if saved else None, factors)

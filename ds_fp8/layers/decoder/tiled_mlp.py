@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch.autograd.function import once_differentiable
 
-from ds_fp8.config.formats import fixed_scale
+from ds_fp8.config.formats import SCALE_TYPES
 from ds_fp8.gemm import why_not_in_fp32
 from ds_fp8.layers.decoder.gated_mlp import GatedMLP, Kept, MLPWeights
 from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast
@@ -39,14 +39,14 @@ def tiled_normed_mlp(
 
 def why_not_tiled(recipe: LinearRecipe) -> str | None:
     """Return why a product of this recipe cannot be computed in tiles of tokens, or None."""
-    if recipe.smooth:
-        return "Smooth-SwiGLU has factors of all tokens"
+    if (why := recipe.why_all_tokens) is not None:
+        return why
     for granularity, scale in (
         (recipe.input.granularity, recipe.input.scale),
         (recipe.wgrad_input, recipe.input.scale),
         (recipe.grad_output.granularity, recipe.grad_output.scale),
     ):
-        if granularity in ("tensor", "row") and fixed_scale(scale) is None:
+        if granularity in ("tensor", "row") and SCALE_TYPES[scale].needs_amax:
             return f'a scale of granularity "{granularity}" is that of all tokens; use "1x128", as preset "infir2" does'
     return why_not_in_fp32(recipe.backend, recipe.grad_output, replace(recipe.input, granularity=recipe.wgrad_input))
 

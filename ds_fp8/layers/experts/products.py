@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ds_fp8.casts import QuantizedTensor, transpose
-from ds_fp8.config.formats import BLOCK, CastSpec, fixed_scale
+from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.gemm import grouped
 from ds_fp8.gemm.grouped import grouped_matmul, grouped_wgrad
 from ds_fp8.layers.experts.layout import ExpertLayout, expert_layout
@@ -54,13 +54,10 @@ class ExpertGradients(NamedTuple):
 
 def unsupported(recipe: LinearRecipe) -> str | None:
     """Return why the products of experts cannot have a recipe, or None."""
-    casts = recipe.input, recipe.weight, recipe.grad_output
-    if any(cast.rounding == "stochastic" or fixed_scale(cast.scale) is not None for cast in casts):
-        return "their casts round to nearest with scales that follow the numbers"
-    if recipe.rotations or recipe.recast is not None:
-        return "their operands are neither rotated nor cast again"
-    if recipe.smooth or recipe.outlier_channels:
-        return "they have neither Smooth-SwiGLU nor outlier channels"
+    if (why := recipe.why_not_grouped) is not None:
+        return why
+    if recipe.outlier_channels:
+        return "they have no outlier channels"
     if recipe.weight.granularity != "128x128":
         return f"their weights are cast 128x128, not {recipe.weight.granularity}"
     along_tokens = CastSpec(recipe.input.format, recipe.wgrad_input, recipe.input.scale)

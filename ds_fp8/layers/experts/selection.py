@@ -99,8 +99,8 @@ def _objection(module: nn.Module, weight: nn.Parameter, parent: nn.Module | None
 
 
 def cast_of_experts(cast: CastSpec) -> CastSpec:
-    """Return the cast of experts where linears have `cast`: in blocks, and not rotated."""
-    return replace(cast, granularity=GRANULARITY, rotation=None)
+    """Return the cast of experts where linears have `cast`: in blocks."""
+    return cast.in_granularity(GRANULARITY)
 
 
 def recipe_of_experts(recipe: LinearRecipe, site: str) -> LinearRecipe:

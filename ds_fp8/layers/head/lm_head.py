@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.config.formats import ALONG_CONTRACTION, BLOCK
+from ds_fp8.config.formats import BLOCK
 from ds_fp8.layers.head.softmax_gradient import IGNORED, softmax_gradient
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import dgrad_operand
@@ -73,7 +73,7 @@ class FP8Head:
     """
 
     def __init__(self, weight: torch.Tensor, recipe: LinearRecipe):
-        self._recipe = recipe
+        self._recipe = recipe = recipe.for_head()
         self._dtype = weight.dtype
         self._hidden_size = weight.shape[1]
         # Cast once for all chunks: V x H elements, more than the activations of a chunk.
@@ -87,7 +87,7 @@ class FP8Head:
         """Return the losses of hidden [T, H], FP32 [T]; write dhidden where it is given, and `dweight` where wanted."""
         wants_dx = dhidden is not None
         if wants_dx:
-            if self._recipe.weight.granularity in ALONG_CONTRACTION:
+            if self._recipe.casts_weight_twice:
                 self._transposed = self._recipe.cast_weight_columnwise(self._high_precision)
             else:
                 self._transposed, self._factor = dgrad_operand(self._weight, self._recipe.transposed)

@@ -19,12 +19,11 @@ from typing import NamedTuple
 
 import torch
 
-from ds_fp8.casts import QuantizedTensor, quantize
-from ds_fp8.config.formats import BLOCK, fixed_scale
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.formats import BLOCK
 from ds_fp8.layers.linear.activations import activate
 from ds_fp8.layers.linear.outliers import product_with_outliers
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.smoothing import channel_factors
 
 Saved = QuantizedTensor | torch.Tensor
 """gate_up [T, 2F] as kept for backward."""
@@ -37,7 +36,7 @@ class GatedCast(NamedTuple):
     """[T, F], as fprop reads it; with an outlier block, where the recipe has one, wider."""
     saved: Saved | None
     """gate and up as kept for backward."""
-    smoothing: torch.Tensor | None
+    factors: torch.Tensor | None
     """FP32 [F]: what the channels of the product were divided by before the cast, where they were."""
 
 
@@ -94,40 +93,28 @@ def gated_activation_cast(
     if gate_up.device.type == "cuda":
         from ds_fp8.layers.linear.gated_activation_triton import gated_forward
 
-        # Smooth-SwiGLU needs the amax of every channel over all tokens before the cast.
-        fuses = not (recipe.smooth or recipe.input.by_torch)
-        statically = fixed_scale(recipe.input.scale) is not None
-        # The kernel keeps groups of 128, each with a scale; static scales are applied behind it.
-        keeps = in_fp8 and not statically
         product, cast, saved = gated_forward(
             gate_up,
             activation,
             recipe.input,
-            keeps,
-            fuse_cast=fuses,
+            in_fp8 and recipe.fuses_casts,
+            fuse_cast=recipe.fuses_casts,
             room=recipe.room_for_outliers(gate_up.shape[1] // 2),
             row_factor=row_factor,
         )
-        if in_fp8 and statically:
-            saved = kept_gate_up(gate_up, recipe)
     else:
         product, cast = gated_product_reference(gate_up, activation, row_factor), None
-        saved = kept_gate_up(gate_up, recipe) if in_fp8 else None
-    smoothing = channel_factors(product) if recipe.smooth else None
+        saved = None
+    if in_fp8 and saved is None:
+        saved = recipe.keep_gate_up(gate_up)
+    factors = recipe.channel_factors(product)
     if cast is None:
-        cast = recipe.cast_input(product, column_factor=None if smoothing is None else smoothing.reciprocal())
+        cast = recipe.cast_input(product, column_factor=None if factors is None else factors.reciprocal())
     elif recipe.monitor.active:
-        factors = (lambda rows: None) if row_factor is None else row_factor.__getitem__
-        recipe.observe("input", lambda rows: gated_product_reference(gate_up[rows], activation, factors(rows)), cast)
+        factor = (lambda rows: None) if row_factor is None else row_factor.__getitem__
+        recipe.observe("input", lambda rows: gated_product_reference(gate_up[rows], activation, factor(rows)), cast)
     cast = product_with_outliers(recipe, cast, gate_up, activation)
-    return GatedCast(cast, gate_up if keep and not in_fp8 else saved, smoothing)
-
-
-def kept_gate_up(gate_up: torch.Tensor, recipe: LinearRecipe) -> QuantizedTensor:
-    """Return gate_up [T, 2F] as backward reads it: E4M3 per 1x128, with the scale of down_proj's input if static."""
-    if fixed_scale(recipe.input.scale) is not None:
-        return quantize(gate_up, "e4m3", "tensor", recipe.input.scale)
-    return quantize(gate_up, "e4m3", "1x128", "pow2")
+    return GatedCast(cast, gate_up if keep and not in_fp8 else saved, factors)
 
 
 def gated_activation_backward(

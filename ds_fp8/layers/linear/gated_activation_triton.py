@@ -231,7 +231,7 @@ def _backward_tiles(
 def _saved_arguments(saved: QuantizedTensor | torch.Tensor) -> tuple:
     if isinstance(saved, QuantizedTensor):
         scale = saved.scale
-        if not scale.dim():  # a static one
+        if not scale.dim():  # one for all
             scale = scale.expand(saved.shape[0], tiles(saved.shape[1]))
         # The kernel steps through the scales of a group by tokens: these must be neighbours in memory.
         scale = scale if scale.stride(0) == 1 else scale.t().contiguous().t()

@@ -21,8 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ds_fp8.layers.linear.outliers import with_outliers
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.smoothing import channel_factors, scale_columns
-from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight
+from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, scale_columns
 
 
 class _FP8LinearFunction(torch.autograd.Function):
@@ -30,8 +29,8 @@ class _FP8LinearFunction(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, weight: nn.Parameter, recipe: LinearRecipe, save: str) -> torch.Tensor:
         x_TK = x.reshape(-1, x.shape[-1])
         needs_wgrad = save != "nothing" and weight.requires_grad
-        smoothing = channel_factors(x_TK) if recipe.smooth else None
-        inverse = None if smoothing is None else smoothing.reciprocal()
+        factors = recipe.channel_factors(x_TK)
+        inverse = None if factors is None else factors.reciprocal()
         # Both casts read x once. wgrad's is made now, although it is used in backward: x itself can then be freed.
         if needs_wgrad and save == "fp8":
             x_cast, x_KT = recipe.cast_input_both(x_TK, inverse)
@@ -40,9 +39,9 @@ class _FP8LinearFunction(torch.autograd.Function):
             x_cast = recipe.cast_input(x_TK, column_factor=inverse)
             saved = [x] if needs_wgrad else []
         beyond = recipe.clipped_input(x_TK, x_cast) if save != "nothing" and ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(smoothing, beyond, *saved)
+        ctx.save_for_backward(factors, beyond, *saved)
         x_cast = with_outliers(recipe, x_cast, x_TK)
-        y_TN = recipe.multiply(x_cast, fprop_weight([weight], recipe, smoothing), x.dtype)
+        y_TN = recipe.multiply(x_cast, fprop_weight([weight], recipe, factors), x.dtype)
         # The weight is kept as the parameter itself, not through save_for_backward: its storage is released after
         # forward, and backward finds the weights gathered by then.
         ctx.weight, ctx.recipe, ctx.save, ctx.input_shape, ctx.input_dtype = weight, recipe, save, x.shape, x.dtype
@@ -53,17 +52,17 @@ class _FP8LinearFunction(torch.autograd.Function):
     def backward(ctx, dy: torch.Tensor):
         recipe, weight = ctx.recipe, ctx.weight
         dy_TN = dy.reshape(-1, dy.shape[-1])
-        smoothing, beyond, *saved = ctx.saved_tensors
-        inverse = None if smoothing is None else smoothing.reciprocal()
+        factors, beyond, *saved = ctx.saved_tensors
+        inverse = None if factors is None else factors.reciprocal()
         dx = dw = w_KN = factor = None
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         if needs_dgrad:
             # Before dy is cast: scales that belong to the contraction of dgrad are multiplied into dy.
-            w_KN, factor = dgrad_weight([weight], recipe, smoothing)
+            w_KN, factor = dgrad_weight([weight], recipe, factors)
         dy_cast, dy_NT = recipe.cast_grad_output(dy_TN, needs_dgrad, needs_wgrad, factor)
         if needs_dgrad:
             dx = recipe.dgrad_result(recipe.multiply(dy_cast, w_KN, ctx.input_dtype), len(dy_TN), beyond)
-            # Forward multiplied (x / s) by (W s): the gradient of x is divided by s, that of W multiplied by it.
+            # With factors s forward multiplied (x / s) by (W s): dx is divided by s, dw multiplied by it.
             dx = scale_columns(dx, inverse).view(ctx.input_shape)
         if needs_wgrad:
             if ctx.save == "fp8":
@@ -72,7 +71,7 @@ class _FP8LinearFunction(torch.autograd.Function):
                 (x,) = saved
                 x_KT = recipe.cast_input_columnwise(x.reshape(-1, x.shape[-1]), column_factor=inverse)
             dw = recipe.wgrad_result(recipe.multiply(dy_NT, x_KT, weight.dtype), weight)
-            dw = scale_columns(dw, smoothing)
+            dw = scale_columns(dw, factors)
         return dx, dw, None, None
 
 

@@ -7,15 +7,17 @@
 T tokens, N output and K input features. Weights with one scale per row (output channel) contract over that dimension in
 dgrad, where a product cannot apply it: the scales are multiplied into dy before its cast, dx = cast(dy ⊙ s) · codes.
 
-research_recipe.py has recipes that rotate operands or cast them again; recipe_from_config.py chooses.
+ds_fp8.research has subclasses that rotate operands or cast them again: `make_recipe` chooses by the section's class.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from ds_fp8.casts import (
     QuantizedTensor,
@@ -26,8 +28,10 @@ from ds_fp8.casts import (
     transpose,
 )
 from ds_fp8.casts.tensor import width_with_outliers
-from ds_fp8.config.formats import BLOCK, CastSpec, Recast, Rotation
-from ds_fp8.gemm import reads_transposed, scaled_matmul
+from ds_fp8.config.formats import BLOCK, CastSpec
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.linear import LinearCasts
+from ds_fp8.gemm import reads_transposed, scaled_matmul, select_backend
 from ds_fp8.layers.linear.outlier_channels import OutlierChannels
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.statistics import Rows
@@ -40,14 +44,13 @@ class LinearRecipe:
     """Casts and products of a linear layer, shared by FP8 linears and fused parts; only `site` differs."""
 
     input: CastSpec
-    """Cast of x as fprop's operand, rotation included."""
+    """Cast of x as fprop's operand."""
     weight: CastSpec
     grad_output: CastSpec
-    """Cast of dy as dgrad's operand; wgrad's, cast along the tokens, has the same but for the rotation."""
+    """Cast of dy as dgrad's operand, and, along the tokens, as wgrad's."""
     wgrad_input: str
     """Granularity of x as wgrad's operand, cast along the tokens."""
     backend: str
-    fast_accumulation: bool
     save: str
     """activations.save: "fp8" or "bf16"."""
     recompute: str
@@ -55,14 +58,20 @@ class LinearRecipe:
     monitor: CastMonitor = field(compare=False)
     mlp_tile_tokens: int | None = None
     """activations.mlp_tile_tokens."""
-    smooth: bool = False
-    """True if channels of x are divided by factors, and columns of w multiplied (smoothing.py)."""
     outlier_channels: int = 0
     """Channels of the input that fprop multiplies with the residuals of their casts."""
     outliers: OutlierChannels | None = field(default=None, compare=False)
     """The outlier channels found at this site."""
     site: str = field(default="", compare=False)
     """Name of what multiplies with this recipe, for statistics."""
+
+    def for_layer(self, name: str, layer: nn.Linear, model: nn.Module) -> LinearRecipe:
+        """Return the recipe of one layer of a model. Raises UserError where its casts do not fit the layer."""
+        return self.at(name)
+
+    def for_head(self) -> LinearRecipe:
+        """Return the recipe of the head, whose output gradient is that of the summed loss: as large as 1."""
+        return self
 
     def at(self, site: str) -> LinearRecipe:
         """Return the same recipe at another site."""
@@ -76,14 +85,29 @@ class LinearRecipe:
         return [cast for cast in (self.input, self.weight, self.grad_output) if cast.emulated]
 
     @property
-    def rotations(self) -> tuple[Rotation, ...]:
-        """Return the rotations of all operands."""
-        return ()
+    def why_not_grouped(self) -> str | None:
+        """Return what of this recipe the grouped products of experts do not have, or None."""
+        return None
 
     @property
-    def recast(self) -> Recast | None:
-        """Return how fprop's x and w are cast a second time, for wgrad and dgrad; None: they are not."""
+    def why_not_fused(self) -> str | None:
+        """Return what of this recipe products that are fused into others do not have, or None."""
         return None
+
+    @property
+    def why_all_tokens(self) -> str | None:
+        """Return what of this recipe needs all tokens at once, beside the granularities of its casts, or None."""
+        return None
+
+    @property
+    def casts_weight_twice(self) -> bool:
+        """Return whether dgrad reads another cast of a weight than fprop: cast_weight_columnwise."""
+        return False
+
+    @property
+    def fuses_casts(self) -> bool:
+        """Return whether kernels that compute a layer's input may cast it too."""
+        return not self.input.by_torch
 
     @property
     def casts_by_tile(self) -> bool:
@@ -95,7 +119,7 @@ class LinearRecipe:
 
     def multiply(self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
         """Multiply a [M, K] · b [N, K]ᵀ -> [M, N] on this recipe's backend."""
-        return scaled_matmul(a, b, backend=self.backend, out_dtype=out_dtype, fast_accumulation=self.fast_accumulation)
+        return scaled_matmul(a, b, backend=self.backend, out_dtype=out_dtype)
 
     def transposed(self, q: QuantizedTensor) -> QuantizedTensor:
         """Return a matrix transposed: a view, or a copy where this recipe's backend needs one."""
@@ -112,22 +136,38 @@ class LinearRecipe:
 
     def cast_weight(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
         """Return the cast of a weight [N, K] that is present in high precision, times its factors."""
-        quantized = cast_rowwise(weight, self.weight, None, column_factor)
+        spec = self.weight
+        quantized = quantize(weight, spec.format, spec.granularity, spec.scale, column_factor=column_factor)
         self.observe("weight", weight, quantized, None, column_factor)
         return quantized
 
     def cast_weight_columnwise(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
         """Return the cast of a weight [N, K] that is present in high precision, as dgrad reads it: [K, N]."""
-        return _cast_columnwise(weight, self.weight, self.weight.granularity, None, column_factor)
+        spec = self.weight
+        return quantize_columnwise(weight, spec.format, spec.granularity, spec.scale, column_factor=column_factor)
 
     def kept_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
         """Return x as wgrad reads it, from the codes and scales that were kept of it."""
-        emulated = None if data.dtype is not torch.uint8 else self.input.format
-        return QuantizedTensor(data, scale, self.wgrad_input, self.input.scale, emulated)
+        name = None if data.dtype is not torch.uint8 else self.input.format
+        return QuantizedTensor(data, scale, self.wgrad_input, self.input.scale, name)
+
+    def channel_factors(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return FP32 [K], what the channels of x [T, K] are divided by and w's columns multiplied by, or None."""
+        return None
+
+    def keep_gate_up(self, gate_up: torch.Tensor) -> QuantizedTensor:
+        """Cast gate and up [T, 2F], as the backward of a gated MLP reads them; self is the recipe of down_proj."""
+        return quantize(gate_up, "e4m3", "1x128", "pow2")
+
+    def kept_gate_up(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
+        """Return what keep_gate_up returned, from its codes and scales."""
+        return QuantizedTensor(data, scale, "1x128", "pow2")
 
     def cast_input(self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None) -> QuantizedTensor:
         """Cast x [T, K], times its factors, as fprop reads it."""
-        quantized = cast_rowwise(x, self.input, row_factor, column_factor, self.room_for_outliers(x.shape[-1]))
+        spec, factors = self.input, {"row_factor": row_factor, "column_factor": column_factor}
+        room = self.room_for_outliers(x.shape[-1])
+        quantized = quantize(x, spec.format, spec.granularity, spec.scale, **factors, room=room)
         self.observe("input", x, quantized, row_factor, column_factor)
         return quantized
 
@@ -135,13 +175,14 @@ class LinearRecipe:
         self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
     ) -> QuantizedTensor:
         """Cast x [T, K], times its factors, as wgrad reads it: [K, T]."""
-        return _cast_columnwise(x, self.input, self.wgrad_input, row_factor, column_factor)
+        spec, factors = self.input, {"row_factor": row_factor, "column_factor": column_factor}
+        return quantize_columnwise(x, spec.format, self.wgrad_input, spec.scale, **factors)
 
     def cast_input_both(self, x: torch.Tensor, column_factor: Factor = None) -> tuple[QuantizedTensor, QuantizedTensor]:
         """Cast x [T, K], times its factors, as fprop reads it, and as wgrad does, in one pass."""
         spec, room = self.input, self.room_for_outliers(x.shape[-1])
         arguments = spec.format, spec.granularity, self.wgrad_input, spec.scale
-        both = quantize_both(x, *arguments, None, column_factor, spec.rounding, room=room)
+        both = quantize_both(x, *arguments, None, column_factor, room)
         self.observe("input", x, both[0], None, column_factor)
         return both
 
@@ -155,7 +196,7 @@ class LinearRecipe:
         spec = self.grad_output
         # Granularity 1x128 means groups along the contraction, hence along N for dgrad and along T for wgrad.
         row, column = (spec.granularity if wanted else None for wanted in (dgrad, wgrad))
-        cast = self._grad_output_cast(dy)
+        cast = functools.partial(self.cast_gradient, dy)
         if row is None or column_factor is None:
             both = cast(row, column)
         else:
@@ -166,9 +207,12 @@ class LinearRecipe:
             self.observe("grad_output", dy, both[0], None, column_factor)
         return both
 
-    def _grad_output_cast(self, dy: torch.Tensor) -> functools.partial:
+    def cast_gradient(
+        self, dy: torch.Tensor, rowwise: str | None, columnwise: str | None, column_factor: Factor = None
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """Cast dy [T, N] in these granularities, None for a cast that is not wanted."""
         spec = self.grad_output
-        return functools.partial(quantize_both, dy, spec.format, scale=spec.scale, rounding=spec.rounding)
+        return quantize_both(dy, spec.format, rowwise, columnwise, spec.scale, column_factor=column_factor)
 
     def clipped_input(self, x: torch.Tensor, cast: QuantizedTensor) -> torch.Tensor | None:
         """Return which elements of fprop's cast of x get no gradient, bool [T, K]; None if all of them do."""
@@ -199,22 +243,48 @@ class LinearRecipe:
         self.monitor.observe(tensor_class, x, quantized, self.site)
 
 
-def cast_rowwise(
-    x: torch.Tensor, spec: CastSpec, row_factor: Factor = None, column_factor: Factor = None, room: int = 0
-) -> QuantizedTensor:
-    """Return the cast of a matrix [M, K] along K, times its factors, with `room` for outlier blocks (quantize)."""
-    arguments = spec.format, spec.granularity, spec.scale
-    options = {"rounding": spec.rounding, "rotation": spec.rotation, "room": room}
-    return quantize(x, *arguments, row_factor=row_factor, column_factor=column_factor, **options)
-
-
-def _cast_columnwise(
-    x: torch.Tensor, spec: CastSpec, granularity: str, row_factor: Factor, column_factor: Factor
-) -> QuantizedTensor:
-    factors = {"row_factor": row_factor, "column_factor": column_factor}
-    return quantize_columnwise(x, spec.format, granularity, spec.scale, **factors, rounding=spec.rounding)
-
-
 def _factored(x: torch.Tensor, row_factor: Factor, column_factor: Factor) -> Rows:
     """Return rows of x times its factors: the whole of it, in FP32, would be twice the size of x."""
     return lambda rows: apply_factors(x[rows], None if row_factor is None else row_factor[rows], column_factor)
+
+
+def recipe_from_config(
+    config: FP8Config, monitor: CastMonitor | None = None, casts: LinearCasts | None = None
+) -> LinearRecipe:
+    """Return the recipe of a configuration, resolved on this machine.
+
+    Args:
+        config: The whole "fp8" section.
+        monitor: Counts what casts lose; by default one that `config.monitor` describes.
+        casts: Those of the layers that an override means; by default those of `config.linear` itself.
+
+    Raises:
+        UserError: The configured backend cannot run these casts.
+    """
+    linear, casts = config.linear, casts or config.linear
+    wgrad_input = casts.wgrad.input or casts.input.granularity
+    x, w, dy = casts.input.spec, casts.weight.spec, casts.grad_output.spec
+    dgrad_weight = "tensor" if w.granularity == "row" else w.granularity
+    products = [
+        (x, w),
+        (dy, replace(w, granularity=dgrad_weight)),
+        (dy, replace(x, granularity=wgrad_input)),
+    ]
+    common = {
+        "wgrad_input": wgrad_input,
+        "backend": select_backend(linear.backend, products),
+        "save": config.activations.save,
+        "recompute": config.activations.recompute,
+        "mlp_tile_tokens": config.activations.mlp_tile_tokens,
+        "monitor": monitor or CastMonitor(config.monitor.every),
+        "outlier_channels": casts.outlier_channels,
+    }
+    return make_recipe(casts, config, x, w, dy, **common)
+
+
+@functools.singledispatch
+def make_recipe(
+    casts: LinearCasts, config: FP8Config, input: CastSpec, weight: CastSpec, grad_output: CastSpec, **others: Any
+) -> LinearRecipe:
+    """Return the recipe of a section's casts; extensions of the section register one for their class."""
+    return LinearRecipe(input, weight, grad_output, **others)

@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, quantize, transpose
 from ds_fp8.casts.tensor import block_scales
-from ds_fp8.config.formats import ALONG_CONTRACTION, SQUARE, fixed_scale, group_shape
+from ds_fp8.config.formats import SCALE_TYPES, group_shape, is_of_blocks
 from ds_fp8.layers.linear.outliers import weights_with_outliers
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
@@ -61,12 +61,12 @@ def weight_operand(
     spec = recipe.weight
     words = spec.format, spec.granularity, spec.scale
     # The monitor is not shown this cast: the gather showed it the one from the masters.
-    return quantize(gathered.dequantize(), *words, column_factor=column_factor, rounding=spec.rounding)
+    return quantize(gathered.dequantize(), *words, column_factor=column_factor)
 
 
 def can_stack(rows: Sequence[int], granularity: str) -> bool:
     """Return whether matrices of these numbers of rows keep their scales when stacked."""
-    if granularity not in SQUARE:
+    if not is_of_blocks(granularity):
         return True
     return all(count % group_shape(granularity)[0] == 0 for count in rows[:-1])
 
@@ -74,7 +74,7 @@ def can_stack(rows: Sequence[int], granularity: str) -> bool:
 def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> QuantizedTensor:
     """Return the rows of all weights [N_i, K] as one FP8 operand [sum N_i, K].
 
-    Scales per tensor become scales per row, unless they are static: those are the same for all.
+    Scales per tensor become scales per row, unless they need no amax: those are the same for all.
 
     Raises:
         ValueError: Blocks would straddle two weights (`can_stack`).
@@ -97,7 +97,7 @@ def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> Qu
             scale = block_scales(sum(len(s) for s in scales), columns, data.device)
             torch.cat(scales, out=scale) if scale.is_contiguous() else scale.copy_(torch.cat(scales))
         return replace(first, data=data, scale=scale)
-    if fixed_scale(first.scale_type) is not None:
+    if not SCALE_TYPES[first.scale_type].needs_amax:
         return replace(first, data=data)
     if first.granularity not in ("row", "tensor"):
         return replace(first, data=data, scale=torch.cat([operand.scale for operand in operands]))
@@ -133,7 +133,7 @@ def dgrad_weight(
     Returns:
         (operand [K, N], factor [N] or None). The factor is to be multiplied into dy before its cast.
     """
-    if recipe.weight.granularity in ALONG_CONTRACTION:
+    if recipe.casts_weight_twice:
         return recipe.cast_weight_columnwise(torch.cat([weight.detach() for weight in weights]), column_factor), None
     whole = stacked_operand(weights, recipe) if len(weights) > 1 else weight_operand(weights[0], recipe, column_factor)
     return dgrad_operand(whole, recipe.transposed)
@@ -156,6 +156,11 @@ def dgrad_operand(
     ones = torch.ones((), device=w.scale.device)
     codes = replace(w, scale=ones, granularity="tensor", scale_type="pow2")
     return transposed(codes), w.scale.reshape(-1)
+
+
+def scale_columns(x: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    """Multiply the columns of x [R, F] by factors [F] in place, and return x; do nothing without factors."""
+    return x if factors is None else x.mul_(factors)
 
 
 def split_rows(gradient: torch.Tensor, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor | None, ...]:

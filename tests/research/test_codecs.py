@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from ds_fp8.casts import quantize, quantize_both
-from ds_fp8.casts.emulated import decode, encode_by_table, encode_reference, encode_stochastically, midpoints
-from ds_fp8.casts.emulated_triton import encode_elements
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import FORMATS, NATIVE_FORMATS
+from ds_fp8.config.formats import FORMATS
 from ds_fp8.config.fp8 import parse_fp8
-
-EMULATED = [name for name in FORMATS if name not in NATIVE_FORMATS]
+from ds_fp8.research.codecs import encode_by_table, encode_reference, midpoints
+from ds_fp8.research.codecs_triton import encode_elements
+from ds_fp8.research.formats import EMULATED
 
 
 def value(name: str, code: int) -> float | None:
@@ -40,14 +39,14 @@ def value(name: str, code: int) -> float | None:
 
 
 def all_codes(name: str) -> dict[int, float]:
-    numbers = {code: value(name, code) for code in range(2 ** FORMATS[name].bits)}
+    numbers = {code: value(name, code) for code in range(2 ** FORMATS[name].codec.bits)}
     return {code: number for code, number in numbers.items() if number is not None}
 
 
 def nearest(name: str, numbers: np.ndarray) -> np.ndarray:
     """By comparing every number with every code of its sign, in FP64: the nearest, of two the even one."""
     signed = np.signbit(numbers)
-    half = 2 ** (FORMATS[name].bits - 1)
+    half = 2 ** (FORMATS[name].codec.bits - 1)
     magnitudes = {code: number for code, number in all_codes(name).items() if code < half}
     order = sorted(magnitudes, key=lambda code: code % 2)  # argmin takes the first: even codes
     distance = np.abs(np.abs(numbers.astype(np.float64))[:, None] - np.array([magnitudes[code] for code in order]))
@@ -56,9 +55,9 @@ def nearest(name: str, numbers: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", EMULATED)
 def test_casts_are_the_nearest_of_all_codes(name):
-    format = FORMATS[name]
+    format, codec = FORMATS[name], FORMATS[name].codec
     codes = all_codes(name)
-    found = decode(torch.tensor(list(codes), dtype=torch.uint8), format)
+    found = codec.decode(torch.tensor(list(codes), dtype=torch.uint8), torch.float32)
     assert found.tolist() == list(codes.values())
     middle = np.array(sorted(set(codes.values())))
     middle = ((middle[1:] + middle[:-1]) / 2).astype(np.float32)
@@ -67,11 +66,11 @@ def test_casts_are_the_nearest_of_all_codes(name):
     parts = [middle, np.nextafter(middle, np.float32(np.inf)), np.nextafter(middle, np.float32(-np.inf)), spread]
     numbers = np.concatenate([*parts, np.array([0.0, -0.0, 9 * format.max, -9 * format.max, 1e-40], dtype=np.float32)])
     expected = torch.from_numpy(nearest(name, numbers)).to(torch.uint8)
-    assert torch.equal(encode_reference(torch.from_numpy(numbers), format), expected)
-    assert torch.equal(encode_by_table(torch.from_numpy(numbers), format), expected)
+    assert torch.equal(encode_reference(torch.from_numpy(numbers), codec), expected)
+    assert torch.equal(encode_by_table(torch.from_numpy(numbers), codec), expected)
     on_device = torch.from_numpy(numbers).to("cuda" if torch.cuda.is_available() else "cpu")
-    limits = midpoints(format, on_device.device)
-    assert torch.equal(encode_elements(on_device, limits, format.bits).cpu(), expected)
+    limits = midpoints(codec, on_device.device)
+    assert torch.equal(encode_elements(on_device, limits, codec.bits).cpu(), expected)
 
 
 def test_e4m3_by_the_rule_of_minifloats_is_that_of_the_hardware():
@@ -127,7 +126,7 @@ def test_stochastic_rounding_keeps_the_mean(name):
     format = FORMATS[name]
     x = torch.tensor([0.3, -0.71, 0.05, 1.0, -1.5]) * format.max
     draws = torch.rand(20_000, len(x))
-    numbers = decode(encode_stochastically(x.expand_as(draws), draws, format), format)
+    numbers = format.codec.decode(format.codec.encode(x.expand_as(draws), draws), torch.float32)
     error = (numbers.mean(0) - x.clamp(-format.max, format.max)).abs()
     assert (error < 0.01 * format.max).all()
     assert len(numbers[:, 0].unique()) <= 2
@@ -152,7 +151,7 @@ def test_columnwise_is_the_cast_of_the_transposed_matrix():
 )
 def test_mistakes(section, key):
     if key is None:
-        from ds_fp8.layers.linear.recipe_from_config import recipe_from_config
+        from ds_fp8.layers.linear.recipe import recipe_from_config
 
         with pytest.raises(UserError, match="cannot run here"):
             recipe_from_config(parse_fp8({"fp8": section}))

@@ -1,4 +1,4 @@
-"""Encoding of emulated formats in Triton, bit-equal to emulated.py, for every format the same kernel.
+"""Encoding of emulated formats in Triton, bit-equal to codecs.py, for every format the same kernel.
 
 Each element looks for its place among the format's midpoints by bisection, which reads them from the cache.
 """

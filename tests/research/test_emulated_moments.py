@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 import torch
 
-from ds_fp8.config.formats import FORMATS, EmulatedFormat
+from ds_fp8.config.formats import FORMATS
 from ds_fp8.optim import AdamW
 from ds_fp8.optim.codecs import CODECS, decode, encode
+from ds_fp8.research.formats import EMULATED
 from tests.optim.numbers import SCALES, awkward, gradients
 
-EMULATED = get_args(EmulatedFormat)
 SOME = ("int8", "int4", "log8", "e3m4", "e2m1")
 
 
@@ -22,7 +20,7 @@ def test_every_number_becomes_the_nearest_of_its_group(codec, scale):
     x, kind = gradients(300, spread=1), CODECS[codec]
     encoded = encode(x, kind, "1x128", scale)
     assert encoded.codes.dtype is torch.uint8
-    numbers = torch.tensor(FORMATS[codec].magnitudes, dtype=torch.float64)
+    numbers = torch.tensor(FORMATS[codec].codec.magnitudes, dtype=torch.float64)
     for group, (part, factor) in enumerate(zip(x.split(128), encoded.scale, strict=True)):
         assert 0.49 * kind.max < part.abs().max() / factor <= kind.max
         distance = (part.abs().double()[:, None] - numbers * factor.double()).abs().amin(1)

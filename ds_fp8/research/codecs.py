@@ -1,6 +1,6 @@
 """Casts to formats that tensor cores do not support here: minifloats, integers, logarithms, in one byte an element.
 
-A format is the list of its magnitudes (config.formats.Format). A number becomes the code of the nearest one, of two as
+A format is the list of its magnitudes (TableCodec). A number becomes the code of the nearest one, of two as
 near the one with the even code, which for floating point is IEEE's rounding to nearest even; beyond the largest it
 saturates:
 
@@ -11,19 +11,36 @@ saturates:
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 
-from ds_fp8.config.formats import Format
+
+@dataclass(frozen=True)
+class TableCodec:
+    """Codec (config/formats.py) of a format by the list of its numbers."""
+
+    magnitudes: tuple[float, ...]
+    """Numbers from 0 upwards. The code of magnitudes[i] is i, that of its negative i + 2^(bits - 1)."""
+    bits: int
+
+    def encode(self, x: torch.Tensor, draw: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the uint8 codes of FP32 numbers: of the nearest, or with draws from [0, 1) of either neighbour."""
+        return encode(x, self) if draw is None else encode_stochastically(x, draw, self)
+
+    def decode(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the numbers of uint8 codes, of their shape."""
+        table = numbers(self, codes.device, dtype)
+        return table.index_select(0, codes.contiguous().flatten().int()).view(codes.shape)
 
 
 @functools.lru_cache
-def midpoints(format: Format, device: torch.device) -> torch.Tensor:
+def midpoints(codec: TableCodec, device: torch.device) -> torch.Tensor:
     """Return the FP32 numbers half-way between neighbouring magnitudes, ascending.
 
     Where FP32 has no such number (log8), the neighbour of it that the rule for ties puts on its side.
     """
-    magnitudes = torch.tensor(format.magnitudes, dtype=torch.float64)
+    magnitudes = torch.tensor(codec.magnitudes, dtype=torch.float64)
     exact = (magnitudes[1:] + magnitudes[:-1]) / 2
     rounded = exact.float()
     goes_up = torch.arange(len(exact)) % 2 == 1
@@ -34,9 +51,9 @@ def midpoints(format: Format, device: torch.device) -> torch.Tensor:
 
 
 @functools.lru_cache
-def numbers(format: Format, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def numbers(codec: TableCodec, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return the number of each of the 256 codes a byte can hold; those that the format has not are NaN."""
-    magnitudes, sign = torch.tensor(format.magnitudes), 2 ** (format.bits - 1)
+    magnitudes, sign = torch.tensor(codec.magnitudes), 2 ** (codec.bits - 1)
     table = torch.full((256,), torch.nan)
     table[: len(magnitudes)] = magnitudes
     table[sign : sign + len(magnitudes)] = -magnitudes
@@ -61,39 +78,39 @@ def _just_below(numbers: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache
-def _nearest_cells(format: Format, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _nearest_cells(codec: TableCodec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the code of the smallest magnitude with the same upper 16 bits, and where the next code begins.
 
     Returns:
         By those bits, the sign among them, uint8 [65536] and the magnitude beyond which the code is one more, FP32.
     """
-    limits = midpoints(format, torch.device("cpu"))
+    limits = midpoints(codec, torch.device("cpu"))
     # On a midpoint with an odd index below it the even one above it is nearest.
     limits = torch.where(torch.arange(len(limits)) % 2 == 1, _just_below(limits), limits)
     index, beyond = _cells(limits)
-    codes = torch.cat([index, index | 2 ** (format.bits - 1)]).to(torch.uint8)
+    codes = torch.cat([index, index | 2 ** (codec.bits - 1)]).to(torch.uint8)
     return codes.to(device), beyond.repeat(2).to(device)
 
 
 @functools.lru_cache
-def _cells_below(format: Format, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _cells_below(codec: TableCodec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cells of magnitudes: their number up to x is the index of the next above x."""
-    index, beyond = _cells(_just_below(torch.tensor(format.magnitudes)))
+    index, beyond = _cells(_just_below(torch.tensor(codec.magnitudes)))
     return index.to(device, torch.int32), beyond.to(device)
 
 
-def encode(x: torch.Tensor, format: Format) -> torch.Tensor:
+def encode(x: torch.Tensor, codec: TableCodec) -> torch.Tensor:
     """Return the uint8 codes of FP32 numbers x, of any shape. NaN, whose scale is NaN too, gets some code."""
     if x.device.type == "cuda":
-        from ds_fp8.casts.emulated_triton import encode_elements
+        from ds_fp8.research.codecs_triton import encode_elements
 
-        return encode_elements(x, midpoints(format, x.device), format.bits)
-    return encode_by_table(x, format)
+        return encode_elements(x, midpoints(codec, x.device), codec.bits)
+    return encode_by_table(x, codec)
 
 
-def encode_by_table(x: torch.Tensor, format: Format) -> torch.Tensor:
+def encode_by_table(x: torch.Tensor, codec: TableCodec) -> torch.Tensor:
     """Compute `encode` with two look-ups an element: on a CPU ten times faster than looking for the place."""
-    codes, beyond = _nearest_cells(format, x.device)
+    codes, beyond = _nearest_cells(codec, x.device)
     # The upper half of an FP32 number is the BF16 number below it in magnitude: 65536 cells, with at most one limit
     # each.
     cell = (x.contiguous().view(torch.int32).flatten() >> 16) & 0xFFFF
@@ -101,39 +118,33 @@ def encode_by_table(x: torch.Tensor, format: Format) -> torch.Tensor:
     return code.view(x.shape)
 
 
-def encode_reference(x: torch.Tensor, format: Format) -> torch.Tensor:
+def encode_reference(x: torch.Tensor, codec: TableCodec) -> torch.Tensor:
     """Compute `encode` in plain torch, as the formula has it: the oracle of the table and of the kernel."""
-    limits, magnitude = midpoints(format, x.device), x.abs()
+    limits, magnitude = midpoints(codec, x.device), x.abs()
     index = torch.bucketize(magnitude, limits)
     on_limit = limits[index.clamp_max(len(limits) - 1)] == magnitude
     index += on_limit & (index % 2 == 1)
-    return (index | x.signbit().long() << format.bits - 1).to(torch.uint8)
+    return (index | x.signbit().long() << codec.bits - 1).to(torch.uint8)
 
 
-def encode_stochastically(x: torch.Tensor, draw: torch.Tensor, format: Format) -> torch.Tensor:
+def encode_stochastically(x: torch.Tensor, draw: torch.Tensor, codec: TableCodec) -> torch.Tensor:
     """Return codes of FP32 numbers x, of one of the two neighbours each, with chances that keep the expectation.
 
     Args:
         x: FP32, of any shape.
         draw: Numbers in [0, 1), the shape of x.
-        format: Format of the codes.
+        codec: TableCodec of the codes.
 
     Returns:
         uint8 codes, the shape of x.
     """
-    magnitudes = numbers(format, x.device, torch.float32)[: len(format.magnitudes)]
-    magnitude = x.abs().clamp_max(format.max)
-    count, beyond = _cells_below(format, x.device)
+    magnitudes = numbers(codec, x.device, torch.float32)[: len(codec.magnitudes)]
+    magnitude = x.abs().clamp_max(codec.magnitudes[-1])
+    count, beyond = _cells_below(codec, x.device)
     cell = magnitude.view(torch.int32).flatten() >> 16
     above = count.index_select(0, cell) + (magnitude.flatten() > beyond.index_select(0, cell))
     # The largest magnitude has no neighbour above: it is the upper one of the last pair.
     below = (above - 1).clamp_max(len(magnitudes) - 2)
     lower, upper = (magnitudes.index_select(0, index).view(x.shape) for index in (below, below + 1))
     index = below.view(x.shape) + (draw < (magnitude - lower) / (upper - lower))
-    return (index | x.signbit().int() << format.bits - 1).to(torch.uint8)
-
-
-def decode(codes: torch.Tensor, format: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the numbers of uint8 codes, of their shape."""
-    table = numbers(format, codes.device, dtype)
-    return table.index_select(0, codes.contiguous().flatten().int()).view(codes.shape)
+    return (index | x.signbit().int() << codec.bits - 1).to(torch.uint8)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ds_fp8.casts import clipped, quantize, scale_from_amax
-from ds_fp8.config.formats import CastSpec
+from ds_fp8.casts import quantize, scale_from_amax
+from ds_fp8.research.formats import ResearchSpec, clipped
 
 E2M1 = np.array([0, 1, 2, 4, 0.5, 1.5, 3, 6])
 """Even codes first: of two as near argmin takes the first."""
@@ -86,4 +86,4 @@ def test_what_is_not_finite_is_seen_and_zeros_stay(bad):
 def test_an_amax_alone_makes_no_such_scale():
     with pytest.raises(ValueError, match="does not follow"):
         scale_from_amax(torch.ones(1), "e2m1", "mse")
-    assert "mse" in CastSpec("e2m1", "32x32", "mse").why_not_gathered
+    assert "mse" in ResearchSpec("e2m1", "32x32", "mse").why_not_gathered

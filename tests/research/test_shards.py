@@ -6,10 +6,14 @@ import io
 import pytest
 import torch
 
-from ds_fp8.casts import quantize
+from ds_fp8.config.errors import UserError
+from ds_fp8.layers.attention.hadamard import Rotation
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.research.formats import ResearchSpec, cast_matrix
+from ds_fp8.zero.shard_cast import ReferenceShardCast
 from tests.zero import models
+from tests.zero.shard_casts import cast_on_all_ranks, weights_of
 
 SIZES = (128, 160)
 ROTATION = {"fprop": "in_features", "dgrad": "tokens", "wgrad": "tokens", "block": 32, "random": True}
@@ -31,13 +35,13 @@ def trained(fp8):
         if isinstance(module, FP8Linear) and engine.fp8.parameter_gather.gathers(module.weight):
             spec = module.recipe.weight
             master = models.full_master(module.weight)
-            expected = quantize(master, spec.format, spec.granularity, spec.scale, rotation=spec.rotation)
+            expected = cast_matrix(master, spec)
             module.weight.all_gather_coalesced([module.weight]).wait()
             gathered = getattr(module.weight, GATHERED)
             same.append(torch.equal(gathered.dequantize(), expected.dequantize()))
             module.weight.partition()
     text = " ".join(printed.getvalue().replace("│", " ").split())
-    return losses, engine.fp8.report["rotation"], text, same
+    return losses, engine.fp8.report["remarks"]["rotation"], text, same
 
 
 @pytest.mark.parametrize(("section", "rotation"), SECTIONS.values(), ids=SECTIONS)
@@ -58,7 +62,7 @@ def quartet():
         engine = models.build(models.config({"preset": "quartet"}), sizes=SIZES)
     losses = models.train(engine, 4)
     text = " ".join(printed.getvalue().replace("│", " ").split())
-    return losses, engine.fp8.report["rotation"], text, engine.fp8.parameter_gather
+    return losses, engine.fp8.report["remarks"]["rotation"], text, engine.fp8.parameter_gather
 
 
 def test_weights_that_are_cast_again_for_dgrad_are_gathered_in_bf16(ranks):
@@ -68,3 +72,28 @@ def test_weights_that_are_cast_again_for_dgrad_are_gathered_in_bf16(ranks):
     assert found == words
     assert "emulated, in one byte an element: e2m1 1x32 mse" in text
     assert losses[-1] < losses[0]
+
+
+def reference(weights, codes, spec):
+    return ReferenceShardCast(weights, spec)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("granularity", ["128x128", "row", "tensor"])
+@pytest.mark.parametrize("seed", [None, 2])
+def test_shards_of_whole_blocks_are_rotated_as_the_whole_is(world, granularity, seed):
+    spec = ResearchSpec(granularity=granularity, rotation=Rotation(32, seed))
+    generator = torch.Generator().manual_seed(1)
+    masters = [torch.randn(shape, generator=generator) for shape in ((96, 384), (3, 128), (384, 32))]
+    _, scales, codes = cast_on_all_ranks(reference, masters, world, spec, "cpu")
+    for master, scale, code in zip(masters, scales, codes, strict=True):
+        whole = cast_matrix(master, spec)
+        assert torch.equal(scale, whole.scale)
+        assert torch.equal(code, whole.data.view(torch.uint8))
+
+
+def test_shards_that_cut_a_block_are_refused():
+    with pytest.raises(
+        UserError, match="131 x 96 is sharded over 2 ranks in parts of 6288 elements, which are not whole blocks"
+    ):
+        weights_of(0, 2, "128x128", "cpu", [(131, 96)], ResearchSpec(granularity="128x128", rotation=Rotation(32)))

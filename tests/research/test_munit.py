@@ -15,7 +15,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.linear import LinearConfig
 from ds_fp8.export.plan import make_plan
-from ds_fp8.layers.linear import munit
+from ds_fp8.research import munit
 from tests.layers.hugging_face import causal_lm, tokens
 
 munit.register()

@@ -36,8 +36,3 @@ def channel_factors(product: torch.Tensor) -> torch.Tensor:
     _, exponent = torch.frexp(ratio)
     factors = torch.ldexp(torch.ones_like(amax), (exponent - 1).clamp(0, MAX_EXPONENT))
     return torch.where(ratio.isfinite(), factors, 1.0)
-
-
-def scale_columns(x: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
-    """Multiply the columns of x [R, F] by factors [F] in place, and return x; do nothing without factors."""
-    return x if factors is None else x.mul_(factors)

@@ -1,0 +1,166 @@
+"""Block Hadamard transforms of matrices: an outlier is spread over its block before a cast.
+
+    R = D H / sqrt(n)      H [n, n] Sylvester's matrix of 1 and -1, D the signs (all 1 without a seed): R Rᵀ = 1
+    rotate(x)   = x R      every n neighbours along one axis of x
+    unrotate(y) = y Rᵀ
+
+so that (a R)(b R)ᵀ = a bᵀ along the contraction of a product. The reference is log2 n stages of sums and differences in
+FP32, then one multiplication: a part of a matrix is rotated to the same bits as within all of it. Kernels multiply by
+H, which differs in the order of FP32 sums alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from ds_fp8.casts.stochastic import random_key, uniform
+from ds_fp8.config.formats import BLOCK
+
+ROTATION_BLOCKS = (16, 32, 64, 128)
+"""Sizes of the transforms."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A block Hadamard transform of a matrix."""
+
+    block: int = BLOCK
+    """Neighbours that are transformed together, one of ROTATION_BLOCKS."""
+    seed: int | None = None
+    """Seed of the signs that the elements of every block are multiplied by before it; None: no signs."""
+    axis: int = 1
+    """Dimension of the matrix along which blocks lie: 1 its columns, 0 its rows."""
+
+    def __str__(self) -> str:
+        return f"rotated by {self.block}" + ("" if self.seed is None else f" with the signs of seed {self.seed}")
+
+
+def rotate(x: torch.Tensor, rotation: Rotation | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rotate a matrix.
+
+    Args:
+        x: [M, K], floating point.
+        rotation: None returns x itself.
+        dtype: Of the result, rounded once.
+
+    Returns:
+        [M, K] in dtype; with rotation.axis 0 M is padded with zeros to a multiple of the block.
+
+    Raises:
+        ValueError: K is not a multiple of the block, with rotation.axis 1.
+    """
+    if rotation is None:
+        return x
+    if rotation.axis == 1 and x.shape[1] % rotation.block:
+        raise ValueError(f"{x.shape[1]} columns are not a multiple of the rotation block {rotation.block}")
+    if x.device.type == "cuda" and x.numel():
+        from ds_fp8.layers.attention.hadamard_triton import rotate_tiles
+
+        return rotate_tiles(x.detach(), *kernel_arguments(rotation, x), dtype)
+    return rotate_reference(x.detach(), rotation).to(dtype)
+
+
+def rotate_reference(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Compute `rotate` in plain torch: the oracle of the kernels."""
+    blocks = _blocks(x.float(), rotation)
+    sign = signs(rotation.block, rotation.seed, x.device)
+    return _joined(_transform(blocks * sign), rotation).contiguous()
+
+
+def unrotate(y: torch.Tensor, rotation: Rotation | None, rows: int | None = None) -> torch.Tensor:
+    """Undo `rotate` on a result of a product.
+
+    Args:
+        y: [M, K], floating point, M or K (rotation.axis) a multiple of the block.
+        rotation: None returns y itself.
+        rows: Rows before padding, with rotation.axis 0; the others are dropped.
+
+    Returns:
+        [M or rows, K] in y's dtype, rounded once.
+    """
+    if rotation is None:
+        return y
+    if y.device.type == "cuda" and y.numel():
+        from ds_fp8.layers.attention.hadamard_triton import rotate_tiles
+
+        result = rotate_tiles(y, *kernel_arguments(rotation, y), y.dtype, inverse=True)
+    else:
+        sign = signs(rotation.block, rotation.seed, y.device)
+        result = _joined(_transform(_blocks(y.float(), rotation)) * sign, rotation).to(y.dtype).contiguous()
+    return result[:rows] if rotation.axis == 0 else result
+
+
+def _blocks(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Return x [M, K] with its blocks as the last dimension [.., .., n]."""
+    if rotation.axis == 0:
+        # Tokens come in any number. Rows of zeros add nothing to a product that contracts over them.
+        x = F.pad(x, (0, 0, 0, padded(x.shape[0], rotation) - x.shape[0])).t()
+    return x.unflatten(-1, (x.shape[-1] // rotation.block, rotation.block))
+
+
+def _joined(blocks: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    x = blocks.flatten(-2)
+    return x.t() if rotation.axis == 0 else x
+
+
+def _transform(x: torch.Tensor) -> torch.Tensor:
+    """Return x H / sqrt(n) for the last dimension n of x (the fast Walsh-Hadamard transform)."""
+    size = x.shape[-1]
+    half = 1
+    while half < size:
+        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x = torch.stack([a + b, a - b], -2).flatten(-3)
+        half *= 2
+    return x * size**-0.5
+
+
+@functools.lru_cache
+def rotation_matrix(rotation: Rotation, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return sqrt(n) R [n, n], of 1 and -1."""
+    own = signs(rotation.block, rotation.seed, torch.device("cpu"))
+    return (own[:, None] * _hadamard(rotation.block)).to(device, dtype)
+
+
+def padded(length: int, rotation: Rotation | None) -> int:
+    """Return the rows that `rotate` returns of a matrix of `length` rows."""
+    if rotation is None or rotation.axis == 1:
+        return length
+    return -(-length // rotation.block) * rotation.block
+
+
+def _hadamard(size: int) -> torch.Tensor:
+    """Return Sylvester's matrix [size, size]: element (i, j) is -1 to the number of bits that i and j share."""
+    matrix = torch.ones(1, 1)
+    for _ in range(int(math.log2(size))):
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix
+
+
+@functools.lru_cache
+def signs(block: int, seed: int | None, device: torch.device) -> torch.Tensor:
+    """Return FP32 [block] of 1 and -1, the same on every device; all 1 without a seed."""
+    if seed is None:
+        return torch.ones(block, device=device)
+    draws = uniform(torch.arange(block), random_key("rotation", seed))
+    return torch.where(draws < 0.5, -1.0, 1.0).to(device)
+
+
+def kernel_arguments(rotation: Rotation, x: torch.Tensor) -> tuple[torch.Tensor, int, float, int]:
+    """Return what rotate_tiles takes of a rotation of x: matrix, axis, factor, rows."""
+    # Products are taken in x's own 16-bit dtype, for 1 and -1 are exact; Triton's interpreter has none in BF16.
+    narrow = x.dtype is torch.float16 or (x.dtype is torch.bfloat16 and x.is_cuda)
+    matrix = _tile_matrix(rotation, x.device, x.dtype if narrow else torch.float32)
+    return matrix, rotation.axis, rotation.block**-0.5, padded(x.shape[0], rotation)
+
+
+@functools.lru_cache
+def _tile_matrix(rotation: Rotation, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return the matrix [128, 128] of a tile's blocks, of 1, -1 and 0."""
+    one = rotation_matrix(rotation, device, dtype)
+    # Zeros off the diagonal add exact zeros to the sums: blocks below 128 cost no kernel of another shape.
+    return torch.block_diag(*[one] * (BLOCK // rotation.block)).contiguous()

@@ -1,0 +1,299 @@
+"""Keys of the "fp8" section for casts of papers: extensions of core's sections (config/registry.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import NATIVE_FORMATS, FormatName, Granularity, ScaleName, is_of_groups
+from ds_fp8.config.fp8 import GradientReduceConfig, OptimizerStateConfig, ParameterGatherConfig
+from ds_fp8.config.linear import Cast, LinearCasts, LinearConfig, WeightCast, WgradConfig
+from ds_fp8.config.optimizer_state import CodecName
+from ds_fp8.config.schema import Section, Seed
+from ds_fp8.layers.attention.hadamard import Rotation
+from ds_fp8.research.formats import EmulatedFormat, ResearchSpec, static_scale_type
+
+AnyFormat = Literal[FormatName, EmulatedFormat]
+AnyGranularity = Literal[Granularity, "1x32", "32x32", "1x16", "16x16"]
+AnyScale = Literal[ScaleName, "e4m3", "mse", "static"]
+
+
+class ResearchCast(Cast):
+    """The cast of one tensor class."""
+
+    format: AnyFormat = "e4m3"
+    """Storage format of one element; all but e4m3 and e5m2 are emulated."""
+    granularity: AnyGranularity = "1x128"
+    """Elements that share a scale, as core's, or in groups and blocks of 32 and 16."""
+    scale: AnyScale = "pow2"
+    """As core's, and: e4m3: scales of groups are E4M3 numbers in units of one FP32 scale of the tensor, as in NVFP4.
+    mse: the pow2 scale or half of it, by the smaller squared error of the group, as in Quartet. static:
+    2^static_exponent for a whole tensor ("granularity": "tensor"), without an amax; larger numbers saturate. For models
+    whose tensors stay near variance 1."""
+    static_exponent: int = Field(0, ge=-100, le=100)
+    """Exponent of a static scale, which is 2^static_exponent."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """stochastic: unbiased, with torch's random numbers."""
+
+    @property
+    def spec(self) -> ResearchSpec:
+        """Return the same without what only a section of the JSON needs."""
+        scale = static_scale_type(self.static_exponent) if self.scale == "static" else self.scale
+        return ResearchSpec(self.format, self.granularity, scale, self.rounding)
+
+    @model_validator(mode="after")
+    def _static_is_of_a_tensor(self) -> ResearchCast:
+        if self.scale == "static" and self.granularity != "tensor":
+            raise UserError(
+                f'scale "static" needs granularity "tensor", but granularity is "{self.granularity}"',
+                key="fp8.linear",
+                remedy='"scale": "static", "granularity": "tensor"',
+            )
+        if self.scale == "static" and self.format not in NATIVE_FORMATS:
+            raise UserError(
+                f'scale "static" needs a format with NaN, which shows overflow, but format is "{self.format}"',
+                key="fp8.linear",
+                remedy=f'"format": {" or ".join(NATIVE_FORMATS)}, or another scale',
+            )
+        if self.scale == "mse" and self.rounding == "stochastic":
+            raise UserError(
+                'scale "mse" saturates elements, so stochastic rounding would be biased',
+                key="fp8.linear",
+                remedy='"scale": "pow2", or "rounding": "nearest"',
+            )
+        if self.scale == "fitted" and self.format not in NATIVE_FORMATS:
+            raise UserError(
+                f'scale "fitted" is not available for format "{self.format}"',
+                key="fp8.linear",
+                remedy=f'"format": {" or ".join(NATIVE_FORMATS)}, or "scale": "mse"',
+            )
+        if self.scale != "static" and self.static_exponent:
+            raise UserError(
+                f'static_exponent {self.static_exponent} applies to scale "static" only, but scale is "{self.scale}"',
+                key="fp8.linear",
+                remedy='"scale": "static", or remove "static_exponent"',
+            )
+        return self
+
+
+class ResearchWeightCast(ResearchCast, WeightCast):
+    """The cast of weights: one serves fprop and, transposed, dgrad.
+
+    1x32, 1x16: cast once for fprop and once, along the output channels, for dgrad, as MX formats are; both from high
+    precision, so that such weights are gathered in BF16.
+    """
+
+    granularity: Literal["128x128", "row", "tensor", "32x32", "16x16", "1x32", "1x16"] = "128x128"
+    """Elements that share a scale: a square block, an output channel, all of the weight, or a group along the
+    contraction of the product."""
+
+
+class ResearchWgrad(WgradConfig):
+    """Granularity of wgrad's input, cast along the tokens; the output gradient has that of `grad_output`."""
+
+    input: AnyGranularity | None = None
+    """Granularity of the input, cast along the tokens; null: as linear.input."""
+
+
+@dataclass(frozen=True)
+class Recast:
+    """Second casts, for dgrad and wgrad, of what fprop multiplied."""
+
+    scale: str = "pow2"
+    rounding: str = "stochastic"
+    zero_clipped: bool = True
+    """True: elements that fprop's cast clipped get no gradient."""
+
+
+class RotationConfig(Section):
+    """Hadamard transforms of the operands of products before their casts, which spread an outlier over its block.
+
+    Along the contraction both operands are transformed, and it cancels. Along another dimension one operand is, and the
+    result is transformed back. HALO's level 1 (arXiv 2501.02625) is fprop alone; level 2 has dgrad along tokens too.
+    """
+
+    fprop: Literal["in_features"] | None = None
+    """Transforms input and weight. The weight is gathered so, and dgrad's result transformed back; ZeRO-3's shards must
+    be whole blocks for that."""
+    dgrad: Literal["tokens", "out_features"] | None = None
+    """tokens: the output gradient, transformed back in the result. out_features: output gradient and weight, for
+    weights in 1x32 or 1x16, which are cast for each product; a weight cast once serves both and cannot be."""
+    wgrad: Literal["tokens", "in_features"] | None = None
+    """tokens: output gradient and input, as in NVFP4. in_features: the input, transformed back in the result."""
+    block: Literal[16, 32, 64, 128] = 128
+    """Elements that are transformed together. in_features and out_features must be multiples of it; tokens are padded
+    with zeros."""
+    random: bool = False
+    """Change random signs in a block before, the same ones in all blocks, layers and steps."""
+    seed: Seed = 0
+    """Seed of the random signs."""
+
+    @property
+    def products(self) -> dict[str, str]:
+        """Return the dimension that each rotated product is rotated along."""
+        return {name: along for name in ("fprop", "dgrad", "wgrad") if (along := getattr(self, name)) is not None}
+
+    def along(self, dimension: str | None, first: str) -> Rotation | None:
+        """Return the rotation of a matrix [first, ...] along one of its dimensions, None for no dimension."""
+        if dimension is None:
+            return None
+        return Rotation(self.block, self.seed if self.random else None, 0 if dimension == first else 1)
+
+    def __str__(self) -> str:
+        products = ", ".join(f"{name} along {dimension}" for name, dimension in self.products.items())
+        return f"{products}, {'random ' if self.random else ''}Hadamard transforms of {self.block}"
+
+
+class RecastConfig(Section):
+    """Sources of the second casts of input and weight, for wgrad and dgrad, which contract over other dimensions."""
+
+    of: Literal["high_precision", "fprop"] = "high_precision"
+    """fprop: what fprop multiplied is cast again, as in Quartet (arXiv 2505.14669), so that the gradients are of the
+    function that forward computed; for weights in 1x32 or 1x16. high_precision: input and weight, cast as for fprop."""
+    scale: Literal["fp32", "pow2", "e4m3"] = "pow2"
+    """Scales of operands that are cast again."""
+    rounding: Literal["nearest", "stochastic"] = "stochastic"
+    """Rounding of operands that are cast again; stochastic: right on average."""
+    clipped: Literal["zero", "pass"] = "zero"
+    """Gradient of elements that fprop's cast clipped (scale "mse"); zero keeps a byte an element of every input."""
+
+    @property
+    def spec(self) -> Recast | None:
+        """Return the same for casts, None where they are of high precision."""
+        return Recast(self.scale, self.rounding, self.clipped == "zero") if self.of == "fprop" else None
+
+    def __str__(self) -> str:
+        return f"fprop's for the others, {self.scale} {self.rounding}, clipped elements: {self.clipped}"
+
+
+class ResearchCasts(LinearCasts):
+    """The casts of the operands of a linear layer's three products, rotated, or cast a second time."""
+
+    input: ResearchCast = ResearchCast()
+    weight: ResearchWeightCast = ResearchWeightCast()
+    grad_output: ResearchCast = ResearchCast()
+    wgrad: ResearchWgrad = ResearchWgrad()
+    rotation: RotationConfig = RotationConfig()
+    recast: RecastConfig = RecastConfig()
+
+    @property
+    def why_not_served(self) -> str | None:
+        """Return why servers cannot multiply weights that were trained so, or None."""
+        return self.rotation.fprop and "trained with its weight rotated, and servers rotate no activations"
+
+    @property
+    def why_no_head(self) -> str | None:
+        """Return what of these casts the language-model head does not have, or None."""
+        return "fp8.linear.rotation" if self.rotation.products else None
+
+    @property
+    def without_outliers(self) -> str | None:
+        """Return what of these casts outlier channels do not go with, or None."""
+        stochastic = "stochastic" in (self.input.rounding, self.weight.rounding)
+        found = {
+            "rounded stochastically": stochastic,
+            "rotated": self.rotation.fprop is not None,
+            "cast again": self.recast.of == "fprop",
+        }
+        return ", ".join(what for what, has in found.items() if has) or None
+
+    @model_validator(mode="after")
+    def _only_what_is_cast_twice_is_cast_again(self) -> ResearchCasts:
+        key = "fp8.linear.recast"
+        if self.recast.of != "fprop":
+            if self.recast != RecastConfig():
+                raise UserError(
+                    "these keys apply only if fprop's operands are cast again in backward",
+                    key=key,
+                    remedy='"recast": {"of": "fprop"}',
+                )
+            return self
+        if not is_of_groups(self.weight.granularity):
+            raise UserError(
+                f"weights cast as {self.weight} are cast once for fprop and dgrad",
+                key=key,
+                remedy='"weight": {"granularity": "1x32"}, or remove "recast"',
+            )
+        if "stochastic" in (self.input.rounding, self.weight.rounding):
+            raise UserError(
+                "fprop's operands are cast again in backward, and stochastic rounding would change their values",
+                key=key,
+                remedy='"rounding": "nearest" of input and weight',
+            )
+        if self.rotation.wgrad == "in_features":
+            raise UserError(
+                "with recast, rotation.fprop already rotates wgrad's input along in_features",
+                key=f"{key}, fp8.linear.rotation.wgrad",
+                remedy='"wgrad": "tokens"',
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_weight_is_rotated_one_way(self) -> ResearchCasts:
+        if self.rotation.dgrad == "out_features" and not is_of_groups(self.weight.granularity):
+            raise UserError(
+                f"weights cast as {self.weight} are cast once for fprop and dgrad, which contract over different "
+                "dimensions of them",
+                key="fp8.linear.rotation.dgrad",
+                remedy='"dgrad": "tokens"',
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _static_along_the_tokens_too(self) -> ResearchCasts:
+        if self.input.scale == "static" and self.wgrad.input not in (None, "tensor"):
+            raise UserError(
+                f'wgrad.input "{self.wgrad.input}" needs scales of groups, but input has one static scale',
+                key="fp8.linear.wgrad.input",
+                remedy='remove "wgrad"',
+            )
+        return self
+
+    def __str__(self) -> str:
+        rotation = [f"rotated: {self.rotation}"] if self.rotation.products else []
+        recast = [f"recast: {self.recast}"] if self.recast.of == "fprop" else []
+        return ", ".join([super().__str__(), *rotation, *recast])
+
+
+class ResearchLinear(ResearchCasts, LinearConfig):
+    """The linear layers, with casts of papers."""
+
+    casts_of_overrides: ClassVar[type[LinearCasts]] = ResearchCasts
+    smooth_swiglu: bool = False
+    """Divide every channel of act(gate) · up in gated MLPs by a power of two before the cast, and multiply the input
+    channels of down_proj by it before theirs. The function is unchanged, and outlier channels are gone."""
+
+    def remarks(self, recipes: Iterable[Any]) -> dict[str, str]:
+        """Return what the start report says of these casts beside their words, by title."""
+        found = {"rotation": str(self.rotation)} if self.rotation.products else {}
+        if self.smooth_swiglu:
+            count = sum(getattr(recipe, "smooth", False) for recipe in recipes)
+            found["Smooth-SwiGLU"] = f"{count} gated MLPs" if count else "none: the model has no gated MLP in FP8"
+        return found
+
+
+class ResearchGather(ParameterGatherConfig):
+    """Format and transport of ZeRO-3's parameter all-gather, for the weights of FP8 linears."""
+
+    format: AnyFormat | Literal["bf16"] = "e4m3"
+    """The format of linear.weight, or bf16."""
+
+
+class ResearchReduce(GradientReduceConfig):
+    """Format and route of ZeRO-3's gradient reduce-scatter, for every gradient of two or more dimensions."""
+
+    format: AnyFormat | Literal["bf16"] = "e4m3"
+    """bf16: DeepSpeed's reduce-scatter. All others take a byte an element; all but e4m3 and e5m2 are emulated."""
+
+
+class ResearchOptimizerState(OptimizerStateConfig):
+    """Storage formats of optimizer state, emulated ones too."""
+
+    exp_avg: Literal[CodecName, EmulatedFormat] = "fp32"
+    """Format of the first moment."""
+    exp_avg_sq: Literal[CodecName, EmulatedFormat] = "fp32"
+    """Format of the second moment."""

@@ -1,0 +1,258 @@
+"""Formats, scale types and casts of papers, registered beside core's (config/formats.py).
+
+    formats         minifloats of 4 to 8 bits, integers, logarithms: a byte an element, decoded for their products
+    granularity     1x32 | 32x32 | 1x16 | 16x16 ...
+    scale           e4m3 | mse | static, static 2^-24 ...
+
+MXFP8 and MXFP4 are e4m3 and e2m1 in groups of 32 with a power-of-two scale, NVFP4 is e2m1 in groups of 16 with scale
+type "e4m3": a scale of E4M3 each, in units of one FP32 scale of the tensor. "mse" is the scale of "pow2" or half of it,
+whichever leaves the group the smaller squared error: with half of it the largest elements may saturate. "static" is one
+fixed power of two for all of a tensor, whatever its values: nothing looks for an amax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+
+from ds_fp8.casts.primitives import (
+    apply_factors,
+    cast,
+    dequantize,
+    exact_scale,
+    group_amax,
+    infinite_to_nan,
+    of_finite_groups,
+    per_element,
+    reduce_groups,
+    scale_from_amax,
+    scales_for,
+)
+from ds_fp8.casts.quantization import quantize, quantize_columnwise
+from ds_fp8.casts.stochastic import round_stochastically
+from ds_fp8.casts.tensor import QuantizedTensor
+from ds_fp8.config.formats import (
+    FORMATS,
+    SCALE_TYPES,
+    SMALLEST_SCALE,
+    CastSpec,
+    Format,
+    ScaleType,
+    is_of_groups,
+)
+from ds_fp8.layers.attention.hadamard import Rotation, rotate, unrotate
+from ds_fp8.research.codecs import TableCodec
+
+EmulatedFormat = Literal[
+    "e2m1", "e3m0", "e2m2", "e3m1", "e4m0", "e2m3", "e3m2", "e4m1", "e5m0", "e2m4", "e3m3", "e4m2", "e5m1", "e2m5",
+    "e3m4", "int4", "int6", "int8", "log8",
+]  # fmt: skip
+EMULATED: tuple[str, ...] = get_args(EmulatedFormat)
+
+
+def _minifloat(name: str) -> Format:
+    """Return ExMy: sign, x bits of exponent, y of mantissa, subnormals, no Inf; in 8 bits the last code is NaN's."""
+    exponent_bits, mantissa_bits = int(name[1]), int(name[3])
+    bits, bias, ones = 1 + exponent_bits + mantissa_bits, 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
+    magnitudes = []
+    # Each code in turn: subnormals share the exponent of the first normal numbers, without the leading one.
+    for code in range(2 ** (bits - 1) - (bits == 8)):
+        exponent, mantissa = divmod(code, ones)
+        significand = mantissa / ones + (exponent > 0)
+        magnitudes.append(significand * 2.0 ** (max(exponent, 1) - bias))
+    return _emulated(name, bits, magnitudes)
+
+
+def _integer(name: str) -> Format:
+    """Return INTb as sign and magnitude, so that the range is symmetric."""
+    bits = int(name[3:])
+    return _emulated(name, bits, [float(number) for number in range(2 ** (bits - 1))])
+
+
+def _logarithmic(name: str) -> Format:
+    """Return zero and powers of 2^(1/8) up to 1, rounded to FP32 (a logarithmic number system, 2106.13914)."""
+    bits = int(name[3:])
+    # In FP64, rounded once: every platform has the same table.
+    powers = torch.arange(2 - 2 ** (bits - 1), 1, dtype=torch.float64).div(8).exp2().float()
+    return _emulated(name, bits, [0.0, *powers.tolist()])
+
+
+def _emulated(name: str, bits: int, magnitudes: list[float]) -> Format:
+    exact = all(torch.tensor(number).bfloat16().item() == number for number in magnitudes)
+    return Format(name, torch.uint8, magnitudes[-1], magnitudes[1], TableCodec(tuple(magnitudes), bits), exact)
+
+
+_KINDS = {"e": _minifloat, "i": _integer, "l": _logarithmic}
+FORMATS.update({name: _KINDS[name[0]](name) for name in EMULATED})
+
+
+def scales_of_least_error(x: torch.Tensor, format: str, granularity: str) -> torch.Tensor:
+    """Return for every group the power of two with which a cast to nearest leaves the smaller squared error.
+
+        scale[g] = the s of {p, p / 2} with the smaller sum over g of (x[i] - s * cast(x[i] / s))^2,  p that of `pow2`
+
+    With p / 2 the largest elements may saturate. For E2M1 in groups of up to 32 no other power of two leaves less: the
+    numbers of larger scales are, within reach, among those of p. Of smaller ones 1.5 p is the end; what lies beyond
+    loses no less there than with p / 2, the largest element, above 3 p, at least (1.5 p)^2 = 2.25 p^2 more, and the
+    other 31 have at most 31 (p / 4)^2 = 1.94 p^2 to gain. So this is the projection of least squared error that QuEST
+    (arXiv 2502.05003) approximates by a multiple of the group's root mean square, fitted to a normal distribution.
+
+    Args:
+        x: Floating point, of any shape that the granularity fits.
+        format: A name of FORMATS.
+        granularity: As for `quantize`.
+
+    Returns:
+        FP32 of shape `scale_shape(x.shape, granularity)`; 1 where all is 0, NaN where anything is not finite.
+    """
+    whole = scale_from_amax(group_amax(x, granularity), format, "pow2")
+    if x.numel() == 0:
+        return whole
+    half = (whole / 2).clamp_min(SMALLEST_SCALE)
+    errors = []
+    for scale in (whole, half):
+        codes = cast(x, scale, format, granularity)
+        rounded = dequantize(codes, scale, granularity, "mse", torch.float32, format)
+        # In units of p: squares of the smallest numbers would vanish in FP32.
+        lost = per_element(torch.div, x.detach().float() - rounded, whole, granularity).square_()
+        errors.append(reduce_groups(torch.sum, lost, granularity))
+    return torch.where(errors[1] < errors[0], half, whole)  # equal, or NaN: whole
+
+
+def e4m3_scales(amax: torch.Tensor, format: str) -> torch.Tensor:
+    """Return the scales of groups, rounded to E4M3 in units of one FP32 scale of the tensor, as NVFP4 stores them."""
+    return of_finite_groups(amax, _in_units_of_the_tensor(exact_scale(amax, FORMATS[format].max)))
+
+
+def _in_units_of_the_tensor(scale: torch.Tensor) -> torch.Tensor:
+    """Round the scales of all groups of a tensor to E4M3 in units of one FP32 scale, as NVFP4 stores them."""
+    if scale.numel() == 0:
+        return scale
+    codes = FORMATS["e4m3"]
+    unit = (scale.amax() / torch.full_like(scale, codes.max)).clamp_min(SMALLEST_SCALE)
+    return (scale / unit).clamp(codes.smallest_subnormal, codes.max).to(codes.dtype).float() * unit
+
+
+def static_scale_type(exponent: int = 0) -> str:
+    """Return the scale type of the fixed scale 2^exponent: "static", "static 2^-24"."""
+    return f"static 2^{exponent}" if exponent else "static"
+
+
+def _static(exponent: int) -> ScaleType:
+    fixed = 2.0**exponent
+    return ScaleType(True, needs_amax=False, from_amax=lambda amax, format: torch.full_like(amax, fixed))
+
+
+EXPONENTS = range(-100, 101)
+"""Exponents of static scales."""
+SCALE_TYPES.update({static_scale_type(exponent): _static(exponent) for exponent in EXPONENTS})
+SCALE_TYPES["e4m3"] = ScaleType(multiplied=False, from_amax=e4m3_scales)
+SCALE_TYPES["mse"] = ScaleType(True, multiplied=False, from_numbers=scales_of_least_error)
+
+
+@dataclass(frozen=True)
+class ResearchSpec(CastSpec):
+    """A cast that may be rounded at random, and rotated before."""
+
+    rounding: str = "nearest"
+    """nearest, or stochastic: unbiased, with torch's random numbers."""
+    rotation: Rotation | None = None
+
+    def __str__(self) -> str:
+        words = super().__str__() + " stochastic" * (self.rounding == "stochastic")
+        return words if self.rotation is None else f"{words}, {self.rotation}"
+
+    @property
+    def by_torch(self) -> bool:
+        """Return True where the cast is more than core's; also where no kernel knows its words."""
+        return super().by_torch or not self.plain
+
+    @property
+    def plain(self) -> bool:
+        """Return whether this is no more than a cast of core's."""
+        return self.rounding == "nearest" and self.rotation is None
+
+    @property
+    def why_not_gathered(self) -> str | None:
+        """Return why ranks cannot cast their shards of a weight like this, or None where they can."""
+        if is_of_groups(self.granularity):
+            return f"{self.granularity} weights are cast along either contraction, from high precision"
+        if self.rounding == "stochastic":
+            return "weights rounded stochastically are cast where they are used"
+        if SCALE_TYPES[self.scale].from_numbers is not None:
+            return f'scales of type "{self.scale}" follow from all of a group, of which a rank may have a part'
+        return None
+
+    def why_not_sharded(self, numel: int, columns: int) -> str | None:
+        """Return why parts of `numel` elements of a weight of so many columns cannot be cast one by one, or None."""
+        if self.rotation is None or not (numel % self.rotation.block or columns % self.rotation.block):
+            return None
+        return f"are not whole blocks of {self.rotation.block}, which are rotated together"
+
+    def before_cast(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of a shard, flat, rotated: a shard holds whole blocks of its rows (why_not_sharded)."""
+        if self.rotation is None:
+            return numbers
+        return rotate(numbers.view(-1, self.rotation.block), self.rotation).flatten()
+
+    def after_cast(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return what a cast matrix [M, K] stands for, from its decoded numbers."""
+        return unrotate(numbers, self.rotation)
+
+    def in_granularity(self, granularity: str) -> ResearchSpec:
+        """Return the same cast in another granularity, not rotated."""
+        return replace(self, granularity=granularity, rotation=None)
+
+
+def cast_matrix(
+    x: torch.Tensor,
+    spec: CastSpec,
+    row_factor: torch.Tensor | None = None,
+    column_factor: torch.Tensor | None = None,
+    columnwise: bool = False,
+) -> QuantizedTensor:
+    """Cast a matrix [M, K] along K, or `columnwise` along M, to [K, M].
+
+    Args:
+        x: The matrix, of any floating point dtype.
+        spec: Its cast. The rotation, of x as [M, K], comes after the factors.
+        row_factor: [M], multiplied into the rows before.
+        column_factor: [K], multiplied into the columns after that.
+        columnwise: Whether groups lie along M.
+    """
+    rounding, rotation = getattr(spec, "rounding", "nearest"), getattr(spec, "rotation", None)
+    if rotation is not None:
+        x, row_factor, column_factor = rotate(apply_factors(x, row_factor, column_factor), rotation), None, None
+    words = spec.format, spec.granularity, spec.scale
+    if rounding == "nearest":
+        cast_one = quantize_columnwise if columnwise else quantize
+        return cast_one(x, *words, row_factor=row_factor, column_factor=column_factor)
+    x = apply_factors(x.detach(), row_factor, column_factor)
+    if columnwise:
+        x = x.t().contiguous()
+    scale = scales_for(x, *words)
+    codes = cast_stochastically(infinite_to_nan(x, spec.scale), scale, spec.format, spec.granularity)
+    name = None if FORMATS[spec.format].codec is None else spec.format
+    return QuantizedTensor(codes, scale, spec.granularity, spec.scale, name)
+
+
+def cast_stochastically(x: torch.Tensor, scale: torch.Tensor, format: str, granularity: str) -> torch.Tensor:
+    """Return `x` in units of `scale`, rounded up or down at random so that the expectation stays, and saturated."""
+    target = FORMATS[format]
+    in_units = per_element(torch.mul, x.detach(), scale.reciprocal(), granularity)
+    draw = torch.rand_like(in_units)
+    if target.codec is not None:
+        return target.codec.encode(in_units, draw)
+    in_units = round_stochastically(in_units.clamp_(-target.max, target.max), draw, format)
+    return in_units.clamp_(-target.max, target.max).to(target.dtype)
+
+
+def clipped(x: torch.Tensor, q: QuantizedTensor) -> torch.Tensor:
+    """Return which elements saturated when x, as it was after factors and rotation, was cast to q: bool, of its shape.
+
+    Only scales of type "mse" and static ones let an element saturate.
+    """
+    in_units = per_element(torch.div, x.detach(), q.scale, q.granularity)
+    return in_units.abs_() > FORMATS[q.format].max

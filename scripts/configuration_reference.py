@@ -1,4 +1,4 @@
-"""Write the tables of keys and presets in docs/, from the sections' types, defaults and docstrings.
+"""Write the tables of keys and presets in docs/, and the JSON schema, from the sections' types and docstrings.
 
 python scripts/configuration_reference.py            # after a change of a section
 python scripts/configuration_reference.py --check    # exit 1 if a page is out of date
@@ -28,12 +28,15 @@ from ds_fp8.train.stage import ModelConfig, TrainConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 FILES = (DOCS / "configuration.md", DOCS / "research_formats.md")
+SCHEMA = DOCS / "fp8.schema.json"
+WORDS = 30
+"""Of a cell."""
 RESEARCH_FORMATS = "[a research format](research_formats.md#formats)"
 LINEARS = {
     "infir2": "E4M3, 128x128 weights, 1x128 activations and gradients, power-of-two scales (arXiv 2509.22536)",
     "hybrid_fast": "as `infir2`, wgrad's input in 128x128 blocks: the faster block-scaled product on Hopper",
     "precise": "as `hybrid_fast`, with FP32 scales for inputs and weights, and a correction of fprop in 128 outlier "
-    "channels of every input: for models that are already trained ([losses](performance.md#loss-on-trained-weights))",
+    "channels of every input: for models that are already trained ([losses](performance.md#loss))",
     "rowwise": "E4M3, one scale per token and per output channel",
     "tensorwise": "one scale per tensor, E5M2 output gradients (arXiv 2209.05433)",
     "fp8lm_o1": "as `tensorwise` (arXiv 2310.18313)",
@@ -87,12 +90,23 @@ def values(annotation: Any) -> str:
     return NAMES.get(annotation) or values(inner[0])  # Annotated
 
 
-def row(key: str, field: FieldInfo) -> str:
-    """Return a key's line of the table."""
+def row(names: list[str], field: FieldInfo) -> str:
+    """Return the line of a table for keys that are alike."""
     default = field.get_default(call_default_factory=True)
     shown = "required" if field.is_required() else f"`{json.dumps(default, default=lambda value: value.model_dump())}`"
-    meaning = re.sub(r"\s+", " ", field.description or "")
-    return " | ".join(["", f"`{key}`", values(field.annotation), shown, meaning.replace("|", "\\|"), ""]).strip()
+    meaning = shortened(re.sub(r"\s+", " ", field.description or ""))
+    cells = [", ".join(f"`{name}`" for name in names), values(field.annotation), shown, meaning.replace("|", "\\|")]
+    return f"| {' | '.join(cells)} |"
+
+
+def shortened(text: str) -> str:
+    """Return the sentences of a description that a cell has room for; the schema has all of it."""
+    kept = ""
+    for sentence in re.split(r"(?<=[.)]) (?=[A-Z{(])", text):
+        if len(f"{kept} {sentence}".split()) > WORDS:
+            break
+        kept = f"{kept} {sentence}".strip()
+    return kept or " ".join(text.split()[:WORDS]).rpartition(", ")[0] + " ..."
 
 
 def tables() -> str:
@@ -106,23 +120,44 @@ def tables() -> str:
 
 def key_table(section: type[BaseModel]) -> str:
     """Return the table of a section's keys."""
-    return _table(row(key, field) for key, field in keys(section))
+    return _table(keys(section))
 
 
 def research_table() -> str:
     """Return the table of the keys that extensions of the "fp8" section's parts have, or take more values for."""
-    rows = []
+    found: list[tuple[str, FieldInfo]] = []
     for name, field in FP8Config.model_fields.items():
         core = field.annotation
         extension = registry.extension_of(core) if isinstance(core, type) else None
         if extension is not None:
-            known = {row(key, field) for key, field in keys(core, f"{name}.")}
-            rows += [line for key, field in keys(extension, f"{name}.") if (line := row(key, field)) not in known]
-    return _table(rows)
+            known = {row([key], field) for key, field in keys(core, f"{name}.")}
+            found += [(key, field) for key, field in keys(extension, f"{name}.") if row([key], field) not in known]
+    return _table(found)
 
 
-def _table(rows: Iterable[str]) -> str:
-    return "| key | values | default | meaning |\n|---|---|---|---|\n" + "".join(f"{line}\n" for line in rows)
+def _table(found: Iterable[tuple[str, FieldInfo]]) -> str:
+    """Return the table of keys, those that are alike in one row."""
+    alike: dict[str, tuple[list[str], FieldInfo]] = {}
+    for key, field in found:
+        alike.setdefault(row([key.rpartition(".")[2]], field), ([], field))[0].append(key)
+    lines = "".join(f"{row(names, field)}\n" for names, field in alike.values())
+    return f"| key | values | default | meaning |\n|---|---|---|---|\n{lines}"
+
+
+def schema() -> str:
+    """Return the JSON schema of a stage: DeepSpeed's keys are left to DeepSpeed."""
+    sections = {
+        name: section.model_json_schema(ref_template=f"#/$defs/{name}/$defs/{{model}}")
+        for name, section in SECTIONS.items()
+    }
+    found = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A DeepSpeed configuration with the sections of ds_fp8",
+        "type": "object",
+        "properties": {name: {"$ref": f"#/$defs/{name}"} for name in sections},
+        "$defs": sections,
+    }
+    return json.dumps(found, indent=1) + "\n"
 
 
 def preset_table(names: Iterable[str]) -> str:
@@ -173,9 +208,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    written = {file: document(file.read_text()) for file in FILES}
+    written = {file: document(file.read_text()) for file in FILES} | {SCHEMA: schema()}
     if check:
-        return int(any(file.read_text() != text for file, text in written.items()))
+        return int(any(not file.exists() or file.read_text() != text for file, text in written.items()))
     for file, text in written.items():
         file.write_text(text)
     return 0

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 from ds_fp8.commands.arguments import config_file
 from ds_fp8.config.errors import UserError
-
-
-def say_what_loads() -> None:
-    """Say that packages are imported, which takes most of a start; on the first rank alone."""
-    rank = os.environ.get("RANK")
-    if rank in (None, "0") and "torch" not in sys.modules:
-        print(f"{'' if rank is None else 'rank 0: '}loading torch, DeepSpeed and transformers", flush=True)
 
 
 def add_out(parser: argparse.ArgumentParser, default: str | None) -> None:

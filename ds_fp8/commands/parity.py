@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_fp8.commands.arguments import add_stage, amount, count, count_or_none, parser_of, stage_file
-from ds_fp8.commands.comparisons import add_grid, add_out, read_points, say_what_loads
+from ds_fp8.commands.arguments import add_stage, amount, count, count_or_none, parser_of, say, stage_file
+from ds_fp8.commands.comparisons import add_grid, add_out, read_points
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import check_writable, read_json
 
@@ -47,7 +47,7 @@ def main() -> int:
     add_grid(parser)
     arguments = parser.parse_args()
     check_writable(arguments.out, "--out")
-    say_what_loads()
+    say("loading torch and DeepSpeed ...")
 
     import torch
 

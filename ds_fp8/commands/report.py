@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ds_fp8.commands.arguments import parser_of
-from ds_fp8.commands.comparisons import say_what_loads
+from ds_fp8.commands.arguments import parser_of, say
 from ds_fp8.config.files import check_writable
 
 
@@ -24,7 +23,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.out is not None:
         check_writable(arguments.out, "--out")
-    say_what_loads()
+    say("loading torch and DeepSpeed ...")
 
     from ds_fp8.report.page import write_report
 

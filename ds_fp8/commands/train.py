@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from ds_fp8.cluster.entry import rank_entry
 from ds_fp8.cluster.launch_options import add_launch_options, check_launch_options, launch_as
 from ds_fp8.commands.arguments import add_stage, count, parser_of, stage_file
-from ds_fp8.commands.comparisons import say_what_loads
 from ds_fp8.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ def main() -> int:
     add_launch_options(parser)
     arguments = parser.parse_args()
     file = stage_file(arguments)
-    say_what_loads()
+    rank = os.environ.get("RANK")
+    if rank in (None, "0") and "torch" not in sys.modules:  # most of the time before the first step
+        print(f"{'' if rank is None else 'rank 0: '}loading torch, DeepSpeed and transformers", flush=True)
 
     from ds_fp8.cluster.local_launch import TRAIN, train_here
 

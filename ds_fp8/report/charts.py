@@ -62,11 +62,11 @@ styled = matplotlib.rc_context(_STYLE)
 """Decorator of functions that draw: matplotlib takes its style when each part is made."""
 
 
-def chart(height: float = 2.9, grid: str = "y") -> tuple[Figure, Any]:
+def chart(height: float = 2.9) -> tuple[Figure, Any]:
     """Return an empty figure and its axes, `height` in inches."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = figure.subplots()
-    axes.grid(axis=grid, linewidth=0.6)
+    axes.grid(axis="y", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
     return figure, axes
@@ -91,33 +91,6 @@ def as_svg(figure: Figure, description: str) -> str:
     text = re.sub(r"font:\s*([\d.]+)px [^;\"]*", r"font-size: \1px", text)
     label = description.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
-
-
-@styled
-def bars(
-    title: str,
-    names: Sequence[str],
-    parts: Mapping[str, Sequence[float]],
-    unit: str,
-    marks: Sequence[float | None] = (),
-) -> str:
-    """Draw a horizontal bar for each name, made of `parts` side by side, with its sum and a line at its mark."""
-    figure, axes = chart(1.1 + 0.3 * len(names) + 0.2 * (len(parts) > 1) * -(-len(parts) // 3), grid="x")
-    axes.invert_yaxis()
-    left = np.zeros(len(names))
-    for colour, (part, sizes) in zip(itertools.cycle(SERIES), parts.items(), strict=False):
-        last = axes.barh(range(len(names)), sizes, left=left, color=colour, height=0.65)
-        if len(parts) > 1:
-            last.set_label(part)
-        left = left + np.array(sizes, dtype=float)
-    axes.bar_label(last, [f"{total:,.{0 if max(left) >= 100 else 1}f}" for total in left], padding=4, color=INK)
-    for row, mark in enumerate(marks):
-        if mark is not None:
-            axes.plot([mark, mark], [row - 0.42, row + 0.42], color=INK, linewidth=2)
-    axes.set_yticks(range(len(names)), names)
-    axes.margins(x=0.15)
-    axes.set(title=title, xlabel=unit)
-    return as_svg(figure, f"{title}, {unit}")
 
 
 @styled

@@ -16,11 +16,9 @@ from ds_fp8.report import charts
 from ds_fp8.report.figures import health_tables, run_figures, stage_figures, summarise
 from ds_fp8.report.runs import Comparison, RunRecord, find, seeds
 from ds_fp8.report.verdict import (
-    LOSSES,
     TOLERANCE,
     TRAINED,
     WORDS,
-    Gap,
     Verdict,
     concerns,
     exact_match_of,
@@ -49,7 +47,7 @@ ROUTING_ROWS = (
 OPEN_ANSWERS = 3
 """Answers that are shown before the fold."""
 FEW = 4
-"""Stages that have a tile each."""
+"""Tiles of gaps; the table has all of them."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,6 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
-    marked: frozenset[int] = frozenset()
-    """Rows that failed."""
 
 
 @dataclass
@@ -223,36 +219,21 @@ def _answers(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _tiles(comparisons: Sequence[Comparison]) -> list[tuple[str, str]]:
-    """Return figures for the head of the page: the gap of every stage; of the rest the least favourable."""
+    """Return figures for the head of the page: the gap of every stage or seed; of the rest the least favourable."""
     if comparisons[0].twin is None:
         return []
     stages = [stage_figures(comparison) for comparison in comparisons]
-    of = "" if len(stages) == 1 else f", largest of {len(stages)}"
-    known = {comparison.name: gap for comparison in comparisons if (gap := gap_of(comparison)) is not None}
-    if seeds(comparisons) is not None and len(known) == len(stages):
-        means = [mean_gap(comparisons, key) for key in LOSSES]
-        names = ("final loss against BF16's", "the same, weights in BF16")
-        tiles = [(f"{gap.mean:+.2%}", _of_seeds(name, gap)) for name, gap in zip(names, means, strict=True) if gap]
-    elif len(stages) <= FEW:
-        of_stage = len(stages) > 1
-        tiles = [(f"{gap:+.2%}", f"final loss against BF16's{f', {name}' * of_stage}") for name, gap in known.items()]
-    else:
-        tiles = [(f"{max(known.values()):+.2%}", f"final loss against BF16's{of}")] if known else []
+    gaps = {comparison.name: gap for comparison in comparisons if (gap := gap_of(comparison)) is not None}
+    tiles = [(f"{gap:+.2%}", f"final loss against BF16's, {name}") for name, gap in list(gaps.items())[:FEW]]
     words = {"all_gather_bytes": "bytes of parameter gathers", "grad_bytes": "bytes of gradients"}
     if comparisons[0].run.result["device"] != "cpu":
         words |= {"peak_memory_bytes": "peak memory", "tokens_per_second": "tokens per second"}
     for key, what in words.items():
         ratios = [stage[f"{key}_ratio"] for stage in stages if stage[f"{key}_ratio"] is not None]
         if ratios:
-            worst, which = (
-                (min(ratios), of.replace("largest", "least")) if key == "tokens_per_second" else (max(ratios), of)
-            )
-            tiles.append((f"{worst:.2f}×", f"{what}{which}"))
+            worst, of = (min(ratios), "least") if key == "tokens_per_second" else (max(ratios), "largest")
+            tiles.append((f"{worst:.2f}×", f"{what}{f', {of} of {len(stages)}' * (len(stages) > 1)}"))
     return tiles
-
-
-def _of_seeds(name: str, gap: Gap) -> str:
-    return name if gap.error is None else f"{name}, mean of seeds, ± {gap.error:.2%}"
 
 
 def _figures(comparison: Comparison) -> Table:

@@ -182,7 +182,10 @@ def find(folders: Iterable[Path]) -> list[Comparison]:
                 file=first,
                 remedy="run both twins to their end, or name the folders of two runs",
             )
-        return [Comparison(name, *(RunRecord(first / kind / name) for kind in KINDS)) for name in names[0]]
+        found = [Comparison(name, *(RunRecord(first / kind / name) for kind in KINDS)) for name in names[0]]
+        made = [comparison.run.result.get("made") for comparison in found]
+        # By what the runs say where they do: a copied folder has other times.
+        return sorted(found, key=lambda each: each.run.result["made"]["started"]) if all(made) else found
     return [Comparison(first.name, RunRecord(first))]
 
 

@@ -220,7 +220,7 @@ def gaps_of(comparisons: Sequence[Comparison], key: str = TRAINED) -> list[float
 def mean_gap(comparisons: Sequence[Comparison], key: str = TRAINED) -> Gap | None:
     """Return the mean of the gaps over seeds with its standard error, None where one of them is not known."""
     gaps = gaps_of(comparisons, key)
-    return None if None in gaps else Gap(fmean(gaps), standard_error(gaps))
+    return None if None in gaps else Gap(fmean(gaps), _standard_error(gaps))
 
 
 def seed_noise(comparisons: Sequence[Comparison]) -> float | None:
@@ -229,8 +229,7 @@ def seed_noise(comparisons: Sequence[Comparison]) -> float | None:
     return stdev(losses) / fmean(losses) if len(losses) > 1 and all(losses) else None
 
 
-def standard_error(values: Sequence[float]) -> float | None:
-    """Return the standard error of the mean of `values`, None for a single one."""
+def _standard_error(values: Sequence[float]) -> float | None:
     return stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
@@ -250,7 +249,7 @@ def exact_match_of(comparisons: Sequence[Comparison]) -> ExactMatch | None:
     fp8, bf16 = (fmean(shares) for shares in zip(*pairs, strict=True))
     # The mean of independent estimates; seeds that answer the same problems differ by more than that, or by less.
     error = (fmean(variances) / len(pairs)) ** 0.5
-    return ExactMatch(fp8, bf16, max(error, standard_error([ours - theirs for ours, theirs in pairs]) or 0.0))
+    return ExactMatch(fp8, bf16, max(error, _standard_error([ours - theirs for ours, theirs in pairs]) or 0.0))
 
 
 def sign_test(comparisons: Sequence[Comparison]) -> tuple[int, int, float] | None:

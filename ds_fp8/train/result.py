@@ -103,7 +103,7 @@ def _made(stage: Stage, device: torch.device, first_step: int) -> dict[str, Any]
     program = "ds-fp8 train" if launched or sys.argv[0].startswith("ds-fp8 ") else shlex.quote(sys.argv[0])
     arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
     return {
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(started)),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(started)),
         "seconds": round(time.time() - started),
         "first_step": first_step,
         "host": platform.node(),

@@ -117,6 +117,21 @@ def test_the_plain_program_trains_and_leaves_a_model(folder, ranks):
     assert (folder / "out" / "model" / "tokenizer.json").is_file()
 
 
+def of_trainer(folder: Path):
+    """Losses and start report of the program with Hugging Face's Trainer."""
+    accelerate_on_cpus.enable()
+    with started(folder, "trainer.py", "tiny", "text.txt", "out", "--use_cpu"), installed():
+        trainer = runpy.run_path("trainer.py", run_name="__main__")["trainer"]
+        return history(trainer, "loss"), trainer.model_wrapped.fp8.report
+
+
+def test_the_program_with_trainer_trains_and_leaves_a_model(folder, ranks):
+    losses, report = ranks(2, of_trainer, folder)[0]
+    assert report["fp8_linears"] == 14
+    assert losses[-1] < losses[0]
+    assert AutoModelForCausalLM.from_pretrained(folder / "out").config.model_type == "qwen3"
+
+
 @pytest.mark.slow
 def test_accelerate_starts_fine_tuning_through_ds_fp8(folder):
     pytest.importorskip("trl")

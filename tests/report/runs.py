@@ -44,7 +44,7 @@ def finished_run(
         "parameters": 12345,
         "versions": {"torch": "2.13.0"},
         "made": {
-            "started": "2026-11-25 04:00:00 +0000",
+            "started": "2026-11-25 04:00:00 UTC",
             "seconds": 100,
             "first_step": 0,
             "host": "here",

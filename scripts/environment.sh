@@ -33,8 +33,11 @@ make_environment() {
   # Installed once; again when the requirements or the interpreter change.
   stamp=".venv/installed-$(cat pyproject.toml scripts/constraints.txt "$own" scripts/environment.sh | cat - <("$python" --version) \
     | cksum | cut -d' ' -f1)-${extras:-base}"
+  exec 9<pyproject.toml
   if [ ! -e "$stamp" ]; then
-    echo "Installing into .venv (once, a few minutes) ..."
+    # Packages must not change under a running script: each holds a shared lock on pyproject.toml until it ends.
+    flock -n -x 9 || { echo "waiting for another script of this folder, which uses .venv ..."; flock -x 9; }
+    echo "Installing into .venv (once, a few minutes): torch ..."
     [ -e .venv/bin/python ] || "$python" -m venv .venv ||
       fail "cannot make a virtual environment" "install the venv module of $python (Debian: apt install python3-venv)"
     (
@@ -43,12 +46,15 @@ make_environment() {
       set -e
       python -m pip install -q -c "$own" "setuptools>=77" wheel packaging ninja
       python -c 'import torch' 2>/dev/null || install_torch "$own"
+      echo "... DeepSpeed ..."
       # DeepSpeed's build looks at the installed torch, so it must not build in an environment of its own.
       python -m pip install -q --no-build-isolation -c scripts/constraints.txt -c "$own" deepspeed
+      echo "... transformers and the others ..."
       python -m pip install -q --no-build-isolation -c scripts/constraints.txt -c "$own" -e ".${extras:+[$extras]}"
     ) || fail "the installation into .venv failed" "see above; remove .venv to begin anew"
     touch "$stamp"
   fi
+  flock -s 9
   . .venv/bin/activate
   have_gpu || export DS_ACCELERATOR=cpu
 }

@@ -29,7 +29,7 @@ from ds_fp8.train.stage import ModelConfig, TrainConfig
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 FILES = (DOCS / "configuration.md", DOCS / "research_formats.md")
 SCHEMA = DOCS / "fp8.schema.json"
-WORDS = 30
+WORDS = 22
 """Of a cell."""
 RESEARCH_FORMATS = "[a research format](research_formats.md#formats)"
 LINEARS = {

@@ -40,6 +40,20 @@ def test_files_of_the_repository_that_a_page_names_are_there(page):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_files_and_packages_that_the_page_of_architecture_names_are_there_and_no_package_is_forgotten():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`(?!NAME)([\w/]+(?:\.py|/))`", text)) - {
+        "linear/",
+        "decoder/",
+        "experts/",
+        "attention/",
+        "head/",
+    }
+    assert [name for name in named if not any((folder / name).exists() for folder in (ROOT / "ds_fp8", ROOT))] == []
+    packages = [f"{folder.name}/" for folder in (ROOT / "ds_fp8").iterdir() if (folder / "__init__.py").exists()]
+    assert set(packages) <= named
+
+
 def test_messages_that_the_page_of_symptoms_quotes_are_those_of_the_code():
     signs = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
     quoted = [

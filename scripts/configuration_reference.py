@@ -29,7 +29,7 @@ from ds_fp8.train.stage import ModelConfig, TrainConfig
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 FILES = (DOCS / "configuration.md", DOCS / "research_formats.md")
 SCHEMA = DOCS / "fp8.schema.json"
-WORDS = 22
+WORDS = 30
 """Of a cell."""
 RESEARCH_FORMATS = "[a research format](research_formats.md#formats)"
 LINEARS = {
@@ -100,13 +100,16 @@ def row(names: list[str], field: FieldInfo) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return the sentences of a description that a cell has room for; the schema has all of it."""
-    kept = ""
-    for sentence in re.split(r"(?<=[.)]) (?=[A-Z{(])", text):
-        if len(f"{kept} {sentence}".split()) > WORDS:
-            break
-        kept = f"{kept} {sentence}".strip()
-    return kept or " ".join(text.split()[:WORDS]).rpartition(", ")[0] + " ..."
+    """Return as many sentences, or clauses, of a description as a cell has room for; the schema has all of it."""
+    for end in (r"(?<=[.)]) (?=[A-Z{(\"\w])", r"(?<=[;,:]) "):
+        kept = ""
+        for part in re.split(end, text):
+            if len(f"{kept} {part}".split()) > WORDS:
+                break
+            kept = f"{kept} {part}".strip()
+        if kept:
+            return kept if kept == text else f"{kept.rstrip(';,:')} ..."
+    return f"{' '.join(text.split()[:WORDS])} ..."
 
 
 def tables() -> str:

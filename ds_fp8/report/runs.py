@@ -14,8 +14,10 @@ from pydantic import BaseModel
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import read_json
+from ds_fp8.config.fp8 import section_of
+from ds_fp8.config.schema import parse_section
 from ds_fp8.train.checkpoints import CONFIG, METRICS, RESULT
-from ds_fp8.train.run_files import Invalid, Result, read_checked, read_lines
+from ds_fp8.train.run_files import MAX_STEPS, Invalid, Result, read_checked, read_lines
 from ds_fp8.train.spikes import SpikeDetector
 from ds_fp8.train.stage import TrainConfig
 
@@ -78,11 +80,11 @@ class RunRecord:
     @cached_property
     def spikes(self) -> int:
         """Return how many logged losses stand out from those before, by the run's own threshold and window."""
-        own = self.config.get("train", {})
-        window, threshold = (
-            own.get(key, TrainConfig.model_fields[key].default) for key in ("spike_window", "spike_threshold")
-        )
-        detector = SpikeDetector(window, threshold)
+        own = section_of(self.config, "train")
+        known = {key: own[key] for key in ("spike_window", "spike_threshold") if key in own}
+        known |= {"run_dir": str(self.folder), "steps": 1}  # a stage's must be there
+        train = parse_section(TrainConfig, known, key="train", file=self.folder / CONFIG)
+        detector = SpikeDetector(min(train.spike_window, MAX_STEPS), train.spike_threshold)
         return sum(detector.observe(loss) is not None for loss in self.series("loss")[1])
 
     @cached_property

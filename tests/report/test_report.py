@@ -325,6 +325,7 @@ DAMAGES = {
     ),
     "an endless auxiliary loss": _changed("metrics.jsonl", auxiliary_loss=float("inf")),
     "a nested line": _is("metrics.jsonl", "[" * 100_000 + "\n"),
+    "a window in words": _is("config.json", '{"train": {"spike_window": "x"}}'),
     "a configuration in a list": _is("config.json", "[]"),
     "a nested configuration": _is("config.json", '{"a":' * 5000 + "1" + "}" * 5000),
 }

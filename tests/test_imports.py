@@ -48,7 +48,7 @@ PUBLIC = {
     "deepspeed.zero",
 }
 """What every other file may import: the documented API, the models of the configuration, and command-line tools."""
-CONFIGURATION = {"ds_fp8/engine/optimizer_section.py": {"deepspeed.runtime.zero.utils"}}
+CONFIGURATION = {"ds_fp8/engine/preflight.py": {"deepspeed.runtime", "deepspeed.runtime.zero.utils"}}
 """Beyond that: DeepSpeed's list of the optimizers that ZeRO takes stands there."""
 PLANTED = {
     "an upward arrow": (

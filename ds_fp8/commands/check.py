@@ -12,7 +12,7 @@ def main() -> int:
     """Print what the configuration asks for.
 
     Raises:
-        UserError: For its first mistake.
+        UserError: For its mistakes.
     """
     parser = parser_of(__doc__)
     add_stage(parser)
@@ -22,7 +22,7 @@ def main() -> int:
     say("loading DeepSpeed ...")
 
     from ds_fp8.config.deepspeed_json import Configuration
-    from ds_fp8.engine.compatibility import check_deepspeed
+    from ds_fp8.engine import preflight
     from ds_fp8.train import load_stage
 
     if "train" in raw or "data" in raw:
@@ -31,8 +31,10 @@ def main() -> int:
         fp8 = stage.fp8
     else:
         configuration = Configuration(raw, file)
-        check_deepspeed(configuration)
+        preflight.check(configuration)
         fp8 = configuration.fp8
         print(f"{file}: a DeepSpeed configuration")
+        if not configuration.has_optimizer:
+            print('It has no "optimizer" section: pass an optimizer to initialize, or the engine can only evaluate')
     print(fp8_in_words(raw, fp8))
     return 0

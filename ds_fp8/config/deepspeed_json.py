@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, KeysView, Mapping
+from collections.abc import Iterator, KeysView, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from deepspeed.runtime.config import DeepSpeedConfig, get_bfloat16_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ConfigDict, Field, ValidationError
 
-from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.errors import UserError, clipped, joined
 from ds_fp8.config.files import read_config
 from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
 from ds_fp8.config.schema import Section, nearest, parse_section, shown
@@ -29,7 +29,6 @@ TRAIN_BATCH, MICRO_BATCH, ACCUMULATION = (
     "gradient_accumulation_steps",
 )
 Dtype = Literal["fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bfloat16"]
-_Parsed = TypeVar("_Parsed")
 
 
 @dataclass(frozen=True)
@@ -58,25 +57,48 @@ class Configuration:
         Those must fit the number of ranks, which is not known before a process group exists.
 
         Raises:
-            UserError: DeepSpeed refuses a value, or would fail at it later. It names file, key and remedy.
+            UserError: DeepSpeed refuses values, or would fail at them later. It names file, keys and remedies.
         """
-        parse_section(DeepSpeedValues, self.values, key="", file=self.file)
         # Copied: DeepSpeed changes the dictionary that it is given.
         judged = copy.deepcopy(dict(self.values)) | {MICRO_BATCH: 1, ACCUMULATION: 1}
         judged.pop(TRAIN_BATCH, None)
-        return self._judged(lambda: DeepSpeedConfig(judged), lambda: _section_at_fault(self.values))
+        mistakes: list[UserError] = []
+        try:
+            parse_section(DeepSpeedValues, self.values, key="", file=self.file)
+        except UserError as error:
+            mistakes += error.all
+        try:
+            parsed = DeepSpeedConfig(judged)
+        except Exception as whole:
+            seen = {error.key.partition(".")[0] for error in mistakes}
+            # Each section alone, beside a batch size that is right: messages name the key inside a section only.
+            for key in sorted(self.values.keys() & known_keys() - {TRAIN_BATCH, MICRO_BATCH, ACCUMULATION} - seen):
+                try:
+                    DeepSpeedConfig({MICRO_BATCH: 1, key: copy.deepcopy(self.values[key])})
+                except Exception as error:
+                    mistakes += self._explained(error, key)
+            mistakes = mistakes or self._explained(whole, "")
+        if mistakes:
+            raise joined(mistakes)
+        return parsed
 
     @cached_property
     def zero(self) -> DeepSpeedZeroConfig:
         """Return the "zero_optimization" section with DeepSpeed's defaults. Raises UserError where DeepSpeed does."""
         given = self.values.get("zero_optimization")
         section = {MICRO_BATCH: 1} if given is None else {MICRO_BATCH: 1, "zero_optimization": copy.deepcopy(given)}
-        return self._judged(lambda: DeepSpeedConfig(section).zero_config, lambda: "zero_optimization")
+        try:
+            return DeepSpeedConfig(section).zero_config
+        except Exception as error:
+            raise joined(self._explained(error, "zero_optimization")) from None
 
     @cached_property
     def bf16(self) -> Any:
         """Return DeepSpeed's model of the "bf16" section. Raises UserError where DeepSpeed refuses it."""
-        return self._judged(lambda: get_bfloat16_config(self.values), lambda: "bf16")
+        try:
+            return get_bfloat16_config(self.values)
+        except Exception as error:
+            raise joined(self._explained(error, "bf16")) from None
 
     def given(self, *keys: str) -> Any:
         """Return the value at a path of keys as it was given, or None."""
@@ -86,23 +108,25 @@ class Configuration:
             inner = section_of(inner, name)
         return inner.get(last)
 
-    def _judged(self, parse: Callable[[], _Parsed], section_at_fault: Callable[[], str]) -> _Parsed:
-        """Let DeepSpeed parse; what it refuses becomes a UserError with the key it is about."""
-        try:
-            return parse()
-        except ValidationError as error:
-            raise _explain(error, section_at_fault()).located(self.file) from None
-        except Exception as error:  # DeepSpeed reports mistakes in a configuration with every kind of exception
-            words = clipped(str(error) or type(error).__name__)
-            section = section_at_fault() or next((key for key in sorted(self.values) if key in words), "")
-            # The key itself, where DeepSpeed names it: the first one in its sentence.
-            named = [key for key in section_of(self.values, section) if key in words and key != "enabled"]
-            raise UserError(
+    def _explained(self, error: Exception, section: str) -> list[UserError]:
+        """Return the mistakes that DeepSpeed found in a section, each with the key it is about; "" for several at once.
+
+        DeepSpeed reports mistakes in a configuration with every kind of exception.
+        """
+        if isinstance(error, ValidationError):
+            return [_explain(error, mistake, section).located(self.file) for mistake in error.errors()]
+        words = clipped(str(error) or type(error).__name__)
+        section = section or next((key for key in sorted(self.values) if key in words), "")
+        # The key itself, where DeepSpeed names it: the first one in its sentence.
+        named = [key for key in section_of(self.values, section) if key in words and key != "enabled"]
+        return [
+            UserError(
                 f"DeepSpeed refuses the configuration: {words}",
                 key=".".join(filter(None, [section, min(named, key=words.index, default="")])),
                 file=self.file,
                 remedy="change or remove the key that DeepSpeed names",
-            ) from None
+            )
+        ]
 
     @property
     def stage(self) -> int:
@@ -143,11 +167,13 @@ def _device(offload: Any) -> str:
 class _Values(Section):
     """Base of sections that DeepSpeed reads key by key; it ignores keys that it does not know."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class DataTypes(_Values):
     """The "data_types" section."""
+
+    keep_in_fp32_modules: str | list[str] | None = None
 
     grad_accum_dtype: Dtype | None = None
     param_dtype: Dtype | None = None
@@ -194,6 +220,8 @@ class ActivationCheckpointing(_Values):
 
 class DeepSpeedValues(_Values):
     """Plain values of a DeepSpeed configuration, and sections without a model of DeepSpeed's own."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     gradient_clipping: float = Field(1.0, ge=0)
     prescale_gradients: bool = False
@@ -256,13 +284,12 @@ def known_keys() -> frozenset[str]:
     return frozenset(asked)
 
 
-def _explain(error: ValidationError, section: str) -> UserError:
-    """Return the first mistake of a validation by one of DeepSpeed's models, with its full dotted key."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
+def _explain(error: ValidationError, mistake: Any, section: str) -> UserError:
+    """Return one mistake of a validation by one of DeepSpeed's models, with its full dotted key."""
+    path = [str(part) for part in mistake["loc"]]
     dotted = ".".join(path if path[:1] == [section] else [section, *path]).strip(".")
-    got = "" if first["type"] == "missing" else f" (got {shown(first.get('input'))})"
-    if first["type"] == "extra_forbidden":
+    got = "" if mistake["type"] == "missing" else f" (got {shown(mistake.get('input'))})"
+    if mistake["type"] == "extra_forbidden":
         model = next((model for model in _subclasses(DeepSpeedConfigModel) if model.__name__ == error.title), None)
         # Only for keys at the top of a section: the nested model's fields are not looked up, and a wrong suggestion is
         # worse than none.
@@ -273,22 +300,8 @@ def _explain(error: ValidationError, section: str) -> UserError:
             remedy=nearest(path[-1], known) or "remove it",
         )
     # pydantic puts these words before the message of a validator.
-    message = first["msg"].removeprefix("Value error, ")
+    message = mistake["msg"].removeprefix("Value error, ")
     return UserError(f"{dotted}: {message}{got}", key=dotted, remedy=f'change the value of "{dotted}"')
-
-
-def _section_at_fault(raw: Mapping[str, Any]) -> str:
-    """Return the first top-level key that DeepSpeed refuses by itself, "" when only several together are wrong.
-
-    DeepSpeed's messages name the key inside a section, not the section.
-    """
-    # Each section alone, beside a batch size that is right: the first that fails is the one to name.
-    for key in sorted(raw.keys() & known_keys() - {TRAIN_BATCH, MICRO_BATCH, ACCUMULATION}):
-        try:
-            DeepSpeedConfig({MICRO_BATCH: 1, key: copy.deepcopy(raw[key])})
-        except Exception:
-            return key
-    return ""
 
 
 def _subclasses(model: type) -> Iterator[Any]:

@@ -11,7 +11,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 EXIT_USER_ERROR = 2
@@ -33,9 +33,19 @@ class UserError(Exception):
 
     def __init__(self, problem: str, *, remedy: str = "", key: str = "", file: str | os.PathLike | None = None):
         self.problem, self.remedy, self.key, self.file = problem, remedy, key, file
+        self.others: tuple[UserError, ...] = ()
+        """More mistakes found with this one."""
         super().__init__(problem)
 
+    @property
+    def all(self) -> tuple[UserError, ...]:
+        """Return this mistake and those found with it."""
+        return (self, *self.others)
+
     def __str__(self) -> str:
+        return "\n".join(error._screen() for error in self.all)
+
+    def _screen(self) -> str:
         lines = [f"error: {clipped(self.problem, 1000)}"]
         if self.file:
             lines.append(f"  file:   {clipped(os.fspath(self.file), 1000)}")
@@ -50,6 +60,13 @@ class UserError(Exception):
         """Return the same error with its file filled in, for code that knows the file only further out."""
         self.file = self.file or file
         return self
+
+
+def joined(errors: Sequence[UserError]) -> UserError:
+    """Return the first of several errors, which lists the others too."""
+    first, *others = errors
+    first.others = tuple(others)
+    return first
 
 
 def refusal_in(file: str | os.PathLike | None) -> Callable[[str, str, str], NoReturn]:

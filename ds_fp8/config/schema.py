@@ -8,9 +8,9 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.errors import UserError, clipped, joined
 from ds_fp8.config.registry import extension_of
 
 
@@ -23,6 +23,18 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=False, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_words_for_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[info.field_name].annotation
+        # pydantic takes "yes" and 1 for true, and true for 1.
+        if annotation is bool and not isinstance(value, bool):
+            raise ValueError("is not true or false")
+        kinds = _inside(annotation)
+        if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
+            raise ValueError("is not a number")
+        return value
 
     @model_validator(mode="wrap")
     @classmethod
@@ -66,7 +78,7 @@ def parse_section(
 ) -> SectionType:
     """Validate the mapping `values` found under `key` into `section`.
 
-    Raises UserError for the first mistake, with its dotted key and what would be right.
+    Raises UserError for all mistakes, with dotted keys and what would be right.
     """
     if not isinstance(values, Mapping):
         raise UserError(
@@ -77,25 +89,29 @@ def parse_section(
     except UserError as error:  # a section's own check, which names its keys itself
         raise error.located(file) from None
     except ValidationError as error:
-        first = error.errors()[0]
-        path = [clipped(part) if isinstance(part, str) else part for part in first["loc"]]
-        dotted = ".".join(filter(None, [key, *map(str, path)]))
-        if first["type"] == "extra_forbidden":
-            known = _fields_at(section, path[:-1])
-            raise UserError(
-                f'unknown key "{path[-1]}" in "{".".join([key, *map(str, path[:-1])])}"',
-                key=dotted,
-                file=file,
-                remedy=nearest(str(path[-1]), known),
-            ) from None
-        given = first.get("input")
-        got = "" if first["type"] == "missing" else f" (got {shown(given)})"
-        message = first["msg"].removeprefix("Value error, ")
-        remedy = f'change the value of "{dotted}"'
-        # transformers fills in "auto" before DeepSpeed reads the file; nothing does so for sections of this package.
-        if given == "auto":
-            remedy = 'give a value: "auto" is for programs that fill it in'
-        raise UserError(f"{dotted}: {message}{got}", key=dotted, file=file, remedy=remedy) from None
+        raise joined([_explained(section, mistake, key, file) for mistake in error.errors()]) from None
+
+
+def _explained(section: type[BaseModel], mistake: Any, key: str, file: str | os.PathLike | None) -> UserError:
+    """Return one of pydantic's errors, with its dotted key and what would be right."""
+    path = [clipped(part) if isinstance(part, str) else part for part in mistake["loc"]]
+    dotted = ".".join(filter(None, [key, *map(str, path)]))
+    if mistake["type"] == "extra_forbidden":
+        known = _fields_at(section, path[:-1])
+        return UserError(
+            f'unknown key "{path[-1]}" in "{".".join(filter(None, [key, *map(str, path[:-1])]))}"',
+            key=dotted,
+            file=file,
+            remedy=nearest(str(path[-1]), known),
+        )
+    given = mistake.get("input")
+    got = "" if mistake["type"] == "missing" else f" (got {shown(given)})"
+    message = mistake["msg"].removeprefix("Value error, ")
+    remedy = f'change the value of "{dotted}"'
+    # transformers fills in "auto" before DeepSpeed reads the file; nothing does so for sections of this package.
+    if given == "auto":
+        remedy = 'give a value: "auto" is for programs that fill it in'
+    return UserError(f"{dotted}: {message}{got}", key=dotted, file=file, remedy=remedy)
 
 
 def _fields_at(section: type[BaseModel], path: list) -> Iterable[str]:

@@ -18,13 +18,9 @@ from ds_fp8.casts.triton_check import check_triton
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine import preflight
 from ds_fp8.engine.attach import attach
 from ds_fp8.engine.checkpointing_section import apply_checkpointing_section
-from ds_fp8.engine.compatibility import check_deepspeed, check_parallelism
-from ds_fp8.engine.compiled_kernels import announce_compilation
-from ds_fp8.engine.deepspeed_values import check_values
-from ds_fp8.engine.launch import check_launch
-from ds_fp8.engine.optimizer_section import check_optimizer
 from ds_fp8.engine.prefetch import wider_prefetch
 from ds_fp8.engine.report import start_report
 from ds_fp8.engine.report_panel import log_report
@@ -38,7 +34,7 @@ from ds_fp8.layers.head.loss import LossFusion, fuse_loss
 from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.layers.transformers_versions import warn_of_changes
 from ds_fp8.monitor.cast_monitor import CastMonitor
-from ds_fp8.optim.from_config import choose_optimizer, uses_own_optimizer
+from ds_fp8.optim.from_config import choose_optimizer
 from ds_fp8.zero import seams
 
 _deepspeed_initialize = deepspeed.initialize
@@ -93,12 +89,10 @@ def initialize(
         raise UserError("no DeepSpeed configuration", remedy="pass config=..., or launch with --deepspeed_config FILE")
     configuration = Configuration.read(given)
     fp8, file = configuration.fp8, configuration.file
-    check_deepspeed(configuration)
     if fp8.enabled:
+        preflight.check(configuration, optimizer_given=optimizer is not None, scheduler_given=lr_scheduler is not None)
+        preflight.check_trains(configuration, optimizer, model_parameters)
         warn_of_changes(transformers.__version__)
-        check_values(configuration)
-        if optimizer is None and configuration.has_optimizer:
-            check_optimizer(configuration, own=uses_own_optimizer(configuration))
 
     mpu = _located(file, share_sequences, configuration.values, model, mpu, mesh_param)
     _located(file, check_training_data, training_data, mpu)
@@ -109,7 +103,7 @@ def initialize(
     if fp8.enabled:
         if model is None:
             raise UserError("initialize needs a model to put FP8 into", remedy="pass model=...")
-        _located(file, check_parallelism, model, mpu, fp8)
+        _located(file, preflight.check_parallelism, model, mpu, fp8)
     # Before the model is converted: an optimizer that is refused leaves the model as it was.
     own_optimizer = choose_optimizer(configuration, optimizer, model_parameters, _rank)
     if fp8.enabled:
@@ -127,11 +121,9 @@ def initialize(
         set_z3_leaf_modules(model, sorted(conversion.leaf_classes, key=lambda leaf: leaf.__name__))
     apply_checkpointing_section(configuration, model)
     if fp8.enabled:
-        check_launch()
+        preflight.check_launch()
     if not dist.is_initialized():
         seams.disable_shm_build()
-    if optimizer is None and own_optimizer is None and configuration.has_optimizer:
-        _located(file, announce_compilation, configuration)
     if getattr(args, "deepspeed_config", None) is not None:
         # DeepSpeed refuses the configuration in both places.
         args = copy.copy(args)

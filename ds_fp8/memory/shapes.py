@@ -27,7 +27,7 @@ from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config, section_of
 from ds_fp8.config.schema import parse_section
 from ds_fp8.data import DataConfig
-from ds_fp8.engine.compatibility import check_deepspeed
+from ds_fp8.engine import preflight
 from ds_fp8.engine.sequence_parallel import (
     check_heads,
     check_layers,
@@ -262,7 +262,7 @@ def _read(
     configuration: Configuration, gpus: int, model: PretrainedConfig | None, length: int | None, device: Device
 ) -> Workload:
     raw, fp8, zero = configuration.values, configuration.fp8, configuration.zero
-    check_deepspeed(configuration)
+    preflight.check(configuration)
     model_section = parse_section(ModelConfig, raw.get("model", {}), key="model")
     data = parse_section(DataConfig, raw.get("data", {}), key="data")
     if model is None:

@@ -11,7 +11,6 @@ from ds_fp8.config.deepspeed_json import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH,
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import check_writable
 from ds_fp8.config.schema import shown
-from ds_fp8.engine.deepspeed_values import check_values
 
 MAX_ROWS = 1 << 24
 """Most rows of a step: more than any training uses, and few enough to be listed."""
@@ -110,7 +109,6 @@ def check_sections(configuration: Configuration) -> None:
     bf16 = raw.get("bf16", raw.get("bfloat16"))
     if not (isinstance(bf16, dict) and bf16.get("enabled") is True):
         raise UserError("the stage runner trains in BF16", key="bf16", remedy='"bf16": {"enabled": true}')
-    check_values(configuration)
     monitors = configuration.deepspeed.monitor_config
     for key, package in _MONITOR_PACKAGES.items():
         if getattr(monitors, key).enabled and find_spec(package) is None:

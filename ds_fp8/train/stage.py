@@ -16,10 +16,9 @@ from ds_fp8.config.files import apply_override, check_writable, read_json
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import Section, Seed, nearest, parse_section, shown
 from ds_fp8.data import DataConfig
-from ds_fp8.engine.compatibility import check_deepspeed
-from ds_fp8.engine.optimizer_section import check_optimizer
+from ds_fp8.engine import preflight
 from ds_fp8.engine.sequence_parallel import KEY, check_ranks, sequence_parallel_size
-from ds_fp8.optim.from_config import make_adamw, needs_own_optimizer, uses_own_optimizer
+from ds_fp8.optim.from_config import needs_own_optimizer
 from ds_fp8.train.deepspeed_config import check_sections, resolve_batch
 from ds_fp8.train.run_files import MAX_RANKS, MAX_STEPS
 from ds_fp8.train.schedules import Schedule
@@ -242,12 +241,8 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
     _check_shared(configuration, model, data, shared_by)
     global_batch, micro_batch, accumulation = resolve_batch(raw, world // shared_by)
     check_sections(configuration)
-    check_deepspeed(configuration)
-    own = uses_own_optimizer(configuration)
-    check_optimizer(configuration, own=own)
-    if own:
-        # For its checks of the optimizer section, before a model is loaded; what it returns is dropped.
-        make_adamw(configuration, rank=lambda: 0)
+    preflight.check(configuration)
+    preflight.check_trains(configuration, None, ())
     if train.compact_checkpoints and fp8.enabled and not needs_own_optimizer(fp8):
         raise UserError(
             "compact checkpoints store compressed moments, but the optimizer's are FP32",

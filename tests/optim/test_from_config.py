@@ -11,7 +11,7 @@ from torch import nn
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.engine.compatibility import check_deepspeed
+from ds_fp8.engine.preflight import check
 from ds_fp8.optim import AdamW, StatePrecision
 from ds_fp8.optim.from_config import choose_optimizer, make_adamw, needs_own_optimizer, uses_own_optimizer
 from ds_fp8.train import load_stage
@@ -191,13 +191,13 @@ def test_a_section_that_does_not_fit_is_explained(section, key):
 def test_what_handles_fp32_state_itself_is_refused(sections, key):
     config = raw({"optimizer": COAT}, **sections)
     with pytest.raises(UserError) as caught:
-        check_deepspeed(Configuration(config))
+        check(Configuration(config))
     assert caught.value.key.endswith(key)
 
 
 def test_cpu_offload_is_not_refused():
     config = raw({"optimizer": COAT}, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
-    check_deepspeed(Configuration(config))
+    check(Configuration(config))
 
 
 def test_a_stage_is_checked_before_anything_starts(tmp_path):

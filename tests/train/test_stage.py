@@ -104,7 +104,6 @@ WRONG = [
     ("gradient_clipping=auto", "gradient_clipping", '"auto"'),
     ("prescale_gradients=true", "prescale_gradients", "reduce-scatter"),
     ("optimizer.params.betas=[0.9]", "optimizer.params.betas", "pair"),
-    ("optimizer.params.eps=0", "optimizer.params", "nan"),
     ("optimizer.type=SGD", "optimizer.type", "zero_allow_untested_optimizer"),
     ("train.seed=-1", "train.seed", "greater than or equal to 0"),
     ("train.seed=99999999999", "train.seed", "less than"),

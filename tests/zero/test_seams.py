@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
-from ds_fp8.engine.compatibility import check_deepspeed
+from ds_fp8.engine.preflight import check
 from ds_fp8.zero import deepspeed_functions, deepspeed_versions, grouped, lifecycle, streams
 from ds_fp8.zero.seams import installation
 from tests.zero import models
@@ -220,9 +220,9 @@ def test_an_unsupported_version_can_be_tried(monkeypatch):
 
 def test_with_fp8_off_any_version_serves(monkeypatch):
     monkeypatch.setattr(deepspeed, "__version__", "0.20.1")
-    check_deepspeed(Configuration({}))
+    check(Configuration({}))
     with pytest.raises(UserError, match=r"0\.20\.1"):
-        check_deepspeed(Configuration({"fp8": {}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
+        check(Configuration({"fp8": {}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
 
 
 @pytest.mark.parametrize("version", ["0.19.8", "0.19.9", "0.19.8+d3a7"])
@@ -234,10 +234,10 @@ def test_a_missing_name_is_named_with_the_version():
     script = (
         "import deepspeed, deepspeed.runtime.zero.stage3 as s\n"
         "del s.DeepSpeedZeroOptimizer_Stage3._restore_from_bit16_weights\n"
-        "import ds_fp8, ds_fp8.engine.compatibility as c\n"
+        "import ds_fp8, ds_fp8.engine.preflight as c\n"
         "from ds_fp8.config.deepspeed_json import Configuration\n"
-        "c.check_deepspeed(Configuration({}))\n"
-        "try:\n    c.check_deepspeed(Configuration({'fp8': {}}))\n"
+        "c.check(Configuration({}))\n"
+        "try:\n    c.check(Configuration({'fp8': {}}))\n"
         "except ds_fp8.UserError as error:\n    print(error)\n"
     )
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,497 @@
+"""Checks of a DeepSpeed configuration before a model is converted: all mistakes in one error, each with its remedy.
+
+DeepSpeed ignores keys that it does not know, and meets wrong values of optimizer and scheduler after the model has been
+converted, as exceptions of Python. What the "fp8" section may contain is checked where it is parsed (config/fp8.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.config import ADAM_W_MODE, DEEPSPEED_OPTIMIZERS, TORCH_ADAM_PARAM
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from torch import nn
+
+from ds_fp8.config import registry
+from ds_fp8.config.deepspeed_json import ACCUMULATION, Configuration, DeepSpeedValues, known_keys
+from ds_fp8.config.errors import UserError, clipped, joined
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.schema import nearest, shown
+from ds_fp8.optim.from_config import make_adamw, uses_own_optimizer
+from ds_fp8.zero import deepspeed_versions
+
+OWN_SECTIONS = ("fp8", "model", "data", "train")
+"""Sections of this package in a DeepSpeed JSON."""
+AUTO = "auto"
+"""Value that Trainer and Accelerate replace by one of their own."""
+MAX_BUCKET = 2**33
+"""Elements: DeepSpeed allocates a bucket before the first step, and this is 16 GiB in BF16."""
+
+_OF_DEVICE_MESHES = ("sequence_parallel_size", "data_parallel_size")
+"""Keys that DeepSpeed looks up among running ranks alone."""
+_WORDS_FOR_BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
+_NOT_BOOLEAN = (*OWN_SECTIONS[1:], "wandb", "tensorboard", "csv_monitor", "comet")
+"""Sections with texts of the user's: names, paths."""
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+_LISTED_KEYS = {"optimizer": {"type", "params", "legacy_fusion"}, "scheduler": {"type", "params"}}
+"""Keys of sections that DeepSpeed reads key by key."""
+_USUAL = {"lr": "1e-4", "betas": "[0.9, 0.95]", "eps": "1e-8", "weight_decay": "0.1"}
+_UNFIT = {
+    "lamb": "LAMB compares the norms of whole tensors, and ZeRO gives it shards of all of them in one",
+    "LBFGS": "L-BFGS computes the loss several times in a step",
+    "SparseAdam": "SparseAdam needs sparse gradients",
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "muP's optimizers need a model with its base shapes"),
+}
+
+Refuse = Callable[[str, str, str], None]
+
+
+def check(configuration: Configuration, *, optimizer_given: bool = False, scheduler_given: bool = False) -> None:
+    """Check everything in a configuration but the batch sizes, which depend on the number of ranks.
+
+    Args:
+        configuration: What was given. "auto" is accepted: the programs that fill it in come before DeepSpeed.
+        optimizer_given: The caller passes an optimizer; the "optimizer" section has no effect then.
+        scheduler_given: Likewise for the "scheduler" section.
+
+    Raises:
+        UserError: For the first mistake; it lists all others too.
+    """
+    mistakes: list[UserError] = []
+
+    def refuse(key: str, problem: str, remedy: str) -> None:
+        mistakes.append(UserError(problem, key=key, file=configuration.file, remedy=remedy))
+
+    fp8 = configuration.fp8
+    filled = Configuration(_without_auto(configuration.values), configuration.file)
+    _check_keys(configuration.values, refuse)
+    try:
+        parsed = filled.deepspeed
+        if fp8.enabled:
+            _check_fp8(configuration, filled, parsed, refuse)
+        _check_values(filled, parsed, refuse)
+    except UserError as error:  # nothing is known of the values of a section that DeepSpeed cannot parse
+        mistakes += error.all
+    if fp8.enabled:
+        try:
+            deepspeed_versions.check(deepspeed.__version__)
+        except UserError as error:
+            mistakes.append(error.located(configuration.file))
+    if not optimizer_given and configuration.has_optimizer:
+        complete = AUTO not in configuration.optimizer_params.values()
+        _check_optimizer(filled, refuse, complete, mistakes)
+    if not scheduler_given and "scheduler" in configuration.values:
+        _check_scheduler(configuration.values["scheduler"], refuse)
+    if mistakes:
+        raise joined(mistakes)
+
+
+def _without_auto(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_auto(inner) for key, inner in value.items() if key in OWN_SECTIONS or inner != AUTO}
+    return value
+
+
+def _check_keys(values: Mapping[str, Any], refuse: Refuse) -> None:
+    """Refuse keys that nobody reads, and words where booleans are meant, which Python takes for true."""
+    known = known_keys() | DeepSpeedValues.model_fields.keys() | {*OWN_SECTIONS, *_OF_DEVICE_MESHES}
+    for key in values:
+        # Comments of JSON files.
+        if key not in known and not key.startswith(("_", "//", "#")):
+            refuse(clipped(key), f"DeepSpeed does not know the key {shown(key)}", nearest(key, known) or "remove it")
+    for section, listed in _LISTED_KEYS.items():
+        given = values.get(section)
+        for key in given if isinstance(given, Mapping) else ():
+            if key not in listed:
+                refuse(f"{section}.{clipped(key)}", f'"{section}" has no key {shown(key)}', nearest(key, listed))
+    if "bf16" in values and "bfloat16" in values:
+        refuse("bfloat16", '"bfloat16" is another name of "bf16", and both are given', 'remove "bfloat16"')
+    for key, word in _leaves({key: value for key, value in values.items() if key not in _NOT_BOOLEAN}):
+        if isinstance(word, str) and word.lower() in _WORDS_FOR_BOOLEANS:
+            boolean = str(_WORDS_FOR_BOOLEANS[word.lower()]).lower()
+            refuse(key, f"{key} is the text {shown(word)}, not true or false", f"{boolean}, without quotation marks")
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _check_values(configuration: Configuration, parsed: Any, refuse: Refuse) -> None:
+    """Refuse combinations of DeepSpeed's own values that it accepts and fails with later."""
+    zero, accumulation, stage = configuration.zero, parsed.grad_accum_dtype, configuration.stage
+    if configuration.bf16.enabled and not stage and accumulation not in (None, "bf16", "bfloat16"):
+        refuse(
+            "data_types.grad_accum_dtype",
+            f"without ZeRO gradients of a BF16 model are summed in BF16, but grad_accum_dtype is {accumulation}",
+            '"bf16", or a "zero_optimization.stage" of at least 1',
+        )
+    offloaded = configuration.optimizer_device != "none"
+    if configuration.bf16.enabled and stage == 1 and accumulation in ("fp32", "float32") and not offloaded:
+        refuse(
+            "data_types.grad_accum_dtype",
+            "DeepSpeed's stage 1 with grad_accum_dtype fp32 writes checkpoints that neither its own tools nor an "
+            "export can read",
+            '"zero_optimization": {"stage": 2}, which takes less memory, or "data_types": {"grad_accum_dtype": "bf16"}',
+        )
+    quantized = next((key for key in _QUANTIZED if getattr(zero, key)), None)
+    if quantized is not None and _lacks("QuantizerBuilder"):
+        device = get_accelerator().device_name()
+        refuse(f"zero_optimization.{quantized}", f"DeepSpeed cannot quantise on {device}s", f'"{quantized}": false')
+    for key in ("prescale_gradients", "gradient_predivide_factor") if stage and zero.reduce_scatter else ():
+        if getattr(parsed, key) != DeepSpeedValues.model_fields[key].default:
+            problem = f"{key} does not go with ZeRO's reduce-scatter, which divides by the number of ranks itself"
+            refuse(key, problem, f'remove "{key}"')
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        if getattr(zero, key) > MAX_BUCKET:
+            problem = f"{key} {getattr(zero, key):,} is a buffer larger than a device's memory"
+            refuse(f"zero_optimization.{key}", problem, f'"{key}": 500000000, DeepSpeed\'s default, or less')
+    if zero.sub_group_size == 0:
+        remedy = '"sub_group_size": 1000000000, DeepSpeed\'s default'
+        refuse("zero_optimization.sub_group_size", "sub_group_size 0 leaves no room for a parameter", remedy)
+    for key in ("offload_optimizer", "offload_param"):
+        offload = getattr(zero, key)
+        if offload is not None and offload.device == "nvme" and not offload.nvme_path:
+            problem = f"zero_optimization.{key} swaps to NVMe, but has no nvme_path"
+            refuse(f"zero_optimization.{key}.nvme_path", problem, '"nvme_path": "/local_nvme"')
+
+
+def _check_fp8(given: Configuration, configuration: Configuration, parsed: Any, refuse: Refuse) -> None:
+    """Refuse what of DeepSpeed's own sections contradicts the "fp8" section."""
+    fp8, bf16, zero = configuration.fp8, configuration.bf16, configuration.zero
+    off = 'or "fp8": {"enabled": false}'
+    # "auto" is filled in by Accelerate, before training.
+    if not bf16.enabled and given.given("bf16", "enabled") != AUTO:
+        refuse("bf16.enabled", "fp8 trains BF16 models, but bf16 is not enabled", '"bf16": {"enabled": true}')
+    if zero.zenflow is not None:
+        refuse("zero_optimization.zenflow", "ZenFlow selects gradient columns before they are reduced", "remove it")
+    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        if getattr(bf16, key):
+            refuse(
+                f"bf16.{key}",
+                f"{key} makes DeepSpeed keep state that fp8.optimizer keeps",
+                f'"{key}": false; "fp8": {{"optimizer": ...}} has smaller moments (preset "coat")',
+            )
+    if fp8.optimizer.precision().compressed and zero.offload_optimizer is not None:
+        _check_compressed_state(configuration, refuse)
+    if parsed.torch_autocast_enabled:
+        problem = "fp8 does not work with torch_autocast, which casts weights too"
+        refuse("torch_autocast.enabled", problem, 'remove "torch_autocast"')
+    if parsed.compile_config.deepcompile:
+        problem = "DeepCompile gathers parameters in its own graph and bypasses the FP8 all-gather"
+        refuse("compile.deepcompile", problem, f'"deepcompile": false, {off}')
+    if parsed.tensor_parallel_config.autotp_size > 1:
+        problem = "FP8 with linears that are split over ranks is untested"
+        refuse("tensor_parallel.autotp_size", problem, f'remove "tensor_parallel", {off}')
+    if parsed.expert_parallel_config.enabled:
+        problem = "FP8 with experts that are spread over ranks is untested"
+        refuse("expert_parallel.enabled", problem, f'remove "expert_parallel", {off}')
+    (_check_stage_3 if configuration.stage == 3 else _check_other_stages)(configuration, parsed, refuse)
+
+
+def _check_other_stages(configuration: Configuration, parsed: Any, refuse: Refuse) -> None:
+    parts = {"param_gather": "parameter all-gather", "grad_reduce": "gradient reduce-scatter"}
+    in_fp8 = [key for key in parts if getattr(configuration.fp8, key).format != "bf16"]
+    if in_fp8:
+        bf16 = ", ".join(f'"{key}": {{"format": "bf16"}}' for key in in_fp8)
+        refuse(
+            "zero_optimization.stage",
+            f"FP8 {' and '.join(parts[key] for key in in_fp8)} exist in ZeRO stage 3 only, but the stage is "
+            f"{configuration.stage}",
+            f'"stage": 3, or "fp8": {{{bf16}}} (linears stay in FP8)',
+        )
+
+
+def _check_stage_3(configuration: Configuration, parsed: Any, refuse: Refuse) -> None:
+    """Refuse what of ZeRO-3 replaces or bypasses the FP8 all-gather, reduction and step."""
+    zero, fp8 = configuration.zero, configuration.fp8
+    gathers, reduces = fp8.param_gather.format != "bf16", fp8.grad_reduce.format != "bf16"
+    if zero.zero_hpz_partition_size != 1:
+        refuse(
+            "zero_optimization.zero_hpz_partition_size",
+            "hpZ keeps a second BF16 copy of the weights inside each node, which FP8 gathers do not fill",
+            "remove the key: the FP8 all-gather already halves the bytes",
+        )
+    for key in _QUANTIZED:
+        if getattr(zero, key):
+            refuse(f"zero_optimization.{key}", f"{key} quantises what fp8 already sends in FP8", f'"{key}": false')
+    if gathers and configuration.parameter_device != "none":
+        refuse(
+            "zero_optimization.offload_param.device",
+            f"parameter offload to {configuration.parameter_device} moves BF16 shards, and the FP8 gather keeps FP8 "
+            "shards on the device",
+            'remove "offload_param" (offload_optimizer works), or "fp8": {"param_gather": {"format": "bf16"}}',
+        )
+    if configuration.optimizer_device == "nvme":
+        refuse(
+            "zero_optimization.offload_optimizer.device",
+            "the FP8 shards are cast from the FP32 master shards after every step, which NVMe offload swaps out",
+            '"device": "cpu"',
+        )
+    if reduces and not zero.reduce_scatter:
+        refuse(
+            "zero_optimization.reduce_scatter",
+            "reduce_scatter false makes DeepSpeed all-reduce gradients and never reach the FP8 reduction",
+            '"reduce_scatter": true, or "fp8": {"grad_reduce": {"format": "bf16"}}',
+        )
+    accumulation, one = parsed.grad_accum_dtype, f'"{ACCUMULATION}": 1'
+    key = "data_types.grad_accum_dtype"
+    if accumulation in ("bf16", "bfloat16"):
+        # The FP32 sum over ranks is rounded once, to the accumulator. A second micro-batch would be added in BF16.
+        if configuration.given(ACCUMULATION) != 1:
+            problem = f"gradients of several micro-batches are summed in FP32, but grad_accum_dtype is {accumulation}"
+            refuse(key, problem, f'{one}, or "data_types": {{"grad_accum_dtype": "fp32"}}')
+    elif accumulation not in (None, "fp32", "float32"):
+        problem = f"gradients are summed in FP32, but grad_accum_dtype is {accumulation}"
+        refuse(key, problem, f'"data_types": {{"grad_accum_dtype": "fp32"}}, or "bf16" with {one}')
+
+
+def _check_compressed_state(configuration: Configuration, refuse: Refuse) -> None:
+    """Refuse offloads that manage optimizer state, which they expect in FP32."""
+    offload, section = configuration.zero.offload_optimizer, "zero_optimization.offload_optimizer"
+    fp32 = 'or "fp8": {"optimizer": {"exp_avg": "fp32", "exp_avg_sq": "fp32"}}'
+    if configuration.optimizer_device == "nvme" and configuration.stage != 3:
+        problem = "NVMe offload swaps FP32 moments, but fp8.optimizer compresses them"
+        refuse(f"{section}.device", problem, f'"device": "cpu", {fp32}')
+    if offload.ratio != 1.0:
+        problem = "partial offload steps a part of the parameters with another Adam, whose state is FP32"
+        refuse(f"{section}.ratio", problem, f'"ratio": 1.0, {fp32}')
+    if offload.super_offload:
+        problem = "SuperOffload steps with its own Adam, whose state is FP32"
+        refuse(f"{section}.super_offload", problem, f'"super_offload": false, {fp32}')
+
+
+def _check_optimizer(configuration: Configuration, refuse: Refuse, complete: bool, mistakes: list[UserError]) -> None:
+    """Refuse an "optimizer" section that DeepSpeed cannot make an optimizer of, or ZeRO cannot step."""
+    section = configuration.given("optimizer")
+    if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
+        refuse("optimizer", "the optimizer has no type", '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}')
+        return
+    name, params = section["type"], section.get("params", {})
+    name = name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
+    if name in _UNFIT:
+        refuse("optimizer.type", f"{name} cannot run here: {_UNFIT[name]}", '"type": "AdamW"')
+        return
+    if not isinstance(params, Mapping):
+        refuse("optimizer.params", "the optimizer's params must be an object", '"params": {...}')
+        return
+    if "max_grad_norm" in params:
+        key, remedy = "optimizer.params.max_grad_norm", '"gradient_clipping": 1.0, beside "optimizer"'
+        refuse(key, "max_grad_norm is not a parameter of an optimizer", remedy)
+        return
+    before = len(mistakes)
+    _check_numbers(params, refuse)
+    try:
+        configuration.zero  # noqa: B018
+    except UserError:
+        return  # refused already
+    if uses_own_optimizer(configuration):
+        try:
+            make_adamw(configuration, rank=lambda: 0)
+        except UserError as error:
+            mistakes += [] if len(mistakes) > before else [error]
+        return
+    if name == "muon":
+        # Its parameters are matrices, which no flat parameter can stand for.
+        if configuration.zero.reduce_scatter:
+            refuse("optimizer.type", "DeepSpeed's Muon does not go with ZeRO's reduce-scatter", '"type": "AdamW"')
+        return
+    kind, arguments = _kind_of(name, dict(params), configuration, refuse)
+    if kind is None:
+        return
+    tested = kind in ZERO_SUPPORTED_OPTIMIZERS or registry.OPTIMIZERS.knows(name.lower())
+    if not tested and configuration.stage and not configuration.given("zero_allow_untested_optimizer"):
+        problem = f"DeepSpeed has not tested {kind.__name__} with ZeRO"
+        refuse("optimizer.type", problem, '"zero_allow_untested_optimizer": true, to use it nevertheless')
+    _check_call(kind, arguments, "optimizer.params", refuse)
+    if complete and len(mistakes) == before:
+        # DeepSpeed's own may have to compile a kernel; torch's AdamW has the same parameters and conditions.
+        own = {key: arguments[key] for key in _USUAL if key in arguments}
+        tried, arguments = (torch.optim.AdamW, own) if kind.__module__.startswith("deepspeed.") else (kind, arguments)
+        _try(lambda **given: tried([nn.Parameter(torch.ones(1))], **given), arguments, "optimizer.params", refuse)
+
+
+def _check_numbers(params: Mapping[str, Any], refuse: Refuse) -> None:
+    """Check that the usual params are numbers, and betas a pair: what optimizers themselves say of it is cryptic."""
+    for key in _USUAL.keys() & params.keys():
+        value = params[key]
+        numbers = value if key == "betas" else [value]
+        right = isinstance(numbers, list | tuple) and all(type(number) in (int, float) for number in numbers)
+        if not right or (key == "betas" and len(numbers) != 2):
+            what = "a pair of numbers" if key == "betas" else "a number"
+            refuse(f"optimizer.params.{key}", f"{key} {shown(value)} is not {what}", f'"{key}": {_USUAL[key]}')
+
+
+def _kind_of(
+    name: str, params: dict[str, Any], configuration: Configuration, refuse: Refuse
+) -> tuple[type | None, dict[str, Any]]:
+    """Return the class that DeepSpeed makes an optimizer of, or None, and what it passes on of the params."""
+    offloaded = configuration.optimizer_device != "none"
+    if registry.OPTIMIZERS.knows(name.lower()):
+        return registry.OPTIMIZERS[name.lower()], params
+    if name in ("adam", "adamw"):
+        decoupled = params.pop(ADAM_W_MODE, True) or name == "adamw"
+        params.pop("fp32_optimizer_states", None)
+        if params.pop(TORCH_ADAM_PARAM, False):
+            return (torch.optim.AdamW if decoupled else torch.optim.Adam), params
+        kind = deepspeed.ops.adam.DeepSpeedCPUAdam if offloaded else deepspeed.ops.adam.FusedAdam
+    elif name == "lion":
+        kind = deepspeed.ops.lion.DeepSpeedCPULion if offloaded else deepspeed.ops.lion.FusedLion
+    elif name == "adagrad":
+        kind = deepspeed.ops.adagrad.DeepSpeedCPUAdagrad if offloaded else torch.optim.Adagrad
+    elif name in DEEPSPEED_OPTIMIZERS:
+        return None, params  # of its own make; nothing is known of its params
+    else:
+        of_torch = {key for key, entry in vars(torch.optim).items() if isinstance(entry, type)} - {"Optimizer"}
+        if name not in of_torch:
+            known = {*of_torch, "AdamW", *registry.OPTIMIZERS, *DEEPSPEED_OPTIMIZERS} - set(_UNFIT)
+            problem = f"unknown optimizer {shown(name)}"
+            refuse("optimizer.type", problem, nearest(name, known, "Known optimizers"))
+            return None, params
+        return getattr(torch.optim, name), params
+    if kind.__module__.startswith("deepspeed.") and _lacks(f"{kind.__name__.removeprefix('DeepSpeed')}Builder"):
+        instead = 'in its params "torch_adam": true' if "Adam" in kind.__name__ else '"type": "AdamW"'
+        refuse("optimizer.type", f"DeepSpeed has no {kind.__name__} for {get_accelerator().device_name()}s", instead)
+    return kind, params
+
+
+def _check_scheduler(section: Any, refuse: Refuse) -> None:
+    """Refuse a "scheduler" section that DeepSpeed cannot make a scheduler of."""
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    if kind is None and isinstance(section, Mapping) and not section.get("params"):
+        return  # DeepSpeed makes none
+    of_torch = {
+        key for key in vars(torch.optim.lr_scheduler) if isinstance(getattr(torch.optim.lr_scheduler, key), type)
+    }
+    known = {*lr_schedules.VALID_LR_SCHEDULES, *of_torch}
+    if kind not in known:
+        remedy = nearest(str(kind), lr_schedules.VALID_LR_SCHEDULES, "DeepSpeed has")
+        refuse("scheduler.type", f"unknown scheduler {shown(kind)}", remedy)
+        return
+    params = section.get("params") or {}
+    if not isinstance(params, Mapping):
+        refuse("scheduler.params", "the scheduler's params must be an object", '"params": {...}')
+        return
+    scheduler = getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind)
+    # A list has one value for each parameter group, and those are not known yet.
+    partial = AUTO in params.values() or any(isinstance(value, list) for value in params.values())
+    wrong = _check_call(scheduler, params, "scheduler.params", refuse, required=AUTO not in params.values())
+    if not wrong and not partial:
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+        _try(lambda **given: scheduler(optimizer, **given), params, "scheduler.params", refuse)
+
+
+def _check_call(kind: type, arguments: Mapping[str, Any], key: str, refuse: Refuse, required: bool = False) -> bool:
+    """Refuse arguments that a class does not take, or lacks where they are `required`; return whether there are any."""
+    skipped = ("self", "params", "model_params", "optimizer")
+    taken = {name: part for name, part in inspect.signature(kind).parameters.items() if name not in skipped}
+    if any(part.kind is part.VAR_KEYWORD for part in taken.values()):
+        return False
+    unknown = [name for name in arguments if name not in taken]
+    for name in unknown:
+        refuse(f"{key}.{clipped(name)}", f"{kind.__name__} takes no {shown(name)}", nearest(name, taken, "It takes"))
+    missing = [
+        name for name, part in taken.items() if required and part.default is part.empty and name not in arguments
+    ]
+    for name in missing:
+        refuse(f"{key}.{name}", f"{kind.__name__} needs {name}", f'"params": {{"{name}": ...}}')
+    return bool(unknown or missing)
+
+
+def _try(make: Callable[..., Any], arguments: Mapping[str, Any], key: str, refuse: Refuse) -> None:
+    """Make an optimizer or scheduler of next to nothing: it knows the ranges of its arguments."""
+
+    def fails(given: Mapping[str, Any]) -> str | None:
+        try:
+            make(**given)
+        except Exception as error:  # a value of the wrong kind is met with any exception
+            return str(error) or type(error).__name__
+        return None
+
+    words = fails(dict(arguments))
+    if words is not None:
+        alone = [name for name, value in arguments.items() if fails({name: value}) == words]
+        usual = ", ".join(f'"{name}": {value}' for name, value in _USUAL.items())
+        remedy = f"{usual} are usual" if key.startswith("optimizer") else "change or remove it"
+        refuse(".".join([key, *alone[:1]]), f"the params are refused: {clipped(words)}", remedy)
+
+
+def _lacks(builder: str) -> bool:
+    """Return whether DeepSpeed has no such operation for this accelerator."""
+    return get_accelerator().get_op_builder(builder).__name__ == "NotImplementedBuilder"
+
+
+def check_parallelism(model: nn.Module, mpu: Any, fp8: FP8Config) -> None:
+    """Raise UserError for models and process groups of DeepSpeed's that have not been tried with FP8.
+
+    Sequence parallelism (Ulysses) has been.
+
+    Args:
+        model: What initialize was given.
+        mpu: Object that tells DeepSpeed its model-parallel groups, or None.
+        fp8: Nothing is refused where it is disabled.
+    """
+    if not fp8.enabled:
+        return
+    remedy = 'use ZeRO stage 3 alone, or "fp8": {"enabled": false}'
+    splits = ["get_tensor_model_parallel_world_size", "get_slice_parallel_world_size"]
+    if not hasattr(mpu, "get_sequence_parallel_world_size"):  # whose "model parallel" ranks share a sequence
+        splits.append("get_model_parallel_world_size")
+    size = next((getattr(mpu, name)() for name in splits if hasattr(mpu, name)), 1)
+    untested = {
+        "pipeline parallelism": isinstance(model, PipelineModule),
+        "DeepSpeed's MoE layers": any(isinstance(module, MoE) for module in model.modules()),
+        f"tensor parallelism (mpu, {size} ranks)": size > 1,
+    }
+    for what, found in untested.items():
+        if found:
+            raise UserError(f"FP8 with {what} is untested", key="fp8.enabled", remedy=remedy)
+
+
+def check_trains(configuration: Configuration, optimizer: Any, parameters: Iterable | None) -> None:
+    """Raise UserError where parameters are passed to be trained, and there is no optimizer for them."""
+    if optimizer is None and parameters is not None and not configuration.has_optimizer:
+        raise UserError(
+            "model_parameters are to be trained, but there is no optimizer",
+            key="optimizer",
+            file=configuration.file,
+            remedy='"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, or optimizer=... of initialize; an engine '
+            "that only evaluates takes no model_parameters",
+        )
+
+
+def check_launch() -> None:
+    """Raise UserError where DeepSpeed cannot find its rank, the other ranks or its GPU."""
+    if torch.distributed.is_initialized():
+        missing = [] if {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys() else ["LOCAL_RANK"]
+    elif importlib.util.find_spec("mpi4py") or {"AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV"} & os.environ.keys():
+        missing = []  # DeepSpeed asks MPI, or knows the cloud's launcher
+    else:
+        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+        missing = [name for name in needed if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"the environment has no {', '.join(missing)}, which launchers set",
+            remedy="start with deepspeed, torchrun or accelerate launch; under srun and mpirun install mpi4py, or set "
+            "them in a script (docs/many_hosts.md); a single process needs RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 "
+            "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500",
+        )
+    local_rank, gpus = os.environ.get("LOCAL_RANK", ""), torch.cuda.device_count()
+    if get_accelerator().device_name() == "cuda" and local_rank.isdigit() and int(local_rank) >= gpus > 0:
+        raise UserError(
+            f"LOCAL_RANK is {local_rank}, but this process sees {gpus} GPU{'s' * (gpus != 1)}",
+            remedy="set LOCAL_RANK=0 for ranks that each see one GPU, or let every rank see all GPUs of its host",
+        )

@@ -1,0 +1,381 @@
+"""Checks before a model is converted: all mistakes at once, with file, keys and remedies."""
+
+import copy
+import importlib.util
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ds_fp8.config.deepspeed_json import Configuration
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine import preflight
+from ds_fp8.engine.preflight import check, check_launch, check_parallelism, check_trains
+
+GOOD = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3},
+}
+UNTESTED = {"zero_allow_untested_optimizer": True}
+LINEAR = nn.Linear(4, 4)
+
+
+def zero(**changes):
+    return {"zero_optimization": {"stage": 3, **changes}}
+
+
+def configuration(kind, params, **more):
+    return {"zero_optimization": {"stage": 3}, "optimizer": {"type": kind, "params": params}, **more}
+
+
+def adamw(**params):
+    return configuration("AdamW", {"lr": 1e-3, "torch_adam": True, **params})
+
+
+def scheduler(kind, **params):
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+def mistakes(raw, **more):
+    """The mistakes of a configuration, by key."""
+    before = copy.deepcopy(raw)
+    with pytest.raises(UserError) as caught:
+        check(Configuration(raw, "ds.json"), **more)
+    assert raw == before
+    for error in caught.value.all:
+        assert error.file == "ds.json"
+        assert error.remedy
+        assert len(str(error)) < 1000 or error.others
+    return {error.key: error for error in caught.value.all}
+
+
+# (change, key of the error)
+WRONG = [
+    ({"gradient_clipping": None}, "gradient_clipping"),
+    ({"gradient_clipping": "1.0"}, "gradient_clipping"),
+    ({"gradient_clipping": True}, "gradient_clipping"),
+    ({"gradient_clipping": -1}, "gradient_clipping"),
+    ({"gradient_clipping": {"value": 1}}, "gradient_clipping"),
+    ({"prescale_gradients": True}, "prescale_gradients"),
+    ({"prescale_gradients": "yes"}, "prescale_gradients"),
+    ({"gradient_predivide_factor": 2}, "gradient_predivide_factor"),
+    ({"gradient_predivide_factor": 0}, "gradient_predivide_factor"),
+    ({"gradient_predivide_factor": None}, "gradient_predivide_factor"),
+    ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
+    ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op"),
+    ({"communication_data_type": "int8"}, "communication_data_type"),
+    ({"communication_data_type": 5}, "communication_data_type"),
+    ({"steps_per_print": 0}, "steps_per_print"),
+    ({"steps_per_print": "never"}, "steps_per_print"),
+    ({"wall_clock_breakdown": "yes"}, "wall_clock_breakdown"),
+    ({"log_level": "loud"}, "log_level"),
+    ({"data_types": {"grad_accum_dtype": "int8"}}, "data_types.grad_accum_dtype"),
+    ({"data_types": {"grad_accum_dtype": 3}}, "data_types.grad_accum_dtype"),
+    ({"data_types": "fp32"}, "data_types"),
+    ({"checkpoint": {"tag_validation": 3}}, "checkpoint.tag_validation"),
+    ({"checkpoint": {"tag_validation": "maybe"}}, "checkpoint.tag_validation"),
+    ({"flops_profiler": {"enabled": True, "profile_step": "x"}}, "flops_profiler.profile_step"),
+    ({"elasticity": {"enabled": True}}, "elasticity"),
+    ({"csv_monitor": {"enabled": True, "output_path": None}}, "csv_monitor.output_path"),
+    ({"csv_monitor": {"enabeld": True}}, "csv_monitor.enabeld"),
+    ({"comms_logger": {"enabled": True, "prof_ops": 3}}, "comms_logger.prof_ops"),
+    ({"zero_optimization": 3}, "zero_optimization"),
+    (zero(stage=7), "zero_optimization.stage"),
+    (zero(stgae=3), "zero_optimization.stgae"),
+    (zero(reduce_bucket_size=0), "zero_optimization.reduce_bucket_size"),
+    (zero(reduce_bucket_size="large"), "zero_optimization.reduce_bucket_size"),
+    (zero(reduce_bucket_size=10**15), "zero_optimization.reduce_bucket_size"),
+    (zero(allgather_bucket_size=10**15), "zero_optimization.allgather_bucket_size"),
+    (zero(zero_hpz_partition_size=None), "zero_optimization.zero_hpz_partition_size"),
+    (zero(mics_shard_size=-1), "zero_optimization.mics_shard_size"),
+    (zero(sub_group_size=0), "zero_optimization.sub_group_size"),
+    (zero(stage3_prefetch_bucket_size=-1), "zero_optimization.stage3_prefetch_bucket_size"),
+    (zero(offload_optimizer={"device": "disk"}), "zero_optimization.offload_optimizer.device"),
+    (zero(offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.nvme_path"),
+    (zero(offload_param={"device": "nvme"}), "zero_optimization.offload_param.nvme_path"),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16"),
+]
+
+
+@pytest.mark.parametrize(("change", "key"), WRONG, ids=lambda value: str(value)[:60])
+def test_a_wrong_value_names_file_key_and_remedy(change, key):
+    assert key in mistakes({**GOOD, **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"gradient_clipping": 0},
+        {"gradient_clipping": 1},
+        {"steps_per_print": float("inf")},  # Accelerate's
+        {"steps_per_print": None},
+        {"train_batch_size": 64, "gradient_accumulation_steps": 7},  # judged when the ranks are known
+        {"train_micro_batch_size_per_gpu": "auto"},
+        {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}},  # DeepSpeed takes its default
+        {"prescale_gradients": True, "zero_optimization": {"stage": 2, "reduce_scatter": False}},
+        {"data_types": {"grad_accum_dtype": "fp32"}},
+        {"data_types": {"grad_accum_dtype": None}},
+        {"fp8": {"preset": "coat"}, "model": {}, "data": {}, "train": {"run_dir": "true"}},
+        {"_comment": "of a person"},
+        {"gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}},
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_deepspeed_works_with_is_accepted(change):
+    check(Configuration({**GOOD, **change}))
+
+
+# What programs of one's own get wrong outside of "fp8": (change, key, what the remedy says)
+TYPOS = [
+    ({"gradient_cliping": 1.0}, "gradient_cliping", '"gradient_clipping"'),
+    ({"zero_optimisation": {"stage": 3}}, "zero_optimisation", '"zero_optimization"'),
+    ({"train_batchsize": 8}, "train_batchsize", '"train_batch_size"'),
+    ({"optimiser": {"type": "AdamW"}}, "optimiser", '"optimizer"'),
+    ({"steps_per_prints": 10}, "steps_per_prints", '"steps_per_print"'),
+    ({"bf16": {"enable": True}}, "bf16.enable", '"enabled"'),
+    ({"bf16": {"enabled": "yes"}}, "bf16.enabled", "true, without"),
+    ({"bfloat16": {"enabled": True}}, "bfloat16", 'remove "bfloat16"'),
+    ({"data_types": {"grad_accum_type": "fp32"}}, "data_types.grad_accum_type", '"grad_accum_dtype"'),
+    ({"activation_checkpointing": {"cpu_checkpoint": True}}, "activation_checkpointing.cpu_checkpoint", "cpu_checkp"),
+    ({"flops_profiler": {"enabeld": True}}, "flops_profiler.enabeld", '"enabled"'),
+    ({"checkpoint": {"load_universall": True}}, "checkpoint.load_universall", '"load_universal"'),
+    ({"timers": {"throughput": {"synchronised": False}}}, "timers.synchronised", ""),
+    ({"wall_clock_breakdown": "true"}, "wall_clock_breakdown", ""),
+    (zero(overlap_com=True), "zero_optimization.overlap_com", '"overlap_comm"'),
+    (zero(overlap_comm="no"), "zero_optimization.overlap_comm", "false, without"),
+    (zero(offload_optimizer={"devise": "cpu"}), "zero_optimization.offload_optimizer.devise", ""),
+    (configuration("AdmW", {"lr": 1e-3}), "optimizer.type", '"AdamW"'),
+    (adamw(wd=0.1), "optimizer.params.wd", "weight_decay"),
+    (adamw(maximize="false"), "optimizer.params.maximize", "false, without"),
+    (adamw(lr="1e-4"), "optimizer.params.lr", '"lr": 1e-4'),
+    ({"optimizer": {"type": "AdamW", "parms": {"lr": 1e-3}}}, "optimizer.parms", '"params"'),
+    (scheduler("WarmupLr"), "scheduler.type", '"WarmupLR"'),
+    (scheduler("WarmupLR", warmup_steps=3), "scheduler.params.warmup_steps", '"warmup_num_steps"'),
+    (scheduler("WarmupLR", warmup_num_steps="10"), "scheduler.params.warmup_num_steps", "change"),
+    (scheduler("WarmupDecayLR", warmup_num_steps=3), "scheduler.params.total_num_steps", '"total_num_steps"'),
+]
+
+
+@pytest.mark.parametrize(("change", "key", "remedy"), TYPOS, ids=[key for _, key, _ in TYPOS])
+def test_a_typo_outside_of_the_section_is_an_error(change, key, remedy):
+    found = mistakes({**GOOD, "fp8": {}, **change})
+    assert key in found
+    assert remedy in found[key].remedy
+
+
+def test_all_mistakes_are_told_at_once():
+    raw = {**GOOD, "fp8": {}, "gradient_cliping": 1, **adamw(wd=1), **scheduler("NoSuch"), **zero(stage=2)}
+    found = mistakes(raw)
+    assert found.keys() == {"gradient_cliping", "zero_optimization.stage", "optimizer.params.wd", "scheduler.type"}
+    remedy = found["zero_optimization.stage"].remedy
+    assert '"stage": 3' in remedy
+    assert '"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}' in remedy
+    with pytest.raises(UserError) as caught:
+        check(Configuration(raw, "ds.json"))
+    assert all(key in str(caught.value) for key in found)
+    # What the caller passes takes the place of the sections.
+    assert mistakes(raw, optimizer_given=True, scheduler_given=True).keys() == {
+        "gradient_cliping",
+        "zero_optimization.stage",
+    }
+
+
+def test_stage_1_with_gradients_in_fp32_is_refused():
+    """DeepSpeed's BF16 optimizer writes checkpoints that nothing reads."""
+    wire = {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
+    raw = {**GOOD, "fp8": wire, "data_types": {"grad_accum_dtype": "fp32"}}
+    found = mistakes({**raw, "zero_optimization": {"stage": 1}})
+    assert '"stage": 2' in found["data_types.grad_accum_dtype"].remedy
+    check(Configuration({**raw, "zero_optimization": {"stage": 2}}))
+    check(Configuration({**raw, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "bf16"}}))
+
+
+def test_parameters_to_train_need_an_optimizer():
+    with pytest.raises(UserError) as caught:
+        check_trains(Configuration(GOOD, "ds.json"), None, [])
+    assert (caught.value.key, caught.value.file) == ("optimizer", "ds.json")
+    check_trains(Configuration(GOOD), None, None)  # an engine that evaluates
+    check_trains(Configuration(GOOD), object(), [])
+    check_trains(Configuration(adamw()), None, [])
+
+
+def test_schedulers_of_deepspeed_and_torch_are_accepted():
+    for right in (
+        scheduler("WarmupDecayLR", total_num_steps=100, warmup_num_steps=10, warmup_max_lr=[1e-3, 1e-4]),
+        scheduler("WarmupCosineLR", total_num_steps="auto", warmup_num_steps="auto"),
+        scheduler("StepLR", step_size=10),
+        scheduler("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=1e-3),
+        {"scheduler": {}},
+    ):
+        check(Configuration({**GOOD, "fp8": {}, **right}))
+
+
+@pytest.mark.parametrize(
+    ("raw", "key"),
+    [
+        ({"optimizer": None}, "optimizer"),
+        ({"optimizer": {"type": 3}}, "optimizer"),
+        (configuration("AdamX", {}), "optimizer.type"),
+        (configuration("AdamW", None), "optimizer.params"),
+        (configuration("AdamW", [1]), "optimizer.params"),
+        (adamw(betas=[0.9]), "optimizer.params.betas"),
+        (adamw(betas=[0.9, 0.95, 0.99]), "optimizer.params.betas"),
+        (adamw(betas=0.9), "optimizer.params.betas"),
+        (adamw(betas=["a", "b"]), "optimizer.params.betas"),
+        (adamw(betas=[0.9, 1.5]), "optimizer.params.betas"),
+        (adamw(lr="1e-3"), "optimizer.params.lr"),
+        (adamw(lr=True), "optimizer.params.lr"),
+        (adamw(lr=None), "optimizer.params.lr"),
+        (adamw(lr=-1), "optimizer.params.lr"),
+        (adamw(eps=-1e-8), "optimizer.params.eps"),
+        (adamw(weight_decay="no"), "optimizer.params.weight_decay"),
+        (adamw(beta=0.9), "optimizer.params.beta"),
+        (adamw(max_grad_norm=1.0), "optimizer.params.max_grad_norm"),
+        (configuration("SGD", {"lr": 1e-3}), "optimizer.type"),
+        (configuration("SGD", {"lr": 1e-3, "torch_adam": True}, **UNTESTED), "optimizer.params.torch_adam"),
+        (configuration("SGD", {"betas": [0.9, 0.95]}, **UNTESTED), "optimizer.params.betas"),
+        (configuration("SGD", {"nesterov": True}, **UNTESTED), "optimizer.params.nesterov"),
+        (configuration("Lion", {"lr": 1e-3, "eps": 1e-8}), "optimizer.params.eps"),
+        (configuration("Lamb", {"lr": 1e-3}, **UNTESTED), "optimizer.type"),
+        (configuration("LBFGS", {"lr": 1e-3}, **UNTESTED), "optimizer.type"),
+        (configuration("SparseAdam", {"lr": 1e-3}, **UNTESTED), "optimizer.type"),
+        (configuration("Muon", {"lr": 1e-3}), "optimizer.type"),
+        (configuration("MuAdam", {"lr": 1e-3}), "optimizer.type"),
+    ],
+    ids=lambda value: str(value)[25:90] if isinstance(value, dict) else "",
+)
+def test_a_wrong_optimizer_names_file_key_and_remedy(raw, key):
+    assert key in mistakes(raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        adamw(),
+        adamw(betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, adam_w_mode=True, amsgrad=False, foreach=True),
+        adamw(lr=0),
+        configuration("Adam", {"torch_adam": True, "adam_w_mode": False}),
+        configuration("Adagrad", {"lr": 1e-2}),
+        configuration("SGD", {"lr": 1e-2, "momentum": 0.9, "nesterov": True}, **UNTESTED),
+        configuration("Adafactor", {"lr": 1e-3}, **UNTESTED),
+        configuration("RMSprop", {"lr": 1e-3}, **UNTESTED),
+        {"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}},  # without ZeRO DeepSpeed asks for no test
+    ],
+    ids=lambda raw: str(raw["optimizer"])[:70],
+)
+def test_what_the_optimizer_takes_is_accepted(raw):
+    check(Configuration(raw))
+
+
+def test_an_optimizer_that_a_cpu_lacks_is_refused():
+    lion = configuration("Lion", {"lr": 1e-3})
+    assert "no FusedLion for cpu" in mistakes(lion)["optimizer.type"].problem
+    check(Configuration({**lion, **zero(offload_optimizer={"device": "cpu"})}))
+
+
+@pytest.mark.parametrize(
+    "name", ["get_tensor_model_parallel_world_size", "get_slice_parallel_world_size", "get_model_parallel_world_size"]
+)
+def test_tensors_split_over_ranks_are_refused(name):
+    with pytest.raises(UserError, match="tensor parallelism"):
+        check_parallelism(LINEAR, SimpleNamespace(**{name: lambda: 2}), FP8Config())
+    check_parallelism(LINEAR, SimpleNamespace(**{name: lambda: 1}), FP8Config())
+    check_parallelism(LINEAR, SimpleNamespace(**{name: lambda: 2}), FP8Config(enabled=False))
+
+
+def test_sequences_split_over_ranks_are_not():
+    """As DeepSpeed-Ulysses' own mpu, which calls the ranks of a sequence model-parallel."""
+    groups = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2, get_model_parallel_world_size=lambda: 2)
+    check_parallelism(LINEAR, groups, FP8Config())
+
+
+def pipeline_and_experts():
+    from deepspeed.moe.layer import MoE
+    from deepspeed.pipe import PipelineModule
+
+    refusals = []
+    for model in (
+        PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1),
+        nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2)),
+    ):
+        try:
+            check_parallelism(model, None, FP8Config())
+        except UserError as error:
+            refusals.append(str(error))
+    return refusals
+
+
+def test_pipelines_and_deepspeeds_experts_are_refused(ranks):
+    for pipeline, experts in ranks(2, pipeline_and_experts):
+        assert "pipeline parallelism" in pipeline
+        assert "MoE" in experts
+
+
+class Accelerator:
+    def __init__(self, name):
+        self._name = name
+
+    def device_name(self):
+        return self._name
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """A process that was started with these variables, and sees so many GPUs."""
+
+    def start(gpus=0, joined=False, **variables):
+        for name in (*ALL, "OMPI_COMM_WORLD_LOCAL_RANK"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(preflight, "get_accelerator", lambda: Accelerator("cuda" if gpus else "cpu"))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: joined)
+
+    return start
+
+
+ALL = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is not None, reason="DeepSpeed asks MPI")
+def test_variables_that_nobody_set_are_named(started):
+    started()
+    with pytest.raises(UserError) as error:
+        check_launch()
+    assert all(name in error.value.problem for name in ALL)
+    assert all(f"{name}={value}" in error.value.remedy for name, value in ALL.items())
+    started(**{name: value for name, value in ALL.items() if name != "MASTER_PORT"})
+    with pytest.raises(UserError, match="has no MASTER_PORT, which"):
+        check_launch()
+
+
+def test_nothing_is_missing(started):
+    started(**ALL)
+    check_launch()
+    started(joined=True, LOCAL_RANK="0")
+    check_launch()
+    started(joined=True, OMPI_COMM_WORLD_LOCAL_RANK="0")
+    check_launch()
+
+
+def test_ranks_that_have_met_still_need_their_gpu(started):
+    started(joined=True)
+    with pytest.raises(UserError, match="has no LOCAL_RANK, which"):
+        check_launch()
+
+
+def test_a_rank_that_sees_one_gpu_calls_it_0(started):
+    started(gpus=1, **{**ALL, "LOCAL_RANK": "1"})
+    with pytest.raises(UserError, match=r"LOCAL_RANK is 1, but this process sees 1 GPU\n") as error:
+        check_launch()
+    assert "LOCAL_RANK=0" in error.value.remedy
+    started(gpus=2, **{**ALL, "LOCAL_RANK": "1"})
+    check_launch()
+    assert os.environ["LOCAL_RANK"] == "1"

@@ -1,10 +1,9 @@
-"""AdamW with moments and masters in 8 or 16 bits, and Madam, for DeepSpeed ZeRO and for torch alone."""
+"""AdamW with moments in 8 or 16 bits, for DeepSpeed ZeRO and for torch alone."""
 
 from __future__ import annotations
 
 from ds_fp8.config.optimizer_state import StatePrecision
 from ds_fp8.optim.adamw import AdamW
-from ds_fp8.optim.madam import Madam
 from ds_fp8.optim.moment import Moment
 
-__all__ = ["AdamW", "Madam", "Moment", "StatePrecision"]
+__all__ = ["AdamW", "Moment", "StatePrecision"]

@@ -7,13 +7,14 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
+from ds_fp8.config import registry
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError, refusal_in
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import nearest
 from ds_fp8.optim.adamw import AdamW
-from ds_fp8.optim.madam import Madam
 
 _ADAM = ("adam", "adamw")
 _OWN = ("lr", "betas", "eps", "weight_decay")
@@ -63,7 +64,7 @@ def _unlike_ours(params: Mapping[str, Any]) -> str | None:
 
 def choose_optimizer(
     configuration: Configuration, given: Any, parameters: Any, rank: Callable[[], int]
-) -> AdamW | Callable[[Iterable], AdamW | Madam] | None:
+) -> AdamW | Callable[[Iterable], torch.optim.Optimizer] | None:
     """Return this package's optimizer to hand to deepspeed.initialize, or None for the one that it has.
 
     Args:
@@ -80,10 +81,10 @@ def choose_optimizer(
         UserError: the given optimizer, or the "optimizer" section, is not Adam with decoupled weight decay.
     """
     if not uses_own_optimizer(configuration, given):
-        if given is not None or configuration.optimizer_type != "madam":
+        name, params = configuration.optimizer_type, configuration.optimizer_params
+        if given is not None or name in ("", *DEEPSPEED_OPTIMIZERS) or not registry.OPTIMIZERS.knows(name):
             return None
-        params = configuration.optimizer_params
-        return lambda parameters: Madam(parameters, **params)
+        return lambda parameters: registry.OPTIMIZERS[name](parameters, **params)
     if given is None and parameters is None and not configuration.has_optimizer:
         return None
     if isinstance(given, AdamW):

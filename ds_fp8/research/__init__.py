@@ -8,6 +8,7 @@ from ds_fp8.config import registry
 from ds_fp8.config.fp8 import GradientReduceConfig, OptimizerStateConfig, ParameterGatherConfig
 from ds_fp8.config.linear import LinearCasts, LinearConfig
 from ds_fp8.research import config, recipe
+from ds_fp8.research.madam import Madam
 from ds_fp8.research.presets import PRESETS
 
 __all__ = ["config", "recipe"]
@@ -18,3 +19,4 @@ registry.extend(LinearConfig, config.ResearchLinear)
 registry.extend(ParameterGatherConfig, config.ResearchGather)
 registry.extend(GradientReduceConfig, config.ResearchReduce)
 registry.extend(OptimizerStateConfig, config.ResearchOptimizerState)
+registry.OPTIMIZERS["madam"] = Madam

@@ -8,8 +8,8 @@ import torch
 
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
-from ds_fp8.engine.optimizer_section import check_optimizer
-from ds_fp8.optim import Madam
+from ds_fp8.engine.preflight import check
+from ds_fp8.research.madam import Madam
 from tests.optim.numbers import gradients
 from tests.zero import models
 
@@ -94,7 +94,7 @@ def test_options_out_of_range(params, key):
 def test_a_section_that_madam_does_not_take(params, key):
     section = {"optimizer": {"type": "Madam", "params": params}, "zero_optimization": {"stage": 3}}
     with pytest.raises(UserError) as caught:
-        check_optimizer(Configuration(section))
+        check(Configuration(section))
     assert caught.value.key == key
 
 

@@ -1,0 +1,3 @@
+from tests.zero.conftest import baseline
+
+__all__ = ["baseline"]

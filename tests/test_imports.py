@@ -48,8 +48,13 @@ PUBLIC = {
     "deepspeed.zero",
 }
 """What every other file may import: the documented API, the models of the configuration, and command-line tools."""
-CONFIGURATION = {"ds_fp8/engine/preflight.py": {"deepspeed.runtime", "deepspeed.runtime.zero.utils"}}
-"""Beyond that: DeepSpeed's list of the optimizers that ZeRO takes stands there."""
+CONFIGURATION = {
+    "ds_fp8/engine/preflight.py": {
+        *("deepspeed.ops", "deepspeed.ops.adagrad", "deepspeed.ops.adam", "deepspeed.ops.lion"),
+        *("deepspeed.runtime", "deepspeed.runtime.lr_schedules", "deepspeed.runtime.zero.utils"),
+    }
+}
+"""Beyond that: the optimizers and schedulers that a configuration names, and those that ZeRO takes."""
 PLANTED = {
     "an upward arrow": (
         "casts/planted.py",

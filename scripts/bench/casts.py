@@ -1,7 +1,6 @@
 """Every cast that training does, alone and fused with what precedes it: time, and bandwidth against a copy.
 
     python scripts/bench/casts.py --size 7b                   the casts of every preset
-    python scripts/bench/casts.py --rotations                 and behind Hadamard rotations of every operand
     python scripts/bench/casts.py --quick                     seconds on a CPU, through the reference casts
 
 T tokens, H hidden and F intermediate features. Each row names what is cast along its rows, for the product that
@@ -16,9 +15,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,9 +51,6 @@ from ds_fp8.layers.linear.weights import dgrad_operand
 
 EPS = 1e-6
 """Epsilon of RMSNorm."""
-
-ROTATION = {"fprop": "in_features", "dgrad": "tokens", "wgrad": "tokens", "block": 128}
-"""Rotations of every operand: what HALO's level 2 rotates, and both operands of wgrad."""
 
 
 @dataclass(frozen=True)
@@ -188,20 +183,11 @@ def measure_operation(operation: Operation, milliseconds: float) -> dict[str, An
     }
 
 
-def rotated(preset: str, size: ModelSize, tokens: int) -> Iterator[Operation]:
-    """Yield the casts of a preset behind rotations."""
-    for operation in cast_operations(preset_recipe(preset, rotation=ROTATION), size, tokens):
-        yield replace(operation, name=f"{operation.name}, rotated")
-
-
-def measure_presets(
-    presets: list[str], size: ModelSize, tokens: int, milliseconds: float, rotations: bool = False
-) -> list[dict[str, Any]]:
-    """Return a row for every distinct operation of `presets`; with `rotations` also of their casts behind rotations."""
+def measure_presets(presets: list[str], size: ModelSize, tokens: int, milliseconds: float) -> list[dict[str, Any]]:
+    """Return a row for every distinct operation of `presets`."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for preset in presets:
-        more = rotated(preset, size, tokens) if rotations else ()
-        for operation in itertools.chain(operations(preset_recipe(preset), size, tokens), more):
+        for operation in operations(preset_recipe(preset), size, tokens):
             key = operation.name, operation.casts
             if key not in rows:
                 rows[key] = measure_operation(operation, milliseconds)
@@ -225,7 +211,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--size", choices=list(SIZES), help="whose tensors to cast (default 7b, --quick: tiny)")
     parser.add_argument("--tokens", type=positive, metavar="T", help="tokens of a micro-batch (default 16384)")
-    parser.add_argument("--rotations", action="store_true", help="the casts behind Hadamard rotations, too")
     parser.add_argument("--presets", type=words, metavar="NAME,...", help=f"default all: {','.join(PRESETS)}")
     options = parser.parse_args(arguments)
     options.presets = check_presets(options.presets)
@@ -240,9 +225,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     facts = begin()
-    rows = measure_presets(
-        options.presets, SIZES[options.size], options.tokens, options.milliseconds, options.rotations
-    )
+    rows = measure_presets(options.presets, SIZES[options.size], options.tokens, options.milliseconds)
     print_rows(f"{options.size}, {options.tokens} tokens: casts, median times", rows)
     if options.json:
         write_json(options.json, banner=facts, size=options.size, tokens=options.tokens, rows=rows)

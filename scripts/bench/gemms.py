@@ -5,7 +5,7 @@
 
 The operands are cast by the library's own recipes, so a row is exactly what training multiplies: x [T, K] is the input
 of a linear, w [N, K] its weight, dy [T, N] the gradient of its output. Presets that multiply the same casts share a
-row. Products without block scales are measured with both accumulations, whichever the preset asks for.
+row.
 
 Errors are relative (Frobenius norm), over a sample of rows and columns of the result:
     "vs FP64"   against the FP64 product of the same FP8 operands: what the product itself loses (BF16 output: 1.7e-3)
@@ -68,10 +68,6 @@ class Product(NamedTuple):
         """Return both casts in words, "1x128 · 128x128"."""
         return f"{describe_cast(self.a)} · {describe_cast(self.b)}"
 
-    def has_fast_accumulation(self, backend: str) -> bool:
-        """Return whether `backend` can sum this product in fewer bits than FP32."""
-        return backend != "reference" and not {self.a.granularity, self.b.granularity} & {"1x128", "128x128"}
-
     def teraflops(self, milliseconds: float) -> float:
         """Return the TFLOP/s of one product that takes `milliseconds`."""
         return 2 * self.a.shape[0] * self.b.shape[0] * self.a.shape[1] / milliseconds / 1e9
@@ -121,7 +117,7 @@ def report_gaps(presets: list[str], backends: list[str]) -> set[tuple[str, str]]
 def measure_linear(
     size: ModelSize, linear: str, tokens: int, presets: list[str], backends: list[str], milliseconds: float
 ) -> list[dict[str, Any]]:
-    """Return a row for every distinct product of a linear under `presets`, times accumulation, times backend."""
+    """Return a row for every distinct product of a linear under `presets`, times backend."""
     n, k = size.linears()[linear]
     x, w, dy = random_operands(tokens, n, k)
     bf16_times = {
@@ -135,22 +131,17 @@ def measure_linear(
             for backend in backends:
                 if unavailable(backend, [product.operands]) is not None:
                     continue
-                fast_asked = recipe.fast_accumulation and product.has_fast_accumulation(backend)
-                for fast in (False, True) if product.has_fast_accumulation(backend) else (False,):
-                    key = (product.name, product.casts, backend, fast)
-                    if key not in rows:
-                        rows[key] = _measure_product(product, backend, fast, bf16_times[product.name], milliseconds)
-                    if fast == fast_asked:
-                        rows[key]["presets"].append(preset)
+                key = (product.name, product.casts, backend)
+                if key not in rows:
+                    rows[key] = _measure_product(product, backend, bf16_times[product.name], milliseconds)
+                rows[key]["presets"].append(preset)
     by_pass = sorted(rows.values(), key=lambda row: PASSES.index(row["pass"]))
     return [{"linear": linear, "tokens": tokens, **row} for row in by_pass]
 
 
-def _measure_product(
-    product: Product, backend: str, fast: bool, bf16_time: float, milliseconds: float
-) -> dict[str, Any]:
+def _measure_product(product: Product, backend: str, bf16_time: float, milliseconds: float) -> dict[str, Any]:
     def multiply() -> torch.Tensor:
-        return scaled_matmul(product.a, product.b, backend=backend, fast_accumulation=fast)
+        return scaled_matmul(product.a, product.b, backend=backend)
 
     errors = sampled_errors(multiply(), product)
     time = measure(multiply, milliseconds=milliseconds)
@@ -158,7 +149,6 @@ def _measure_product(
         "pass": product.name,
         "shape": [product.a.shape[0], product.b.shape[0], product.a.shape[1]],
         "casts": product.casts,
-        "accumulation": "fast" if fast else "fp32",
         "backend": backend,
         "presets": [],
         "milliseconds": time,
@@ -171,13 +161,13 @@ def _measure_product(
 
 
 def print_products(size: str, rows: list[dict[str, Any]]) -> None:
-    columns = "linear", "pass", "M x N x K", "casts", "sums", "backend", "ms", "TFLOP/s", "BF16", "speed-up"
+    columns = "linear", "pass", "M x N x K", "casts", "backend", "ms", "TFLOP/s", "BF16", "speed-up"
     print_table(
         f"{size}: products, median times; speed-up over BF16",
         (*columns, "vs FP64", "vs BF16", "presets"),
         [
             (
-                row["linear"], row["pass"], "x".join(map(str, row["shape"])), row["casts"], row["accumulation"],
+                row["linear"], row["pass"], "x".join(map(str, row["shape"])), row["casts"],
                 row["backend"], row["milliseconds"], row["teraflops"], row["bf16_teraflops"], row["speedup"],
                 row["error_vs_fp64"], row["error_vs_bf16"], ", ".join(row["presets"]) or None,
             )

@@ -182,17 +182,8 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
         f"{options.size}, {options.layers} layers, {options.sequences} x {options.length} tokens "
         f"x {options.accumulation} a GPU and step, {rows[0]['gpus']} ranks, link: {joined_by}",
         (
-            "variant",
-            "ms",
-            "tokens/s a GPU",
-            f"/ {rows[0]['variant']}",
-            "peak GiB",
-            f"/ {rows[0]['variant']}",
-            "reserved",
-            "gather MB",
-            "grad MB",
-            "first loss",
-            "last loss",
+            *("variant", "ms", "tokens/s a GPU", f"/ {rows[0]['variant']}", "peak GiB", f"/ {rows[0]['variant']}"),
+            *("reserved", "gather MB", "grad MB", "first loss", "last loss"),
         ),
         [
             (
@@ -301,19 +292,8 @@ def measure_here(options: argparse.Namespace) -> None:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options that the figures depend on."""
-    names = (
-        "size",
-        "layers",
-        "vocabulary",
-        "sequences",
-        "length",
-        "accumulation",
-        "recompute",
-        "prefetch",
-        "lora",
-        "dpo",
-        "deterministic",
-    )
+    names = ["size", "layers", "vocabulary", "sequences", "length", "accumulation"]
+    names += ["recompute", "prefetch", "lora", "dpo", "deterministic"]
     return {**{name: getattr(options, name) for name in names}, "monitor": options.measure_every}
 
 

@@ -71,7 +71,7 @@ def file_changes(file: Path, changed: Any, damaged: Any) -> st.SearchStrategy:
         place = draw(st.integers(0, len(values) - 1))
         value = draw(changed(values[place], []))
         if file.name == "manifest.json" and isinstance(value, dict):
-            from ds_fp8.train.manifest import checksum
+            from ds_fp8.train.checkpoints import checksum
 
             value.pop("checksum", None)
             value["checksum"] = checksum(value)

@@ -106,7 +106,8 @@ def _check(folder: Path, positions: int) -> int:
 def _find(source: Path, model: str | None) -> _Source:
     """Return the model that `source` holds. Raises UserError if it holds no checkpoint or its model is not known."""
     from ds_fp8.config.files import read_json
-    from ds_fp8.train.checkpoints import CHECKPOINTS, CONFIG, folder_of, newest_step
+    from ds_fp8.train.checkpoints import folder_of, newest_step
+    from ds_fp8.train.run_folder import CHECKPOINTS, CONFIG
 
     if not source.is_dir():
         raise UserError(f"there is no folder {source}", remedy="give a run_dir or a checkpoint")

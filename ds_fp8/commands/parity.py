@@ -141,7 +141,7 @@ def _train_all(runs: Mapping[str, list[str]], config: Path, ranks: int) -> None:
 def _check_same_length(stage: Stage) -> None:
     """Raise UserError where the run in the stage's folder was started with other steps."""
     from ds_fp8.config.fp8 import section_of
-    from ds_fp8.train.checkpoints import CONFIG
+    from ds_fp8.train.run_folder import CONFIG
 
     file = stage.run_dir / CONFIG
     steps = section_of(read_json(file), "train").get("steps") if file.is_file() else stage.train.steps
@@ -176,8 +176,7 @@ def _measure(stage: Stage, cell: Cell, batches: int) -> None:
     from ds_fp8.research import munit
     from ds_fp8.train import packed_attention, processes
     from ds_fp8.train.batches import micro_batches
-    from ds_fp8.train.checkpoints import MODEL
-    from ds_fp8.train.durable import write_atomically
+    from ds_fp8.train.run_folder import MODEL, write_atomically
     from ds_fp8.train.sharpness import logit_sharpness
 
     folder, stage = stage.run_dir, stage.unshared()

@@ -67,8 +67,8 @@ def _train(file: Path, changes: list[str]) -> int:
     from ds_fp8.cluster import watchdog
     from ds_fp8.cluster.start_checks import Job, check_ranks
     from ds_fp8.train import load_stage, train
-    from ds_fp8.train.interrupt import EXIT_INTERRUPTED, Interrupted
-    from ds_fp8.train.start_times import StartTimes
+    from ds_fp8.train.processes import EXIT_INTERRUPTED, Interrupted
+    from ds_fp8.train.progress import StartTimes
 
     times = StartTimes.of_process()
     times.end("imports")
@@ -104,7 +104,7 @@ def _train(file: Path, changes: list[str]) -> int:
 def _end(stage: Stage, result: dict[str, Any]) -> list[str]:
     """Write the run's report; return the final loss, where model and report lie, and the command that exports."""
     from ds_fp8.report.page import write_report
-    from ds_fp8.train.checkpoints import MODEL
+    from ds_fp8.train.run_folder import MODEL
 
     loss, in_bf16 = result["final_loss"], result.get("final_loss_bf16")
     weights = "" if in_bf16 in (None, loss) else f" ({in_bf16:.4f} by its weights in BF16, without casts)"

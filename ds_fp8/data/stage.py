@@ -42,6 +42,8 @@ class StageData:
     report: dict[str, Any]
     """For each split with rows: the number of rows, and the figures of packing.PackingStats; for training `open_ends`,
     the chats of all splits whose last turn's end carries no loss."""
+    identity: list[dict[str, Any]]
+    """Of each source its path, examples, tokens, and a digest of them."""
 
     def rows_of_step(self, step: int, global_batch: int, seed: int) -> list[int]:
         """Return the training rows of optimizer step `step`, from 0."""
@@ -73,9 +75,11 @@ def build_data(
     check_writable(cache_dir, "data.cache_dir" if config.cache_dir else "DS_FP8_CACHE")
     parts: dict[str, list[tuple[TokenStore, Plan]]] = {split: [] for split in SPLITS}
     questions: list[Question] = []
+    identity = []
     for source in config.each_source():
         store = tokenise_source(source, tokenizer, cache_dir, report)
         chosen = _split(source, len(store))
+        identity.append({"path": source.path, "examples": len(store), "tokens": store.tokens, "digest": store.digest()})
         folder = store_folder(source, tokenizer, cache_dir)
         for split, plan in _plans(folder, source, store, chosen).items():
             parts[split].append((store, plan))
@@ -91,7 +95,7 @@ def build_data(
     numbers["train"]["open_ends"] = sum({id(store): store.open_ends for store, _ in parts["train"]}.values())
     weights = tuple(config.weights())
     pattern = next(filter(None, map(answer_pattern, config.each_source())), None)
-    return StageData(rows["train"], rows["validation"], rows["test"], weights, questions, pattern, numbers)
+    return StageData(rows["train"], rows["validation"], rows["test"], weights, questions, pattern, numbers, identity)
 
 
 def _split(source: DataConfig, examples: int) -> dict[str, np.ndarray]:

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 NO_LOSS = np.uint32(1 << 31)
 """Marks a token that carries no loss."""
 SHARD_TOKENS = 1 << 28
 """Tokens after which a new shard begins: 1 GiB."""
 
+_HASHED_AT_ONCE = 1 << 22
 _TOKENS, _ENDS, _STATE = "tokens", "ends", "state.json"
 
 
@@ -113,6 +115,7 @@ class TokenStore:
         self._first = np.cumsum([0, *(examples for _, examples in shards)])
         self.tokens = sum(tokens for tokens, _ in shards)
         """Tokens in all examples."""
+        self._folder = folder
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -132,6 +135,19 @@ class TokenStore:
         """Return int64 [examples]: how many tokens each example has."""
         parts = [np.diff(ends, prepend=0) for ends in self._ends]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+    def digest(self) -> str:
+        """Return a hash of all tokens, marks and lengths: computed once, then kept beside them."""
+        file = self._folder / "digest"
+        if not file.exists():
+            digest = xxhash.xxh3_128()
+            for numbers in (*self._tokens, *self._ends):
+                for start in range(0, len(numbers), _HASHED_AT_ONCE):
+                    digest.update(numbers[start : start + _HASHED_AT_ONCE])
+            part = file.with_name(f"digest.{os.getpid()}.part")
+            part.write_text(digest.hexdigest())
+            os.replace(part, file)
+        return file.read_text()
 
     def _place(self, example: int) -> tuple[int, int]:
         if not 0 <= example < len(self):

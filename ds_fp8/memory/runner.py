@@ -26,8 +26,8 @@ import psutil
 
 from ds_fp8.cluster.local_launch import deepspeed_command
 from ds_fp8.config.errors import EXIT_USER_ERROR, UserError
-from ds_fp8.train.checkpoints import METRICS
 from ds_fp8.train.metrics import read_metrics
+from ds_fp8.train.run_folder import METRICS
 
 FILE = "sweep.jsonl"
 OK, OUT_OF_MEMORY, FAILED, TIMEOUT, REFUSED = "ok", "out of memory", "failed", "timeout", "refused"

@@ -27,8 +27,8 @@ from ds_fp8.report.verdict import (
     mean_gap,
     seed_noise,
 )
-from ds_fp8.train.durable import write_atomically
 from ds_fp8.train.metrics import ANSWERS
+from ds_fp8.train.run_folder import write_atomically
 
 HTML, JSON = "report.html", "summary.json"
 NOT_MEASURED = "–"

@@ -10,16 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import read_json
 from ds_fp8.config.fp8 import section_of
 from ds_fp8.config.schema import parse_section
-from ds_fp8.train.checkpoints import CONFIG, METRICS, RESULT
-from ds_fp8.train.run_files import MAX_STEPS, Invalid, Result, read_checked, read_lines
-from ds_fp8.train.spikes import SpikeDetector
-from ds_fp8.train.stage import TrainConfig
+from ds_fp8.train.metrics import SpikeDetector, read_lines
+from ds_fp8.train.run_folder import CONFIG, METRICS, RESULT, Invalid, read_object
+from ds_fp8.train.stage import MAX_STEPS, TrainConfig
 
 SHARPNESS = "sharpness.json"
 """Sharpness of a run's model in the logits (train/sharpness.py), where `ds-fp8 parity` has measured it."""
@@ -39,7 +36,7 @@ class RunRecord:
         self.folder = folder
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}", remedy="give the train.run_dir of a finished run")
-        self.result: dict[str, Any] = self._checked(RESULT, Result)
+        self.result: dict[str, Any] = self._result()
         self.metrics: list[dict[str, Any]] = self._records()
         self.config: dict[str, Any] = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
 
@@ -94,13 +91,15 @@ class RunRecord:
         found = read_json(file).get("sharpness") if file.is_file() else None
         return found if isinstance(found, float) and math.isfinite(found) else None
 
-    def _checked(self, name: str, model: type[BaseModel]) -> dict[str, Any]:
+    def _result(self) -> dict[str, Any]:
         try:
-            content = read_checked(self.folder / name, model)
+            content = read_object(self.folder / RESULT)
+        except FileNotFoundError:
+            raise self._missing(RESULT) from None
         except Invalid as error:
-            raise self._damaged(name, f"it {error}") from None
-        if content is None:
-            raise self._missing(name)
+            raise self._damaged(RESULT, f"it {error}") from None
+        if lacking := {"steps", "final_loss", "bytes_per_step", "versions", "fp8"} - content.keys():
+            raise self._damaged(RESULT, f'it lacks "{min(lacking)}"')
         return content
 
     def _records(self) -> list[dict[str, Any]]:

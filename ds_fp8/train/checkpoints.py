@@ -1,43 +1,42 @@
-"""The run folder and its checkpoints: each is complete, or does not count.
+"""Checkpoints of a run: each is whole, by the sizes and hashes in its manifest, or does not count.
 
-run_dir/config.json                      the stage as it was started
-run_dir/checkpoints/step_N/              DeepSpeed's checkpoint after N steps, with its manifest (manifest.py)
-run_dir/checkpoints/step_N.part/         one that is being written (saving.py)
-run_dir/checkpoints/step_N.damaged/      one that was found damaged and set aside
-run_dir/saved.json                       the newest step that was ever saved
-run_dir/metrics.jsonl, result.json, model/
+A checkpoint is a folder `step_N` with DeepSpeed's files, a file of random states a rank, and `manifest.json`, which
+ends in a checksum of itself.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import deepspeed
-from deepspeed import comm as dist
+import torch
+import xxhash
+from pydantic import Field, TypeAdapter, ValidationError
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.train.durable import remove, write_atomically
-from ds_fp8.train.manifest import Damaged, Manifest
-from ds_fp8.train.random_states import restore_random_states
-from ds_fp8.train.reshard import load_on_other_ranks
-from ds_fp8.train.stage import Stage
-from ds_fp8.zero.safe_load import load_tensors, tensors_only
+from ds_fp8.train.run_folder import CHECKPOINTS, Invalid, read_object, remove, write_atomically
+from ds_fp8.train.stage import MAX_RANKS, MAX_STEPS
+from ds_fp8.zero.safe_load import load_tensors
 
-CHECKPOINTS, CONFIG, METRICS, MODEL, RESULT, SAVED = (
-    "checkpoints",
-    "config.json",
-    "metrics.jsonl",
-    "model",
-    "result.json",
-    "saved.json",
-)
+MANIFEST = "manifest.json"
+FORMAT = 2
+_CHUNK_BYTES = 16 * 2**20
+_MAX_THREADS = 8
 _STEP = re.compile(r"step_([0-9]{1,18})")
 _LEFTOVER = re.compile(r"step_[0-9]+\.(part|deleted)|universal")
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Damaged(Exception):
+    """Raised for a checkpoint that is not whole; the message says in what way."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,170 @@ class RunState:
     """Checkpoint to load: one of this run, or of the run that `train.resume` names."""
     ranks: int | None = None
     """Number of ranks that wrote it."""
+    data: list[dict[str, Any]] | None = None
+    """Of each source of data what the run read (`StageData.identity`)."""
     result: dict[str, Any] | None = None
     """Result of a run that has finished."""
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """One file of a checkpoint."""
+
+    bytes: Count
+    hash: str
+    """XXH3, 128 bits, in hexadecimal digits."""
+    rank: Count
+    """The rank that wrote it."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Identity and files of a checkpoint."""
+
+    step: Annotated[int, Field(gt=0, lt=MAX_STEPS)]
+    """Optimizer steps of the stage that are done."""
+    ranks: Annotated[int, Field(gt=0, lt=MAX_RANKS)]
+    """Number of ranks that wrote it."""
+    global_batch: Count
+    data_step: Annotated[int, Field(ge=0, lt=MAX_STEPS)]
+    losses: tuple[float, ...]
+    config: dict[str, Any]
+    """The stage's JSON."""
+    versions: dict[str, str]
+    files: dict[str, SavedFile]
+    data: list[dict[str, Any]] = field(default_factory=list)
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest of the checkpoint in `folder`, flushed to the disk."""
+        content = {"format": FORMAT, **asdict(self)}
+        write_atomically(folder / MANIFEST, json.dumps({**content, "checksum": checksum(content)}, indent=1))
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Return the manifest of the checkpoint in `folder`.
+
+        Raises:
+            Damaged: it is missing, unreadable, altered, of another step than the folder's name says, or lacks files.
+        """
+        try:
+            content = read_object(folder / MANIFEST)
+            # Before anything is read from it: an altered step or position in the data would be used without notice.
+            if content.pop("checksum", None) != checksum(content):
+                raise Damaged(f"{MANIFEST} was altered: its checksum differs")
+            if (version := content.pop("format")) != FORMAT:
+                raise Damaged(f"{MANIFEST} has format {version!r}, and this version reads {FORMAT}")
+            manifest = _MANIFEST.validate_python(content)
+        except FileNotFoundError:
+            raise Damaged(f"{MANIFEST} is missing") from None
+        except Invalid as error:
+            raise Damaged(f"{MANIFEST} {error}") from None
+        except (LookupError, ValidationError):
+            raise Damaged(f"{MANIFEST} is not the manifest of a checkpoint") from None
+        if folder.name.removesuffix(".part") != f"step_{manifest.step}":
+            raise Damaged(f"{MANIFEST} belongs to step {manifest.step}")
+        if {saved.rank for saved in manifest.files.values()} != set(range(manifest.ranks)):
+            raise Damaged(f"{MANIFEST} does not list files of {manifest.ranks} ranks")
+        # DeepSpeed loads by patterns of names: a file beside the listed ones would be read without being checked.
+        unlisted = {path.name for path in folder.glob("*.pt")} - manifest.files.keys()
+        if unlisted:
+            raise Damaged(f"{min(unlisted)} is not in {MANIFEST}")
+        return manifest
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """Return the checksum of what a manifest holds, without it."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def problems_of(folder: Path, rank: int, world: int) -> list[str]:
+    """Read this rank's part of a checkpoint, several files at a time, and return what is wrong with it.
+
+    Saving and resuming ask the same: what was accepted once is accepted again.
+    """
+    try:
+        files = Manifest.read(folder).files
+    except Damaged as error:
+        return [str(error)]
+    mine = [name for name, saved in files.items() if saved.rank % world == rank]
+    # Threads, for reading and hashing release the interpreter's lock.
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+        found = threads.map(lambda name: _problem(folder / name, files[name]), mine)
+        return [f"{name} {problem}" for name, problem in zip(mine, found, strict=True) if problem]
+
+
+def _problem(file: Path, saved: SavedFile) -> str | None:
+    """Return the damage of a file of a checkpoint, None if it is as it was saved."""
+    try:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return "is not a file"
+        if status.st_size != saved.bytes:
+            return f"has {status.st_size:,} bytes instead of {saved.bytes:,}"
+        digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
+        with file.open("rb", buffering=0) as stream:
+            while count := stream.readinto(chunk):
+                digest.update(chunk[:count])
+        if digest.hexdigest() != saved.hash:
+            return "has other content than was saved: its hash differs"
+        # Hash right, and still read: a file may have been saved with something that the loader refuses.
+        load_tensors(file)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+class _HashingStream:
+    """A file that hashes what is meant to be written to it, which need not be what the disk then holds."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self.hash = xxhash.xxh3_128()
+        self.bytes = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._raw.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.hash.update(data)
+        self.bytes += written
+        return written
+
+    def flush(self) -> None:
+        self._raw.flush()
+
+
+def save_file(state: Any, file: Path, rank: int) -> SavedFile:
+    """Write `state` with torch.save, flushed to the disk. Returns size and hash of what was meant to be written.
+
+    Raises OSError where that fails.
+    """
+    with file.open("wb") as raw:
+        stream = _HashingStream(raw)
+        try:
+            torch.save(state, stream)
+        except RuntimeError:
+            # torch's writer reports a failed write as another error.
+            if stream.error is not None:
+                raise stream.error from None
+            raise
+        raw.flush()
+        # The rename of the folder must not reach the disk before the content does.
+        os.fsync(raw.fileno())
+        # Clean pages are dropped: the next reading shows what the disk holds.
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return SavedFile(stream.bytes, stream.hash.hexdigest(), rank)
 
 
 def survey(run_dir: Path) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]:
@@ -66,12 +227,29 @@ def survey(run_dir: Path) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]
     whole, damaged = [], {}
     for folder in _step_folders(run_dir):
         try:
-            if not folder.is_dir():
-                raise Damaged("it is not a folder")
             whole.append((folder, Manifest.read(folder)))
         except Damaged as error:
             damaged[folder] = str(error)
     return whole, damaged
+
+
+def _step_folders(run_dir: Path) -> list[Path]:
+    """Return everything that is named like a checkpoint, newest first."""
+    folder = run_dir / CHECKPOINTS
+    try:
+        named = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be read: {error.strerror}", key="train.run_dir", remedy="repair it, or choose another"
+        ) from None
+    steps = [(int(match[1]), path) for match, path in named if match]
+    return [path for _, path in sorted(steps, reverse=True)]
+
+
+def _complete_steps(run_dir: Path) -> list[int]:
+    return sorted(manifest.step for _, manifest in survey(run_dir)[0])
 
 
 def newest_step(run_dir: Path) -> int | None:
@@ -79,23 +257,22 @@ def newest_step(run_dir: Path) -> int | None:
     return max(_complete_steps(run_dir), default=None)
 
 
+def best_step(run_dir: Path, losses: Mapping[int, float]) -> int | None:
+    """Return the checkpoint with the lowest of the validation losses by step; None where none is known."""
+    known = [step for step in _complete_steps(run_dir) if losses.get(step) is not None]
+    return min(known, key=lambda step: (losses[step], step), default=None)
+
+
 def prune(run_dir: Path, keep_last: int, keep: Collection[int | None] = ()) -> None:
     """Delete all checkpoints but the `keep_last` newest ones and those of steps `keep`, and what a kill left behind."""
-    steps = sorted(_complete_steps(run_dir))
-    kept = {*steps[-keep_last:], *keep}
-    for step in set(steps) - kept:
+    steps = _complete_steps(run_dir)
+    for step in set(steps) - {*steps[-keep_last:], *keep}:
         # Renamed first: a checkpoint that is half deleted must not look like a damaged one.
         folder = folder_of(run_dir, step)
         folder.rename(folder.with_name(f"{folder.name}.deleted"))
     for leftover in (run_dir / CHECKPOINTS).iterdir():
         if _LEFTOVER.fullmatch(leftover.name):
             remove(leftover)
-
-
-def best_step(run_dir: Path, losses: Mapping[int, float]) -> int | None:
-    """Return the checkpoint with the lowest of the validation losses by step; None where none is known."""
-    known = [step for step in _complete_steps(run_dir) if losses.get(step) is not None]
-    return min(known, key=lambda step: (losses[step], step), default=None)
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -108,76 +285,8 @@ def random_file(rank: int) -> str:
     return f"random_rank_{rank:05d}.pt"
 
 
-def name_latest(run_dir: Path, step: int) -> None:
-    """Write that `step` is saved: for DeepSpeed's tools, and so that its loss would be noticed."""
-    # In this order: `saved.json` promises a checkpoint, and a kill in between must not leave a promise alone.
-    write_atomically(run_dir / CHECKPOINTS / "latest", folder_of(run_dir, step).name)
-    write_atomically(run_dir / SAVED, json.dumps({"step": step}) + "\n")
-
-
 def move_in_data(state: RunState) -> None:
     """Let a run that resumes from the checkpoint of `state` go on with the data of `state`."""
     # Only the manifest is written again; the tensors beside it stay as they were verified.
     manifest = Manifest.read(state.checkpoint)
     replace(manifest, data_step=state.data_step, losses=state.losses).write(state.checkpoint)
-
-
-def load(engine: deepspeed.DeepSpeedEngine, stage: Stage, state: RunState) -> None:
-    """Restore model and optimizer from the checkpoint of `state`, and for a run of this stage the schedule. Collective.
-
-    At step 0 it is another stage's checkpoint: the engine keeps its own learning rate, weight decay and the like.
-    """
-    folder, own = state.checkpoint, state.step > 0
-    # DeepSpeed's load replaces learning rate and weight decay too; a stage that begins from another's checkpoint has
-    # its own.
-    settings = [_settings(group) for group in engine.optimizer.param_groups]
-    with tensors_only(folder):
-        if state.ranks == stage.world:
-            loaded, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=own)
-        else:
-            loaded = load_on_other_ranks(engine, folder, stage.run_dir / CHECKPOINTS, with_schedule=own)
-    if loaded is None:
-        raise UserError(
-            f"the checkpoint {folder} cannot be read", key="train.run_dir", remedy=f"remove {folder} to go back further"
-        )
-    if not own:
-        for group, before in zip(engine.optimizer.param_groups, settings, strict=True):
-            group.update(before)
-        return
-    _follow_schedule(engine)
-    # Random states belong to a rank. On another number of ranks they are drawn from the seed again.
-    if state.ranks == stage.world:
-        restore_random_states(load_tensors(folder / random_file(dist.get_rank())))
-
-
-def _follow_schedule(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Set the learning rate of the next step: the one in the checkpoint is of the run's length at that time."""
-    scheduler = engine.lr_scheduler
-    groups = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-    for group, peak, factor in groups:
-        group["lr"] = peak * factor(scheduler.last_epoch)
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _step_folders(run_dir: Path) -> list[Path]:
-    """Return everything that is named like a checkpoint, newest first."""
-    folder = run_dir / CHECKPOINTS
-    try:
-        named = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise UserError(
-            f"{folder} cannot be read: {error.strerror}",
-            key="train.run_dir",
-            remedy="repair it, or choose another run_dir",
-        ) from None
-    steps = [(int(match[1]), path) for match, path in named if match]
-    return [path for _, path in sorted(steps, reverse=True)]
-
-
-def _complete_steps(run_dir: Path) -> list[int]:
-    return [manifest.step for _, manifest in survey(run_dir)[0]]

@@ -14,17 +14,16 @@ from deepspeed import comm as dist
 from transformers import PreTrainedTokenizerBase
 
 from ds_fp8.cluster import watchdog
+from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
 from ds_fp8.data import StageData
-from ds_fp8.train import checkpoints
-from ds_fp8.train.checkpoints import RunState
+from ds_fp8.train import resume
+from ds_fp8.train.checkpoints import RunState, move_in_data
 from ds_fp8.train.evaluation import exact_match, validation_loss
-from ds_fp8.train.health import RunHealth
-from ds_fp8.train.interrupt import Interrupt
-from ds_fp8.train.metrics import ANSWERS, BF16_LOSS, MetricsLog, Record
+from ds_fp8.train.metrics import ANSWERS, BF16_LOSS, MetricsLog, Record, RunHealth, SpikeDetector
+from ds_fp8.train.processes import Interrupt
 from ds_fp8.train.progress import RunProgress
 from ds_fp8.train.saving import CheckpointWriter
-from ds_fp8.train.spikes import SpikeDetector
 from ds_fp8.train.stage import Stage
 from ds_fp8.train.step import Steps
 
@@ -88,6 +87,13 @@ class TrainingLoop:
             if self.step == config.steps:
                 self.finish_save()
                 self.draw()
+                if self.writer.failure is not None:
+                    raise UserError(
+                        f"step {self.step}, the last, was not saved: {self.writer.failure}",
+                        key="train.run_dir",
+                        remedy="make room or repair the file system; the same command goes on from "
+                        + (f"step {self.saved.step}" if self.saved.checkpoint else "the beginning"),
+                    )
                 return
             # `any` stops at the first that goes back: later spikes belong to steps that are undone.
             if any(self.roll_back(spike) for spike in self.train_step()):
@@ -103,7 +109,7 @@ class TrainingLoop:
         """Save a checkpoint unless this step has one; an asynchronous one is begun."""
         self.finish_save()
         if self.step > self.saved.step:
-            state = RunState(self.step, self.data_step, tuple(self.spikes.losses()))
+            state = RunState(self.step, self.data_step, tuple(self.spikes.losses()), data=self.data.identity)
             self.writer.save(state, self.log.by_step("validation_loss"))
             if not self.stage.train.async_save:
                 self.finish_save()
@@ -135,10 +141,10 @@ class TrainingLoop:
             return False
         # The weights go back, the position in the data does not: the batch of the spike is not seen again.
         state = replace(self.saved, data_step=self.data_step)
-        checkpoints.load(self.engine, self.stage, state)
+        resume.load(self.engine, self.stage, state)
         if dist.get_rank() == 0:
             with self._written("the checkpoint's place in the data"):
-                checkpoints.move_in_data(state)  # resumed from here, the run leaves out the same data
+                move_in_data(state)  # resumed from here, the run leaves out the same data
         logger.info(f"{line}; back to step {state.step}, its data of {self.step - state.step} steps left out")
         self.log.go_back(state.step)
         self.log.append({"step": state.step, "event": "rollback", "score": spike.score, "from_step": self.step})

@@ -1,4 +1,4 @@
-"""Metrics of a run: one line of metrics.jsonl per event, and the summary that result.json is made of."""
+"""Metrics of a run: lines of metrics.jsonl, loss spikes, the health of FP8, and the summary for result.json."""
 
 from __future__ import annotations
 
@@ -8,18 +8,31 @@ import json
 import math
 import resource
 import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import psutil
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_fp8.config.log import logger
-from ds_fp8.monitor.records import Record
-from ds_fp8.train.durable import write_atomically
-from ds_fp8.train.run_files import read_lines
+from ds_fp8.engine.health import Health
+from ds_fp8.monitor.heat_maps import write_heat_maps
+from ds_fp8.monitor.records import (
+    FALLBACK,
+    Record,
+    health_curves,
+    health_record,
+    routing_curves,
+    routing_record,
+)
+from ds_fp8.train.run_folder import write_atomically
 from ds_fp8.zero.peer_memory import allocated_bytes
 
 ANSWERS = "answers"
@@ -28,6 +41,41 @@ BF16_LOSS = "validation_loss_bf16"
 """Validation loss, after the last step, of the BF16 weights without casts; in a run that casts."""
 BYTES = ("all_gather_bytes", "grad_bytes", "exchange_bytes")
 LAST_LOSSES = 10
+PICTURE = "health.png"
+PICTURE_SECONDS = 600.0
+"""At least between two pictures of a run that goes on: all ranks wait a second or more while one is drawn."""
+LEAST_HISTORY = 20
+"""Losses to have seen before one can stand out."""
+NORMAL_MAD = 1.4826
+"""Standard deviation over median absolute deviation, for normally distributed values."""
+LEAST_SPREAD = 1e-3
+"""Part of the median below which the spread of losses is not believed."""
+
+
+def read_lines(file: Path, finished: bool = False) -> tuple[list[Record], list[str]]:
+    """Return the records of a metrics.jsonl, and what is wrong with each of the other lines; nothing without a file.
+
+    Args:
+        file: the metrics.jsonl.
+        finished: whether its run has ended by itself; otherwise a kill may have cut off the last line.
+    """
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        return [], [f"cannot be read: {error.strerror or error}"]
+    records, mistakes = [], []
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            records.append(record)
+        elif finished or line.endswith("\n"):
+            mistakes.append(f"line {number} is not a JSON object with a step")
+    return records, mistakes
 
 
 def read_metrics(file: Path, last_step: int) -> list[Record]:
@@ -89,6 +137,82 @@ class MetricsLog:
         """Return the value of `key` in the last record of `step` that has it, None if there is none."""
         found = [record[key] for record in self.records if record["step"] == step and key in record]
         return found[-1] if found else None
+
+
+class SpikeDetector:
+    """Compares each loss with the `window` before it."""
+
+    def __init__(self, window: int, threshold: float, losses: Iterable[float] = ()):
+        self._threshold = threshold
+        self._losses: deque[float] = deque(losses, maxlen=window)
+
+    def observe(self, loss: float) -> float | None:
+        """Return the standard deviations by which `loss` exceeds the losses before, if above the threshold.
+
+        A loss that is not finite does not count as a spike, and is not remembered: its step is skipped anyway.
+        """
+        if not math.isfinite(loss):
+            return None
+        score = self._score(loss)
+        self._losses.append(loss)
+        return score if score > self._threshold else None
+
+    def losses(self) -> list[float]:
+        """Return the losses it remembers, oldest first."""
+        return list(self._losses)
+
+    def _score(self, loss: float) -> float:
+        # Of a few losses the median deviation may be almost zero, and anything would stand out.
+        if len(self._losses) < min(LEAST_HISTORY, self._losses.maxlen):
+            return 0.0
+        # Median and its deviation, not mean and standard deviation: one spike among the losses hardly moves them.
+        centre = median(self._losses)
+        spread = NORMAL_MAD * median(abs(other - centre) for other in self._losses)
+        return (loss - centre) / max(spread, LEAST_SPREAD * abs(centre))
+
+
+class RunHealth:
+    """Writes down what the measured steps of a run showed; does nothing for a run without FP8."""
+
+    def __init__(
+        self,
+        health: Health | None,
+        run_dir: Path,
+        log: MetricsLog,
+        send: Callable[[Record], None],
+    ):
+        self._health, self._log, self._send = health, log, send
+        self._picture = run_dir / PICTURE
+        self._drawn = time.monotonic()
+
+    def log_step(self, step: int) -> None:
+        """Log and send what step `step`, the last one done, showed if it was a measured one."""
+        if self._health is None or self._health.last is None:
+            return
+        report, self._health.last = self._health.last, None
+        self._log.append(health_record(step, report.measurement))
+        self._send(health_curves(report.measurement))
+        if report.routing is not None:
+            self._log.append(routing_record(step, report.routing))
+            self._send(routing_curves(report.routing))
+        for found in report.degraded:
+            self._log.append({"step": step, "event": "degraded", **asdict(found)})
+        if report.moved:
+            self._log_layers(step)
+
+    def rolled_back(self, step: int) -> None:
+        """Log again, in a log that has gone back to `step`, which layers stay in BF16."""
+        if self._health is not None and self._health.layers_in_bf16:
+            self._log_layers(step)
+
+    def draw(self, now: bool = True) -> None:
+        """Draw all measurements of the run, on rank 0; unless `now`, only where PICTURE_SECONDS have passed."""
+        if dist.get_rank() == 0 and (now or time.monotonic() - self._drawn >= PICTURE_SECONDS):
+            write_heat_maps(self._picture, self._log.records)
+            self._drawn = time.monotonic()
+
+    def _log_layers(self, step: int) -> None:
+        self._log.append({"step": step, "event": FALLBACK, "layers": list(self._health.layers_in_bf16)})
 
 
 def peak_memory_bytes(device: torch.device) -> int:

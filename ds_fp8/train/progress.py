@@ -1,10 +1,11 @@
-"""Progress display of a run: a bar on a terminal, a line every few steps anywhere else."""
+"""What a run shows: seconds of its start, and a bar on a terminal or a line every few steps anywhere else."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
+import psutil
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -23,6 +24,30 @@ from ds_fp8.train.metrics import Record
 LINES = 20
 SECONDS_BETWEEN_LINES = 30.0
 """Interval of lines where the output is not a terminal and the number of steps is not known."""
+
+
+class StartTimes:
+    """Seconds of each part of a start, in their order."""
+
+    def __init__(self, since: float | None = None) -> None:
+        """Begin to count now, or from `since`, in seconds since the epoch."""
+        self._last = time.time() if since is None else since
+        self._seconds: dict[str, float] = {}
+
+    @classmethod
+    def of_process(cls) -> StartTimes:
+        """Return the times of a start that began with this process: the first part is what it has imported."""
+        return cls(psutil.Process().create_time())
+
+    def end(self, part: str) -> None:
+        """Count the time since the last call as that of `part`."""
+        now = time.time()
+        self._seconds[part] = self._seconds.get(part, 0.0) + max(0.0, now - self._last)
+        self._last = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self._seconds.items())
+        return f"ready after {sum(self._seconds.values()):.1f} s ({parts})"
 
 
 class RunProgress:

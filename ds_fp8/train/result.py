@@ -28,9 +28,8 @@ import ds_fp8
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import save_tokenizer, stop_tokens
 from ds_fp8.export.folder import make_readable
-from ds_fp8.train.checkpoints import MODEL, RESULT
-from ds_fp8.train.durable import flush, flush_tree, remove, write_atomically
 from ds_fp8.train.metrics import MetricsLog, summarise
+from ds_fp8.train.run_folder import MODEL, RESULT, flush, flush_tree, remove, write_atomically
 from ds_fp8.train.stage import Stage
 from ds_fp8.zero.seams import consolidated_state_dict, full_shape
 

@@ -1,25 +1,41 @@
-"""Resume a run: find the newest checkpoint that is whole, and the state to begin with."""
+"""Resume a run: find the newest checkpoint that is whole, and load it, on any number of ranks."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import shutil
 import time
-from collections.abc import Callable, Container, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError, clipped
-from ds_fp8.config.schema import shown
 from ds_fp8.engine.sequence_parallel import KEY
-from ds_fp8.train.checkpoints import CHECKPOINTS, CONFIG, METRICS, MODEL, RESULT, SAVED, RunState, survey
-from ds_fp8.train.durable import flush
-from ds_fp8.train.manifest import Damaged, Manifest
+from ds_fp8.optim.from_config import needs_own_optimizer
+from ds_fp8.train.checkpoints import Damaged, Manifest, RunState, problems_of, random_file, survey
 from ds_fp8.train.processes import on_first_rank
-from ds_fp8.train.run_files import Invalid, Result, SavedStep, read_checked, read_lines, read_object
-from ds_fp8.train.same_run import BATCH_KEYS, changed_keys, check_same_run, fixed_keys
+from ds_fp8.train.run_folder import (
+    BATCH_KEYS,
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    MODEL,
+    RESULT,
+    Invalid,
+    check_same_run,
+    flush,
+    read_object,
+    remove,
+)
+from ds_fp8.train.saving import restore_random_states
 from ds_fp8.train.stage import Stage
+from ds_fp8.zero.safe_load import load_tensors, tensors_only
 
 
 def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
@@ -35,45 +51,34 @@ def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
     run_dir = stage.run_dir
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"{run_dir} is not a folder", key="train.run_dir", remedy="choose another run_dir")
-    for file in (run_dir / name for name in (CONFIG, METRICS, RESULT, SAVED)):
-        if file.is_dir() and not file.is_symlink():  # found now, and not once a file is to be written there
-            raise UserError(
-                f"{file} is a folder, and a run writes a file there", key="train.run_dir", remedy=f"move {file} away"
-            )
-    whole, bad = _survey(stage)
-    # Newest first, as `survey` lists them.
-    found = next(((folder, manifest) for folder, manifest in whole if folder not in rejected), None)
-    # What a start wrote that failed before its first checkpoint does not count.
-    # The manifest is covered by a checksum; config.json beside it may have been edited.
-    stored = found[1].config if found else _object_or_none(run_dir / CONFIG)
+    whole, damaged = survey(run_dir)
+    folder, manifest = next(((folder, found) for folder, found in whole if folder not in rejected), (None, None))
+    # A start that failed before its first checkpoint may have rewritten config.json; the manifest has a checksum.
+    stored = manifest.config if manifest else _object_or_none(run_dir / CONFIG)
     if stored is None:
-        foreign = [name for name in (CHECKPOINTS, METRICS, MODEL, RESULT, SAVED) if os.path.lexists(run_dir / name)]
-        if os.path.lexists(run_dir / CONFIG):
-            raise UserError(
-                f"{run_dir / CONFIG} is damaged, and no checkpoint holds a copy of it",
-                key="train.run_dir",
-                remedy="restore it from a copy, or choose another run_dir",
-            )
+        foreign = [name for name in (CONFIG, CHECKPOINTS, METRICS, MODEL, RESULT) if os.path.lexists(run_dir / name)]
         if foreign:
+            why = f"{foreign[0]} is damaged" if foreign[0] == CONFIG else f"it holds {foreign[0]} but no {CONFIG}"
             raise UserError(
-                f"{run_dir} holds {foreign[0]} but no {CONFIG}: it is not the folder of a run",
-                key="train.run_dir",
-                remedy="choose another run_dir",
+                f"{run_dir} is not the folder of a run: {why}", key="train.run_dir", remedy="choose another run_dir"
             )
         return _branch(stage, rejected)
-    if found:
-        _check_shared(stage, found[1])
     # Other ranks need other numbers for the same batch, which is checked as a whole.
-    free = BATCH_KEYS if found and found[1].ranks != stage.world else ()
-    check_same_run(stage, stored, free)
-    # A result is checked against the newest checkpoint: one of an earlier length of the run does not count.
-    result, _ = _result(stage, found[1].step if found else None)
-    if result is not None:
+    check_same_run(stage, stored, BATCH_KEYS if manifest and manifest.ranks != stage.world else ())
+    result = _object_or_none(run_dir / RESULT) or {}
+    length = "steps" if stage.train.steps else "epochs"
+    if result.get(length) == getattr(stage.train, length) and type(result.get("steps")) is int:
         return RunState(result["steps"], result=result)
-    if found is None:
-        _refuse_to_start_anew(run_dir, bad)
+    if manifest is None:
+        lost = [f"{folder.name}: {reason}" for folder, reason in damaged.items()]
+        lost += [path.name for path in (run_dir / CHECKPOINTS).glob("step_*") if path.suffix != ".part"]
+        if lost:
+            raise UserError(
+                f"no checkpoint of the run in {run_dir} is good ({'; '.join(dict.fromkeys(lost))})",
+                key="train.run_dir",
+                remedy=f"restore a checkpoint into {run_dir / CHECKPOINTS}, or start again in another run_dir",
+            )
         return _branch(stage, rejected)
-    folder, manifest = found
     state = _state(folder, manifest, stage, manifest.step)
     check_length(stage, state)
     return state
@@ -89,6 +94,32 @@ def check_length(stage: Stage, state: RunState) -> None:
         )
 
 
+def check_data(stage: Stage, state: RunState, data: list[dict[str, Any]]) -> None:
+    """Raise UserError where a run would go on with other data: its place in them, and its splits, would be others'.
+
+    Args:
+        stage: the stage to start.
+        state: what it goes on from; another run's state (train.resume) may go on with any data.
+        data: identity of each source as it is now.
+    """
+    if not state.step or not state.data:
+        return
+    several = stage.data.sources is not None
+    for number, (before, now) in enumerate(zip(state.data, data, strict=True)):
+        if {**before, "path": ""} != {**now, "path": ""}:
+            raise UserError(
+                f"{now['path']} has changed since the run in {stage.run_dir} read it: it gave {_described(before)}, "
+                f"and now {_described(now)}",
+                key=f"data.sources[{number}].path" if several else "data.path",
+                remedy="restore the file to resume; to train on other data choose another train.run_dir, with "
+                f'"resume": "{stage.run_dir}" to keep weights and optimizer',
+            )
+
+
+def _described(source: dict[str, Any]) -> str:
+    return f"{source['tokens']:,} tokens in {source['examples']:,} examples (digest {source['digest'][:8]})"
+
+
 def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
     """Return the state of `inspect_run` after checking every file of its checkpoint. Collective.
 
@@ -98,75 +129,43 @@ def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
         UserError: there are checkpoints, and none is whole.
     """
     rejected: set[Path] = set()
-    # One rank looks and all get its answer: with a shared folder two hosts may see different states of it.
-    bad = on_first_rank(lambda: _survey(stage)[1])
-    if dist.get_rank() == 0:
-        rejected |= {_set_aside(folder, reason, say) for folder, reason in bad.items()}
+
+    def reject_damaged() -> None:
+        for folder, reason in survey(stage.run_dir)[1].items():
+            _reject(folder, reason, stage, say)
+
+    on_first_rank(reject_damaged)
     # Each turn rejects one checkpoint more, and ends at the first that is whole or where none is left.
     while True:
+        # One rank looks and all get its answer: with a shared folder two hosts may see different states of it.
         state = on_first_rank(lambda: inspect_run(stage, rejected))
         if state.checkpoint is None:
             return state
-        # All ranks get the same list, and take the same turn.
-        problems = _problems_anywhere(state.checkpoint, say)
+        started, found = time.monotonic(), [None] * dist.get_world_size()
+        dist.all_gather_object(found, problems_of(state.checkpoint, dist.get_rank(), dist.get_world_size()))
+        problems = [problem for part in found for problem in part]
         if not problems:
-            if state.step and dist.get_rank() == 0:
-                for warning in _warnings(stage, state):
-                    say(f"WARNING: {warning}")
+            say(f"checkpoint {state.checkpoint.name}: all as it was saved ({time.monotonic() - started:.1f} s)")
             return state
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         if dist.get_rank() == 0:
-            if state.step:
-                rejected.add(_set_aside(state.checkpoint, problems[0] + more, say))
-            else:  # another run's: not ours to rename
-                say(f"checkpoint {state.checkpoint} is damaged: {problems[0]}{more}")
-                rejected.add(state.checkpoint)
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            _reject(state.checkpoint, problems[0] + more, stage, say)
+        rejected.add(state.checkpoint)
 
 
-def _survey(stage: Stage) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]:
-    """Return the checkpoints in the run folder that are this run's and sound, and what is wrong with each other one.
-
-    Where nothing in the folder is of this stage all its checkpoints are taken for one run, which is not to be touched.
-    """
-    whole, bad = survey(stage.run_dir)
-    reasons = {folder: _unlike(stage, manifest) for folder, manifest in whole}
-    stored = _object_or_none(stage.run_dir / CONFIG)
-    # Another number of ranks may have changed the batch keys: they do not make it another run.
-    ours = stored is not None and not changed_keys(stage, stored, BATCH_KEYS)
-    if ours or not all(reasons.values()):
-        bad |= {folder: reason for folder, reason in reasons.items() if reason}
-        whole = [(folder, manifest) for folder, manifest in whole if not reasons[folder]]
-    return whole, bad
-
-
-def _unlike(stage: Stage, manifest: Manifest) -> str | None:
-    """Return why a checkpoint with this manifest is not one of the stage's run, or None."""
-    alike = manifest.ranks == stage.world
-    if changed := changed_keys(stage, manifest.config, () if alike else BATCH_KEYS):
-        return f"it is of another run, with {changed[0]} = {shown(fixed_keys(manifest.config, ()).get(changed[0]))}"
-    if alike and manifest.global_batch != stage.global_batch:
-        return f"it records batches of {manifest.global_batch}, and its configuration of {stage.global_batch}"
-    return None
-
-
-def _result(stage: Stage, saved: int | None) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the stage's result where the run has finished, and what is wrong with a result that does not count.
-
-    Args:
-        stage: the stage to start.
-        saved: steps done at the newest checkpoint, None without one.
-    """
-    again = "it is written again"
-    try:
-        result = read_checked(stage.run_dir / RESULT, Result)
-    except Invalid as error:
-        return None, f"{RESULT} {error}: {again}"
-    length = ("steps", stage.train.steps) if stage.train.steps else ("epochs", stage.train.epochs)
-    if result is None or result.get(length[0]) != length[1]:
-        return None, None
-    if saved is not None and saved < result["steps"]:
-        return None, f"{RESULT} records {result['steps']} steps, and the newest checkpoint of {saved}: {again}"
-    return result, None
+def _reject(folder: Path, reason: str, stage: Stage, say: Callable[[str], None]) -> None:
+    """Say that a checkpoint is damaged, and rename it where it is this run's and that is allowed."""
+    done = "passed over"
+    if folder.parent.parent == stage.run_dir:
+        aside = folder.with_name(f"{folder.name}.damaged")
+        try:
+            remove(aside)
+            folder.rename(aside)
+            flush(folder.parent)
+            done = f"renamed to {aside.name}"
+        except OSError as error:
+            done = f"it cannot be renamed ({error.strerror})"
+    say(f"WARNING: checkpoint {folder} is damaged: {reason}; {done}")
 
 
 def _branch(stage: Stage, rejected: Container[Path]) -> RunState:
@@ -174,16 +173,15 @@ def _branch(stage: Stage, rejected: Container[Path]) -> RunState:
     if stage.train.resume is None:
         return RunState()
     named = Path(stage.train.resume).expanduser()
+    found, damaged = [], {}
     if os.path.isdir(named / CHECKPOINTS):  # False for a name that no folder can have
-        whole, damaged = survey(named)
-        found = [(folder, manifest) for folder, manifest in whole if folder not in rejected]
-    else:
-        found, damaged = [], {}
-        if os.path.isdir(named):
-            try:
-                found = [(named, Manifest.read(named))] if named not in rejected else []
-            except Damaged as error:
-                damaged[named] = str(error)
+        found, damaged = survey(named)
+    elif os.path.isdir(named):
+        try:
+            found = [(named, Manifest.read(named))]
+        except Damaged as error:
+            damaged[named] = str(error)
+    found = [(folder, manifest) for folder, manifest in found if folder not in rejected]
     if not found:
         reasons = "".join(f"; {folder.name}: {reason}" for folder, reason in damaged.items())
         raise UserError(
@@ -195,8 +193,11 @@ def _branch(stage: Stage, rejected: Container[Path]) -> RunState:
 
 
 def _state(folder: Path, manifest: Manifest, stage: Stage, step: int) -> RunState:
-    """Return the state of a checkpoint of this run, or at step 0 of another. Raises UserError for other batches."""
-    batch = manifest.global_batch
+    """Return the state of a checkpoint of this run, or at step 0 of another.
+
+    Raises UserError where this stage cannot go on from it: for other batches, or ranks that it cannot be divided over.
+    """
+    batch, ranks = manifest.global_batch, manifest.ranks
     if batch != stage.global_batch:
         raise UserError(
             f"the checkpoint {folder} was made with batches of {batch}, and this stage has {stage.global_batch}: its "
@@ -204,109 +205,111 @@ def _state(folder: Path, manifest: Manifest, stage: Stage, step: int) -> RunStat
             key="train_batch_size",
             remedy=f'"train_batch_size": {batch}, with a micro-batch that divides it over {stage.world} ranks',
         )
-    return RunState(step, manifest.data_step, manifest.losses, folder, manifest.ranks)
-
-
-def _refuse_to_start_anew(run_dir: Path, damaged: Mapping[Path, str]) -> None:
-    """Raise UserError where a run without a good checkpoint has had one."""
-    aside = [path.name for path in (run_dir / CHECKPOINTS).glob("step_*.damaged")]
-    reasons = [f"{folder.name}: {reason}" for folder, reason in damaged.items()] + aside
-    # A run that was ended before its first save left metrics as well.
-    saved = [record["step"] for record in read_lines(run_dir / METRICS)[0] if record.get("saved")]
-    traces = [
-        f"the checkpoints that {name} records are missing"
-        for name in (SAVED, RESULT, MODEL)
-        if os.path.lexists(run_dir / name)
-    ]
-    traces += [f"step {max(saved)}, which {METRICS} records, is missing"] if saved else []
-    reasons = reasons or traces[:1]
-    if reasons:
-        raise UserError(
-            f"no checkpoint of the run in {run_dir} is good ({'; '.join(reasons)})",
-            key="train.run_dir",
-            remedy=f"restore a checkpoint into {run_dir / CHECKPOINTS}, or start again in another run_dir",
-        )
-
-
-def _set_aside(folder: Path, reason: str, say: Callable[[str], None]) -> Path:
-    """Rename a damaged checkpoint, where that is allowed, and say why; returns its folder as it was named."""
-    aside = folder.with_name(f"{folder.name}.damaged")
-    number = 2
-    # Earlier damage stays where it is, for whoever wants to look at it.
-    while aside.exists():
-        aside, number = folder.with_name(f"{folder.name}.damaged-{number}"), number + 1
-    done = f"set aside as {aside.name}"
-    try:
-        folder.rename(aside)
-        flush(folder.parent)
-    except OSError as error:
-        done = f"it cannot be renamed ({error.strerror})"
-    say(f"WARNING: checkpoint {folder.name} is damaged: {reason}; {done}")
-    return folder
-
-
-def _warnings(stage: Stage, state: RunState) -> list[str]:
-    """Return what else in the folder of a run that goes on from `state` is not as it was left."""
-    found = [_result(stage, state.step)[1]]
-    try:
-        newest = (read_checked(stage.run_dir / SAVED, SavedStep) or {}).get("step", 0)
-        if newest > state.step:
-            found.append(f"the run goes back to step {state.step}, although step {newest} was saved")
-    except Invalid as error:
-        found.append(f"{SAVED} {error}")
-    records, mistakes = read_lines(stage.run_dir / METRICS)
-    if mistakes:
-        more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
-        found.append(f"{METRICS}: {mistakes[0]}{more}; what is damaged is left out of the result")
-    # The last line of a step counts: after a rollback the same step is logged once more.
-    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
-    logged = [step for step in losses if step <= state.step]
-    here, there = losses.get(state.step), state.losses[-1] if state.losses else None
-    if 1 not in logged or max(logged) <= state.step - stage.train.log_every:
-        found.append(f"{METRICS} lacks steps up to {state.step}: the result's figures are without them")
-    elif None not in (here, there) and here != there:
-        found.append(
-            f"{METRICS} is of another run: the loss of step {state.step} was {there:.6g}, and not {here:.6g}. "
-            "The result's figures mix both"
-        )
-    return [warning for warning in found if warning]
-
-
-def _problems_anywhere(folder: Path, say: Callable[[str], None]) -> list[str]:
-    """Read the whole checkpoint, each rank a part, and return on all ranks what is wrong with it. Collective."""
-    started = time.monotonic()
-    try:
-        manifest = Manifest.read(folder)
-        mine = manifest.missing_files() or manifest.problems(
-            folder, manifest.names_for(dist.get_rank(), dist.get_world_size())
-        )
-    except Damaged as error:
-        mine = [str(error)]
-    found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    problems = [problem for part in found for problem in part]
-    if not problems:
-        seconds, size = time.monotonic() - started, manifest.bytes / 2**30
-        say(
-            f"checkpoint {folder.name}: {len(manifest.files)} files, {size:.2f} GiB, "
-            f"all as they were saved ({seconds:.1f} s)"
-        )
-    return problems
+    if ranks != stage.world:
+        same = f"{ranks} ranks, as before"
+        if stage.shared_by > 1:
+            raise UserError(
+                f"{folder} was saved by {ranks} ranks that share sequences, not {stage.world}", key=KEY, remedy=same
+            )
+        if manifest.config["train"].get("compact_checkpoints") and needs_own_optimizer(stage.fp8):
+            raise UserError(
+                f"{folder} is compact: moments as they are stored cannot be divided over {stage.world} ranks",
+                key="train.compact_checkpoints",
+                remedy=f"{same}; there, a run with train.resume and without the key writes one that can",
+            )
+    return RunState(step, manifest.data_step, manifest.losses, folder, ranks, manifest.data)
 
 
 def _object_or_none(file: Path) -> dict[str, Any] | None:
-    """Return the JSON object in `file`, None where there is none."""
     try:
         return read_object(file)
     except (FileNotFoundError, Invalid):
         return None
 
 
-def _check_shared(stage: Stage, manifest: Manifest) -> None:
-    """Raise UserError where ranks that share sequences would go on in another number, which nobody has tried."""
-    if stage.shared_by > 1 and manifest.ranks != stage.world:
+def load(engine: deepspeed.DeepSpeedEngine, stage: Stage, state: RunState) -> None:
+    """Restore model and optimizer from the checkpoint of `state`, and for a run of this stage the schedule. Collective.
+
+    At step 0 it is another stage's checkpoint: the engine keeps its own learning rate, weight decay and the like.
+    """
+    folder, own = state.checkpoint, state.step > 0
+    # DeepSpeed's load replaces learning rate and weight decay too.
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+    with tensors_only(folder):
+        # Without a file of optimizer states a rank (ZeRO stage 0) every rank loads the same, however many there are.
+        if state.ranks == stage.world or not any(folder.glob("*_optim_states.pt")):
+            loaded, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=own)
+        else:
+            loaded = load_on_other_ranks(engine, folder, stage.run_dir / CHECKPOINTS, with_schedule=own)
+    if loaded is None:
         raise UserError(
-            f"the run in {stage.run_dir} shares sequences and was saved by {manifest.ranks} ranks, not {stage.world}",
-            key=KEY,
-            remedy=f"{manifest.ranks} ranks, or another train.run_dir",
+            f"the checkpoint {folder} cannot be read", key="train.run_dir", remedy=f"remove {folder} to go back further"
         )
+    if not own:
+        for group, before in zip(engine.optimizer.param_groups, settings, strict=True):
+            group.update(before)
+        return
+    # The learning rate of the next step: the one in the checkpoint is of the run's length at that time.
+    scheduler = engine.lr_scheduler
+    for group, peak, factor in zip(
+        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = peak * factor(scheduler.last_epoch)
+    # Random states belong to a rank. On another number of ranks they are drawn from the seed again.
+    if state.ranks == stage.world:
+        restore_random_states(load_tensors(folder / random_file(dist.get_rank())))
+
+
+def load_on_other_ranks(
+    engine: deepspeed.DeepSpeedEngine, folder: Path, scratch: Path, *, with_schedule: bool
+) -> str | None:
+    """Load a checkpoint by way of DeepSpeed's universal format; returns what engine.load_checkpoint does. Collective.
+
+    Needs as much room in `scratch` as the checkpoint takes, for the time of loading: all ranks must see it.
+    """
+    universal = scratch / "universal"
+
+    def convert() -> None:
+        try:
+            remove(universal)
+            _write_universal(folder, universal / folder.name)
+        except OSError as error:
+            shutil.rmtree(universal, ignore_errors=True)
+            raise UserError(
+                f"{folder} could not be rewritten for {dist.get_world_size()} ranks: {error.strerror or error}",
+                key="train.run_dir",
+                remedy=f"make room in {scratch} for as much again, or train on as many ranks as before",
+            ) from error
+
+    on_first_rank(convert)
+    # An engine loads either kind of checkpoint as its configuration says; later ones of this run are of the other kind.
+    engine.load_universal_checkpoint = lambda: True
+    try:
+        loaded, _ = engine.load_checkpoint(
+            str(universal), tag=folder.name, load_module_strict=False, load_lr_scheduler_states=with_schedule
+        )
+    finally:
+        del engine.load_universal_checkpoint
+    # No rank may still read the folder when rank 0 removes it.
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(universal)
+    return loaded
+
+
+def _write_universal(folder: Path, universal: Path) -> None:
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    options = Namespace(
+        input_folder=str(folder),
+        output_folder=str(universal),
+        # One worker each: the extraction of several would fork a process that has threads and a CUDA context.
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,  # stages 1 and 2 write none of what tensor parallelism would need
+    )
+    universal.mkdir(parents=True)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        main(options)

@@ -14,22 +14,31 @@ import ds_fp8
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
-from ds_fp8.data import StageData, build_data, build_tokenizer, default_cache_dir, describe
+from ds_fp8.data import (
+    StageData,
+    build_data,
+    build_tokenizer,
+    default_cache_dir,
+    describe,
+)
 from ds_fp8.data.tokenise import tokenizer_identity
 from ds_fp8.monitor.records import layers_in_bf16
-from ds_fp8.train import checkpoints, processes, resume
+from ds_fp8.train import processes, resume
 from ds_fp8.train.checkpoints import RunState
-from ds_fp8.train.durable import write_atomically
-from ds_fp8.train.interrupt import Interrupt, Interrupted
 from ds_fp8.train.loop import TrainingLoop
 from ds_fp8.train.metrics import MetricsLog, read_metrics
 from ds_fp8.train.model import build_sharded_model, load_model_config, parameters_to_train
-from ds_fp8.train.progress import RunProgress, TokeniserProgress
+from ds_fp8.train.processes import Interrupt, Interrupted
+from ds_fp8.train.progress import RunProgress, StartTimes, TokeniserProgress
 from ds_fp8.train.result import write_result
-from ds_fp8.train.run_lock import only_run_in
+from ds_fp8.train.run_folder import (
+    CONFIG,
+    METRICS,
+    only_run_in,
+    write_atomically,
+)
 from ds_fp8.train.schedules import learning_rate_scheduler
 from ds_fp8.train.stage import Stage
-from ds_fp8.train.start_times import StartTimes
 
 
 def train(stage: Stage, times: StartTimes | None = None) -> dict[str, Any]:
@@ -62,13 +71,14 @@ def train(stage: Stage, times: StartTimes | None = None) -> dict[str, Any]:
             data = build_data(stage.data, tokenizer, default_cache_dir(), report)
         stage = stage.with_length(len(data.train))
         resume.check_length(stage, state)
+        resume.check_data(stage, state, data.identity)
         _check_problems(stage, data)
         config = load_model_config(stage, tokenizer)
         times.end("data")
         processes.init_distributed()
         processes.check_same_everywhere(
             "the data it prepared",
-            {"tokenizer": tokenizer_identity(tokenizer), **data.report},
+            {"tokenizer": tokenizer_identity(tokenizer), "sources": data.identity, **data.report},
             key="data.path",
             remedy="give every host the same files; what was prepared earlier from others lies in DS_FP8_CACHE",
         )
@@ -92,7 +102,7 @@ def _train(
 ) -> dict[str, Any]:
     """Train from `state`, whose run folder is this run's alone, and return the result. Collective."""
     rank = dist.get_rank()
-    records = read_metrics(stage.run_dir / checkpoints.METRICS, state.step if state.step else -1)
+    records = read_metrics(stage.run_dir / METRICS, state.step if state.step else -1)
     if rank == 0:
         _prepare_wandb(stage)
     engine, _, _, _ = ds_fp8.initialize(
@@ -106,16 +116,16 @@ def _train(
         engine.fp8.optimizer.compact = stage.train.compact_checkpoints
     if rank == 0:
         stage.run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(stage.run_dir / checkpoints.CONFIG, json.dumps(stage.raw, indent=2) + "\n")
+        write_atomically(stage.run_dir / CONFIG, json.dumps(stage.raw, indent=2) + "\n")
     if engine.fp8.health is not None:
         known = dict(engine.module.named_modules())
         # Before the checkpoint is loaded: it restores the state of a model in which these layers are BF16 already.
         engine.fp8.health.move_to_bf16(layer for layer in layers_in_bf16(records) if layer in known)
     if state.checkpoint is not None:
-        checkpoints.load(engine, stage, state)
+        resume.load(engine, stage, state)
         if not state.step:
             engine.skipped_steps = 0  # those before were the other run's
-    log = MetricsLog(stage.run_dir / checkpoints.METRICS, records, writes=rank == 0)
+    log = MetricsLog(stage.run_dir / METRICS, records, writes=rank == 0)
     with RunProgress(stage.run_dir.name, stage.train.steps, state.step, shown=rank == 0) as progress:
         describe(data.report, logger.info)
         times.end("ZeRO-3 and FP8")

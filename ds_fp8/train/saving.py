@@ -1,16 +1,19 @@
 """Save checkpoints: write one beside, read it back, rename it, and only then delete older ones.
 
-    step_N.part/...     every rank writes its files and flushes them
-                        every rank reads its files back from the disk
-    step_N.part/manifest.json, then renamed to step_N
-    latest, saved.json  name it
+    step_N.part/...            every rank writes its files and flushes them
+    step_N.part/manifest.json  rank 0
+                               every rank reads its files back from the disk, as a resume does
+    step_N                     renamed
+    latest                     names it
 
 A save that fails on one rank fails on all, removes what it wrote and leaves the checkpoints before it.
 """
 
 from __future__ import annotations
 
+import copy
 import platform
+import random
 import shutil
 import socket
 import threading
@@ -22,17 +25,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed
+from deepspeed.accelerator import get_accelerator
 
 import ds_fp8
 from ds_fp8.config.errors import UserError
 from ds_fp8.train import checkpoints
-from ds_fp8.train.checkpoints import RunState
-from ds_fp8.train.durable import flush, remove
-from ds_fp8.train.host_copies import HostCopies
-from ds_fp8.train.manifest import Manifest, SavedFile, forget_cached, save_file
-from ds_fp8.train.random_states import random_states
+from ds_fp8.train.checkpoints import Manifest, RunState, SavedFile, problems_of, save_file
+from ds_fp8.train.run_folder import CHECKPOINTS, flush, remove, write_atomically
 from ds_fp8.train.stage import Stage
 from ds_fp8.zero.seams import checkpoint_files, copy_recovery_scripts
 
@@ -45,6 +47,61 @@ MAX_WRITE = timedelta(hours=4)
 
 class SaveFailed(Exception):
     """Raised on all ranks when one could not do its part of a save."""
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's, torch's and the accelerator's generators, as tensors and plain values."""
+    kind, keys, *rest = np.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if get_accelerator().device_name() != "cpu":
+        states["accelerator"] = get_accelerator().get_rng_state()
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Set the generators of this process to what `random_states` returned."""
+    kind, keys, *rest = states["numpy"]
+    random.setstate(states["python"])
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"].clone())
+    if "accelerator" in states and get_accelerator().device_name() != "cpu":
+        get_accelerator().set_rng_state(states["accelerator"].clone())
+
+
+class HostCopies:
+    """Host memory for the copies, kept from one save to the next: pinned for tensors of an accelerator."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, bool], list[torch.Tensor]] = {}
+        """By bytes and whether they are pinned, which takes seconds."""
+
+    @torch.no_grad()
+    def copy(self, state: Any) -> Any:
+        """Return nested dicts, lists and tuples with their tensors in this memory, valid until the next call."""
+        free, self._buffers = self._buffers, {}
+        copied = self._copy(state, free)
+        if get_accelerator().device_name() != "cpu":
+            # One wait for all copies: behind it the next step may overwrite what was copied, and the thread may read
+            # the copies.
+            get_accelerator().current_stream().synchronize()
+        return copied
+
+    def _copy(self, value: Any, free: dict[tuple[int, bool], list[torch.Tensor]]) -> Any:
+        if isinstance(value, torch.Tensor):
+            size = value.nbytes, value.device.type != "cpu"
+            # Buffers of the last save are used again by size; those that fit nothing now are dropped with `free`.
+            buffer = free[size].pop() if free.get(size) else torch.empty(size[0], dtype=torch.uint8, pin_memory=size[1])
+            self._buffers.setdefault(size, []).append(buffer)
+            return buffer.view(value.dtype).view(value.shape).copy_(value, non_blocking=True)
+        if isinstance(value, dict):
+            return type(value)((key, self._copy(inner, free)) for key, inner in value.items())
+        if type(value) in (list, tuple):
+            return type(value)(self._copy(inner, free) for inner in value)
+        return copy.copy(value)
 
 
 class CheckpointWriter:
@@ -60,6 +117,8 @@ class CheckpointWriter:
         self._saved: RunState | None = None
         self._error: Exception | None = None
         self._failed_saves = 0
+        self.failure: SaveFailed | None = None
+        """Why the save that `finish` waited for last failed, if it did."""
 
     def save(self, state: RunState, losses: Mapping[int, float]) -> None:
         """Save a checkpoint of `state`, or begin to where saving is asynchronous; `finish` says how that went.
@@ -93,9 +152,9 @@ class CheckpointWriter:
         saved, error = self._saved, self._error
         self._saved = self._error = None
         if saved is not None:
-            self._failed_saves = 0
+            self._failed_saves, self.failure = 0, None
         elif isinstance(error, SaveFailed):
-            self._failed_saves += 1
+            self._failed_saves, self.failure = self._failed_saves + 1, error
             # Training on without a checkpoint would lose more at the next failure than it gains until then.
             if self._failed_saves >= self._stage.train.max_failed_saves:
                 raise UserError(
@@ -118,14 +177,16 @@ class CheckpointWriter:
             self._on_every_rank(lambda: self._make_room(part, needed))
             written = self._on_every_rank(lambda: self._write_files(part, files))
             manifest = self._manifest(state, {name: saved for mine in written for name, saved in mine.items()})
-            self._on_every_rank(lambda: self._read_back(part, manifest))
-            self._on_every_rank(lambda: self._commit(part, folder, manifest, losses))
+            self._on_every_rank(lambda: self._rank or manifest.write(part))
+            self._on_every_rank(lambda: self._read_back(part))
+            self._on_every_rank(lambda: self._commit(part, folder, state.step, losses))
             self._saved = replace(state, checkpoint=folder, ranks=self._stage.world)
         except SaveFailed as error:
             self._error = error
             if self._rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
-                self._say(f"WARNING: step {state.step} was not saved: {error}. The run continues.")
+                then = " The run continues." if state.step < self._stage.train.steps else ""
+                self._say(f"WARNING: step {state.step} was not saved: {error}.{then}")
         except Exception as error:
             self._error = error
 
@@ -175,30 +236,24 @@ class CheckpointWriter:
                 **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
             },
             files,
+            state.data or [],
         )
 
-    def _read_back(self, part: Path, manifest: Manifest) -> None:
-        names = manifest.names_for(self._rank, self._stage.world)
-        for name in names:
-            # The page cache would show what was written even where the disk does not hold it.
-            forget_cached(part / name)
-        problems = manifest.problems(part, names)
-        if problems:
+    def _read_back(self, part: Path) -> None:
+        if problems := problems_of(part, self._rank, self._stage.world):
             raise OSError(f"the files read back differ from those written: {problems[0]}")
 
-    def _commit(self, part: Path, folder: Path, manifest: Manifest, losses: Mapping[int, float]) -> None:
+    def _commit(self, part: Path, folder: Path, step: int, losses: Mapping[int, float]) -> None:
         if self._rank:
             return
-        # The manifest last: a folder without one is not a checkpoint, however many files it has.
-        manifest.write(part)
-        remove(folder)  # what a resume found damaged and could not set aside
+        remove(folder)  # what a resume found damaged and could not rename
         # Atomic: a reader sees no checkpoint of this step or a whole one.
         part.rename(folder)
         flush(folder.parent)
         try:
-            self.complete(manifest.step, losses)
+            self.complete(step, losses)
         except OSError as error:  # the checkpoint itself is whole
-            self._say(f"WARNING: step {manifest.step} is saved, but a later part of saving failed: {_words(error)}")
+            self._say(f"WARNING: step {step} is saved, but a later part of saving failed: {_words(error)}")
 
     def complete(self, step: int, losses: Mapping[int, float]) -> None:
         """Name the checkpoint of `step` the latest and delete what older ones are not kept. For rank 0 alone.
@@ -213,9 +268,9 @@ class CheckpointWriter:
             OSError: as the file system has it.
         """
         train = self._stage.train
-        copy_recovery_scripts(self._engine, self._stage.run_dir / checkpoints.CHECKPOINTS)
-        # Before anything older is deleted: at no moment does `latest` name a folder that is gone.
-        checkpoints.name_latest(self._stage.run_dir, step)
+        copy_recovery_scripts(self._engine, self._stage.run_dir / CHECKPOINTS)
+        # For DeepSpeed's tools; before anything older is deleted: at no moment does it name a folder that is gone.
+        write_atomically(self._stage.run_dir / CHECKPOINTS / "latest", f"step_{step}")
         best = checkpoints.best_step(self._stage.run_dir, losses) if train.keep_best else None
         # A newer one may lie there that is damaged and could not be set aside: `step` is kept in any case.
         checkpoints.prune(self._stage.run_dir, train.keep_last, (step, best))

@@ -20,9 +20,11 @@ from ds_fp8.engine import preflight
 from ds_fp8.engine.sequence_parallel import KEY, check_ranks, sequence_parallel_size
 from ds_fp8.optim.from_config import needs_own_optimizer
 from ds_fp8.train.deepspeed_config import check_sections, resolve_batch
-from ds_fp8.train.run_files import MAX_RANKS, MAX_STEPS
 from ds_fp8.train.schedules import Schedule
 
+MAX_STEPS = 1 << 38
+"""More steps than a run can have; times the largest batch they still count rows in 64 bits."""
+MAX_RANKS = 1 << 20
 OWN_SECTIONS = ("fp8", "model", "data", "train")
 
 

@@ -107,7 +107,7 @@ def _fork_rank(rank: int, port: int, file: Path, overrides: list[str], pipe: int
     }
     from ds_fp8.config.errors import main_entry
     from ds_fp8.train import load_stage, train
-    from ds_fp8.train.interrupt import EXIT_INTERRUPTED, Interrupted
+    from ds_fp8.train.processes import EXIT_INTERRUPTED, Interrupted
 
     def main() -> int:
         try:

@@ -7,7 +7,7 @@ import torch
 from deepspeed import comm as dist
 
 from ds_fp8.config.presets import PRESETS
-from ds_fp8.train.reshard import load_on_other_ranks
+from ds_fp8.train.resume import load_on_other_ranks
 from tests.zero import models
 
 STOCHASTIC = {"preset": "fp8lm_o1", "grad_reduce": {"rounding": "stochastic"}}

@@ -1,16 +1,15 @@
 """What a run folder says about the run in it."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.train import checkpoints, load_stage
-from ds_fp8.train.manifest import Manifest
-from ds_fp8.train.resume import inspect_run
-from ds_fp8.train.run_lock import RunLock
+from ds_fp8.train.checkpoints import Manifest, SavedFile
+from ds_fp8.train.resume import check_data, inspect_run
+from ds_fp8.train.run_folder import lock
 from tests.train.tiny_stage import RESULT
 
 
@@ -28,7 +27,8 @@ def stage(tiny, write, run_dir):
 
 
 def manifest(stage, step: int, ranks: int = 1, **values) -> Manifest:
-    fields = {"global_batch": stage.global_batch, "data_step": step, "losses": (), "versions": {}, "files": {}}
+    fields = {"global_batch": stage.global_batch, "data_step": step, "losses": (), "versions": {}}
+    fields["files"] = {f"{rank}.pt": SavedFile(1, "0" * 32, rank) for rank in range(ranks)}
     return Manifest(step, ranks, config=stage.raw, **(fields | values))
 
 
@@ -237,16 +237,31 @@ def test_a_run_that_was_ended_before_its_first_save_begins_again(stage, run_dir)
     store(stage(), [])
     (run_dir / "metrics.jsonl").write_text('{"step": 0, "validation_loss": 6.0}\n{"step": 1, "loss": 6.0}\n')
     assert inspect_run(stage()).step == 0
-    with (run_dir / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 2, "saved": true}\n')
-    with pytest.raises(UserError, match=r"step 2, which metrics.jsonl records, is missing"):
-        inspect_run(stage())
 
 
-def test_a_result_of_more_steps_than_were_saved_does_not_end_the_run(stage, run_dir):
-    store(stage(), [4])
-    (run_dir / "result.json").write_text(json.dumps(RESULT))
-    assert inspect_run(stage()).step == 4
+@pytest.mark.parametrize(
+    ("changed", "word"), [("tokens", "3,001 tokens in 10 examples"), ("digest", "digest cdef0123")]
+)
+def test_data_that_changed_are_refused_by_file_and_what_changed(changed, word, stage):
+    data = [{"path": path, "examples": 10, "tokens": 3000, "digest": "01234567" * 4} for path in ("a.txt", "b.txt")]
+    store(stage(), [4], data=data)
+    state = inspect_run(stage())
+    moved = [data[0], data[1] | {"path": "elsewhere/b.txt"}]
+    check_data(stage(), state, moved)
+    with pytest.raises(UserError, match=r"b\.txt has changed since") as caught:
+        check_data(stage(), state, [data[0], data[1] | {changed: {"tokens": 3001, "digest": "cdef0123"}[changed]}])
+    assert word in caught.value.problem
+    assert "3,000 tokens in 10 examples (digest 01234567)" in caught.value.problem
+    assert "train.run_dir" in caught.value.remedy
+
+
+def test_compact_checkpoints_need_as_many_ranks(stage):
+    compressed = ['fp8={"optimizer": {"exp_avg": "e4m3_expanded"}}', "train.compact_checkpoints=true"]
+    store(stage(*compressed), [4], ranks=3)
+    with pytest.raises(UserError, match=r"is compact: .* over 1 ranks") as caught:
+        inspect_run(stage(*compressed))
+    assert caught.value.key == "train.compact_checkpoints"
+    assert caught.value.remedy.startswith("3 ranks")
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "loop"])
@@ -265,19 +280,18 @@ def test_the_root_folder_is_no_run_dir(stage):
             stage(f"train.run_dir={root}")
 
 
-@pytest.mark.parametrize("what", ["a folder", "a pipe", "a link", "a link to itself", "a link to a device"])
+@pytest.mark.parametrize("what", ["a folder", "a link", "a link to itself", "a link to a device"])
 def test_a_lock_that_is_no_file_is_refused_and_what_it_leads_to_left_alone(what, run_dir, tmp_path):
     run_dir.mkdir()
-    lock, other = run_dir / "run.lock", tmp_path / "other"
+    file, other = run_dir / "run.lock", tmp_path / "other"
     other.write_text("mine")
     {
-        "a folder": lock.mkdir,
-        "a pipe": lambda: os.mkfifo(lock),
-        "a link": lambda: lock.symlink_to(other),
-        "a link to itself": lambda: lock.symlink_to(lock),
-        "a link to a device": lambda: lock.symlink_to("/dev/zero"),
+        "a folder": file.mkdir,
+        "a link": lambda: file.symlink_to(other),
+        "a link to itself": lambda: file.symlink_to(file),
+        "a link to a device": lambda: file.symlink_to("/dev/zero"),
     }[what]()
-    with pytest.raises(UserError, match="not a regular file") as caught:
-        RunLock(run_dir).acquire()
+    with pytest.raises(UserError, match="cannot be locked") as caught:
+        lock(run_dir, print)
     assert caught.value.remedy == "remove it"
     assert other.read_text() == "mine"

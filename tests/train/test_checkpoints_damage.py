@@ -1,14 +1,12 @@
-"""A damaged checkpoint is named, set aside and passed over; where nothing good is left the run says so."""
+"""A damaged checkpoint is named, renamed and passed over; where nothing good is left the run says so."""
 
 from __future__ import annotations
-
-import shutil
 
 import pytest
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.train import load_stage, resume
-from tests.train.damage import BACK, DAMAGES, REFUSED, UNHARMED, WARNED, save_two, step
+from tests.train.damage import BACK, DAMAGES, REFUSED, UNHARMED, save_two, step
 
 RANKS = 2
 
@@ -44,26 +42,19 @@ def test_no_damage_is_passed_over_in_silence(name, damaged, ranks):
     said = "\n".join(lines)
     if outcome == UNHARMED:
         assert (went_on_from, len(lines)) == (6, 1)
-        assert "step_6: 6 files" in said
-    elif outcome == WARNED:
-        assert went_on_from == 6, said
-        assert "step_6: 6 files" in said
-        assert f"WARNING: {name.split(':')[0].removesuffix('.jsonl').removesuffix('.json')}" in said
+        assert "step_6: all as it was saved" in said
     elif outcome == BACK:
         assert went_on_from == 4, said
-        assert "WARNING" in said
-        assert "step_6" in said or "step_8" in said or "step 6 was saved" in said
-        assert "step_4: 6 files" in said
+        no_checkpoint = name.removeprefix("checkpoint: ") in ("deleted", "half written", "half deleted")
+        assert any((run_dir / "checkpoints").glob("step_[68].damaged")) != no_checkpoint
+        assert ("WARNING" in said and ("step_6" in said or "step_8" in said)) != no_checkpoint
+        assert "step_4: all as it was saved" in said
     else:
         assert outcome == REFUSED
         assert went_on_from is None
         assert "remedy:" in said
-        # And again: what was set aside does not make the folder look new.
+        # And again: what was renamed does not make the folder look new.
         assert ranks(RANKS, settle, file, [])[0][0] is None
-
-
-def test_at_least_a_hundred_and_forty_kinds_of_damage():
-    assert len(DAMAGES) >= 140
 
 
 def test_a_damaged_checkpoint_keeps_its_files_under_another_name(damaged, ranks):
@@ -72,10 +63,6 @@ def test_a_damaged_checkpoint_keeps_its_files_under_another_name(damaged, ranks)
     said = ranks(RANKS, settle, file, [])[0][1][0]
     assert "random_rank_00001.pt has 0 bytes instead of" in said
     assert len(list((run_dir / "checkpoints" / "step_6.damaged").iterdir())) == 7
-    # Another one of the same step does not overwrite it.
-    shutil.copytree(step(run_dir, 4), step(run_dir, 6))
-    ranks(RANKS, settle, file, [])
-    assert (run_dir / "checkpoints" / "step_6.damaged-2").is_dir()
 
 
 def test_another_runs_damaged_checkpoint_is_passed_over_and_left_as_it_is(damaged, ranks, tmp_path):
@@ -85,7 +72,7 @@ def test_another_runs_damaged_checkpoint_is_passed_over_and_left_as_it_is(damage
     went_on_from, lines = ranks(RANKS, settle, file, overrides)[0]
     assert went_on_from == 0
     assert "step_6 is damaged" in lines[0]
-    assert "step_4: 6 files" in lines[1]
+    assert "step_4: all as it was saved" in lines[1]
     assert step(parent, 6).is_dir()
     named = [overrides[0], f"train.resume={step(parent, 6)}"]
     assert "no complete checkpoint" in ranks(RANKS, settle, file, named)[0][1][-1]

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from ds_fp8.config.errors import UserError
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.checkpoints import newest_step, survey
-from ds_fp8.train.run_lock import RunLock
+from ds_fp8.train.run_folder import lock
+from ds_fp8.train.saving import HostCopies
 
 MAX_FILE_BYTES = 400_000
 """Less than an optimizer's shard of the tiny model takes, more than any other file."""
@@ -91,6 +92,12 @@ def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write
     assert "GiB are needed, and 0.00 GiB are free" in said
     assert "step 3 was not saved: rank" in said
     assert os.strerror(errno.EFBIG) in said
+    assert "The run continues" in said
+    errors, said = go("cut", "train.steps=2", failing=True)
+    assert all("step 2, the last, was not saved: rank 0" in error for error in errors), errors
+    assert all("goes on from step 1" in error for error in errors)
+    assert "The run continues" not in said
+    assert json.loads((folder / "result.json").read_text())["steps"] == 1
 
     # What is in the way of a save is replaced, and what a link leads to is left alone.
     (tmp_path / "elsewhere").mkdir()
@@ -102,8 +109,6 @@ def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write
     assert [file.name for file in (tmp_path / "elsewhere").iterdir()] == ["mine"]
     weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert json.loads((folder / "saved.json").read_text()) == {"step": 4}
-    assert not (folder / "run.lock").exists()
 
     # As after a kill between the last checkpoint and its name.
     kept = folder / "checkpoints"
@@ -122,7 +127,7 @@ def hold(run_dir) -> tuple[int, int]:
     child = os.fork()
     if child == 0:
         os.close(end)
-        RunLock(run_dir).acquire()
+        lock(run_dir, print)
         os.write(tell, b"1")
         os.read(ended, 1)
         os._exit(0)
@@ -134,38 +139,58 @@ def hold(run_dir) -> tuple[int, int]:
 def test_a_second_run_in_the_folder_is_refused_and_the_first_named(tmp_path):
     child, end = hold(tmp_path / "run")
     with pytest.raises(UserError, match=f"in use by another run: process {child} on {os.uname().nodename}") as caught:
-        RunLock(tmp_path / "run").acquire()
+        lock(tmp_path / "run", print)
     assert caught.value.key == "train.run_dir"
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(end)
-    lock = RunLock(tmp_path / "run")
-    assert lock.acquire() is None  # what a killed run leaves behind does not count
-    lock.release()
-    assert not (tmp_path / "run").exists()
+    os.close(lock(tmp_path / "run", pytest.fail))  # what a killed run leaves behind does not count
 
 
-def test_a_released_lock_leaves_what_the_run_wrote(tmp_path):
-    lock = RunLock(tmp_path)
-    lock.acquire()
-    (tmp_path / "metrics.jsonl").write_text("")
-    lock.release()
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_file_system_without_locks_says_so_and_goes_by_the_record(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_says_so(tmp_path, monkeypatch):
     def unsupported(*arguments: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "lockf", unsupported)
-    first = RunLock(tmp_path)
-    assert "has no locks: do not start this run on another host" in first.acquire()
-    with pytest.raises(UserError, match="may be in use by another run"):
-        RunLock(tmp_path).acquire()  # by this very process, which runs
-    record = json.loads((tmp_path / "run.lock").read_text())
-    (tmp_path / "run.lock").write_text(json.dumps({**record, "created": 0.0}))
-    assert RunLock(tmp_path).acquire()  # another process had that number
-    (tmp_path / "run.lock").write_text(json.dumps({**record, "host": "elsewhere"}))
-    with pytest.raises(UserError, match="on elsewhere") as caught:
-        RunLock(tmp_path).acquire()
-    assert "delete" in caught.value.remedy
+    said = []
+    os.close(lock(tmp_path, said.append))
+    assert "has no locks" in said[0]
+
+
+def state(seed: int, random_bytes: int) -> dict:
+    torch.manual_seed(seed)
+    return {
+        "masters": [torch.randn(5), torch.randn(0), torch.randn(5).bfloat16()],
+        "random": torch.randint(0, 255, (random_bytes,), dtype=torch.uint8),
+        "moments": ({"exp_avg": torch.randn(5)}, torch.randn(7, 3)),
+        "step": 3,
+    }
+
+
+def tensors(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for one in inner for tensor in tensors(one)]
+
+
+def test_copies_have_the_values_and_memory_of_their_own():
+    original = state(0, 10)
+    copied = HostCopies().copy(original)
+    assert copied["step"] == 3
+    assert [type(copied[name]) for name in original] == [type(part) for part in original.values()]
+    for ours, theirs in zip(tensors(copied), tensors(original), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
+        assert ours.numel() == 0 or ours.data_ptr() != theirs.data_ptr()
+
+
+def test_all_memory_is_used_again_though_one_part_has_another_size():
+    """Allocating pinned memory takes seconds: what comes behind a part that grew keeps its own."""
+    copies = HostCopies()
+    first = {tensor.data_ptr() for tensor in tensors(copies.copy(state(0, 10))) if tensor.nbytes > 10}
+    again = state(1, 14)
+    second = copies.copy(again)
+    assert {tensor.data_ptr() for tensor in tensors(second) if tensor.nbytes > 14} == first
+    for ours, theirs in zip(tensors(second), tensors(again), strict=True):
+        assert torch.equal(ours, theirs)

@@ -12,8 +12,7 @@ from deepspeed import comm as dist
 
 from ds_fp8.train import load_stage, loop, step, train
 from ds_fp8.train.batches import BatchesAhead
-from ds_fp8.train.metrics import read_metrics
-from ds_fp8.train.spikes import SpikeDetector
+from ds_fp8.train.metrics import SpikeDetector, read_metrics
 
 TOLERANCE = 2e-3
 """Losses of BF16 models whose gradients were summed in another order."""
@@ -100,9 +99,11 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(stage, ranks, tmp_path
     assert result["final_loss"] < result["first_validation_loss"]
 
 
-def test_another_number_of_ranks_goes_on_with_the_next_batch(stage, ranks, tmp_path, cache_home):
-    """Three ranks share the batch otherwise than two, and then two again: the losses are those of a run on two."""
-    common = ["fp8.enabled=false", "train.spike=off", "train.save_every=2"]
+@pytest.mark.parametrize(("zero", "accumulator"), [(0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "fp32")])
+def test_a_run_goes_on_on_as_many_ranks_and_on_others(zero, accumulator, stage, ranks, tmp_path, cache_home):
+    """On as many bit by bit; three ranks share the batch otherwise than two, and then two again: nearly so."""
+    common = ["fp8.enabled=false", "train.spike=off", f"data_types.grad_accum_dtype={accumulator}"]
+    common += [f'zero_optimization={{"stage": {zero}}}', "train.save_every=2"]
 
     def go(world, name, steps):
         batch = f"gradient_accumulation_steps={12 // (2 * world)}"
@@ -110,11 +111,14 @@ def test_another_number_of_ranks_goes_on_with_the_next_batch(stage, ranks, tmp_p
         ranks(world, run, stage, str(cache_home), overrides)
 
     go(2, "whole", 6)
-    for world, steps in ((2, 2), (3, 4), (2, 6)):
+    for world, steps in ((2, 2), (2, 4), (3, 5), (2, 6)):
         go(world, "parts", steps)
-    assert losses_of(tmp_path / "parts") == pytest.approx(losses_of(tmp_path / "whole"), rel=TOLERANCE)
+    whole, parts = losses_of(tmp_path / "whole"), losses_of(tmp_path / "parts")
+    assert parts[:4] == whole[:4]
+    # Gradients that are summed in BF16 differ by more where they are summed in another order.
+    assert parts == pytest.approx(whole, rel=TOLERANCE if accumulator == "fp32" else 3 * TOLERANCE)
     left = {path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()}
-    assert left == {"latest", "zero_to_fp32.py", "zero_to_torch.py", "step_2", "step_4", "step_6"}
+    assert left == {"latest", "zero_to_fp32.py", "zero_to_torch.py", "step_2", "step_4", "step_5", "step_6"}
 
 
 def counted_run(file, cache, overrides, unread_seconds):
@@ -132,7 +136,7 @@ def counted_run(file, cache, overrides, unread_seconds):
     spiked = mock.patch.object(loop, "SpikeDetector", detector((6,), []))
     with unhurried, spiked, mock.patch.object(dist, "all_reduce", counted):
         train(stage)
-    return sum(Path(caller).name in ("step.py", "interrupt.py", "batches.py") for caller in counts)
+    return sum(Path(caller).name in ("step.py", "processes.py", "batches.py") for caller in counts)
 
 
 def test_steps_that_log_nothing_read_nothing_and_train_the_same(stage, ranks, tmp_path, cache_home):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from ds_fp8.train.spikes import LEAST_HISTORY, SpikeDetector
+from ds_fp8.train.metrics import LEAST_HISTORY, SpikeDetector
 
 
 def noisy(count: int, level: float = 3.0, spread: float = 0.05, slope: float = 0.0) -> list[float]:

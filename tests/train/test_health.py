@@ -21,7 +21,7 @@ from ds_fp8.monitor.records import (
     routing_record,
 )
 from ds_fp8.monitor.routing import RoutingFigures, RoutingMeasurement
-from ds_fp8.train import health
+from ds_fp8.train import metrics
 from ds_fp8.train.metrics import MetricsLog, read_metrics
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
@@ -256,7 +256,7 @@ def pictures_of_saves(folder, moments):
     """Whether a picture is drawn at saves at these moments, in seconds from the start, and at the end of the run."""
     log = MetricsLog(folder / "metrics.jsonl", [health_record(1, {"input": {"a": figures()}})], writes=False)
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    picture = folder / health.PICTURE
+    picture = folder / metrics.PICTURE
 
     def drawn(moment, **options):
         clock.now = moment
@@ -266,8 +266,8 @@ def pictures_of_saves(folder, moments):
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(health, "time", clock)
-        run = health.RunHealth(None, folder, log, print)
+        patch.setattr(metrics, "time", clock)
+        run = metrics.RunHealth(None, folder, log, print)
         return [*(drawn(moment, now=False) for moment in moments), drawn(moments[-1])]
 
 

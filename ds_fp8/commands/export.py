@@ -4,7 +4,6 @@
     ds-fp8 export runs/cpt served --format bf16
     ds-fp8 export runs/cpt/checkpoints/step_500 served --format compressed-tensors
     ds-fp8 export output/checkpoint-500 served --deepspeed_config ds.json       of transformers' Trainer
-    ds-fp8 export --check served                      where vLLM is installed: its codes and tokens beside the folder's
 
 FP8 codes are cast from the FP32 master weights as training cast them.
 """
@@ -40,21 +39,14 @@ class _Source:
 def main() -> int:
     """Write the folder and say what is in it."""
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "source", type=Path, nargs="?", help="a run_dir, a DeepSpeed checkpoint in it, or a checkpoint of Trainer"
-    )
-    parser.add_argument("folder", type=Path, nargs="?", help="where to write")
+    parser.add_argument("source", type=Path, help="a run_dir, a DeepSpeed checkpoint in it, or a checkpoint of Trainer")
+    parser.add_argument("folder", type=Path, help="where to write")
     parser.add_argument("--format", default="fp8", help="fp8 (default), compressed-tensors or bf16")
     parser.add_argument("--model", metavar="FOLDER", help="where the model's configuration and tokenizer are")
     parser.add_argument("--deepspeed_config", metavar="FILE", help='the training\'s, for its "fp8" section')
-    parser.add_argument("--force", action="store_true", help="replace an existing folder")
-    parser.add_argument("--check", type=Path, metavar="FOLDER", help="load a written folder in vLLM and compare")
-    parser.add_argument("--positions", type=int, default=2048, help="next tokens that --check compares (2048)")
+    parser.add_argument("--force", action="store_true", help="replace an earlier export")
     arguments = parser.parse_args()
-    if arguments.check is not None:
-        return _check(arguments.check, arguments.positions)
-    if arguments.source is None or arguments.folder is None:
-        parser.error("give a source and a folder, or --check FOLDER")
+    print(f"reading {arguments.source}", flush=True)  # what is imported now takes seconds
 
     from ds_fp8.config.files import read_json
     from ds_fp8.config.fp8 import parse_fp8
@@ -86,21 +78,6 @@ def main() -> int:
         print(f"in BF16: {', '.join(layers[:3])}{f' and {len(layers) - 3} more' if len(layers) > 3 else ''}: {reason}")
     print(f"{arguments.folder}: {len(plan.quantized)} layers in FP8, {len(plan.entries)} tensors")
     return 0
-
-
-def _check(folder: Path, positions: int) -> int:
-    """Say how a folder is served; 1 where a server holds other numbers than it."""
-    from ds_fp8.integrations.vllm_check import check_folder
-
-    served = check_folder(folder, positions)
-    rewritten = f"{served.rewritten} hold the same numbers in other bytes, " if served.rewritten else ""
-    print(f"{served.equal} tensors in vLLM equal the folder's byte for byte, {rewritten}{len(served.other)} do not")
-    for name, why in list(served.other.items())[:5]:
-        print(f"  {name}: {why}")
-    print(f"another likeliest token than in transformers at {served.other_argmax} of {served.positions} positions")
-    alike = next((i for i, (a, b) in enumerate(zip(served.text, served.reference_text, strict=False)) if a != b), None)
-    print("greedy text: " + ("the same 16 tokens" if alike is None else f"the same for {alike} tokens"))
-    return 1 if served.other else 0
 
 
 def _find(source: Path, model: str | None) -> _Source:

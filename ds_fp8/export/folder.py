@@ -55,11 +55,11 @@ def check_target(folder: Path, force: bool, source: Path | None = None) -> None:
         raise UserError(f"{folder} is the folder you are in, or holds it", remedy="choose another folder")
     if folder.exists() and not (force and folder.is_dir()):
         raise UserError(f"{folder} exists", remedy="choose another folder, or replace an export with --force")
+    if source is not None and source.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{folder} holds the checkpoint itself", remedy="choose another folder")
     foreign = _foreign(folder)
     if foreign is not None:
         raise UserError(f"{folder} {foreign}, and --force replaces exports alone", remedy="choose another folder")
-    if source is not None and source.resolve().is_relative_to(folder.resolve()):
-        raise UserError(f"{folder} holds the checkpoint itself", remedy="choose another folder")
 
 
 def _foreign(folder: Path) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import deepspeed
@@ -64,11 +65,8 @@ def gathered(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[En
     owners = {name: linear for name, linear in linear_layers(engine.module).items() if isinstance(linear, FP8Linear)}
     gather = engine.fp8.parameter_gather
 
-    def numbers_of(entry: Entry) -> Any:
-        parameter = parameters[entry.name]
-        # The very codes that training multiplies by, gathered in one byte a parameter; the others are cast from BF16,
-        # as their layers do it.
-        if entry.quantized and gather is not None and gather.gathers(parameter):
+    def numbers_of(entry: Entry, parameter: torch.nn.Parameter, in_fp8: bool) -> Any:
+        if in_fp8:
             return gather.whole(parameter)
         with deepspeed.zero.GatheredParameters([parameter]), torch.no_grad():
             # A copy: the gathered memory is freed on leaving the context.
@@ -76,23 +74,29 @@ def gathered(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[En
         return owners[entry.name.removesuffix(".weight")].recipe.cast_weight(numbers) if entry.quantized else numbers
 
     for entry in plan.entries:
-        yield entry, _joined(lambda entry=entry: numbers_of(entry))
+        parameter = parameters[entry.name]
+        # The very codes that training multiplies by, gathered in one byte a parameter; the others are cast from BF16,
+        # as their layers do it.
+        in_fp8 = entry.quantized and gather is not None and gather.gathers(parameter)
+        yield entry, _joined(partial(numbers_of, entry, parameter, in_fp8), parameter)
 
 
-def _joined(gather: Callable[[], T]) -> T | Exception:
-    """Return what a collective gathers, or the error it met; this rank takes part in it in either case.
+def _joined(gather: Callable[[], T], parameter: torch.nn.Parameter) -> T | Exception:
+    """Return what is gathered, or the error this rank met; it takes part in the collective in either case.
 
     An error from before the collective began, out of memory say, leaves the other ranks waiting: memory is made, and
     the collective joined for their sake. Should that fail, too, the process has to end, and its launcher the others.
     """
-    before = _collectives()
+    # A weight that is whole on all ranks is not gathered, and is a shard afterwards.
+    before = _collectives(), parameter.shape
     try:
         return gather()
     except Exception as error:
-        if _collectives() == before:
+        if (_collectives(), parameter.shape) == before:
             traceback.clear_frames(error.__traceback__)  # they hold what it had allocated
             gc.collect()
-            torch.accelerator.empty_cache() if torch.accelerator.is_available() else None
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()
             gather()
         return error
 

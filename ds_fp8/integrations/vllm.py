@@ -5,26 +5,27 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import deepspeed
 import torch
+from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.export.engines import served_plan
 from ds_fp8.export.plan import Plan, named_tensors
 from ds_fp8.export.together import gathered, together
 from ds_fp8.integrations.vllm_backend import BACKEND, transfer_config
-from ds_fp8.integrations.vllm_buffer import Named, SharedBuffer, gpu_of_this_process, padded
 from ds_fp8.integrations.vllm_links import Link, link_to
 
 if TYPE_CHECKING:
     from vllm import LLM
 
+Named = list[tuple[str, torch.Tensor]]
 CHUNK_BYTES = 256 << 20
-_buffer = SharedBuffer()
 
 __all__ = ["CHUNK_BYTES", "Sent", "sync_weights", "transfer_config"]
 
@@ -51,9 +52,8 @@ def sync_weights(
 ) -> Sent:
     """Give a running vLLM the weights that an engine trains, as they are between two steps. Collective.
 
-    Weights of FP8 layers travel as the codes that training multiplies by, gathered from the shards in one byte; the
-    others in BF16. Every rank takes part in the gathers. Names, types and shapes are compared with the server's model
-    before the first tensor is sent.
+    Weights of FP8 layers travel as the codes that training multiplies by, the others in BF16. Names, types and shapes
+    are compared with the server's model before the first tensor is sent.
 
     Args:
         engine: An engine of ds_fp8.initialize.
@@ -80,7 +80,7 @@ def sync_weights(
     begun = False
     try:
         _together(link.open)
-        announced["gpus"] = [gpu for gpu in _together(gpu_of_this_process) if gpu] if link.by_handle else []
+        announced["gpus"] = [gpu for gpu in _together(_gpu) if gpu] if link.by_handle else []
         _together(lambda: link.compare(announced))
         begun = True
         _together(link.start)
@@ -107,7 +107,7 @@ def sync_weights(
 
 
 def announcement(plan: Plan) -> dict[str, Any]:
-    """Return all tensors that `served_tensors` will yield, by name, type and shape, and how weights were cast."""
+    """Return all tensors that will be sent, by name, type and shape, and how weights were cast."""
     tensors = [
         [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         for entry in plan.entries
@@ -184,7 +184,10 @@ def _chunks(engine: deepspeed.DeepSpeedEngine, plan: Plan, limit: int) -> Iterat
 def _send(link: Link, chunk: Named, room: int, failure: Exception | None) -> None:
     def fill() -> dict[str, Any]:
         if failure is not None:
-            raise failure
+            raise UserError(
+                f"rank {dist.get_rank()} failed while weights were gathered: {type(failure).__name__}: {failure}",
+                remedy="make memory free on its GPU, or give smaller chunk_bytes",
+            ) from failure
         return _buffer.filled(chunk, room) if link.by_handle else {"weights": chunk}
 
     if not link.by_handle:
@@ -194,3 +197,58 @@ def _send(link: Link, chunk: Named, room: int, failure: Exception | None) -> Non
     filled = _together(fill)
     handles = {gpu: handle for own in filled for gpu, handle in own["handles"].items()}
     _together(lambda: link.update({**filled[0], "handles": handles}))
+
+
+class SharedBuffer:
+    """Memory of this process's GPU, shared by one handle of CUDA that is made once and sent with every chunk.
+
+    torch counts the processes that may open shared memory, and frees it when they have: memory that nobody opens, on a
+    GPU without a worker of the server, is never freed. So there is one buffer, which stays.
+    """
+
+    memory: torch.Tensor | None = None
+    handles: dict[str, list[Any]]
+
+    def filled(self, chunk: Named, room: int) -> dict[str, Any]:
+        """Copy tensors into the buffer, of `room` bytes where it has to be made; return what a worker needs to read."""
+        parts, size = [], 0
+        for name, tensor in chunk:
+            parts.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size])
+            size += padded(tensor)
+        device = chunk[0][1].device
+        if self.memory is None or self.memory.numel() < size or self.memory.device != device:
+            self.memory = None
+            self.memory = torch.empty(max(size, room), dtype=torch.uint8, device=device)
+            self.handles = _handles(self.memory)
+        for (_, tensor), (*_, start) in zip(chunk, parts, strict=True):
+            self.memory[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return {"parts": parts, "size": size, "handles": self.handles}
+
+
+def padded(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes in a buffer: any type can begin at a multiple of 16."""
+    return -(-tensor.nbytes // 16) * 16
+
+
+def _gpu() -> str | None:
+    """Return this process's GPU by the name that all processes know it by; None on a CPU."""
+    return _name_of(torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def _name_of(device: torch.device | int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _handles(buffer: torch.Tensor) -> dict[str, list[Any]]:
+    """Return this GPU's name and CUDA's handle of the buffer, fit for JSON."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    # The last value asks a reader to wait for an event, which would be the buffer's making: `filled` waits itself.
+    rest = [*reduce_tensor(buffer)[1][7:-1], False]
+    fit = [{"bytes": b64encode(value).decode()} if isinstance(value, bytes) else value for value in rest]
+    return {_name_of(buffer.device): fit}
+
+
+_buffer = SharedBuffer()

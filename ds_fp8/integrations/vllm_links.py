@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from deepspeed import comm as dist
 
@@ -22,39 +22,26 @@ ABANDONING = 30
 """Seconds that a server has for an answer after an update has failed."""
 
 
-class Link(Protocol):
-    """Calls of one update, in their order; of `abandon` and `close` one ends it."""
+class Link:
+    """Calls of one update in their order: open, compare, start, update ..., finish, close; or abandon where one fails.
 
-    by_handle: bool
+    As it is: a rank that takes part in the gathers while rank 0 speaks with the server.
+    """
+
+    by_handle = True
     """Whether the model lies in another process, which opens a buffer of this one."""
 
-    def open(self) -> None:
-        """Keep requests from running."""
+    def _nothing(self, *_: Any) -> None:
+        pass
 
-    def compare(self, init_info: dict[str, Any]) -> None:
-        """Announce an update, which the server refuses if its model is another."""
-
-    def start(self) -> None:
-        """Begin to load."""
-
-    def update(self, update_info: dict[str, Any]) -> None:
-        """Load a chunk."""
-
-    def finish(self) -> None:
-        """End the update, and raise what failed on its way."""
-
-    def close(self) -> None:
-        """Let requests run."""
-
-    def abandon(self) -> None:
-        """End an update that has failed, without letting requests run."""
+    open = compare = start = update = finish = close = abandon = _nothing
 
 
 def link_to(server: LLM | str, pause: str | None, timeout: float) -> Link:
-    """Return this rank's link to its own LLM, or to a server at an address, which rank 0 alone speaks with."""
+    """Return this rank's link to its own LLM, or to a server, which rank 0 alone speaks with."""
     if not isinstance(server, str):
         return _Own(server)
-    return _Address(server.rstrip("/"), pause, timeout) if dist.get_rank() == 0 else _Beside()
+    return _Address(server.rstrip("/"), pause, timeout) if dist.get_rank() == 0 else Link()
 
 
 def _start(start: Callable[[], None], finish: Callable[[], None]) -> None:
@@ -76,7 +63,7 @@ def _abandon(link: Link, finish: Callable[[], None]) -> None:
             call()
 
 
-class _Own:
+class _Own(Link):
     """An LLM of this process."""
 
     def __init__(self, llm: LLM):
@@ -108,17 +95,12 @@ class _Own:
         # Keys and values in it were computed from the old weights.
         self.llm.reset_prefix_cache()
 
-    def close(self) -> None:
-        pass
-
     def abandon(self) -> None:
         _abandon(self, self.llm.finish_weight_update)
 
 
-class _Address:
+class _Address(Link):
     """A server at an address, which rank 0 speaks with."""
-
-    by_handle = True
 
     def __init__(self, url: str, pause: str | None, timeout: float):
         self.url, self.pause, self.timeout = url, pause, timeout
@@ -127,7 +109,7 @@ class _Address:
     def open(self) -> None:
         answer = self.ask("GET", "/is_paused")
         if not isinstance(answer, dict) or "is_paused" not in answer:
-            raise UserError(f"what answers at {self.url} is no vLLM", remedy="check the address")
+            raise UserError(f"the server at {self.url} is not vLLM", remedy="check the address")
         if answer["is_paused"]:
             return  # by the caller, who resumes it
         if self.pause is None:
@@ -190,17 +172,6 @@ class _Address:
                 remedy=f"start it with VLLM_SERVER_DEV_MODE=1 in its environment ({VERSIONS})",
             )
         raise RuntimeError(_message(text) or f"HTTP status {code}")
-
-
-class _Beside:
-    """A rank that takes part in the gathers while rank 0 speaks with the server."""
-
-    by_handle = True
-
-    def _nothing(self, *_: Any) -> None:
-        pass
-
-    open = compare = start = update = finish = close = abandon = _nothing
 
 
 def _message(text: str) -> str:

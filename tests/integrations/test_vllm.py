@@ -97,11 +97,11 @@ def said_with_buffers(url: str, full: int | None, syncs: int = 1) -> tuple[str, 
     """Sync where buffers can be shared, as on GPUs; rank `full` has no memory. Return what is said, and the handles."""
     from deepspeed import comm as dist
 
-    from ds_fp8.integrations import vllm, vllm_buffer
+    from ds_fp8.integrations import vllm
 
     made = []
-    vllm_buffer._handles = lambda buffer: made.append(buffer.numel()) or {str(dist.get_rank()): []}
-    vllm._buffer = vllm_buffer.SharedBuffer()
+    vllm._handles = lambda buffer: made.append(buffer.numel()) or {str(dist.get_rank()): []}
+    vllm._buffer = vllm.SharedBuffer()
     if dist.get_rank() == full:
         vllm._buffer.filled = lambda *_: torch.empty(1 << 60)
     engine = engine_of("llama", {})
@@ -197,8 +197,8 @@ def of_http(body: bytes, length: int | None = None, status: str = "200 OK") -> b
         (of_http(b"{}", length=100), "does not answer /is_paused"),
         (of_http(b"no", length=100, status="500 X"), "does not answer /is_paused"),
         (of_http(b"<html>"), "does not answer /is_paused"),
-        (of_http(b"{}"), "is no vLLM"),
-        (of_http(b"[]"), "is no vLLM"),
+        (of_http(b"{}"), "is not vLLM"),
+        (of_http(b"[]"), "is not vLLM"),
         (None, "does not answer /is_paused"),
     ],
 )
@@ -290,21 +290,56 @@ def test_adapters_and_a_vllm_of_another_version(ranks):
     assert "vLLM 0.22" in version
 
 
-def test_a_chunk_is_bounded_and_its_tensors_come_back_from_one_buffer(monkeypatch):
-    from ds_fp8.integrations.vllm import _chunks
-    from ds_fp8.integrations.vllm_buffer import SharedBuffer
+def gathers_that_fail(url: str, where: str) -> tuple[str, list[str]]:
+    """Sync to this process's own LLM, or to a server; the second rank fails in its third gather."""
+    from unittest import mock
 
-    monkeypatch.setattr("ds_fp8.integrations.vllm_buffer._handles", lambda buffer: {"GPU": [buffer.numel()]})
+    from ds_fp8.integrations import vllm
+    from tests.export.trained import gather_failing
 
-    weights = [("a", torch.randn(3, 5)), ("b", torch.randn(7).bfloat16()), ("c", torch.randn(64)), ("d", torch.ones(1))]
-    weights[1:1] = [("codes", torch.randn(5, 3).to(torch.float8_e4m3fn))]
-    chunks = list(_chunks(weights, 100))
-    assert [[name for name, _ in chunk] for chunk in chunks] == [["a", "codes", "b"], ["c"], ["d"]]
-    buffer = SharedBuffer()
-    for chunk in chunks:
-        filled = buffer.filled(chunk, 300)
-        assert filled["handles"] == {"GPU": [300]}
-        for (name, tensor), (own, dtype, shape, start) in zip(chunk, filled["parts"], strict=True):
+    vllm._handles = lambda buffer: {}
+    llm, engine, said = mock.Mock(), engine_of("llama", {}), []
+    llm.llm_engine.has_unfinished_requests.return_value = False
+    for server in (llm, url):
+        with gather_failing(engine, where), pytest.raises(UserError) as caught:
+            vllm.sync_weights(engine, server, chunk_bytes=1, timeout=20)
+        said.append(str(caught.value))
+    vllm.sync_weights(engine, llm)
+    return said, [call[0] for call in llm.method_calls]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("what", ["codes", "bf16"])
+def test_a_rank_that_fails_in_a_gather_ends_the_update_on_all(ranks, what, when):
+    server = StandIn()
+    for said, calls in ranks(2, gathers_that_fail, server.url, f"gather of {what} {when}"):
+        assert all("rank 1 failed while weights were gathered: OutOfMemoryError" in words for words in said)
+        assert all("call sync_weights again before it generates" in words for words in said)
+        assert calls[-3:] == ["finish_weight_update", "init_weight_transfer_engine", "reset_prefix_cache"]
+    assert "/resume" not in server.calls
+
+
+def chunks_of_an_engine() -> None:
+    from ds_fp8.export.engines import served_plan, served_tensors
+    from ds_fp8.integrations import vllm
+
+    engine, made = engine_of("llama", {}), []
+    vllm._handles = lambda buffer: made.append(buffer.numel()) or {"GPU": [buffer.numel()]}
+    plan, buffer = served_plan(engine), vllm.SharedBuffer()
+    expected = dict(served_tensors(engine, plan))
+    for chunk, failure in vllm._chunks(engine, plan, 100_000):
+        assert failure is None
+        assert len(chunk) == 1 or sum(vllm.padded(tensor) for _, tensor in chunk) <= 100_000
+        filled = buffer.filled(chunk, vllm._room(plan, 100_000))
+        assert filled["handles"] == {"GPU": [buffer.memory.numel()]}
+        for (name, _), (own, dtype, shape, start) in zip(chunk, filled["parts"], strict=True):
+            tensor = expected.pop(name)
             back = buffer.memory[start : start + tensor.nbytes].view(getattr(torch, dtype)).view(shape)
             assert own == name
             assert torch.equal(back.float(), tensor.float())
+    assert not expected
+    assert len(made) == 1
+
+
+def test_a_chunk_is_bounded_and_its_tensors_come_back_from_one_buffer(ranks):
+    ranks(1, chunks_of_an_engine)

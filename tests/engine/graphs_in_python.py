@@ -171,7 +171,13 @@ class Graphs(micro_steps.MicroStepGraphs):
         fp8 = engine.fp8
         with mock.patch.object(micro_steps, "CapturedGraphs", RecordedGraphs):
             super().__init__(
-                engine, fp8.step.gradients, fp8.parameter_gather, fp8.wire, fp8.health, fp8.monitor, auto=auto
+                engine,
+                fp8.step.gradients,
+                fp8.parameter_gather,
+                fp8.wire,
+                lambda line: fp8.health.say(line),
+                fp8.monitor,
+                auto=auto,
             )
         self.log = self._graphs.log
         self._micro_step.start_clock = lambda: None

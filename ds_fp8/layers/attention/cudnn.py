@@ -46,7 +46,7 @@ def unavailable() -> str | None:
         return f"{torch.cuda.get_device_name()} is not a Hopper GPU"
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed (pip install ds-fp8[te])"
-    _load_torchs_cudnn()
+    _load_rest_of_cudnn()
     try:
         from transformer_engine.pytorch.cpp_extensions.fused_attn import fused_attn_bwd
     except (ImportError, OSError, RuntimeError) as error:
@@ -56,18 +56,20 @@ def unavailable() -> str | None:
     return None
 
 
-def _load_torchs_cudnn() -> None:
-    """Load all parts of the cuDNN that was installed with torch.
+def _load_rest_of_cudnn() -> None:
+    """Load all parts of the cuDNN of which some are loaded.
 
     cuDNN is eight libraries that find each other by name. Once torch has loaded some of its own, Transformer Engine
     would load the rest from the system's cuDNN, of another version: "undefined symbol ... libcudnn_graph.so.9".
     """
-    spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations or () if spec else ():
-        libraries = {path.name.split(".")[0]: path for path in Path(folder, "cudnn", "lib").glob("libcudnn*.so.*")}
-        for name in ("graph", "ops", "engines_precompiled", "engines_runtime_compiled", "heuristic", "cnn", "adv"):
-            if f"libcudnn_{name}" in libraries:
-                ctypes.CDLL(str(libraries[f"libcudnn_{name}"]), mode=ctypes.RTLD_GLOBAL)
+    mapped = {
+        Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines() if "/libcudnn" in line
+    }
+    folders = {path.parent for path in mapped}
+    if len(folders) != 1:
+        return  # none yet, so that all will be of one version; or two versions already, which no order mends
+    for path in sorted(folders.pop().glob("libcudnn*.so.9")):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def forward(

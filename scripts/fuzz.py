@@ -301,7 +301,8 @@ class Judges(FolderJudges):
     def data(self, case: tuple[str, bytes, str]) -> None:
         import datasets
 
-        from ds_fp8.data import DataConfig, ExampleStream
+        from ds_fp8.data import DataConfig
+        from ds_fp8.data.sources import ExampleStream
 
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         ending, content, kind = case

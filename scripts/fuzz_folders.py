@@ -177,7 +177,7 @@ class FolderJudges:
         """Resume a run in whose folder files were changed, as far as it goes without training."""
         import torch.distributed
 
-        from ds_fp8.data import rows_of_step
+        from ds_fp8.data.order import rows_of_step
         from ds_fp8.monitor.records import layers_in_bf16
         from ds_fp8.train import processes, resume
         from ds_fp8.train.metrics import MetricsLog, read_metrics, summarise

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -76,6 +77,7 @@ def main() -> int:
         if arguments.out.is_dir():
             raise UserError(f"{arguments.out} is a folder", key="--out", remedy="name a file")
 
+    _say(f"loading {arguments.folder}")
     from ds_fp8.data import load_tokenizer
 
     # Imported once the arguments are right: torch and transformers take seconds, and a typo should not cost them.
@@ -146,17 +148,20 @@ def _on_stage(model: PreTrainedModel, stage: Stage, batches: int, problems: int)
     Raises UserError where the stage's chat template has tokens that the model lacks.
     """
     from ds_fp8.data import build_data, build_tokenizer, check_embeddings, default_cache_dir
+    from ds_fp8.export.folder import Progress
     from ds_fp8.train.evaluation import exact_match, validation_loss
 
     tokenizer = build_tokenizer(stage.data, default_cache_dir())
     check_embeddings(tokenizer, model.get_input_embeddings().num_embeddings)
     data = build_data(stage.data, tokenizer, default_cache_dir())
     engine = _alone(model)
-    loss = validation_loss(engine, stage, data.validation, batches, lambda: None)
+    progress = Progress("batches measured", batches, _say)
+    loss = validation_loss(engine, stage, data.validation, batches, lambda: progress.add(1))
     rows = min(batches * stage.global_batch, len(data.validation))
     result = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "rows": rows}
     questions = data.questions[:problems]
     if questions:
+        _say(f"answering {len(questions)} problems")
         answers = exact_match(engine, stage, tokenizer, questions, data.answer_pattern, lambda: None)
         result |= {"exact_match": answers.exact_match, "problems": len(questions)}
     return result
@@ -166,6 +171,7 @@ def _with_casts(model: PreTrainedModel, stage: Stage, batches: int) -> float:
     """Return the loss of the model, which is converted for it, with the casts of the stage's "fp8" section."""
     from ds_fp8 import convert
     from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
+    from ds_fp8.export.folder import Progress
     from ds_fp8.layers.head.loss import fuse_loss
     from ds_fp8.layers.linear.recipe import recipe_from_config
     from ds_fp8.monitor.cast_monitor import CastMonitor
@@ -175,7 +181,8 @@ def _with_casts(model: PreTrainedModel, stage: Stage, batches: int) -> float:
     if stage.fp8.multiplies_head_in_fp8:
         fuse_loss(model, recipe_from_config(stage.fp8, CastMonitor(0)))
     data = build_data(stage.data, build_tokenizer(stage.data, default_cache_dir()), default_cache_dir())
-    return validation_loss(_alone(model), stage, data.validation, batches, lambda: None)
+    progress = Progress("batches measured as trained", batches, _say)
+    return validation_loss(_alone(model), stage, data.validation, batches, lambda: progress.add(1))
 
 
 def _require_lm_eval() -> None:
@@ -213,6 +220,11 @@ def _on_tasks(
         task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         for task, metrics in found["results"].items()
     }
+
+
+def _say(line: str) -> None:
+    """Show what is done now; standard output has the figures alone."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _as_json(result: dict[str, Any]) -> str:

@@ -171,7 +171,8 @@ def _measure(stage: Stage, cell: Cell, batches: int) -> None:
     from transformers import AutoModelForCausalLM
 
     import ds_fp8
-    from ds_fp8.data import build_data, default_cache_dir, load_tokenizer, measured_rows
+    from ds_fp8.data import build_data, default_cache_dir, load_tokenizer
+    from ds_fp8.data.order import measured_rows
     from ds_fp8.report.runs import SHARPNESS, RunRecord
     from ds_fp8.research import munit
     from ds_fp8.train import packed_attention, processes

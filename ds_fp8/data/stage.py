@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import check_writable
+from ds_fp8.config.log import logger
 from ds_fp8.data.config import DataConfig
 from ds_fp8.data.order import rows_of_step
 from ds_fp8.data.packing import PackedDataset, PackingStats, Plan, plan_rows
@@ -78,6 +79,8 @@ def build_data(
     identity = []
     for source in config.each_source():
         store = tokenise_source(source, tokenizer, cache_dir, report)
+        if Path(source.path.removesuffix(".gz")).suffix == ".txt":
+            logger.info("%s: %s documents, which blank lines part", source.path, f"{len(store):,}")
         chosen = _split(source, len(store))
         identity.append({"path": source.path, "examples": len(store), "tokens": store.tokens, "digest": store.digest()})
         folder = store_folder(source, tokenizer, cache_dir)

@@ -139,7 +139,8 @@ class TokenStore:
     def digest(self) -> str:
         """Return a hash of all tokens, marks and lengths: computed once, then kept beside them."""
         file = self._folder / "digest"
-        if not file.exists():
+        # A power loss may leave the name, and nothing or part of the text behind it.
+        if not file.exists() or len(file.read_text()) != 32:
             digest = xxhash.xxh3_128()
             for numbers in (*self._tokens, *self._ends):
                 for start in range(0, len(numbers), _HASHED_AT_ONCE):

@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import threading
 import time
@@ -16,7 +15,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, islice
 from multiprocessing.connection import wait
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +152,11 @@ def _tokenised(
         for batch, state in chain(first, batches):
             yield tokenise_batch(tokenizer, config, batch), state
         return
-    with (
-        _fork_server() as processes,
-        ProcessPoolExecutor(workers, processes, _start_worker, (tokenizer, config)) as pool,
-    ):
+    # Not forked from this process, whose threads may hold locks, nor each started afresh, for dozens of workers would
+    # import torch at once: forked from a process that has imported this module and done nothing else.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(workers, processes, _start_worker, (tokenizer, config)) as pool:
         running: deque = deque()
         for batch, state in chain(first, batches):
             running.append((pool.submit(_work, batch), state))
@@ -167,27 +166,6 @@ def _tokenised(
                 yield future.result(), done
         for future, done in running:
             yield future.result(), done
-
-
-@contextmanager
-def _fork_server() -> Iterator[BaseContext]:
-    """Yield where worker processes come from.
-
-    Not forked from this process, whose threads may hold locks, nor each started afresh, for dozens of workers would
-    import torch at once: forked from a new process that has imported this module and done nothing else. A process has
-    one such server. One that runs already is somebody else's: it serves, more slowly, and stays.
-    """
-    processes = multiprocessing.get_context("forkserver")
-    server = multiprocessing.forkserver._forkserver  # there is no public way to ask it, nor to end it
-    is_ours, preload = server._forkserver_pid is None, server._preload_modules
-    if is_ours:
-        processes.set_forkserver_preload([__name__])
-    try:
-        yield processes
-    finally:
-        if is_ours:
-            processes.set_forkserver_preload(preload)
-            server._stop()  # or it would stay, with its half gigabyte, as long as this process does
 
 
 def _cores() -> int:

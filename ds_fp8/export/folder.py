@@ -38,15 +38,16 @@ class Progress:
 
     EVERY = 5
 
-    def __init__(self, what: str, whole: int):
-        self._what, self._whole, self._done, self._said = what, whole, 0, time.monotonic()
+    def __init__(self, what: str, whole: int, say: Callable[[str], None] = logger.info):
+        self._what, self._whole, self._say = what, whole, say
+        self._done, self._said = 0, time.monotonic()
 
     def add(self, number: int) -> None:
         """Count work that is done."""
         self._done += number
         if time.monotonic() - self._said > self.EVERY:
             self._said = time.monotonic()
-            logger.info("%s: %d of %d", self._what, self._done, self._whole)
+            self._say(f"{self._what}: {self._done} of {self._whole}")
 
 
 def check_target(folder: Path, force: bool, source: Path | None = None) -> None:

@@ -11,7 +11,9 @@ from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
 from transformers import PreTrainedTokenizerBase
 
-from ds_fp8.data import PackedDataset, Question, extract_answer, measured_rows, stop_tokens
+from ds_fp8.data import PackedDataset, stop_tokens
+from ds_fp8.data.order import measured_rows
+from ds_fp8.data.questions import Question, extract_answer
 from ds_fp8.layers.attention.sequence_parallel import whole_sequences
 from ds_fp8.layers.head.loss import withholds_logits
 from ds_fp8.train.batches import label_tokens, micro_batches

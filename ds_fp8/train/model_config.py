@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.schema import nearest
-from ds_fp8.data import embeddings_needed
+from ds_fp8.data.tokenizer import embeddings_needed
 from ds_fp8.research import munit
 from ds_fp8.train.stored_model import first_line
 

@@ -14,13 +14,8 @@ import ds_fp8
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
-from ds_fp8.data import (
-    StageData,
-    build_data,
-    build_tokenizer,
-    default_cache_dir,
-    describe,
-)
+from ds_fp8.data import StageData, build_data, build_tokenizer, default_cache_dir
+from ds_fp8.data.stage import describe
 from ds_fp8.data.tokenise import tokenizer_identity
 from ds_fp8.monitor.records import layers_in_bf16
 from ds_fp8.train import processes, resume

@@ -9,8 +9,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.data import DataConfig, build_data, build_tokenizer, describe, read_examples
+from ds_fp8.data import DataConfig, build_data, build_tokenizer
 from ds_fp8.data.chat import IGNORED, stop_tokens, tokenize_chat, tokenize_chats
+from ds_fp8.data.sources import read_examples
+from ds_fp8.data.stage import describe
 from ds_fp8.data.synthetic import conversations
 
 CHAT = [

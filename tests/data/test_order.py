@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_fp8.data import budgeted_micro_batches, local_micro_batches, measured_rows, rows_of_step
-from ds_fp8.data.order import BLOCK
+from ds_fp8.data.order import BLOCK, budgeted_micro_batches, local_micro_batches, measured_rows, rows_of_step
 
 
 @given(num_rows=st.integers(1, 40), global_batch=st.integers(1, 50), seed=st.integers(0, 2**40))

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ds_fp8.data import IGNORED, PackedDataset, plan_rows
+from ds_fp8.data import IGNORED, PackedDataset
+from ds_fp8.data.packing import plan_rows
 from ds_fp8.data.token_store import pack_batch
 from ds_fp8.train import packed_attention
 

@@ -11,7 +11,8 @@ import fsspec.compression
 import pytest
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.data import DataConfig, ExampleStream, read_examples
+from ds_fp8.data import DataConfig
+from ds_fp8.data.sources import ExampleStream, read_examples
 
 TEXTS = ["The first text.", "The second text,\nof two lines.", "The third."]
 CHATS = [

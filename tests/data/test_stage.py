@@ -6,7 +6,9 @@ import pytest
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.schema import parse_section
-from ds_fp8.data import IGNORED, DataConfig, build_data, describe, read_examples
+from ds_fp8.data import IGNORED, DataConfig, build_data
+from ds_fp8.data.sources import read_examples
+from ds_fp8.data.stage import describe
 
 
 @pytest.mark.parametrize("format", ["documents", "chat"])
@@ -55,7 +57,7 @@ def test_what_a_power_loss_left_of_prepared_data_is_made_again(left, tokenizer, 
     config = DataConfig(examples=60)
     expected = _ids(build_data(config, tokenizer, tmp_path))
     files = sorted(file for file in (tmp_path / "tokens").rglob("*") if file.is_file() and file.stat().st_size)
-    assert len(files) == 10  # tokens, ends, state; and statistics, and pieces and rows of three splits
+    assert len(files) == 11  # tokens, ends, state, digest; and statistics, and pieces and rows of three splits
     for file in files:
         whole = file.read_bytes()
         file.write_bytes(whole[:left])

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.data import DataConfig, TokenStore, tokenise_source
+from ds_fp8.data import DataConfig
 from ds_fp8.data import tokenise as module
-from ds_fp8.data.token_store import NO_LOSS, TokenWriter, is_complete, pack_batch, read_state
-from ds_fp8.data.tokenise import store_folder, tokenise_batch
+from ds_fp8.data.token_store import NO_LOSS, TokenStore, TokenWriter, is_complete, pack_batch, read_state
+from ds_fp8.data.tokenise import store_folder, tokenise_batch, tokenise_source
 
 DOCUMENTS = 60_000
 """Enough to be killed while they are tokenised."""
@@ -114,7 +114,8 @@ import os, signal, sys
 from pathlib import Path
 
 if __name__ == "__main__":  # workers import this file, too
-    from ds_fp8.data import DataConfig, build_tokenizer, tokenise, tokenise_source
+    from ds_fp8.data import DataConfig, build_tokenizer, tokenise
+    from ds_fp8.data.tokenise import tokenise_source
 
     tokenise.COMMIT_SECONDS = 0
     corpus, tokenizers, cache, documents = sys.argv[1:]
@@ -145,43 +146,6 @@ def test_killed_and_started_again_nothing_is_lost_or_repeated(corpus, whole, tok
     assert len(again) == DOCUMENTS
     np.testing.assert_array_equal(again.lengths(), whole.lengths())
     assert all((again[index] == whole[index]).all() for index in range(DOCUMENTS))
-
-
-FORK_SERVERS = """
-import multiprocessing, sys, time
-from multiprocessing import forkserver
-from pathlib import Path
-
-def pid():
-    return forkserver._forkserver._forkserver_pid
-
-if __name__ == "__main__":  # workers import this file, too
-    from ds_fp8.data import DataConfig, build_tokenizer, tokenise, tokenise_source
-
-    tokenise.BATCHES_WITHOUT_WORKERS, tokenise.BATCH_EXAMPLES = 0, 32
-    tokenizer = build_tokenizer(DataConfig(), Path(sys.argv[1]))
-    tokenise_source(DataConfig(examples=64, workers=2), tokenizer, Path(sys.argv[2]))
-    assert pid() is None, "a server of our own stays"
-    theirs = multiprocessing.get_context("forkserver")
-    theirs.set_forkserver_preload(["ds_fp8.data.tokenise"])  # once, for both workers
-    process = theirs.Process(target=time.sleep, args=(600,))
-    process.start()
-    before = pid()
-    tokenise_source(DataConfig(examples=65, workers=2), tokenizer, Path(sys.argv[2]))
-    assert pid() == before and process.is_alive()
-    process.kill()
-    process.join()
-    assert process.exitcode == -9
-"""
-
-
-@pytest.mark.slow
-def test_only_a_fork_server_of_its_own_is_ended(tokenizer, cache_dir, tmp_path):
-    script = tmp_path / "servers.py"
-    script.write_text(FORK_SERVERS)
-    command = [sys.executable, str(script), str(cache_dir), str(tmp_path / "cache")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert result.returncode == 0, result.stderr
 
 
 def test_processes_that_come_together_share_one_store(tokenizer, tmp_path, monkeypatch):

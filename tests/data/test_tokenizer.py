@@ -13,11 +13,11 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoConfig, AutoTokenizer, ByT5Tokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.data import DataConfig, build_tokenizer, encode_documents, encode_prompts
+from ds_fp8.data import DataConfig, build_tokenizer
 from ds_fp8.data.config import SMALLEST_VOCABULARY
 from ds_fp8.data.sentencepiece_model import from_sentencepiece
 from ds_fp8.data.synthetic import conversations, documents
-from ds_fp8.data.tokenizer import save_tokenizer, train_synthetic_model
+from ds_fp8.data.tokenizer import encode_documents, encode_prompts, save_tokenizer, train_synthetic_model
 
 ODD_TEXTS = (
     "",

@@ -5,8 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_fp8.commands.configs import config_file
-from ds_fp8.data import build_tokenizer, encode_documents, save_tokenizer
+from ds_fp8.data import build_tokenizer, save_tokenizer
 from ds_fp8.data.synthetic import conversations, documents
+from ds_fp8.data.tokenizer import encode_documents
 from ds_fp8.train import load_stage
 from ds_fp8.train.model import build_model, load_model_config
 

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_fp8.commands.train import main
 from ds_fp8.config.errors import UserError
-from ds_fp8.data import build_data, build_tokenizer, rows_of_step
+from ds_fp8.data import build_data, build_tokenizer
+from ds_fp8.data.order import rows_of_step
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.metrics import read_metrics
 from ds_fp8.train.model import build_model, load_model_config

@@ -27,6 +27,9 @@ def main() -> None:
     arguments = arguments[strict:]
     is_module = arguments[:1] == ["-m"]
     arguments = arguments[is_module:]
+    if arguments[:1] in (["-h"], ["--help"]) and not is_module:
+        sys.stdout.write(f"usage: python -m ds_fp8 [--strict] (PROGRAM.py | -m MODULE) ...\n\n{__doc__}")
+        return
     if not arguments or arguments[0].startswith("-"):
         raise UserError(
             "no program to run", remedy="python -m ds_fp8 PROGRAM.py ..., or python -m ds_fp8 -m MODULE ..."

@@ -7,6 +7,7 @@ import pytest
 
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import apply_override
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.config.linear import Cast, LinearConfig
 from ds_fp8.config.presets import AXES, PRESETS, merge
@@ -226,7 +227,29 @@ def test_a_wrong_value_names_its_key(section, key):
     assert error.remedy
 
 
-@pytest.mark.parametrize("section", [None, True, "infir2", 3, []])
+@pytest.mark.parametrize(("word", "section"), [("coat", {"preset": "coat"}), (True, {})])
+def test_a_word_is_a_section(word, section):
+    assert parse(word) == parse(section)
+    raw = {"fp8": word}
+    apply_override(raw, "fp8.monitor.every=7")
+    assert parse_fp8(raw).monitor.every == 7
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["fp8.optimizer=coat", "fp8.preset.optimizer=coat", 'fp8.preset={"linear":"precise","optimizer":"coat"}'],
+)
+@pytest.mark.parametrize("section", ["precise", {"preset": "precise"}])
+def test_a_part_of_a_preset_is_set_from_the_command_line(section, override):
+    raw = {"fp8": section}
+    apply_override(raw, override)
+    config = parse_fp8(raw)
+    assert config.optimizer.exp_avg == "e4m3_expanded"
+    assert config.linear.outlier_channels == 128
+    assert config.grad_reduce.format == "e4m3"
+
+
+@pytest.mark.parametrize("section", [None, False, 3, []])
 def test_a_section_that_is_no_object(section):
     assert mistake(section).key == "fp8"
 

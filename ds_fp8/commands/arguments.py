@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ds_fp8
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.files import apply_override, read_json
+from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open
 
 if TYPE_CHECKING:
     from ds_fp8.config.fp8 import FP8Config
@@ -79,8 +80,11 @@ def fp8_in_words(raw: Mapping[str, Any], fp8: FP8Config) -> str:
     if not fp8.enabled:
         return "FP8 is off"
     section = raw.get("fp8")
-    given = not isinstance(section, Mapping) or section.get("preset") is not None
-    return f"FP8 is on, preset {fp8.preset_name}{'' if given else ', which is assumed: the configuration names none'}"
+    if leaves_preset_open(section):
+        return (
+            f"FP8 is on; no preset is named: {FOR_TRAINED} where weights are trained, {DEFAULT} where they are random"
+        )
+    return f"FP8 is on, preset {fp8.preset_name}"
 
 
 def config_file(name: str) -> Path:

@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from ds_fp8.config.errors import UserError, clipped, joined
 from ds_fp8.config.files import read_config
 from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
+from ds_fp8.config.presets import with_preset
 from ds_fp8.config.schema import Section, nearest, parse_section, shown
 
 TRAIN_BATCH, MICRO_BATCH, ACCUMULATION = (
@@ -49,6 +50,10 @@ class Configuration:
     def fp8(self) -> FP8Config:
         """Return the "fp8" section; disabled where there is none. Raises UserError for what it may not contain."""
         return parse_fp8(self.values, self.file)
+
+    def with_preset(self, name: str) -> Configuration:
+        """Return this configuration with a preset for what its "fp8" section leaves open."""
+        return Configuration({**self.values, "fp8": with_preset(self.values["fp8"], name)}, self.file)
 
     @cached_property
     def deepspeed(self) -> DeepSpeedConfig:

@@ -14,6 +14,7 @@ from typing import Any
 import hjson
 
 from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.presets import AXES, as_section
 from ds_fp8.config.schema import shown
 
 MAX_BYTES = 4 << 20
@@ -116,6 +117,8 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     check_plain(value, dotted)
     # The key as well as the value: it comes from a command line, and is printed in errors.
     check_plain(path)
+    if path[0] == "fp8" and len(path) > 1:
+        raw["fp8"] = _opened(raw.get("fp8", {}), path[1:])
     inner = raw
     for depth, name in enumerate(path[:-1]):
         inner = inner.setdefault(name, {})
@@ -126,6 +129,14 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
                 remedy="set the value itself, or give the section as JSON",
             )
     inner[path[-1]] = value
+
+
+def _opened(section: Any, path: list[str]) -> Any:
+    """Return the "fp8" section with objects in the place of the words that `path` leads into."""
+    section = as_section(section)
+    if path[0] == "preset" and len(path) == 2 and isinstance(section, dict) and isinstance(section.get("preset"), str):
+        return {**section, "preset": dict.fromkeys(AXES, section["preset"])}
+    return section
 
 
 def check_plain(value: Any, key: str = "") -> None:

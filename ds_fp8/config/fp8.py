@@ -12,7 +12,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, FormatName
 from ds_fp8.config.linear import LinearConfig
 from ds_fp8.config.optimizer_state import CodecName, StateGranularity, StatePrecision, StateScale
-from ds_fp8.config.presets import AXES, DEFAULT, Axis, merge, preset_values
+from ds_fp8.config.presets import AXES, DEFAULT, Axis, as_section, merge, preset_values
 from ds_fp8.config.schema import Section, Seed, parse_section
 
 
@@ -170,7 +170,8 @@ class FP8Config(Section):
     """false: plain BF16, for a twin run from the same file."""
     preset: str | dict[Axis, str] = DEFAULT
     """Supplies the keys that you leave out: a name of the table above, or one for each of some sections: {"linear":
-    "infir2", "optimizer": "coat"}."""
+    "infir2", "optimizer": "coat"}. Left out: `precise` where the weights of the model are trained, `infir2` where they
+    are random; the start report says which."""
     # SerializeAsAny: an extension (registry.py) is dumped with its own keys.
     linear: SerializeAsAny[LinearConfig] = LinearConfig()
     activations: ActivationsConfig = ActivationsConfig()
@@ -189,6 +190,8 @@ class FP8Config(Section):
     grad_reduce: SerializeAsAny[GradientReduceConfig] = GradientReduceConfig()
     optimizer: SerializeAsAny[OptimizerStateConfig] = OptimizerStateConfig()
     monitor: MonitorConfig = MonitorConfig()
+    report: Literal["short", "full"] = "short"
+    """The start report: ten lines, or all that is known."""
 
     @classmethod
     def from_preset(cls, preset: str | Mapping[str, str] = DEFAULT, **changes: Any) -> FP8Config:
@@ -204,16 +207,21 @@ class FP8Config(Section):
         Raises:
             UserError: for an unknown preset, key or value.
         """
-        names = {axis: changes.pop(axis) for axis in AXES if isinstance(changes.get(axis), str)}
-        if names:
-            preset = {**(dict.fromkeys(AXES, preset) if isinstance(preset, str) else preset), **names}
         return parse_section(cls, {**changes, "preset": preset}, key="fp8")
 
     @model_validator(mode="before")
     @classmethod
     def _with_its_preset(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        # "optimizer": "coat" takes this section from there.
+        names = {axis: name for axis in AXES if isinstance(name := values.get(axis), str)}
+        if names:
+            preset = values.get("preset", {})
+            preset = {**(dict.fromkeys(AXES, preset) if isinstance(preset, str) else preset), **names}
+            values = {key: value for key, value in values.items() if key not in names} | {"preset": preset}
         # Before validation, so that the preset's values are checked like the user's and errors name the same keys.
-        return merge(preset_values(values.get("preset", DEFAULT)), values) if isinstance(values, Mapping) else values
+        return merge(preset_values(values.get("preset", DEFAULT)), values)
 
     @property
     def preset_name(self) -> str:
@@ -286,7 +294,7 @@ def parse_fp8(raw: Mapping[str, Any], file: str | os.PathLike | None = None) -> 
             if key.lower().replace("_", "").replace("-", "") == "fp8":
                 raise UserError(f'unknown key "{key}"', key=key, file=file, remedy='Did you mean "fp8"?')
         return FP8Config(enabled=False)
-    return parse_section(FP8Config, raw["fp8"], key="fp8", file=file)
+    return parse_section(FP8Config, as_section(raw["fp8"]), key="fp8", file=file)
 
 
 def section_of(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:

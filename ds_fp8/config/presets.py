@@ -12,7 +12,9 @@ from ds_fp8.config.schema import nearest, shown
 Axis = Literal["linear", "param_gather", "grad_reduce", "optimizer"]
 """A section that presets differ in; each may take its values from another preset."""
 AXES: tuple[str, ...] = get_args(Axis)
-DEFAULT = "infir2"
+DEFAULT, FOR_TRAINED = "infir2", "precise"
+"""Presets where a configuration names none: of random weights, and of weights that exist. BF16's loss is nearest with
+the second one, which takes 1 to 5% more time."""
 
 
 def _granularity(word: str) -> dict[str, str]:
@@ -85,6 +87,29 @@ def preset_values(preset: Any) -> dict[str, Any]:
             values[axis] = _named(name, f"fp8.preset.{axis}").get(axis, {})
         return values
     raise UserError(f"preset {shown(preset)} is not a name", key="fp8.preset", remedy=f'"preset": "{DEFAULT}"')
+
+
+def as_section(value: Any) -> Any:
+    """Return the mapping that a word in the place of the "fp8" section stands for; anything else as it is."""
+    return {"preset": value} if isinstance(value, str) else {} if value is True else value
+
+
+def leaves_preset_open(section: Any) -> bool:
+    """Return whether a section with FP8 on names neither a preset for the linears nor their casts."""
+    section = as_section(section)
+    if not isinstance(section, Mapping) or section.get("enabled", True) is not True:
+        return False
+    preset, linear = section.get("preset", {}), section.get("linear", {})
+    if not isinstance(preset, Mapping) or "linear" in preset or not isinstance(linear, Mapping):
+        return False
+    return linear.keys() <= {"skip", "overrides", "backend"}
+
+
+def with_preset(section: Any, name: str) -> dict[str, Any]:
+    """Return a section that leaves its preset open with this one for what it does not name."""
+    section = as_section(section)
+    preset = {**section["preset"], "linear": name} if "preset" in section else name
+    return {**section, "preset": preset}
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

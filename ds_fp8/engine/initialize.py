@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import logging
 import os
+import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,13 +15,18 @@ import deepspeed
 import torch
 import transformers
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import set_z3_leaf_modules
 
 from ds_fp8.casts.triton_check import check_triton
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.log import is_first_rank, logger
+from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open
 from ds_fp8.engine import preflight
 from ds_fp8.engine.attach import attach
 from ds_fp8.engine.checkpointing_section import apply_checkpointing_section
@@ -26,6 +35,7 @@ from ds_fp8.engine.report import start_report
 from ds_fp8.engine.report_panel import log_report
 from ds_fp8.engine.sequence_parallel import check_training_data, sequence_parallel_size, share_sequences
 from ds_fp8.engine.state import FP8State
+from ds_fp8.engine.trained_weights import weights_are_trained
 from ds_fp8.gemm.deep_gemm_kernels import compile_for, expect
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder.inverse_frequencies import restore_inverse_frequencies
@@ -34,6 +44,7 @@ from ds_fp8.layers.head.loss import LossFusion, fuse_loss
 from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.layers.transformers_versions import warn_of_changes
 from ds_fp8.monitor.cast_monitor import CastMonitor
+from ds_fp8.optim import AdamW
 from ds_fp8.optim.from_config import choose_optimizer
 from ds_fp8.zero import seams
 
@@ -90,10 +101,17 @@ def initialize(
     configuration = Configuration.read(given)
     fp8, file = configuration.fp8, configuration.file
     if fp8.enabled:
+        _hush()
         preflight.check(configuration, optimizer_given=optimizer is not None, scheduler_given=lr_scheduler is not None)
         preflight.check_trains(configuration, optimizer, model_parameters)
         warn_of_changes(transformers.__version__)
-
+        preflight.check_launch()
+    if not dist.is_initialized():
+        seams.disable_shm_build()
+    preset_reason = None
+    if model is not None and leaves_preset_open(configuration.values.get("fp8")):
+        configuration, preset_reason = _choose_preset(configuration, model, distributed_port, dist_init_required)
+        fp8 = configuration.fp8
     mpu = _located(file, share_sequences, configuration.values, model, mpu, mesh_param)
     _located(file, check_training_data, training_data, mpu)
     # Made before the model is converted: recipes keep a reference to the monitor that measures their casts.
@@ -120,10 +138,8 @@ def initialize(
         # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
         set_z3_leaf_modules(model, sorted(conversion.leaf_classes, key=lambda leaf: leaf.__name__))
     apply_checkpointing_section(configuration, model)
-    if fp8.enabled:
-        preflight.check_launch()
-    if not dist.is_initialized():
-        seams.disable_shm_build()
+    if fp8.enabled and optimizer is None and own_optimizer is None and _is_compiled(configuration):
+        logger.info("DeepSpeed's own %s is compiled once, for minutes", configuration.optimizer_type)
     if getattr(args, "deepspeed_config", None) is not None:
         # DeepSpeed refuses the configuration in both places.
         args = copy.copy(args)
@@ -144,12 +160,13 @@ def initialize(
         mesh_param,
     )
     engine = result[0]
+    atexit.register(_end_gloo)
     if fp8.enabled:
         check_triton(engine.device)  # before the first cast of weights
 
     # Also with FP8 disabled: a BF16 twin has the same attributes and the same count of bytes.
     state = engine.fp8 = FP8State(engine, fp8, monitor)
-    state.conversion, state.loss = conversion, loss
+    state.conversion, state.loss, state.preset_reason = conversion, loss, preset_reason
     attach(engine, state, measured="fp8" in configuration.values)
     tokens = _micro_batch_tokens(configuration, engine)
     if conversion is not None:
@@ -160,8 +177,60 @@ def initialize(
     if conversion is not None:
         state.report["notes"] += notes
     if "fp8" in configuration.values:
-        log_report(state.report)
+        log_report(state.report, full=fp8.report == "full")
     return result
+
+
+def _end_gloo() -> None:
+    """Let gloo's threads end before Python does, where a program does not destroy its process group.
+
+    A collective that nobody waits for, such as a last prefetch, frees its tensors in one of these threads. Python ends
+    a thread that asks for its lock while it shuts down, and C++ takes that for an error: "terminate called without an
+    active exception", after all work was done.
+    """
+    # After an exception other ranks may not come to collectives that are under way: waiting for them would hang.
+    failed = getattr(sys, "last_value", None) is not None
+    if not failed and torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
+        torch.distributed.destroy_process_group()
+
+
+def _is_compiled(configuration: Configuration) -> bool:
+    """Return whether DeepSpeed makes a kernel for the optimizer of a configuration at its first use."""
+    kind, params = configuration.optimizer_type, configuration.optimizer_params
+    return kind in ("adam", "adamw", "lion", "adagrad") and not params.get("torch_adam")
+
+
+def _hush() -> None:
+    """Leave out what torch and DeepSpeed warn of, on every rank or at every start, that is no trouble here."""
+    deprecated = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+    warnings.filterwarnings("ignore", deprecated, FutureWarning)  # DeepSpeed calls them
+    # "untested optimizer": it is tested here.
+    if AdamW not in ZERO_SUPPORTED_OPTIMIZERS:
+        ZERO_SUPPORTED_OPTIMIZERS.append(AdamW)
+    if _of_one_rank not in deepspeed_logger.filters:
+        deepspeed_logger.addFilter(_of_one_rank)
+
+
+def _of_one_rank(record: logging.LogRecord) -> bool:
+    """Return whether a line of DeepSpeed's is to be shown: one rank is enough for its words on leaf modules."""
+    return "leaf module configuration" not in str(record.msg) or is_first_rank()
+
+
+def _choose_preset(
+    configuration: Configuration, model: torch.nn.Module, port: int, init_required: bool | None
+) -> tuple[Configuration, str]:
+    """Return the configuration with the preset that fits the weights of a model, and why. Collective."""
+    if not dist.is_initialized():
+        backend = get_accelerator().communication_backend_name()
+        deepspeed.init_distributed(dist_backend=backend, distributed_port=port, dist_init_required=init_required)
+    trained, reason = weights_are_trained(model)
+    chosen = configuration.with_preset(FOR_TRAINED if trained else DEFAULT)
+    if trained:
+        try:
+            recipe_from_config(chosen.fp8, CastMonitor(0))
+        except UserError as error:
+            return configuration.with_preset(DEFAULT), f"{reason}, but {FOR_TRAINED} cannot run here: {error.problem}"
+    return chosen, reason
 
 
 def _for_deepspeed(configuration: Configuration, own_optimizer: bool, prefetch: Mapping[str, int]) -> dict[str, Any]:

@@ -106,8 +106,9 @@ def _check_keys(values: Mapping[str, Any], refuse: Refuse) -> None:
     """Refuse keys that nobody reads, and words where booleans are meant, which Python takes for true."""
     known = known_keys() | DeepSpeedValues.model_fields.keys() | {*OWN_SECTIONS, *_OF_DEVICE_MESHES}
     for key in values:
-        # Comments of JSON files.
-        if key not in known and not key.startswith(("_", "//", "#")):
+        # Comments of JSON files; and dotted keys that TRL writes beside the sections of a reference model.
+        ignored = key.startswith(("_", "//", "#")) or key.partition(".")[0] in known
+        if not ignored:
             refuse(clipped(key), f"DeepSpeed does not know the key {shown(key)}", nearest(key, known) or "remove it")
     for section, listed in _LISTED_KEYS.items():
         given = values.get(section)

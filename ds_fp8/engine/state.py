@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.health import Health
 from ds_fp8.graphs.micro_steps import MicroStepGraphs
@@ -60,6 +62,8 @@ class FP8State:
         """CUDA graphs of forward and backward, where they can be captured."""
         self.why_no_graphs: str | None = None
         """Reason for which there are no graphs."""
+        self.preset_reason: str | None = None
+        """Reason for a preset that the configuration leaves open; None where it names one."""
         self.report: dict[str, Any] = {}
         """The start report, ready for JSON."""
         self._engine = engine
@@ -120,7 +124,7 @@ class FP8State:
         """
         if self.health is None:
             return {}
-        state = {"micro_batches": self.clock(), **self.health.state_dict()}
+        state = {"preset": self.config.preset, "micro_batches": self.clock(), **self.health.state_dict()}
         if self.gradient_reduce is not None:
             state["gradients"] = self.gradient_reduce.state_dict()
         if self.config.grad_reduce.error_feedback != "off":
@@ -135,6 +139,15 @@ class FP8State:
         """
         if self.health is None:
             return
+        saved = (state or {}).get("preset", self.config.preset)
+        if self.preset_reason is not None and saved != self.config.preset:
+            # Kept as it was: the conversion cannot be taken back now.
+            raise UserError(
+                f"the checkpoint was trained with preset {json.dumps(saved)}, and this engine has "
+                f"{json.dumps(self.config.preset)}, because its configuration names none and {self.preset_reason}",
+                key="fp8.preset",
+                remedy=f'"fp8": {{"preset": {json.dumps(saved)}}}',
+            )
         if not state:
             self.health.say("the checkpoint has no FP8 state: gradient scales and counters are reset")
             state = {}

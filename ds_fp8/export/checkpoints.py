@@ -16,6 +16,7 @@ from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import check_writable
 from ds_fp8.config.fp8 import FP8Config, section_of
+from ds_fp8.config.presets import AXES
 from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, Progress, check_target, write_folder
 from ds_fp8.export.layouts import check_layout
 from ds_fp8.export.plan import Plan, adapters_refused, check_architecture, make_plan
@@ -77,10 +78,16 @@ def export_checkpoint(
     check_writable(folder.resolve().parent)
     check_layout(layout, fp8.linear.weight)
     model = _model_without_data(config)
-    left = unconverted(model, fp8.linear) if fp8.enabled else dict.fromkeys(dict(model.named_modules()), "BF16 run")
-    modules = dict(model.named_modules())
     state = _state(checkpoint)
     trained = section_of(state, "ds_fp8")
+    named = AXES if isinstance(fp8.preset, str) else fp8.preset
+    left_open = "preset" not in fp8.model_fields_set or "linear" not in named
+    if fp8.enabled and "preset" in trained and left_open:
+        # Chosen by the weights when training began.
+        fp8 = FP8Config(**{**fp8.model_dump(exclude_unset=True), "preset": trained["preset"]})
+        check_layout(layout, fp8.linear.weight)
+    left = unconverted(model, fp8.linear) if fp8.enabled else dict.fromkeys(dict(model.named_modules()), "BF16 run")
+    modules = dict(model.named_modules())
     in_bf16 = dict.fromkeys(trained.get("layers_in_bf16", ()), "moved to BF16 in training")
     in_bf16 |= dict.fromkeys(trained.get("excluded_by_filter", ()), "excluded by the filter")
     for layer, reason in in_bf16.items():

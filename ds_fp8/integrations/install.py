@@ -18,6 +18,7 @@ from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.log import logger
 from ds_fp8.engine.initialize import initialize
 from ds_fp8.integrations.batches import noting
+from ds_fp8.zero.seams import disable_shm_build
 
 VARIABLE = "DS_FP8"
 """Environment variable with the section of configurations that have none: a preset's name, or a JSON object."""
@@ -54,6 +55,8 @@ def install(
     # Once: a second wrapper would apply the default section twice.
     if _replaced:
         return
+    # Accelerate lets the ranks meet before deepspeed.initialize: here it is still in time.
+    disable_shm_build()
     _replace(deepspeed, "initialize", _with_default)
     if find_spec("accelerate"):
         from accelerate import data_loader

@@ -14,6 +14,7 @@ from ds_fp8.config.deepspeed_json import Configuration, known_keys
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.files import apply_override, check_writable, read_json
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open, with_preset
 from ds_fp8.config.schema import Section, Seed, nearest, parse_section, shown
 from ds_fp8.data import DataConfig
 from ds_fp8.engine import preflight
@@ -233,6 +234,10 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
     for section in ("data", "train"):
         if section not in raw:
             raise UserError(f'the section "{section}" is missing', key=section, remedy=f'add "{section}": {{...}}')
+    if leaves_preset_open(raw.get("fp8")):
+        # Named here, so that every command and later resumes have the same.
+        loaded = not (isinstance(raw.get("model"), dict) and "config" in raw["model"])
+        raw["fp8"] = with_preset(raw["fp8"], FOR_TRAINED if loaded else DEFAULT)
     configuration = Configuration(raw, os.fspath(file))
     fp8 = configuration.fp8
     model = parse_section(ModelConfig, raw.get("model", {}), key="model", file=file)

@@ -15,7 +15,7 @@ def printed(architecture, changes, section):
     import ds_fp8
 
     model = causal_lm(architecture, **changes)
-    fp8 = {**section, "linear": {"backend": "reference"}}
+    fp8 = {"report": "full", **section, "linear": {"backend": "reference"}}
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=models.config(fp8))[0]
@@ -77,27 +77,27 @@ def test_every_parameter_of_a_partitioned_model_is_accounted_for(ranks):
     assert "only" not in text
 
 
-def notes_on_loaded_weights(folder, section):
-    """Notes of the start report on the preset, for a model that `from_pretrained` reads."""
-    from transformers import AutoModelForCausalLM
+def test_the_short_report_says_what_runs_where_in_a_few_lines(ranks):
+    _, text = ranks(2, printed, "llama", {}, {"report": "short"})[0]
+    said = ("linears in FP8 14 (", "in BF16 embeddings", "products input e4m3", "wire weights e4m3", "step ds_fp8;")
+    assert all(words in text for words in (*said, "CUDA graphs off", "loss without logits", "preset not named"))
+    assert "hosts x ranks" not in text
+
+
+def test_a_forward_of_another_package_is_explained(ranks):
+    text = ranks(1, replaced_forward)[0]
+    assert "whether logits are in memory is up to it" in text
+    assert "fp8.loss has no effect" in text
+
+
+def replaced_forward():
+    import functools
 
     import ds_fp8
 
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    config = models.config({**section, "linear": {"backend": "reference", **section.get("linear", {})}})
-    engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    notes = [note for note in engine.fp8.report["notes"] if "preset" in note]
-    engine.destroy()
-    return notes
-
-
-def test_who_loads_weights_and_names_no_preset_hears_of_precise(ranks, tmp_path):
-    causal_lm("llama").save_pretrained(tmp_path)
-    (note,) = ranks(1, notes_on_loaded_weights, str(tmp_path), {})[0]
-    assert str(tmp_path) in note
-    assert '"preset": "precise"' in note
-    for made in ({"preset": "infir2"}, {"linear": {"outlier_channels": 64}}):
-        assert ranks(1, notes_on_loaded_weights, str(tmp_path), made)[0] == []
-    assert ranks(1, printed, "llama", {}, {})[0][0]["notes"] == [
-        "emulated arithmetic: the numerics of FP8, slower than BF16"
-    ]
+    model = causal_lm("llama")
+    model.forward = functools.partial(type(model).forward, model)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=models.config({}))[0].destroy()
+    return " ".join(output.getvalue().replace("│", " ").split())

@@ -97,12 +97,18 @@ def test_a_program_is_run_as_python_runs_it_with_fp8_installed(clean, monkeypatc
     assert json.loads(out.read_text()) == ["__main__", [str(program), "--local_rank=1", "--lr", "1"], True]
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["absent.py"]])
+@pytest.mark.parametrize("arguments", [[], ["--stritc", "x.py"], ["absent.py"]])
 def test_without_a_program_the_remedy_is_the_command_line(clean, monkeypatch, arguments):
     monkeypatch.setattr(sys, "argv", ["ds_fp8", *arguments])
     with pytest.raises(UserError) as caught:
         main()
     assert "-m" in caught.value.remedy
+
+
+def test_help_is_help(clean, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ds_fp8", "--help"])
+    main()
+    assert "usage: python -m ds_fp8" in capsys.readouterr().out
 
 
 def start_without_section(tmp_path, strict, section):

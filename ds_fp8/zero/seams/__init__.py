@@ -47,6 +47,7 @@ from ds_fp8.zero.seams.parameters import (
     shard_group,
     shard_of,
     untrained,
+    values_here,
 )
 from ds_fp8.zero.seams.persistent import gather_together
 from ds_fp8.zero.seams.step import accumulates, micro_batch_of_step, reduce_gradient

@@ -64,6 +64,13 @@ def shard_of(parameter: torch.nn.Parameter) -> Shard:
     return Shard(shape, start, numel, valid, dist.get_world_size(group), group)
 
 
+def values_here(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return the values of a parameter that this rank holds, flat: its shard, or all of one that is not sharded."""
+    if not is_zero_parameter(parameter):
+        return parameter.detach().flatten()
+    return parameter.ds_tensor.detach().flatten()[: shard_of(parameter).valid]
+
+
 def shard_group(parameter: torch.nn.Parameter) -> object:
     """Return the process group that a parameter is sharded over."""
     return parameter.ds_process_group

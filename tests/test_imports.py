@@ -49,6 +49,7 @@ PUBLIC = {
 }
 """What every other file may import: the documented API, the models of the configuration, and command-line tools."""
 CONFIGURATION = {
+    "ds_fp8/engine/initialize.py": {"deepspeed.runtime.zero.utils"},
     "ds_fp8/engine/preflight.py": {
         *("deepspeed.ops", "deepspeed.ops.adagrad", "deepspeed.ops.adam", "deepspeed.ops.lion"),
         *("deepspeed.runtime", "deepspeed.runtime.lr_schedules", "deepspeed.runtime.zero.utils"),

@@ -53,7 +53,7 @@ CONFIGURATION = {
     "ds_fp8/engine/preflight.py": {
         *("deepspeed.ops", "deepspeed.ops.adagrad", "deepspeed.ops.adam", "deepspeed.ops.lion"),
         *("deepspeed.runtime", "deepspeed.runtime.lr_schedules", "deepspeed.runtime.zero.utils"),
-    }
+    },
 }
 """Beyond that: the optimizers and schedulers that a configuration names, and those that ZeRO takes."""
 PLANTED = {

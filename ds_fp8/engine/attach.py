@@ -117,6 +117,8 @@ def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State, life:
     state.optimizer = life.moments = optimizer
     for shard, segments in seams.flat_parameters(engine):
         optimizer.set_segments(shard, [segment.numel for segment in segments])
+    if engine.zero_optimization_stage() in (1, 2):
+        seams.link_moments(engine, optimizer)
 
 
 def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:

@@ -42,6 +42,7 @@ _COORDINATOR_MODULE = "deepspeed.runtime.zero.partitioned_param_coordinator"
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     ">=0.19.8,<0.20": {
         _PARTITIONS: ("ZeroParamStatus", "Init"),
+        f"{_PARTITIONS}:Init": ("_all_gather", "_partition"),
         f"{_PARTITIONS}:ZeroParamStatus": ("NOT_AVAILABLE", "INFLIGHT", "AVAILABLE"),
         _STAGE3: (OPTIMIZER,),
         f"{_STAGE3}:{OPTIMIZER}": (
@@ -55,7 +56,9 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
             *("is_complete_trace", "is_invalid_trace", "is_record_trace", "_invalidate_trace", "reset_step"),
         ),
         "deepspeed.runtime.zero.parameter_offload": ("FWD_MODULE_STACK",),
-        "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": ("get_param_coordinator",),
+        "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": (
+            *("get_param_coordinator", "pre_sub_module_backward_function"),
+        ),
         "deepspeed.ops": ("__compatible_ops__",),
         "deepspeed.constants": ("TORCH_DISTRIBUTED_DEFAULT_PORT",),
         "deepspeed.moe.layer": ("MoE",),
@@ -80,7 +83,8 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "deepspeed.runtime.zero": ("parameter_offload", "partition_parameters"),
         "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig", "ZeroStageEnum"),
         "deepspeed.runtime.zero.utils": ("get_norm_dtype", "ZERO_SUPPORTED_OPTIMIZERS"),
-        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ("param_groups",),
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ("param_groups", "_link_all_hp_params"),
+        "deepspeed.utils.tensor_fragment:tensor_fragment": ("get_hp_fragment_address",),
         "deepspeed.utils": ("set_z3_leaf_modules",),
         "deepspeed.utils.tensor_fragment": ("fragment_address",),
         "deepspeed.utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
@@ -103,7 +107,7 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
             *("reduce_and_partition_stream", "averaged_gradients", "params_already_reduced", "dp_process_group"),
             *("offload_optimizer", "offload_param", "use_muon", "model_parallel_group", "torch_autocast_gradscaler"),
             *("contiguous_gradients", "_global_grad_norm", "zenflow", "parameter_offload", "param_reduce_events"),
-            *("persistent_parameters", "optimizer", "dtype", "device", "module"),
+            *("persistent_parameters", "optimizer", "dtype", "device", "module", "gradient_accumulation_dtype"),
         ),
         f"{_STAGE3}:IPGBucketZ3.__init__": ("buffer", "params"),
         f"{_STAGE3}:{OPTIMIZER}._create_fp16_partitions_with_defragmentation": ("lp_param_buffer",),
@@ -114,6 +118,11 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
         "deepspeed.runtime.base_optimizer:ZeROOptimizer.__init__": ("_backward_hook_state",),
         f"{_STAGE3}:{OPTIMIZER}.clear_backward_seen_flag": ("_epilogue_ran_this_backward",),
         f"{_STAGE3}:{OPTIMIZER}._link_all_hp_params": ("_z3_optimizer",),
+        "deepspeed.utils.mixed_precision_linkage:_init_lp_to_hp_mapping": (
+            *("_hp_mapping", "get_full_hp_param", "set_full_hp_param"),
+        ),
+        "deepspeed.utils.tensor_fragment:tensor_fragment.set_optim_state_fragment": ("optim_fragment",),
+        "deepspeed.utils.tensor_fragment:get_hp_fragment_mapping": ("param_group_index", "numel", "start"),
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.__init__": ("_param_slice_mappings",),
         "deepspeed.runtime.engine:DeepSpeedEngine.__init__": (
             *("inside_no_sync_ctxt", "tput_timer", "training_dataloader", "checkpoint_engine", "optimizer"),

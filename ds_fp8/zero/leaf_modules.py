@@ -13,19 +13,45 @@ Three properties of DeepSpeed's leaf modules that FP8 layers need help with:
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any
 
 import deepspeed
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ds_fp8.layers.decoder.decoder import Fused
 from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.weights import BEFORE_BACKWARD
 from ds_fp8.monitor.routing import in_backward
 from ds_fp8.zero import seams
+
+
+class _Call:
+    """One call of a leaf module in training. It lives as long as the autograd graph that the call has made."""
+
+    arrived = False
+    """Whether a gradient has reached its output."""
+    ended = False
+
+
+class _Entrance(torch.autograd.Function):
+    """Identity around a leaf module's input: its backward is the last of the module's, through whatever output."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, call: _Call, end: Callable[[_Call], None]) -> torch.Tensor:
+        ctx.call, ctx.end = call, end
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.end(ctx.call)
+        return gradient, None, None
 
 
 class LeafCalls:
@@ -33,6 +59,10 @@ class LeafCalls:
 
     Several calls of one module may precede a backward: of two forwards, or of a model that repeats a layer. Autograd
     then has the module's gradients after the last backward of them, but DeepSpeed's hook reduces at each.
+
+    A gradient may enter a layer beside its output: by the keys and values that a cache of an earlier forward holds.
+    Neither DeepSpeed's hook nor torch's runs then: the attention asks for its weights (layers/linear/weights.py,
+    `BEFORE_BACKWARD`), and what it leaves is reduced when the gradient reaches the layer's input.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine):
@@ -44,22 +74,30 @@ class LeafCalls:
         Args:
             engine: a ZeRO-3 engine.
         """
-        self._pending: dict[nn.Module, int] = {}
-        """Calls whose backward is to come. The same on all ranks: every call gathers weights, which is collective."""
+        self._engine = engine
+        self._calls: dict[nn.Module, list[weakref.ref[_Call]]] = {}
+        """Calls whose backward may come. A forward whose output was dropped, as of an evaluation with gradients
+        enabled, leaves none. The same on all ranks: every call gathers weights, which is collective."""
+        self._open: dict[nn.Module, _Call] = {}
         self._absent: set[int] = set()
         """Parameters, by id, without a gradient at the end of the present backward of their module."""
         self._delayed: dict[int, nn.Parameter] = {}
         """Parameters, by id, that were to be reduced before the last backward of their module."""
         for module in _leaf_modules(parameter for parameter in engine.module.parameters() if parameter.requires_grad):
-            # Before DeepSpeed's hooks, which test whether the input requires a gradient, and reduce.
-            handle = module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-            seams.on_destroy(engine, handle.remove)
-            handle = module.register_full_backward_hook(self._end, prepend=True)
-            seams.on_destroy(engine, handle.remove)
+            handles = [
+                # Before DeepSpeed's hooks, which test whether the input requires a gradient, and reduce.
+                module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self._called),
+                module.register_full_backward_hook(self._end, prepend=True),
+            ]
+            for handle in handles:
+                seams.on_destroy(engine, handle.remove)
+            for parameter in module.parameters():
+                seams.replace(engine, parameter, BEFORE_BACKWARD, functools.partial(self._fetch, module))
 
     def delays(self, parameter: nn.Parameter) -> bool:
         """Return whether a gradient that is to be reduced now is not whole yet."""
-        if not self._pending.get(seams.leaf_module_of(parameter), 0):
+        if not self._pending(seams.leaf_module_of(parameter)):
             self._delayed.pop(id(parameter), None)
             return False
         if id(parameter) in self._absent:
@@ -73,26 +111,79 @@ class LeafCalls:
         These are of calls that had no backward in it.
         """
         found = sorted(self._delayed.values(), key=seams.order)
-        self._pending.clear()
+        self._calls.clear()
         self._delayed.clear()
         for parameter in found:
-            if parameter.grad is None:
-                # As DeepSpeed has it: a module may have been used on some ranks alone. It is partitioned by now.
-                shape = seams.full_shape(parameter)
-                parameter.grad = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+            _complete(parameter)
         return found
+
+    def _pending(self, module: nn.Module | None) -> list[_Call]:
+        """Return the calls of a module whose backward may still come, the oldest first."""
+        calls = [call for reference in self._calls.get(module, ()) if (call := reference()) and not call.ended]
+        if module in self._calls:
+            self._calls[module] = [weakref.ref(call) for call in calls]
+        return calls
 
     def _begin(
         self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        inputs, named = _with_gradient(module, inputs, named)
         # Not of recomputation: its call has been counted, or has no backward of its own (reentrant checkpointing).
         if torch.is_grad_enabled() and not in_backward():
-            self._pending[module] = self._pending.get(module, 0) + 1
-        return _with_gradient(module, inputs, named)
+            call = self._open[module] = _Call()
+            self._calls.setdefault(module, []).append(weakref.ref(call))
+            index = next((i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad), None)
+            if index is not None:
+                inside = _Entrance.apply(inputs[index], call, functools.partial(self._leave, module))
+                inputs = (*inputs[:index], inside, *inputs[index + 1 :])
+        return inputs, named
+
+    def _called(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        call = self._open.pop(module, None)
+        if call is None:
+            return
+
+        def arrives(gradient: torch.Tensor) -> None:  # the graph holds it, and by it the call
+            call.arrived = True
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(arrives)
 
     def _end(self, module: nn.Module, *gradients: Any) -> None:
-        self._pending[module] = max(0, self._pending.get(module, 0) - 1)
+        """End a call whose output had a gradient, before DeepSpeed's hook reduces."""
+        call = next((call for call in self._pending(module) if call.arrived), None)
+        if call is not None:
+            call.ended = True
         self._absent = {id(parameter) for parameter in module.parameters() if parameter.grad is None}
+
+    def _leave(self, module: nn.Module, call: _Call) -> None:
+        """End a call that a gradient entered beside its output: torch runs no backward hook of the module then."""
+        if call.arrived:
+            return
+        call.ended = True
+        self._absent.clear()
+        for parameter in filter(seams.is_trained, module.parameters()):
+            if self._pending(module):
+                self._delayed[id(parameter)] = parameter
+            else:
+                _complete(parameter)
+                seams.reduce_gradient(self._engine, parameter)
+
+    def _fetch(self, module: nn.Module) -> None:
+        """Gather a module's weights for a backward that DeepSpeed does not see coming. Collective where they are not.
+
+        DeepSpeed releases them when the gradient reaches the module's input.
+        """
+        if not all(map(seams.is_gathered, module.parameters())):
+            seams.fetch_for_backward(self._engine, module)
+
+
+def _complete(parameter: nn.Parameter) -> None:
+    """Give a parameter without a gradient one of zeros, as DeepSpeed does: a module may be used on some ranks alone."""
+    if parameter.grad is None:  # the parameter may be partitioned by now
+        shape = seams.full_shape(parameter)
+        parameter.grad = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def weights_read_in_leaf_modules(model: nn.Module) -> list[nn.Parameter]:

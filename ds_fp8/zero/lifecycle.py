@@ -128,9 +128,7 @@ class Lifecycle:
 
     # ---------------------------------------------------------------- parameters
 
-    def gather(
-        self, stock: Stock, parameter: nn.Parameter, params: Iterable[nn.Parameter], *args, **kwargs
-    ) -> Handle | Any:
+    def gather(self, stock: Stock, params: Iterable[nn.Parameter], *args, **kwargs) -> Handle | Any:
         """Begin to gather parameters for the modules that compute with them."""
         # DeepSpeed's stream of gathers waits for no other: nothing else keeps it from shards that are still written.
         streams.wait_event(self._written)
@@ -149,37 +147,33 @@ class Lifecycle:
             return Handle(self.weights.gather(in_fp8), handle)
 
     def gather_bf16(
-        self,
-        stock: Stock,
-        parameter: nn.Parameter,
-        param_list: Iterable[nn.Parameter] | None = None,
-        async_op: bool = False,
-        hierarchy: int = 0,
+        self, stock: Stock, params: list[nn.Parameter], async_op: bool = False, hierarchy: int | None = None
     ) -> Any:
-        """Gather parameters for readers of BF16, and those that stay whole between steps."""
+        """Gather parameters of this engine for readers of BF16, and those that stay whole between steps."""
         streams.wait_event(self._written)  # as in `gather`
         with profiled("gather"):
-            params = self._counted([parameter] if param_list is None else param_list)
+            params = self._counted(params)
             if self.weights is not None:
                 self.weights.give_bf16(params)
             if self.update is not None and not async_op and seams.gather_together(self._engine, params):
                 return None
-            return stock(params, async_op=async_op, hierarchy=hierarchy)
+            handles = stock(params, async_op=async_op, hierarchy=hierarchy)
+            if self.weights is not None:
+                self.weights.part_from_shards(params)
+            return handles
 
     def release(
         self,
         stock: Stock,
-        parameter: nn.Parameter,
-        param_list: Iterable[nn.Parameter] | None = None,
-        hierarchy: int = 0,
+        params: list[nn.Parameter],
+        force: bool = False,
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
         """Drop gathered parameters; where `has_been_updated`, what a rank wrote to them becomes their shards."""
-        params = [parameter] if param_list is None else list(param_list)
         # Before DeepSpeed frees the data: it compares the BF16 shards from before with those from after.
         before = self.weights.release(params, has_been_updated) if self.weights is not None else None
-        stock(params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
+        stock(params, force=force, has_been_updated=has_been_updated, free_data=free_data)
         if self.weights is not None:
             self.weights.released(params, before)
         # Only then were shards written: an ordinary release frees the gathered copy alone, and later gathers need not
@@ -205,6 +199,13 @@ class Lifecycle:
     def reduce(self, stock: Stock, parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
         """Reduce a bucket of gradients, on the stream of reductions; return this rank's slices for DeepSpeed to add."""
         with profiled("reduce"):
+            if seams.accumulates(self._engine) and not seams.accumulates_in_fp32(self._engine):
+                # The JSON names one micro-batch; programs such as Accelerate set boundaries themselves.
+                raise UserError(
+                    "gradients of several micro-batches would be summed in BF16",
+                    key="data_types.grad_accum_dtype",
+                    remedy='"data_types": {"grad_accum_dtype": "fp32"}',
+                )
             if self.reduction is None:
                 return stock(parameters, dtype)
             named = {self._names[id(parameter)]: parameter for parameter in parameters}
@@ -264,6 +265,12 @@ class Lifecycle:
             self.weights.shards.wait_for_cast()
         stock(value, parameter, optim_state_key)
 
+    def link_state(self, stock: Stock) -> None:
+        """Let a parameter's getters and setters (stages 1 and 2) find its moments in formats of their own."""
+        stock()
+        if self.moments is not None:
+            seams.link_moments(self._engine, self.moments)
+
     def write_masters(self, stock: Stock, *args, **kwargs) -> Any:
         """Overwrite all masters, from a checkpoint or from the BF16 shards."""
         if self._writes_masters:
@@ -284,12 +291,14 @@ class Lifecycle:
                 self.bf16_shards.free_unneeded()
 
     def offload(self, stock: Stock, *args, **kwargs) -> Any:
-        """Move states of the engine to the CPU; BF16 shards are whole until they are back."""
-        if self.bf16_shards is not None:
+        """Move states of the engine to the CPU; BF16 shards are whole until they are back, where they are moved."""
+        included = signature(stock).bind(*args, **kwargs).arguments.get("include")
+        if self.bf16_shards is not None and (included is None or any(one.value == "lp_params" for one in included)):
             self.bf16_shards.make_all()
         try:
             return stock(*args, **kwargs)
-        except AssertionError as error:
+        except AssertionError as error:  # DeepSpeed asks before it moves anything
+            self._free_bf16()
             if self.moments is None:
                 raise
             # DeepSpeed moves masters and moments of its FusedAdam alone.
@@ -303,9 +312,13 @@ class Lifecycle:
     def reload(self, stock: Stock, *args, **kwargs) -> Any:
         """Move the states back."""
         result = stock(*args, **kwargs)
-        if self.bf16_shards is not None:
-            self.bf16_shards.free_unneeded(keep=self.weights.shards.casts_bf16)
+        self._free_bf16()
         return result
+
+    def _free_bf16(self) -> None:
+        """Free BF16 shards that were made for DeepSpeed's code, but for those that weights are cast from."""
+        if self.bf16_shards is not None and self.bf16_shards.all_made:
+            self.bf16_shards.free_unneeded(keep=self.weights.shards.casts_bf16)
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -223,6 +223,13 @@ class ParameterGather:
             if self._bf16 is not None:
                 self._bf16.make(parameter)
 
+    def part_from_shards(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Copy what was gathered in BF16 and is the shard itself (one rank): `release` compares it with the shard."""
+        for parameter in parameters:
+            shard = seams.bf16_shard(parameter)
+            if id(parameter) in self._weights and parameter.data_ptr() == shard.data_ptr() and shard.is_contiguous():
+                parameter.data = parameter.data.clone()
+
     def release(self, parameters: Iterable[nn.Parameter], may_be_written: bool) -> list[Written] | None:
         """Drop what was gathered in FP8, before DeepSpeed releases the parameters.
 

@@ -155,3 +155,36 @@ def test_a_backward_may_end_several_calls_of_a_layer(ranks, baseline, how, bucke
     for gradients, expected in zip(fp8, bf16, strict=True):
         for name, gradient in gradients.items():
             assert (gradient - expected[name]).norm() < 0.2 * expected[name].norm(), name
+
+
+def gradients_held_at_the_end(dropped: str):
+    """Largest part of all gradients that exists when a backward ends, after forwards whose backward never came."""
+    import ds_fp8
+
+    model = causal_lm("llama")
+    config = models.config(QUIET, reduce_bucket_size=1000)
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    parameters, held = list(engine.module.parameters()), []
+
+    def last(_: torch.Tensor) -> None:  # the embedding's gradient comes behind all others
+        held.append(sum(p.grad.numel() for p in parameters if p.grad is not None))
+
+    engine.module.get_input_embeddings().weight.register_hook(last)
+    loss = None
+    for step in range(3):
+        ids = tokens(2, 16).roll(step, 1)
+        if dropped == "an evaluation with gradients" and step:
+            engine.eval()
+            engine(input_ids=ids, labels=ids)
+            engine.train()
+        loss = engine(input_ids=ids, labels=ids).loss
+        if dropped == "a loss that was not used" and step:
+            loss = engine(input_ids=ids, labels=ids).loss
+        models.take_step(engine, loss)
+    return max(held) / sum(p.ds_numel for p in parameters)
+
+
+@pytest.mark.parametrize("dropped", ["nothing", "an evaluation with gradients", "a loss that was not used"])
+def test_forwards_without_backward_hold_no_gradients(ranks, dropped):
+    for share in ranks(2, gradients_held_at_the_end, dropped):
+        assert share < 0.2

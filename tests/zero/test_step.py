@@ -169,6 +169,31 @@ def moved_gradients():
         return *norm_of_gradients(engine), str(error)
 
 
+def kept_bf16_shards():
+    """Elements of BF16 shards that exist before and after states are offloaded: gradients, BF16 shards, moments."""
+    engine = engine_of("plain")
+    models.train(engine, 1)
+
+    def kept() -> int:
+        return sum(p.ds_tensor.numel() for p in engine.module.parameters() if p.ds_tensor.is_contiguous())
+
+    found = [kept()]
+    for include in ([OffloadStateTypeEnum.lp_grads], [OffloadStateTypeEnum.lp_params]):
+        engine.offload_states(include=include, pin_memory=False)
+        found.append(kept())
+        engine.reload_states()
+        found.append(kept())
+    with pytest.raises(UserError):
+        engine.offload_states(include=[OffloadStateTypeEnum.optim_states], pin_memory=False)
+    return *found, kept()
+
+
+def test_offloading_keeps_no_more_bf16_shards_than_it_moves(ranks):
+    for before, grads, grads_back, params, params_back, refused in ranks(2, kept_bf16_shards):
+        assert before == grads == grads_back == params_back == refused
+        assert params > 3 * before
+
+
 def test_gradients_that_were_offloaded_count(ranks):
     for norm, expected, said in ranks(2, moved_gradients):
         assert expected > 100

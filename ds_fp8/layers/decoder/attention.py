@@ -28,7 +28,7 @@ from ds_fp8.layers.decoder.heads import HeadLayout, HeadNorms
 from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast, rms_norm_columnwise
 from ds_fp8.layers.decoder.rotary import rotate, rotate_backward
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, split_rows
+from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, gathered_for_backward, split_rows
 
 FASTEST_FIRST = {
     SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
@@ -64,8 +64,7 @@ class _NormedHeads(torch.autograd.Function):
         # Without head norms in place of qkv: the rotation is undone from the gradients alone. With them backward needs
         # qkv.
         rotated = rotate(qkv, cos, sin, layout, bias, norms)
-        # Parameters are kept as themselves, not through save_for_backward: their storage is released after forward,
-        # and backward finds the weights gathered by then.
+        # Parameters are kept as themselves, not through save_for_backward: their storage is released after forward.
         ctx.heads, ctx.weights, ctx.biases, ctx.norm, ctx.head_norms = heads, weights, biases, norm, norms
         if keep:
             ctx.save_for_backward(x, rstd, cos, sin, None if norms is None else qkv)
@@ -76,6 +75,8 @@ class _NormedHeads(torch.autograd.Function):
     def backward(ctx, dq, dk, dv, dresidual):
         x, rstd, cos, sin, qkv = ctx.saved_tensors
         heads, recipe, weights, norm = ctx.heads, ctx.heads.recipe, ctx.weights, ctx.norm
+        # ZeRO-3 gathers the layer again when a gradient reaches its output; keys and values may bring one by a cache.
+        gathered_for_backward(weights[0])
         norms, has_bias = ctx.head_norms, ctx.biases[0] is not None
         bias = torch.cat(ctx.biases) if has_bias and norms is not None else None
         # One matrix [T, N] again, as the product wrote it: dgrad and wgrad of q, k and v are one product each.

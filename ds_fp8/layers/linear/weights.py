@@ -22,6 +22,10 @@ from ds_fp8.layers.linear.recipe import LinearRecipe
 GATHERED = "fp8_gathered"
 """Attribute of a weight that holds its gathered QuantizedTensor [N, K] while ZeRO-3 has it available."""
 
+BEFORE_BACKWARD = "fp8_before_backward"
+"""Attribute of a weight that ZeRO-3 gathers with a whole layer: gathers the layer where a backward needs it and the
+layer's output had no gradient."""
+
 GROUP = "fp8_group"
 """Attribute of the weights of one fused product: the WeightGroup of them all, in the order their rows are stacked."""
 
@@ -35,6 +39,13 @@ class WeightGroup(tuple):
 
     def __reduce__(self) -> tuple:
         return WeightGroup, ()
+
+
+def gathered_for_backward(weight: nn.Parameter) -> None:
+    """Gather the layer of a weight, where ZeRO-3 has not, for a backward that reads the layer's parameters."""
+    gather = getattr(weight, BEFORE_BACKWARD, None)
+    if gather is not None:
+        gather()
 
 
 def group_of(weight: nn.Parameter) -> tuple[nn.Parameter, ...]:

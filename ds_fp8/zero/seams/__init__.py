@@ -40,6 +40,7 @@ from ds_fp8.zero.seams.parameters import (
     is_trained,
     is_zero_parameter,
     leaf_module_of,
+    link_moments,
     master_shard,
     on_external_parameter,
     order,
@@ -50,4 +51,10 @@ from ds_fp8.zero.seams.parameters import (
     values_here,
 )
 from ds_fp8.zero.seams.persistent import gather_together
-from ds_fp8.zero.seams.step import accumulates, micro_batch_of_step, reduce_gradient
+from ds_fp8.zero.seams.step import (
+    accumulates,
+    accumulates_in_fp32,
+    fetch_for_backward,
+    micro_batch_of_step,
+    reduce_gradient,
+)

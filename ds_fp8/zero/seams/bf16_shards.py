@@ -57,6 +57,11 @@ class Bf16Shards:
     def _make(self, parameter: torch.nn.Parameter) -> None:
         parameter.ds_tensor.data = master_shard(parameter).to(parameter.dtype)
 
+    @property
+    def all_made(self) -> bool:
+        """Return whether DeepSpeed's flat buffer of all shards exists."""
+        return self._zero.lp_param_buffer is not None
+
     def make_all(self) -> None:
         """Restore DeepSpeed's flat buffer of all shards, for code of its that reads or writes it."""
         total = sum(parameter.partition_numel() for parameter in self._parameters)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,7 +101,8 @@ def is_trained(parameter: torch.nn.Parameter) -> bool:
 
 def untrained(engine: deepspeed.DeepSpeedEngine) -> list[str]:
     """Return the names of the parameters that require gradients and that the optimizer of a ZeRO-3 engine lacks."""
-    if not hasattr(engine.optimizer, "grad_position"):  # another stage, or no optimizer
+    # The optimizer of stages 1 and 2 has a grad_position as well, where it is offloaded.
+    if engine.zero_optimization_stage() != 3 or not hasattr(engine.optimizer, "grad_position"):
         return []
     named = engine.module.named_parameters()
     return [name for name, p in named if p.requires_grad and p.ds_numel and not is_trained(p)]
@@ -111,6 +114,55 @@ def _master_position(parameter: torch.nn.Parameter) -> list[int] | None:
     if not hasattr(optimizer, "grad_position"):  # an engine without an optimizer
         return None
     return optimizer.grad_position.get(optimizer.get_param_id(parameter))
+
+
+def link_moments(engine: deepspeed.DeepSpeedEngine, optimizer: torch.optim.Optimizer) -> None:
+    """Let safe_get_full_optimizer_state and safe_set_full_optimizer_state find compressed moments in stages 1 and 2.
+
+    DeepSpeed links a parameter to views of its states once, of those that are tensors; the closures of a parameter are
+    replaced by others that link the states of the moment.
+
+    Args:
+        engine: Engine of ZeRO stage 1 or 2.
+        optimizer: Its basic optimizer; `expand_moments` makes tensors of its compressed moments.
+    """
+    for parameter in engine.module.parameters():
+        if hasattr(parameter, "_hp_mapping"):
+            parameter.get_full_hp_param = functools.partial(
+                _read_state, parameter, optimizer, parameter.get_full_hp_param
+            )
+            parameter.set_full_hp_param = functools.partial(
+                _write_state, parameter, optimizer, parameter.set_full_hp_param
+            )
+
+
+def _read_state(parameter, optimizer, stock, optim_state_key: str | None = None) -> torch.Tensor:
+    with _linked_state(parameter, optimizer, optim_state_key):
+        return stock(optim_state_key)
+
+
+def _write_state(parameter, optimizer, stock, value: torch.Tensor, optim_state_key: str | None = None) -> None:
+    if optim_state_key is not None:
+        optimizer.expand_moments()
+    with _linked_state(parameter, optimizer, optim_state_key):
+        stock(value, optim_state_key)
+
+
+@contextlib.contextmanager
+def _linked_state(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer, key: str | None) -> Iterator[None]:
+    """Link this rank's part of a parameter's state `key`, as the optimizer holds it now."""
+    part = parameter._hp_mapping
+    flat = None if part is None else optimizer.param_groups[part.param_group_index]["params"][0]
+    state = None if flat is None else optimizer.state.get(flat, {}).get(key)
+    if state is None:  # a rank without a part, the master, or a state that there is not
+        yield
+        return
+    address, before = part.get_hp_fragment_address(), part.optim_fragment
+    part.optim_fragment = {**(before or {}), key: state.narrow(0, address.start, address.numel)}
+    try:
+        yield
+    finally:
+        part.optim_fragment = before
 
 
 def bf16_shard(parameter: torch.nn.Parameter) -> torch.Tensor:

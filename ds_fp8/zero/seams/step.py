@@ -160,6 +160,11 @@ def accumulates(engine: deepspeed.DeepSpeedEngine) -> bool:
     return micro_batch_of_step(engine) > 0
 
 
+def accumulates_in_fp32(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Return whether gradients of several micro-batches are summed in FP32."""
+    return engine.optimizer.gradient_accumulation_dtype == torch.float32
+
+
 def micro_batch_of_step(engine: deepspeed.DeepSpeedEngine) -> int:
     """Return how many micro-batches of the step had their backward before the last forward."""
     return engine.optimizer.micro_step_id
@@ -168,3 +173,8 @@ def micro_batch_of_step(engine: deepspeed.DeepSpeedEngine) -> int:
 def reduce_gradient(engine: deepspeed.DeepSpeedEngine, parameter: torch.nn.Parameter) -> None:
     """Put the gradient of a parameter into a bucket, as DeepSpeed's hooks do."""
     engine.optimizer.reduce_ready_partitions_and_remove_grads(parameter)
+
+
+def fetch_for_backward(engine: deepspeed.DeepSpeedEngine, module: torch.nn.Module) -> None:
+    """Gather the parameters of a module, as DeepSpeed's hooks do when a gradient reaches its output. Collective."""
+    engine.optimizer.parameter_offload.pre_sub_module_backward_function(module)

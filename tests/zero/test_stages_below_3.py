@@ -1,0 +1,79 @@
+"""ZeRO stages 1 and 2: users reach compressed moments through DeepSpeed's functions, and offload the optimizer."""
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+
+from tests.zero import models
+
+PLAIN = {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}, "monitor": {"every": 0}}
+
+
+def build(stage: int, moments: str, accumulation: str | None = None, **zero):
+    section = {**PLAIN, "optimizer": {"exp_avg": moments, "exp_avg_sq": moments}}
+    ds_config = models.config(section) | {"zero_optimization": {"stage": stage, **zero}}
+    ds_config.pop("data_types")
+    return models.build(
+        ds_config | ({} if accumulation is None else {"data_types": {"grad_accum_dtype": accumulation}})
+    )
+
+
+def moments_of(engine) -> dict[str, torch.Tensor]:
+    names = ("exp_avg", "exp_avg_sq")
+    named = engine.module.named_parameters()
+    return {f"{name} {key}": safe_get_full_optimizer_state(p, key) for name, p in named for key in names}
+
+
+def read_and_written(stage: int, moments: str, accumulation: str | None):
+    plain, engine = build(stage, "fp32", accumulation), build(stage, moments, accumulation)
+    for each in (plain, engine):
+        models.train(each, 2)
+    right, found = moments_of(plain), moments_of(engine)
+    apart = max(float((found[name] - right[name]).norm() / right[name].norm()) for name in right)
+    weight = engine.module.layers[1].up.weight
+    value = torch.linspace(-1, 1, weight.numel()).view(weight.shape).bfloat16().float()
+    safe_set_full_optimizer_state(weight, value, "exp_avg")
+    written = torch.equal(safe_get_full_optimizer_state(weight, "exp_avg"), value)
+    models.train(engine, 1, start=2)  # which compresses it again
+    after = safe_get_full_optimizer_state(weight, "exp_avg")
+    return apart, written, float((after - 0.9 * value).norm() / value.norm())
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(1, None), (1, "fp32"), (2, None)])
+@pytest.mark.parametrize("moments", ["e4m3", "bf16"])
+def test_moments_are_read_and_written(ranks, stage, accumulation, moments):
+    for apart, written, after in ranks(2, read_and_written, stage, moments, accumulation):
+        assert apart < (0.06 if moments == "e4m3" else 0.005)
+        assert written
+        assert after < 0.06
+
+
+def losses(stage: int, zero: dict):
+    return models.train(build(stage, "fp32", **zero), 3)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_offloaded_optimizer_trains(ranks, stage):
+    offloaded = ranks(2, losses, stage, {"offload_optimizer": {"device": "cpu"}})
+    assert offloaded[0] == pytest.approx(ranks(2, losses, stage, {})[0], rel=1e-3)
+
+
+def summed_by_hand(dtype: str):
+    """Boundaries of accumulation that a program sets, as Accelerate does, with one micro-batch in the JSON."""
+    engine = models.build(models.config({"monitor": {"every": 0}}) | {"data_types": {"grad_accum_dtype": dtype}})
+    try:
+        for micro in range(2):
+            loss = engine(models.batch(micro, deepspeed.comm.get_rank()))
+            engine.set_gradient_accumulation_boundary(micro == 1)
+            engine.backward(loss)
+            if micro == 0:
+                engine.step()
+        return "summed"
+    except Exception as error:
+        return str(getattr(error, "key", error))
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("fp32", "summed"), ("bf16", "data_types.grad_accum_dtype")])
+def test_micro_batches_are_never_summed_in_bf16(ranks, dtype, said):
+    assert ranks(2, summed_by_hand, dtype) == [said, said]

@@ -122,7 +122,7 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
             *("_hp_mapping", "get_full_hp_param", "set_full_hp_param"),
         ),
         "deepspeed.utils.tensor_fragment:tensor_fragment.set_optim_state_fragment": ("optim_fragment",),
-        "deepspeed.utils.tensor_fragment:get_hp_fragment_mapping": ("param_group_index", "numel", "start"),
+        "deepspeed.utils.tensor_fragment:tensor_fragment.get_lp_grad_fragment": ("param_group_index",),
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.__init__": ("_param_slice_mappings",),
         "deepspeed.runtime.engine:DeepSpeedEngine.__init__": (
             *("inside_no_sync_ctxt", "tput_timer", "training_dataloader", "checkpoint_engine", "optimizer"),

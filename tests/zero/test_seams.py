@@ -67,7 +67,11 @@ PYTHON = [
     inspect.Signature,
     inspect.BoundArguments,
 ]
-OTHERS = {name for owner in (*TORCH, *PYTHON) for name in dir(owner)} | {"cuda_stream", "value", "WORLD"}
+OTHERS = (
+    {name for owner in (*TORCH, *PYTHON) for name in dir(owner)}
+    | {"cuda_stream", "value", "WORLD"}
+    | {"__wrapped__", "state", "Optimizer", "expand_moments"}
+)
 DOCUMENTED_NAMES = {"DeepSpeedEngine", "device_name", "module"}
 """Of `deepspeed`, its accelerator and its engine."""
 BY_NAME = {"getattr", "hasattr", "setattr", "replace", "self._replace", "call_around", "wrap_closure", "_around_method"}

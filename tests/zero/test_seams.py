@@ -70,7 +70,7 @@ PYTHON = [
 OTHERS = (
     {name for owner in (*TORCH, *PYTHON) for name in dir(owner)}
     | {"cuda_stream", "value", "WORLD"}
-    | {"__wrapped__", "state", "Optimizer", "expand_moments"}
+    | {"__wrapped__", "Optimizer"}
 )
 DOCUMENTED_NAMES = {"DeepSpeedEngine", "device_name", "module"}
 """Of `deepspeed`, its accelerator and its engine."""
@@ -117,7 +117,7 @@ def test_every_range_lists_what_seams_uses(ranges):
               for names in table[ranges].values() for name in names}  # fmt: skip
     used = names_of_deepspeed(seams())
     assert {"ds_tensor", "INFLIGHT", "loss_scale", "clear_params", "zenflow", "ds_grads_remaining", "dtype"} <= used
-    assert used - DOCUMENTED_NAMES - listed == set()
+    assert used - DOCUMENTED_NAMES - {"state", "expand_moments"} - listed == set()  # the last two are AdamW's
 
 
 @pytest.mark.parametrize(
@@ -268,11 +268,11 @@ def replacements(_):
         for module in patched:
             module.replace = replace
     names = [name for _, name in counts]
-    often = {name: names.count(name) for name in ("step", "all_gather_coalesced", "partition")}
+    often = {name: names.count(name) for name in ("step", "all_gather_coalesced")}
     return max(counts.values()), often, len(list(engine.module.parameters()))
 
 
 def test_every_method_is_replaced_once(ranks):
     for most, counts, parameters in ranks(2, replacements, None):
         assert most == 1
-        assert counts == {"step": 1, "all_gather_coalesced": parameters, "partition": parameters}
+        assert counts == {"step": 1, "all_gather_coalesced": parameters}

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LNTuningConfig, LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -128,6 +128,35 @@ def test_what_came_before_fusing_keeps_the_layer_unfused_with_the_reason(attach)
     calls.clear()
     model(input_ids=tokens(), labels=tokens()).loss.backward()
     assert len(calls) == 1
+
+
+NORMS = ["input_layernorm", "post_attention_layernorm"]
+ON_NORMS = {
+    "LNTuning": (LNTuningConfig(target_modules=NORMS, task_type="CAUSAL_LM"), {0, 1}),
+    "norms of some layers": (
+        LoraConfig(
+            target_modules=["q_proj"], layers_to_transform=[0], modules_to_save=NORMS[:1], task_type="CAUSAL_LM"
+        ),
+        {0, 1},
+    ),
+    "a norm of one layer": (LNTuningConfig(target_modules=["0.post_attention_layernorm"], task_type="CAUSAL_LM"), {0}),
+}
+
+
+@pytest.mark.parametrize(("adapter", "left"), ON_NORMS.values(), ids=ON_NORMS)
+def test_layers_whose_norms_carry_an_adapter_are_not_fused_and_train_it(adapter, left):
+    plain, fp8 = (get_peft_model(causal_lm("llama"), adapter) for _ in range(2))
+    fp8.load_state_dict(plain.state_dict())
+    fusion = convert(fp8, parse_fp8({"fp8": {"monitor": {"every": 0}}})).fusion
+    assert {int(name.split("layers.")[1].split(".")[0]) for name in fusion.left if name.endswith(("0", "1"))} == left
+    assert all("adapter" in fusion.left[name] for name in fusion.left)
+    assert len(fusion.layers) == 2 - len(left)
+    for model in (plain, fp8):
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+    for (name, p), q in zip(fp8.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None and q.grad.any():
+            assert error(p.grad.float(), q.grad.float()) < 0.2, name
 
 
 def test_a_forward_of_liger_on_the_instance_is_not_reported_as_fused():

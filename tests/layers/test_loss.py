@@ -7,13 +7,14 @@ import inspect
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import CPTConfig, LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.layers.head.cross_entropy import IGNORED
-from ds_fp8.layers.head.loss import FusedHead, fuse_loss, withholds_logits
+from ds_fp8.layers.head.loss import NO_LOGITS, FusedHead, fuse_loss, withholds_logits
 from tests.layers.copies import assert_independent_copy, copied
 from tests.layers.losses import TOLERANCE, limit_chunks
 from tests.numerics import error
@@ -62,7 +63,7 @@ def assert_same_training(fused, plain, inputs):
     tolerance = TOLERANCE[torch.float32]
     ours, theirs = fused(**inputs), plain(**inputs)
     assert type(ours) is type(theirs)
-    assert ours.logits is None
+    assert ours.logits is NO_LOGITS
     assert "logits" not in ours
     assert ours.loss.dtype is theirs.loss.dtype
     assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=tolerance, nan_ok=True)
@@ -171,7 +172,7 @@ def test_evaluation_outputs_and_tuples():
         assert with_logits.loss == expected.loss
         loss = expected.loss.item()
         output = fused(**batch(), output_hidden_states=True, skip_logits=True)
-        assert output.logits is None
+        assert output.logits is NO_LOGITS
         assert output.loss.item() == pytest.approx(loss, rel=TOLERANCE[torch.float32])
         assert len(output.hidden_states) == 3
         parts = fused(**batch(), return_dict=False, use_cache=False, skip_logits=True)
@@ -203,12 +204,50 @@ def test_a_model_wrapped_by_peft_is_fused_inside(targets):
     if not result.fused:
         assert "adapter (peft." in result.description
     ours, theirs = fused(**batch()), plain(**batch())
-    assert (ours.logits is None) == result.fused
+    assert (ours.logits is NO_LOGITS) == result.fused
     ours.loss.backward()
     theirs.loss.backward()
     for (name, p), q in zip(fused.named_parameters(), plain.parameters(), strict=True):
         if q.requires_grad:
             assert error(p.grad, q.grad) < TOLERANCE[torch.float32], name
+
+
+USES = {
+    "a method": lambda logits: logits.float(),
+    "an index": lambda logits: logits[..., :-1, :],
+    "a function of torch": lambda logits: torch.nn.functional.log_softmax(logits, -1),
+    "arithmetic": lambda logits: 2 * logits,
+    "beside a tensor": lambda logits: torch.ones(3) * logits,
+    "a loop": list,
+    "a question": bool,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_logits_that_were_not_made_say_how_to_get_them(use):
+    output = fused_and_plain("llama")[0](**batch())
+    with pytest.raises(UserError, match="without logits") as caught:
+        use(output.logits)
+    assert caught.value.key == "fp8.loss.mode"
+    assert "off" in caught.value.remedy
+    assert "skip_logits=False" in caught.value.remedy
+    assert not hasattr(output.logits, "shape")
+    assert len(output.to_tuple()) == len(output.keys()) == 1 + ("past_key_values" in output)
+
+
+def test_an_adapter_that_reads_logits_keeps_them():
+    """CPT of PEFT computes a loss of its own from them."""
+
+    def wrap(model):
+        torch.manual_seed(1)
+        ids = [3, 5, 7]
+        cpt = CPTConfig(task_type="CAUSAL_LM", cpt_token_ids=ids, cpt_tokens_type_mask=[1, 2, 4], cpt_mask=[1] * 3)
+        return get_peft_model(model, cpt)
+
+    plain, fused = wrap(build("llama")), wrap(build("llama"))
+    result = fuse_loss(fused)
+    assert (result.fused, result.description) == (False, "that of PEFT's CPT, which reads logits")
+    assert fused(**batch()).loss == plain(**batch()).loss
 
 
 @pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
@@ -217,13 +256,13 @@ def test_a_fused_model_can_be_copied(how):
     expected = fused(**batch()).loss
     assert_independent_copy(fused, copied(fused, how))
     assert copied(fused, how)(**batch()).loss == expected
-    assert copied(fused, how)(**batch()).logits is None
+    assert copied(fused, how)(**batch()).logits is NO_LOGITS
 
 
 def test_labels_by_position_and_a_failed_forward():
     fused, plain = fused_and_plain("llama")
     ids, labels = batch().values()
-    assert fused(ids, None, None, None, None, labels).logits is None
+    assert fused(ids, None, None, None, None, labels).logits is NO_LOGITS
     with pytest.raises(ValueError, match="targets"):
         fused(input_ids=ids, labels=labels[:, :5])
     assert torch.equal(fused(ids).logits, plain(ids).logits), "labels of a failed call must not linger"

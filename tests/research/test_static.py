@@ -9,11 +9,14 @@ from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import FORMATS, CastSpec
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.layers.head.loss import fuse_loss
+from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.monitor.statistics import add_cast_statistics
 from ds_fp8.research.formats import static_scale_type
 from ds_fp8.zero.shard_cast import ReferenceShardCast
 from tests.casts import oracle
 from tests.layers.hugging_face import causal_lm, tokens
+from tests.numerics import error
 from tests.zero.shard_casts import buffer_of, shards_of, weights_of
 
 SMALL = [(131, 301), (1, 5), (70, 131)]
@@ -90,6 +93,22 @@ def test_the_monitor_counts_what_saturates():
     add_cast_statistics(x, quantize(x, "e4m3", "tensor", "static"), sums, peaks)
     assert sums[1] == 3
     assert sums[2] == 0
+
+
+def test_a_head_in_fp8_clips_no_gradient_of_the_summed_loss():
+    """Which is as large as 1, and divided by the tokens only afterwards."""
+    gradients = {}
+    for name, section in (("bf16", {}), ("fp8", {"preset": "munit"})):
+        model = causal_lm("qwen2")
+        config = FP8Config(**section, loss={"head": "fp8"}, monitor={"every": 0}) if name == "fp8" else None
+        assert fuse_loss(model, config and recipe_from_config(config)).fused
+        ids = tokens(2, 64)
+        model(ids, labels=ids).loss.backward()
+        gradients[name] = [model.lm_head.weight.grad.float(), model.model.norm.weight.grad.float()]
+    for found, exact in zip(gradients["fp8"], gradients["bf16"], strict=True):
+        # Clipped they were 80% too small.
+        assert error(found, exact) < 0.1
+        assert found.norm().item() == pytest.approx(exact.norm().item(), rel=0.02)
 
 
 @pytest.mark.parametrize(

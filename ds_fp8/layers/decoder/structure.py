@@ -119,6 +119,8 @@ def norm_eps(norm: nn.Module) -> float:
     Raises:
         Unfusable: It has none.
     """
+    if type(norm).__module__.startswith("peft."):
+        raise Unfusable(f"a norm carries an adapter ({type(norm).__name__}), which a fused forward would not run")
     for name in ("variance_epsilon", "eps"):
         if isinstance(getattr(norm, name, None), float):
             return getattr(norm, name)
@@ -243,6 +245,7 @@ def _small_mlp(mlp: nn.Module) -> nn.Module:
 
 
 def _small_norm(norm: nn.Module, size: int) -> nn.Module:
+    norm_eps(norm)  # raises for what is no plain norm
     small = _stand_in(norm)
     small.weight = nn.Parameter(torch.rand(size) + 0.5)
     if hasattr(norm, "normalized_shape"):

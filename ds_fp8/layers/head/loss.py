@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.layers.head.cross_entropy import implementation, linear_cross_entropy
 from ds_fp8.layers.head.softmax_gradient import IGNORED
 from ds_fp8.layers.linear.recipe import LinearRecipe
@@ -35,6 +36,41 @@ PROBE_TOLERANCE = 1e-4
 
 class WithheldLogits(dict):
     """The fused head's stand-in for logits: {"loss": summed loss, FP32 scalar}. Arithmetic on it is a TypeError."""
+
+
+class NoLogitsError(UserError, AttributeError):
+    """Logits are used that were not made; for hasattr and copying an AttributeError like others."""
+
+
+class NoLogits:
+    """What outputs hold as `logits` where the loss was computed without them: any use says how to get them."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NoLogitsError(
+            "the loss was computed without logits, and so this output has none",
+            key="fp8.loss.mode",
+            remedy='"loss": {"mode": "off"}, or for one call skip_logits=False or no labels',
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Refuse functions of torch."""
+        NO_LOGITS._refuse()
+
+    __getitem__ = __len__ = __iter__ = __bool__ = __float__ = __array__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __neg__ = _refuse
+
+    def __repr__(self) -> str:
+        return "<no logits: the loss was computed without them>"
+
+    def __reduce__(self) -> str:
+        return "NO_LOGITS"
+
+
+NO_LOGITS = NoLogits()
 
 
 class FusedHead(nn.Linear):
@@ -66,7 +102,7 @@ class LossFusion:
 def fuse_loss(model: nn.Module, recipe: LinearRecipe | None = None) -> LossFusion:
     """Make a model compute its loss without logits, in place, where that gives the same loss and gradients.
 
-    Given labels the model then returns `loss` and no logits, in training by default and with `skip_logits=True`; with
+    Given labels the model then returns `loss` and NO_LOGITS, in training by default and with `skip_logits=True`; with
     `skip_logits=False` and without labels nothing changes. The loss is Hugging Face's for causal language models, with
     `num_items_in_batch` and `shift_labels`. Parameters, their names, the names of classes and isinstance stay what they
     were.
@@ -78,6 +114,8 @@ def fuse_loss(model: nn.Module, recipe: LinearRecipe | None = None) -> LossFusio
     Returns:
         Whether the loss is fused, and a line for the start report.
     """
+    if any(adapter.peft_type == "CPT" for adapter in getattr(model, "peft_config", {}).values()):
+        return LossFusion(False, "that of PEFT's CPT, which reads logits")
     model = _unwrapped(model)
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     # A forward on the instance hides that of the class, so that a swapped class would change nothing.
@@ -269,4 +307,7 @@ def _reduced_loss(
 def _without_logits(output: Any) -> Any:
     if isinstance(output, tuple):
         return tuple(part for part in output if not isinstance(part, WithheldLogits))
-    return replace(output, logits=None)
+    output = replace(output, logits=None)
+    # Of the attribute alone: as a mapping and as a tuple the output has no logits.
+    object.__setattr__(output, "logits", NO_LOGITS)
+    return output

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
 from tests.layers.hugging_face import causal_lm, tokens
+from tests.numerics import error
 
 
 def fp8_model(architecture="llama", **section):

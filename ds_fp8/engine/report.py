@@ -16,7 +16,7 @@ from ds_fp8.engine import break_even
 from ds_fp8.engine.coverage import coverage
 from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
-from ds_fp8.graphs.known_code import code_of_others, text_config
+from ds_fp8.graphs.conditions import code_of_others, text_config
 from ds_fp8.graphs.micro_steps import EAGER_STEPS
 from ds_fp8.layers.attention import packed_rows
 from ds_fp8.layers.attention.format import AttentionFormat

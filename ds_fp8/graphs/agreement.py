@@ -1,11 +1,25 @@
-"""Host-side MIN all-reduce over gloo; it does not synchronize the device."""
+"""What ranks agree on around CUDA graphs: numbers by a MIN over gloo, and that a graph computes what Python does.
+
+A graph keeps every Python value that its capture met: attributes, schedules by the number of steps, branches taken on
+values of the host. When such a value changes, Python computes something else, and the outputs differ. A check runs the
+forward of a graph beside Python's on one batch, and trains on Python's. The replayed forward runs no Python, no hook of
+DeepSpeed and no autograd. Outside its own memory it changes random states and buffers alone, which are put back, so
+that training has the same bits with and without checks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ds_fp8.graphs.replay import MicroStepGraph
+from ds_fp8.zero.seams.micro_step import MicroStep
 
 LEAST_TIMEOUT = timedelta(minutes=30)
 """Least time for which ranks wait for the slowest of them: it may be saving or loading."""
@@ -40,3 +54,158 @@ class RankAgreement:
         if self._group is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group(self._group)
         self._group = None
+
+
+SPREAD_REPLAYS = 16
+"""Replays of one batch that show how far apart kernels are that sum in no fixed order."""
+
+SPREAD_FACTOR = 8
+"""Times that spread by which a replay and Python may differ: a spread of few runs is a low guess."""
+
+
+class ForwardState:
+    """Random states and buffers of the model, which a forward can change beside its outputs."""
+
+    def __init__(self, module: nn.Module, device: torch.device):
+        """Remember them."""
+        self._device = device
+        self._host = torch.get_rng_state()
+        self._random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        # Clones on the current stream, on which both forwards run: no event is needed.
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+
+    def restore(self) -> None:
+        """Put them back; autograd does not notice."""
+        torch.set_rng_state(self._host)
+        if self._random is not None:
+            torch.cuda.set_rng_state(self._random, self._device)
+        for buffer, value in self._buffers:
+            # Through `.data`: an in-place write that autograd sees would raise the version of tensors saved for
+            # backward.
+            buffer.data.copy_(value)
+
+
+class GraphChecks:
+    """Compares the graphs of one engine with Python, with the same outcome on all ranks."""
+
+    def __init__(self, module: nn.Module, device: torch.device, micro_step: MicroStep, agreement: RankAgreement):
+        self._module, self._device = module, device
+        self._micro_step, self._agreement = micro_step, agreement
+        self._spread: dict[object, list[float]] = {}
+        """By signature, how far apart replays of one batch have been."""
+
+    def launch(
+        self, graph: MicroStepGraph, signature: object, batch: Mapping[str, Any], launch: Callable[[], Any]
+    ) -> tuple[Any, str | None]:
+        """Launch a micro-step by Python, beside the forward of its graph. Collective.
+
+        The graph's forward comes first, from the same random states and buffers. Where outputs differ, more replays
+        tell kernels that sum in no fixed order from Python that computes something else by now.
+
+        Args:
+            graph: The graph, in whose state parameters and shards are.
+            signature: Signature of the micro-step.
+            batch: Arguments of the graph.
+            launch: Launches the module.
+
+        Returns:
+            What `launch` returns, and how the outputs differ; None where they do not.
+        """
+        # Random states and buffers: both forwards must draw the same numbers, and a buffer that a forward updates (a
+        # running mean) must be updated once.
+        before = ForwardState(self._module, self._device)
+        graph.launch_forward(batch)
+        ours = graph.copies()
+        before.restore()
+        output = launch()
+        theirs = outputs_of(output)
+        if not self._agreement.least(same_bits(ours, theirs))[0]:
+            spread = self._spread[signature] = self._replayed_spread(graph, signature, batch, ours, before)
+            if not self._agreement.least(within(ours, theirs, spread))[0]:
+                return output, first_difference(ours, theirs)
+        graph.schedule.checked()
+        return output, None
+
+    def _replayed_spread(
+        self,
+        graph: MicroStepGraph,
+        signature: object,
+        batch: Mapping[str, Any],
+        first: tuple[Any, ...],
+        before: ForwardState,
+    ) -> list[float]:
+        """Return how far apart the outputs of replays of one batch are, now and at earlier checks."""
+        after = ForwardState(self._module, self._device)
+        # Python's forward may have left gathers in flight; the replay reads shards on its own streams right away.
+        self._micro_step.wait_for_sides()
+        spread = self._spread.get(signature) or [0.0] * len(first)
+        for _ in range(SPREAD_REPLAYS):
+            before.restore()
+            graph.launch_forward(batch)
+            # The largest distance over all checks so far: a spread seen once may be seen again.
+            spread = list(map(max, spread, distances(graph.copies(), first)))
+        # Training goes on behind Python's forward, whose backward may draw random numbers of its own (recomputation).
+        after.restore()
+        return spread
+
+
+def outputs_of(output: Any) -> list[Any]:
+    """Return the outputs of a model as a graph has them, tensors detached."""
+    return [leaf.detach() if torch.is_tensor(leaf) else leaf for leaf in tree_leaves(output)]
+
+
+def same_bits(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Return whether two lists of outputs are equal bit for bit, NaN to NaN; the host waits for the device."""
+    return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+
+
+def within(ours: Sequence[Any], theirs: Sequence[Any], spread: Sequence[float]) -> bool:
+    """Return whether outputs of a graph and of Python differ by no more than SPREAD_FACTOR times a spread.
+
+    Args:
+        ours: Outputs of the graph.
+        theirs: Those of Python.
+        spread: Of each output, how far apart replays of one batch are (`distances`).
+    """
+    if len(ours) != len(theirs):
+        return False
+    triples = zip(ours, theirs, spread, strict=True)
+    return all(_same(a, b) or _distance(a, b) <= SPREAD_FACTOR * apart for a, b, apart in triples)
+
+
+def distances(ours: Sequence[Any], theirs: Sequence[Any]) -> list[float]:
+    """Return how far apart each output is in two replays."""
+    return [_distance(a, b) for a, b in zip(ours, theirs, strict=True)]
+
+
+def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> str:
+    """Return where two lists of outputs differ, for a log line of one rank."""
+    if len(ours) != len(theirs):
+        return f"{len(ours)} and {len(theirs)} of them"
+    for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if not _same(a, b):
+            if torch.is_tensor(a) and torch.is_tensor(b) and a.numel() == b.numel() == 1:
+                return f"{a.item():.9g} and {b.item():.9g}"
+            return f"output {place}, by up to {_distance(a, b):.3g}"
+    return "on another rank"
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not (torch.is_tensor(a) and torch.is_tensor(b)):
+        return type(a) is type(b) and a == b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    # a != a finds NaN: two NaN at one place count as equal, else a skipped step would end the graphs.
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _distance(a: Any, b: Any) -> float:
+    """Return the largest difference of two tensors; infinite where they have no such thing."""
+    if not (torch.is_tensor(a) and torch.is_tensor(b)) or a.shape != b.shape or not a.is_floating_point():
+        return 0.0 if _same(a, b) else float("inf")
+    if not a.numel():
+        return 0.0
+    # Equal infinities would give NaN as their difference.
+    found = (a.float() - b.float()).abs().masked_fill((a == b) | ((a != a) & (b != b)), 0).max().item()
+    # NaN: one side is NaN where the other is a number.
+    return found if found == found else float("inf")

@@ -1,23 +1,181 @@
-"""Conditions under which a micro-step can run as a CUDA graph."""
+"""Conditions under which a micro-step can run as a CUDA graph, of an engine, its model's Python code, and one call."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
 import torch
 from torch import nn
+from torch.nn.modules import module as of_all_modules
 from torch.utils.checkpoint import checkpoint
 
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.graphs.host_checkpoints import HostCheckpoints, recomputed_by
-from ds_fp8.graphs.known_code import hook_of_others, text_config
 from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.sequence_parallel import place_of_slices
 from ds_fp8.layers.experts.routing import is_routed
 from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.zero.gradient_shards import GradientShards
+from ds_fp8.zero.seams.micro_step import MicroStep
+
+KNOWN_PACKAGES = frozenset({"torch", "transformers", "deepspeed", "ds_fp8", "liger_kernel", "peft"})
+"""Packages whose modules and hooks do the same in Python at every step of one shape."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_SETTINGS = (
+    *("gradient_checkpointing", "p", "dropout", "attention_dropout", "hidden_dropout", "layerdrop"),
+    *("scaling", "_disable_adapters", "_active_adapter", "merged_adapters"),  # of PEFT's layers
+)
+"""Attributes of modules that decide what is computed."""
+
+_KEPT_BY_OTHERS = frozenset({*vars(nn.Module()), "_external_params", "applied_pre_backward_ref_cnt"})
+"""Attributes of modules that torch and DeepSpeed write; DeepSpeed's others begin with ds_."""
+
+
+def hook_of_others(module: nn.Module) -> str | None:
+    """Return which hook of a model is of an unknown package, or None.
+
+    Hooks are there to be called at every step: they read activations, or change gradients, which no check sees.
+    """
+    for hook in _global_hooks():
+        if _package(hook) not in KNOWN_PACKAGES:
+            return f"all modules have a hook of {_module_of(hook)}"
+    for name, part in module.named_modules():
+        for hook in _hooks(part, _HOOKS):
+            if _package(hook) not in KNOWN_PACKAGES:
+                return f"{name or 'the model'} has a hook of {_module_of(hook)}"
+    for name, parameter in module.named_parameters():
+        for hook in _hooks(parameter, _HOOKS_OF_PARAMETERS):
+            if _package(hook) not in KNOWN_PACKAGES:
+                return f"{name} has a hook of {_module_of(hook)}"
+    return None
+
+
+def code_of_others(module: nn.Module) -> str | None:
+    """Return which class, forward or attention function of a model is of an unknown package, or None."""
+    for name, part in module.named_modules():
+        where = name or "the model"
+        if not _is_known(part):
+            return f"{where} is a {type(part).__name__} of {type(part).__module__}"
+        forward = vars(part).get("forward")
+        if forward is not None and _package(forward) not in KNOWN_PACKAGES:
+            return f"{where} has a forward of {_module_of(forward)}"
+    attention = _attention_function(text_config(getattr(module, "config", None)))
+    if attention is not None and _package(attention) not in KNOWN_PACKAGES:
+        return f"attention is a function of {_module_of(attention)}"
+    return None
+
+
+def _attention_function(config: Any) -> object | None:
+    """Return the function that transformers has for the attention of a configuration, or None."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = getattr(config, "_attn_implementation", None)
+    return ALL_ATTENTION_FUNCTIONS.get(name) if isinstance(name, str) else None
+
+
+class PythonState:
+    """Attributes of the modules of unknown packages, to find those that a forward changes.
+
+    A graph leaves them as they are: a counter stands still, a tensor that is kept for others is that of an old step.
+    """
+
+    def __init__(self, module: nn.Module):
+        """Remember the attributes."""
+        self._before = [
+            (name, part, self._attributes(part)) for name, part in module.named_modules() if not _is_known(part)
+        ]
+
+    def changed(self) -> str | None:
+        """Return which attribute has been given another object or length since, or None."""
+        for name, part, before in self._before:
+            now = self._attributes(part)
+            for attribute in sorted(before.keys() | now.keys()):
+                if not _is_unchanged(before.get(attribute), now.get(attribute)):
+                    return f'the forward of {name or "the model"} changes its attribute "{attribute}"'
+        return None
+
+    @staticmethod
+    def _attributes(part: nn.Module) -> dict[str, tuple[object, int]]:
+        return {
+            name: (value, len(value) if isinstance(value, (list, dict, set)) else 0)
+            for name, value in vars(part).items()
+            if name not in _KEPT_BY_OTHERS and not name.startswith("ds_")
+        }
+
+
+def _is_unchanged(before: tuple[object, int] | None, now: tuple[object, int] | None) -> bool:
+    if before is None or now is None:
+        return False
+    # Python may keep equal small values as one object or not, so these are compared by value. A tensor is compared by
+    # identity: its contents may change in place, which a graph does as well.
+    plain = isinstance(now[0], (bool, int, float, str)) and type(before[0]) is type(now[0])
+    return before[1] == now[1] and (before[0] is now[0] or (plain and before[0] == now[0]))
+
+
+def _is_known(part: nn.Module) -> bool:
+    return all(_package(code) in KNOWN_PACKAGES for code in (type(part), type(part).forward))
+
+
+def fingerprint(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter], config: Any) -> int:
+    """Return a number that changes where a model's hooks, its code or settings of its modules have been changed.
+
+    Hooks are counted and not told apart: some programs remove DeepSpeed's for generation, and put the same ones back.
+
+    Args:
+        modules: All of the model.
+        parameters: All of them.
+        config: Configuration of a Hugging Face model, or None: which outputs and which attention.
+    """
+    seen: list[object] = [len(list(_global_hooks()))]
+    for part in modules:
+        own = vars(part)
+        for name in _HOOKS:
+            seen.append(len(own[name]))
+        # By identity: a forward that was replaced on the class or on the instance is another object. Its code is not
+        # read.
+        seen += (id(type(part).forward), id(own.get("forward")))
+        for name in _SETTINGS:
+            if name in own:
+                seen.append(repr(own[name]))
+    for parameter in parameters:
+        for name in _HOOKS_OF_PARAMETERS:
+            seen.append(len(getattr(parameter, name, None) or ()))
+    config = text_config(config)
+    names = ("_attn_implementation", "output_hidden_states", "output_attentions", "use_cache", "return_dict")
+    seen += (repr(getattr(config, name, None)) for name in names)
+    return hash(tuple(seen))
+
+
+def text_config(config: Any) -> Any:
+    """Return the part of a Hugging Face model's configuration that is about text; None of None."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _global_hooks() -> Iterator[object]:
+    for name in _HOOKS:
+        yield from getattr(of_all_modules, f"_global{name}", {}).values()
+
+
+def _hooks(owner: object, names: tuple[str, ...]) -> Iterator[object]:
+    for name in names:
+        yield from (getattr(owner, name, None) or {}).values()
+
+
+def _package(code: object) -> str:
+    return _module_of(code).partition(".")[0]
+
+
+def _module_of(code: object) -> str:
+    """Return the Python module that a class, a function or a callable object comes from."""
+    code = getattr(code, "func", code)  # of a functools.partial
+    return getattr(code, "__module__", None) or type(code).__module__
+
 
 COMPILED = "the module is compiled"
 SAVED_ELSEWHERE = "hooks of the caller change the tensors saved for backward"
@@ -198,3 +356,102 @@ class Capacities:
         seen = self._max_seen[signature] = max(documents, self._max_seen.get(signature, 0))
         # A power of two at least twice the largest number seen: few captures are repeated as batches vary.
         return max(MIN_DOCUMENTS, 1 << (2 * seen - 1).bit_length()) if seen else 0
+
+
+@dataclass
+class Call:
+    """A call of the module in training, and what this rank knows of it."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    pending: bool
+    """Another forward may still get its backward."""
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of a graph."""
+    why: str | None = None
+    """Reason for which this rank cannot run it as a graph, or None."""
+    signature: object = None
+    documents: int = 0
+    """Documents of packed rows, 0 where every row is one."""
+    max_documents: int = 0
+    """Documents that a graph is captured for; known once the ranks have compared."""
+    ordered: bool = True
+    """On all ranks DeepSpeed knows the order of modules."""
+
+
+class Calls:
+    """Looks at the calls of one engine's module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        micro_step: MicroStep,
+        gradients: GradientShards,
+        on_other_code: Callable[[], None],
+    ):
+        """Begin with none.
+
+        Args:
+            module: Module of the engine.
+            device: Its device.
+            micro_step: DeepSpeed's part of a micro-step.
+            gradients: Gradient shards that its reductions add to.
+            on_other_code: Called when the model's hooks or settings have changed since the last call.
+        """
+        self._module, self._device, self._micro_step, self._gradients = module, device, micro_step, gradients
+        self._on_other_code = on_other_code
+        self._code = 0
+        """Fingerprint of the model's code at the last micro-step that could be a graph."""
+        self.code_of_others: str | None = None
+        """Code that is neither this package's nor known to it."""
+
+    def look_at(self, args: tuple, kwargs: dict[str, Any], pending: bool) -> Call:
+        """Return what this rank knows of a call; `pending` as of Call."""
+        args, kwargs = by_name(self._module, args, kwargs)
+        if isinstance(kwargs.get(ITEMS), (int, float)):  # a number would be part of the graph
+            kwargs[ITEMS] = torch.tensor(float(kwargs[ITEMS]))
+        if torch.is_tensor(kwargs.get(ITEMS)):
+            # As a tensor on the device it is copied into the graph's buffer at every replay: the loss divides by the
+            # number of this batch, not of the captured one.
+            kwargs[ITEMS] = kwargs[ITEMS].to(self._device)
+        here = Call(args, kwargs, pending)
+        self._inspect(here)
+        return here
+
+    def _inspect(self, here: Call) -> None:
+        """Find out whether this rank could run a call as a graph, and of which signature."""
+        here.why = why_eager(self._micro_step.modules, self._device, here.args, here.kwargs)
+        if here.why is None:
+            here.documents, here.why = rows_in_a_graph(self._module, here.kwargs)
+        if here.why is None and self._micro_step.reduced_later:
+            here.why = "gradients are reduced later"
+        if here.why is None and here.pending:
+            # A replay adds its gradients to none of another forward's, and all graphs share their memory.
+            here.why = "a forward ran before the backward of another"
+        if here.why is None:
+            # Only for calls that could be graphs: the fingerprint walks over all modules.
+            self._forget_other_code()
+            # A mask is of ones only, and then transformers leaves it out as well.
+            here.batch = {name: value for name, value in here.kwargs.items() if name != "attention_mask"}
+            here.signature = self._signature(here.batch)
+
+    def _signature(self, kwargs: Mapping[str, Any]) -> object:
+        """Return what micro-steps that one graph can run have in common, on all ranks alike."""
+        batch = tuple(
+            (name, tuple(value.shape), value.dtype, value.device.type) if torch.is_tensor(value) else (name, value)
+            for name, value in sorted(kwargs.items())
+        )
+        accumulates = self._micro_step.accumulates
+        # Gradients that arrive for the first time in a step are added to zeros, which clears them before.
+        arrived = sorted(self._gradients.arrived) if accumulates else None
+        # Each part changes the kernels: the first micro-batch of a step overwrites gradients and later ones add, frozen
+        # parameters have no wgrad, and dropout depends on the mode of its module.
+        return batch, accumulates, arrived and tuple(arrived), self._micro_step.trained, self._micro_step.training
+
+    def _forget_other_code(self) -> None:
+        """Find out whether hooks or settings of the model have changed, on this rank."""
+        code = fingerprint(self._micro_step.modules, self._micro_step.parameters, getattr(self._module, "config", None))
+        if code != self._code:
+            self._on_other_code()
+            self._code, self.code_of_others = code, code_of_others(self._module)

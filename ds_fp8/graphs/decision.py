@@ -37,14 +37,10 @@ class Facts:
     """The graph need not be checked now."""
     comparable: bool = False
     """The graph runs the same kernels as Python."""
-    room: bool = False
-    """There is memory for an eager micro-step beside the graph."""
-    trusted: bool = False
-    """The graph may run unchecked where there is no such memory."""
     lasting: bool = False
-    """Graphs have not been freed again and again."""
+    """No rank gives graphs up: memory beside them suffices, and the model has not changed again and again."""
     has_capacity: bool = False
-    """Fewer graphs have been captured than there may be."""
+    """Fewer than MAX_GRAPHS graphs are captured."""
     ready: bool = False
     """Enough micro-steps of its signature have run eagerly."""
 
@@ -55,25 +51,19 @@ def decide(facts: Facts) -> tuple[Action, str | None]:
         return Action.END, "one backward has the losses of several forwards"
     # From here on the order of the checks is part of the protocol: all ranks evaluate it on the same facts, and only
     # facts that hold on every rank may lead to a capture or a replay.
+    if not facts.lasting:
+        return Action.END, "memory beside them is short, or the model changes again and again"
     if not facts.alike:
         return Action.EAGER, None  # the reason is another one on every rank
-    # Before `ready` and `lasting`: those only concern graphs that are still to be captured.
+    # Before `ready`, which only concerns graphs that are still to be captured.
     if facts.usable:
-        return _with_graph(facts), None
+        # A measured micro-step must run eagerly, since the monitor's kernels are not in the graph; it is then used as a
+        # check as well where that is possible.
+        if facts.unmeasured and (facts.unchecked or not facts.comparable):
+            return Action.REPLAY, None
+        return (Action.CHECK if facts.comparable else Action.EAGER), None
     if not facts.unmeasured:
         return Action.EAGER, None
-    if not facts.lasting:
-        return Action.END, "they were freed repeatedly, because memory is short or the model changes"
     if not facts.has_capacity:
         return Action.EAGER, "batches have too many shapes, and no more of them are captured"
     return (Action.CAPTURE if facts.ready else Action.EAGER), None
-
-
-def _with_graph(facts: Facts) -> Action:
-    # A measured micro-step must run eagerly, since the monitor's kernels are not in the graph; it is then used as a
-    # check as well where that is possible.
-    if facts.unmeasured and (facts.unchecked or not facts.comparable):
-        return Action.REPLAY
-    if facts.comparable and facts.room:
-        return Action.CHECK
-    return Action.REPLAY if facts.unmeasured and facts.trusted else Action.EAGER

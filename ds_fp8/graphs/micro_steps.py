@@ -1,7 +1,7 @@
 """Micro-steps of an engine as CUDA graphs: choose which to capture and when, and report reasons against it.
 
 All ranks do the same: NCCL does not document that a captured collective may match an eager one on another rank. So
-before every micro-step they compare facts, on the host and beside the device; graph_decision.py decides from them.
+before every micro-step they compare facts, on the host and beside the device; decision.py decides from them.
 """
 
 from __future__ import annotations
@@ -9,29 +9,37 @@ from __future__ import annotations
 import functools
 import os
 import types
+import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
 import deepspeed
 import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ds_fp8.graphs.agreement import RankAgreement
-from ds_fp8.graphs.calls import Call, Calls, tokens_of
-from ds_fp8.graphs.capture import before_process_groups_end, end_failed_capture, in_one_line, without_frames
-from ds_fp8.graphs.captured_graphs import MAX_EVICTIONS, CapturedGraphs
-from ds_fp8.graphs.check import GraphChecks
+from ds_fp8.graphs.agreement import GraphChecks, RankAgreement
+from ds_fp8.graphs.capture import (
+    before_process_groups_end,
+    end_failed_capture,
+    in_one_line,
+    random_numbers_drawn,
+    without_frames,
+)
 from ds_fp8.graphs.conditions import (
     COMPILED,
     SAVED_ELSEWHERE,
+    Call,
+    Calls,
     Capacities,
+    PythonState,
     is_compiled,
     why_auto_disabled,
 )
 from ds_fp8.graphs.decision import Action, Facts, decide
-from ds_fp8.graphs.eager_forwards import EagerForwards
-from ds_fp8.graphs.micro_step_graph import MicroStepGraph
+from ds_fp8.graphs.replay import CapturedGraphs, MicroStepGraph
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_shards import GradientShards
@@ -48,7 +56,119 @@ UNORDERED_STEPS = 6
 MAX_GRAPHS = 8
 """Signatures that are captured: every graph keeps separate buffers."""
 
+MAX_CHANGES = 3
+"""Changes of a captured model's hooks or settings, after which nothing is captured any more."""
+
 OTHERS_DIFFER = "other ranks have batches of other shapes, or run eagerly"
+
+
+class _Forward:
+    """Lives as long as its output, or until the output's backward."""
+
+    def __init__(self, used: set[int]):
+        self._used = used
+        self.done = False
+
+    def gradient_arrives(self, place: int, gradient: torch.Tensor) -> None:
+        self._used.add(place)
+        self.done = True
+
+
+class EagerForwards:
+    """Eager forwards of one engine in training, and what they show: which outputs get a gradient, what they change."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any], device: torch.device, stream: torch.cuda.Stream):
+        """Begin with none.
+
+        Args:
+            module: Module of the engine.
+            call: Calls it.
+            device: Its device.
+            stream: Stream that graphs are captured on.
+        """
+        self._module, self._call, self._device, self._stream = module, call, device, stream
+        # Weak references: a forward is over when its outputs are dropped, as after an evaluation with gradients
+        # enabled.
+        self._forwards: list[weakref.ref[_Forward]] = []
+        self._used: dict[object, set[int]] = {}
+        self.draws = False
+        """True once a forward has drawn random numbers."""
+        self.changes: str | None = None
+        """Attribute of a module of others that a forward has changed."""
+
+    def launch(
+        self, args: tuple, kwargs: Mapping[str, Any], signature: object, where_called: bool, watches: bool
+    ) -> Any:
+        """Call the module, and remember until its backward that it has run.
+
+        Args:
+            args: Arguments by position.
+            kwargs: Arguments by name.
+            signature: Signature of the micro-step, for `used`.
+            where_called: Stay on the caller's stream.
+            watches: Note in `changes` which attribute of a module of others the forward changes.
+        """
+        # Only for code that is not known: comparing all attributes takes time at every step.
+        state = PythonState(self._module) if watches else None
+        # The generator's offset is on the host, so asking for it waits for nothing.
+        drawn = random_numbers_drawn(self._device)
+        output = self._call(*args, **kwargs) if where_called else self._aside(args, kwargs)
+        self.draws = self.draws or random_numbers_drawn(self._device) != drawn
+        if state is not None:
+            self.changes = self.changes or state.changed()
+        return self.add(output, signature)
+
+    def _aside(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Call the module on the stream that graphs are captured on.
+
+        Autograd adds a gradient up on the stream that its parameter was first used on, and remembers that for as long
+        as the user holds the loss of an earlier step. A capture must not come upon another stream there.
+        """
+        outside = torch.cuda.current_stream(self._device)
+        # Both waits: arguments were made outside, and outputs are read there. Memory needs no marks: both streams wait
+        # for each other at every micro-step before either reuses what the other has read.
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            output = self._call(*args, **kwargs)
+        outside.wait_stream(self._stream)
+        return output
+
+    def add(self, output: Any, signature: object = None) -> Any:
+        """Remember a forward by what it returned, until that is gone or gets a gradient.
+
+        Args:
+            output: What the model returned.
+            signature: Signature of its micro-step, for `used`.
+
+        Returns:
+            The same outputs. Where several have gradients they are aliases: an output may be what another one is
+            computed from, and gets a gradient from that as well.
+        """
+        forward = _Forward(self._used.setdefault(signature, set()))
+        leaves, structure = tree_flatten(output)
+        places = [place for place, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
+        if len(places) > 1:
+            for place in places:
+                leaves[place] = leaves[place].view_as(leaves[place])
+            output = tree_unflatten(leaves, structure)
+        for place in places:
+            # The hook holds `forward`, and the output's autograd node holds the hook: the forward lives as long as a
+            # backward through this output is possible.
+            leaves[place].register_hook(functools.partial(forward.gradient_arrives, place))
+        self._forwards = [*self._pending(), weakref.ref(forward)]
+        return output
+
+    def used(self, signature: object) -> frozenset[int]:
+        """Return the places of the outputs that have got a gradient from the caller, in forwards of a signature."""
+        return frozenset(self._used.get(signature, ()))
+
+    @property
+    def pending(self) -> bool:
+        """Return whether a backward may still come."""
+        return bool(self._pending())
+
+    def _pending(self) -> list[weakref.ref[_Forward]]:
+        return [one for one in self._forwards if (forward := one()) is not None and not forward.done]
 
 
 class MicroStepGraphs:
@@ -93,7 +213,8 @@ class MicroStepGraphs:
         self._agreement = RankAgreement(engine.device)
         self._checks = GraphChecks(engine.module, engine.device, self._micro_step, self._agreement)
         seams.replace(engine, engine.module, "_call_impl", self)
-        self._evaluated = self._captured_once = False
+        self._evaluated = self._captured_once = self._gives_up = False
+        self._changes = 0
         seams.on_step(engine, self._end_where_compiled)
         seams.before_load(engine, self.reset)
         seams.on_destroy(engine, self._destroy)
@@ -125,7 +246,7 @@ class MicroStepGraphs:
         # Evaluation runs eagerly, beside graphs that may leave it too little memory.
         if not (self._engine.module.training and torch.is_grad_enabled()):
             self._evaluated = True
-            self._graphs.make_room(tokens_of(kwargs), evaluates=True)
+            self._give_way(evaluates=True)
             return self._stock(*args, **kwargs)
         # Local knowledge only; no rank may act on it before `_decide` has compared it with the others'.
         here = self._calls.look_at(args, kwargs, pending=self._graphs.pending or self._eager.pending)
@@ -147,24 +268,31 @@ class MicroStepGraphs:
             return self._launch_and_check(here)
         if self.off is not None:
             return self._stock(*args, **kwargs)
-        self._graphs.make_room(here.tokens, evaluates=False)
+        self._give_way()
         return self._launch(here)
+
+    def _give_way(self, evaluates: bool = False) -> None:
+        """Free the graphs, for good, where they leave too little memory to what runs beside them on this rank."""
+        if len(self._graphs) and not self._graphs.pending and not self._graphs.has_room(evaluates):
+            self._graphs.forget()
+            torch.cuda.empty_cache()
+            self._gives_up = True
 
     def _decide(self, here: Call) -> tuple[Action, str | None]:
         """Return what all ranks do with a call, and a reason to log. Collective."""
         graph = self._graphs.get(here.signature)
         # The schedule counts replays and not steps: these are the same on all ranks.
         unchecked, unmeasured = graph is None or not graph.schedule.due, not self._monitor.active
-        beside = graph is not None and not (unchecked and unmeasured)  # or nobody need know whether there is room
+        if graph is not None and not (unchecked and unmeasured):
+            self._give_way()  # before Python launches it beside the graph
+            graph = self._graphs.get(here.signature)
         mine = Facts(
             alone=not here.pending or self._captured_once,
             usable=graph is not None and graph.addresses == self._addresses(),
             unmeasured=unmeasured,
             unchecked=unchecked,
             comparable=graph is not None and (here.documents > 0) == (graph.max_documents > 0),
-            room=not beside or self._graphs.has_room(here.tokens),
-            trusted=not self._auto or self._calls.code_of_others is None,
-            lasting=self._graphs.evictions < MAX_EVICTIONS,
+            lasting=not self._gives_up,
             has_capacity=graph is not None or len(self._graphs) < MAX_GRAPHS,
         )
         # A number that stands for the signature, 0 for none: the ranks compare it in the same MIN all-reduce as the
@@ -261,7 +389,7 @@ class MicroStepGraphs:
             error = without_frames(error)
             self._end(why)
             return False
-        self._graphs.add(here.signature, graph, kept, here.tokens)
+        self._graphs.add(here.signature, graph, kept)
         # Code of others may fail in backward where it did not with another batch.
         self._graphs.needs_dry_run = self._calls.code_of_others is not None
         self._captured_once = True
@@ -287,9 +415,10 @@ class MicroStepGraphs:
 
     def _forget_other_code(self) -> None:
         """Free the graphs of a model whose hooks or settings have been changed since, on this rank."""
-        # A model that is changed before its first graph costs nothing, and is no eviction.
-        if len(self._graphs):
-            self._graphs.evict()
+        # A model that is changed before its first graph costs nothing; capturing again and again takes time.
+        self._changes += len(self._graphs) > 0
+        self._gives_up = self._gives_up or self._changes >= MAX_CHANGES
+        self._graphs.forget()
         self._eager_runs.clear()
         self._graphs.needs_dry_run = True
         self._eager.draws, self._eager.changes = False, None

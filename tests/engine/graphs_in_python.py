@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from ds_fp8.graphs import micro_steps
 from ds_fp8.graphs.capture import masks_as_outside, process_groups_used
-from ds_fp8.graphs.captured_graphs import CapturedGraphs
+from ds_fp8.graphs.replay import CapturedGraphs
 from tests.zero import models
 
 
@@ -157,10 +157,7 @@ class RecordedGraphs(CapturedGraphs):
         self.log.append(f"replayed for {graph.max_documents}")
         return super().replay(graph, batch)
 
-    def make_room(self, tokens, evaluates):
-        pass
-
-    def has_room(self, tokens, evaluates=False):
+    def has_room(self, evaluates):
         return self.room
 
 

@@ -9,8 +9,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from ds_fp8.graphs.check_schedule import MAX_INTERVAL, CheckSchedule
-from ds_fp8.graphs.known_code import PythonState, code_of_others
+from ds_fp8.graphs.conditions import PythonState, code_of_others
+from ds_fp8.graphs.replay import MAX_INTERVAL, CheckSchedule
 from tests.engine.graphs_in_python import Graphs, engine_of, model_of
 
 SCHEDULE = {"factor": 1.0}
@@ -296,17 +296,17 @@ def test_checks_come_often_at_first_and_never_end():
     assert checks == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1536, 2048]
 
 
-def short_of_memory(trusted):
+def short_of_memory(_):
     """Graphs that leave no room for an eager micro-step beside them."""
-    register()
-    engine, _ = engine_of("sdpa" if trusted else "scheduled")
+    engine, said = engine_of("sdpa")
     graphs = engine.fp8.graphs = Graphs(engine, auto=True)
     graphs._graphs.room = False
     train(engine, range(5))
     engine.destroy()
-    return graphs.log
+    return graphs.log, said
 
 
-def test_where_memory_is_short_only_known_code_runs_unchecked(ranks):
-    assert ranks(1, short_of_memory, True)[0][2:5] == ["captured for 0", "replayed for 0", "replayed for 0"]
-    assert "replayed for 0" not in ranks(1, short_of_memory, False)[0]
+def test_where_memory_is_short_there_are_no_graphs(ranks):
+    log, said = ranks(1, short_of_memory, None)[0]
+    assert [one for one in log if one != "closed"] == ["eager", "eager", "captured for 0"]
+    assert "memory beside them is short" in said[-1]

@@ -12,16 +12,15 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.graphs.capture import before_process_groups_end, process_groups_used, random_states_unread
-from ds_fp8.graphs.captured_graphs import CapturedGraphs
 from ds_fp8.graphs.conditions import (
     MIN_DOCUMENTS,
     Capacities,
+    code_of_others,
     rows_in_a_graph,
     why_no_graphs,
     why_not_recomputed,
 )
-from ds_fp8.graphs.known_code import code_of_others
-from ds_fp8.graphs.micro_step_graph import differentiable
+from ds_fp8.graphs.replay import CapturedGraphs, differentiable
 from ds_fp8.layers.convert import convert
 from ds_fp8.train import packed_attention
 from ds_fp8.zero.wire import GATHER, WireMeter

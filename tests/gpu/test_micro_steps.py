@@ -91,8 +91,8 @@ def evaluate_with_little_memory(engine, step):
         if graphs is None:
             return evaluate(engine, step)
         kept = graphs.kept_bytes
-        fillers = [torch.empty(torch.cuda.mem_get_info()[0] - kept // 2, dtype=torch.uint8, device="cuda")]
-        while beside(kept) > kept // 2:  # what lies between blocks that torch's allocator keeps, too
+        fillers = [torch.empty(torch.cuda.mem_get_info()[0] - kept // 8, dtype=torch.uint8, device="cuda")]
+        while beside(kept) > kept // 8:  # what lies between blocks that torch's allocator keeps, too
             fillers.append(torch.empty(5 << 18, dtype=torch.uint8, device="cuda"))
         before = beside(kept)
         evaluate(engine, step)

@@ -1,4 +1,4 @@
-"""Forward and backward of a micro-batch as two CUDA graphs, gathers and reductions included.
+"""Forward and backward of a micro-batch as two CUDA graphs, gathers and reductions included; all graphs of an engine.
 
 Launched one by one, the kernels of a small model take the GPU less time than Python needs to launch them. A graph is
 launched at once. What it reads and writes must stay where it was captured:
@@ -12,24 +12,60 @@ launched at once. What it reads and writes must stay where it was captured:
 
 DeepSpeed's hooks run at the capture alone, and so does all other Python. A micro-step that Python would do in another
 way the next time (a measured one, another shape, a layer that has moved to BF16) runs eagerly, or is captured again.
-The kernels are the same, and so are their results bit for bit; graph_check.py compares them now and then.
+The kernels are the same, and so are their results bit for bit; agreement.py compares them now and then.
+
+The graphs of an engine are captured on one stream into one pool, which keeps the activations of one micro-step. Nothing
+outside of a graph is allocated there, so eager work beside them (evaluation, measured micro-steps) needs other memory.
+Where that is short there are no graphs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ds_fp8.graphs.check_schedule import CheckSchedule
+from ds_fp8.graphs.capture import (
+    masks_as_outside,
+    memory_of_other_streams_reused,
+    process_groups_used,
+    random_states_unread,
+    streams_unrecorded,
+    without_garbage_collection,
+)
+from ds_fp8.zero import streams
 from ds_fp8.zero.gradient_shards import GradientShards
 from ds_fp8.zero.profiling import profiled
 from ds_fp8.zero.seams.micro_step import MicroStep
 from ds_fp8.zero.wire import WireMeter
+
+MAX_INTERVAL = 512
+"""Replays after which a graph is checked at the latest."""
+
+
+class CheckSchedule:
+    """Schedule of the checks of a graph: before its first replay, after 1, 2, 4, 8, ..., and every MAX_INTERVAL."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+        self._next = 0
+
+    @property
+    def due(self) -> bool:
+        """Return whether the next micro-step checks the graph."""
+        return self.replays >= self._next
+
+    def checked(self) -> None:
+        """Note that the graph has been checked."""
+        # Doubling: most values that go stale (warm-up of a schedule, a flag set after the first steps) do so early, and
+        # the total cost of checks stays logarithmic until the interval reaches its limit.
+        self._next = self.replays + min(max(self.replays, 1), MAX_INTERVAL)
+
 
 OFF = 'a CUDA graph keeps the activations of one forward; set "graph": "off"'
 
@@ -235,3 +271,147 @@ def differentiable(leaves: Sequence[Any]) -> list[int]:
     if not places:
         raise ValueError("the model returns no tensor with a gradient")
     return places
+
+
+HEADROOM = 0.03
+"""Share of the GPU's memory that must be free beside graphs, or there are none."""
+
+Make = Callable[[Callable[[torch.cuda.CUDAGraph], AbstractContextManager]], MicroStepGraph]
+
+
+class CapturedGraphs:
+    """Graphs by the signature of their micro-steps."""
+
+    def __init__(self, device: torch.device, micro_step: MicroStep):
+        self._device, self._micro_step = device, micro_step
+        self.stream = torch.cuda.Stream(device)
+        """Stream on which graphs are captured."""
+        self._graphs: dict[object, MicroStepGraph] = {}
+        self._pool: object | None = None
+        self._groups = {group.group_name for group in micro_step.groups}
+        """Names of the process groups whose collectives are in graphs."""
+        self.needs_dry_run = True
+        """True if the next capture is tried out first."""
+        self.kept_bytes = 0
+        """Memory of the graphs' own."""
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def get(self, signature: object) -> MicroStepGraph | None:
+        """Return the graph of a signature, if there is one."""
+        return self._graphs.get(signature)
+
+    @property
+    def pending(self) -> bool:
+        """Return whether a forward may still get its backward: its activations are in the memory of all graphs."""
+        return any(graph.pending for graph in self._graphs.values())
+
+    def forget(self) -> None:
+        """Free all graphs and their memory."""
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+        # The memory of a pool goes back with its last graph; the next capture begins another pool.
+        self._pool, self.kept_bytes = None, 0
+
+    def process_group_ends(self, group: torch.distributed.ProcessGroup | None) -> None:
+        """Free the graphs if their collectives use a process group that is about to end; None: the process ends."""
+        if group is None or group.group_name in self._groups:
+            self.forget()
+
+    def replay(self, graph: MicroStepGraph, batch: Mapping[str, Any]) -> Any:
+        """Return what the model returns for a batch, by one of these graphs."""
+        graph.schedule.replays += 1
+        return graph.replay(batch)
+
+    def capture(self, make: Make, max_documents: int, drawn: bool, ordered: bool) -> tuple[MicroStepGraph, int]:
+        """Return a graph and the bytes that it keeps; it is not known before `add`.
+
+        Args:
+            make: Makes it, with what captures.
+            max_documents: Documents that packed rows may hold.
+            drawn: Whether the model draws random numbers.
+            ordered: Whether DeepSpeed knows the order of modules; otherwise it learns it from the dry run.
+
+        Raises:
+            torch.OutOfMemoryError: It leaves too little memory for the optimizer's step and what is beside it.
+            Exception: What the model raises.
+        """
+
+        # Called twice by MicroStepGraph: forward and backward are two graphs of one pool.
+        def capturing(graph: torch.cuda.CUDAGraph) -> AbstractContextManager:
+            return self._capturing(graph, max_documents, drawn)
+
+        with without_garbage_collection(), process_groups_used(self._groups):
+            if not ordered:
+                with self._micro_step.order_recorded():
+                    self._dry_run(make, capturing)
+            elif self.needs_dry_run:
+                self._dry_run(make, capturing)
+            # One pool for all graphs: only one micro-step is under way at a time (`pending`), so their activations may
+            # share it.
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            # What the dry run left in the cache is not of the pool, and would stand beside it as memory that nobody can
+            # use.
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved(self._device)
+            with memory_of_other_streams_reused():
+                graph = make(capturing)
+        self._check_headroom(graph)
+        return graph, torch.cuda.memory_reserved(self._device) - before
+
+    def _dry_run(self, make: Make, capturing: Callable[[torch.cuda.CUDAGraph], AbstractContextManager]) -> None:
+        """Capture into a pool that is thrown away: with stream reuse on, torch aborts if a backward capture fails."""
+        pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
+        try:
+            # Nothing of the dry run is ever read, so its memory may be overwritten while another stream would still use
+            # it.
+            with streams_unrecorded():
+                graph = make(capturing)
+            if not self._graphs:  # others would share their memory with it
+                self._check_headroom(graph)
+            graph.close()
+        finally:
+            self._pool = pool
+
+    def add(self, signature: object, graph: MicroStepGraph, kept: int) -> None:
+        """Keep a graph that `capture` returned, and that keeps so many bytes."""
+        self._graphs[signature] = graph
+        # Growth of the pool by this graph alone: later graphs reuse what earlier ones hold, and keep little more.
+        self.kept_bytes += kept
+
+    @contextlib.contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph, max_documents: int, drawn: bool) -> Iterator[None]:
+        """Capture what is enqueued inside, on DeepSpeed's streams too."""
+        # [Note: fork and join] A capture begins on one stream. Others join it by waiting for that stream (fork), and
+        # must be waited for before it ends (join), or CUDA refuses the graph. Gathers and reductions run on these two.
+        sides = self._micro_step.side_streams()
+        # Other threads (NCCL's watchdog, the loader of batches) may go on calling CUDA.
+        captured = torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local")
+        unthrottled, masks = self._micro_step.unthrottled(), masks_as_outside(max_documents)
+        with captured, streams.capture(), unthrottled, masks, random_states_unread(drawn):
+            for side in sides:
+                side.wait_stream(self.stream)
+            yield
+            for side in sides:
+                self.stream.wait_stream(side)
+
+    def _check_headroom(self, graph: MicroStepGraph) -> None:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        if free < HEADROOM * total:
+            graph.close()
+            raise torch.OutOfMemoryError(f"CUDA graphs would leave {free / 2**30:.2f} GiB of the GPU's memory free")
+
+    def has_room(self, evaluates: bool) -> bool:
+        """Return whether graphs leave the memory that a micro-step beside them takes: as much as they keep.
+
+        An evaluation, which keeps nothing between layers but has logits, takes a quarter of it.
+        """
+        free, _ = torch.cuda.mem_get_info(self._device)
+        # Eager kernels can use what the allocator has cached. The pool's blocks count as cached too, but only graphs
+        # get them: kept_bytes is taken off.
+        reserved, allocated = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
+        needed = self.kept_bytes // 4 if evaluates else self.kept_bytes
+        return free + reserved - allocated - self.kept_bytes >= needed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from datasets import Dataset
@@ -62,6 +64,23 @@ def preferring(folder, fp8):
         return history(trainer, "loss"), trainer.model_wrapped.fp8.report, trainer.ref_model.fp8.report
 
 
+def preferring_against_itself(folder, fp8):
+    """The same with a reference that becomes the policy after every step, in one GatheredParameters over both."""
+    from trl import DPOConfig, DPOTrainer
+
+    with installed():
+        more = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+        trainer = DPOTrainer(
+            model=small_model(),
+            ref_model=small_model(),
+            args=DPOConfig(**arguments(folder, fp8, **more)),
+            train_dataset=preferences(),
+            processing_class=small_tokenizer(),
+        )
+        trainer.train()
+        return history(trainer, "loss")
+
+
 def reinforcing(folder, fp8):
     """GRPOTrainer: generation with DeepSpeed's hooks taken off and put back, a reference model, answers rewarded for
     being long."""
@@ -100,6 +119,13 @@ def test_preferences_against_a_reference_model(ranks, tmp_path):
     assert policy["fp8_linears"] == reference["fp8_linears"] == 14
     assert policy["optimizer"] == "ds_fp8.optim.AdamW"
     assert reference["optimizer"] == "none"
+
+
+def test_a_reference_that_follows_the_policy_is_the_policy(ranks, tmp_path):
+    """But for rounding: its codes are casts of the BF16 values that were copied, the policy's are casts of masters."""
+    losses = ranks(2, preferring_against_itself, tmp_path, {})[0]
+    assert len(losses) > 2
+    assert losses == pytest.approx([math.log(2)] * len(losses), abs=2e-3)
 
 
 def test_generation_between_steps(ranks, tmp_path):

@@ -36,6 +36,13 @@ class Section(BaseModel):
             raise ValueError("is not a number")
         return value
 
+    def __init__(self, **values: Any):
+        validated = self.__pydantic_validator__.validate_python(values, self_instance=self)
+        if validated is not self:  # of the extension: so is this one then
+            object.__setattr__(self, "__class__", type(validated))
+            for name in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__"):
+                object.__setattr__(self, name, getattr(validated, name))
+
     @model_validator(mode="wrap")
     @classmethod
     def _or_its_extension(cls, values: Any, validate: Any) -> Any:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 FOLDER_KINDS = ("runs", "reports", "models", "commands")
-RUN_FILES = ("checkpoints/step_6/manifest.json", "checkpoints/step_4/manifest.json", "saved.json", "result.json",
+RUN_FILES = ("checkpoints/step_6/manifest.json", "checkpoints/step_4/manifest.json", "result.json",
              "metrics.jsonl", "config.json", "checkpoints/latest")  # fmt: skip
 REPORT_FILES = ("result.json", "metrics.jsonl", "config.json")
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",

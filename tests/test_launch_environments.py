@@ -127,18 +127,6 @@ def test_ranks_find_hosts_transport_and_levels(name):
         assert found["graphs"] is None
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_the_table_of_the_documents_has_it(name):
-    launch, table = LAUNCHES[name], (ROOT / "docs" / "many_hosts.md").read_text()
-    row = next(line for line in table.splitlines() if line.startswith(f"| {name} |"))
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[2:] == [
-        f"{launch.hosts} x {launch.ranks // launch.hosts}",
-        "copy engines" if launch.transport == "copy engines" else "collectives",
-        "two levels" if "x" in launch.hierarchy else "flat",
-    ]
-
-
 COMMANDS = {
     "deepspeed": (
         deepspeed,

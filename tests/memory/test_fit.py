@@ -76,7 +76,14 @@ def test_parts_make_up_the_peak():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"zero_optimization": {"stage": 0}, "fp8": {"enabled": False}}, "stage 0"),
+        (
+            {
+                "zero_optimization": {"stage": 0},
+                "data_types": {"grad_accum_dtype": "bf16"},
+                "fp8": {"enabled": False},
+            },
+            "stage 0",
+        ),
         ({"zero_optimization": {"reduce_bucket_size": -1}}, "reduce_bucket_size"),
         ({"model": {"attn_implementation": "eager"}}, "eager"),
         ({"model": {"config": {"model_type": "gpt2"}}, "fp8": {"enabled": False}}, "GPT2"),

@@ -26,7 +26,7 @@ LOSS = 0.01
 def config(optimizer: dict, *, stage: int = 3, universal: bool = False, fp8: dict | None = None, **zero) -> dict:
     flat = {} if stage == 3 else {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
     result = models.config({**QUIET, **flat, **(fp8 or {}), "optimizer": optimizer}, stage=stage, **zero)
-    if stage == 0:
+    if stage < 2:  # DeepSpeed sums there in BF16, or leaves checkpoints that nothing reads
         del result["data_types"]
     return {**result, "checkpoint": {"load_universal": True}} if universal else result
 

@@ -21,7 +21,7 @@ MANY = {"stage3_max_reuse_distance": 10**9, "stage3_prefetch_bucket_size": 10**6
 CASES = {
     "blocks": {},
     "weights that stay gathered": {"zero": {**MANY, "stage3_param_persistence_threshold": 10000}},
-    "stage 1": {"zero": {"stage": 1}, "fp8": {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}},
+    "stage 2": {"zero": {"stage": 2}, "fp8": {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}},
     "head, attention and rotations": {
         "fp8": {
             "loss": {"head": "fp8"},

@@ -9,9 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, TemplateError
 from markupsafe import Markup
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.report import charts
 from ds_fp8.report.figures import health_tables, run_figures, stage_figures, summarise
 from ds_fp8.report.runs import Comparison, RunRecord, find, seeds
@@ -28,7 +29,7 @@ from ds_fp8.report.verdict import (
     seed_noise,
 )
 from ds_fp8.train.metrics import ANSWERS
-from ds_fp8.train.run_folder import write_atomically
+from ds_fp8.train.run_folder import METRICS, RESULT, write_atomically
 
 HTML, JSON = "report.html", "summary.json"
 NOT_MEASURED = "–"
@@ -79,6 +80,10 @@ class Page:
 
     def write(self, file: Path) -> Path:
         """Write the page and return its path."""
+        return _written(self.text(), file)
+
+    def text(self) -> str:
+        """Return the page as HTML."""
         environment = Environment(
             loader=PackageLoader("ds_fp8.report", "templates"),
             autoescape=True,
@@ -87,20 +92,31 @@ class Page:
             undefined=StrictUndefined,
         )
         environment.filters["svg"] = Markup
-        text = environment.get_template("report.html").render(page=self, words=WORDS, open_answers=OPEN_ANSWERS)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, text)
-        return file
+        return environment.get_template("report.html").render(page=self, words=WORDS, open_answers=OPEN_ANSWERS)
 
 
 def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -> tuple[Path, Path, Verdict]:
     """Write out/summary.json and out/report.html on the runs in `folders`, as `find` takes them; return their paths."""
-    comparisons = find(folders)
-    verdict = judge_all(comparisons)
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / JSON, json.dumps(summarise(comparisons, verdict), indent=2) + "\n")
     title = title or " against ".join(folder.resolve().name for folder in folders)
-    return out / JSON, page_of_runs(comparisons, verdict, title).write(out / HTML), verdict
+    try:
+        comparisons = find(folders)
+        verdict = judge_all(comparisons)
+        summary, page = summarise(comparisons, verdict), page_of_runs(comparisons, verdict, title).text()
+    except (AttributeError, LookupError, TemplateError, TypeError, ValueError) as error:
+        # Files of a run are trusted to be as it wrote them, not checked value by value.
+        raise UserError(
+            f"{RESULT} or {METRICS} in {title} was changed since its run ended ({type(error).__name__}: {error})",
+            remedy="restore the files, or train again",
+        ) from error
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / JSON, json.dumps(summary, indent=2) + "\n")
+    return out / JSON, _written(page, out / HTML), verdict
+
+
+def _written(text: str, file: Path) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, text)
+    return file
 
 
 def page_of_runs(comparisons: Sequence[Comparison], verdict: Verdict, title: str, tolerance: float = TOLERANCE) -> Page:

@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import resource
+import stat
 import sys
 import time
 from collections import deque
@@ -60,6 +61,8 @@ def read_lines(file: Path, finished: bool = False) -> tuple[list[Record], list[s
         finished: whether its run has ended by itself; otherwise a kill may have cut off the last line.
     """
     try:
+        if not stat.S_ISREG(file.stat().st_mode):  # a device may have no end
+            return [], ["is not a regular file"]
         text = file.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return [], []

@@ -80,9 +80,9 @@ class Page:
 
     def write(self, file: Path) -> Path:
         """Write the page and return its path."""
-        return _written(self.text(), file)
+        return _written(self.html(), file)
 
-    def text(self) -> str:
+    def html(self) -> str:
         """Return the page as HTML."""
         environment = Environment(
             loader=PackageLoader("ds_fp8.report", "templates"),
@@ -101,7 +101,7 @@ def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -
     try:
         comparisons = find(folders)
         verdict = judge_all(comparisons)
-        summary, page = summarise(comparisons, verdict), page_of_runs(comparisons, verdict, title).text()
+        summary, page = summarise(comparisons, verdict), page_of_runs(comparisons, verdict, title).html()
     except (AttributeError, LookupError, TemplateError, TypeError, ValueError) as error:
         # Files of a run are trusted to be as it wrote them, not checked value by value.
         raise UserError(

@@ -74,7 +74,8 @@ def read_lines(file: Path, finished: bool = False) -> tuple[list[Record], list[s
             record = json.loads(line)
         except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict) and type(record.get("step")) is int:
+        plain = isinstance(record, dict) and isinstance(record.get("loss") or 0.0, int | float)
+        if plain and type(record.get("step")) is int:
             records.append(record)
         elif finished or line.endswith("\n"):
             mistakes.append(f"line {number} is not a JSON object with a step")

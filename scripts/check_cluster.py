@@ -1,4 +1,4 @@
-"""Check the hosts of a job without training: reachable, alike, and how fast they exchange data.
+"""Check the hosts of a job without training: reachable, alike, and able to meet in a collective.
 
     python scripts/check_cluster.py --hostfile FILE [--deepspeed_config FILE [--set KEY=VALUE ...]]
 
@@ -22,23 +22,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepspeed_config", metavar="FILE", help="the stage to be trained")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for train.py")
-    parser.add_argument(
-        "--elements", type=int, default=64 << 20, metavar="N", help="numbers that a rank exchanges (default 64 Mi)"
-    )
     parser.add_argument("--timeout", type=float, default=120, metavar="S", help="seconds without progress that end it")
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     add_launch_options(parser)
     arguments = parser.parse_args()
     check_launch_options(arguments)
     if arguments.hostfile:
-        command = [__file__, "--elements", str(arguments.elements), "--timeout", str(arguments.timeout)]
+        command = [__file__, "--timeout", str(arguments.timeout)]
         if arguments.deepspeed_config:
             command += ["--deepspeed_config", arguments.deepspeed_config]
         return launch_as(arguments, command + [part for change in arguments.set for part in ("--set", change)])
 
     from deepspeed.utils.logging import set_log_level_from_string
 
-    from ds_fp8.cluster import bandwidth, facts
+    from ds_fp8.cluster import facts
     from ds_fp8.commands.arguments import config_file
     from ds_fp8.train import load_stage, processes
 
@@ -59,16 +56,6 @@ def main() -> int:
             print(f"{same}: {', '.join(f'{name} {version}' for name, version in facts.versions().items())}")
     watchdog.beat("joining the ranks")
     processes.init_distributed()
-    watchdog.beat("measuring", slow=True)
-    exchanges = bandwidth.measure(arguments.elements)
-    if first:
-        print(f"{'exchange':<48}{'MB sent':>10}{'ms':>10}{'GB/s':>8}   (of one rank; the slowest)")
-        for exchange in exchanges:
-            print(
-                f"{exchange.name:<48}{exchange.bytes_sent / 1e6:>10.1f}{exchange.seconds * 1e3:>10.2f}"
-                f"{exchange.gigabytes_per_second:>8.2f}",
-                flush=True,
-            )
     return 0
 
 

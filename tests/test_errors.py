@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_fp8.cluster import entry, watchdog
-from ds_fp8.cluster.guardian.messages import USER
+from ds_fp8.cluster.guardian import USER
 from ds_fp8.config.errors import EXIT_USER_ERROR, UserError, as_user_error
 
 SCRIPT = """

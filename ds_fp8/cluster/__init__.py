@@ -1,4 +1,1 @@
-"""Running a job on many hosts: launching it, comparing its hosts, and ending it everywhere when it cannot go on.
-
-A tool of the recipe, like `train`; the core never imports it.
-"""
+"""Jobs of several ranks: started on many hosts, compared, and ended everywhere when they cannot go on."""

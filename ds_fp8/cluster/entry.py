@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 
 from ds_fp8.cluster.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_USER_ERROR
-from ds_fp8.cluster.guardian.messages import ERROR, LOST, USER
+from ds_fp8.cluster.guardian import ERROR, LOST, USER
 from ds_fp8.config.errors import as_user_error, main_entry
 
 # Gloo raises plain RuntimeErrors.

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch.distributed import Store
 
 from ds_fp8.cluster import facts
-from ds_fp8.cluster.guardian.stacks import spans
+from ds_fp8.cluster.guardian import spans
 from ds_fp8.cluster.hosts import this_host
 from ds_fp8.config.errors import UserError
 

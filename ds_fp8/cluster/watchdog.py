@@ -1,12 +1,12 @@
 """The rank's side of the watchdog: says that it makes progress, and ends when its guardian says so.
 
-`start` at the beginning of a rank's process, `beat` wherever the job has moved, `fail` or `leave` at its end. Without
-`start` all of them do nothing, so that training as a library has no process beside it.
+`ds-fp8 train` calls `start` at the beginning of a rank's process, `beat` wherever the job has moved, `fail` or `leave`
+at its end. A program of one's own has `join` in ds_fp8.initialize: nothing is known of its progress there, so that a
+rank that hangs without being stopped is left to the timeout of its process group.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import ipaddress
 import json
 import os
@@ -14,28 +14,36 @@ import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import IO, Any
+from types import TracebackType
+from typing import Any
 
 import torch.distributed
 
 from ds_fp8.cluster.exit_codes import EXIT_LOST
-from ds_fp8.cluster.guardian.messages import encode
+from ds_fp8.cluster.guardian import ERROR
 from ds_fp8.cluster.hosts import host_names, this_host
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.log import logger
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds without progress that end a job, until `set_timeout` is told train.timeout."""
+VARIABLE = "DS_FP8_TIMEOUT"
+"""Of the environment: seconds for which a rank may be stopped in a program of one's own; 0 for no guardians."""
 SLOW = 6
 """Multiple of the timeout that slow phases get: preparing data and model, the first step, saving."""
 MAX_SILENCE, MIN_SILENCE = 30.0, 5.0
 """Seconds without a word from a host after which it counts as lost: half the timeout within these limits."""
 _VERDICT = 20.0
 """Seconds in which the guardian answers a rank that failed."""
+_FRAMES = 8
 
 _watchdog: _Watchdog | None = None
 
@@ -55,8 +63,66 @@ def start(timeout: float = DEFAULT_TIMEOUT) -> torch.distributed.Store | None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return None
-    _watchdog = _Watchdog(rank, world, timeout)
-    return _watchdog.meet()
+    _watchdog = _Watchdog(rank, world, timeout, launched=True)
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    # torchrun keeps its store over restarts: the keys of the attempt before must not be found.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # The process group meets at the same address later: multi_tenant lets both use one server.
+    store = torch.distributed.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank == 0 and not agent,
+        timeout=timedelta(seconds=2 * timeout),  # the judge names who is missing before
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    store = torch.distributed.PrefixStore(f"ds_fp8/{attempt}", store)
+    _watchdog.store = store  # rank 0's is the server
+    _watchdog.meet(store)
+    # An atomic counter: exactly one rank, the last, opens the gate that all wait at.
+    if store.add("arrived", 1) == world:
+        store.set("complete", "")
+    store.get("complete")
+    return store
+
+
+def join() -> None:
+    """Give this rank of a program of one's own a guardian, unless it has one. Waits for no other rank."""
+    global _watchdog
+    try:
+        limit = float(os.environ.get(VARIABLE, DEFAULT_TIMEOUT))
+    except ValueError:
+        raise UserError(f"{VARIABLE} is not a number of seconds", key=VARIABLE, remedy="300; 0 for none") from None
+    if _watchdog is not None or limit <= 0 or not torch.distributed.is_initialized():
+        return
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if world == 1:
+        return
+    try:
+        # A connection of its own: a thread that waits on the group's would keep the main thread from it.
+        store = torch.distributed.distributed_c10d._get_default_store().clone()
+    except (AttributeError, RuntimeError) as error:
+        logger.info("note: a rank that is lost is found by collectives' timeouts alone (%s)", error)
+        return
+    _watchdog = watchdog = _Watchdog(rank, world, limit, launched=False)
+    threading.Thread(target=watchdog.meet, args=(store,), name="guardian", daemon=True).start()
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        sys.stderr.flush()
+        watchdog.failed(error)
+
+    sys.excepthook = hook
+    # By multiprocessing: also in a process of its, which runs no functions of atexit.
+    Finalize(None, _at_exit, exitpriority=0)
+
+
+def _at_exit() -> None:
+    error = sys.exc_info()[1]  # of a process of multiprocessing, which has no sys.excepthook
+    if error is not None:
+        _watchdog.failed(error)
+    leave()
 
 
 def set_timeout(seconds: float) -> None:
@@ -77,17 +143,17 @@ def beat(doing: str, slow: bool = False) -> None:
         doing: for the message if nothing comes after it, such as "step 12".
         slow: whether what comes next may take SLOW times the timeout.
     """
-    if _watchdog is not None:
+    if _watchdog is not None and _watchdog.launched:
         timeout = _watchdog.timeout
         patience = timeout * (SLOW if slow else 1)
-        _watchdog.tell({"doing": doing, "patience": patience, "silence": _silence(timeout)})
+        _watchdog.tell({"doing": doing, "patience": patience, "limit": timeout, "silence": _silence(timeout)})
 
 
 def fail(kind: str, text: str, code: int) -> None:
     """Report what ended this rank, and exit as the judge of the job decides. Returns only without a guardian.
 
     Args:
-        kind: one of guardian.messages' findings.
+        kind: one of the guardian's findings.
         text: what to print.
         code: exit code if the guardian does not answer.
     """
@@ -111,78 +177,73 @@ def _silence(timeout: float) -> float:
 
 
 class _Watchdog:
-    def __init__(self, rank: int, world: int, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(self, rank: int, world: int, timeout: float, launched: bool) -> None:
+        self.timeout, self.launched = timeout, launched
+        self.store: torch.distributed.Store | None = None
         self._rank, self._world = rank, world
-        self._dump: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, written until the process ends
-        # In C, without the interpreter: it also shows the stack of a rank that is stuck in a collective or a kernel.
-        faulthandler.register(signal.SIGUSR2, file=self._dump, all_threads=True)
+        self._main = threading.main_thread().ident
         about: dict[str, Any] = {
             "rank": rank,
             "world": world,
             "host": this_host(),
             "hosts": host_names(),
             "pid": os.getpid(),
-            "main_thread": threading.main_thread().ident,
-            "dump": self._dump.fileno(),
+            "limit": timeout,
+            "name": "train.timeout" if launched else VARIABLE,
             "silence": _silence(timeout),
-            "arrival": timeout,
+            "arrival": timeout if launched else None,
+            "launched": launched,
         }
-        entry = "import sys; sys.path.insert(0, sys.argv[1]); from guardian.member import main; main()"
         self._guardian = subprocess.Popen(
             # Alone with the standard library, and out of reach of PYTHONPATH and the working folder.
-            [sys.executable, "-I", "-S", "-c", entry, str(Path(__file__).parent), json.dumps(about)],
+            [sys.executable, "-I", "-S", str(Path(__file__).with_name("guardian.py")), json.dumps(about)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=[self._dump.fileno()],
             start_new_session=True,  # Ctrl-C and a closed terminal are the launcher's to handle
         )
 
-    def meet(self) -> torch.distributed.Store:
-        """Meet the guardians of the other ranks over a store at the launcher's address."""
-        master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        # torchrun keeps its store over restarts: the keys of the attempt before must not be found.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        # The process group meets at the same address later: multi_tenant lets both use one server.
-        store = torch.distributed.TCPStore(
-            master,
-            port,
-            is_master=self._rank == 0 and not agent,
-            timeout=timedelta(seconds=2 * self.timeout),  # the judge names who is missing before
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-        self._store = store = torch.distributed.PrefixStore(f"ds_fp8/{attempt}", store)  # rank 0's is the server
+    def meet(self, store: torch.distributed.Store) -> None:
+        """Meet the guardian of rank 0, whose address the store has."""
+        master = os.environ.get("MASTER_ADDR", "")
         if self._rank == 0:
             token = secrets.token_hex(16)
-            self.tell({"serve": {"address": _address_of_all(master, self._world), "token": token}})
+            self.tell({"serve": [_address_of_all(master, self._world), token]})
             served = json.loads(self._guardian.stdout.readline())
-            store.set("guardian", json.dumps([served["address"], served["port"], token]))
-        address, port, token = json.loads(store.get("guardian"))
+            store.set("ds_fp8/guardian", json.dumps([served["address"], served["port"], token]))
+        address, port, token = json.loads(store.get("ds_fp8/guardian"))
         # From here on a guardian that hangs must not block training.
         os.set_blocking(self._guardian.stdin.fileno(), False)
         self.tell({"connect": [address or ("127.0.0.1" if self._rank == 0 else master), port, token]})
         threading.Thread(target=self._obey, name="guardian", daemon=True).start()
-        # An atomic counter: exactly one rank, the last, opens the gate that all wait at.
-        if store.add("arrived", 1) == self._world:
-            store.set("complete", "")
-        store.get("complete")
-        return store
 
     def tell(self, message: dict[str, Any]) -> None:
         """Write to the guardian; a pipe that is full, or has no reader any more, is the other thread's business."""
         with suppress(OSError):
-            os.write(self._guardian.stdin.fileno(), encode(message))
+            os.write(self._guardian.stdin.fileno(), json.dumps(message).encode() + b"\n")
+
+    def failed(self, error: BaseException) -> None:
+        """Report an exception that ends this process."""
+        if not isinstance(error, (SystemExit, KeyboardInterrupt)):
+            text = str(error).strip().splitlines() or [""]
+            self.tell({"finding": [ERROR, f"{type(error).__name__}: {text[0]}"]})
 
     def _obey(self) -> None:
+        orders: dict[str, Callable[[Any], None]] = {
+            "stop": lambda _: os.kill(os.getpid(), signal.SIGTERM),
+            "show": lambda _: self._show(),
+            "end": os._exit,
+        }
         for line in self._guardian.stdout:
-            order = json.loads(line)
-            if "stop" in order:
-                os.kill(os.getpid(), signal.SIGTERM)
-            elif "end" in order:
-                os._exit(order["end"])
+            for order, value in json.loads(line).items():
+                orders[order](value)
         os._exit(EXIT_LOST)  # without a guardian nothing would end this rank
+
+    def _show(self) -> None:
+        """Show the stack of the main thread."""
+        frames = traceback.extract_stack(sys._current_frames()[self._main])[-_FRAMES:]
+        inside = ("/torch/distributed/", "/deepspeed/comm/")
+        waits = any(part in frame.filename for frame in frames[-4:] for part in inside)
+        self.tell({"stack": "".join(traceback.format_list(frames)).rstrip(), "waits": waits})
 
 
 def _address_of_all(master: str, world: int) -> str | None:

@@ -22,6 +22,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import set_z3_leaf_modules
 
 from ds_fp8.casts.triton_check import check_triton
+from ds_fp8.cluster import watchdog
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
@@ -161,6 +162,7 @@ def initialize(
     )
     engine = result[0]
     atexit.register(_end_gloo)
+    watchdog.join()
     if fp8.enabled:
         check_triton(engine.device)  # before the first cast of weights
 

@@ -31,25 +31,31 @@ class Ended:
     """Processes of the job that outlived it."""
 
 
-def _rank(rank: int, world: int, port: int, output: str, body: Callable, arguments: tuple) -> None:
+def _rank(rank: int, world: int, port: int, output: str, own: bool, body: Callable, arguments: tuple) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_FP8_TEST_JOB=str(port))
     os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    rank_entry(lambda: body(rank, *arguments))
+    if own:
+        body(rank, *arguments)
+    else:
+        rank_entry(lambda: body(rank, *arguments))
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., Ended]:
-    """`job(world, body, *arguments)`: call the module-level `body(rank, *arguments)` as the main of every rank."""
+    """`job(world, body, *arguments)`: call the module-level `body(rank, *arguments)` as the main of every rank.
 
-    def run(world: int, body: Callable, *arguments: Any) -> Ended:
+    With `own_program` without ds_fp8's entry for ranks.
+    """
+
+    def run(world: int, body: Callable, *arguments: Any, own_program: bool = False) -> Ended:
         port = free_port()
         output = tmp_path / "stderr"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.preload"])
         ranks = [
-            context.Process(target=_rank, args=(rank, world, port, str(output), body, arguments))
+            context.Process(target=_rank, args=(rank, world, port, str(output), own_program, body, arguments))
             for rank in range(world)
         ]
         for rank in ranks:

@@ -1,0 +1,516 @@
+"""The guardian: a small process beside every rank, which ends the rank when the job cannot go on.
+
+A rank that is stuck in a collective, in a kernel or stopped cannot end itself, and a host without a link cannot be told
+to: so every rank has a process beside it, which no GPU, no lock of Python and no collective can block. Guardians send a
+line twice a second to that of rank 0, which judges the job: a rank that failed, died or is stopped, a host that is not
+heard of, a job in which nothing moves. They end their ranks when it says so, or when it is not heard of.
+
+Run by path, with the standard library alone: a few MiB, started in a moment. Messages are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import stat
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+TICK = 0.5
+"""Seconds between two messages of a guardian, and between two looks of the judge."""
+MORE_FINDINGS = 2.0
+"""Seconds in which other ranks report what befell them too: the first to report is not always the cause."""
+STACKS = 3.0
+OBEYS = 3.0
+"""Seconds in which a rank shows its stack, or ends itself when told to; after them it is killed."""
+FAREWELL = 8.0
+LEAVES = 120.0
+"""Seconds from a rank's word that it is done to the end of its process."""
+LIMIT = 1 << 20
+
+# Findings: what may end a job, worst first, with the exit code of all ranks.
+DIED, SILENT, ABSENT, STOPPED, HUNG, USER, ERROR, LOST = (
+    *("died", "silent", "absent", "stopped", "hung"),
+    *("user", "error", "lost"),
+)
+CODES = {DIED: 75, SILENT: 75, ABSENT: 75, STOPPED: 75, HUNG: 75, USER: 2, ERROR: 1, LOST: 75}
+AFTER = {75: "the same command resumes from the last checkpoint", 1: "a rank failed: see its traceback above"}
+
+
+class Lines:
+    """Lines of JSON over a pipe or socket, neither read nor written for longer than that takes."""
+
+    def __init__(self, reads: int, writes: int | None = None) -> None:
+        self.reads, self._writes = reads, reads if writes is None else writes
+        self.open = True
+        self._read = self._unsent = b""
+        for descriptor in {self.reads, self._writes}:
+            os.set_blocking(descriptor, False)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message, as far as there is room; the rest goes with the next."""
+        self._unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        try:
+            self._unsent = self._unsent[os.write(self._writes, self._unsent) :]
+        except BlockingIOError:
+            self.open = self.open and len(self._unsent) < LIMIT
+        except OSError:
+            self.open = False
+
+    def received(self) -> list[dict[str, Any]]:
+        """Return the messages that have come; `open` is False from the end, or from a line that is none, on."""
+        try:
+            data = os.read(self.reads, 1 << 16)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        *lines, self._read = (self._read + data).split(b"\n")
+        messages: list[dict[str, Any]] = []
+        try:
+            for line in lines:
+                message = json.loads(line)
+                messages += [message] if isinstance(message, dict) else []
+                data = data if isinstance(message, dict) else b""
+        except (ValueError, RecursionError):
+            data = b""
+        self.open = self.open and bool(data) and len(self._read) < LIMIT
+        return messages
+
+
+@dataclass
+class Rank:
+    """What the judge knows of a rank."""
+
+    host: str
+    lines: Lines
+    heard: float
+    doing: str = "starting"
+    moved: float = 0.0
+    """Time of its last progress."""
+    patience: float = float("inf")
+    """Seconds until the progress after that is overdue."""
+    silence: float = float("inf")
+    """Seconds without a word after which it counts as lost."""
+    stopped: float = 0.0
+    """Seconds for which it has been stopped by a signal."""
+    limit: float = float("inf")
+    """The most of them."""
+    gone: bool = False
+    stack: str | None = None
+    waits: bool = False
+    """Whether its stack ends in a collective."""
+
+
+class Judge:
+    """Decides in rank 0's guardian when, and why, the job ends."""
+
+    def __init__(self, about: dict[str, Any], selector: selectors.BaseSelector) -> None:
+        self._about, self._selector = about, selector
+        self._ranks: dict[int, Rank] = {}
+        self._findings: dict[int, tuple[str, str]] = {}
+        """By rank: what befell it, and the details. In the order in which that became known."""
+        self._started = self._looked = self._paused = time.monotonic()
+        self._phase, self._until = "watch", 0.0
+        self._code = 0
+        self.done = False
+
+    def serve(self, address: str | None, token: str) -> int:
+        """Listen for guardians that show the token at an address of this host, or at all of them; returns the port."""
+        both = address is None and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both or ":" in (address or "") else socket.AF_INET
+        # A long queue: the guardians of thousands of ranks connect within the same second.
+        listener = socket.create_server((address or "", 0), family=family, dualstack_ipv6=both, backlog=4096)
+        self._token = token
+        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
+        return listener.getsockname()[1]
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        lines, number = Lines(connection.fileno()), None
+
+        def hear() -> None:
+            nonlocal number
+            try:
+                for message in lines.received():
+                    if number is None:
+                        number = self._greeted(message, lines)
+                    else:
+                        self._note(number, message)
+            except (LookupError, TypeError, ValueError):  # not a guardian's
+                lines.open = False
+            if not lines.open:
+                self._selector.unregister(connection)
+                connection.close()
+                if number is not None and not self._ranks[number].gone:
+                    self._ranks[number].gone = True
+                    self._findings.setdefault(number, (SILENT, "the connection to its guardian was closed"))
+
+        self._selector.register(connection, selectors.EVENT_READ, hear)
+
+    def _greeted(self, message: dict[str, Any], lines: Lines) -> int:
+        # Compared in constant time: anybody who reaches the port may try.
+        if not hmac.compare_digest(str(message.get("token")).encode(errors="replace"), self._token.encode()):
+            raise ValueError("no token")
+        number, host = message["rank"], escaped(str(message["host"]).replace("\n", " "))
+        if type(number) is not int or not 0 <= number < self._about["world"] or number in self._ranks:
+            raise ValueError("no rank")
+        self._ranks[number] = Rank(host, lines, time.monotonic())
+        return number
+
+    def _note(self, number: int, message: dict[str, Any]) -> None:
+        rank, now = self._ranks[number], time.monotonic()
+        rank.heard = now
+        if "state" in message:
+            state = message["state"]
+            rank.doing = str(state["doing"])
+            rank.patience, rank.silence, rank.limit, rank.stopped = (
+                float(state[key]) for key in ("patience", "silence", "limit", "stopped")
+            )
+            # Ages travel and not times: clocks of hosts differ, and monotonic ones begin anywhere.
+            rank.moved = now - float(state["age"])
+            rank.lines.send({"alive": True})
+        elif "finding" in message:
+            kind, details = message["finding"]
+            self._findings.setdefault(number, (kind if kind in CODES else ERROR, str(details)))
+        elif "stack" in message:
+            rank.stack, rank.waits = str(message["stack"]), bool(message["waits"])
+        elif "gone" in message:
+            rank.gone = True
+
+    @property
+    def present(self) -> list[Rank]:
+        """Return the ranks that are here."""
+        return [rank for rank in self._ranks.values() if not rank.gone]
+
+    def look(self) -> None:
+        """Look at all ranks, and go on with a verdict that has begun."""
+        now = time.monotonic()
+        if now - self._looked > 10 * TICK:
+            # This host stood still itself: what others sent meanwhile is yet to be read.
+            for rank in self._ranks.values():
+                rank.heard = now
+        self._looked = now
+        present = self.present
+        if self._phase == "watch":
+            self._find(now)
+            if self._findings:
+                self._phase, self._until = "more", now + MORE_FINDINGS
+            elif not present and len(self._ranks) == self._about["world"]:
+                self.done = True
+        elif self._phase == "more" and (now > self._until or len(self._findings) == self._about["world"]):
+            kinds = {kind for kind, _ in self._findings.values()}
+            self._code = next(code for kind, code in CODES.items() if kind in kinds)
+            self._phase, self._until = "stacks", now + STACKS
+            # Stacks show who waits for whom. After an error of a rank its own traceback says more.
+            for rank in present if self._code == 75 else ():
+                rank.lines.send({"show": True})
+        elif self._phase == "stacks" and (
+            now > self._until or self._code != 75 or all(rank.stack is not None for rank in present)
+        ):
+            said = escaped(self._verdict())
+            if said:
+                with suppress(OSError):
+                    print(f"\n{said}\n", file=sys.stderr, flush=True)
+            for rank in present:
+                rank.lines.send({"end": self._code})
+            self._phase, self._until = "farewell", now + FAREWELL
+        elif self._phase == "farewell":
+            # Ranks that were not heard of will not say farewell.
+            self.done = now > self._until or all(now - rank.heard > 2.0 for rank in present)
+
+    def _find(self, now: float) -> None:
+        """Note who is silent, absent or stopped, and whether nothing moves any more."""
+        present = {number: rank for number, rank in self._ranks.items() if not rank.gone}
+        # The smallest: all ranks have one timeout, and one that set it late must not delay the verdict.
+        silence = min((rank.silence for rank in self._ranks.values()), default=float("inf"))
+        if all(rank.stopped for rank in present.values()):
+            self._paused = now  # a job that its user has stopped (Ctrl-Z) waits for him
+        for number, rank in present.items():
+            if now - rank.heard > silence:
+                self._findings.setdefault(number, (SILENT, f"no message for {now - rank.heard:.0f} s"))
+            elif rank.stopped > rank.limit and now - self._paused > 10 * TICK:
+                self._findings.setdefault(
+                    number, (STOPPED, f"stopped by a signal for {rank.stopped:.0f} s: limit {self._about['name']}")
+                )
+        if now - self._started > (self._about["arrival"] or float("inf")):
+            for number in set(range(self._about["world"])) - set(self._ranks):
+                details = f"did not arrive within {self._about['arrival']:.0f} s"
+                self._findings.setdefault(number, (ABSENT, details))
+        if not present or self._findings or len(self._ranks) < self._about["world"]:
+            return
+        # One rank may work for long while the others wait for it, as in tokenising: only when all stand still ...
+        number, last = max(present.items(), key=lambda item: item[1].moved)
+        # Earlier than the patience by the time that the end takes, so that the job is gone when the timeout is over.
+        if now - last.moved > last.patience - min(15.0, last.patience / 5) > 0:
+            details = f"no progress for {now - last.moved:.0f} s in {last.doing}: limit {self._about['name']}"
+            self._findings[number] = (HUNG, details)
+
+    def _verdict(self) -> str:
+        """Return why the job ended: the ranks to blame, the stacks of ranks, and what to do."""
+        kinds = [kind for kind, _ in self._findings.values()]
+        cause = next(kind for kind in CODES if kind in kinds)
+        guilty: dict[str, list[int]] = {}
+        for number, (kind, details) in self._findings.items():
+            if kind == cause:
+                guilty.setdefault(details, []).append(number)
+        if cause == USER:
+            lines = []
+            for details, ranks in guilty.items():
+                lines += [details, *([f"  where:  {self._place(ranks)}"] if len(ranks) < self._about["world"] else [])]
+            return "\n".join(lines)
+        asked = ("was ended by SIGTERM", *(() if self._about["launched"] else ("ended without a message",)))
+        if cause == DIED and all(any(words in details for words in asked) for details in guilty):
+            if all(rank.gone for rank in self._ranks.values()):
+                return ""  # all were asked to end, and have
+        lines = [f"error: the job was ended on all hosts (exit code {self._code}: {AFTER[self._code]})"]
+        # In the order in which they became known: what died after the first may have been ended for it.
+        lines += [f"  {self._place(ranks)}: {details}" for details, ranks in guilty.items()]
+        stacks: dict[str, list[int]] = {}
+        for number, rank in sorted(self._ranks.items()):
+            if not rank.gone and cause == HUNG:
+                if rank.stack is None:
+                    lines.append(f"  {self._place([number])}: shows no stack: stuck in the system or in native code")
+                elif not rank.waits:
+                    lines.append(f"  {self._place([number])}: in no collective: the others wait for it")
+            if rank.stack:
+                stacks.setdefault(rank.stack, []).append(number)
+        for stack, ranks in stacks.items():
+            lines += [f"  stack of {spans(ranks)}:", stack]
+        return "\n".join(lines)
+
+    def _place(self, ranks: list[int]) -> str:
+        names = self._about["hosts"]
+        known = {number: names[number] for number in ranks if number < len(names)}
+        known |= {number: self._ranks[number].host for number in ranks if number in self._ranks}
+        hosts = dict.fromkeys(known.get(number, "a host that never reported") for number in ranks)
+        return f"{', '.join(hosts)} ({spans(ranks)})"
+
+
+def spans(ranks: list[int]) -> str:
+    """Return ranks as a reader wants them: "rank 3", "ranks 0-7, 9"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def escaped(text: str) -> str:
+    """Return `text` as a terminal may show it: line breaks stay, what would steer the terminal is spelt out."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+
+
+class Guardian:
+    """The guardian of one rank.
+
+    about: `rank`, `world`, `host`, `hosts`; `pid` of the rank; `limit`, seconds for which it may be stopped, and `name`
+    of that limit; `silence`, seconds without a word after which another is lost; `arrival`, seconds in which all ranks
+    must have reported, None for any; `launched`, whether the rank ends where its launcher is gone, and in time.
+    """
+
+    def __init__(self, about: dict[str, Any]) -> None:
+        self._about = about
+        self._state = {"doing": "starting", "patience": about["arrival"] or float("inf"), "limit": about["limit"]}
+        self._state["silence"] = about["silence"]
+        self._selector = selectors.DefaultSelector()
+        self._rank = Lines(0, 1)
+        self._judge: Judge | None = None
+        self._link: Lines | None = None
+        self._unsent: list[dict[str, Any]] = []
+        self._moved = self._heard = self._looked = time.monotonic()
+        self._stopped_since = self._ended = None
+        self._leaving = self._asked = self._over = False
+        self._told: int | None = None
+        self._selector.register(0, selectors.EVENT_READ, self._obey)
+        if hasattr(os, "pidfd_open"):  # its end wakes this process, while it can still say how it ended
+            with suppress(OSError):
+                self._died = os.pidfd_open(about["pid"])
+                self._selector.register(self._died, selectors.EVENT_READ, self._look)
+
+    def run(self) -> None:
+        """Return once the rank is gone, and for rank 0 once all are."""
+        while not (self._over and (self._judge is None or self._judge.done or self._judge_is_alone())):
+            for key, _ in self._selector.select(TICK):
+                key.data()
+            self._look()
+            if self._judge is not None:
+                self._judge.look()
+
+    def _judge_is_alone(self) -> bool:
+        """Return whether rank 0 has ended and no other rank is there to be judged."""
+        return time.monotonic() - self._ended > FAREWELL and not self._judge.present
+
+    def _obey(self) -> None:
+        """Follow what the rank writes."""
+        for message in self._rank.received():
+            self._moved = time.monotonic()
+            if "doing" in message:
+                self._state = message
+            elif "serve" in message:
+                self._judge = Judge(self._about, self._selector)
+                address, token = message["serve"]
+                try:
+                    port = self._judge.serve(address, token)
+                except OSError:
+                    # Not this host's own, as behind a relay.
+                    address, port = None, self._judge.serve(None, token)
+                self._rank.send({"address": address, "port": port})
+            elif "connect" in message:
+                self._connect(*message["connect"])
+            elif "leaving" in message:
+                self._leaving = True
+                self._state = {**self._state, "doing": "leaving", "patience": 2 * LEAVES}
+            else:
+                self._report(message)
+        if not self._rank.open:
+            self._selector.unregister(0)
+
+    def _connect(self, host: str, port: int, token: str) -> None:
+        """Join the judge, who asks for the job's token, and do as it says."""
+        try:
+            self._socket = socket.create_connection((host, port), timeout=self._about["silence"])
+        except OSError as error:
+            self._give_up(f"the guardian of rank 0 cannot be reached at {host}:{port} ({error})")
+            return
+        self._link, self._heard = Lines(self._socket.fileno()), time.monotonic()
+        self._selector.register(self._socket, selectors.EVENT_READ, self._hear)
+        self._link.send({"rank": self._about["rank"], "host": self._about["host"], "token": token})
+        unsent, self._unsent = self._unsent, []
+        for message in unsent:
+            self._report(message)
+
+    def _hear(self) -> None:
+        for message in self._link.received():
+            self._heard = time.monotonic()
+            if "show" in message:
+                self._rank.send(message)
+            elif "end" in message:
+                self._tell(message["end"])
+        if not self._link.open:
+            self._selector.unregister(self._socket)
+            if not self._leaving:
+                self._give_up("the connection to rank 0's guardian was closed")
+
+    def _look(self) -> None:
+        """Report the rank's state; end the rank where the judge, or the rank, has been silent for too long."""
+        now = time.monotonic()
+        if self._over:
+            return
+        if now - self._looked > 10 * TICK:
+            self._heard = now  # this host stood still itself
+        self._looked = now
+        # The guardian is the rank's child, and gets another parent when the rank dies; a pid could be given out again.
+        if os.getppid() != self._about["pid"] or _zombie(self._about["pid"]) is not None:
+            self._rank_ended(now)
+        elif self._told is not None:
+            if now - self._told_at > OBEYS:
+                # The rank exits by itself where it can: a thread of it calls os._exit. One that is stopped cannot.
+                os.kill(self._about["pid"], signal.SIGKILL)
+        elif self._leaving:
+            if self._about["launched"] and now - self._moved > LEAVES:
+                self._give_up("the rank had finished, but its process did not exit")
+            self._report_state(now)
+        else:
+            self._report_state(now)
+            if self._link is None and now - self._moved > self._state["patience"]:
+                self._give_up(f"no progress for {now - self._moved:.0f} s in {self._state['doing']}")
+            elif self._link is None and now - (self._stopped_since or now) > self._state["limit"]:
+                self._give_up(f"stopped by a signal: limit {self._about['name']}")
+            elif self._link is not None and now - self._heard > self._state["silence"]:
+                self._give_up(f"no message from rank 0's host for {now - self._heard:.0f} s")
+            elif self._about["launched"] and not self._asked and _hung_up(2):
+                # Nobody reads the job's output: its launcher was killed, or the link to it is down. As SIGTERM by hand.
+                self._asked = True
+                self._rank.send({"stop": True})
+
+    def _report_state(self, now: float) -> None:
+        stopped = _state(self._about["pid"]) == "T"
+        self._stopped_since = (self._stopped_since or now) if stopped else None
+        if stopped:
+            self._moved = now  # what it is stopped for has a limit of its own
+        if self._link is not None:
+            since = self._stopped_since or now
+            self._link.send({"state": {**self._state, "age": now - self._moved, "stopped": now - since}})
+
+    def _rank_ended(self, now: float) -> None:
+        """Say how the rank ended, and stay for as long as the verdict may take to come."""
+        if self._ended is None:
+            self._ended = now
+            status = _zombie(self._about["pid"])
+            if self._rank.open:
+                self._obey()  # its last words may have come together with the end
+            how = "ended without a message (killed, or out of memory)"
+            if status:
+                ended = os.waitstatus_to_exitcode(status)
+                how = f"was ended by {signal.Signals(-ended).name}" if ended < 0 else f"exited with code {ended}"
+            if not self._leaving and self._told is None and status != 0:
+                self._report({"finding": [DIED, f"its process {how}"]})
+            self._report({"gone": True})
+        self._over = self._judge is not None or now - self._ended > TICK
+
+    def _give_up(self, why: str) -> None:
+        """End the rank without the judge."""
+        if self._told is None and self._ended is None:
+            self._tell(CODES[LOST])
+            with suppress(OSError):
+                os.set_blocking(2, False)  # the output may lead to a host that is gone
+                line = escaped(f"error: {self._about['host']} (rank {self._about['rank']}) was ended: {why}")
+                print(f"\n{line}\n", file=sys.stderr, flush=True)
+
+    def _tell(self, code: int) -> None:
+        if self._told is None:
+            self._told, self._told_at = code, time.monotonic()
+            self._rank.send({"end": code})
+
+    def _report(self, message: dict[str, Any]) -> None:
+        if self._link is None:
+            self._unsent.append(message)
+        else:
+            self._link.send(message)
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what /proc says of a process, from its state (the third field) on; nothing where it does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _state(pid: int) -> str:
+    return (_stat(pid) or [""])[0]
+
+
+def _zombie(pid: int) -> int | None:
+    """Return the wait status of a process that has ended and that its parent has yet to ask for, else None."""
+    fields = _stat(pid)
+    return int(fields[49]) if fields[:1] == ["Z"] else None
+
+
+def _hung_up(descriptor: int) -> bool:
+    """Return whether the reader of a pipe, or the other end of a socket, is gone."""
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return bool(poll.poll(0))
+
+
+if __name__ == "__main__":
+    for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(ignored, signal.SIG_IGN)  # what ends the rank, politely or not, must find its guardian alive
+    Guardian(json.loads(sys.argv[-1])).run()

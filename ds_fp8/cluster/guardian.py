@@ -268,9 +268,9 @@ class Judge:
                 lines += [details, *([f"  where:  {self._place(ranks)}"] if len(ranks) < self._about["world"] else [])]
             return "\n".join(lines)
         asked = ("was ended by SIGTERM", *(() if self._about["launched"] else ("ended without a message",)))
-        if cause == DIED and all(any(words in details for words in asked) for details in guilty):
-            if all(rank.gone for rank in self._ranks.values()):
-                return ""  # all were asked to end, and have
+        were_asked = all(any(words in details for words in asked) for details in guilty)
+        if cause == DIED and were_asked and all(rank.gone for rank in self._ranks.values()):
+            return ""  # all were asked to end, and have
         lines = [f"error: the job was ended on all hosts (exit code {self._code}: {AFTER[self._code]})"]
         # In the order in which they became known: what died after the first may have been ended for it.
         lines += [f"  {self._place(ranks)}: {details}" for details, ranks in guilty.items()]

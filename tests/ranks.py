@@ -6,7 +6,6 @@ test function is any module-level function; it is called on every rank after dee
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import os
@@ -62,9 +61,9 @@ def _worker(
 
     disable_shm_build()
     if accelerator == "cuda":
-        with contextlib.suppress(ImportError):
-            # Before torch loads cuDNN's kernels: after them Transformer Engine finds those of another cuDNN.
-            import transformer_engine.pytorch  # noqa: F401
+        from ds_fp8.layers.attention.cudnn import load_cudnn
+
+        load_cudnn()  # before PEFT imports Transformer Engine, which finds the system's
         torch.cuda.set_device(local_rank)
     deepspeed.init_distributed(dist_backend="nccl" if accelerator == "cuda" else "gloo", verbose=False)
     while True:

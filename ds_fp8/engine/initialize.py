@@ -38,6 +38,7 @@ from ds_fp8.engine.sequence_parallel import check_training_data, sequence_parall
 from ds_fp8.engine.state import FP8State
 from ds_fp8.engine.trained_weights import weights_are_trained
 from ds_fp8.gemm.deep_gemm_kernels import compile_for, expect
+from ds_fp8.layers.attention.cudnn import load_cudnn
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder.inverse_frequencies import restore_inverse_frequencies
 from ds_fp8.layers.deep_gemm_layers import deep_gemm_layers
@@ -48,6 +49,8 @@ from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.optim import AdamW
 from ds_fp8.optim.from_config import choose_optimizer
 from ds_fp8.zero import seams
+
+load_cudnn()  # before Transformer Engine, which the gemm backends and PEFT import, finds another one
 
 _deepspeed_initialize = deepspeed.initialize
 """DeepSpeed's own: `ds_fp8.install` puts `initialize` in its place."""

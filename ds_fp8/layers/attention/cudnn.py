@@ -46,30 +46,44 @@ def unavailable() -> str | None:
         return f"{torch.cuda.get_device_name()} is not a Hopper GPU"
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed (pip install ds-fp8[te])"
-    _load_rest_of_cudnn()
+    load_cudnn()
     try:
         from transformer_engine.pytorch.cpp_extensions.fused_attn import fused_attn_bwd
     except (ImportError, OSError, RuntimeError) as error:
         return f"Transformer Engine cannot be loaded: {str(error).splitlines()[0]}"
     if not {*_MASK, *_BACKWARD_LAYOUT} <= inspect.signature(fused_attn_bwd).parameters.keys():
         return "this Transformer Engine is too old: its attention takes other arguments (2.20 is known to work)"
-    return None
+    return _other_cudnn()
 
 
-def _load_rest_of_cudnn() -> None:
-    """Load all parts of the cuDNN of which some are loaded.
+def load_cudnn() -> None:
+    """Load all parts of one cuDNN: of that which is loaded in part, or else of the one that was installed with torch.
 
-    cuDNN is eight libraries that find each other by name. Once torch has loaded some of its own, Transformer Engine
-    would load the rest from the system's cuDNN, of another version: "undefined symbol ... libcudnn_graph.so.9".
+    cuDNN is eight libraries that find each other by name. Where the system has a cuDNN too, Transformer Engine, if it
+    comes first, loads that one, also for torch, which was compiled against another; if torch comes first, Transformer
+    Engine takes the parts that torch has not needed yet from the system's: "undefined symbol ... libcudnn_graph.so.9".
     """
-    mapped = {
-        Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines() if "/libcudnn" in line
-    }
-    folders = {path.parent for path in mapped}
-    if len(folders) != 1:
-        return  # none yet, so that all will be of one version; or two versions already, which no order mends
-    for path in sorted(folders.pop().glob("libcudnn*.so.9")):
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    if not torch.cuda.is_available():
+        return
+    mapped = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libcudnn" in line]
+    folders = {Path(path).parent for path in mapped}
+    if not folders:
+        spec = importlib.util.find_spec("nvidia")
+        places = [Path(place, "cudnn", "lib") for place in (spec.submodule_search_locations or () if spec else ())]
+        folders = {place for place in places if (place / "libcudnn.so.9").exists()}
+    if len(folders) == 1:  # of two versions no order of loading makes one
+        folder = folders.pop()
+        for path in (folder / "libcudnn.so.9", *sorted(folder.glob("libcudnn_*.so.9"))):
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def _other_cudnn() -> str | None:
+    """Return what torch says of a loaded cuDNN that it was not compiled against, or None."""
+    try:
+        torch.backends.cudnn.version()
+    except RuntimeError as error:
+        return f"another cuDNN than torch's was loaded first, by Transformer Engine perhaps: {error}"
+    return None
 
 
 def forward(

@@ -27,6 +27,14 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(missing)
 
 
+@pytest.fixture
+def new_ranks():
+    """As `ranks`, in processes that hold nothing of the tests before."""
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """`ranks(world, function, *args)`: run a module-level function on real gloo ranks, results by rank."""

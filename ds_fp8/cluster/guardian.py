@@ -330,6 +330,7 @@ class Guardian:
         self._link: Lines | None = None
         self._unsent: list[dict[str, Any]] = []
         self._moved = self._heard = self._looked = time.monotonic()
+        self._reported = 0.0
         self._stopped_since = self._ended = None
         self._leaving = self._asked = self._over = False
         self._told: int | None = None
@@ -440,7 +441,9 @@ class Guardian:
         self._stopped_since = (self._stopped_since or now) if stopped else None
         if stopped:
             self._moved = now  # what it is stopped for has a limit of its own
-        if self._link is not None:
+        # Not at each turn of the loop: rank 0's guardian wakes itself with what it sends to the judge.
+        if self._link is not None and now - self._reported >= TICK:
+            self._reported = now
             since = self._stopped_since or now
             self._link.send({"state": {**self._state, "age": now - self._moved, "stopped": now - since}})
 

@@ -374,3 +374,18 @@ def test_an_interrupt_before_training_is_no_traceback(job):
     ended = job(1, is_interrupted_early)
     assert ended.codes == [130]
     assert ended.output.strip() == "interrupted"
+
+
+def rests(rank: int) -> int:
+    """Seconds of CPU that a guardian takes while its job works for 3 seconds."""
+    begin()
+    guardian = psutil.Process().children()[0]
+    time.sleep(2)  # it has started
+    before = sum(guardian.cpu_times()[:2])
+    time.sleep(3)
+    assert sum(guardian.cpu_times()[:2]) - before < 0.1
+    return 0
+
+
+def test_a_guardian_sleeps_while_nothing_happens(job):
+    assert job(2, rests).codes == [0, 0]

@@ -108,7 +108,7 @@ def test_stored_weights_that_stay_in_fp32_do_so_on_all_ranks(ranks, tiny, write,
 
 def test_stages_without_shards_have_the_whole_model(ranks, tiny, write):
     tiny["fp8"]["enabled"] = False
-    tiny["zero_optimization"] = {"stage": 1}
+    tiny["zero_optimization"] = {"stage": 2}
     (found,) = ranks(1, _build, write(tiny))
     assert all(equal and not sharded for _, equal, _, sharded in found)
 

@@ -39,10 +39,12 @@ def test_a_head_in_fp8_trains_as_one_in_bf16(ranks, tied):
     assert in_fp8[0][-1] < in_fp8[0][0]
 
 
-def test_a_head_in_fp8_needs_a_loss_that_can_be_fused():
+def test_a_head_in_fp8_needs_a_loss_that_can_be_fused(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
     model = causal_lm("gemma2", final_logit_softcapping=5.0)
     with pytest.raises(UserError, match="works on its logits") as error:
-        initialize(model=model, config=models.config({"loss": {"head": "fp8"}}))
+        initialize(model=model, config=models.config({"preset": "infir2", "loss": {"head": "fp8"}}))
     assert error.value.key == "fp8.loss.head"
 
 

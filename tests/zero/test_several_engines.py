@@ -123,5 +123,5 @@ def patched(_):
     return changed
 
 
-def test_the_class_is_as_before_once_the_last_engine_is_destroyed(ranks):
-    assert ranks(1, patched, None) == [[True, True, False]]
+def test_the_class_is_as_before_once_the_last_engine_is_destroyed(new_ranks):
+    assert new_ranks(1, patched, None) == [[True, True, False]]

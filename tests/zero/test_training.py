@@ -187,8 +187,12 @@ def test_evaluation_between_steps_changes_nothing(ranks, baseline):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_fp8_linears_alone_under_stages_1_and_2(ranks, stage):
     fp8 = {**QUIET, "param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
-    losses = ranks(2, losses_and_weights, models.config(fp8, stage=stage))[0][0]
-    twin = ranks(2, losses_and_weights, models.config({"enabled": False}, stage=stage))[0][0]
+    losses, twin = (
+        ranks(
+            2, losses_and_weights, models.config(section, stage=stage) | {"data_types": {"grad_accum_dtype": "bf16"}}
+        )[0][0]
+        for section in (fp8, {"enabled": False})
+    )
     assert losses != twin
     assert losses == pytest.approx(twin, rel=0.02)
 

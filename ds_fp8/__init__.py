@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from ds_fp8.casts import QuantizedTensor, quantize
     from ds_fp8.config.errors import UserError
     from ds_fp8.config.fp8 import FP8Config
-    from ds_fp8.engine.initialize import initialize
+    from ds_fp8.engine.initialize import convert, initialize
     from ds_fp8.integrations.install import install, uninstall
-    from ds_fp8.layers.convert import convert
     from ds_fp8.memory import estimate
     from ds_fp8.optim import AdamW
 
@@ -28,7 +27,7 @@ _HOMES = {
     "FP8Config": "ds_fp8.config.fp8",
     "QuantizedTensor": "ds_fp8.casts",
     "UserError": "ds_fp8.config.errors",
-    "convert": "ds_fp8.layers.convert",
+    "convert": "ds_fp8.engine.initialize",
     "estimate": "ds_fp8.memory",
     "initialize": "ds_fp8.engine.initialize",
     "install": "ds_fp8.integrations.install",

@@ -172,7 +172,7 @@ def preset_table(names: Iterable[str]) -> str:
         gathered, reduced = config.param_gather.format.upper(), config.grad_reduce.format.upper()
         if config.grad_reduce.format != "bf16" and config.grad_reduce.scale == "tensor":
             reduced += ", one adaptive scale per gradient"
-        title = f"`{name}`" + " (default)" * (name == DEFAULT)
+        title = f"`{name}`" + " (of random weights)" * (name == DEFAULT)
         rows.append((title, LINEARS[name], gathered, reduced, _state_in_words(config.optimizer)))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows).replace("| --- |", "|---|").replace(" --- |", "---|")
 

@@ -79,10 +79,10 @@ def fp8_in_words(raw: Mapping[str, Any], fp8: FP8Config) -> str:
     """Return whether FP8 is on, and its preset: the configuration's own, or the one assumed where it names none."""
     if not fp8.enabled:
         return "FP8 is off"
-    section = raw.get("fp8")
-    if leaves_preset_open(section):
+    if leaves_preset_open(raw.get("fp8")):
         return (
-            f"FP8 is on; no preset is named: {FOR_TRAINED} where weights are trained, {DEFAULT} where they are random"
+            f"FP8 is on; no preset is named, and {fp8.preset_name} assumed here: it is {FOR_TRAINED} where weights are "
+            f"trained, {DEFAULT} where they are random"
         )
     return f"FP8 is on, preset {fp8.preset_name}"
 

@@ -12,7 +12,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, FormatName
 from ds_fp8.config.linear import LinearConfig
 from ds_fp8.config.optimizer_state import CodecName, StateGranularity, StatePrecision, StateScale
-from ds_fp8.config.presets import AXES, DEFAULT, Axis, as_section, merge, preset_values
+from ds_fp8.config.presets import AXES, DEFAULT, Axis, as_section, leaves_preset_open, merge, preset_values, with_preset
 from ds_fp8.config.schema import Section, Seed, parse_section
 
 
@@ -170,8 +170,8 @@ class FP8Config(Section):
     """false: plain BF16, for a twin run from the same file."""
     preset: str | dict[Axis, str] = DEFAULT
     """Supplies the keys that you leave out: a name of the table above, or one for each of some sections: {"linear":
-    "infir2", "optimizer": "coat"}. Left out: `precise` where the weights of the model are trained, `infir2` where they
-    are random; the start report says which."""
+    "infir2", "optimizer": "coat"}; left out, `precise` where weights are trained, `infir2` where they are random. The
+    start report says which. Beside casts of your own in `linear` it is `infir2`."""
     # SerializeAsAny: an extension (registry.py) is dumped with its own keys.
     linear: SerializeAsAny[LinearConfig] = LinearConfig()
     activations: ActivationsConfig = ActivationsConfig()
@@ -222,6 +222,20 @@ class FP8Config(Section):
             values = {key: value for key, value in values.items() if key not in names} | {"preset": preset}
         # Before validation, so that the preset's values are checked like the user's and errors name the same keys.
         return merge(preset_values(values.get("preset", DEFAULT)), values)
+
+    @property
+    def leaves_preset_open(self) -> bool:
+        """Return whether the weights of the model shall decide on the preset of the linears."""
+        return leaves_preset_open(self._as_given)
+
+    def with_preset(self, name: str) -> FP8Config:
+        """Return this configuration with a preset for what it leaves open."""
+        return type(self)(**with_preset(self._as_given, name))
+
+    @property
+    def _as_given(self) -> dict[str, Any]:
+        given = self.model_dump(exclude_unset=True)
+        return {key: value for key, value in given.items() if value != {}}
 
     @property
     def preset_name(self) -> str:

@@ -15,6 +15,8 @@ AXES: tuple[str, ...] = get_args(Axis)
 DEFAULT, FOR_TRAINED = "infir2", "precise"
 """Presets where a configuration names none: of random weights, and of weights that exist. BF16's loss is nearest with
 the second one, which takes 1 to 5% more time."""
+_BESIDE_CASTS = {"skip", "overrides", "backend", "expert_products", "smooth_swiglu", "outlier_channels"}
+"""Keys of "linear" that go with either of the two. With others a user has chosen casts, and no other is mixed in."""
 
 
 def _granularity(word: str) -> dict[str, str]:
@@ -102,7 +104,7 @@ def leaves_preset_open(section: Any) -> bool:
     preset, linear = section.get("preset", {}), section.get("linear", {})
     if not isinstance(preset, Mapping) or "linear" in preset or not isinstance(linear, Mapping):
         return False
-    return linear.keys() <= {"skip", "overrides", "backend"}
+    return linear.keys() <= _BESIDE_CASTS
 
 
 def with_preset(section: Any, name: str) -> dict[str, Any]:

@@ -39,11 +39,13 @@ from ds_fp8.engine.state import FP8State
 from ds_fp8.engine.trained_weights import weights_are_trained
 from ds_fp8.gemm.deep_gemm_kernels import compile_for, expect
 from ds_fp8.layers.attention.cudnn import load_cudnn
-from ds_fp8.layers.convert import convert
+from ds_fp8.layers.convert import Conversion
+from ds_fp8.layers.convert import convert as convert_layers
 from ds_fp8.layers.decoder.inverse_frequencies import restore_inverse_frequencies
 from ds_fp8.layers.deep_gemm_layers import deep_gemm_layers
 from ds_fp8.layers.head.loss import LossFusion, fuse_loss
 from ds_fp8.layers.linear.recipe import recipe_from_config
+from ds_fp8.layers.selection import Filter
 from ds_fp8.layers.transformers_versions import warn_of_changes
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.optim import AdamW
@@ -129,7 +131,7 @@ def initialize(
     # Before the model is converted: an optimizer that is refused leaves the model as it was.
     own_optimizer = choose_optimizer(configuration, optimizer, model_parameters, _rank)
     if fp8.enabled:
-        conversion = _located(file, convert, model, fp8, monitor)
+        conversion = _located(file, convert_layers, model, fp8, monitor)
         if not conversion.converted and not conversion.experts.converted:
             monitor.every = 0  # a measured step runs outside graphs, and there is no cast to measure
         notes = restore_inverse_frequencies(model)
@@ -186,6 +188,39 @@ def initialize(
     return result
 
 
+def convert(
+    model: torch.nn.Module,
+    config: FP8Config | None = None,
+    monitor: CastMonitor | None = None,
+    filter: Filter | None = None,
+) -> Conversion:
+    """Let the linear layers of a model compute in FP8, in place, and fuse its decoder layers where they can be.
+
+    Parameters, their names and checkpoint keys do not change. docs/support.md lists the layers that stay in BF16. A
+    model can be converted again, after adapters were added or with another configuration. Collective where several
+    ranks run and `config` leaves the preset to the weights.
+
+    Args:
+        model: Any module, wrapped by PEFT or not.
+        config: Casts, layers to skip, whether to fuse; FP8Config() by default. Where it names no preset the weights
+            decide, as in `initialize`.
+        monitor: Counts saturated and flushed elements; made from `config.monitor` by default.
+        filter: Called as `filter(name, layer)` for each linear layer that `config.linear.skip` does not name. Layers
+            for which it returns False stay in BF16, in later conversions without a filter too.
+
+    Returns:
+        The names of all linear layers, converted or with the reason why not, and the fused layers.
+
+    Raises:
+        UserError: No linear layer can be converted and no override keeps one in BF16, an override matches no layer, or
+            this machine cannot run the casts of `config`.
+    """
+    config = config or FP8Config()
+    if config.leaves_preset_open:
+        config, _ = _for_weights(config, model)
+    return convert_layers(model, config, monitor, filter)
+
+
 def _end_gloo() -> None:
     """Let gloo's threads end before Python does, where a program does not destroy its process group.
 
@@ -228,14 +263,20 @@ def _choose_preset(
     if not dist.is_initialized():
         backend = get_accelerator().communication_backend_name()
         deepspeed.init_distributed(dist_backend=backend, distributed_port=port, dist_init_required=init_required)
+    return _for_weights(configuration, model)
+
+
+def _for_weights(open_: Configuration | FP8Config, model: torch.nn.Module) -> tuple[Any, str]:
+    """Return a configuration with the preset that fits the weights of a model, and why. Collective."""
     trained, reason = weights_are_trained(model)
-    chosen = configuration.with_preset(FOR_TRAINED if trained else DEFAULT)
     if trained:
         try:
-            recipe_from_config(chosen.fp8, CastMonitor(0))
+            chosen = open_.with_preset(FOR_TRAINED)
+            recipe_from_config(chosen.fp8 if isinstance(chosen, Configuration) else chosen, CastMonitor(0))
         except UserError as error:
-            return configuration.with_preset(DEFAULT), f"{reason}, but {FOR_TRAINED} cannot run here: {error.problem}"
-    return chosen, reason
+            return open_.with_preset(DEFAULT), f"{reason}, but {FOR_TRAINED} cannot run here: {error.problem}"
+        return chosen, reason
+    return open_.with_preset(DEFAULT), reason
 
 
 def _for_deepspeed(configuration: Configuration, own_optimizer: bool, prefetch: Mapping[str, int]) -> dict[str, Any]:

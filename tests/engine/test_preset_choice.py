@@ -8,7 +8,9 @@ import torch
 from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import leaves_preset_open, with_preset
+from ds_fp8.engine.trained_weights import weights_are_trained
 from tests.layers.hugging_face import causal_lm
 from tests.zero import models
 
@@ -112,7 +114,8 @@ def test_what_the_section_names_stays(ranks, folder):
         return ranks(1, chosen, folder, "from_pretrained", {**OPEN, **section})[0]
 
     assert preset_of({"preset": "infir2"})[:2] == ("infir2", None)
-    assert preset_of({"linear": {"outlier_channels": 64}})[1:] == (None, "infir2", 64)
+    assert preset_of({"linear": {"input": {"scale": "pow2"}}})[1:] == (None, "infir2", 0)
+    assert preset_of({"linear": {"outlier_channels": 64}})[2:] == ("precise", 64)
     partial = preset_of({"preset": {"optimizer": "coat"}})
     assert partial[2] == {"optimizer": "coat", "linear": "precise"}
     assert partial[1] is not None
@@ -124,6 +127,7 @@ def test_what_the_section_names_stays(ranks, folder):
         ({}, True),
         (True, True),
         ({"linear": {"skip": ["lm_head"]}}, True),
+        ({"linear": {"outlier_channels": 64}}, True),
         ({"preset": {"optimizer": "coat"}}, True),
         ({"optimizer": "coat"}, True),
         ("infir2", False),
@@ -137,8 +141,37 @@ def test_what_the_section_names_stays(ranks, folder):
 )
 def test_a_section_leaves_the_preset_open_or_not(section, is_open):
     assert leaves_preset_open(section) == is_open
+    if isinstance(section, dict):
+        assert FP8Config(**section).leaves_preset_open == is_open
     if is_open:
         assert not leaves_preset_open(with_preset(section, "precise"))
+
+
+def test_norms_without_weights_leave_it_to_what_transformers_has_loaded(tmp_path):
+    from transformers import AutoModelForCausalLM, OlmoConfig
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = OlmoConfig(**sizes, vocab_size=128, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    drawn = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert weights_are_trained(drawn) == (False, "neither norms nor transformers show that weights are trained")
+    drawn.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert weights_are_trained(loaded) == (True, "the weights are trained: transformers has loaded them")
+
+
+@pytest.mark.parametrize(
+    ("build", "section", "channels"),
+    [
+        (trained_model, {}, 128),
+        (trained_model, {"linear": {"outlier_channels": 64}}, 64),
+        (trained_model, {"preset": "infir2"}, 0),
+        (lambda: causal_lm("llama"), {}, 0),
+    ],
+)
+def test_convert_decides_as_initialize_does(build, section, channels):
+    import ds_fp8
+
+    assert ds_fp8.convert(build(), FP8Config(**OPEN, **section)).recipe.outlier_channels == channels
 
 
 def resumed(folder, checkpoints):

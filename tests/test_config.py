@@ -190,7 +190,7 @@ def test_what_is_parsed_is_left_alone():
         ({"linear": {"grad_outputs": {}}}, "fp8.linear.grad_outputs", "grad_output"),
         ({"linear": {"input": {"formt": "e4m3"}}}, "fp8.linear.input.formt", "format"),
         ({"linear": {"weight": {"granularty": "tensor"}}}, "fp8.linear.weight.granularty", "granularity"),
-        ({"grad_reduce": {"roundings": 128}}, "fp8.grad_reduce.roundings", "rounding"),
+        ({"grad_reduce": {"scales": 128}}, "fp8.grad_reduce.scales", "scale"),
         ({"monitor": {"evry": 1}}, "fp8.monitor.evry", "every"),
     ],
 )
@@ -215,7 +215,7 @@ def test_an_unknown_key_names_the_nearest(preset, section, key, meant):
         ({"linear": {"skip": "lm_head"}}, "fp8.linear.skip"),
         ({"activations": {"save": "fp16"}}, "fp8.activations.save"),
         ({"param_gather": {"format": "int8"}}, "fp8.param_gather.format"),
-        ({"grad_reduce": {"hierarchy": "deep"}}, "fp8.grad_reduce.hierarchy"),
+        ({"grad_reduce": {"scale": "deep"}}, "fp8.grad_reduce.scale"),
         ({"optimizer": {"exp_avg": "int5"}}, "fp8.optimizer.exp_avg"),
         ({"monitor": {"every": -1}}, "fp8.monitor.every"),
         ({"monitor": {"every": "often"}}, "fp8.monitor.every"),

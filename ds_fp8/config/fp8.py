@@ -13,7 +13,7 @@ from ds_fp8.config.formats import BLOCK, FormatName
 from ds_fp8.config.linear import LinearConfig
 from ds_fp8.config.optimizer_state import CodecName, StateGranularity, StatePrecision, StateScale
 from ds_fp8.config.presets import AXES, DEFAULT, Axis, as_section, leaves_preset_open, merge, preset_values, with_preset
-from ds_fp8.config.schema import Section, Seed, parse_section
+from ds_fp8.config.schema import Section, parse_section
 
 
 class ActivationsConfig(Section):
@@ -53,45 +53,30 @@ class AttentionConfig(Section):
 
 
 class ParameterGatherConfig(Section):
-    """Format and transport of ZeRO-3's parameter all-gather, for the weights of FP8 linears."""
+    """Format of ZeRO-3's parameter all-gather, for the weights of FP8 linears."""
 
     format: FormatName | Literal["bf16"] = "e4m3"
     """The format of linear.weight, or bf16. Weights with an override are gathered in its cast, or in BF16 where
     that cannot be sharded. FP8 takes a byte an element."""
-    transport: Literal["auto", "nccl", "copy_engine"] = "auto"
-    """copy_engine: within one host every rank copies the others' FP8 shards from their memory, without multiprocessors;
-    an error if the GPUs cannot read each other's memory. auto: copy engines if possible, else NCCL; the start report
-    says which."""
 
 
 class GradientReduceConfig(Section):
-    """Format and route of ZeRO-3's gradient reduce-scatter, for every gradient of two or more dimensions."""
+    """Format of ZeRO-3's gradient reduce-scatter, for every gradient of two or more dimensions."""
 
     format: FormatName | Literal["bf16"] = "e4m3"
     """bf16: DeepSpeed's reduce-scatter. e4m3, e5m2: a byte an element."""
     scale: Literal["group", "tensor"] = "group"
     """group: one scale for every 128 elements. tensor: one for each gradient, agreed by all ranks and adapted over
     time, as in FP8-LM (arXiv 2310.18313)."""
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    """stochastic: unbiased."""
-    seed: Seed = 0
-    """Seed of stochastic rounding: with the same seed and ranks a run repeats bit for bit."""
-    error_feedback: Literal["off", "bf16", "fp32"] = "off"
-    """Add the cast error of a gradient to the next gradient. Every rank keeps the errors of the whole model in this
-    precision: 2 or 4 bytes a parameter, not sharded, not in checkpoints."""
-    hierarchy: Literal["auto", "flat"] = "auto"
-    """auto: inside the node first, then between nodes, when there is more than one node. flat: one all-to-all."""
 
     @model_validator(mode="after")
-    def _options_need_a_cast(self) -> GradientReduceConfig:
-        if self.format == "bf16":
-            for key in ("scale", "rounding", "error_feedback"):
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    raise UserError(
-                        f'grad_reduce.{key} "{getattr(self, key)}" needs a cast, but grad_reduce.format is "bf16"',
-                        key=f"fp8.grad_reduce.{key}",
-                        remedy=f'remove "{key}", or "format": "e4m3"',
-                    )
+    def _scales_need_a_cast(self) -> GradientReduceConfig:
+        if self.format == "bf16" and self.scale != "group":
+            raise UserError(
+                f'grad_reduce.scale "{self.scale}" needs a cast, but grad_reduce.format is "bf16"',
+                key="fp8.grad_reduce.scale",
+                remedy='remove "scale", or "format": "e4m3"',
+            )
         return self
 
 
@@ -153,12 +138,9 @@ class MonitorConfig(Section):
     every: int = Field(100, ge=0)
     """Optimizer steps between two measurements of the casts; 0: none."""
     min_snr_db: float = 20.0
-    """A layer degrades when the signal-to-noise ratio of one of its casts is lower. Rounding alone leaves about 31 dB
-    in E4M3 and 25 dB in E5M2 for any tensor; 20 dB is an error of a tenth of the signal."""
-    max_flushed: float = Field(0.5, ge=0, le=1)
-    """A layer also degrades when more than this share of the elements of one of its casts is flushed to zero."""
-    patience: int = Field(3, ge=1)
-    """Number of measurements in a row before a layer counts as degraded."""
+    """A layer degrades when the signal-to-noise ratio of one of its casts is lower in 3 measurements in a row, or more
+    than half of the elements of one are flushed to zero. Rounding alone leaves about 31 dB in E4M3 and 25 dB in E5M2
+    for any tensor; 20 dB is an error of a tenth of the signal."""
     fallback: bool = False
     """true: a layer that degrades runs in BF16 from then on. false: a warning names it."""
 

@@ -91,7 +91,7 @@ def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lif
     ]
     if not weights:
         return
-    gather = ParameterGather(engine, weights, state.wire, state.config.param_gather.transport)
+    gather = ParameterGather(engine, weights, state.wire)
     state.parameter_gather = state.health.parameter_gather = life.weights = gather
     if state.step is not None:
         life.bf16_shards = gather.free_bf16_shards(engine)
@@ -103,9 +103,8 @@ def _reduce_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
     config = state.config.grad_reduce
     if config.format == "bf16" or not seams.has_optimizer(engine):
         return
-    state.nodes = find_nodes(config.hierarchy, state.hosts)
-    observe = state.health.observe_gradient
-    state.gradient_reduce = GradientReduce(config, state.wire, state.nodes, state.rounding_clock, observe)
+    state.nodes = find_nodes(state.hosts)
+    state.gradient_reduce = GradientReduce(config, state.wire, state.nodes, state.health.observe_gradient)
     state.health.gradient_reduce = state.gradient_reduce
 
 

@@ -25,7 +25,6 @@ from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.selection import of_listed_expert
 from ds_fp8.optim.codecs import moment_bytes
 from ds_fp8.zero import seams
-from ds_fp8.zero.gradient_reduce import residual_bytes
 from ds_fp8.zero.nodes import why_flat
 
 
@@ -90,10 +89,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "fp8_shard_bytes_per_rank": state.parameter_gather.shards.nbytes if state.parameter_gather else 0,
         "gathered_bytes_per_parameter": (2 * total - gathered_count) / total,
         "grad_reduce": fp8.grad_reduce.format,
-        "grad_cast": {key: getattr(fp8.grad_reduce, key) for key in ("scale", "rounding", "error_feedback")},
-        "grad_residual_bytes_per_rank": residual_bytes(
-            (seams.full_shape(p) for p in parameters if seams.is_trained(p)), fp8.grad_reduce.error_feedback
-        ),
+        "grad_scale": fp8.grad_reduce.scale,
         "hosts": state.hosts.count,
         "ranks_of_hosts": str(state.hosts),
         "grad_hierarchy": _hierarchy(state),
@@ -199,7 +195,7 @@ def _hierarchy(state: FP8State) -> str:
     if state.nodes is not None:
         return f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}"
     several = state.hosts.count > 1 and state.gradient_reduce is not None
-    return f"flat: {why_flat(state.config.grad_reduce.hierarchy, state.hosts)}" if several else "flat"
+    return f"flat: {why_flat(state.hosts)}" if several else "flat"
 
 
 def _attention(attention: AttentionFormat | None) -> dict[str, Any]:

@@ -148,14 +148,8 @@ def _gather(report: Mapping[str, Any]) -> str:
 
 
 def _reduction(report: Mapping[str, Any]) -> str:
-    """Return format and route of the gradients, and the options of their cast that are not the defaults."""
-    cast = report["grad_cast"]
-    words = ["one scale a tensor"] * (cast["scale"] == "tensor")
-    words += ["stochastic rounding"] * (cast["rounding"] == "stochastic")
-    if cast["error_feedback"] != "off":
-        kept = report["grad_residual_bytes_per_rank"]
-        words.append(f"error feedback in {cast['error_feedback']}, {kept:,} bytes a rank")
-    return ", ".join([report["grad_reduce"], report["grad_hierarchy"], *words])
+    scale = ["one scale a tensor"] * (report["grad_scale"] == "tensor")
+    return ", ".join([report["grad_reduce"], report["grad_hierarchy"], *scale])
 
 
 def _moments(report: Mapping[str, Any]) -> str:

@@ -29,11 +29,6 @@ from ds_fp8.zero.wire import WireMeter
 CHECKPOINT_KEY = "ds_fp8"
 """Key of the state in the client state of DeepSpeed's checkpoints."""
 
-STARTS_ANEW = "starts anew"
-
-_MOST_MICRO_BATCHES = 2**20
-"""Micro-batches of a step that random rounding tells apart."""
-
 
 class FP8State:
     """FP8 state of an engine (`engine.fp8`), with FP8 enabled or not."""
@@ -107,11 +102,6 @@ class FP8State:
         """Return the number of calls of engine.step() so far, those before a resume among them."""
         return self._micro_batches_before + self._engine.micro_steps
 
-    def rounding_clock(self) -> int:
-        """Return a number of the present micro-batch, another for each: the clock of random rounding."""
-        # Programs that set the boundary of accumulation themselves, as Accelerate does, call engine.step() once a step.
-        return self.clock() * _MOST_MICRO_BATCHES + seams.micro_batch_of_step(self._engine)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a run needs besides weights and optimizer state to resume bit for bit. Collective.
 
@@ -119,16 +109,13 @@ class FP8State:
 
         Returns:
             Plain values and CPU tensors, which torch.load reads with weights_only=True; the same on all ranks, and for
-            any number of ranks. Empty with FP8 disabled. What error feedback holds is left out: it is of the size of
-            the model on every rank, and starts anew.
+            any number of ranks. Empty with FP8 disabled.
         """
         if self.health is None:
             return {}
         state = {"preset": self.config.preset, "micro_batches": self.clock(), **self.health.state_dict()}
         if self.gradient_reduce is not None:
             state["gradients"] = self.gradient_reduce.state_dict()
-        if self.config.grad_reduce.error_feedback != "off":
-            state["error_feedback"] = STARTS_ANEW
         return state
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -151,8 +138,6 @@ class FP8State:
         if not state:
             self.health.say("the checkpoint has no FP8 state: gradient scales and counters are reset")
             state = {}
-        elif state.get("error_feedback") == STARTS_ANEW:
-            self.health.say("error feedback of the gradients is reset: checkpoints do not hold it")
         if self.graphs is not None:
             self.graphs.reset()
         # The engine may have counted before the load. clock() adds its count: the sum is the saved number.

@@ -201,8 +201,6 @@ def why_no_graphs(engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, why_no_step
         '"graph" is "off"': fp8.graph == "off",
         "there is no CUDA device": engine.device.type != "cuda",
         f"DeepSpeed's step stays: {why_no_step}": why_no_step is not None,
-        # The key is an argument of the kernel, and a graph repeats the arguments of its capture.
-        "gradients are rounded at random, with a key of every micro-batch": fp8.grad_reduce.rounding == "stochastic",
         "gradients have one scale each, which adapts over time": fp8.grad_reduce.scale == "tensor",
         "casts are emulated, operation by operation": any(cast.by_torch for cast in casts),
         "ranks share sequences by other code than transformers' attention functions": (

@@ -31,7 +31,7 @@ from ds_fp8.memory.shapes import Device, Workload, read_workload
 from ds_fp8.train.deepspeed_config import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, resolve_batch
 
 LASTING = (
-    "master weights", "moments", "gradient shards", "gradient bucket", "BF16 weights", "FP8 weights", "error feedback",
+    "master weights", "moments", "gradient shards", "gradient bucket", "BF16 weights", "FP8 weights",
 )  # fmt: skip
 ACTIVATIONS, INPUTS, LOSS, GATHERED, WORKSPACE, REDUCTION, STEP = (
     "activations",

@@ -9,13 +9,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.memory.shapes import BF16, FP32, ParameterShape, Workload
 from ds_fp8.optim.codecs import moment_bytes
 from ds_fp8.optim.moment import CHUNK
-from ds_fp8.zero.gradient_reduce import residual_bytes
 
 EMULATED = {"1x128": (30, 69), "tensor": (23, 58)}
 """Bytes an element that ds_fp8's own AdamW takes on a CPU, where it decodes and encodes moments in plain torch: rounded
@@ -52,7 +49,6 @@ def lasting(w: Workload) -> dict[str, int]:
         "gradient bucket": _gradient_bucket(w),
         "BF16 weights": _bf16_weights(w),
         "FP8 weights": _fp8_weights(w),
-        "error feedback": _error_feedback(w),
     }
     return {kind: size for kind, size in terms.items() if size}
 
@@ -113,14 +109,6 @@ def _fp8_weights(w: Workload) -> int:
         scales = math.prod(scale_shape((rows, w.model.hidden), weight.cast.granularity))
         of_whole += FP32 * scales + weight.residuals
     return shard_numel(gathered_in_fp8, w.gpus) + of_whole
-
-
-def _error_feedback(w: Workload) -> int:
-    """Return 2 N or 4 N with grad_reduce.error_feedback: what casts of whole gradients lost is kept on every GPU."""
-    if not w.reduces_in_fp8:
-        return 0
-    # As if all were matrices: vectors that are long enough to count are few.
-    return residual_bytes([torch.Size((1, p.numel)) for p in trained(w)], w.fp8.grad_reduce.error_feedback)
 
 
 # ---------------------------------------------------------------- gathered weights

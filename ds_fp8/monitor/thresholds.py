@@ -10,6 +10,8 @@ from typing import Any
 from ds_fp8.config.fp8 import MonitorConfig
 from ds_fp8.monitor.cast_monitor import CastFigures, Measurement
 
+MAX_FLUSHED, PATIENCE = 0.5, 3
+"""Share of a cast's elements flushed to zero, and measurements in a row past a threshold, before a layer degrades."""
 LABELS = {"input": "input", "weight": "weight", "grad_output": "output gradient", "grad_weight": "weight gradient"}
 
 
@@ -40,10 +42,9 @@ class Thresholds:
             for site, figures in sites.items():
                 key, reason = (site, tensor_class), self._reason(figures)
                 self._in_a_row[key] = self._in_a_row[key] + 1 if reason else 0
-                if self._in_a_row[key] >= self._config.patience and key not in self._named:
+                if self._in_a_row[key] >= PATIENCE and key not in self._named:
                     self._named.add(key)
-                    often = f", {self._config.patience} measurements in a row" if self._config.patience > 1 else ""
-                    found.append(Degradation(site, tensor_class, f"{reason}{often}"))
+                    found.append(Degradation(site, tensor_class, f"{reason}, {PATIENCE} measurements in a row"))
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,9 +61,8 @@ class Thresholds:
 
     def _reason(self, figures: CastFigures) -> str | None:
         """Return which threshold these figures are past, or None."""
-        config = self._config
-        if figures.snr_db is not None and figures.snr_db < config.min_snr_db:
-            return f"signal-to-noise ratio {figures.snr_db:.1f} dB, below {config.min_snr_db:g}"
-        if figures.flushed > config.max_flushed:
-            return f"{figures.flushed:.1%} flushed to zero, above {config.max_flushed:.0%}"
+        if figures.snr_db is not None and figures.snr_db < self._config.min_snr_db:
+            return f"signal-to-noise ratio {figures.snr_db:.1f} dB, below {self._config.min_snr_db:g}"
+        if figures.flushed > MAX_FLUSHED:
+            return f"{figures.flushed:.1%} flushed to zero, above {MAX_FLUSHED:.0%}"
         return None

@@ -33,14 +33,12 @@ class FP8Shards:
         self,
         weights: Iterable[tuple[nn.Parameter, CastSpec, OutlierChannels | None]],
         wire: WireMeter,
-        transport: str,
     ):
         """Allocate the shards.
 
         Args:
             weights: each with its cast, and the outlier channels of its input where those are multiplied exactly.
             wire: counts the bytes of amax.
-            transport: as of fp8.param_gather; UserError for "copy_engine" where that cannot be.
         """
         self._wire = wire
         # Sorted, so that all ranks agree on the order.
@@ -57,7 +55,7 @@ class FP8Shards:
         numels = [weight.shard.numel for weight in self.weights.values()]
         device = stacks[0][0].parameter.device
         groups = list({id(weight.shard.group): weight.shard.group for weight in self.weights.values()}.values())
-        self.transport: Transport = choose(transport, sum(numels), device, groups)
+        self.transport: Transport = choose(sum(numels), device, groups)
         self.codes = self.transport.local
         for weight, data in zip(self.weights.values(), self.codes.split(numels), strict=True):
             weight.data = data

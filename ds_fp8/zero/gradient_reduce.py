@@ -12,14 +12,10 @@ travel; the sums of the first round are cast once more for the second.
 
 NaN or Inf anywhere in a group of 128 makes that group NaN on every rank's result: the gradient norm is then not finite
 and ZeRO-3 skips the step on all ranks.
-
-Error feedback (Seide et al., Interspeech 2014) adds what the last cast of a gradient lost to the next one; the second
-cast of two levels is not covered.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -28,7 +24,6 @@ import torch
 from deepspeed import comm as dist
 from torch import nn
 
-from ds_fp8.casts.stochastic import random_key
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.fp8 import GradientReduceConfig
 from ds_fp8.zero import seams
@@ -48,19 +43,10 @@ ROW_ALIGNMENT = 4 * BLOCK
 Observer = Callable[[torch.Tensor, str, torch.Tensor | None], None]
 """(full gradient, name, its scale or None where every 128 elements have their own)."""
 
-_RESIDUALS = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
 
 def is_reduced_in_fp8(shape: torch.Size) -> bool:
     """Return whether a gradient of this shape is worth a cast."""
     return len(shape) > 1 and math.prod(shape) >= SMALLEST
-
-
-def residual_bytes(shapes: Iterable[torch.Size], error_feedback: str) -> int:
-    """Return the bytes that error feedback keeps on every rank for gradients of these shapes."""
-    if error_feedback == "off":
-        return 0
-    return _RESIDUALS[error_feedback].itemsize * sum(math.prod(shape) for shape in shapes if is_reduced_in_fp8(shape))
 
 
 class Reduction:
@@ -125,7 +111,6 @@ class GradientReduce:
         config: GradientReduceConfig,
         wire: WireMeter,
         nodes: Nodes | None = None,
-        clock: Callable[[], int] | None = None,
         observe: Observer | None = None,
     ):
         """Make a reduction with these settings.
@@ -134,34 +119,22 @@ class GradientReduce:
             config: The section "grad_reduce", of an FP8 format.
             wire: Counts the bytes that this rank sends.
             nodes: Groups of two levels for reductions over all ranks; those over fewer ranks are flat.
-            clock: Returns a number that differs between micro-batches, and is the same again when a checkpoint is
-                resumed. Without one the reductions are counted.
             observe: Is shown every gradient that is cast.
         """
         self._observe, self._left_out = observe, frozenset[str]()
         self._config, self._wire, self._nodes = config, wire, nodes
-        self._clock = clock or itertools.count().__next__
         self._automatic_scale = AutomaticScale(config.format) if config.scale == "tensor" else None
-        self._residuals: dict[str, torch.Tensor] = {}
 
     def leave_out(self, names: Iterable[str]) -> None:
         """Reduce the gradients of these parameters as DeepSpeed does from now on, on all ranks alike."""
         self._left_out |= frozenset(names)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that later reductions depend on. Collective.
-
-        The buffers of error feedback, of the model's size on every rank, are excluded: it starts afresh.
-        """
+        """Return the state that later reductions depend on. Collective."""
         return {} if self._automatic_scale is None else {"scale": self._automatic_scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, what state_dict() returned on any number of ranks.
-
-        State that it lacks starts afresh, as does error feedback.
-        """
-        for residual in self._residuals.values():  # where they are, for CUDA graphs read them
-            residual.zero_()
+        """Go on from `state`, what state_dict() returned on any number of ranks. What it lacks starts afresh."""
         if self._automatic_scale is not None:
             self._automatic_scale = AutomaticScale(self._config.format)
             if "scale" in state:
@@ -228,8 +201,7 @@ class GradientReduce:
         inside = sum_rows(self._exchange(message, nodes.inside), shape, self._config.format)
         shape = Message(count, 1, width)
         message = shape.empty(inside.device)
-        key = self._rounding_key(f"between nodes, {names[0]}")
-        pack(inside, message, shape, Slices(width, 0), CastOptions(self._config.format, key))
+        pack(inside, message, shape, Slices(width, 0), CastOptions(self._config.format))
         return self._exchange(message, nodes.between), shape, places
 
     def _pack(
@@ -249,10 +221,7 @@ class GradientReduce:
         for tensor, name, place, scale, count in zip(tensors, names, places, scales, clipped, strict=True):
             if self._observe is not None:
                 self._observe(tensor, name, scale)
-            options = CastOptions(
-                self._config.format, self._rounding_key(name), scale, count, self._residual(tensor, name)
-            )
-            pack(tensor, message, shape, place, options)
+            pack(tensor, message, shape, place, CastOptions(self._config.format, scale, count))
         if self._automatic_scale is not None:
             self._automatic_scale.saturated(clipped, [tensor.numel() for tensor in tensors], names)
 
@@ -265,19 +234,3 @@ class GradientReduce:
         self._wire.count(GRADIENT, "all_to_all", message.nbytes, group)
         dist.all_to_all_single(received, message, group=group)
         return received
-
-    def _rounding_key(self, name: str) -> int | None:
-        """Return 31 bits that differ by rank, gradient and micro-batch: equal roundings would not average out."""
-        if self._config.rounding == "nearest":
-            return None
-        return random_key(self._config.seed, dist.get_rank(), name, self._clock())
-
-    def _residual(self, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
-        """Return the error of this gradient's last cast, flat; zeros at first."""
-        if self._config.error_feedback == "off":
-            return None
-        if name not in self._residuals:
-            dtype = _RESIDUALS[self._config.error_feedback]
-            # Kept for the life of the engine at one address, which captured kernels write to.
-            self._residuals[name] = torch.zeros(tensor.numel(), dtype=dtype, device=tensor.device)
-        return self._residuals[name]

@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from ds_fp8.casts import QuantizedTensor, group_amax, scale_from_amax
+from ds_fp8.casts import group_amax, scale_from_amax
 from ds_fp8.casts.primitives import decode
-from ds_fp8.casts.stochastic import round_stochastically, uniform
-from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec
+from ds_fp8.config.formats import BLOCK, FORMATS
 from ds_fp8.zero.message import CastOptions, Message, Slices
 
 
@@ -39,8 +38,6 @@ def pack_reference(
 ) -> None:
     """Do pack in torch, on any device; the oracle of the kernel."""
     flat = gradient.flatten().float()
-    if options.residual is not None:
-        flat = flat + options.residual.float()
     world = shape.rows * shape.places
     x = pad(flat, (0, world * slices.length - flat.numel())).view(world, slices.length)
     x = pad(x, (0, slices.padded - slices.length))
@@ -48,11 +45,7 @@ def pack_reference(
         scales = scale_from_amax(group_amax(x, "1x128"), options.format, "pow2")
     else:
         scales = options.scale.expand(world, slices.padded // BLOCK)
-    codes = _codes(x, scales, slices, options)
-    if options.residual is not None:
-        lost = x - QuantizedTensor.of_bytes(codes, scales, CastSpec(options.format, "1x128")).dequantize()
-        lost = lost[:, : slices.length].flatten()[: flat.numel()]
-        options.residual.copy_(torch.where(lost.isfinite(), lost, options.residual.float()))
+    codes = _codes(x, scales, options)
 
     groups = slice(slices.column // BLOCK, (slices.column + slices.padded) // BLOCK)
     columns = slice(slices.column, slices.column + slices.padded)
@@ -62,20 +55,15 @@ def pack_reference(
     scales_of[:, :, groups] = scales.reshape(by_place).transpose(0, 1)
 
 
-def _codes(x: torch.Tensor, scales: torch.Tensor, slices: Slices, options: CastOptions) -> torch.Tensor:
+def _codes(x: torch.Tensor, scales: torch.Tensor, options: CastOptions) -> torch.Tensor:
     """Return the codes, as bytes, of x [W, padded] in units of scales [W, padded/128]."""
     target = FORMATS[options.format]
     in_units = x / scales.repeat_interleave(BLOCK, 1)
     if options.clipped is not None:
         options.clipped.add_((in_units.abs() > target.max).sum())
-    in_units, draw = in_units.clamp(-target.max, target.max), None
-    if options.key is not None:
-        rank, within = (torch.arange(n, device=x.device) for n in x.shape)
-        draw = uniform(rank[:, None] * slices.length + within, options.key)
+    in_units = in_units.clamp(-target.max, target.max)
     if target.codec is not None:
-        return target.codec.encode(in_units, draw)
-    if draw is not None:
-        in_units = round_stochastically(in_units, draw, options.format)
+        return target.codec.encode(in_units, None)
     return in_units.to(target.dtype).view(torch.uint8)
 
 

@@ -10,15 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_fp8.casts.primitives_triton import (
-    TRITON_DTYPES,
-    amax_bits,
-    random_word,
-    round_stochastically,
-    scale_of,
-    spacing_of,
-    to_fp8,
-)
+from ds_fp8.casts.primitives_triton import TRITON_DTYPES, amax_bits, scale_of, to_fp8
 from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE
 from ds_fp8.zero.message import CastOptions, Message, Slices
 
@@ -26,23 +18,14 @@ GROUPS = 32
 """Groups of 128 that one program takes."""
 
 
-@triton.jit
-def _round_to_nearest(x, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
-    """Return the number of the format that is nearest to x, ties to even: 1.5 * 2^23 spacings have no room for fractions."""
-    shift = spacing_of(x, EPSILON, SUBNORMAL) * 12582912.0
-    magnitude = (tl.abs(x) + shift) - shift
-    return tl.where(x.to(tl.int32, bitcast=True) < 0, -magnitude, magnitude)  # zero has a sign, too
-
-
-@triton.jit(do_not_specialize=["key", "rows"])
+@triton.jit(do_not_specialize=["rows"])
 def _pack(
-    gradient, residual, tensor_scale, clipped, message, numel, length, padded, column, width, codes_in_row, row_bytes, rows, key,
-    RESIDUAL: tl.constexpr, TENSOR: tl.constexpr, STOCHASTIC: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr,
-    LARGEST: tl.constexpr, SMALLEST: tl.constexpr, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr,
+    gradient, tensor_scale, clipped, message, numel, length, padded, column, width, codes_in_row, row_bytes, rows,
+    TENSOR: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
 ):
-    #     x     = gradient[rank's slice] + residual           what error feedback still owes
+    #     x     = gradient[rank's slice]
     #     scale = 2^ceil(log2(amax / largest)) a group        or one a tensor, found from earlier steps
-    #     code  = round(x / scale);  residual = x - code * scale
+    #     code  = round(x / scale)
     #     message[row of rank] = codes | scales               one row a rank: what an all-to-all sends
     rank = tl.program_id(1)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
@@ -52,9 +35,6 @@ def _pack(
     index = rank.to(tl.int64) * length + within
     inside = (within < length) & (index < numel)
     x = tl.load(gradient + index, mask=inside, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        before = tl.load(residual + index, mask=inside, other=0.0).to(tl.float32)
-        x += before
     if TENSOR:
         scale = tl.load(tensor_scale) + tl.zeros([GROUPS], tl.float32)
         in_units = tl.div_rn(x, scale[:, None] + tl.zeros_like(x))
@@ -67,18 +47,7 @@ def _pack(
     else:
         scale, reciprocal = scale_of(amax_bits(x, 1), LARGEST, SMALLEST, True)
         in_units = x * reciprocal[:, None]
-    if STOCHASTIC:
-        draw = (random_word(index, key) >> 16).to(tl.float32) * (1.0 / 65536)
-        in_units = round_stochastically(in_units, draw, EPSILON, SUBNORMAL)
-    elif RESIDUAL:
-        in_units = _round_to_nearest(in_units, EPSILON, SUBNORMAL)
     codes = to_fp8(in_units, 1.0, DTYPE)
-    if RESIDUAL:
-        # Not decoded from the codes: ptxas 12.8 reads a register that was never written where FP8 is made and unpacked.
-        lost = x - in_units * scale[:, None]
-        # A gradient with NaN or Inf must not stay in the residual for ever: its step is left out.
-        lost = tl.where(tl.abs(lost) < float("inf"), lost, before)
-        tl.store(residual + index, lost.to(residual.dtype.element_ty), mask=inside)
 
     first = (rank // rows).to(tl.int64) * width + column
     row = message + (rank % rows).to(tl.int64) * row_bytes
@@ -109,17 +78,15 @@ def _sum_rows(message, total, codes_in_row, row_bytes, rows, divisor, GROUPS: tl
 
 
 def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: Slices, options: CastOptions) -> None:
-    """Do pack of gradient_wire.py; the residual is contiguous."""
+    """Do pack of gradient_wire.py."""
     target = FORMATS[options.format]
     world = shape.rows * shape.places
     # The second axis is the rank: at most 65535 programs there, and the first axis takes a large gradient's groups.
     _pack[(triton.cdiv(slices.padded, GROUPS * BLOCK), world)](
-        gradient.contiguous(), options.residual, options.scale, options.clipped, message,
+        gradient.contiguous(), options.scale, options.clipped, message,
         gradient.numel(), slices.length, slices.padded, slices.column, shape.width, shape.codes, shape.row_bytes,
-        shape.rows, options.key or 0,
-        RESIDUAL=options.residual is not None, TENSOR=options.scale is not None, STOCHASTIC=options.key is not None,
-        GROUPS=GROUPS, DTYPE=TRITON_DTYPES[options.format], LARGEST=target.max, SMALLEST=SMALLEST_SCALE,
-        EPSILON=torch.finfo(target.dtype).eps, SUBNORMAL=target.smallest_subnormal, num_warps=4,
+        shape.rows, TENSOR=options.scale is not None, GROUPS=GROUPS, DTYPE=TRITON_DTYPES[options.format],
+        LARGEST=target.max, SMALLEST=SMALLEST_SCALE, num_warps=4,
     )
 
 

@@ -60,15 +60,10 @@ class CastOptions:
     """Options of a gradient's cast."""
 
     format: str
-    key: int | None = None
-    """Key of stochastic rounding, 31 bits; None rounds to nearest even."""
     scale: torch.Tensor | None = None
     """FP32 [], one scale for the whole gradient, with saturation; None gives every group of 128 its own."""
     clipped: torch.Tensor | None = None
     """int32 [], where the elements that saturated in units of `scale` are counted, NaN left out."""
-    residual: torch.Tensor | None = None
-    """[numel], FP32 or BF16: added to the gradient before its cast; what the cast then lost takes its place, except
-    where that is not finite."""
 
 
 class Target(NamedTuple):

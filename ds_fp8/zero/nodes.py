@@ -21,15 +21,8 @@ class Nodes:
     count: int
 
 
-def why_flat(hierarchy: str, hosts: Hosts) -> str | None:
-    """Return why the reduction has one level, or None where it has two.
-
-    Args:
-        hierarchy: "flat", or "auto": two levels if there are several hosts of equal size with several ranks each.
-        hosts: The hosts of all ranks.
-    """
-    if hierarchy == "flat":
-        return '"hierarchy" is "flat"'
+def why_flat(hosts: Hosts) -> str | None:
+    """Return why the reduction has one level; None for two: several hosts of equal size with several ranks each."""
     if hosts.count == 1:
         return "one host"
     if hosts.ranks_per_host is None:
@@ -37,15 +30,10 @@ def why_flat(hierarchy: str, hosts: Hosts) -> str | None:
     return "one rank a host" if hosts.ranks_per_host == 1 else None
 
 
-def find_nodes(hierarchy: str, hosts: Hosts) -> Nodes | None:
-    """Return the two-level groups, or None for one flat all-to-all. Collective.
-
-    Args:
-        hierarchy: As of `why_flat`.
-        hosts: The hosts of all ranks.
-    """
+def find_nodes(hosts: Hosts) -> Nodes | None:
+    """Return the two-level groups, or None for one flat all-to-all. Collective."""
     ranks_per_node = hosts.ranks_per_host
-    if ranks_per_node is None or why_flat(hierarchy, hosts) is not None:
+    if ranks_per_node is None or why_flat(hosts) is not None:
         return None
     count, rank = hosts.count, dist.get_rank()
     # new_group is collective over all ranks: each makes every group, also those that it is not in, in one order.

@@ -42,7 +42,6 @@ class ParameterGather:
         engine: deepspeed.DeepSpeedEngine,
         weights: Iterable[tuple[nn.Parameter, CastSpec, OutlierChannels | None]],
         wire: WireMeter,
-        transport: str = "nccl",
     ):
         """Allocate and cast nothing yet: the first gather does.
 
@@ -50,10 +49,9 @@ class ParameterGather:
             engine: of ZeRO stage 3.
             weights: each with its cast, which is the one its products read, and the outlier channels of its input.
             wire: counts the bytes.
-            transport: as of fp8.param_gather; UserError for "copy_engine" where that cannot be.
         """
         self._wire = wire
-        self.shards = FP8Shards(weights, wire, transport)
+        self.shards = FP8Shards(weights, wire)
         self._weights = self.shards.weights
         """Weights that are gathered in FP8, by id: a Parameter compares element by element."""
         self._all = list(self._weights.values())

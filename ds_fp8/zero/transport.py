@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 
-from ds_fp8.config.errors import UserError
 from ds_fp8.zero import grouped, streams
 from ds_fp8.zero.peer_memory import Copies, PeerMemory, share
 
@@ -55,7 +54,7 @@ class Collectives:
         Args:
             numel: Bytes of them.
             device: Where they lie.
-            why: Why nothing faster carries them, if that was asked for.
+            why: Why nothing faster carries them.
         """
         self.local = torch.zeros(numel, dtype=torch.uint8, device=device)
         self.description = "by collectives" + (f": {why}" if why else "")
@@ -87,28 +86,14 @@ class Collectives:
         return grouped.all_gather(outputs, inputs, group)
 
 
-def choose(transport: str, numel: int, device: torch.device, groups: Sequence[object]) -> Transport:
-    """Return what carries shards. Collective.
+def choose(numel: int, device: torch.device, groups: Sequence[object]) -> Transport:
+    """Return what carries shards: copy engines if the ranks can share memory, otherwise collectives. Collective.
 
     Args:
-        transport: As of fp8.param_gather.
         numel: Bytes of this rank's shards, the same on all ranks.
         device: Where they lie.
         groups: Process groups of the weights.
-
-    Raises:
-        UserError: `transport` is "copy_engine", and the ranks cannot share memory.
     """
-    if transport == "nccl":
-        return Collectives(numel, device)
     # Memory is mapped for one group; weights of experts with groups of their own would need one buffer each.
     shared = share(numel, device, groups[0]) if len(groups) == 1 else "the weights are sharded over several groups"
-    if isinstance(shared, PeerMemory):
-        return shared
-    if transport == "copy_engine":
-        raise UserError(
-            f"FP8 shards cannot be copied from rank to rank: {shared}",
-            key="fp8.param_gather.transport",
-            remedy='"transport": "nccl"',
-        )
-    return Collectives(numel, device, shared)
+    return shared if isinstance(shared, PeerMemory) else Collectives(numel, device, shared)

@@ -152,7 +152,7 @@ def measure_transports(size: str, repeats: int) -> list[dict[str, Any]]:
     total = sum(lengths)
     transports: dict[str, Callable[[], Transport]] = {
         "collectives": lambda: Collectives(total, device()),
-        "copy engines": lambda: choose("copy_engine", total, device(), [group]),
+        "copy engines": lambda: choose(total, device(), [group]),
         "NCCL, symmetric": lambda: SymmetricCollectives(total, device(), group),
     }
     a = torch.randn(4096 if device().type == "cuda" else 64, 4096, device=device(), dtype=torch.bfloat16)
@@ -194,7 +194,7 @@ def measure_reductions(size: str, options: dict[str, Any] | None, repeats: int) 
     in_fp8 = None
     if options is not None:
         config = GradientReduceConfig(**options)
-        in_fp8 = GradientReduce(config, wire, find_nodes(config.hierarchy, find_hosts()))
+        in_fp8 = GradientReduce(config, wire, find_nodes(find_hosts()))
     reduction = Reduction(wire, in_fp8, None)
 
     def reduce(parameters: dict[str, nn.Parameter]) -> None:
@@ -269,8 +269,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     parser.add_argument("--size", choices=list(SIZES), help="whose linears (default 7b, --quick: tiny)")
     parser.add_argument("--preset", default="infir2", help="whose weights the gather carries (default infir2)")
-    parser.add_argument("--rounding", choices=["nearest", "stochastic"], default="nearest", help="of gradients")
-    parser.add_argument("--error-feedback", choices=["off", "bf16", "fp32"], default="off", help="of gradients")
     parser.add_argument("--scale", choices=["group", "tensor"], default="group", help="of gradients")
     parser.add_argument("--repeats", type=int, help="default 20, --quick: 3")
     parser.add_argument("--transports", action="store_true", help="measure the transports of shards alone")
@@ -294,9 +292,8 @@ def main(arguments: list[str] | None = None) -> int:
         leave_ranks()
         return 0
     fp8 = {"preset": options.preset, "monitor": {"every": 0}}
-    reduction = {"scale": options.scale, "rounding": options.rounding, "error_feedback": options.error_feedback}
     rows = rows_of("gather", size, measure_gathers(size, None, repeats), measure_gathers(size, fp8, repeats))
-    stock, ours = (measure_reductions(size, how, repeats) for how in (None, reduction))
+    stock, ours = (measure_reductions(size, how, repeats) for how in (None, {"scale": options.scale}))
     rows += rows_of("reduce", size, stock, ours)
     if is_first():
         print_rows(rows, dist.get_world_size())

@@ -5,8 +5,8 @@
     python scripts/bench/many_gpus.py --quick                                  two CPU ranks, a small model
 
 Every point is a run of step.py in processes of its own, with CUDA graphs as by default: 7.62B and 1.54B of Qwen2.5's
-shapes on 2, 4 and 8 GPUs, a whole Qwen3-30B-A3B on all of them, 7.62B over sockets (NCCL_P2P_DISABLE=1), and with NCCL
-in place of the copy engines. A point that began before --minutes were over is finished, later ones are left out and
+shapes on 2, 4 and 8 GPUs, a whole Qwen3-30B-A3B on all of them, and 7.62B over sockets
+(NCCL_P2P_DISABLE=1). A point that began before --minutes were over is finished, later ones are left out and
 named. --json is written after each point; points that a file of an earlier call has are not run again.
 
     efficiency    tokens/s a GPU on N GPUs over those on the fewest, of the same variant
@@ -88,7 +88,6 @@ def points(counts: list[int], peers: bool, quick: bool) -> list[Point]:
     result += [Point(*seven, gpus, variant) for gpus in between for variant in (bf16, OURS)]
     result += [Point(*seven, most, variant) for variant in others]
     result += [Point(*seven, most, variant, slow_link=True) for variant in (bf16, OURS)]
-    result += [Point(*seven, most, f"{OURS}/nccl")]
     return result
 
 

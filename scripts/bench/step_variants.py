@@ -25,8 +25,6 @@ from ds_fp8.gemm import BACKENDS
 
 CHOICES: dict[str, dict[str, Any]] = {
     "bf16-wire": {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}},
-    "copy-engine": {"param_gather": {"transport": "copy_engine"}},
-    "nccl": {"param_gather": {"transport": "nccl"}},
     "fp8-experts": {"linear": {"expert_products": "fp8"}},
     "fp8-head": {"loss": {"head": "fp8"}},
     "64-outliers": {"linear": {"outlier_channels": 64}},

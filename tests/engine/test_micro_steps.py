@@ -81,7 +81,6 @@ REASONS = {
     '"graph" is "off"': {"fp8": {"graph": "off"}},
     "there is no CUDA device": {"device": "cpu"},
     "DeepSpeed's step stays: offloaded": {"why_no_step": "offloaded"},
-    "rounded at random": {"fp8": {"grad_reduce": {"rounding": "stochastic"}}},
     "one scale each": {"fp8": {"grad_reduce": {"scale": "tensor"}}},
     "casts are emulated": {"module": lambda: linear(lambda m: None, input={"rounding": "stochastic"})},
     "ranks share sequences": {"sequence_parallel_size": 2},

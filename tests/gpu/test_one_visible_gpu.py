@@ -1,10 +1,12 @@
 """Ranks that each see their own GPU only, as under srun --gpus-per-task=1, Ray and torchrun --virtual-local-rank."""
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 
+from ds_fp8.zero import transport
 from tests.ranks import RankPool
 from tests.zero.models import bf16_weights, build, config, train
 
@@ -21,9 +23,10 @@ def pool() -> Iterator[RankPool]:
     pool.close()
 
 
-def trained(transport: str) -> tuple[int, dict, list[float], dict]:
-    fp8 = {"preset": "infir2", "linear": {"skip": []}, "param_gather": {"transport": transport}}
-    engine = build(config(fp8), sizes=(256, 512))
+def trained(by_nccl: bool) -> tuple[int, dict, list[float], dict]:
+    share = mock.Mock(return_value="for comparison") if by_nccl else transport.share
+    with mock.patch.object(transport, "share", share):
+        engine = build(config({"preset": "infir2", "linear": {"skip": []}}), sizes=(256, 512))
     losses = train(engine, 5)
     weights = bf16_weights(engine)
     report = engine.fp8.report
@@ -32,8 +35,8 @@ def trained(transport: str) -> tuple[int, dict, list[float], dict]:
 
 
 def test_they_train_as_over_nccl_and_copy_from_gpus_that_they_do_not_see(pool):
-    over_nccl = pool.run(trained, "nccl")
-    alone = pool.run(trained, "auto")
+    over_nccl = pool.run(trained, True)
+    alone = pool.run(trained, False)
     for (visible, report, losses, weights), (_, _, expected, expected_weights) in zip(alone, over_nccl, strict=True):
         print(report["param_transport"])
         assert visible == 1

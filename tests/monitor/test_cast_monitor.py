@@ -237,7 +237,7 @@ def test_a_restored_layer_is_what_it_was(fuse):
 # ---------------------------------------------------------------- thresholds
 
 
-def watched(config: dict, *measurements: dict) -> list[list[tuple[str, str]]]:
+def watched(*measurements: dict, **config: float) -> list[list[tuple[str, str]]]:
     watch = Thresholds(MonitorConfig(**config))
     return [[(found.site, found.tensor_class) for found in watch.check(m)] for m in measurements]
 
@@ -251,7 +251,7 @@ GOOD, NOISY, FLUSHED = figures(), figures(snr_db=19.9), figures(flushed=0.6)
 
 def test_a_layer_degrades_after_measurements_in_a_row_and_is_named_once():
     steps = [NOISY, NOISY, GOOD, NOISY, FLUSHED, NOISY, NOISY]
-    found = watched({"patience": 3}, *({"input": {"a": figures, "b": GOOD}} for figures in steps))
+    found = watched(*({"input": {"a": figures, "b": GOOD}} for figures in steps))
     assert found == [[], [], [], [], [], [("a", "input")], []]
 
 
@@ -262,17 +262,17 @@ def test_a_layer_degrades_after_measurements_in_a_row_and_is_named_once():
         (NOISY, {}, True),
         (NOISY, {"min_snr_db": 19}, False),
         (FLUSHED, {}, True),
-        (FLUSHED, {"max_flushed": 1.0}, False),
         (figures(snr_db=None), {}, False),
     ],
 )
 def test_either_threshold_counts(figures, config, degraded):
-    found = watched({"patience": 1, **config}, {"grad_weight": {"a": figures}})
-    assert found == [[("a", "grad_weight")] * degraded]
+    found = watched(*3 * [{"grad_weight": {"a": figures}}], **config)
+    assert found == [[], [], [("a", "grad_weight")] * degraded]
 
 
 def test_a_degradation_names_layer_class_and_figure():
-    (found,) = Thresholds(MonitorConfig(patience=1)).check({"grad_output": {"model.layers.3.mlp.down_proj": NOISY}})
+    watch, noisy = Thresholds(MonitorConfig()), {"grad_output": {"model.layers.3.mlp.down_proj": NOISY}}
+    (found,) = [watch.check(noisy) for _ in range(3)][-1]
     assert str(found).startswith("model.layers.3.mlp.down_proj, output gradient: ")
     assert "19.9 dB" in str(found)
     assert "20" in str(found)

@@ -20,15 +20,12 @@ SHAPES = [(131, 301), (64, 64), (61,), (3, 5), (4097, 1), (1, 5000), (128, 256)]
 OPTIONS = {
     "nearest": {},
     "tensor": {"scale": "tensor"},
-    "stochastic": {"rounding": "stochastic", "seed": 3},
-    "feedback": {"error_feedback": "bf16"},
-    "all": {"scale": "tensor", "rounding": "stochastic", "error_feedback": "fp32"},
 }
 
 
-def reducer(nodes=None, clock=None, **options):
+def reducer(nodes=None, **options):
     """A function from full gradients and their names to this rank's slices of their means."""
-    in_fp8 = GradientReduce(GradientReduceConfig(**options), WireMeter(), nodes, clock)
+    in_fp8 = GradientReduce(GradientReduceConfig(**options), WireMeter(), nodes)
     reduction = Reduction(WireMeter(), in_fp8, None)
 
     def reduce(gradients, names):
@@ -51,7 +48,7 @@ def exact_mean(shape, world):
 
 
 def reduced(options, ranks_per_node=None):
-    nodes = find_nodes("auto", hosts_of(ranks_per_node)) if ranks_per_node else None
+    nodes = find_nodes(hosts_of(ranks_per_node)) if ranks_per_node else None
     gradients = [gradient(shape, dist.get_rank()) for shape in SHAPES]
     ours = reducer(nodes, **options)([g.clone() for g in gradients], [str(shape) for shape in SHAPES])
     theirs = stock([g.clone() for g in gradients], None)
@@ -72,7 +69,7 @@ def test_mean_of_every_slice(ranks, world, format, option):
             theirs = torch.cat([result[1][index].double() for result in results])
             assert torch.equal(ours, theirs)
         else:
-            assert 0 < error < TOLERANCE[format] * (1.5 if option in ("stochastic", "all") else 1)
+            assert 0 < error < TOLERANCE[format]
             assert all(result[0][index].dtype is torch.float32 for result in results)
 
 
@@ -80,7 +77,7 @@ def reduced_in_each(formats, options):
     return {format: reduced({"format": format, **options})[0] for format in formats}
 
 
-@pytest.mark.parametrize("option", ["nearest", "all"])
+@pytest.mark.parametrize("option", OPTIONS)
 def test_mean_of_every_slice_in_emulated_formats(ranks, option):
     results = ranks(2, reduced_in_each, list(EMULATED), OPTIONS[option])
     for format, bound in EMULATED.items():
@@ -88,8 +85,8 @@ def test_mean_of_every_slice_in_emulated_formats(ranks, option):
             exact = exact_mean(shape, 2)
             ours = torch.cat([result[format][index].double() for result in results])
             if len(shape) > 1 and exact.numel() >= SMALLEST:
-                # Half a step on average a quarter: at random between both neighbours it is twice that at most.
-                assert 0.1 * bound < (ours - exact).norm() / exact.norm() < bound * (2 if option == "all" else 1)
+                # One scale for the tensor leaves less of a narrow format.
+                assert 0.1 * bound < (ours - exact).norm() / exact.norm() < bound * (2 if option == "tensor" else 1)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -106,29 +103,28 @@ def hosts_of(ranks_per_host):
     return Hosts(tuple(rank // ranks_per_host for rank in range(dist.get_world_size())))
 
 
-def node_layout(hierarchy, host_of_rank):
+def node_layout(host_of_rank):
     hosts = find_hosts() if host_of_rank is None else Hosts(host_of_rank)
-    nodes = find_nodes(hierarchy, hosts)
-    assert (nodes is None) == (why_flat(hierarchy, hosts) is not None)
+    nodes = find_nodes(hosts)
+    assert (nodes is None) == (why_flat(hosts) is not None)
     if nodes is None:
         return None
     return (nodes.count, nodes.ranks_per_node, dist.get_world_size(nodes.inside), dist.get_world_size(nodes.between))
 
 
 @pytest.mark.parametrize(
-    ("hierarchy", "host_of_rank", "expected"),
+    ("host_of_rank", "expected"),
     [
-        ("auto", (0, 0, 1, 1), (2, 2, 2, 2)),
-        ("auto", (0, 0, 0, 0), None),
-        ("auto", (0, 0, 0, 1), None),
-        ("auto", (0, 1, 0, 1), None),
-        ("auto", (0, 1, 2, 3), None),
-        ("flat", (0, 0, 1, 1), None),
-        ("auto", None, None),
+        ((0, 0, 1, 1), (2, 2, 2, 2)),
+        ((0, 0, 0, 0), None),
+        ((0, 0, 0, 1), None),
+        ((0, 1, 0, 1), None),
+        ((0, 1, 2, 3), None),
+        (None, None),
     ],
 )
-def test_nodes(ranks, hierarchy, host_of_rank, expected):
-    assert ranks(4, node_layout, hierarchy, host_of_rank) == [expected] * 4
+def test_nodes(ranks, host_of_rank, expected):
+    assert ranks(4, node_layout, host_of_rank) == [expected] * 4
 
 
 def one_bad_gradient(value, options):
@@ -158,36 +154,6 @@ def test_one_ranks_overflow_is_seen_by_the_owner_of_the_slice(ranks, value, opti
     else:
         assert len(bad) <= 128
         assert other == []
-
-
-def drift(options, rounds):
-    """How far the sum of many reductions of one gradient is from the exact sum, as a share of it."""
-    reduce = reducer(**options)
-    total = 0
-    for _ in range(rounds):
-        total = total + reduce([gradient((131, 301), dist.get_rank())], ["weight"])[0]
-    start = dist.get_rank() * math.ceil(131 * 301 / dist.get_world_size())
-    exact = rounds * exact_mean((131, 301), dist.get_world_size())[start : start + len(total)]
-    return ((total - exact).norm() / exact.norm()).item()
-
-
-@pytest.mark.parametrize("option", ["stochastic", "feedback"])
-def test_losses_do_not_add_up(ranks, option):
-    nearest, better = (max(ranks(2, drift, OPTIONS[name], 20)) for name in ("nearest", option))
-    assert better < 0.5 * nearest
-
-
-def test_stochastic_rounding_repeats_with_its_seed(ranks):
-    """Each run has its own count of micro-batches."""
-    assert ranks(2, repeated_with_own_clock) == [(True, False)] * 2
-
-
-def repeated_with_own_clock():
-    def run(seed):
-        reduce = reducer(clock=lambda: 5, rounding="stochastic", seed=seed)
-        return reduce([gradient((131, 301), dist.get_rank())], ["weight"])[0]
-
-    return torch.equal(run(3), run(3)), torch.equal(run(3), run(4))
 
 
 def agreed_scales(outlier):
@@ -222,8 +188,7 @@ def test_mu_halves_when_one_rank_saturates(ranks):
     assert mu == pytest.approx(GROWTH / 8)  # the first reduction knows of no saturation, the other three do
 
 
-@pytest.mark.parametrize("key", [{"scale": "tensor"}, {"rounding": "stochastic"}, {"error_feedback": "bf16"}], ids=str)
-def test_options_of_a_cast_that_is_not_made_are_refused(key):
+def test_a_scale_of_a_cast_that_is_not_made_is_refused():
     with pytest.raises(UserError) as caught:
-        GradientReduceConfig(format="bf16", **key)
-    assert next(iter(key)) in caught.value.key
+        GradientReduceConfig(format="bf16", scale="tensor")
+    assert caught.value.key == "fp8.grad_reduce.scale"

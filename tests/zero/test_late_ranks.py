@@ -138,7 +138,7 @@ def trained(point):
     """Losses and masters of a run whose ranks read each other's shards, one of them late; None: by collectives."""
     if point is not None:
         kind = type("Late", (Late,), {"point": point})
-        fp8_shards.choose = lambda transport, numel, device, groups: kind(numel, device, groups[0])
+        fp8_shards.choose = lambda numel, device, groups: kind(numel, device, groups[0])
     try:
         engine = models.build(models.config({"monitor": {"every": 0}}, stage3_prefetch_bucket_size=10**6))
     finally:

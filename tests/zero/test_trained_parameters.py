@@ -83,15 +83,6 @@ def test_the_parameters_of_the_optimizer_learn_and_no_others(ranks, baseline, ca
         assert [FORGOTTEN[case] in note for note in notes] == [True] * (case in FORGOTTEN)
 
 
-def residual_bytes(case):
-    engine = build({**SECTION, "grad_reduce": {"error_feedback": "bf16"}}, case)
-    return engine.fp8.report["grad_residual_bytes_per_rank"]
-
-
-def test_error_feedback_is_counted_for_what_learns(ranks):
-    assert ranks(2, residual_bytes, "a layer") == [2 * 2 * 131 * 301] * 2
-
-
 def kept(case, folder):
     """Losses after a checkpoint, and those of a run that resumes from it."""
     engine = build(SECTION, case)

@@ -55,6 +55,5 @@ from ds_fp8.zero.seams.step import (
     accumulates,
     accumulates_in_fp32,
     fetch_for_backward,
-    micro_batch_of_step,
     reduce_gradient,
 )

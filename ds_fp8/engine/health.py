@@ -20,7 +20,7 @@ from ds_fp8.engine.routing import watch_routing
 from ds_fp8.layers.convert import layer_of, restore
 from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.outlier_channels import look_again, sites_of
+from ds_fp8.layers.linear.outliers import look_again, sites_of
 from ds_fp8.layers.selection import is_excluded
 from ds_fp8.monitor.cast_monitor import CastMonitor, Measurement
 from ds_fp8.monitor.routing import RoutingMeasurement

@@ -39,10 +39,9 @@ from ds_fp8.engine.state import FP8State
 from ds_fp8.engine.trained_weights import weights_are_trained
 from ds_fp8.gemm.deep_gemm_kernels import compile_for, expect
 from ds_fp8.layers.attention.cudnn import load_cudnn
-from ds_fp8.layers.convert import Conversion
+from ds_fp8.layers.convert import Conversion, deep_gemm_layers
 from ds_fp8.layers.convert import convert as convert_layers
-from ds_fp8.layers.decoder.inverse_frequencies import restore_inverse_frequencies
-from ds_fp8.layers.deep_gemm_layers import deep_gemm_layers
+from ds_fp8.layers.decoder.rotary import restore_inverse_frequencies
 from ds_fp8.layers.head.loss import LossFusion, fuse_loss
 from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.layers.selection import Filter

@@ -18,7 +18,7 @@ from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
 from ds_fp8.graphs.conditions import code_of_others, text_config
 from ds_fp8.graphs.micro_steps import EAGER_STEPS
-from ds_fp8.layers.attention import packed_rows
+from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.format import AttentionFormat
 from ds_fp8.layers.experts.selection import expert_weights
 from ds_fp8.layers.linear.linear import FP8Linear
@@ -204,7 +204,7 @@ def _attention(attention: AttentionFormat | None) -> dict[str, Any]:
         return {"attention": "bf16", "fp8_attention_layers": 0, "attention_in_bf16": {}}
     how = "emulated" if attention.emulated else "cuDNN through Transformer Engine"
     where = "in rows of one document" if attention.packed else "in rows without padding"
-    where += f" and documents from {packed_rows.LONG} tokens on; BF16 in shorter ones" if attention.packed else ""
+    where += f" and documents from {documents.LONG} tokens on; BF16 in shorter ones" if attention.packed else ""
     return {
         "attention": f"e4m3, gradients e5m2 ({how}), {where}",
         "fp8_attention_layers": len(attention.layers),

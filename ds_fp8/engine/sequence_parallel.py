@@ -16,9 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.schema import shown
-from ds_fp8.layers.attention.format import PREFIX, is_attention, restore_attention
+from ds_fp8.layers.attention.format import PREFIX, is_attention, restore_attention, window_of
 from ds_fp8.layers.attention.sequence_parallel import exchange_of, find_documents
-from ds_fp8.layers.attention.windows import window_of
 from ds_fp8.zero import seams
 
 KEY = "sequence_parallel_size"

@@ -21,10 +21,9 @@ from transformers import AttentionInterface
 from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.layers.attention.cudnn import HEAD_DIM
 from ds_fp8.layers.decoder.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP
-from ds_fp8.layers.experts.implementation import PRODUCTS
+from ds_fp8.layers.experts.experts import PRODUCTS
 from ds_fp8.layers.experts.layout import worst_case_rows
-from ds_fp8.layers.head.cross_entropy import LOGITS_BYTES, chunk_tokens
-from ds_fp8.layers.head.lm_head import group_tokens
+from ds_fp8.layers.head.cross_entropy import LOGITS_BYTES, chunk_tokens, group_tokens
 from ds_fp8.memory.shapes import BF16, FP32, LayerShape, Workload
 from ds_fp8.train.packed_attention import varlen_attn
 

@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 
 from ds_fp8.casts import scale_from_amax
 from ds_fp8.config.formats import SCALE_TYPES
-from ds_fp8.layers.linear.outlier_channels import OutlierChannels
+from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.zero.outlier_residuals import OutlierResiduals
 from ds_fp8.zero.shard_cast import make_shard_cast
 from ds_fp8.zero.shards import ShardedWeight, Source, place_scales

@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import CastSpec
-from ds_fp8.layers.linear.outlier_channels import OutlierChannels
+from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.zero import seams, streams
 from ds_fp8.zero.cast_set import CastSet, in_runs
 from ds_fp8.zero.profiling import profiled

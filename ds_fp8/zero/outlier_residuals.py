@@ -18,8 +18,8 @@ from deepspeed import comm as dist
 
 from ds_fp8.casts.outliers import residual_codes, residual_scale
 from ds_fp8.config.formats import BLOCK, FORMATS
-from ds_fp8.layers.linear.outlier_channels import OutlierChannels
-from ds_fp8.layers.linear.outliers import RESIDUAL
+from ds_fp8.layers.linear.outliers import OutlierChannels
+from ds_fp8.layers.linear.weights import RESIDUAL
 from ds_fp8.zero.shards import ShardedWeight, Source, on_device
 from ds_fp8.zero.wire import GATHER, WireMeter
 

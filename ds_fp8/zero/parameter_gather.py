@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import CastSpec
-from ds_fp8.layers.linear.outlier_channels import OutlierChannels
+from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.weights import GATHERED
 from ds_fp8.zero import seams, streams
 from ds_fp8.zero.cast_set import in_runs

@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec, group_shape, is_of_blocks, scale_shape
-from ds_fp8.layers.linear.outlier_channels import OutlierChannels
+from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.weights import group_of, placeholder
 from ds_fp8.zero import seams
 

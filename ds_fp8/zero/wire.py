@@ -7,7 +7,7 @@ from typing import Literal
 
 from deepspeed import comm as dist
 
-from ds_fp8.layers.attention import exchanged_bytes
+from ds_fp8.layers.attention import shared as exchanges
 
 GATHER, GRADIENT, EXCHANGE = "all_gather_bytes", "grad_bytes", "exchange_bytes"
 
@@ -33,7 +33,7 @@ class WireMeter:
 
     def __init__(self) -> None:
         self._sent: Counter[str] = Counter()
-        self._exchanged_before = exchanged_bytes.sent()
+        self._exchanged_before = exchanges.bytes_sent()
 
     def count(self, purpose: str, collective: Collective, nbytes: int, group: object) -> None:
         """Count one collective.
@@ -48,12 +48,12 @@ class WireMeter:
 
     def sent(self) -> Counter[str]:
         """Return the bytes sent since the last `take`, by purpose."""
-        return Counter({**self._sent, EXCHANGE: exchanged_bytes.sent() - self._exchanged_before})
+        return Counter({**self._sent, EXCHANGE: exchanges.bytes_sent() - self._exchanged_before})
 
     def add(self, sent: Counter[str]) -> None:
         """Count what a CUDA graph sends, of which Python sees nothing."""
         self._sent.update({purpose: sent[purpose] for purpose in (GATHER, GRADIENT)})
-        exchanged_bytes.count(sent[EXCHANGE])
+        exchanges.count_sent(sent[EXCHANGE])
 
     def subtract(self, sent: Counter[str]) -> None:
         """Take back what was counted and not sent."""
@@ -63,5 +63,5 @@ class WireMeter:
         """Return the bytes sent since the last call, by purpose."""
         sent = {purpose: self._sent[purpose] for purpose in (GATHER, GRADIENT)}
         self._sent.clear()
-        exchanged, self._exchanged_before = self._exchanged_before, exchanged_bytes.sent()
+        exchanged, self._exchanged_before = self._exchanged_before, exchanges.bytes_sent()
         return {**sent, EXCHANGE: self._exchanged_before - exchanged}

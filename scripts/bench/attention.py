@@ -42,9 +42,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.schema import nearest
 from ds_fp8.layers.attention import cudnn as fp8_attention_cudnn
+from ds_fp8.layers.attention.cudnn import BACKWARD, FORWARD, Saved
 from ds_fp8.layers.attention.fp8_attention import cast_heads, fp8_attention, gradient_scales
-from ds_fp8.layers.attention.tensors import BACKWARD, FORWARD, Saved
-from ds_fp8.layers.decoder.heads import HeadLayout
+from ds_fp8.layers.decoder.rotary import HeadLayout
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(q [B, heads, S, D], k and v [B, kv_heads, S, D]) -> [B, S, heads, D]"""

@@ -42,9 +42,8 @@ from common import (
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import main_entry
 from ds_fp8.config.presets import PRESETS
-from ds_fp8.layers.decoder.heads import HeadLayout
 from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast, rms_norm_columnwise
-from ds_fp8.layers.decoder.rotary import rotate, rotate_backward
+from ds_fp8.layers.decoder.rotary import HeadLayout, rotate, rotate_backward
 from ds_fp8.layers.linear.gated_activation import gated_activation_backward, gated_activation_cast
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import dgrad_operand

@@ -31,10 +31,9 @@ from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import unavailable
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.outlier_channels import OutlierChannels
-from ds_fp8.layers.linear.outliers import RESIDUAL
+from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import GATHERED, group_of, placeholder, stacked_operand
+from ds_fp8.layers.linear.weights import GATHERED, RESIDUAL, group_of, placeholder, stacked_operand
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,7 @@ from ds_fp8.casts import quantize, transpose
 from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.gemm import scaled_matmul
 from ds_fp8.gemm.grouped import grouped_matmul, grouped_wgrad
-from ds_fp8.layers.experts.layout import ExpertLayout, expert_layout
-from ds_fp8.layers.experts.permutation import permute_cast, row_factors, unpermute
+from ds_fp8.layers.experts.layout import ExpertLayout, expert_layout, permute_cast, row_factors, unpermute
 from ds_fp8.layers.experts.products import ExpertProducts, ExpertWeights, expert_products, unsupported
 from ds_fp8.layers.experts.selection import recipe_of_experts
 from ds_fp8.layers.linear.gated_activation import gated_activation_backward, gated_activation_cast

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from deepspeed import comm as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_fp8.layers.attention import packed_rows
+from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.sequence_parallel import exchange_of
 from ds_fp8.train import packed_attention
 from tests.engine.graphs_in_python import Graphs
@@ -25,7 +25,7 @@ def trained(attention, attention_format, rows, graphs, later=None):
     import ds_fp8
 
     packed_attention.register()
-    packed_rows.LONG = LENGTH // 4
+    documents.LONG = LENGTH // 4
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": LENGTH}
     model = causal_lm("qwen3", **sizes, attn_implementation=attention)
     section = {"attention": {"format": attention_format}, "monitor": {"every": 0}, "graph": "on" if graphs else "off"}

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.sequence_parallel import check_layers, check_rotation, sequence_parallel_size
-from ds_fp8.layers.attention import exchanged_bytes, packed_rows
+from ds_fp8.layers.attention import shared as exchanges
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm
 from tests.layers.test_fp8_attention_shared import in_bf16
@@ -36,7 +36,7 @@ def initialized(size, length, architecture="qwen3", section=SECTION, training_da
 
 def losses(size, length, steps, documents=2):
     """Mean losses of steps over two rows of one document or two, which ranks share or not."""
-    packed_rows.LONG = length // 4
+    documents.LONG = length // 4
     engine = initialized(size, length)
     assert len(engine.fp8.conversion.attention.layers) == 2
     assert engine.fp8.report["sequence_parallel_size"] == size
@@ -67,10 +67,10 @@ def losses(size, length, steps, documents=2):
 
 def losses_and_bytes(length, steps, codes):
     """Losses of rows of one document that ranks share, and the bytes that attention exchanged for them."""
-    before = exchanged_bytes.sent()
+    before = exchanges.bytes_sent()
     with contextlib.nullcontext() if codes else in_bf16():
         found = losses(RANKS, length, steps, documents=1)
-    return found, exchanged_bytes.sent() - before
+    return found, exchanges.bytes_sent() - before
 
 
 def report_and_meter(section):

@@ -14,7 +14,7 @@ from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.attention import cudnn as fp8_attention_cudnn
 from ds_fp8.layers.attention.fp8_attention import fp8_attention, fp8_attention_reference
 from ds_fp8.layers.convert import convert
-from ds_fp8.layers.decoder.heads import HeadLayout
+from ds_fp8.layers.decoder.rotary import HeadLayout
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm
 

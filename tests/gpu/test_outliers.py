@@ -8,8 +8,7 @@ import torch
 from ds_fp8.casts import quantize
 from ds_fp8.casts.outliers import channel_energy, extend_input, extend_input_reference, largest_channels
 from ds_fp8.config.formats import CastSpec
-from ds_fp8.layers.linear.activations import ACTIVATIONS
-from ds_fp8.layers.linear.gated_activation import gated_product_reference
+from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, gated_product_reference
 from tests.zero.test_outlier_residuals import kernel_and_reference
 
 pytestmark = pytest.mark.gpu
@@ -29,8 +28,7 @@ def test_residuals_of_shards_are_the_references(gpu_ranks, world):
     ("tokens", "features", "count"), [(1, 128, 64), (130, 576, 64), (257, 200, 17), (512, 1536, 128)]
 )
 def test_outlier_blocks_of_gated_products(tokens, features, count, activation):
-    from ds_fp8.layers.linear.gated_activation_triton import gated_forward
-    from ds_fp8.layers.linear.outliers_triton import extend_product_tiles
+    from ds_fp8.layers.linear.gated_activation_triton import extend_product_tiles, gated_forward
 
     gate_up = torch.randn(tokens, 2 * features, device="cuda").bfloat16()
     gate_up[:, : features // 8] *= 20

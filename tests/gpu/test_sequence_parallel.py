@@ -13,10 +13,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.attention import cudnn as fp8_attention_cudnn
-from ds_fp8.layers.attention import packed_rows
+from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.fp8_attention import fp8_attention
 from ds_fp8.layers.convert import convert
-from ds_fp8.layers.decoder.heads import HeadLayout
+from ds_fp8.layers.decoder.rotary import HeadLayout
 from ds_fp8.train import packed_attention
 from tests.engine.test_graphs_with_shared_rows import ONE, TWO, trained
 from tests.engine.test_sequence_parallel import losses
@@ -84,7 +84,7 @@ def shared_and_whole(heads, kv_heads, counts, long):
 
     Every rank computes the heads of both ranks, too, and compares its own tokens.
     """
-    packed_rows.LONG, before = long, packed_rows.LONG
+    documents.LONG, before = long, documents.LONG
     torch.use_deterministic_algorithms(True, warn_only=True)
     packed_attention.register()
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": FEATURES}
@@ -103,7 +103,7 @@ def shared_and_whole(heads, kv_heads, counts, long):
                 mine(gradient, 1),
             )
     finally:
-        packed_rows.LONG = before
+        documents.LONG = before
         torch.use_deterministic_algorithms(False)
     in_fp8, in_fp32 = (functools.partial(by_document, attend, counts) for attend in (fp8_attention, exact))
     parts = [of_heads(in_fp8, place, inputs, gradient) for place in range(RANKS)]

@@ -11,7 +11,7 @@ import torch
 
 from ds_fp8.casts import QuantizedTensor, quantize, quantize_columnwise
 from ds_fp8.layers.experts.products import ExpertProducts
-from ds_fp8.layers.linear.activations import activate
+from ds_fp8.layers.linear.gated_activation import activate
 
 
 class Gradients(NamedTuple):

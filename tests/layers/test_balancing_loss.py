@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_fp8.layers.experts.balancing_loss import NAME, count_without_waiting, counts
+from ds_fp8.layers.experts.routing import NAME, count_without_waiting, counts
 from tests.layers.hugging_face import tokens
 from tests.layers.moe import mixture
 

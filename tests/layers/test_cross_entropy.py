@@ -10,14 +10,15 @@ from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.layers.head import cross_entropy
 from ds_fp8.layers.head.cross_entropy import (
+    IGNORED,
     LOGITS_BYTES,
     MAX_LOGITS_BYTES,
+    FP8Head,
     chunk_tokens,
     linear_cross_entropy,
     linear_cross_entropy_reference,
+    softmax_gradient_reference,
 )
-from ds_fp8.layers.head.lm_head import FP8Head
-from ds_fp8.layers.head.softmax_gradient import IGNORED, softmax_gradient_reference
 from ds_fp8.layers.linear.recipe import recipe_from_config
 from tests.layers.losses import TOLERANCE, limit_chunks
 from tests.numerics import error

@@ -15,8 +15,7 @@ from ds_fp8.layers.experts.products import (
     unsupported,
     unsupported_shapes,
 )
-from ds_fp8.layers.linear.activations import ACTIVATIONS
-from ds_fp8.layers.linear.gated_activation import GatedCast, GatedGradients
+from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, GatedCast, GatedGradients
 from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
 from ds_fp8.layers.linear.weights import GATHERED, placeholder
 from tests.gemm.tolerance import CHAIN
@@ -222,11 +221,11 @@ def test_the_kernels_fit_together(monkeypatch, wgrad_input):
     """The whole operation by the kernels a GPU runs, in Triton's interpreter, whose casts round in their own way."""
     gated = pytest.importorskip("ds_fp8.layers.linear.gated_activation_triton", reason="Triton is not installed")
     from ds_fp8.gemm import grouped_triton
-    from ds_fp8.layers.experts import permutation_triton
+    from ds_fp8.layers.experts import layout_triton
     from ds_fp8.layers.experts import products as module
 
     def permute_cast(x, layout, format="e4m3", rowwise="1x128", columnwise=None, scale="pow2"):
-        return permutation_triton.permute_tiles(x, layout, format, rowwise, columnwise, scale)
+        return layout_triton.permute_tiles(x, layout.source, layout.choices, format, rowwise, columnwise, scale)
 
     def activation_cast(gate_up, activation, recipe, keep, factors):
         _, cast, saved = gated.gated_forward(gate_up, activation, recipe.input, keep, row_factor=factors)
@@ -245,7 +244,7 @@ def test_the_kernels_fit_together(monkeypatch, wgrad_input):
         "grouped_wgrad": lambda a, b, groups, backend, out_dtype: grouped_triton.multiply_along_rows(
             a, b, groups, out_dtype
         ),
-        "unpermute": permutation_triton.sum_rows,
+        "unpermute": lambda rows, layout: layout_triton.sum_rows(rows, layout.place),
         "gated_activation_cast": activation_cast,
         "gated_activation_backward": activation_backward,
     }

@@ -16,10 +16,9 @@ from ds_fp8.layers.convert import convert, layer_of, restore
 from ds_fp8.layers.decoder.decoder import FusedAttentionHalf
 from ds_fp8.layers.experts.experts import FP8Experts, convert_experts, decode
 from ds_fp8.layers.experts.selection import backend_of_experts, multiplies_experts
-from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.linear import FP8Linear, Swapped
 from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.layers.linear.weights import GATHERED, placeholder
-from ds_fp8.layers.swapped import Swapped
 from tests.layers.hugging_face import tokens
 from tests.layers.moe import EXPERTS, mixture
 from tests.layers.test_decoder import FP8_ERROR, fp8, losses_and_gradients

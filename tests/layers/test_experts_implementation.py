@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.layers.experts.implementation import NAME, products_of, register
+from ds_fp8.layers.experts.experts import NAME, products_of, register
 from ds_fp8.layers.linear.recipe import recipe_from_config
 from tests.layers.test_expert_products import FP8_ERROR
 from tests.numerics import error

@@ -11,9 +11,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_fp8.casts.primitives import scale_from_amax
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention import format as attention_format
-from ds_fp8.layers.attention import packed_rows
-from ds_fp8.layers.attention.cudnn import HEADS_A_CALL, factors, kv_heads_of_a_call
+from ds_fp8.layers.attention.cudnn import FORWARD, HEADS_A_CALL, P_SCALE, GradientScales, factors, kv_heads_of_a_call
 from ds_fp8.layers.attention.fp8_attention import (
     SMALLEST_BOUND,
     Reference,
@@ -22,9 +22,8 @@ from ds_fp8.layers.attention.fp8_attention import (
     fp8_attention_reference,
     gradient_scales,
 )
-from ds_fp8.layers.attention.tensors import FORWARD, P_SCALE, GradientScales
 from ds_fp8.layers.convert import convert
-from ds_fp8.layers.decoder.heads import HeadLayout
+from ds_fp8.layers.decoder.rotary import HeadLayout
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.layers.moe import mixture
@@ -243,7 +242,7 @@ def test_models_that_cannot_are_refused(architecture, changes, reason):
 
 @emulated
 def test_long_documents_of_packed_rows_are_in_fp8_each_by_itself(monkeypatch):
-    monkeypatch.setattr(packed_rows, "LONG", 16)
+    monkeypatch.setattr(documents, "LONG", 16)
     packed_attention.register()
     model, ids = causal_lm("qwen2", attn_implementation="packed"), tokens(1, 48)
     (in_bf16, _), (in_fp8, _) = (converted(model, format, fuse="off") for format in ("bf16", "e4m3"))

@@ -11,7 +11,8 @@ from deepspeed import comm as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.layers.attention import documents, exchanged_bytes, packed_rows, sequence_parallel
+from ds_fp8.layers.attention import documents, sequence_parallel
+from ds_fp8.layers.attention import shared as exchanges
 from ds_fp8.layers.convert import convert
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm, tokens
@@ -103,11 +104,11 @@ def attention(rows, heads, kv_heads, kind, codes):
         own_positions = mine(positions, 1).contiguous()
         q, k, v = leaves = [mine(x, 2).detach().requires_grad_() for x in inputs]
         seen = stack.enter_context(bytes_sent())
-        counted = exchanged_bytes.sent()
+        counted = exchanges.bytes_sent()
         output = function(q, k, v, None, position_ids=own_positions)[0]
         forward = dict(seen)
         output.backward(mine(gradient, 1).flatten(2))
-        counted, both = exchanged_bytes.sent() - counted, dict(seen)
+        counted, both = exchanges.bytes_sent() - counted, dict(seen)
         with torch.inference_mode():
             again = function(q, k, v, None, position_ids=own_positions)[0]
         found = [output.detach(), *(leaf.grad for leaf in leaves)]
@@ -178,7 +179,7 @@ DOCUMENTS = {
 
 def training(codes, kind, fuse, recompute):
     """Losses, gradients, logits; how often a micro-step looked for documents; bytes in FP8, in all, and as counted."""
-    packed_rows.LONG, before = 36, packed_rows.LONG
+    documents.LONG, before = 36, documents.LONG
     model = model_of(4, 2)
     positions = torch.stack([torch.cat([torch.arange(count) for count in row]) for row in DOCUMENTS[kind]])
     ids = tokens(len(positions), LENGTH)
@@ -195,7 +196,7 @@ def training(codes, kind, fuse, recompute):
                 model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
                 model.enable_input_require_grads()
             look = stack.enter_context(mock.patch.object(documents, "ends_of", wraps=documents.ends_of))
-            sent, counted = stack.enter_context(bytes_sent()), exchanged_bytes.sent()
+            sent, counted = stack.enter_context(bytes_sent()), exchanges.bytes_sent()
             for _ in range(2):
                 part = {name: mine(x, 1).contiguous() for name, x in batch.items()}
                 loss = model(**part, use_cache=False, num_items_in_batch=torch.tensor(40.0)).loss
@@ -209,10 +210,10 @@ def training(codes, kind, fuse, recompute):
                 found.append(model.eval()(**part, use_cache=False).logits)
             codes_sent, bf16_sent = (sent["all_to_all_single", dtype] for dtype in (torch.uint8, torch.bfloat16))
             # Without the sums of keys and values, 16 bytes a feature: beside so few tokens they are more than a little.
-            counted = exchanged_bytes.sent() - counted - sent["all_reduce", torch.float64]
+            counted = exchanges.bytes_sent() - counted - sent["all_reduce", torch.float64]
             return found, looked, codes_sent, codes_sent + bf16_sent, counted
     finally:
-        packed_rows.LONG = before
+        documents.LONG = before
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,7 @@ def test_training_has_the_bits_of_casts_after_the_exchange(ranks, kind, fuse, re
 
 def attention_of_documents(rows, heads, kv_heads, implementation, codes):
     """Output and gradients of this rank's tokens of rows of these documents."""
-    packed_rows.LONG, before = 24, packed_rows.LONG
+    documents.LONG, before = 24, documents.LONG
     model = model_of(heads, kv_heads, implementation)
     inputs, gradient = operands(len(rows), heads, kv_heads, "usual")
     positions = torch.stack([torch.cat([torch.arange(count) for count in row]) for row in rows])
@@ -267,7 +268,7 @@ def attention_of_documents(rows, heads, kv_heads, implementation, codes):
             found = [output.detach(), *(leaf.grad for leaf in leaves)]
             return found, seen["all_to_all_single", torch.uint8]
     finally:
-        packed_rows.LONG = before
+        documents.LONG = before
 
 
 @pytest.mark.parametrize(("world", "heads", "kv_heads"), [(2, 4, 2), (3, 6, 1), (4, 4, 2)])

@@ -10,7 +10,7 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.gemm import BACKENDS, unavailable
 from ds_fp8.layers.decoder.attention import NormedHeads, normed_heads
 from ds_fp8.layers.decoder.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
-from ds_fp8.layers.decoder.heads import HeadLayout
+from ds_fp8.layers.decoder.rotary import HeadLayout
 from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
 from tests.numerics import error
 

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.layers.decoder.heads import HeadLayout, HeadNorms
 from ds_fp8.layers.decoder.rms_norm import rms_norm_backward_reference, rms_norm_cast
-from ds_fp8.layers.decoder.rotary import rotate_backward_reference, rotate_reference
-from ds_fp8.layers.linear.activations import ACTIVATIONS, activate
+from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, rotate_backward_reference, rotate_reference
 from ds_fp8.layers.linear.gated_activation import (
+    ACTIVATIONS,
+    activate,
     gated_activation_backward,
     gated_backward_reference,
     gated_product_reference,

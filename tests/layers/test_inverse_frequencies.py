@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ds_fp8.layers.decoder.inverse_frequencies import restore_inverse_frequencies
+from ds_fp8.layers.decoder.rotary import restore_inverse_frequencies
 from tests.layers.hugging_face import causal_lm
 from tests.zero import models
 

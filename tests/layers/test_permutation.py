@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ds_fp8.casts import quantize_both
-from ds_fp8.layers.experts.layout import expert_layout
-from ds_fp8.layers.experts.permutation import (
+from ds_fp8.layers.experts.layout import (
+    expert_layout,
     pair_values,
     permute,
     permute_cast,
@@ -20,7 +20,7 @@ from ds_fp8.layers.experts.permutation import (
 )
 from tests.casts.test_kernels import assert_same
 
-kernels = pytest.importorskip("ds_fp8.layers.experts.permutation_triton", reason="Triton is not installed")
+kernels = pytest.importorskip("ds_fp8.layers.experts.layout_triton", reason="Triton is not installed")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXPERTS = 5
@@ -28,8 +28,8 @@ ROUTINGS = [(1, 1), (50, 2), (130, 3), (300, 1)]
 """Tokens and choices."""
 
 
-def on_device(layout):
-    return type(layout)(*(tensor.to(DEVICE) for tensor in layout))
+def permute_tiles(x, layout, *casts):
+    return kernels.permute_tiles(x.to(DEVICE), layout.source.to(DEVICE), layout.choices, "e4m3", *casts)
 
 
 def routing(tokens, choices, others=False):
@@ -79,7 +79,9 @@ def test_kernel_of_casts(tokens, choices, rowwise, columnwise, scale, dtype):
     layout = expert_layout(routing(tokens, choices, True), EXPERTS)
     x = torch.randn(tokens, 256).to(dtype)
     expected = permute_cast_reference(x, layout, "e4m3", rowwise, columnwise, scale)
-    found = kernels.permute_tiles(x.to(DEVICE), on_device(layout), "e4m3", rowwise, columnwise, scale)
+    found = kernels.permute_tiles(
+        x.to(DEVICE), layout.source.to(DEVICE), layout.choices, "e4m3", rowwise, columnwise, scale
+    )
     for result, wanted in zip(found, expected, strict=True):
         assert_same(result, wanted)
     through = quantize_both(permute(x, layout), "e4m3", rowwise, columnwise, scale)
@@ -94,7 +96,9 @@ def test_kernel_of_casts_of_other_strides(tokens):
     wide = torch.randn(tokens, 600).bfloat16()
     for x in (wide[:, 40:296], torch.randn(256, tokens).bfloat16().t(), wide[:1, :256].expand(tokens, -1)):
         expected = permute_cast_reference(x, layout, "e4m3", "1x128", "1x128", "pow2")
-        found = kernels.permute_tiles(x.to(DEVICE), on_device(layout), "e4m3", "1x128", "1x128", "pow2")
+        found = kernels.permute_tiles(
+            x.to(DEVICE), layout.source.to(DEVICE), layout.choices, "e4m3", "1x128", "1x128", "pow2"
+        )
         for result, wanted in zip(found, expected, strict=True):
             assert_same(result, wanted)
 
@@ -104,7 +108,9 @@ def test_kernel_of_casts_of_other_strides(tokens):
 def test_kernel_of_sums(tokens, choices, features):
     layout = expert_layout(routing(tokens, choices, True), EXPERTS)
     rows = torch.randn(len(layout.source), features)
-    assert torch.equal(kernels.sum_rows(rows.to(DEVICE), on_device(layout)).cpu(), unpermute_reference(rows, layout))
+    assert torch.equal(
+        kernels.sum_rows(rows.to(DEVICE), layout.place.to(DEVICE)).cpu(), unpermute_reference(rows, layout)
+    )
 
 
 def test_features_that_are_no_whole_groups_are_refused():

@@ -10,7 +10,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.layers.attention import packed_rows, sequence_parallel
+from ds_fp8.layers.attention import documents, sequence_parallel
 from ds_fp8.layers.attention.fp8_attention import fp8_attention
 from ds_fp8.layers.convert import convert
 from ds_fp8.train import packed_attention
@@ -88,7 +88,7 @@ def in_fp8(model):
 
 def attention_of_slices(heads, kv_heads, implementation, packed, long):
     """Output and gradients of this rank's tokens."""
-    packed_rows.LONG, before = long, packed_rows.LONG
+    documents.LONG, before = long, documents.LONG
     model = model_of(heads, kv_heads, implementation)
     inputs, gradient = operands(heads, kv_heads)
     try:
@@ -107,7 +107,7 @@ def attention_of_slices(heads, kv_heads, implementation, packed, long):
             assert module.num_key_value_groups == heads // kv_heads
             return whole
     finally:
-        packed_rows.LONG = before
+        documents.LONG = before
 
 
 def by_rank(attention, heads, kv_heads):
@@ -184,7 +184,7 @@ def test_two_ranks_are_one_up_to_the_rounding_of_scales(ranks, kv_heads):
 
 def loss_and_gradient(split, packed, fuse, attention, implementation="packed"):
     """Summed loss of this rank's tokens and its gradient, added over ranks, and the warnings."""
-    packed_rows.LONG, before = SHORT_AND_LONG, packed_rows.LONG
+    documents.LONG, before = SHORT_AND_LONG, documents.LONG
     model = model_of(4, 2, implementation if split or attention == "bf16" else "packed")
     ids, places = tokens(ROWS, LENGTH), positions(packed)
     targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
@@ -210,7 +210,7 @@ def loss_and_gradient(split, packed, fuse, attention, implementation="packed"):
         torch.distributed.all_reduce(found)
         return found
     finally:
-        packed_rows.LONG = before
+        documents.LONG = before
 
 
 @pytest.mark.parametrize("fuse", ["auto", "off"])
@@ -234,7 +234,7 @@ def test_a_model_on_two_ranks_is_that_on_one(ranks, fuse, attention, packed, imp
 
 def evaluated(packed, split):
     """Logits of whole rows in evaluation, without an exchange there; before it, where `split`, a step with one."""
-    packed_rows.LONG, before = SHORT_AND_LONG, packed_rows.LONG
+    documents.LONG, before = SHORT_AND_LONG, documents.LONG
     model = model_of(4, 1, "packed")
     ids, places = tokens(ROWS, LENGTH), positions(packed)
 
@@ -251,7 +251,7 @@ def evaluated(packed, split):
             model(**half, use_cache=False).logits.sum().backward()
             return logits()
     finally:
-        packed_rows.LONG = before
+        documents.LONG = before
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.layers.attention import packed_rows
+from ds_fp8.layers.attention import documents
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.batches import label_tokens, micro_batches
 from ds_fp8.train.metrics import read_metrics
@@ -39,7 +39,7 @@ def stage_of(tiny, folder, size, **changes):
 def run(file, cache, long=32):
     """The result of a stage on this rank; documents of `long` tokens are in FP8."""
     os.environ["DS_FP8_CACHE"] = cache
-    packed_rows.LONG = long
+    documents.LONG = long
     with contextlib.redirect_stdout(io.StringIO()):
         result = train(load_stage(file))
     return result

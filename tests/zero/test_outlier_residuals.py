@@ -12,7 +12,7 @@ from torch import nn
 from ds_fp8.casts import quantize
 from ds_fp8.casts.outliers import weight_residual
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.outliers import RESIDUAL
+from ds_fp8.layers.linear.weights import RESIDUAL
 from ds_fp8.zero import outlier_residuals
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models

@@ -8,11 +8,13 @@ attention by its name. Under DeepSpeed's sequence parallelism all this happens b
 
 Which modules can be in FP8 at all is decided at the start. Of the calls of such a module these are not:
 
-    short documents of packed rows (packed_rows.py)     FP8 gains nothing: a warning says so in training
+    short documents of packed rows (documents.py)     FP8 gains nothing: a warning says so in training
     padded batches                                      their mask is not causal: likewise
     generation with a cache                             a few queries of many keys
 
 That a call is without gradients changes nothing: recomputation would find other numbers than the first forward.
+
+Windows of transformers' attention modules.
 """
 
 from __future__ import annotations
@@ -31,11 +33,32 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.layers.attention import cudnn, documents, packed_rows, sequence_parallel
+from ds_fp8.layers.attention import cudnn, documents, sequence_parallel
 from ds_fp8.layers.attention.fp8_attention import fp8_attention
-from ds_fp8.layers.attention.shared import shared_fp8_attention
-from ds_fp8.layers.attention.shared_documents import shared_documents_attention
-from ds_fp8.layers.attention.windows import window_of
+from ds_fp8.layers.attention.shared import shared_documents_attention, shared_fp8_attention
+
+SLIDING = "sliding_attention"
+"""Layers with a window, in those configurations of transformers that have a list of types of layers."""
+
+
+def window_of(module: nn.Module) -> int | None:
+    """Return how many tokens an attention module's sliding window has; None where it sees all before.
+
+    Args:
+        module: An attention module of transformers.
+    """
+    # Some classes keep it, with None in layers without one, or not at all there (Qwen2-MoE); the others read the
+    # configuration in each call. Configurations without one have None or 0.
+    config = module.config
+    types, index = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", None)
+    if hasattr(module, "sliding_window"):
+        found = module.sliding_window
+    elif index is not None and SLIDING in types and types[index] != SLIDING:
+        found = None
+    else:
+        found = getattr(config, "sliding_window", None)
+    return found or None
+
 
 PREFIX = "fp8_"
 KNOWN = ("sdpa", "packed")
@@ -193,7 +216,7 @@ def _shared_documents(
     options: dict[str, Any],
 ) -> torch.Tensor | None:
     """Return attention within documents of rows that ranks share; None where all documents are short."""
-    if packed_rows.longest(documents.places(ends)) < packed_rows.LONG:
+    if documents.longest(documents.places_of(ends)) < documents.LONG:
         return None
     options = {name: value for name, value in options.items() if name != "position_ids"}  # of this rank's slice
 
@@ -201,7 +224,7 @@ def _shared_documents(
         groups = getattr(module, "num_key_value_groups", None)
         module.num_key_value_groups = q.shape[1] // k.shape[1]  # of this rank's heads
         try:
-            return packed_rows.attention(before, takes_ends, module, options, q, k, v, ends)
+            return documents.attention(before, takes_ends, module, options, q, k, v, ends)
         finally:
             module.num_key_value_groups = groups
 
@@ -225,12 +248,12 @@ def _whole_attention(
     mask: as the implementation before makes it, or where documents end, whether that implementation takes it or not.
     """
     options = {"dropout": dropout, "scaling": scaling, **more}
-    in_bf16 = functools.partial(packed_rows.attention, before, takes_ends, module, options)
+    in_bf16 = functools.partial(documents.attention, before, takes_ends, module, options)
     if _why_not(module, not query.is_cuda) is None:
         why = _why_not_this_call(query, key, value, mask, more)
         if why is None:
             in_fp8 = functools.partial(fp8_attention, scaling=scaling)
-            return packed_rows.by_length(in_fp8, in_bf16, query, key, value, mask), None
+            return documents.by_length(in_fp8, in_bf16, query, key, value, mask), None
         # Generation and evaluation of padded batches are in BF16 as a matter of course.
         if module.training:
             _warn(why)
@@ -256,9 +279,9 @@ def _why_not_this_call(
         return "it is in FP16, whose range does not hold the scales of gradients"
     if mask is not None and mask.ndim == 1:
         # Where documents end: as many as there are rows are whole rows.
-        if len(mask) == len(query) + 1 or packed_rows.longest(documents.places(mask)) >= packed_rows.LONG:
+        if len(mask) == len(query) + 1 or documents.longest(documents.places_of(mask)) >= documents.LONG:
             return None
-        return f"rows hold several documents, all shorter than {packed_rows.LONG} tokens"
+        return f"rows hold several documents, all shorter than {documents.LONG} tokens"
     return (
         None if mask is None else "the mask is not causal over whole rows: they are padded, or hold several documents"
     )

@@ -29,7 +29,8 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_fp8.layers.attention import documents, exchanged_bytes, packed_rows
+from ds_fp8.layers.attention import documents
+from ds_fp8.layers.attention.shared import count_all_to_all
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
 """An attention function of transformers: (module, query, key, value, mask, **options) -> (output, weights)."""
@@ -181,7 +182,7 @@ def _within_documents(
     if ends is None:
         return before(module, query, key, value, None, **options)
     options.pop("position_ids", None)  # of whole rows, which a call of a document has not
-    return packed_rows.attention(before, takes_ends, module, options, query, key, value, ends), None
+    return documents.attention(before, takes_ends, module, options, query, key, value, ends), None
 
 
 def _exchanges(exchange: UlyssesSPAttentionHF, module: nn.Module) -> bool:
@@ -194,9 +195,7 @@ def _count(exchange: UlyssesSPAttentionHF, q: torch.Tensor, k: torch.Tensor, v: 
     """Count the bytes of DeepSpeed's exchange of q, k, v and the output, and when they come, of their gradients."""
     ranks = exchange.world_size
     copies = max(1, ranks // k.shape[1])
-    count = functools.partial(
-        exchanged_bytes.count_all_to_all, q.nbytes + copies * (k.nbytes + v.nbytes) + o.nbytes, ranks
-    )
+    count = functools.partial(count_all_to_all, q.nbytes + copies * (k.nbytes + v.nbytes) + o.nbytes, ranks)
     count()
     if o.requires_grad:
         o.register_hook(lambda _: count())
@@ -212,7 +211,7 @@ def _warn_of_slices(ends: torch.Tensor, shape: tuple[int, int], length: int) -> 
     """
     tokens = math.prod(shape)
     # The host waits for the numbers only where there are as many documents as slices.
-    if len(ends) - 1 == tokens // length and documents.places(ends) == list(range(0, tokens + 1, length)):
+    if len(ends) - 1 == tokens // length and documents.places_of(ends) == list(range(0, tokens + 1, length)):
         warnings.warn(
             f"positions begin anew at each rank's slice of {length} tokens, so that no token sees another rank's: give "
             "the model position_ids of whole rows, sliced as input_ids are, unless all documents have this length",

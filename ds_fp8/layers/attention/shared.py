@@ -12,9 +12,28 @@ largest of those that the tokens' owners find, so that it can be known before an
 
 Codes decode exactly, at either end. Tensors on the way are [P, S / P, B, heads, D], as DeepSpeed has them: of the ranks
 they go to, or come from. Heads of k and v that several ranks need are cast once and sent several times.
+
+Bytes that attention sends to the ranks that share its sequences: of this process, forward and backward.
+
+fp8_attention_shared.py for rows of several documents: codes of long documents travel, and BF16 of short ones.
+
+documents.py makes a call of each long document, in FP8, and of the short documents side by side, in BF16. Documents
+lie on the ranks as they come, so that each rank sends other numbers of tokens of either kind:
+
+    row     | long document                | short | long document       | short | short |
+    ranks   | 0                   | 1                   | 2                   | 3     |
+    FP8     | all tokens          | some | | some        | all tokens          |
+    BF16    |                     |      | some |        |                     | all    |
+
+All ranks know from the positions where documents end. Casts have a scale for each long document and rank, as in a row
+by itself, and every bit is that of casts after the exchange.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
@@ -23,17 +42,38 @@ from torch.autograd.function import once_differentiable
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.casts.primitives import scale_from_amax
 from ds_fp8.config.formats import FORMATS
-from ds_fp8.layers.attention import exchanged_bytes
+from ds_fp8.layers.attention import documents
+from ds_fp8.layers.attention.cudnn import FORWARD
 from ds_fp8.layers.attention.fp8_attention import (
     Implementation,
+    add_mean_of_values,
     attend,
     decode_exactly,
     factor_of,
     find_gradients,
     implementation_for,
+    rotate_back,
+    rotate_heads,
+    sum_over_tokens,
 )
-from ds_fp8.layers.attention.invariances import add_mean_of_values, rotate_back, rotate_heads, sum_over_tokens
-from ds_fp8.layers.attention.tensors import FORWARD
+
+_sent = 0
+
+
+def count_all_to_all(nbytes: int, ranks: int) -> None:
+    """Count the exchange of a tensor of so many bytes, of which this rank keeps a part."""
+    count_sent(nbytes * (ranks - 1) // ranks)
+
+
+def count_sent(nbytes: int) -> None:
+    """Count bytes that go to other ranks."""
+    global _sent
+    _sent += nbytes
+
+
+def bytes_sent() -> int:
+    """Return all bytes since the start of the process."""
+    return _sent
 
 
 class _SharedAttention(torch.autograd.Function):
@@ -46,7 +86,7 @@ class _SharedAttention(torch.autograd.Function):
         # tensor, after the exchange, would find.
         bounds = bounds_by_rank(*slices, ranks)
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
-        exchanged_bytes.count(2 * bounds.nbytes * (ranks - 1) // ranks)
+        count_sent(2 * bounds.nbytes * (ranks - 1) // ranks)
         scales = scale_from_amax(bounds[:3], FORWARD, "pow2")
         whole = []
         for x, scale in zip(slices, scales, strict=True):
@@ -69,7 +109,7 @@ class _SharedAttention(torch.autograd.Function):
         codes, scales = zip(*find_gradients(ctx, whole.unflatten(2, (-1, ctx.head_dim))), strict=True)
         of_all = torch.empty(3 * ranks, device=do.device)
         dist.all_gather_into_tensor(of_all, torch.stack(scales), group)
-        exchanged_bytes.count(of_all.nbytes * (ranks - 1) // ranks)
+        count_sent(of_all.nbytes * (ranks - 1) // ranks)
         gradients = []
         for which, (x, scale) in enumerate(zip(codes, of_all.view(ranks, 3).t(), strict=True)):
             found = own_tokens(_exchange(_by_owner(x, ranks), group), scale, do.dtype)
@@ -144,7 +184,7 @@ def all_reduced(sums: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return sums over the tokens of all ranks, of those over their own: in place."""
     dist.all_reduce(sums, dist.ReduceOp.SUM, group)
     ranks = dist.get_world_size(group)
-    exchanged_bytes.count(2 * sums.nbytes * (ranks - 1) // ranks)
+    count_sent(2 * sums.nbytes * (ranks - 1) // ranks)
     return sums
 
 
@@ -154,7 +194,7 @@ def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     sent = x.view(torch.uint8) if x.element_size() == 1 else x
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    exchanged_bytes.count_all_to_all(sent.nbytes, len(sent))
+    count_all_to_all(sent.nbytes, len(sent))
     return received.view(x.dtype)
 
 
@@ -174,3 +214,292 @@ def own_tokens(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
     """Return [B, S / P, P · n, D] in `dtype` of what ranks have sent [P, S / P, B, n, D], with a scale each."""
     found = decode_exactly(codes, scales.view(-1, 1, 1, 1, 1), dtype)
     return found.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+
+_KEPT = 9
+"""Tensors that `attend` keeps for backward."""
+
+
+class Piece(NamedTuple):
+    """The tokens of one call that lie on one rank."""
+
+    call: int
+    row: int
+    start: int
+    """First token in the rank's slice of the row."""
+    stop: int
+
+    @property
+    def tokens(self) -> int:
+        """Return how many they are."""
+        return self.stop - self.start
+
+
+class Split:
+    """Calls of attention as they are spread over ranks: exchanges of their tokens against heads."""
+
+    def __init__(self, calls: Sequence[tuple[int, int]], length: int, group: dist.ProcessGroup):
+        """Find the pieces.
+
+        Args:
+            calls: First and last token of each call, counted through all rows; none crosses the end of a row.
+            length: Tokens of a rank's slice of a row.
+            group: The ranks, in the order of their tokens.
+        """
+        self.group, self.ranks, rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.calls = range(len(calls))
+        self.lengths = [end - begin for begin, end in calls]
+        self.pieces: list[list[Piece]] = [[] for _ in range(self.ranks)]
+        for call, (begin, end) in enumerate(calls):
+            row, first = divmod(begin, length * self.ranks)
+            for place in range(self.ranks):
+                start, stop = (min(max(x - place * length, 0), length) for x in (first, first + end - begin))
+                if start < stop:
+                    self.pieces[place].append(Piece(call, row, start, stop))
+        self.tokens = [sum(piece.tokens for piece in pieces) for pieces in self.pieces]
+        self.own, self.own_tokens, self.rank = self.pieces[rank], self.tokens[rank], rank
+
+    def of_own(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return the pieces [P, n, 1, ...] of this rank's tokens [P, S / P, B, ...]."""
+        return [x[:, piece.start : piece.stop, piece.row : piece.row + 1] for piece in self.own]
+
+    def to_heads(self, sent: torch.Tensor) -> torch.Tensor:
+        """Send own tokens [P, n, ...] to the ranks of the heads; return what came of all tokens, by rank and call."""
+        sent, parts = sent.contiguous(), [self.own_tokens] * self.ranks
+        return self._exchange(sent.flatten(0, 1), parts, self.tokens)
+
+    def to_owners(self, sent: torch.Tensor) -> torch.Tensor:
+        """Send all tokens, by rank and call, to their ranks; return what came of own tokens, [P, n, ...]."""
+        parts = [self.own_tokens] * self.ranks
+        return self._exchange(sent.contiguous(), self.tokens, parts).unflatten(0, (self.ranks, self.own_tokens))
+
+    def _exchange(self, sent: torch.Tensor, parts: list[int], arriving: list[int]) -> torch.Tensor:
+        of_bytes = sent.view(torch.uint8) if sent.element_size() == 1 else sent
+        received = of_bytes.new_empty(sum(arriving), *sent.shape[1:])
+        dist.all_to_all_single(received, of_bytes, arriving, parts, group=self.group)
+        if len(sent):
+            count_sent(sent.nbytes // len(sent) * (len(sent) - parts[self.rank]))
+        return received.view(sent.dtype)
+
+    def by_call(self, received: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tokens of each call, in order, of what `to_heads` returned."""
+        pieces = [piece for of_rank in self.pieces for piece in of_rank]
+        parts = list(zip(pieces, received.split([piece.tokens for piece in pieces]), strict=True))
+        return [torch.cat([part for piece, part in parts if piece.call == call]) for call in self.calls]
+
+    def by_rank(self, calls: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the tokens of calls as `to_owners` takes them."""
+        sizes = [[piece.tokens for of_rank in self.pieces for piece in of_rank if piece.call == c] for c in self.calls]
+        parts = [iter(x.split(sizes[call])) for call, x in enumerate(calls)]
+        return torch.cat([next(parts[piece.call]) for of_rank in self.pieces for piece in of_rank])
+
+
+@dataclass
+class _Kept:
+    """In place of a context of autograd, for one of several calls of `attend` and `find_gradients`."""
+
+    saved_tensors: Sequence[torch.Tensor] = ()
+    scaling: float = 0.0
+    implementation: Any = field(default=None)
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+class _LongDocuments(torch.autograd.Function):
+    """[B, heads, S / P, D] of all tokens -> [n, heads · D] of own tokens of long documents."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scaling: float, split: Split):
+        implementation, ranks, rank = implementation_for(q), split.ranks, split.rank
+        k_means, v_means = _means_of_calls(k, v, split)
+        q, k, v = (
+            rotate_heads(q),
+            rotate_heads(_less_means(k, k_means, split)),
+            _less_means(v, v_means, split),
+        )
+        slices = [by_rank(x, ranks) for x in (q, k, v)]
+        pieces = [split.of_own(x) for x in slices]
+        bounds = torch.zeros(len(split.calls), 4, ranks, device=q.device)
+        for piece, *parts in zip(split.own, *pieces, strict=True):
+            bounds[piece.call] = bounds_by_rank(*parts, ranks)
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, split.group)
+        count_sent(2 * bounds.nbytes * (ranks - 1) // ranks)
+        scales = scale_from_amax(bounds[:, :3], FORWARD, "pow2")  # [calls, 3, P]
+        whole = []
+        for which, parts in enumerate(pieces):
+            codes = [cast_by_rank(x, scales[p.call, which]) for p, x in zip(split.own, parts, strict=True)]
+            whole.append(split.by_call(split.to_heads(_joined(codes, slices[which]))))
+        outputs, kept = [], []
+        for call, operands in enumerate(zip(*whole, strict=True)):
+            casts = [
+                QuantizedTensor(x[None], scale.clone(), "tensor", "pow2")
+                for x, scale in zip(operands, scales[call, :, rank], strict=True)
+            ]
+            here = _Kept()
+            outputs.append(attend(here, *casts, bounds[call, 3, rank].clone(), scaling, implementation)[0])
+            kept += here.saved_tensors
+        ctx.save_for_backward(*kept)
+        ctx.split, ctx.scaling, ctx.implementation = split, scaling, implementation
+        ctx.shapes, ctx.kv_heads = [x.shape for x in (q, k, v)], k.shape[1]
+        found = split.to_owners(_bytes_by_rank(split, outputs))
+        output = _decoded(found, scales[:, 2], split, v.dtype)
+        for piece, part in zip(split.own, output.split([p.tokens for p in split.own]), strict=True):
+            add_mean_of_values(part[None], v_means[piece.call][None])
+        return output.flatten(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        split, ranks, head_dim = ctx.split, ctx.split.ranks, ctx.shapes[0][3]
+        sent = do.unflatten(1, (ranks, -1, head_dim)).transpose(0, 1)
+        saved, codes, scales = ctx.saved_tensors, [], []
+        for call, gradient in enumerate(split.by_call(split.to_heads(sent))):
+            here = _Kept(saved[_KEPT * call :][:_KEPT], ctx.scaling, ctx.implementation)
+            found = find_gradients(here, gradient[None])
+            codes.append([x[0] for x, _ in found])
+            scales.append(torch.stack([scale for _, scale in found]))
+        own = torch.stack(scales)  # [calls, 3]
+        of_all = own.new_empty(ranks, *own.shape)
+        dist.all_gather_into_tensor(of_all.view(-1), own.view(-1), split.group)
+        count_sent(of_all.nbytes * (ranks - 1) // ranks)
+        gradients = []
+        for which, (x, shape) in enumerate(zip(zip(*codes, strict=True), ctx.shapes, strict=True)):
+            found = split.to_owners(_bytes_by_rank(split, x))
+            found = _decoded(found, of_all[:, :, which].t(), split, do.dtype)  # [n, P · heads / P, D]
+            found = own_gradient(found, which, ctx.kv_heads, ranks)
+            gradient = found.new_zeros(shape[0], shape[2], shape[1], shape[3])
+            for piece, part in zip(split.own, found.split([p.tokens for p in split.own]), strict=True):
+                gradient[piece.row, piece.start : piece.stop] = part
+            gradients.append(gradient.transpose(1, 2))
+        return *gradients, None, None
+
+
+class _ToHeads(torch.autograd.Function):
+    """Own tokens of q, k and v -> all tokens of a rank's heads.
+
+    `earlier` only has its backward after this one: autograd would choose, and on every rank another, for the ranks have
+    other numbers of pieces.
+    """
+
+    @staticmethod
+    def forward(ctx, split: Split, earlier: torch.Tensor | None, *own: torch.Tensor):
+        ctx.split = split
+        return tuple(map(split.to_heads, own))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        return None, None, *map(ctx.split.to_owners, gradients)
+
+
+class _ToOwners(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, split: Split):
+        ctx.split = split
+        return split.to_owners(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return ctx.split.to_heads(gradient), None
+
+
+@torch.compiler.disable(reason="cuDNN's FP8 attention stays outside of the graphs of torch.compile")
+def shared_documents_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: dist.ProcessGroup,
+    ends: torch.Tensor,
+    in_bf16: Callable[..., torch.Tensor],
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """Compute causal attention within documents of whole rows, of which each rank has consecutive tokens. Collective.
+
+    Args:
+        q: Queries [B, heads, S / P, D] of this rank's tokens, BF16; P divides heads.
+        k: Keys [B, kv_heads, S / P, D]; heads is a multiple of kv_heads, which divides P or is a multiple of it.
+        v: Values [B, kv_heads, S / P, D].
+        group: The P ranks, in the order of their tokens.
+        ends: int32 [documents + 1] through all rows: where documents end.
+        in_bf16: Attention of short documents: [1, heads, n, D], twice [1, kv_heads, n, D], ends -> [1, n, heads, D].
+        scaling: Factor of q kᵀ; D^(-1/2) by default.
+
+    Returns:
+        The output [B, S / P, heads · D] in the dtype of v, differentiable.
+    """
+    ranks, length = dist.get_world_size(group), q.shape[2]
+    calls = documents.calls(ends, length * ranks)
+    outputs: dict[tuple[int, int], torch.Tensor] = {}
+    unused = []
+    found = None
+    for in_fp8 in (True, False):
+        some = [call for call in calls if call.in_fp8 == in_fp8]
+        split = Split([(call.start, call.stop) for call in some], length, group)
+        if not some:
+            continue
+        if in_fp8:
+            found = _LongDocuments.apply(q, k, v, factor_of(q, scaling), split)
+        else:
+            heads = _ToHeads.apply(split, found, *(_own(x, split, ranks) for x in (q, k, v)))
+            found = [
+                in_bf16(*(x.transpose(0, 1)[None] for x in of_call), call.ends)[0]
+                for call, *of_call in zip(some, *map(split.by_call, heads), strict=True)
+            ]
+            found = _ToOwners.apply(split.by_rank(found), split).transpose(0, 1).flatten(1)
+        for piece, part in zip(split.own, found.split([p.tokens for p in split.own]), strict=True):
+            outputs[piece.row, piece.start] = part
+        # A rank without tokens of a kind computes its heads of them, and joins the exchanges of backward.
+        unused.append(found[:0])
+    return torch.cat([*(outputs[place] for place in sorted(outputs)), *unused]).unflatten(0, (len(q), length))
+
+
+def _means_of_calls(k: torch.Tensor, v: torch.Tensor, split: Split) -> torch.Tensor:
+    """Return the means of k and v [B, kv_heads, S / P, D] over the tokens of each call, [2, calls, kv_heads, 1, D]."""
+    sums = torch.zeros(2, len(split.calls), k.shape[1], 1, k.shape[3], dtype=torch.float64, device=k.device)
+    for piece in split.own:
+        for total, x in zip(sums, (k, v), strict=True):
+            total[piece.call] += sum_over_tokens(x[piece.row, None, :, piece.start : piece.stop])[0]
+    # Numbers of the host in place of a tensor of them: copying one to the device would wait for it.
+    sums = all_reduced(sums, split.group).unbind(1)
+    means = [total / length for total, length in zip(sums, split.lengths, strict=True)]
+    return torch.stack(means, 1).to(k.dtype)
+
+
+def _less_means(x: torch.Tensor, means: torch.Tensor, split: Split) -> torch.Tensor:
+    """Return x [B, heads, S / P, D] less the mean [heads, 1, D] of the call that a token belongs to."""
+    result = x.clone()
+    for piece in split.own:
+        result[piece.row, :, piece.start : piece.stop] -= means[piece.call]
+    return result
+
+
+def _own(x: torch.Tensor, split: Split, ranks: int) -> torch.Tensor:
+    """Return this rank's tokens of all calls [P, n, heads / P, D], of own tokens [B, heads, S / P, D]."""
+    # As DeepSpeed does, so that gradients of shared heads are summed in its order.
+    x = x.transpose(1, 2).repeat_interleave(max(1, ranks // x.shape[1]), dim=2).transpose(1, 2)
+    slices = by_rank(x, ranks)
+    return _joined(split.of_own(slices), slices)
+
+
+def _joined(pieces: Sequence[torch.Tensor], slices: torch.Tensor) -> torch.Tensor:
+    """Return pieces [P, n, 1, heads / P, D] one behind the other, [P, n, heads / P, D]; none, of `slices`, if empty."""
+    if pieces and pieces[0].element_size() == 1:  # torch joins no FP8 on every device
+        return torch.cat([x.view(torch.uint8) for x in pieces], 1).view(pieces[0].dtype).squeeze(2)
+    if pieces:
+        return torch.cat(pieces, 1).squeeze(2)
+    return slices[:, :0, 0]  # of the graph of autograd: backward exchanges even so
+
+
+def _bytes_by_rank(split: Split, calls: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return codes of calls as `to_owners` takes them."""
+    return split.by_rank([x.view(torch.uint8) for x in calls]).view(calls[0].dtype)
+
+
+def _decoded(codes: torch.Tensor, scales: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
+    """Return [n, P · heads / P, D] of codes [P, n, heads / P, D] that came with scales [calls, P]."""
+    parts = codes.split([piece.tokens for piece in split.own], 1)
+    found = [own_tokens(x[:, :, None], scales[p.call], dtype)[0] for p, x in zip(split.own, parts, strict=True)]
+    empty = torch.empty(0, codes.shape[0] * codes.shape[2], codes.shape[3], dtype=dtype, device=codes.device)
+    return torch.cat(found) if found else empty

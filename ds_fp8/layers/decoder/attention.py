@@ -23,10 +23,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_fp8.layers.attention.windows import window_of
-from ds_fp8.layers.decoder.heads import HeadLayout, HeadNorms
+from ds_fp8.layers.attention.format import window_of
 from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast, rms_norm_columnwise
-from ds_fp8.layers.decoder.rotary import rotate, rotate_backward
+from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, rotate, rotate_backward
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, gathered_for_backward, split_rows
 

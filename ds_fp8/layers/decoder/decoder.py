@@ -23,11 +23,19 @@ import torch
 from torch import nn
 
 from ds_fp8.layers.attention.format import is_exchanged, runs_in_fp8
-from ds_fp8.layers.decoder.attachments import Parts
 from ds_fp8.layers.decoder.attention import NormedHeads, attend, normed_heads
-from ds_fp8.layers.decoder.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
+from ds_fp8.layers.decoder.gated_mlp import (
+    GatedMLP,
+    MLPWeights,
+    gated_mlp,
+    normed_mlp,
+    tiled_gated_mlp,
+    tiled_normed_mlp,
+    why_not_tiled,
+)
 from ds_fp8.layers.decoder.structure import (
     MLP_HALF,
+    Parts,
     Unfusable,
     changes_in_place,
     gated_activation_of,
@@ -36,12 +44,10 @@ from ds_fp8.layers.decoder.structure import (
     prove_layer,
     prove_mlp,
 )
-from ds_fp8.layers.decoder.tiled_mlp import tiled_gated_mlp, tiled_normed_mlp, why_not_tiled
 from ds_fp8.layers.experts.selection import expert_weights
-from ds_fp8.layers.linear.linear import FP8Linear, runs_eagerly
+from ds_fp8.layers.linear.linear import FP8Linear, Swapped, runs_eagerly, swapped_class
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import GROUP, WeightGroup, can_stack
-from ds_fp8.layers.swapped import Swapped, swapped_class
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,22 @@ Backward reads n and p cast along the tokens, and forms both again: n from what 
 is kept in FP8 (`activations.save`), in BF16, or not at all (`activations.recompute`: its product is computed again).
 
 T tokens, H hidden and F intermediate features.
+
+The gated MLP in tiles of tokens: what it computes with is there for one tile at a time, forward and backward.
+
+gate_up [T, 2F] and its casts are the largest activations of a layer. A tile of t tokens has t/T of them; nothing of
+them is kept, and backward computes gate_up again. Tiles are whole groups of 128 tokens, so that every cast has the
+scales that it has for all tokens together: the output and the gradient of the input have the same bits. Gradients of
+the weights are sums over the tiles, in FP32, and rounded once. Autograd gets one for each weight, as ever: ZeRO-3
+reduces a gradient when it arrives.
+
+T tokens, H hidden and F intermediate features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -21,9 +31,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.formats import SCALE_TYPES
+from ds_fp8.gemm import why_not_in_fp32
 from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast, rms_norm_columnwise
 from ds_fp8.layers.linear.gated_activation import Saved, gated_activation_backward, gated_activation_cast
-from ds_fp8.layers.linear.outliers import with_outliers
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, scale_columns, split_rows
 
@@ -126,7 +137,7 @@ class _GatedMLP(torch.autograd.Function):
         # Recomputing needs x row-wise as well as column-wise, which only x itself has.
         in_fp8 = keep and recipe.save == "fp8" and recipe.recompute == "none"
         cast, columnwise = recipe.cast_input_both(x_TH) if in_fp8 else (recipe.cast_input(x_TH), None)
-        y, kept = mlp.forward(with_outliers(recipe, cast, x_TH), weights, x.dtype, keep)
+        y, kept = mlp.forward(recipe.with_outliers(cast, x_TH), weights, x.dtype, keep)
         ctx.mlp, ctx.weights, ctx.in_fp8 = mlp, weights, in_fp8
         if keep:
             ctx.save_for_backward(*(_pack(columnwise) if in_fp8 else (x, None)), *_pack_kept(kept))
@@ -140,7 +151,7 @@ class _GatedMLP(torch.autograd.Function):
 
         def x_rowwise() -> QuantizedTensor:
             x_TH = first.reshape(-1, first.shape[-1])
-            return with_outliers(recipe, recipe.cast_input(x_TH), x_TH)
+            return recipe.with_outliers(recipe.cast_input(x_TH), x_TH)
 
         def x_columnwise() -> QuantizedTensor:
             if ctx.in_fp8:
@@ -174,7 +185,7 @@ class _NormedMLP(torch.autograd.Function):
             dy_TH,
             ctx.weights,
             _unpack(kept, mlp.down),
-            lambda: with_outliers(recipe, recipe.cast_input(hidden, rstd, norm), hidden, rstd, norm),
+            lambda: recipe.with_outliers(recipe.cast_input(hidden, rstd, norm), hidden, rstd, norm),
             lambda: rms_norm_columnwise(hidden, norm, rstd, recipe),
         )
         dhidden, dnorm = rms_norm_backward(dn, hidden, norm, rstd, dy_TH)
@@ -214,3 +225,85 @@ def _unpack(tensors: list[torch.Tensor], down: LinearRecipe) -> Kept:
     if len(saved) == 2:
         return Kept(down.kept_gate_up(*saved), factors)
     return Kept(saved[0] if saved else None, factors)
+
+
+def tiled_gated_mlp(x: torch.Tensor, weights: MLPWeights, mlp: GatedMLP) -> torch.Tensor:
+    """Return what `gated_mlp` does, computed in tiles."""
+    return _TiledMLP.apply(x, None, None, *weights, mlp, 0.0)
+
+
+def tiled_normed_mlp(
+    x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float, weights: MLPWeights, mlp: GatedMLP
+) -> torch.Tensor:
+    """Return what `normed_mlp` does, computed in tiles. Keeps h = x + residual for backward."""
+    return _TiledMLP.apply(x, residual, norm, *weights, mlp, eps)
+
+
+def why_not_tiled(recipe: LinearRecipe) -> str | None:
+    """Return why a product of this recipe cannot be computed in tiles of tokens, or None."""
+    if (why := recipe.why_all_tokens) is not None:
+        return why
+    for granularity, scale in (
+        (recipe.input.granularity, recipe.input.scale),
+        (recipe.wgrad_input, recipe.input.scale),
+        (recipe.grad_output.granularity, recipe.grad_output.scale),
+    ):
+        if granularity in ("tensor", "row") and SCALE_TYPES[scale].needs_amax:
+            return f'a scale of granularity "{granularity}" is that of all tokens; use "1x128", as preset "infir2" does'
+    return why_not_in_fp32(recipe.backend, recipe.grad_output, replace(recipe.input, granularity=recipe.wgrad_input))
+
+
+class _TiledMLP(torch.autograd.Function):
+    """The MLP of x, or with a norm that of RMSNorm(x + residual), to which x + residual is added."""
+
+    @staticmethod
+    def forward(ctx, x, residual, norm, gate, up, down, mlp: GatedMLP, eps: float):
+        recipe, weights = mlp.gate_up, MLPWeights(gate, up, down)
+        x_TH = x.reshape(-1, x.shape[-1])
+        y, hidden, rstd = torch.empty_like(x_TH), x_TH, None
+        if norm is not None:
+            residual = residual.reshape(x_TH.shape)
+            hidden, rstd = torch.empty_like(x_TH), torch.empty(len(x_TH), device=x.device)
+        for rows in _tiles(len(x_TH), recipe):
+            if norm is None:
+                cast = recipe.with_outliers(recipe.cast_input(x_TH[rows]), x_TH[rows])
+            else:
+                hidden[rows], rstd[rows], cast = rms_norm_cast(x_TH[rows], norm, eps, recipe, residual[rows])
+            output = mlp.forward(cast, weights, x.dtype, keep=False)[0]
+            y[rows] = output if norm is None else output.add_(hidden[rows])
+            del cast, output
+        ctx.mlp, ctx.weights, ctx.norm = mlp, weights, norm
+        ctx.save_for_backward(hidden, rstd)
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        hidden, rstd = ctx.saved_tensors
+        mlp, weights, norm, recipe = ctx.mlp, ctx.weights, ctx.norm, ctx.mlp.gate_up
+        dy_TH = dy.reshape(-1, dy.shape[-1])
+        dn, sums = torch.empty_like(dy_TH), [None, None, None]
+        for rows in _tiles(len(dy_TH), recipe):
+            h, factors = hidden[rows], (None, None) if norm is None else (rstd[rows], norm)
+            dn[rows], gradients = mlp.backward(
+                dy_TH[rows],
+                weights,
+                Kept(None, None),
+                lambda h=h, factors=factors: recipe.with_outliers(recipe.cast_input(h, *factors), h, *factors),
+                lambda h=h, factors=factors: recipe.cast_input_columnwise(h, *factors),
+                torch.float32,
+            )
+            sums = [new if old is None else old.add_(new) for old, new in zip(sums, gradients, strict=True)]
+            del gradients
+        gradients = [x if x is None else x.to(weight.dtype) for x, weight in zip(sums, weights, strict=True)]
+        if norm is None:
+            return dn.view(dy.shape), None, None, *gradients, None, None
+        dhidden, dnorm = rms_norm_backward(dn, hidden, norm, rstd, dy_TH)
+        dhidden = dhidden.view(dy.shape)
+        return dhidden, dhidden, dnorm if norm.requires_grad else None, *gradients, None, None
+
+
+def _tiles(tokens: int, recipe: LinearRecipe) -> Iterator[slice]:
+    """Yield the rows of every tile; the last may be smaller."""
+    for start in range(0, max(1, tokens), recipe.mlp_tile_tokens):
+        yield slice(start, min(start + recipe.mlp_tile_tokens, tokens))

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.layers.linear.outliers import with_outliers
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
 
@@ -45,7 +44,7 @@ def rms_norm_cast(
         cast = recipe.cast_input(hidden, rstd, weight)
     else:
         recipe.observe("input", hidden, cast, rstd, weight)
-    return NormedCast(hidden, rstd, with_outliers(recipe, cast, hidden, rstd, weight))
+    return NormedCast(hidden, rstd, recipe.with_outliers(cast, hidden, rstd, weight))
 
 
 def rms_norm_columnwise(

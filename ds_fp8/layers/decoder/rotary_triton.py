@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_fp8.layers.decoder.heads import HeadLayout, HeadNorms
-
 ROWS = 32
 """Tokens of one program, which takes one head of each."""
 
@@ -70,9 +68,9 @@ def rotate_heads(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    layout: HeadLayout,
+    layout: tuple[int, int, int],
     bias: torch.Tensor | None,
-    norms: HeadNorms | None,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
 ) -> torch.Tensor:
     """Do `rotate` of rotary.py on the GPU; qkv is contiguous."""
     T, width = qkv.shape
@@ -80,12 +78,13 @@ def rotate_heads(
     result = qkv if norms is None else torch.empty_like(qkv)
     if qkv.numel():
         # v moves only where it changes: when there is a bias, or the result is another matrix.
-        heads = layout.heads + layout.kv_heads * (2 if bias is not None or norms is not None else 1)
+        heads, kv_heads, head_dim = layout
+        q_norm, k_norm, eps = norms or (None, None, 0.0)
+        number = heads + kv_heads * (2 if bias is not None or norms is not None else 1)
         cos, sin, strides = _angles(cos, sin, T)
-        _rotate_tiles[(triton.cdiv(T, ROWS), heads)](
-            qkv, result, cos, sin, bias, norms and norms.q, norms and norms.k, T, cos.shape[1], width, *strides,
-            norms.eps if norms else 0.0, HEADS=layout.heads, KV_HEADS=layout.kv_heads, D=layout.head_dim,
-            HALF=triton.next_power_of_2(layout.head_dim // 2), ROWS=ROWS, BIAS=bias is not None,
+        _rotate_tiles[(triton.cdiv(T, ROWS), number)](
+            qkv, result, cos, sin, bias, q_norm, k_norm, T, cos.shape[1], width, *strides, eps,
+            HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=triton.next_power_of_2(head_dim // 2), ROWS=ROWS, BIAS=bias is not None,
             NORM=norms is not None, num_warps=4,
         )
     return result
@@ -147,32 +146,34 @@ def rotate_heads_backward(
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     cos: torch.Tensor,
     sin: torch.Tensor,
-    layout: HeadLayout,
+    layout: tuple[int, int, int],
     qkv: torch.Tensor | None,
     bias: torch.Tensor | None,
-    norms: HeadNorms | None,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Do `rotate_backward` of rotary.py on the GPU."""
     # Attention returns them [B, heads, S, D] seen through a transpose, or not; the kernel takes any strides but within
     # a head.
     gradients = tuple(part if part.stride(-1) == 1 else part.contiguous() for part in gradients)
     batch, _, length, _ = gradients[0].shape
-    T, width = batch * length, sum(layout.sizes)
+    heads, kv_heads, head_dim = layout
+    q_norm, k_norm, eps = norms or (None, None, 0.0)
+    T, number = batch * length, heads + 2 * kv_heads
+    width = number * head_dim
     dqkv = torch.empty(T, width, dtype=gradients[0].dtype, device=gradients[0].device)
-    blocks, heads = triton.cdiv(T, ROWS), layout.heads + 2 * layout.kv_heads
-    dnorm = torch.empty(blocks, heads - layout.kv_heads, layout.head_dim, device=dqkv.device) if norms else None
+    blocks = triton.cdiv(T, ROWS)
+    dnorm = torch.empty(blocks, heads + kv_heads, head_dim, device=dqkv.device) if norms else None
     if T:
         cos, sin, strides = _angles(cos, sin, T)
-        _rotate_tiles_backward[(blocks, heads)](
-            *gradients, qkv, dqkv, cos, sin, bias, norms and norms.q, norms and norms.k, dnorm, T, length, width,
-            *strides, norms.eps if norms else 0.0, *(stride for part in gradients for stride in part.stride()[:3]),
-            HEADS=layout.heads, KV_HEADS=layout.kv_heads, D=layout.head_dim,
-            HALF=triton.next_power_of_2(layout.head_dim // 2), ROWS=ROWS, BIAS=bias is not None,
+        _rotate_tiles_backward[(blocks, number)](
+            *gradients, qkv, dqkv, cos, sin, bias, q_norm, k_norm, dnorm, T, length, width, *strides, eps,
+            *(stride for part in gradients for stride in part.stride()[:3]),
+            HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=triton.next_power_of_2(head_dim // 2), ROWS=ROWS, BIAS=bias is not None,
             NORM=norms is not None, num_warps=4,
         )
     if dnorm is None:
         return dqkv, None, None
-    return dqkv, dnorm[:, : layout.heads].sum((0, 1)), dnorm[:, layout.heads :].sum((0, 1))
+    return dqkv, dnorm[:, :heads].sum((0, 1)), dnorm[:, heads:].sum((0, 1))
 
 
 def _angles(cos: torch.Tensor, sin: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:

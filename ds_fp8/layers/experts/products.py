@@ -26,8 +26,7 @@ from ds_fp8.casts import QuantizedTensor, transpose
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.gemm import grouped
 from ds_fp8.gemm.grouped import grouped_matmul, grouped_wgrad
-from ds_fp8.layers.experts.layout import ExpertLayout, expert_layout
-from ds_fp8.layers.experts.permutation import pair_values, permute_cast, row_factors, unpermute
+from ds_fp8.layers.experts.layout import ExpertLayout, expert_layout, pair_values, permute_cast, row_factors, unpermute
 from ds_fp8.layers.linear.gated_activation import Saved, gated_activation_backward, gated_activation_cast
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import GATHERED

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.layers.experts.implementation import shape_of
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.selection import first_matches, named_by_user
 
@@ -125,3 +125,8 @@ def backend_of_experts(expert_products: str, backend: str) -> str:
     """Return the backend of grouped products, given fp8.linear.expert_products and the backend of the linears."""
     # DeepGEMM's products of groups have not run: they must be asked for.
     return "cublas" if expert_products == "auto" and backend == "deep_gemm" else backend
+
+
+def shape_of(parameter: torch.Tensor | None) -> torch.Size:
+    """Return the shape of a parameter, also of one that deepspeed.zero.Init has partitioned; empty for None."""
+    return torch.Size() if parameter is None else getattr(parameter, "ds_shape", parameter.shape)

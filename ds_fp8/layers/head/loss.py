@@ -26,8 +26,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.layers.head.cross_entropy import implementation, linear_cross_entropy
-from ds_fp8.layers.head.softmax_gradient import IGNORED
+from ds_fp8.layers.head.cross_entropy import IGNORED, implementation, linear_cross_entropy
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
 PROBE_TOLERANCE = 1e-4

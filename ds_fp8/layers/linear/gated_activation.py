@@ -11,6 +11,8 @@ With a factor r a row, as experts have it from their router:
 
 gate and up are the two halves of one matrix gate_up [T, 2F]. Kept in FP8, g and u of backward carry that cast's
 rounding; everything else is computed in FP32.
+
+Activation functions of gated MLPs, in torch; activations_triton.py has them for kernels.
 """
 
 from __future__ import annotations
@@ -18,12 +20,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ds_fp8.casts import QuantizedTensor
+from ds_fp8.casts.outliers import extend_input_reference
 from ds_fp8.config.formats import BLOCK
-from ds_fp8.layers.linear.activations import activate
-from ds_fp8.layers.linear.outliers import product_with_outliers
 from ds_fp8.layers.linear.recipe import LinearRecipe
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return act(gate) in gate's dtype; activation is one of ACTIVATIONS."""
+    if activation == "silu":
+        return F.silu(gate)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+
 
 Saved = QuantizedTensor | torch.Tensor
 """gate_up [T, 2F] as kept for backward."""
@@ -71,6 +83,28 @@ def gated_backward_reference(
         product = gated_product_reference(leaf, activation)
     (dgate_up,) = torch.autograd.grad(product, leaf, dproduct.float())
     return dgate_up, product.detach()
+
+
+def product_with_outliers(
+    recipe: LinearRecipe, cast: QuantizedTensor, gate_up: torch.Tensor, activation: str
+) -> QuantizedTensor:
+    """Return act(gate) · up as fprop reads it, with its outlier block, or as it is where the recipe has none.
+
+    Args:
+        recipe: Recipe of down_proj.
+        cast: [T, F], the cast of the product.
+        gate_up: [T, 2F] that it was computed from.
+        activation: Name of the activation.
+    """
+    if recipe.outliers is None:
+        return cast
+    channels = recipe.outliers.observe(cast, recipe.monitor.active)
+    if cast.data.device.type == "cuda":
+        from ds_fp8.layers.linear.gated_activation_triton import extend_product_tiles
+
+        return extend_product_tiles(cast, gate_up, activation, channels)
+    gate, up = (half[:, channels.long()].float() for half in gate_up.chunk(2, -1))
+    return extend_input_reference(cast, activate(gate, activation) * up, channels)
 
 
 def gated_activation_cast(

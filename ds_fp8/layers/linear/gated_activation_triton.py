@@ -1,4 +1,9 @@
-"""act(gate) · up with its casts, forward and backward; gated_activation.py has the maths and the reference."""
+"""act(gate) · up with its casts, forward and backward; gated_activation.py has the maths and the reference.
+
+Activation functions and their derivatives in Triton; activations.py names them and has the reference.
+
+The outlier block of act(gate) · up in Triton; casts/outliers_triton.py has those of other operands.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,55 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.casts.primitives_triton import GROUP, MODES, TENSOR, TILE, amax_bits, format_arguments, scale_of
+from ds_fp8.casts.outliers_triton import copy_tile, gather_codes, place_of, store_outlier_block, wide_input
+from ds_fp8.casts.primitives_triton import COMPILED, GROUP, MODES, TENSOR, TILE, amax_bits, format_arguments, scale_of
 from ds_fp8.casts.store_triton import empty_result, is_even, result_arguments, store_cast, store_cast_columnwise, tiles
 from ds_fp8.config.formats import BLOCK, CastSpec
-from ds_fp8.layers.linear.activations_triton import ACTIVATION_CODES, activate
 from ds_fp8.layers.linear.recipe import LinearRecipe
+
+ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+"""Name of an activation -> the constant ACTIVATION of kernels."""
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _sigmoid(x):
+    """Return 1 / (1 + exp(-x)) to within a few units in the last place, in half the instructions of tl.sigmoid.
+
+    These kernels are bound by arithmetic. Beside the 1 of the sum subnormal numbers do not matter, against which exp
+    and the division are guarded otherwise. Triton's interpreter runs no assembly.
+    """
+    if COMPILED:
+        e = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -_LOG2E], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1.0], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.sigmoid(x)
+
+
+@triton.jit
+def activate(g, ACTIVATION: tl.constexpr):
+    """Return (act(g), act'(g))."""
+    if ACTIVATION == 0:
+        #     silu:       g s(g),           slope  s + g s (1 - s)
+        #     gelu:       g P(g),           slope  P + g p(g)          P, p: the normal distribution and its density
+        #     gelu_tanh:  g (1 + t) / 2,    slope  (1 + t) / 2 + g (1 - t^2) / 2 * inner'(g),  t = tanh(inner)
+        sigmoid = _sigmoid(g)
+        value = g * sigmoid
+        slope = value * (1.0 - sigmoid) + sigmoid
+    elif ACTIVATION == 1:
+        below = 0.5 * (1.0 + tl.math.erf(g * 0.7071067811865476))
+        value = g * below
+        slope = below + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
+    else:
+        inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+        # tanh(y) = 2 s(2y) - 1: the sigmoid is two instructions here.
+        tanh = 2.0 * _sigmoid(2.0 * inner) - 1.0
+        value = 0.5 * g * (1.0 + tanh)
+        slope = 0.5 * (1.0 + tanh) + 0.5 * g * (1.0 - tanh * tanh) * 0.7978845608028654 * (1.0 + 0.134145 * g * g)
+    return value, slope
 
 
 @triton.jit
@@ -312,3 +361,44 @@ def gated_backward(
             SAVED_FP8=scale is not None, EVEN=M % 32 == 0 and is_even(F), num_warps=4,
         )
     return dgate_up, product
+
+
+@triton.jit
+def _extend_product(
+    data, scale, gate_up, channels, wide, wide_scale, first_tile, M, F, pitch, width, stride, scale_m, scale_k,
+    COUNT: tl.constexpr, ACTIVATION: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):
+    """Do _extend_input of casts/outliers_triton.py for v = act(gate) · up, computed again from [M, 2F]."""
+    tile = first_tile + tl.program_id(0)
+    m = tl.program_id(1) * 128 + tl.arange(0, 128)
+    if tile * 128 < F:
+        copy_tile(data, wide, m, tile, M, F, pitch, width)
+        tl.store(wide_scale + tile * M + m, tl.load(scale + m * scale_m + tile * scale_k, mask=m < M), mask=m < M)
+    else:
+        # Only the channels wanted are computed again: a product in high precision was never in memory.
+        place = place_of(tile - (F + 127) // 128)
+        channel = tl.load(channels + place, mask=place < COUNT, other=0)
+        inside = (m < M)[:, None] & (place < COUNT)[None, :]
+        address = gate_up + m[:, None].to(tl.int64) * stride + channel[None, :]
+        gate = tl.load(address, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(address + F, mask=inside, other=0.0).to(tl.float32)
+        activated, _ = activate(gate, ACTIVATION)
+        rounded = gather_codes(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE)
+        store_outlier_block(activated * up, rounded, m, M, wide, wide_scale, tile, width, DTYPE, LARGEST, SMALLEST, POW2)
+
+
+def extend_product_tiles(
+    cast: QuantizedTensor, gate_up: torch.Tensor, activation: str, channels: torch.Tensor
+) -> QuantizedTensor:
+    """Return the cast [T, F] of act(gate) · up, gate_up [T, 2F], with the outlier block of `channels`."""
+    wide, first_tile = wide_input(cast, len(channels))
+    M, F = cast.shape
+    gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
+    if M:
+        _extend_product[wide.shape[1] // BLOCK - first_tile, tiles(M)](
+            cast.data.view(torch.uint8), cast.scale, gate_up, channels, wide.data.view(torch.uint8), wide.scale,
+            first_tile, M, F, cast.data.stride(0), wide.shape[1], gate_up.stride(0), *cast.scale.stride(), COUNT=len(channels),
+            ACTIVATION=ACTIVATION_CODES[activation], num_warps=8, **format_arguments(cast.format, cast.scale_type),
+        )
+    return wide

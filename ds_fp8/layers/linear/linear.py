@@ -11,17 +11,42 @@ column-wise copy of x is kept, one byte an element, and no copy of the weight: Z
 The class is swapped in under a live module (`module.__class__ = FP8Linear`), so parameters, their names, hooks and
 checkpoint keys stay what they were. Under FP8 parameter gather a weight carries its gathered FP8 bytes as
 `weight.fp8_gathered`, and `weight.data` is a placeholder that must not be read.
+
+Classes put before a live module's own class: the module keeps its parameters and names, and gets another forward.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ds_fp8.layers.linear.outliers import with_outliers
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, scale_columns
+
+
+class Swapped(nn.Module):
+    """A class to be put before a module's own class by `swapped_class`; its objects can be copied and pickled."""
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Return what pickle makes the object of again."""
+        # The class was made at run time, so that pickle would not find it by its name.
+        return _empty, type(self).__bases__, self.__getstate__()
+
+
+@functools.cache
+def swapped_class(first: type[Swapped], own: type[nn.Module]) -> type[Swapped]:
+    """Return the class of modules of class `own` whose forward is that of `first`."""
+    # The name is kept within it: Hugging Face finds layers that must not be split by the names of their classes.
+    return type(f"FP8{own.__name__}", (first, own), {"__module__": own.__module__})
+
+
+def _empty(first: type[Swapped], own: type[nn.Module]) -> Swapped:
+    """Return an object of a swapped class without any state, for pickle to fill."""
+    kind = swapped_class(first, own)
+    return kind.__new__(kind)
 
 
 class _FP8LinearFunction(torch.autograd.Function):
@@ -40,7 +65,7 @@ class _FP8LinearFunction(torch.autograd.Function):
             saved = [x] if needs_wgrad else []
         beyond = recipe.clipped_input(x_TK, x_cast) if save != "nothing" and ctx.needs_input_grad[0] else None
         ctx.save_for_backward(factors, beyond, *saved)
-        x_cast = with_outliers(recipe, x_cast, x_TK)
+        x_cast = recipe.with_outliers(x_cast, x_TK)
         y_TN = recipe.multiply(x_cast, fprop_weight([weight], recipe, factors), x.dtype)
         # The weight is kept as the parameter itself, not through save_for_backward: its storage is released after
         # forward, and backward finds the weights gathered by then.

@@ -1,104 +1,113 @@
-"""Operands of fprop with their outlier blocks, as a recipe has them; casts/outliers.py has the maths."""
+"""Outlier channels of a layer's input: which they are.
+
+The channels of the largest energy are found on the first input that a layer sees, on all ranks together, and looked for
+again on the steps that are measured anyway. They hardly ever change: most stand out because of the weights before them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+from torch import nn
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.casts.outliers import extend_input, extend_input_reference, extend_weight, weight_residual
-from ds_fp8.config.formats import BLOCK
-from ds_fp8.layers.linear.activations import activate
-from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.casts.outliers import channel_energy, largest_channels
 
-RESIDUAL = "fp8_residual"
-"""Attribute of a weight that ZeRO-3 shards: codes [N, C] of the residuals of its outlier channels' columns."""
+ENOUGH = 0.9
+"""Channels stay while they hold this share of the energy of those that hold the most."""
 
 
-def with_outliers(
-    recipe: LinearRecipe,
-    cast: QuantizedTensor,
-    source: torch.Tensor,
-    row_factor: torch.Tensor | None = None,
-    column_factor: torch.Tensor | None = None,
-) -> QuantizedTensor:
-    """Return fprop's input with its outlier block, or as it is where the recipe has none.
+class OutlierChannels:
+    """Outlier channels of the input of one product."""
+
+    def __init__(self, count: int):
+        self.count = count
+        """Number of channels, of all products alike; narrower inputs have fewer."""
+        self.channels: torch.Tensor | None = None
+        """int32 [C], ascending; None before the first input. Changed in place: CUDA graphs read it."""
+        self.energy: torch.Tensor | None = None
+        """FP32 [K], of the inputs of the step that is being measured on this rank; None outside measured steps."""
+        self.add_over_ranks: Callable[[torch.Tensor], None] = _alone
+        """Adds a tensor up over all ranks, in place, with the same bits on each."""
+        self.on_found: Callable[[OutlierChannels], None] = _alone
+        """Called when channels were found for the first time, on all ranks."""
+
+    def __getstate__(self) -> dict:
+        # A copy of a model under training belongs to no engine.
+        return {**vars(OutlierChannels(self.count)), "channels": self.channels}
+
+    def observe(self, cast: QuantizedTensor, measured: bool) -> torch.Tensor:
+        """Return the channels for an input [T, K], found now if there were none. Collective the first time.
+
+        Args:
+            cast: The input, cast.
+            measured: Whether this step is one to look for other channels.
+        """
+        if self.channels is None:
+            energy = channel_energy(cast)
+            if measured:
+                # A rank that has no other input in this step counts in `look_again` like those that have more.
+                self.energy = energy.clone()
+            self.add_over_ranks(energy)
+            self.channels = largest_channels(energy, self.count)
+            self.on_found(self)
+        elif measured:
+            energy = channel_energy(cast)
+            self.energy = energy if self.energy is None else self.energy.add_(energy)
+        return self.channels
+
+    def load(self, channels: Sequence[int], width: int, device: torch.device) -> bool:
+        """Take channels of a checkpoint; return False, and keep those that there are, if it had another number of them.
+
+        Args:
+            channels: Those of the checkpoint, in ascending order.
+            width: Number of channels of the input; narrower ones than `count` have all of theirs.
+            device: Where they are to lie.
+        """
+        if len(channels) != min(self.count, width):
+            return False
+        loaded = torch.tensor(channels, dtype=torch.int32, device=device)
+        if self.channels is None:
+            self.channels = loaded
+        else:
+            self.channels.copy_(loaded)
+        return True
+
+
+def look_again(sites: Iterable[OutlierChannels], add_over_ranks: Callable[[torch.Tensor], None]) -> bool:
+    """Change the channels of which others now hold much more energy; return whether any were looked at. Collective.
+
+    The host waits for nothing, and all ranks decide alike.
 
     Args:
-        recipe: Recipe of the product.
-        cast: [T, K], the cast of `source` times its factors.
-        source: [T, K] in high precision.
-        row_factor: [T], or None.
-        column_factor: [K], or None.
+        sites: Outlier channels of all products, in the same order on all ranks.
+        add_over_ranks: Adds a tensor up over all ranks, in place, with the same bits on each.
     """
-    if recipe.outliers is None:
-        return cast
-    channels = recipe.outliers.observe(cast, recipe.monitor.active)
-    return extend_input(cast, source, channels, row_factor, column_factor)
+    measured = [site for site in sites if site.energy is not None]
+    if not measured:
+        return False
+    # One collective for all products.
+    energies = torch.cat([site.energy for site in measured])
+    add_over_ranks(energies)
+    for site, energy in zip(measured, energies.split([len(site.energy) for site in measured]), strict=True):
+        best = largest_channels(energy, site.count)
+        # On the device, like the choice below: channels change without the host, and graphs read them where they are.
+        held = energy[site.channels.long()].sum() >= ENOUGH * energy[best.long()].sum()
+        site.channels.copy_(torch.where(held, site.channels, best))
+        site.energy = None
+    return True
 
 
-def product_with_outliers(
-    recipe: LinearRecipe, cast: QuantizedTensor, gate_up: torch.Tensor, activation: str
-) -> QuantizedTensor:
-    """Return act(gate) · up as fprop reads it, with its outlier block, or as it is where the recipe has none.
-
-    Args:
-        recipe: Recipe of down_proj.
-        cast: [T, F], the cast of the product.
-        gate_up: [T, 2F] that it was computed from.
-        activation: Name of the activation.
-    """
-    if recipe.outliers is None:
-        return cast
-    channels = recipe.outliers.observe(cast, recipe.monitor.active)
-    if cast.data.device.type == "cuda":
-        from ds_fp8.layers.linear.outliers_triton import extend_product_tiles
-
-        return extend_product_tiles(cast, gate_up, activation, channels)
-    gate, up = (half[:, channels.long()].float() for half in gate_up.chunk(2, -1))
-    return extend_input_reference(cast, activate(gate, activation) * up, channels)
+def sites_of(model: nn.Module) -> Iterator[tuple[str, int, OutlierChannels]]:
+    """Yield (name, width of the input, outlier channels) of every product of a converted model that has some, once."""
+    seen = set()
+    for module in model.modules():
+        outliers = getattr(getattr(module, "recipe", None), "outliers", None)
+        if outliers is not None and id(outliers) not in seen:
+            seen.add(id(outliers))
+            yield module.recipe.site, module.in_features, outliers
 
 
-def weights_with_outliers(
-    weights: Sequence[torch.Tensor], gathered: Sequence[bool], operand: QuantizedTensor, recipe: LinearRecipe
-) -> QuantizedTensor:
-    """Return fprop's stacked weights [N, K] with their outlier block, or as they are where the recipe has none.
-
-    Args:
-        weights: The weights [N_i, K], gathered in FP8 with their residuals beside them, or present in high precision.
-        gathered: Of each weight, whether it is gathered in FP8.
-        operand: Their rows, cast.
-        recipe: Recipe of the product.
-    """
-    if recipe.outliers is None:
-        return operand
-    channels = recipe.outliers.channels
-    # Residuals belong to the codes that were gathered. A weight that another module reads, too, is gathered in BF16,
-    # and cast here: its codes and what they lost are others, though the shard's residuals still lie beside it.
-    residuals = [
-        getattr(weight, RESIDUAL, None) if in_fp8 else None for weight, in_fp8 in zip(weights, gathered, strict=True)
-    ]
-    if all(residual is None for residual in residuals):
-        # Weights that are present in high precision: their residuals are computed in every forward.
-        residual = weight_residual(torch.cat([weight.detach() for weight in weights]), operand, channels)
-    elif len(residuals) == 1:
-        residual = residuals[0]
-    else:
-        # Of a stack some may be present (small ones persist under ZeRO-3) and others not: those hold no numbers.
-        residual = torch.cat([
-            weight_residual(weight.detach(), rows, channels).view(torch.uint8) if own is None else own.view(torch.uint8)
-            for weight, own, rows in zip(weights, residuals, _rows_of(operand, weights), strict=True)
-        ])  # fmt: skip
-    return extend_weight(operand, residual, channels)
-
-
-def _rows_of(operand: QuantizedTensor, weights: Sequence[torch.Tensor]) -> Iterator[QuantizedTensor]:
-    """Yield the rows of each weight of a stack, whose heights are multiples of 128."""
-    first = 0
-    for weight in weights:
-        stop = first + weight.shape[0]
-        scale = operand.scale[first // BLOCK : -(-stop // BLOCK)]
-        yield replace(operand, data=operand.data[first:stop], scale=scale)
-        first = stop
+def _alone(_: object) -> None:
+    """Do nothing: there are no other ranks, and no shards."""

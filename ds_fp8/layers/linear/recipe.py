@@ -27,12 +27,13 @@ from ds_fp8.casts import (
     quantize_columnwise,
     transpose,
 )
+from ds_fp8.casts.outliers import extend_input
 from ds_fp8.casts.tensor import width_with_outliers
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.linear import LinearCasts
 from ds_fp8.gemm import reads_transposed, scaled_matmul, select_backend
-from ds_fp8.layers.linear.outlier_channels import OutlierChannels
+from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.statistics import Rows
 
@@ -177,6 +178,15 @@ class LinearRecipe:
         """Cast x [T, K], times its factors, as wgrad reads it: [K, T]."""
         spec, factors = self.input, {"row_factor": row_factor, "column_factor": column_factor}
         return quantize_columnwise(x, spec.format, self.wgrad_input, spec.scale, **factors)
+
+    def with_outliers(
+        self, cast: QuantizedTensor, source: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
+    ) -> QuantizedTensor:
+        """Return fprop's input [T, K], the cast of `source` times its factors, with its outlier block if it has one."""
+        if self.outliers is None:
+            return cast
+        channels = self.outliers.observe(cast, self.monitor.active)
+        return extend_input(cast, source, channels, row_factor, column_factor)
 
     def cast_input_both(self, x: torch.Tensor, column_factor: Factor = None) -> tuple[QuantizedTensor, QuantizedTensor]:
         """Cast x [T, K], times its factors, as fprop reads it, and as wgrad does, in one pass."""

@@ -7,20 +7,23 @@ together they already lie so in memory, and the stacked operand is a view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, quantize, transpose
+from ds_fp8.casts.outliers import extend_weight, weight_residual
 from ds_fp8.casts.tensor import block_scales
-from ds_fp8.config.formats import SCALE_TYPES, group_shape, is_of_blocks
-from ds_fp8.layers.linear.outliers import weights_with_outliers
+from ds_fp8.config.formats import BLOCK, SCALE_TYPES, group_shape, is_of_blocks
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
 GATHERED = "fp8_gathered"
 """Attribute of a weight that holds its gathered QuantizedTensor [N, K] while ZeRO-3 has it available."""
+
+RESIDUAL = "fp8_residual"
+"""Attribute of a weight that ZeRO-3 shards: codes [N, C] of the residuals of its outlier channels' columns."""
 
 BEFORE_BACKWARD = "fp8_before_backward"
 """Attribute of a weight that ZeRO-3 gathers with a whole layer: gathers the layer where a backward needs it and the
@@ -114,6 +117,49 @@ def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> Qu
         return replace(first, data=data, scale=torch.cat([operand.scale for operand in operands]))
     scale = _stacked([operand.scale.expand(operand.shape[0], 1) for operand in operands])
     return replace(first, data=data, scale=scale, granularity="row")
+
+
+def weights_with_outliers(
+    weights: Sequence[torch.Tensor], gathered: Sequence[bool], operand: QuantizedTensor, recipe: LinearRecipe
+) -> QuantizedTensor:
+    """Return fprop's stacked weights [N, K] with their outlier block, or as they are where the recipe has none.
+
+    Args:
+        weights: The weights [N_i, K], gathered in FP8 with their residuals beside them, or present in high precision.
+        gathered: Of each weight, whether it is gathered in FP8.
+        operand: Their rows, cast.
+        recipe: Recipe of the product.
+    """
+    if recipe.outliers is None:
+        return operand
+    channels = recipe.outliers.channels
+    # Residuals belong to the codes that were gathered. A weight that another module reads, too, is gathered in BF16,
+    # and cast here: its codes and what they lost are others, though the shard's residuals still lie beside it.
+    residuals = [
+        getattr(weight, RESIDUAL, None) if in_fp8 else None for weight, in_fp8 in zip(weights, gathered, strict=True)
+    ]
+    if all(residual is None for residual in residuals):
+        # Weights that are present in high precision: their residuals are computed in every forward.
+        residual = weight_residual(torch.cat([weight.detach() for weight in weights]), operand, channels)
+    elif len(residuals) == 1:
+        residual = residuals[0]
+    else:
+        # Of a stack some may be present (small ones persist under ZeRO-3) and others not: those hold no numbers.
+        residual = torch.cat([
+            weight_residual(weight.detach(), rows, channels).view(torch.uint8) if own is None else own.view(torch.uint8)
+            for weight, own, rows in zip(weights, residuals, _rows_of(operand, weights), strict=True)
+        ])  # fmt: skip
+    return extend_weight(operand, residual, channels)
+
+
+def _rows_of(operand: QuantizedTensor, weights: Sequence[torch.Tensor]) -> Iterator[QuantizedTensor]:
+    """Yield the rows of each weight of a stack, whose heights are multiples of 128."""
+    first = 0
+    for weight in weights:
+        stop = first + weight.shape[0]
+        scale = operand.scale[first // BLOCK : -(-stop // BLOCK)]
+        yield replace(operand, data=operand.data[first:stop], scale=scale)
+        first = stop
 
 
 def fprop_weight(

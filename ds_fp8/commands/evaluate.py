@@ -111,7 +111,7 @@ def _stage(arguments: argparse.Namespace) -> Stage:
     """Return the stage with the folder's tokenizer, and with the batch of the run that had so many ranks."""
     from ds_fp8.engine.sequence_parallel import sequence_parallel_size
     from ds_fp8.train import load_stage
-    from ds_fp8.train.deepspeed_config import ranks_of_batch
+    from ds_fp8.train.stage import ranks_of_batch
 
     file = stage_file(arguments)
     raw = read_json(file)

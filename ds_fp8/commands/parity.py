@@ -177,8 +177,8 @@ def _measure(stage: Stage, cell: Cell, batches: int) -> None:
     from ds_fp8.research import munit
     from ds_fp8.train import packed_attention, processes
     from ds_fp8.train.batches import micro_batches
+    from ds_fp8.train.evaluation import logit_sharpness
     from ds_fp8.train.run_folder import MODEL, write_atomically
-    from ds_fp8.train.sharpness import logit_sharpness
 
     folder, stage = stage.run_dir, stage.unshared()
     if (folder / SHARPNESS).is_file() or RunRecord(folder).result["final_loss"] is None:

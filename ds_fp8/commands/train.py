@@ -67,8 +67,8 @@ def _train(file: Path, changes: list[str]) -> int:
     from ds_fp8.cluster import watchdog
     from ds_fp8.cluster.start_checks import Job, check_ranks
     from ds_fp8.train import load_stage, train
+    from ds_fp8.train.metrics import StartTimes
     from ds_fp8.train.processes import EXIT_INTERRUPTED, Interrupted
-    from ds_fp8.train.progress import StartTimes
 
     times = StartTimes.of_process()
     times.end("imports")

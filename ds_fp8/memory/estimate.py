@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PretrainedConfig
 
+from ds_fp8.config.deepspeed_json import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import apply_override
 from ds_fp8.config.fp8 import FP8Config
@@ -28,7 +29,7 @@ from ds_fp8.config.schema import nearest
 from ds_fp8.engine.sequence_parallel import sequence_parallel_size
 from ds_fp8.memory import activations, states
 from ds_fp8.memory.shapes import Device, Workload, read_workload
-from ds_fp8.train.deepspeed_config import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, resolve_batch
+from ds_fp8.train.stage import resolve_batch
 
 LASTING = (
     "master weights", "moments", "gradient shards", "gradient bucket", "BF16 weights", "FP8 weights",

@@ -42,8 +42,7 @@ from ds_fp8.layers.head.loss import fuse_loss
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.optim.from_config import uses_own_optimizer
-from ds_fp8.train.deepspeed_config import resolve_batch
-from ds_fp8.train.stage import ModelConfig
+from ds_fp8.train.stage import ModelConfig, resolve_batch
 from ds_fp8.train.stored_model import stored_config, stored_model
 
 BF16, FP32 = 2, 4

@@ -36,8 +36,7 @@ from ds_fp8.config.schema import Section, parse_section, shown
 from ds_fp8.memory.estimate import Estimate, estimate
 from ds_fp8.memory.runner import KILLED, Record, Results, run_point
 from ds_fp8.memory.shapes import Device
-from ds_fp8.train.schedules import Schedule
-from ds_fp8.train.stage import load_stage
+from ds_fp8.train.stage import Schedule, load_stage
 
 MOST_POINTS = 200
 GPUS = "gpus"

@@ -30,9 +30,9 @@ from ds_fp8.report.verdict import (
     seed_noise,
     sign_test,
 )
+from ds_fp8.train.evaluation import RELATIVE
 from ds_fp8.train.metrics import LEAST_HISTORY
 from ds_fp8.train.run_folder import write_atomically
-from ds_fp8.train.sharpness import RELATIVE
 from ds_fp8.train.stage import Stage
 
 JSON = "parity.json"

@@ -61,7 +61,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """One file of a checkpoint."""
+    """A file of a checkpoint."""
 
     bytes: Count
     hash: str
@@ -87,8 +87,12 @@ class Manifest:
     files: dict[str, SavedFile]
     data: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def in_shards(self) -> bool:
+        """Return whether each rank wrote a part of the optimizer: in ZeRO stage 0 every rank has, and loads, all."""
+        return any(name.endswith("_optim_states.pt") for name in self.files)
+
     def write(self, folder: Path) -> None:
-        """Write the manifest of the checkpoint in `folder`, flushed to the disk."""
         content = {"format": FORMAT, **asdict(self)}
         write_atomically(folder / MANIFEST, json.dumps({**content, "checksum": checksum(content)}, indent=1))
 
@@ -128,15 +132,12 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 def checksum(content: dict[str, Any]) -> str:
-    """Return the checksum of what a manifest holds, without it."""
+    """Return the checksum of a manifest's other content."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def problems_of(folder: Path, rank: int, world: int) -> list[str]:
-    """Read this rank's part of a checkpoint, several files at a time, and return what is wrong with it.
-
-    Saving and resuming ask the same: what was accepted once is accepted again.
-    """
+    """Read this rank's part of a checkpoint and return what is wrong with it; saving and resuming ask the same."""
     try:
         files = Manifest.read(folder).files
     except Damaged as error:
@@ -197,10 +198,7 @@ class _HashingStream:
 
 
 def save_file(state: Any, file: Path, rank: int) -> SavedFile:
-    """Write `state` with torch.save, flushed to the disk. Returns size and hash of what was meant to be written.
-
-    Raises OSError where that fails.
-    """
+    """Write `state` with torch.save, flushed to the disk. Returns size and hash of what was meant to be written."""
     with file.open("wb") as raw:
         stream = _HashingStream(raw)
         try:
@@ -224,8 +222,17 @@ def survey(run_dir: Path) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]
 
     Files other than manifests are not read.
     """
+    parent, named = run_dir / CHECKPOINTS, []
+    try:
+        named = [(_STEP.fullmatch(path.name), path) for path in parent.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise UserError(
+            f"{parent} cannot be read: {error.strerror}", key="train.run_dir", remedy="repair it, or choose another"
+        ) from None
     whole, damaged = [], {}
-    for folder in _step_folders(run_dir):
+    for _, folder in sorted(((int(match[1]), path) for match, path in named if match), reverse=True):
         try:
             whole.append((folder, Manifest.read(folder)))
         except Damaged as error:
@@ -233,32 +240,17 @@ def survey(run_dir: Path) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]
     return whole, damaged
 
 
-def _step_folders(run_dir: Path) -> list[Path]:
-    """Return everything that is named like a checkpoint, newest first."""
-    folder = run_dir / CHECKPOINTS
-    try:
-        named = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise UserError(
-            f"{folder} cannot be read: {error.strerror}", key="train.run_dir", remedy="repair it, or choose another"
-        ) from None
-    steps = [(int(match[1]), path) for match, path in named if match]
-    return [path for _, path in sorted(steps, reverse=True)]
-
-
 def _complete_steps(run_dir: Path) -> list[int]:
     return sorted(manifest.step for _, manifest in survey(run_dir)[0])
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """Return the steps done at the newest checkpoint with a sound manifest, None without one."""
+    """Return the steps done at the newest checkpoint with a sound manifest."""
     return max(_complete_steps(run_dir), default=None)
 
 
 def best_step(run_dir: Path, losses: Mapping[int, float]) -> int | None:
-    """Return the checkpoint with the lowest of the validation losses by step; None where none is known."""
+    """Return the step of the checkpoint with the lowest of the validation losses by step."""
     known = [step for step in _complete_steps(run_dir) if losses.get(step) is not None]
     return min(known, key=lambda step: (losses[step], step), default=None)
 
@@ -276,7 +268,7 @@ def prune(run_dir: Path, keep_last: int, keep: Collection[int | None] = ()) -> N
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after `step` steps."""
+    """Return the folder of a checkpoint."""
     return run_dir / CHECKPOINTS / f"step_{step}"
 
 

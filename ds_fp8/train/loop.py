@@ -1,15 +1,21 @@
-"""The loop of a stage: steps, evaluation, saves, and the way back from a loss spike."""
+"""The loop of a stage: steps, evaluation, saves, and the way back from a loss spike.
+
+A step enqueues work and reads nothing back. Its loss stays on the device until `Steps.read`, which costs a few small
+reductions over all ranks and one wait for the device, however many steps were done since the last.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import exp
 from typing import Any, Literal, NamedTuple
 
 import deepspeed
+import torch
 from deepspeed import comm as dist
 from transformers import PreTrainedTokenizerBase
 
@@ -18,17 +24,124 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
 from ds_fp8.data import StageData
 from ds_fp8.train import resume
+from ds_fp8.train.batches import BatchesAhead
 from ds_fp8.train.checkpoints import RunState, move_in_data
 from ds_fp8.train.evaluation import exact_match, validation_loss
-from ds_fp8.train.metrics import ANSWERS, BF16_LOSS, MetricsLog, Record, RunHealth, SpikeDetector
+from ds_fp8.train.metrics import (
+    ANSWERS,
+    BF16_LOSS,
+    MetricsLog,
+    Record,
+    RunHealth,
+    RunProgress,
+    SpikeDetector,
+    begin_peak_memory,
+    peak_memory_bytes,
+    reserved_memory_bytes,
+)
 from ds_fp8.train.processes import Interrupt
-from ds_fp8.train.progress import RunProgress
 from ds_fp8.train.saving import CheckpointWriter
 from ds_fp8.train.stage import Stage
-from ds_fp8.train.step import Steps
 
+SECONDS_UNREAD = 2.0
+"""After about so long losses are read, and signals looked for, even where nothing is logged: from a signal on, a
+launcher gives ranks 30 s, checkpoint included."""
 MOST_ROLLBACKS = 3
 """Rollbacks to one checkpoint, after which a run goes on in spite of a spike."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Figures of the steps since the last reading."""
+
+    losses: list[float]
+    """Mean loss per label token of every step, in nats, oldest first."""
+    record: Record
+    """Figures of the last of them; seconds and bytes on the wire are means over all of them."""
+
+
+class Steps:
+    """Does optimizer steps, and reads their figures when asked to."""
+
+    def __init__(self, stage: Stage, data: StageData, engine: deepspeed.DeepSpeedEngine):
+        self._stage, self._engine = stage, engine
+        self._loss_share = dist.get_world_size() * engine.gradient_accumulation_steps()
+        self._batches = BatchesAhead(stage, data, engine.device, self._loss_share)
+        self._process_bytes = begin_peak_memory()
+        self._losses: list[torch.Tensor] = []
+        self._tokens, self._learning_rate, self._started = 0, 0.0, 0.0
+        self._longest_unread = 1
+
+    @property
+    def unread(self) -> int:
+        return len(self._losses)
+
+    @property
+    def overdue(self) -> bool:
+        """Return whether steps have gone unread for about SECONDS_UNREAD, by the last reading: as on all ranks."""
+        return self.unread >= self._longest_unread
+
+    def do(self, data_step: int) -> None:
+        """Do the optimizer step over the batch of a step of the data. Collective; nothing of it is read."""
+        engine = self._engine
+        if not self._losses:
+            self._tokens, self._started = 0, time.perf_counter()
+            if engine.fp8.wire is not None:
+                engine.fp8.wire.take()  # bytes sent by evaluation do not belong to a step
+        step = self._batches.take(data_step)
+        # A seed per step, so that a resumed run draws what an uninterrupted one does.
+        torch.manual_seed((self._stage.train.seed * 1_000_003 + data_step) * dist.get_world_size() + dist.get_rank())
+        self._learning_rate = engine.get_lr()[0]
+        # FP64: the sum over micro-batches rounds nothing that shows.
+        loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+        for index, batch in enumerate(step.batches, start=1):
+            # Steps made by tokens have as many micro-batches as they need.
+            engine.set_gradient_accumulation_boundary(index == len(step.batches))
+            micro_loss = engine(**batch, use_cache=False, num_items_in_batch=step.items).loss
+            engine.backward(micro_loss)
+            engine.step()
+            loss += micro_loss.detach().double()
+        # Kept on the device: `.item()` here would make the host wait for the step before it enqueues the next.
+        self._losses.append(loss)
+        self._tokens += step.tokens
+
+    def read(self) -> Reading:
+        """Return the figures of the steps since the last reading; there must be one. Collective."""
+        engine, count = self._engine, self.unread
+        losses = torch.stack(self._losses)
+        # One collective for the losses of all steps since the last reading.
+        dist.all_reduce(losses)
+        # The losses are read first: the clock stops when all of the steps is done.
+        means = [loss / self._loss_share for loss in losses.tolist()]
+        seconds = (time.perf_counter() - self._started) / count
+        most = torch.tensor(
+            [peak_memory_bytes(engine.device), reserved_memory_bytes(engine.device), seconds],
+            dtype=torch.float64,
+            device=engine.device,
+        )
+        # In FP64, for bytes of memory exceed the integers that FP32 holds exactly.
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        memory, reserved, slowest = most.tolist()
+        # By the slowest rank, agreed above: all ranks read after the same number of steps.
+        self._longest_unread = max(1, int(SECONDS_UNREAD / slowest))
+        # Reading the meter empties it: what is taken here belongs to the steps since the last reading.
+        sent = {} if engine.fp8.wire is None else engine.fp8.wire.take()
+        record = {
+            "loss": means[-1],
+            "learning_rate": self._learning_rate,
+            "gradient_norm": float(engine.get_global_grad_norm()),
+            "memory_bytes": int(memory),
+            "reserved_bytes": int(reserved),
+            "process_bytes": self._process_bytes,
+            "skipped_steps": engine.skipped_steps,
+            "tokens": self._tokens // count,
+            "step_seconds": seconds,
+            "tokens_per_second": self._tokens / count / seconds,
+            **(engine.fp8.saturation() or {}),
+            **{key: value // count for key, value in sent.items()},
+        }
+        self._losses.clear()
+        return Reading(means, record)
 
 
 class Spike(NamedTuple):
@@ -123,9 +236,9 @@ class TrainingLoop:
             self.log.append({"step": saved.step, "saved": True})
 
     def roll_back(self, spike: Spike) -> bool:
-        """Say that the last loss stands out; where the stage wants it, go back to the last checkpoint. Collective.
+        """Go back to the last checkpoint where the stage wants it, and leave the data since then out. Collective.
 
-        The data of the steps since then is left out. Returns whether it went back.
+        Returns whether it went back.
         """
         self.finish_save()
         line = f"step {spike.step}: the loss is {spike.score:.1f} standard deviations above the last ones"
@@ -165,10 +278,7 @@ class TrainingLoop:
             self._measure_answers()
 
     def evaluate_bf16_weights(self) -> None:
-        """Measure, after the last step, the validation loss of the BF16 weights that the run writes, without casts.
-
-        No training comes after it: the engine stops casting. A run without casts has this loss already.
-        """
+        """Measure, after the last step, the validation loss of the BF16 weights without casts; casting ends with it."""
         # Asked of the log: a run that was stopped after this measurement and resumed does not repeat it.
         if not self.engine.fp8.casts or self.log.has(self.step, BF16_LOSS):
             return
@@ -231,7 +341,7 @@ class TrainingLoop:
         self.progress.step(record)
         if self.step % self.stage.train.log_every == 0 or self.step in (1, self.stage.train.steps):
             self.log.append(record)
-            self._monitor({key: value for key, value in record.items() if key != "step" and value is not None})
+            self._send({f"Train/{key}": value for key, value in record.items() if key != "step" and value is not None})
         first = self.step - len(reading.losses) + 1
         scores = [(step, self.spikes.observe(loss)) for step, loss in enumerate(reading.losses, start=first)]
         return [Spike(step, score) for step, score in scores if score is not None]
@@ -239,10 +349,7 @@ class TrainingLoop:
     def _report(self, step: int, key: str, value: float, line: str, **more: Any) -> None:
         self.log.append({"step": step, key: value, **more})
         logger.info(f"step {step}: {line}")
-        self._monitor({key: value})
-
-    def _monitor(self, values: Record) -> None:
-        self._send({f"Train/{key}": value for key, value in values.items()})
+        self._send({f"Train/{key}": value})
 
     def _send(self, values: Record) -> None:
         """Send figures to DeepSpeed's monitors (wandb, TensorBoard, CSV), which count in samples."""

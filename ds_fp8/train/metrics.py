@@ -1,4 +1,4 @@
-"""Metrics of a run: lines of metrics.jsonl, loss spikes, the health of FP8, and the summary for result.json."""
+"""What a run logs and shows: metrics.jsonl, loss spikes, the health of FP8, memory, bars, the summary of a run."""
 
 from __future__ import annotations
 
@@ -21,18 +21,22 @@ import psutil
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
+from ds_fp8.cluster import watchdog
 from ds_fp8.config.log import logger
 from ds_fp8.engine.health import Health
 from ds_fp8.monitor.heat_maps import write_heat_maps
-from ds_fp8.monitor.records import (
-    FALLBACK,
-    Record,
-    health_curves,
-    health_record,
-    routing_curves,
-    routing_record,
-)
+from ds_fp8.monitor.records import FALLBACK, Record, health_curves, health_record, routing_curves, routing_record
 from ds_fp8.train.run_folder import write_atomically
 from ds_fp8.zero.peer_memory import allocated_bytes
 
@@ -45,6 +49,9 @@ LAST_LOSSES = 10
 PICTURE = "health.png"
 PICTURE_SECONDS = 600.0
 """At least between two pictures of a run that goes on: all ranks wait a second or more while one is drawn."""
+LINES = 20
+"""Lines about steps that a run prints where its output is not a terminal."""
+SECONDS_BETWEEN_LINES = 30.0
 LEAST_HISTORY = 20
 """Losses to have seen before one can stand out."""
 NORMAL_MAD = 1.4826
@@ -56,9 +63,7 @@ LEAST_SPREAD = 1e-3
 def read_lines(file: Path, finished: bool = False) -> tuple[list[Record], list[str]]:
     """Return the records of a metrics.jsonl, and what is wrong with each of the other lines; nothing without a file.
 
-    Args:
-        file: the metrics.jsonl.
-        finished: whether its run has ended by itself; otherwise a kill may have cut off the last line.
+    The last line of a run that has not `finished` may be cut off.
     """
     try:
         if not stat.S_ISREG(file.stat().st_mode):  # a device may have no end
@@ -83,10 +88,7 @@ def read_lines(file: Path, finished: bool = False) -> tuple[list[Record], list[s
 
 
 def read_metrics(file: Path, last_step: int) -> list[Record]:
-    """Return the records of `file` up to `last_step`; none if there is no file.
-
-    Lines that a kill cut off, or that are damaged, are left out.
-    """
+    """Return the records of `file` up to `last_step`, without lines that are damaged or cut off."""
     return [record for record in read_lines(file)[0] if record["step"] <= last_step]
 
 
@@ -138,7 +140,7 @@ class MetricsLog:
         return any(record["step"] == step and key in record for record in self.records)
 
     def value(self, step: int, key: str) -> Any:
-        """Return the value of `key` in the last record of `step` that has it, None if there is none."""
+        """Return the last value of `key` at `step`, None if there is none."""
         found = [record[key] for record in self.records if record["step"] == step and key in record]
         return found[-1] if found else None
 
@@ -151,18 +153,14 @@ class SpikeDetector:
         self._losses: deque[float] = deque(losses, maxlen=window)
 
     def observe(self, loss: float) -> float | None:
-        """Return the standard deviations by which `loss` exceeds the losses before, if above the threshold.
-
-        A loss that is not finite does not count as a spike, and is not remembered: its step is skipped anyway.
-        """
-        if not math.isfinite(loss):
+        """Return the standard deviations by which `loss` exceeds the losses before, if above the threshold."""
+        if not math.isfinite(loss):  # its step is skipped anyway
             return None
         score = self._score(loss)
         self._losses.append(loss)
         return score if score > self._threshold else None
 
     def losses(self) -> list[float]:
-        """Return the losses it remembers, oldest first."""
         return list(self._losses)
 
     def _score(self, loss: float) -> float:
@@ -178,13 +176,7 @@ class SpikeDetector:
 class RunHealth:
     """Writes down what the measured steps of a run showed; does nothing for a run without FP8."""
 
-    def __init__(
-        self,
-        health: Health | None,
-        run_dir: Path,
-        log: MetricsLog,
-        send: Callable[[Record], None],
-    ):
+    def __init__(self, health: Health | None, run_dir: Path, log: MetricsLog, send: Callable[[Record], None]):
         self._health, self._log, self._send = health, log, send
         self._picture = run_dir / PICTURE
         self._drawn = time.monotonic()
@@ -248,10 +240,7 @@ def begin_peak_memory() -> int:
 
 
 def reserved_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that the accelerator's allocator held so far, in use or not.
-
-    On a CPU as peak_memory_bytes.
-    """
+    """Return the most memory that the allocator held so far, in use or not; on a CPU as peak_memory_bytes."""
     if device.type == "cpu":
         return peak_memory_bytes(device)
     return get_accelerator().max_memory_reserved() + allocated_bytes()
@@ -285,7 +274,6 @@ def summarise(log: MetricsLog, steps: int) -> Record:
             "problems": log.value(steps, "problems") or 0,
         },
         "bytes_per_step": {key: _mean(logged, key) for key in BYTES},
-        # Nothing is known of steps whose lines were lost.
         # The median: the first step compiles, and a save or an evaluation may fall between two readings.
         "tokens_per_second": median(speed) if speed else None,
         "step_seconds": median(seconds) if seconds else None,
@@ -299,3 +287,120 @@ def _mean(records: list[Record], key: str) -> int | None:
     """Return the mean of what was counted, None where it was not counted in all records."""
     counted = [record[key] for record in records if record.get(key) is not None]
     return round(fmean(counted)) if counted and len(counted) == len(records) else None
+
+
+# ---------------------------------------------------------------- what a run shows
+
+
+class StartTimes:
+    """Seconds of each part of a start, in their order."""
+
+    def __init__(self, since: float | None = None) -> None:
+        self._last = time.time() if since is None else since
+        self._seconds: dict[str, float] = {}
+
+    @classmethod
+    def of_process(cls) -> StartTimes:
+        """Count from the beginning of this process: its first part are the imports."""
+        return cls(psutil.Process().create_time())
+
+    def end(self, part: str) -> None:
+        now = time.time()
+        self._seconds[part] = self._seconds.get(part, 0.0) + max(0.0, now - self._last)
+        self._last = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self._seconds.items())
+        return f"ready after {sum(self._seconds.values()):.1f} s ({parts})"
+
+
+class RunProgress:
+    """Shows training steps on rank 0: a bar on a terminal, anywhere else a line every few steps."""
+
+    def __init__(self, name: str, total: int, done: int, shown: bool) -> None:
+        self._total = total
+        self._every = max(1, total // LINES)
+        self._line_due = 1
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._bar = None
+        if shown and self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn(name),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[figures]}"),
+                console=self._console,
+            )
+            self._task = self._bar.add_task(name, total=total, completed=done, figures="")
+
+    def __enter__(self) -> RunProgress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def step(self, record: Record) -> None:
+        step = record["step"]
+        if self._bar:
+            self._bar.update(self._task, completed=step, figures=_figures(record))
+        elif step >= self._line_due or step == self._total:
+            logger.info("step %s/%s  %s", step, self._total, _figures(record))
+            self._line_due = (step // self._every + 1) * self._every
+
+
+class TokeniserProgress:
+    """Shows how far the tokenising of a source has come; a context manager that gives the function to report to."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._started = self._said = time.monotonic()
+        self._first_tokens: dict[str, int] = {}
+
+    def __enter__(self) -> Callable[[str, int, int, bool], None]:
+        return self._report
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def _report(self, path: str, examples: int, tokens: int, complete: bool) -> None:
+        watchdog.beat(f"tokenising {path}", slow=True)
+        now = time.monotonic()
+        if path not in self._first_tokens:
+            self._first_tokens[path] = 0 if complete else tokens
+            self._started = self._started if complete else now
+        # From the first report on: what an earlier, killed process had tokenised took no time here.
+        rate = (tokens - self._first_tokens[path]) / max(now - self._started, 1e-3)
+        line = f"tokenising {path}: {examples:,} examples, {tokens:,} tokens"
+        if complete:
+            logger.info("tokenised %s: %s examples, %s tokens", path, f"{examples:,}", f"{tokens:,}")
+        elif self._console.is_terminal:
+            if self._bar is None:
+                columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+                self._bar = Progress(*columns, console=self._console, transient=True)
+                self._bar.add_task("")
+                self._bar.start()
+            self._bar.update(self._bar.task_ids[0], description=f"{line}, {rate:,.0f} tokens/s")
+        elif now - self._said > SECONDS_BETWEEN_LINES:
+            self._said = now
+            logger.info("%s, %s tokens/s", line, f"{rate:,.0f}")
+
+
+def _figures(record: Record) -> str:
+    parts = [
+        f"loss {record['loss']:.4f}",
+        f"lr {record['learning_rate']:.2e}",
+        f"norm {record['gradient_norm']:.3f}",
+        f"{record['tokens_per_second']:,.0f} tokens/s",
+        f"{record['memory_bytes'] / 2**30:.2f} GiB",
+    ]
+    if "saturated" in record:
+        parts.append(f"FP8 saturated {record['saturated']:.2%} flushed {record['underflow']:.2%}")
+    if record["skipped_steps"]:
+        parts.append(f"{record['skipped_steps']} skipped")
+    return "  ".join(parts)

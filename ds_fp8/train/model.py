@@ -11,20 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import psutil
 import torch
 from accelerate import init_empty_weights
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
+from ds_fp8.config.schema import nearest
 from ds_fp8.data import check_embeddings, load_tokenizer
+from ds_fp8.data.tokenizer import embeddings_needed
 from ds_fp8.export.folder import make_savable
 from ds_fp8.graphs.host_checkpoints import keep_on_host
 from ds_fp8.research import munit
 from ds_fp8.train import packed_attention
-from ds_fp8.train.model_config import untrained_config
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.stage import Stage
 from ds_fp8.train.stored_model import (
@@ -36,12 +46,13 @@ from ds_fp8.train.stored_model import (
     stored_model,
 )
 
+MAX_LAYERS = 10_000
+_UNLISTED_KEYS = {"model_type", "architectures", "head_dim", "rope_theta", "rope_scaling", "dtype", "torch_dtype"}
+"""Keys that Hugging Face configurations take without having them as attributes."""
+
 
 def load_model_config(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """Return the Hugging Face configuration of the stage's model, checked against sequence length and tokenizer.
-
-    Raises UserError when the model is missing, does not know a key, or does not fit the data.
-    """
+    """Return the Hugging Face configuration of the stage's model, checked against sequence length and tokenizer."""
     munit.register()
     if stage.model.config is not None:
         config = untrained_config(stage.model.config, tokenizer)
@@ -64,10 +75,7 @@ def load_model_config(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Pretr
 
 
 def parameters_to_train(stage: Stage, model: torch.nn.Module) -> list[Any]:
-    """Return the parameters that are trained, or groups of them where the model wants several learning rates.
-
-    Raises UserError for such a model without a learning rate.
-    """
+    """Return the parameters that are trained, or groups of them where the model wants several learning rates."""
     if not munit.is_munit(model.config):
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
     rate = stage.configuration.optimizer_params.get("lr")
@@ -84,17 +92,7 @@ def build_sharded_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Modu
     """Build the model, under ZeRO stage 3 with its weights sharded over the ranks. Collective.
 
     The first rank alone reads or draws the weights, and sends one parameter after the other. Together the ranks hold
-    the weights once, beside the parameter on its way.
-
-    Args:
-        stage: what to build; its DeepSpeed sections say where shards are kept.
-        config: as `load_model_config` returned it.
-
-    Returns:
-        The model in BF16, with the weights of `build_model`.
-
-    Raises:
-        UserError: on all ranks, where the model cannot be built.
+    the weights once, beside the parameter on its way: in BF16, those of `build_model`.
     """
     if stage.configuration.stage != 3:
         return build_model(stage, config)
@@ -175,16 +173,6 @@ def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
     """Build the whole model on this rank, in BF16: the same weights on every rank, untrained ones from train.seed.
 
     Stored weights are read to the CPU; untrained ones are drawn on the GPU where there is room for all of them.
-
-    Args:
-        stage: what to build.
-        config: as `load_model_config` returned it.
-
-    Returns:
-        The model, for training.
-
-    Raises:
-        UserError: its files are incomplete or damaged, or the stage cannot train a model of this class.
     """
     # Right before the weights are drawn, whatever random numbers were used until here.
     torch.manual_seed(stage.train.seed)
@@ -214,13 +202,11 @@ def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
 
 
 def _options(stage: Stage) -> dict[str, Any]:
-    """Return how transformers shall make the model."""
     packed_attention.register()
     return {"dtype": torch.bfloat16, "attn_implementation": stage.model.attn_implementation}
 
 
 def _prepare(stage: Stage, model: torch.nn.Module) -> torch.nn.Module:
-    """Make the model ready to be trained, and return it."""
     if stage.model.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if stage.model.activation_checkpointing == "offload":
@@ -270,3 +256,92 @@ def _check_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) ->
             key="data.tokenizer",
             remedy=f'set "tokenizer" (and "vocab_size") as the model of {source.key} has it, or to "{source.path}"',
         )
+
+
+# ---------------------------------------------------------------- model.config
+
+
+def untrained_config(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """Return the configuration of an untrained model, from the section `model.config` and the tokenizer's sizes."""
+    kind = values.get("model_type")
+    known_types = [*(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & CONFIG_MAPPING_NAMES.keys()), *munit.MODEL_TYPES]
+    if kind not in known_types:
+        raise UserError(
+            "model.config has no model_type" if kind is None else f'unknown model_type "{kind}"',
+            key="model.config.model_type",
+            remedy=nearest(str(kind), known_types) if kind else '"model_type": "qwen2", say',
+        )
+    known = AutoConfig.for_model(kind)
+    for key in values:
+        if not hasattr(known, key) and key not in _UNLISTED_KEYS:
+            choices = set(known.to_dict()) | _UNLISTED_KEYS
+            raise UserError(
+                f'unknown key "{key}" in model.config of type {kind}',
+                key=f"model.config.{key}",
+                remedy=nearest(key, choices),
+            )
+    layers = values.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MAX_LAYERS:  # configurations list their layers one by one
+        raise UserError(
+            f"{layers:,} layers are too many", key="model.config.num_hidden_layers", remedy=f"at most {MAX_LAYERS:,}"
+        )
+    from_tokenizer = {
+        "vocab_size": embeddings_needed(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    settings = {key: value for key, value in (from_tokenizer | values).items() if key != "model_type"}
+    try:
+        config = AutoConfig.for_model(kind, **settings)
+    except Exception as error:  # each configuration class validates in its own way
+        raise UserError(
+            f"model.config is refused: {first_line(error)}", key="model.config", remedy="change what the message names"
+        ) from None
+    _check_sizes(config)
+    return config
+
+
+def _check_sizes(config: PretrainedConfig) -> None:
+    """Refuse an untrained model whose sizes do not go together, by making it without its weights."""
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    if hidden and heads and hidden % heads and not getattr(config, "head_dim", None):
+        raise UserError(
+            f"hidden_size {hidden} does not divide into {heads} attention heads",
+            key="model.config.num_attention_heads",
+            remedy="choose a divisor of hidden_size, or give head_dim",
+        )
+    if heads and groups and heads % groups:
+        raise UserError(
+            f"{heads} attention heads do not divide into {groups} key-value heads",
+            key="model.config.num_key_value_heads",
+            remedy="choose a divisor of num_attention_heads",
+        )
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
+    except Exception as error:  # each model class fails at a wrong size in its own way
+        raise UserError(
+            f"model.config does not describe a valid model: {type(error).__name__}: {first_line(error)}",
+            key="model.config",
+            remedy="change the sizes in model.config",
+        ) from None
+    if empty:
+        raise UserError(
+            f"{empty[0]} would have no elements", key="model.config", remedy="give model.config sizes above 0"
+        )
+    needed, there = sum(tensor.nbytes for tensor in model.parameters()), psutil.virtual_memory().total
+    if needed > there:
+        raise UserError(
+            f"the model needs {needed / 2**30:,.0f} GiB, but this machine has {there / 2**30:,.0f}",
+            key="model.config",
+            remedy="give model.config smaller sizes",
+        )
+    for key, value in config.to_dict().items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if ("dropout" in key or key.endswith("pdrop")) and is_number and not 0 <= value < 1:
+            raise UserError(
+                f"{key} {value} is not a probability", key=f"model.config.{key}", remedy="at least 0 and less than 1"
+            )

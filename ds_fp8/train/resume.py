@@ -39,14 +39,11 @@ from ds_fp8.zero.safe_load import load_tensors, tensors_only
 
 
 def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
-    """Return the state found in the stage's run folder, or the one that `train.resume` names. Writes nothing.
-
-    Args:
-        stage: the stage to start.
-        rejected: checkpoints to pass over.
+    """Return the state in the stage's run folder, or the one that `train.resume` names. Writes nothing.
 
     Raises:
-        UserError: the folder belongs to another run, this run cannot go on from it, or all its checkpoints are damaged.
+        UserError: the folder belongs to another run, this run cannot go on from it, or all its checkpoints are damaged
+            or `rejected`.
     """
     run_dir = stage.run_dir
     if run_dir.exists() and not run_dir.is_dir():
@@ -85,7 +82,7 @@ def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
 
 
 def check_length(stage: Stage, state: RunState) -> None:
-    """Raise UserError when more steps are done than the stage has."""
+    """Refuse a stage with fewer steps than are done."""
     if stage.train.steps is not None and state.step > stage.train.steps:
         raise UserError(
             f"the run in {stage.run_dir} has already done {state.step} steps, and the stage has {stage.train.steps}",
@@ -95,38 +92,32 @@ def check_length(stage: Stage, state: RunState) -> None:
 
 
 def check_data(stage: Stage, state: RunState, data: list[dict[str, Any]]) -> None:
-    """Raise UserError where a run would go on with other data: its place in them, and its splits, would be others'.
+    """Refuse to go on with other data, by the identity of each source: a run's place in them, its splits, would differ.
 
-    Args:
-        stage: the stage to start.
-        state: what it goes on from; another run's state (train.resume) may go on with any data.
-        data: identity of each source as it is now.
+    Another run's state (train.resume) may go on with any data.
     """
     if not state.step or not state.data:
         return
+
+    def described(source: dict[str, Any]) -> str:
+        return f"{source['tokens']:,} tokens in {source['examples']:,} examples (digest {source['digest'][:8]})"
+
     several = stage.data.sources is not None
     for number, (before, now) in enumerate(zip(state.data, data, strict=True)):
         if {**before, "path": ""} != {**now, "path": ""}:
             raise UserError(
-                f"{now['path']} has changed since the run in {stage.run_dir} read it: it gave {_described(before)}, "
-                f"and now {_described(now)}",
+                f"{now['path']} has changed since the run in {stage.run_dir} read it: it gave {described(before)}, "
+                f"and now {described(now)}",
                 key=f"data.sources[{number}].path" if several else "data.path",
                 remedy="restore the file to resume; to train on other data choose another train.run_dir, with "
                 f'"resume": "{stage.run_dir}" to keep weights and optimizer',
             )
 
 
-def _described(source: dict[str, Any]) -> str:
-    return f"{source['tokens']:,} tokens in {source['examples']:,} examples (digest {source['digest'][:8]})"
-
-
 def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
-    """Return the state of `inspect_run` after checking every file of its checkpoint. Collective.
+    """Return the state of `inspect_run` after checking every file of its checkpoint, each rank a part. Collective.
 
-    Each rank reads a part of it. A damaged checkpoint of the run is named and renamed to step_N.damaged.
-
-    Raises:
-        UserError: there are checkpoints, and none is whole.
+    A damaged checkpoint of the run is named and renamed to step_N.damaged.
     """
     rejected: set[Path] = set()
 
@@ -154,7 +145,6 @@ def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
 
 
 def _reject(folder: Path, reason: str, stage: Stage, say: Callable[[str], None]) -> None:
-    """Say that a checkpoint is damaged, and rename it where it is this run's and that is allowed."""
     done = "passed over"
     if folder.parent.parent == stage.run_dir:
         aside = folder.with_name(f"{folder.name}.damaged")
@@ -169,7 +159,7 @@ def _reject(folder: Path, reason: str, stage: Stage, say: Callable[[str], None])
 
 
 def _branch(stage: Stage, rejected: Container[Path]) -> RunState:
-    """Return the state to begin with: nothing, or that of the checkpoint which `train.resume` names."""
+    """Return the state to begin with: nothing, or the checkpoint that `train.resume` names."""
     if stage.train.resume is None:
         return RunState()
     named = Path(stage.train.resume).expanduser()
@@ -193,10 +183,7 @@ def _branch(stage: Stage, rejected: Container[Path]) -> RunState:
 
 
 def _state(folder: Path, manifest: Manifest, stage: Stage, step: int) -> RunState:
-    """Return the state of a checkpoint of this run, or at step 0 of another.
-
-    Raises UserError where this stage cannot go on from it: for other batches, or ranks that it cannot be divided over.
-    """
+    """Return the state of a checkpoint of this run, or at step 0 of another, if this stage can go on from it."""
     batch, ranks = manifest.global_batch, manifest.ranks
     if batch != stage.global_batch:
         raise UserError(
@@ -211,7 +198,8 @@ def _state(folder: Path, manifest: Manifest, stage: Stage, step: int) -> RunStat
             raise UserError(
                 f"{folder} was saved by {ranks} ranks that share sequences, not {stage.world}", key=KEY, remedy=same
             )
-        if manifest.config["train"].get("compact_checkpoints") and needs_own_optimizer(stage.fp8):
+        compact = manifest.config["train"].get("compact_checkpoints") and needs_own_optimizer(stage.fp8)
+        if compact and manifest.in_shards:
             raise UserError(
                 f"{folder} is compact: moments as they are stored cannot be divided over {stage.world} ranks",
                 key="train.compact_checkpoints",
@@ -228,9 +216,9 @@ def _object_or_none(file: Path) -> dict[str, Any] | None:
 
 
 def load(engine: deepspeed.DeepSpeedEngine, stage: Stage, state: RunState) -> None:
-    """Restore model and optimizer from the checkpoint of `state`, and for a run of this stage the schedule. Collective.
+    """Restore model and optimizer from the checkpoint of `state`, and of this stage's own the schedule. Collective.
 
-    At step 0 it is another stage's checkpoint: the engine keeps its own learning rate, weight decay and the like.
+    At step 0 it is another stage's: the engine keeps its own learning rate, weight decay and the like.
     """
     folder, own = state.checkpoint, state.step > 0
     # DeepSpeed's load replaces learning rate and weight decay too.

@@ -1,52 +1,64 @@
-"""Run a stage: prepare data, model and engine, train from the last saved step, and write the result."""
+"""Run a stage: prepare data, model and engine, train from the last saved step, and write model/ and result.json."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import deepspeed
+import psutil
 import torch
 from deepspeed import comm as dist
+from safetensors import SafetensorError
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
 import ds_fp8
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
-from ds_fp8.data import StageData, build_data, build_tokenizer, default_cache_dir
+from ds_fp8.data import StageData, build_data, build_tokenizer, default_cache_dir, save_tokenizer, stop_tokens
 from ds_fp8.data.stage import describe
 from ds_fp8.data.tokenise import tokenizer_identity
+from ds_fp8.export.folder import make_readable
 from ds_fp8.monitor.records import layers_in_bf16
 from ds_fp8.train import processes, resume
 from ds_fp8.train.checkpoints import RunState
 from ds_fp8.train.loop import TrainingLoop
-from ds_fp8.train.metrics import MetricsLog, read_metrics
+from ds_fp8.train.metrics import MetricsLog, RunProgress, StartTimes, TokeniserProgress, read_metrics, summarise
 from ds_fp8.train.model import build_sharded_model, load_model_config, parameters_to_train
 from ds_fp8.train.processes import Interrupt, Interrupted
-from ds_fp8.train.progress import RunProgress, StartTimes, TokeniserProgress
-from ds_fp8.train.result import write_result
 from ds_fp8.train.run_folder import (
     CONFIG,
     METRICS,
+    MODEL,
+    RESULT,
+    flush,
+    flush_tree,
     only_run_in,
+    remove,
     write_atomically,
 )
-from ds_fp8.train.schedules import learning_rate_scheduler
-from ds_fp8.train.stage import Stage
+from ds_fp8.train.saving import versions
+from ds_fp8.train.stage import Stage, learning_rate_factor
+from ds_fp8.zero.seams import consolidated_state_dict, full_shape
 
 
 def train(stage: Stage, times: StartTimes | None = None) -> dict[str, Any]:
-    """Run the stage on this rank, from where its run folder left off, and return its result. Collective.
+    """Run the stage on this rank, from where its run folder left off, and return what result.json holds. Collective.
 
     Nothing is written before every check has passed.
-
-    Args:
-        stage: What to train.
-        times: Of what this process has done before; by default the start begins with this call.
-
-    Returns:
-        What result.json holds.
 
     Raises:
         UserError: On all ranks alike, for a mistake in the stage.
@@ -95,7 +107,6 @@ def _train(
     state: RunState,
     times: StartTimes,
 ) -> dict[str, Any]:
-    """Train from `state`, whose run folder is this run's alone, and return the result. Collective."""
     rank = dist.get_rank()
     records = read_metrics(stage.run_dir / METRICS, state.step if state.step else -1)
     if rank == 0:
@@ -103,7 +114,9 @@ def _train(
     engine, _, _, _ = ds_fp8.initialize(
         model=model,
         model_parameters=parameters_to_train(stage, model),
-        lr_scheduler=learning_rate_scheduler(stage.train.steps, stage.train.schedule),
+        lr_scheduler=lambda optimizer: LambdaLR(
+            optimizer, lambda step: learning_rate_factor(step, stage.train.steps, stage.train.schedule)
+        ),
         # Bytes on the wire are measured where there is a section, FP8 or not.
         config={"fp8": {"enabled": False}, **stage.raw},
     )
@@ -139,7 +152,7 @@ def _train(
             )
             raise
     watchdog.beat("writing the result", slow=True)
-    result = write_result(stage, engine, tokenizer, log, data.report, logger.info, state.step)
+    result = write_result(stage, engine, tokenizer, log, data.report, state.step)
     # Other ranks may not end the job while rank 0 still writes.
     dist.barrier()
     return result
@@ -168,3 +181,95 @@ def _prepare_wandb(stage: Stage) -> None:
         logger.info(
             "wandb: no WANDB_API_KEY, so the run is logged offline in %s; WANDB_MODE=online overrides", stage.run_dir
         )
+
+
+# ---------------------------------------------------------------- results
+
+
+def write_result(
+    stage: Stage,
+    engine: deepspeed.DeepSpeedEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    log: MetricsLog,
+    data: dict[str, Any],
+    first_step: int,
+) -> dict[str, Any]:
+    """Write run_dir/model (BF16 safetensors, configuration, tokenizer), then run_dir/result.json. Collective.
+
+    Returns the result, the same on every rank but for the FP8 report, which is the rank's own.
+    """
+    state = consolidated_state_dict(engine)
+    if dist.get_rank() == 0:
+        part, final = stage.run_dir / f"{MODEL}.part", stage.run_dir / MODEL
+        try:
+            remove(part)
+            # Otherwise a model of chats goes on behind its answer.
+            engine.module.generation_config.eos_token_id = stop_tokens(tokenizer, stage.data.format == "chat")
+            engine.module.save_pretrained(part, state_dict=state)
+            misread = save_tokenizer(tokenizer, part)
+            make_readable(part)
+            # Flushed before the rename: a model folder under its final name is on the disk as a whole.
+            flush_tree(part)
+            remove(final)
+            part.rename(final)
+            flush(final.parent)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise UserError(
+                f"the model cannot be written to {final}: {error}",
+                key="train.run_dir",
+                remedy="make room or repair the file system; the same command then writes it",
+            ) from None
+        if misread:
+            logger.info(f"note: to transformers' AutoTokenizer the tokenizer in {final} {misread}")
+    result = {
+        **summarise(log, stage.train.steps),
+        "epochs": stage.train.epochs,
+        "ranks": stage.world,
+        "device": str(engine.device.type),
+        "parameters": sum(math.prod(full_shape(p)) for p in engine.module.parameters()),
+        "tokens_per_step": round(fmean(tokens)) if (tokens := log.by_step("tokens").values()) else None,
+        "data": data,
+        "fp8": engine.fp8.report,
+        "versions": versions(),
+    }
+    if dist.get_rank() == 0:
+        content = {**result, "made": _made(stage, engine.device, first_step)}
+        write_atomically(stage.run_dir / RESULT, json.dumps(content, indent=2) + "\n")
+    return result
+
+
+def _made(stage: Stage, device: torch.device, first_step: int) -> dict[str, Any]:
+    """Return when, where and how the run was made, since its last start after `first_step` steps."""
+    started = psutil.Process().create_time()
+    launched = Path(sys.argv[0]).parts[-3:] == ("ds_fp8", "commands", "train.py")
+    program = "ds-fp8 train" if launched or sys.argv[0].startswith("ds-fp8 ") else shlex.quote(sys.argv[0])
+    arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    return {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(started)),
+        "seconds": round(time.time() - started),
+        "first_step": first_step,
+        "host": platform.node(),
+        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
+        "commit": _commit(),
+        "command": f"{program} {shlex.join(arguments)}".strip(),
+        "seed": stage.train.seed,
+    }
+
+
+def _cpu() -> str:
+    information = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.*)$", information.read_text(), re.MULTILINE) if information.exists() else None
+    return f"{found.group(1) if found else platform.machine()}, {psutil.cpu_count()} cores"
+
+
+def _commit() -> str | None:
+    """Return the commit of this package's clone; None where it is installed."""
+    clone = Path(ds_fp8.__file__).parents[1]
+    if not (clone / ".git").exists():
+        return None
+    command = ["git", "-C", str(clone), "describe", "--always", "--exclude=*", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -23,9 +23,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ds_fp8.config.deepspeed_json import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.files import check_plain
-from ds_fp8.train.deepspeed_config import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.stage import Stage
 
@@ -91,7 +91,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no file.
-        Invalid: it cannot be read, is damaged, holds something else than an object, or is nested too deeply.
+        Invalid: it cannot be read, is damaged, is no object, or is nested too deeply.
     """
     try:
         if not stat.S_ISREG(file.stat().st_mode):  # a named pipe would be waited for
@@ -113,11 +113,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def only_run_in(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock on `run_dir` by the first rank. Collective.
-
-    Raises:
-        UserError: on all ranks, where another run is in the folder.
-    """
+    """Hold the lock on `run_dir` by the first rank. Collective."""
     held: list[int] = []
     on_first_rank(lambda: held.append(lock(run_dir, say)))
     try:
@@ -131,9 +127,6 @@ def lock(run_dir: Path, say: Callable[[str], None]) -> int:
     """Lock run_dir/run.lock, which names the holder; returns the descriptor that holds the lock until it is closed.
 
     The kernel releases a POSIX lock when its process ends, however it ends, and NFS carries it to other hosts.
-
-    Raises:
-        UserError: another process holds it.
     """
     file = run_dir / LOCK
     run_dir.mkdir(parents=True, exist_ok=True)

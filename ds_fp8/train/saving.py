@@ -39,14 +39,18 @@ from ds_fp8.train.stage import Stage
 from ds_fp8.zero.seams import checkpoint_files, copy_recovery_scripts
 
 T = TypeVar("T")
-
-GIB = 2**30
 MAX_WRITE = timedelta(hours=4)
 """Time that ranks wait for the slowest of them to write its part of an asynchronous checkpoint."""
 
 
 class SaveFailed(Exception):
     """Raised on all ranks when one could not do its part of a save."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what computes a run."""
+    others = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
+    return {"python": platform.python_version(), "ds_fp8": ds_fp8.__version__, **others}
 
 
 def random_states() -> dict[str, Any]:
@@ -123,9 +127,7 @@ class CheckpointWriter:
     def save(self, state: RunState, losses: Mapping[int, float]) -> None:
         """Save a checkpoint of `state`, or begin to where saving is asynchronous; `finish` says how that went.
 
-        Args:
-            state: what has been trained so far.
-            losses: validation losses by step; the checkpoint with the lowest is kept where the stage wants that.
+        `losses` are validation losses by step; the checkpoint with the lowest is kept where the stage wants that.
         """
         self.finish()
         # Tensors in here are the ones in use. Written at once below, or copied first: the next step changes them.
@@ -140,11 +142,7 @@ class CheckpointWriter:
             self._thread.start()
 
     def finish(self) -> RunState | None:
-        """Wait for the save that was begun last, and return what it saved; None where it failed or there was none.
-
-        Raises:
-            UserError: so many saves in a row have failed as the stage allows.
-        """
+        """Wait for the save that was begun last, and return what it saved; None where it failed or there was none."""
         if self._thread is not None:
             # On every rank at the same step, for what follows on success or failure is collective.
             self._thread.join()
@@ -176,7 +174,11 @@ class CheckpointWriter:
             # and none renames what another has not read back.
             self._on_every_rank(lambda: self._make_room(part, needed))
             written = self._on_every_rank(lambda: self._write_files(part, files))
-            manifest = self._manifest(state, {name: saved for mine in written for name, saved in mine.items()})
+            of_all = {name: saved for mine in written for name, saved in mine.items()}
+            manifest = Manifest(
+                state.step, self._stage.world, self._stage.global_batch, state.data_step, state.losses,
+                self._stage.raw, versions(), of_all, state.data or [],
+            )  # fmt: skip
             self._on_every_rank(lambda: self._rank or manifest.write(part))
             self._on_every_rank(lambda: self._read_back(part))
             self._on_every_rank(lambda: self._commit(part, folder, state.step, losses))
@@ -214,30 +216,13 @@ class CheckpointWriter:
         free = shutil.disk_usage(part).free
         # Before gigabytes are written: a full disk would show only at the end, and disturb other runs meanwhile.
         if free < needed:
-            raise OSError(f"{needed / GIB:.2f} GiB are needed, and {free / GIB:.2f} GiB are free in {part.parent}")
+            raise OSError(f"{needed / 2**30:.2f} GiB are needed, and {free / 2**30:.2f} GiB are free in {part.parent}")
 
     def _write_files(self, part: Path, files: dict[str, Any]) -> dict[str, SavedFile]:
         part.mkdir(exist_ok=True)  # where another host's view of the folder is late
         saved = {name: save_file(state, part / name, self._rank) for name, state in files.items()}
         flush(part)
         return saved
-
-    def _manifest(self, state: RunState, files: dict[str, SavedFile]) -> Manifest:
-        return Manifest(
-            state.step,
-            self._stage.world,
-            self._stage.global_batch,
-            state.data_step,
-            state.losses,
-            self._stage.raw,
-            {
-                "python": platform.python_version(),
-                "ds_fp8": ds_fp8.__version__,
-                **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
-            },
-            files,
-            state.data or [],
-        )
 
     def _read_back(self, part: Path) -> None:
         if problems := problems_of(part, self._rank, self._stage.world):
@@ -256,16 +241,9 @@ class CheckpointWriter:
             self._say(f"WARNING: step {step} is saved, but a later part of saving failed: {_words(error)}")
 
     def complete(self, step: int, losses: Mapping[int, float]) -> None:
-        """Name the checkpoint of `step` the latest and delete what older ones are not kept. For rank 0 alone.
+        """Name the newest whole checkpoint, of `step`, the latest and delete older ones. For rank 0 alone.
 
         A resumed run does so first, for a kill may have come between a checkpoint and this.
-
-        Args:
-            step: steps done at the newest checkpoint that is whole.
-            losses: as in `save`.
-
-        Raises:
-            OSError: as the file system has it.
         """
         train = self._stage.train
         copy_recovery_scripts(self._engine, self._stage.run_dir / CHECKPOINTS)
@@ -277,7 +255,6 @@ class CheckpointWriter:
 
 
 def _tensor_bytes(state: Any) -> int:
-    """Return the size of all tensors in nested dicts, lists and tuples."""
     if isinstance(state, torch.Tensor):
         return state.nbytes
     inner = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()

@@ -27,25 +27,25 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_fp8.config.fp8 import AttentionConfig, FP8Config
-from ds_fp8.data import IGNORED, PackedDataset
+from ds_fp8.data import PackedDataset
 from ds_fp8.data.order import measured_rows
 from ds_fp8.layers.convert import convert, stop_casting
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import GATHERED, scale_columns, weight_operand
 from ds_fp8.monitor.cast_monitor import CastMonitor
+from ds_fp8.train.batches import Batch
+from ds_fp8.train.evaluation import label_logits
 
 Operand = Literal["both", "input", "weight"]
 OPERANDS: tuple[str, ...] = get_args(Operand)
 _LAYER = re.compile(r"^(.*?\b(?:layers|h|blocks)\.\d+)\.")
 """Beginning of the name of a linear in a decoder layer."""
-Batch = dict[str, torch.Tensor]
-"""One row: `input_ids`, `labels` and `position_ids`, int64 [1, L]."""
 
 
 def rows_of(
     dataset: PackedDataset, count: int, device: str | torch.device, weights: Sequence[float] = (1.0,)
 ) -> list[Batch]:
-    """Return at most `count` first rows of a data set, its sources by their weights, as batches of one on a device."""
+    """Return at most `count` first rows of a data set, its sources by their weights, as batches of one."""
     chosen = measured_rows(dataset.rows_by_source, count, weights)
     return [{name: numbers[None].to(device) for name, numbers in dataset[index].items()} for index in chosen]
 
@@ -69,22 +69,18 @@ class Measured(NamedTuple):
 
 
 class Judge:
-    """Rows of text and what the model says of them without casts: FP32, as many numbers as tokens times words."""
+    """Rows of text [1, L] and what the model, which casts nothing now, says of them: FP32, tokens times words."""
 
     def __init__(self, model: PreTrainedModel, rows: Sequence[Batch]):
-        """Ask the model, which casts nothing now, about all rows."""
         self._rows = rows
         # On the CPU: rows times words of FP32 may take more than the GPU has beside the model.
         self._expected = [self._log_probabilities(model, row)[0].cpu() for row in rows]
 
     @torch.no_grad()
     def _log_probabilities(self, model: PreTrainedModel, row: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities of all words, FP32 [T, V], at the places with a label, and the labels [T]."""
-        output = model(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False)
-        labels = row["labels"][0, 1:]
-        kept = labels != IGNORED
+        logits, labels = label_logits(model, row)
         # In FP32, since divergences of 1e-5 are told apart.
-        return F.log_softmax(output.logits[0, :-1][kept].float(), -1), labels[kept]
+        return F.log_softmax(logits.float(), -1), labels
 
     @torch.no_grad()
     def measure(self, model: PreTrainedModel) -> Measured:
@@ -133,7 +129,6 @@ class Cost(NamedTuple):
         return self.divergence / (100 * self.part.share)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures."""
         return {
             "pattern": self.part.pattern,
             "operand": self.operand,
@@ -177,15 +172,7 @@ class CastSwitch:
     """A converted model of which chosen linears are cast and nothing else; `close` gives the model back as it was."""
 
     def __init__(self, model: PreTrainedModel, config: FP8Config):
-        """Convert the model, and cast nothing yet.
-
-        Args:
-            model: the model, in FP32.
-            config: says which linears are cast, and how. Nothing is fused, and attention is not cast.
-
-        Raises:
-            UserError: as of `convert`.
-        """
+        """Convert a model in FP32, and cast nothing yet. Nothing is fused, and attention is not cast."""
         self._model = model
         # The model is in FP32 here, which the reference alone multiplies without rounding to BF16.
         linear = config.linear.model_copy(update={"backend": "reference"})
@@ -235,13 +222,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(model: PreTrainedModel, linears: Sequence[str], length: int) -> Parts:
-    """Return the parts of a model.
-
-    Args:
-        model: the model.
-        linears: names of its linears that can be cast.
-        length: tokens of a row, which attention's FLOPs follow.
-    """
+    """Return the parts that `linears` form; attention's FLOPs follow the tokens of a row, `length`."""
     # A token is multiplied once by each weight in forward: numbers of weights are in proportion to FLOPs, and
     # attention's products are added in the same unit.
     total = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)) + _attention(model, length)
@@ -275,12 +256,7 @@ def measure(
 ) -> list[Cost]:
     """Return the cost of every part: of the whole and of kinds by operand, of decoder layers with both operands.
 
-    Args:
-        model: the model of `switch`.
-        switch: casts nothing now.
-        judge: made of the model without casts.
-        parts: what to measure.
-        left: called with the number of measurements that are left.
+    `left` is called with the number of measurements that are left.
     """
     plain = judge.measure(model)
     asked = [(part, operand) for part in (parts.all, *parts.kinds) for operand in OPERANDS]
@@ -309,13 +285,8 @@ class Proposal(NamedTuple):
 def propose(costs: Sequence[Cost], shares: Mapping[str, float], budget: float) -> Proposal:
     """Return the kinds and decoder layers that cost the most for their FLOPs and together have at most a share of them.
 
-    One after the other the part with the highest divergence for its FLOPs is taken that still fits. Of a linear in two
-    parts only the first pays.
-
-    Args:
-        costs: as `measure` returned them.
-        shares: share of the FLOPs by linear.
-        budget: the most, as a share of the FLOPs of all products.
+    One after the other the part with the highest divergence for its FLOPs is taken that still fits into the budget, a
+    share of the FLOPs of all products. Of a linear in two parts only the first pays.
     """
     candidates = [c for c in costs if c.operand == "both" and c.part.pattern != "*" and c.divergence > 0]
     taken: dict[str, None] = {}
@@ -339,16 +310,7 @@ def sensitivity(
     budget: float,
     left: Callable[[int], None] = lambda n: None,
 ) -> dict[str, Any]:
-    """Return what the casts of `config` cost a model, and the loss with all of them but the proposed ones.
-
-    Args:
-        model: In FP32; given back as it was.
-        rows: As of `rows_of`.
-        config: Says which linears are cast, and how.
-        length: Tokens of a row.
-        budget: As of `propose`.
-        left: As of `measure`.
-    """
+    """Return what the casts of `config` cost a model in FP32, and the loss with all of them but the proposed ones."""
     judge, switch = Judge(model, rows), CastSwitch(model, config)
     parts = parts_of(model, list(switch.linears), length)
     costs = measure(model, switch, judge, parts, left)

@@ -27,8 +27,14 @@ from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
 from ds_fp8.layers.linear.weights import GATHERED, placeholder
 from ds_fp8.layers.selection import linear_layers
-from ds_fp8.train.stored_fp8 import COMPRESSED_TENSORS
-from ds_fp8.train.stored_model import ModelSource, check_trainable, load_with_codes, quantization_of, stored_config
+from ds_fp8.train.stored_model import (
+    COMPRESSED_TENSORS,
+    ModelSource,
+    check_trainable,
+    load_with_codes,
+    quantization_of,
+    stored_config,
+)
 
 
 @dataclass(frozen=True)
@@ -53,18 +59,9 @@ class Serving:
 def load_served_model(
     folder: Path, device: str | torch.device, options: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, Serving | None]:
-    """Load the model of a Hugging Face folder as a server computes with it.
+    """Load the model of a Hugging Face folder as a server computes with it, and how it computes with its FP8 weights.
 
-    Args:
-        folder: the folder.
-        device: where the model goes.
-        options: further arguments of from_pretrained.
-
-    Returns:
-        The model, and how it computes with its FP8 weights; None for a folder without any.
-
-    Raises:
-        UserError: its files are incomplete or damaged, or codes have other scales than the folder states.
+    `options` are further arguments of from_pretrained.
     """
     source = ModelSource("FOLDER", str(folder))
     quantization, config = quantization_of(source), stored_config(source)
@@ -124,7 +121,6 @@ def _section(weight: str, inputs: str, scale: str) -> dict[str, Any]:
 
 
 def _serve(layer: nn.Linear, codes: torch.Tensor, scale: torch.Tensor, recipe: LinearRecipe) -> None:
-    """Let a linear layer multiply these codes [N, K] with these scales."""
     if recipe.weight.granularity != "128x128":
         scale = scale.reshape(() if recipe.weight.granularity == "tensor" else (-1, 1))
     # As a conversion does it (layers/convert.py), with codes of the file in place of a gathered weight.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ds_fp8.config.deepspeed_json import Configuration, known_keys
+from ds_fp8.config.deepspeed_json import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, Configuration, known_keys
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.files import apply_override, check_writable, read_json
 from ds_fp8.config.fp8 import FP8Config
@@ -18,15 +20,107 @@ from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open, with
 from ds_fp8.config.schema import Section, Seed, nearest, parse_section, shown
 from ds_fp8.data import DataConfig
 from ds_fp8.engine import preflight
+from ds_fp8.engine.preflight import OWN_SECTIONS
 from ds_fp8.engine.sequence_parallel import KEY, check_ranks, sequence_parallel_size
 from ds_fp8.optim.from_config import needs_own_optimizer
-from ds_fp8.train.deepspeed_config import check_sections, resolve_batch
-from ds_fp8.train.schedules import Schedule
 
 MAX_STEPS = 1 << 38
 """More steps than a run can have; times the largest batch they still count rows in 64 bits."""
 MAX_RANKS = 1 << 20
-OWN_SECTIONS = ("fp8", "model", "data", "train")
+MAX_ROWS = 1 << 24
+"""Most rows of a step: more than any training uses, and few enough to be listed."""
+
+_NOT_IN_A_STAGE = {
+    "scheduler": "the learning-rate schedule belongs to the stage: set train.schedule",
+    "fp16": "a stage trains in BF16",
+    "torch_autocast": "a stage trains in BF16 as it is",
+    "autotuning": "the autotuner starts other runs; `ds-fp8 sweep` tries settings of a stage",
+    "data_efficiency": "a stage orders its data itself",
+    "hybrid_engine": "a stage does not train on what it generates",
+    "tensor_parallel": "a stage shards its model by ZeRO alone",
+    "expert_parallel": "a stage shards its model by ZeRO alone",
+    "pipeline": "a stage shards its model by ZeRO alone",
+    "weight_quantization": "a stage trains all weights in the precision that the fp8 section gives them",
+    "datastates_ckpt": "a stage writes its checkpoints with DeepSpeed's default engine",
+}
+"""Sections of DeepSpeed's that a stage has no use for, and what takes their place."""
+_SWITCHED = ("fp16", "torch_autocast", "autotuning", "data_efficiency", "hybrid_engine", "expert_parallel")
+"""Sections among them that "enabled" switches on."""
+_MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+
+# ---------------------------------------------------------------- learning rate
+
+SHAPES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "1-sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+"""Shapes of a decay from 1 at progress 0 to 0 at progress 1."""
+
+
+class Schedule(Section):
+    """The learning-rate schedule of a run. Lengths are steps, or below 1 a fraction of all steps."""
+
+    type: Literal["wsd", "cosine", "constant"] = "cosine"
+    """wsd: warmup, stable, decay at the end; cosine: decay right after warmup; constant: warmup only."""
+    warmup: float = Field(0.05, ge=0)
+    """Linear warmup: steps, or below 1 a fraction of all steps."""
+    decay: float = Field(0.2, ge=0)
+    """The last part of a wsd run, counted like `warmup`; ignored by the other types."""
+    decay_shape: Literal["cosine", "linear", "1-sqrt"] = "cosine"
+    """Shape of the decay of a wsd run: half a cosine wave, a straight line, or one minus the square root of the
+    progress."""
+    min_ratio: float = Field(0.1, ge=0, le=1)
+    """The last step's share of the peak learning rate."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {"warmup": self.warmup} | ({"decay": self.decay} if self.type == "wsd" else {})
+
+    @property
+    def shortest(self) -> int:
+        """Return a number of steps into which the parts fit, if any do: at least 1."""
+        long = sum(length for length in self.parts.values() if length >= 1)
+        share = sum(length for length in self.parts.values() if length < 1)
+        # One step more for each part, whose length is rounded.
+        return math.ceil(long / (1 - share)) + len(self.parts) if long else 1
+
+    def check_lengths(self, total: int) -> None:
+        """Raise ValueError when the parts do not fit into `total` steps."""
+        lengths = {name: _length(value, total) for name, value in self.parts.items()}
+        if sum(lengths.values()) > total:
+            shown = " + ".join(f"{name} {length}" for name, length in lengths.items())
+            raise ValueError(f"the schedule is longer than the run: {shown} steps > steps {total}")
+
+
+def _length(steps_or_fraction: float, total: int) -> int:
+    return round(steps_or_fraction * total if steps_or_fraction < 1 else steps_or_fraction)
+
+
+def learning_rate_factor(step: int, total: int, schedule: Schedule) -> float:
+    """Return the factor in [0, 1] on the peak learning rate of 0-based `step` in a run of `total` steps.
+
+    The last warmup step has factor 1, the last step of a decaying run has `min_ratio`; steps after the end keep it. A
+    wsd run that is all decay goes on as if the step before it had been at the peak: it is the end of a longer one.
+    """
+    warmup = min(_length(schedule.warmup, total), total)
+    # From 1 / warmup, not from 0: the first step would change nothing.
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule.type == "constant":
+        return 1.0
+    # The step that still has factor 1, after which the decay goes down to the last step.
+    if schedule.type == "wsd":
+        # From the end of the run: a longer run has a longer stable part and the same decay.
+        peak, shape = max(warmup - 1, total - 1 - _length(schedule.decay, total)), SHAPES[schedule.decay_shape]
+    else:
+        peak, shape = max(warmup - 1, 0), SHAPES["cosine"]
+    # Clamped at both ends: the stable part of wsd lies before 0, steps after the planned end beyond 1.
+    progress = min(max((step - peak) / max(total - 1 - peak, 1), 0.0), 1.0)
+    return schedule.min_ratio + (1 - schedule.min_ratio) * shape(progress)
+
+
+# ---------------------------------------------------------------- sections
 
 
 class ModelConfig(Section):
@@ -133,6 +227,9 @@ class TrainConfig(Section):
         return self
 
 
+# ---------------------------------------------------------------- the stage
+
+
 @dataclass(frozen=True)
 class Stage:
     """A checked stage."""
@@ -152,17 +249,14 @@ class Stage:
 
     @property
     def raw(self) -> dict[str, Any]:
-        """Return the JSON itself."""
         return dict(self.configuration.values)
 
     @property
     def fp8(self) -> FP8Config:
-        """Return the "fp8" section."""
         return self.configuration.fp8
 
     @property
     def run_dir(self) -> Path:
-        """Return the folder of the run."""
         return Path(self.train.run_dir)
 
     def paths(self) -> dict[str, str]:
@@ -187,10 +281,7 @@ class Stage:
         return replace(self, data=data, shared_by=1)
 
     def with_length(self, training_rows: int) -> Stage:
-        """Return this stage with `train.steps`, from `train.epochs` where it is not given.
-
-        Raises UserError if it is short.
-        """
+        """Return this stage with `train.steps`, from `train.epochs` where it is not given."""
         if self.train.steps is not None:
             return self
         length = self.train.epochs * training_rows / self.global_batch
@@ -213,7 +304,7 @@ class Stage:
 def load_stage(path: str | os.PathLike, overrides: list[str] | tuple[str, ...] = (), world: int | None = None) -> Stage:
     """Read the stage at `path`, apply `a.b.c=value` overrides, and check what can be checked before data is read.
 
-    The number of ranks is `world`, by default the environment's WORLD_SIZE. Raises UserError with file, key and remedy.
+    `world` is the number of ranks, by default the environment's WORLD_SIZE.
     """
     file = Path(path)
     try:
@@ -257,13 +348,10 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
             remedy='remove the key, or compress: "fp8": {"optimizer": {"exp_avg": "e4m3_expanded", ...}}',
         )
     _check_model_source(model, train)
-    if not train.run_dir.strip():
-        raise UserError("train.run_dir is empty", key="train.run_dir", remedy='"run_dir": "runs/first"')
     # Resolved: "runs/../.." and links may end at the root, too.
-    if Path(os.path.realpath(train.run_dir)).name == "":
-        raise UserError(
-            "train.run_dir is the root folder", key="train.run_dir", remedy='give it its own: "run_dir": "runs/first"'
-        )
+    if not train.run_dir.strip() or Path(os.path.realpath(train.run_dir)).name == "":
+        what = "is the root folder" if train.run_dir.strip() else "is empty"
+        raise UserError(f"train.run_dir {what}", key="train.run_dir", remedy='"run_dir": "runs/first"')
     check_writable(Path(train.run_dir), "train.run_dir")
     if data.tokens_per_gpu is not None and micro_batch != 1:
         raise UserError(
@@ -275,7 +363,6 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
 
 
 def _check_shared(configuration: Configuration, model: ModelConfig, data: DataConfig, shared_by: int) -> None:
-    """Raise UserError where ranks cannot share the sequences of a stage."""
     data.check_budget(shared_by)
     if shared_by == 1:
         return
@@ -300,7 +387,6 @@ def _check_shared(configuration: Configuration, model: ModelConfig, data: DataCo
 
 
 def _world_size() -> int:
-    """Return the number of ranks, which launchers leave in the environment."""
     size = os.environ.get("WORLD_SIZE", "1")
     if not size.isdecimal() or not 1 <= int(size[:10]) <= MAX_RANKS:
         raise UserError(
@@ -313,8 +399,6 @@ def _world_size() -> int:
 def _check_model_source(model: ModelConfig, train: TrainConfig) -> None:
     given = {"model.path": model.path, "model.config": model.config, "train.init_from": train.init_from}
     present = [key for key, value in given.items() if value is not None]
-    if len(present) == 1:
-        return
     if not present:
         raise UserError(
             "no model is given",
@@ -322,8 +406,86 @@ def _check_model_source(model: ModelConfig, train: TrainConfig) -> None:
             remedy="give one of model.path (a Hugging Face folder or name), model.config (an untrained model) and "
             "train.init_from (an earlier run)",
         )
-    raise UserError(
-        f"{' and '.join(present)} contradict each other: the weights can come from one place only",
-        key=present[0],
-        remedy=f"keep one of {', '.join(present)}",
-    )
+    if len(present) > 1:
+        raise UserError(
+            f"{' and '.join(present)} contradict each other: the weights can come from one place only",
+            key=present[0],
+            remedy=f"keep one of {', '.join(present)}",
+        )
+
+
+# ---------------------------------------------------------------- DeepSpeed's own sections
+
+
+def resolve_batch(raw: dict, world: int) -> tuple[int, int, int]:
+    """Return (global batch, micro-batch, accumulation) in rows, from the two or three that `raw` gives."""
+    given = {key: raw.get(key) for key in (TRAIN_BATCH, MICRO_BATCH, ACCUMULATION)}
+    for key, value in given.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise UserError(
+                f"{key} must be a whole number of at least 1, got {shown(value)}", key=key, remedy=f'"{key}": 8, say'
+            )
+    total, micro, accumulation = given.values()
+    if micro is None and total is None:
+        raise UserError(
+            "the batch size is missing", key=MICRO_BATCH, remedy=f'give "{MICRO_BATCH}", and "{ACCUMULATION}" if not 1'
+        )
+    if micro is None:
+        accumulation = accumulation or 1
+        micro = total // (accumulation * world) or 1
+    elif accumulation is None:
+        accumulation = 1 if total is None else total // (micro * world) or 1
+    product = micro * accumulation * world
+    if total is not None and total != product:
+        raise UserError(
+            f"the batch does not divide: {TRAIN_BATCH} {total} is not {micro} ({MICRO_BATCH}) x {accumulation} "
+            f"({ACCUMULATION}) x {world} (ranks) = {product}",
+            key=TRAIN_BATCH,
+            remedy=f'set "{TRAIN_BATCH}" to {product} or leave it out, or change the number of ranks',
+        )
+    if product > MAX_ROWS:
+        raise UserError(
+            f"{micro} ({MICRO_BATCH}) x {accumulation} ({ACCUMULATION}) x {world} (ranks) = {product:,} rows a step, "
+            f"more than {MAX_ROWS:,}",
+            key=ACCUMULATION,
+            remedy="give smaller ones",
+        )
+    return product, micro, accumulation
+
+
+def ranks_of_batch(raw: Mapping[str, Any]) -> int | None:
+    """Return the number of ranks that the three sizes of a batch fix together, if they do."""
+    sizes = [raw.get(key) for key in (TRAIN_BATCH, MICRO_BATCH, ACCUMULATION)]
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        return None
+    total, micro, accumulation = sizes
+    ranks, rest = divmod(total, micro * accumulation)
+    return None if rest else ranks
+
+
+def check_sections(configuration: Configuration) -> None:
+    """Refuse sections of DeepSpeed's that a stage has no use for, and monitors that cannot write."""
+    raw = configuration.values
+    for key, reason in _NOT_IN_A_STAGE.items():
+        section = raw.get(key)
+        is_off = isinstance(section, Mapping) and key in _SWITCHED and not section.get("enabled")
+        if key in raw and not is_off:
+            raise UserError(f'"{key}" does not go with a stage: {reason}', key=key, remedy=f'remove "{key}"')
+    section = raw.get("activation_checkpointing")
+    if isinstance(section, Mapping) and any(section.values()):
+        raise UserError(
+            '"activation_checkpointing" does not go with a stage: the model section says what is recomputed',
+            key="activation_checkpointing",
+            remedy='"model": {"activation_checkpointing": "offload"} keeps the inputs of layers on the host',
+        )
+    bf16 = raw.get("bf16", raw.get("bfloat16"))
+    if not (isinstance(bf16, dict) and bf16.get("enabled") is True):
+        raise UserError("the stage runner trains in BF16", key="bf16", remedy='"bf16": {"enabled": true}')
+    monitors = configuration.deepspeed.monitor_config
+    for key, package in _MONITOR_PACKAGES.items():
+        if getattr(monitors, key).enabled and find_spec(package) is None:
+            raise UserError(f"{key} is not installed", key=f"{key}.enabled", remedy=f"pip install {package}, or false")
+    for key in ("tensorboard", "csv_monitor"):
+        monitor = getattr(monitors, key)
+        if monitor.enabled:
+            check_writable(Path(monitor.output_path, monitor.job_name), f"{key}.output_path")

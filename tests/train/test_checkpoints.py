@@ -28,7 +28,7 @@ def stage(tiny, write, run_dir):
 
 def manifest(stage, step: int, ranks: int = 1, **values) -> Manifest:
     fields = {"global_batch": stage.global_batch, "data_step": step, "losses": (), "versions": {}}
-    fields["files"] = {f"{rank}.pt": SavedFile(1, "0" * 32, rank) for rank in range(ranks)}
+    fields["files"] = {f"{rank}_optim_states.pt": SavedFile(1, "0" * 32, rank) for rank in range(ranks)}
     return Manifest(step, ranks, config=stage.raw, **(fields | values))
 
 
@@ -262,6 +262,13 @@ def test_compact_checkpoints_need_as_many_ranks(stage):
         inspect_run(stage(*compressed))
     assert caught.value.key == "train.compact_checkpoints"
     assert caught.value.remedy.startswith("3 ranks")
+
+
+def test_compact_checkpoints_of_whole_optimizers_go_on_on_any_ranks(stage):
+    """In ZeRO stage 0 every rank has all of the moments."""
+    compressed = ['fp8={"optimizer": {"exp_avg": "e4m3_expanded"}}', "train.compact_checkpoints=true"]
+    store(stage(*compressed), [4], ranks=3, files={f"{rank}.pt": SavedFile(1, "0" * 32, rank) for rank in range(3)})
+    assert inspect_run(stage(*compressed)).ranks == 3
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "loop"])

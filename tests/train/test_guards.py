@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from deepspeed import comm as dist
 
-from ds_fp8.train import load_stage, loop, step, train
+from ds_fp8.train import load_stage, loop, train
 from ds_fp8.train.batches import BatchesAhead
 from ds_fp8.train.metrics import SpikeDetector, read_metrics
 
@@ -49,7 +49,7 @@ def run(file, cache, overrides, spikes=(), not_finite=()):
 
     with (
         mock.patch.object(loop, "SpikeDetector", detector(spikes, seen)),
-        mock.patch.object(step, "BatchesAhead", Broken),
+        mock.patch.object(loop, "BatchesAhead", Broken),
     ):
         return train(load_stage(file, overrides))
 
@@ -99,10 +99,18 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(stage, ranks, tmp_path
     assert result["final_loss"] < result["first_validation_loss"]
 
 
-@pytest.mark.parametrize(("zero", "accumulator"), [(0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "fp32")])
-def test_a_run_goes_on_on_as_many_ranks_and_on_others(zero, accumulator, stage, ranks, tmp_path, cache_home):
+OFF = {"enabled": False}
+COMPRESSED = {"preset": "coat", "param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
+COMPRESSED |= {"monitor": {"every": 0}}
+
+
+@pytest.mark.parametrize(
+    ("zero", "accumulator", "fp8"),
+    [(0, "bf16", OFF), (1, "bf16", COMPRESSED), (2, "fp32", COMPRESSED), (3, "fp32", OFF)],
+)
+def test_a_run_goes_on_on_as_many_ranks_and_on_others(zero, accumulator, fp8, stage, ranks, tmp_path, cache_home):
     """On as many bit by bit; three ranks share the batch otherwise than two, and then two again: nearly so."""
-    common = ["fp8.enabled=false", "train.spike=off", f"data_types.grad_accum_dtype={accumulator}"]
+    common = [f"fp8={json.dumps(fp8)}", "train.spike=off", f"data_types.grad_accum_dtype={accumulator}"]
     common += [f'zero_optimization={{"stage": {zero}}}', "train.save_every=2"]
 
     def go(world, name, steps):
@@ -132,11 +140,11 @@ def counted_run(file, cache, overrides, unread_seconds):
         return all_reduce(*args, **kwargs)
 
     # Otherwise the speed of the machine has a say in when losses are read.
-    unhurried = mock.patch.object(step, "SECONDS_UNREAD", unread_seconds)
+    unhurried = mock.patch.object(loop, "SECONDS_UNREAD", unread_seconds)
     spiked = mock.patch.object(loop, "SpikeDetector", detector((6,), []))
     with unhurried, spiked, mock.patch.object(dist, "all_reduce", counted):
         train(stage)
-    return sum(Path(caller).name in ("step.py", "processes.py", "batches.py") for caller in counts)
+    return sum(Path(caller).name in ("loop.py", "processes.py", "batches.py") for caller in counts)
 
 
 def test_steps_that_log_nothing_read_nothing_and_train_the_same(stage, ranks, tmp_path, cache_home):

@@ -24,7 +24,7 @@ from ds_fp8.data.order import rows_of_step
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.metrics import read_metrics
 from ds_fp8.train.model import build_model, load_model_config
-from ds_fp8.train.schedules import learning_rate_factor
+from ds_fp8.train.stage import learning_rate_factor
 
 TRAINING = ("step", "loss", "learning_rate", "gradient_norm", "skipped_steps", "validation_loss", "exact_match")
 

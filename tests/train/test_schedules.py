@@ -3,10 +3,9 @@
 from itertools import pairwise
 
 import pytest
-import torch
 from pydantic import ValidationError
 
-from ds_fp8.train.schedules import Schedule, learning_rate_factor, learning_rate_scheduler
+from ds_fp8.train.stage import Schedule, learning_rate_factor
 
 TOTALS = (1, 2, 7, 100, 1001)
 
@@ -72,14 +71,3 @@ def test_has_no_jumps(kind):
 def test_refuses_wrong_values(values):
     with pytest.raises(ValidationError):
         Schedule(**values)
-
-
-def test_the_scheduler_sets_the_optimizers_learning_rate():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = learning_rate_scheduler(10, Schedule(type="cosine", warmup=2, min_ratio=0.1))(optimizer)
-    seen = []
-    for _ in range(10):
-        seen.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    assert seen == pytest.approx([2 * factor for factor in factors(10, type="cosine", warmup=2, min_ratio=0.1)])

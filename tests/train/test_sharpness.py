@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ds_fp8.train.sharpness import logit_sharpness, losses_at_worst, sharpness
+from ds_fp8.train.evaluation import logit_sharpness, losses_at_worst
 from tests.layers.hugging_face import causal_lm, tokens
 
 
@@ -38,4 +38,4 @@ def test_sharpness_of_a_model_counts_label_tokens_alone():
     with torch.no_grad():
         assert found["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
     assert found["worst_loss"] > found["loss"]
-    assert found["sharpness"] == pytest.approx(sharpness(found["loss"], found["worst_loss"]))
+    assert found["sharpness"] == pytest.approx(100 * (found["worst_loss"] - found["loss"]) / (1 + found["loss"]))

@@ -9,7 +9,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from ds_fp8.config.deepspeed_json import known_keys
 from ds_fp8.config.errors import UserError
 from ds_fp8.train import load_stage
-from ds_fp8.train.deepspeed_config import resolve_batch
+from ds_fp8.train.stage import resolve_batch
 
 QUICKSTART = sorted((Path(__file__).parents[2] / "ds_configs" / "quickstart").glob("*.json"))
 

@@ -447,7 +447,7 @@ def resolve_batch(raw: dict, world: int) -> tuple[int, int, int]:
         raise UserError(
             f"{micro} ({MICRO_BATCH}) x {accumulation} ({ACCUMULATION}) x {world} (ranks) = {product:,} rows a step, "
             f"more than {MAX_ROWS:,}",
-            key=ACCUMULATION,
+            key=MICRO_BATCH if micro > accumulation else ACCUMULATION,
             remedy="give smaller ones",
         )
     return product, micro, accumulation

@@ -105,6 +105,15 @@ def test_a_mask_that_is_more_than_documents_stays_whole(twins, batch, monkeypatc
     assert {mask.shape for mask in masks_given(twins[0], monkeypatch, **batch)} == {(3, 1, 24, 24)}
 
 
+def by_definition(q, k, v, ends, scale):
+    """Attention [T, heads, D] of each token to the tokens of its document up to it."""
+    documents = torch.bucketize(torch.arange(len(q)), ends[1:].long(), right=True)
+    seen = (documents[:, None] == documents) & torch.ones(len(q), len(q)).tril().bool()
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).transpose(0, 1) for x in (k, v))
+    options = {"attn_mask": seen, "scale": scale}
+    return torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), k, v, **options).transpose(0, 1)
+
+
 @pytest.mark.parametrize("scaling", [None, 0.3])
 @pytest.mark.parametrize("window", [True, False])
 @pytest.mark.parametrize("gqa", [True, False])
@@ -114,7 +123,7 @@ def test_every_version_of_the_kernel_is_asked_for_the_same(scaling, window, gqa,
     def attention(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, grouped):
         assert grouped or q.shape[1] == k.shape[1]
         assert max_q >= cu_q.diff().max()
-        return packed_attention._document_by_document(q, k, v, cu_q, 0.0, scale)
+        return by_definition(q, k, v, cu_q, scale)
 
     if window and gqa:
 
@@ -133,9 +142,13 @@ def test_every_version_of_the_kernel_is_asked_for_the_same(scaling, window, gqa,
     torch.manual_seed(0)
     q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
     ends = torch.tensor([0, 7, 24], dtype=torch.int32)
-    expected = packed_attention._document_by_document(q, k, v, ends, 0.0, scaling)
+    expected = by_definition(q, k, v, ends, scaling)
     monkeypatch.setattr(packed_attention, "varlen_attn", varlen)
     torch.testing.assert_close(packed_attention._in_one_kernel(q, k, v, ends, 24, scaling), expected, **TOLERANCE)
+    heads = (x.unflatten(0, (2, 12)).transpose(1, 2) for x in (q, k, v))
+    ends = torch.tensor([0, 7, 12, 24], dtype=torch.int32)
+    found, _ = packed_attention.packed_attention(torch.nn.Module(), *heads, ends, scaling=scaling)
+    torch.testing.assert_close(found.flatten(0, 1), by_definition(q, k, v, ends, scaling), **TOLERANCE)
 
 
 @pytest.mark.parametrize("most", [8, 9, 40])

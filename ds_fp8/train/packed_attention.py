@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from ds_fp8.layers.attention import documents, packed_rows
+from ds_fp8.layers.attention import documents
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -155,33 +156,19 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
         )
-    head = query.shape[3]
-    if varlen_attn is None or not query.is_cuda or query.dtype == torch.float32 or head > LARGEST_HEAD or dropout:
-        if query.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                f"packed rows are computed document by document with torch {torch.__version__}, {query.dtype}, heads "
-                f"of {head} features and dropout {dropout}: the host reads where they end"
-            )
-        options = {"dropout": dropout, "scaling": scaling}
-        return packed_rows.attention(_one_document, False, module, options, query, key, value, attention_mask), None
     # [B, heads, S, D] -> [B * S, heads, D]
     q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
-    output = _in_one_kernel(q, k, v, attention_mask, query.shape[2], scaling)
+    if (
+        varlen_attn is not None
+        and q.is_cuda
+        and q.dtype != torch.float32
+        and q.shape[2] <= LARGEST_HEAD
+        and not dropout
+    ):
+        output = _in_one_kernel(q, k, v, attention_mask, query.shape[2], scaling)
+    else:
+        output = _document_by_document(q, k, v, attention_mask, dropout, scaling)
     return output.view(query.shape[0], query.shape[2], *output.shape[1:]), None
-
-
-def _one_document(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: None,
-    dropout: float,
-    scaling: float | None,
-) -> tuple[torch.Tensor, None]:
-    k, v = (repeat_kv(x, query.shape[1] // key.shape[1]) for x in (key, value))
-    output = F.scaled_dot_product_attention(query, k, v, dropout_p=dropout, is_causal=True, scale=scaling)
-    return output.transpose(1, 2), None
 
 
 def _in_one_kernel(
@@ -200,3 +187,26 @@ def _in_one_kernel(
         else:
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     return varlen_attn(q, k, v, ends, ends, longest, longest, **options)
+
+
+def _document_by_document(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, dropout: float, scaling: float | None
+) -> torch.Tensor:
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"packed rows are computed document by document with torch {torch.__version__}, {q.dtype}, heads of "
+            f"{q.shape[2]} features and dropout {dropout}: the host reads where they end"
+        )
+    groups = q.shape[1] // k.shape[1]
+    # [T, heads, D] -> [1, heads, T, D]
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    k, v = repeat_kv(k, groups), repeat_kv(v, groups)
+    places = ends.tolist()
+    outputs = [
+        F.scaled_dot_product_attention(
+            *(x[:, :, start:stop] for x in (q, k, v)), dropout_p=dropout, is_causal=True, scale=scaling
+        )
+        for start, stop in pairwise(places)
+        if start < stop
+    ]
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1).contiguous()

@@ -16,14 +16,14 @@ from ds_fp8.casts import QuantizedTensor, cast, quantize
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.log import logger
-from ds_fp8.engine.routing import watch_routing
 from ds_fp8.layers.convert import layer_of, restore
 from ds_fp8.layers.experts.experts import FP8Experts
+from ds_fp8.layers.experts.routing import mixtures
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.outliers import look_again, sites_of
 from ds_fp8.layers.selection import is_excluded
 from ds_fp8.monitor.cast_monitor import CastMonitor, Measurement
-from ds_fp8.monitor.routing import RoutingMeasurement
+from ds_fp8.monitor.routing import RoutingMeasurement, RoutingMonitor
 from ds_fp8.monitor.thresholds import Degradation, Thresholds
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import GradientReduce
@@ -75,7 +75,7 @@ class Health:
         for outliers in self._outliers.values():
             outliers.add_over_ranks = self._add_over_ranks
         over_all_ranks = functools.partial(_over_all_ranks, group)
-        self.routing = watch_routing(engine, monitor, self._add_over_ranks)
+        self.routing = _watch_routing(engine, monitor, self._add_over_ranks)
         monitor.attach(engine.module, dict.fromkeys(self._site_of.values()), engine.device, over_all_ranks)
 
     def observe_gradient(self, gradient: torch.Tensor, name: str, scale: torch.Tensor | None) -> None:
@@ -187,6 +187,22 @@ class Health:
 
     def _observe_weight(self, weight: nn.Parameter, rows: torch.Tensor, cast: QuantizedTensor, elements: int) -> None:
         self._monitor.observe("weight", rows, cast, self._site_of[id(weight)], elements)
+
+
+def _watch_routing(
+    engine: deepspeed.DeepSpeedEngine, monitor: CastMonitor, add_over_ranks: Callable[[torch.Tensor], None]
+) -> RoutingMonitor | None:
+    """Count the tokens of a model's experts on measured steps, until the engine is destroyed; None without experts."""
+    experts = mixtures(engine.module)
+    if not monitor.every or not experts:
+        return None
+    numbers = {name: module.num_experts for name, module in experts.items()}
+    routing = RoutingMonitor(monitor, numbers, engine.device, add_over_ranks)
+    for layer, module in enumerate(experts.values()):
+        observe = functools.partial(routing.observe, layer)
+        seams.on_destroy(engine, module.register_forward_pre_hook(observe, with_kwargs=True).remove)
+    seams.on_destroy(engine, engine.module.register_forward_hook(routing.observe_output).remove)
+    return routing
 
 
 def _add_over_ranks(group: object, sums: torch.Tensor) -> None:

@@ -30,16 +30,13 @@ from ds_fp8.config.log import is_first_rank, logger
 from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open
 from ds_fp8.engine import preflight
 from ds_fp8.engine.attach import attach
-from ds_fp8.engine.checkpointing_section import apply_checkpointing_section
-from ds_fp8.engine.prefetch import wider_prefetch
+from ds_fp8.engine.model import apply_checkpointing_section, weights_are_trained, wider_prefetch
 from ds_fp8.engine.report import start_report
 from ds_fp8.engine.report_panel import log_report
 from ds_fp8.engine.sequence_parallel import check_training_data, sequence_parallel_size, share_sequences
 from ds_fp8.engine.state import FP8State
-from ds_fp8.engine.trained_weights import weights_are_trained
-from ds_fp8.gemm.deep_gemm_kernels import compile_for, expect
 from ds_fp8.layers.attention.cudnn import load_cudnn
-from ds_fp8.layers.convert import Conversion, deep_gemm_layers
+from ds_fp8.layers.convert import Conversion
 from ds_fp8.layers.convert import convert as convert_layers
 from ds_fp8.layers.decoder.rotary import restore_inverse_frequencies
 from ds_fp8.layers.head.loss import LossFusion, fuse_loss
@@ -175,10 +172,6 @@ def initialize(
     state.conversion, state.loss, state.preset_reason = conversion, loss, preset_reason
     attach(engine, state, measured="fp8" in configuration.values)
     tokens = _micro_batch_tokens(configuration, engine)
-    if conversion is not None:
-        expect(deep_gemm_layers(engine.module))
-        if tokens is not None:  # or else before the first product, which tells
-            _located(file, compile_for, tokens, engine.device)
     state.report = start_report(engine, state, tokens)
     if conversion is not None:
         state.report["notes"] += notes

@@ -34,9 +34,6 @@ OWN_SECTIONS = ("fp8", "model", "data", "train")
 """Sections of this package in a DeepSpeed JSON."""
 AUTO = "auto"
 """Value that Trainer and Accelerate replace by one of their own."""
-MAX_BUCKET = 2**33
-"""Elements: DeepSpeed allocates a bucket before the first step, and this is 16 GiB in BF16."""
-
 _OF_DEVICE_MESHES = ("sequence_parallel_size", "data_parallel_size")
 """Keys that DeepSpeed looks up among running ranks alone."""
 _WORDS_FOR_BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
@@ -45,24 +42,16 @@ _NOT_BOOLEAN = (*OWN_SECTIONS[1:], "wandb", "tensorboard", "csv_monitor", "comet
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 _LISTED_KEYS = {"optimizer": {"type", "params", "legacy_fusion"}, "scheduler": {"type", "params"}}
 """Keys of sections that DeepSpeed reads key by key."""
+_OF_DEEPSPEEDS_ADAM = {ADAM_W_MODE, TORCH_ADAM_PARAM, "fp32_optimizer_states", "bias_correction", "set_grad_none"}
 _USUAL = {"lr": "1e-4", "betas": "[0.9, 0.95]", "eps": "1e-8", "weight_decay": "0.1"}
-_UNFIT = {
-    "lamb": "LAMB compares the norms of whole tensors, and ZeRO gives it shards of all of them in one",
-    "LBFGS": "L-BFGS computes the loss several times in a step",
-    "SparseAdam": "SparseAdam needs sparse gradients",
-    **dict.fromkeys(("muadam", "muadamw", "musgd"), "muP's optimizers need a model with its base shapes"),
-}
-
 Refuse = Callable[[str, str, str], None]
 
 
 def check(configuration: Configuration, *, optimizer_given: bool = False, scheduler_given: bool = False) -> None:
     """Check everything in a configuration but the batch sizes, which depend on the number of ranks.
 
-    Args:
-        configuration: What was given. "auto" is accepted: the programs that fill it in come before DeepSpeed.
-        optimizer_given: The caller passes an optimizer; the "optimizer" section has no effect then.
-        scheduler_given: Likewise for the "scheduler" section.
+    "auto" is accepted: the programs that fill it in come before DeepSpeed. Sections in whose place the caller passes an
+    optimizer or scheduler are not judged.
 
     Raises:
         UserError: For the first mistake; it lists all others too.
@@ -88,8 +77,7 @@ def check(configuration: Configuration, *, optimizer_given: bool = False, schedu
         except UserError as error:
             mistakes.append(error.located(configuration.file))
     if not optimizer_given and configuration.has_optimizer:
-        complete = AUTO not in configuration.optimizer_params.values()
-        _check_optimizer(filled, refuse, complete, mistakes)
+        _check_optimizer(filled, refuse, mistakes)
     if not scheduler_given and "scheduler" in configuration.values:
         _check_scheduler(configuration.values["scheduler"], refuse)
     if mistakes:
@@ -133,7 +121,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _check_values(configuration: Configuration, parsed: Any, refuse: Refuse) -> None:
     """Refuse combinations of DeepSpeed's own values that it accepts and fails with later."""
-    zero, accumulation, stage = configuration.zero, parsed.grad_accum_dtype, configuration.stage
+    accumulation, stage = parsed.grad_accum_dtype, configuration.stage
     if configuration.bf16.enabled and not stage and accumulation not in (None, "bf16", "bfloat16"):
         refuse(
             "data_types.grad_accum_dtype",
@@ -148,26 +136,6 @@ def _check_values(configuration: Configuration, parsed: Any, refuse: Refuse) -> 
             "export can read",
             '"zero_optimization": {"stage": 2}, which takes less memory, or "data_types": {"grad_accum_dtype": "bf16"}',
         )
-    quantized = next((key for key in _QUANTIZED if getattr(zero, key)), None)
-    if quantized is not None and _lacks("QuantizerBuilder"):
-        device = get_accelerator().device_name()
-        refuse(f"zero_optimization.{quantized}", f"DeepSpeed cannot quantise on {device}s", f'"{quantized}": false')
-    for key in ("prescale_gradients", "gradient_predivide_factor") if stage and zero.reduce_scatter else ():
-        if getattr(parsed, key) != DeepSpeedValues.model_fields[key].default:
-            problem = f"{key} does not go with ZeRO's reduce-scatter, which divides by the number of ranks itself"
-            refuse(key, problem, f'remove "{key}"')
-    for key in ("reduce_bucket_size", "allgather_bucket_size"):
-        if getattr(zero, key) > MAX_BUCKET:
-            problem = f"{key} {getattr(zero, key):,} is a buffer larger than a device's memory"
-            refuse(f"zero_optimization.{key}", problem, f'"{key}": 500000000, DeepSpeed\'s default, or less')
-    if zero.sub_group_size == 0:
-        remedy = '"sub_group_size": 1000000000, DeepSpeed\'s default'
-        refuse("zero_optimization.sub_group_size", "sub_group_size 0 leaves no room for a parameter", remedy)
-    for key in ("offload_optimizer", "offload_param"):
-        offload = getattr(zero, key)
-        if offload is not None and offload.device == "nvme" and not offload.nvme_path:
-            problem = f"zero_optimization.{key} swaps to NVMe, but has no nvme_path"
-            refuse(f"zero_optimization.{key}.nvme_path", problem, '"nvme_path": "/local_nvme"')
 
 
 def _check_fp8(given: Configuration, configuration: Configuration, parsed: Any, refuse: Refuse) -> None:
@@ -275,28 +243,20 @@ def _check_compressed_state(configuration: Configuration, refuse: Refuse) -> Non
         refuse(f"{section}.super_offload", problem, f'"super_offload": false, {fp32}')
 
 
-def _check_optimizer(configuration: Configuration, refuse: Refuse, complete: bool, mistakes: list[UserError]) -> None:
+def _check_optimizer(configuration: Configuration, refuse: Refuse, mistakes: list[UserError]) -> None:
     """Refuse an "optimizer" section that DeepSpeed cannot make an optimizer of, or ZeRO cannot step."""
     section = configuration.given("optimizer")
     if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
         refuse("optimizer", "the optimizer has no type", '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}')
         return
     name, params = section["type"], section.get("params", {})
-    name = name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
-    if name in _UNFIT:
-        refuse("optimizer.type", f"{name} cannot run here: {_UNFIT[name]}", '"type": "AdamW"')
-        return
     if not isinstance(params, Mapping):
         refuse("optimizer.params", "the optimizer's params must be an object", '"params": {...}')
-        return
-    if "max_grad_norm" in params:
-        key, remedy = "optimizer.params.max_grad_norm", '"gradient_clipping": 1.0, beside "optimizer"'
-        refuse(key, "max_grad_norm is not a parameter of an optimizer", remedy)
         return
     before = len(mistakes)
     _check_numbers(params, refuse)
     try:
-        configuration.zero  # noqa: B018
+        stage = configuration.stage
     except UserError:
         return  # refused already
     if uses_own_optimizer(configuration):
@@ -305,24 +265,26 @@ def _check_optimizer(configuration: Configuration, refuse: Refuse, complete: boo
         except UserError as error:
             mistakes += [] if len(mistakes) > before else [error]
         return
-    if name == "muon":
-        # Its parameters are matrices, which no flat parameter can stand for.
-        if configuration.zero.reduce_scatter:
-            refuse("optimizer.type", "DeepSpeed's Muon does not go with ZeRO's reduce-scatter", '"type": "AdamW"')
-        return
-    kind, arguments = _kind_of(name, dict(params), configuration, refuse)
-    if kind is None:
-        return
-    tested = kind in ZERO_SUPPORTED_OPTIMIZERS or registry.OPTIMIZERS.knows(name.lower())
-    if not tested and configuration.stage and not configuration.given("zero_allow_untested_optimizer"):
+    of_torch = {key for key, entry in vars(torch.optim).items() if isinstance(entry, type)} - {"Optimizer"}
+    of_deepspeed = name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else None
+    if registry.OPTIMIZERS.knows(name.lower()):
+        kind, tested = registry.OPTIMIZERS[name.lower()], True
+    elif of_deepspeed in ("adam", "adamw"):
+        # DeepSpeed's own Adams take what torch's takes, or one key more; its own keys it removes first.
+        kind, tested = torch.optim.AdamW, True
+        params = {key: value for key, value in params.items() if key not in _OF_DEEPSPEEDS_ADAM}
+    elif of_deepspeed is None and name in of_torch:
+        kind = getattr(torch.optim, name)
+        tested = kind in ZERO_SUPPORTED_OPTIMIZERS
+    else:
+        if of_deepspeed is None:
+            known = {*of_torch, "AdamW", *registry.OPTIMIZERS, *DEEPSPEED_OPTIMIZERS}
+            refuse("optimizer.type", f"unknown optimizer {shown(name)}", nearest(name, known, "Known optimizers"))
+        return  # another one of DeepSpeed's, which judges its params itself
+    if stage and not tested and not configuration.given("zero_allow_untested_optimizer"):
         problem = f"DeepSpeed has not tested {kind.__name__} with ZeRO"
         refuse("optimizer.type", problem, '"zero_allow_untested_optimizer": true, to use it nevertheless')
-    _check_call(kind, arguments, "optimizer.params", refuse)
-    if complete and len(mistakes) == before:
-        # DeepSpeed's own may have to compile a kernel; torch's AdamW has the same parameters and conditions.
-        own = {key: arguments[key] for key in _USUAL if key in arguments}
-        tried, arguments = (torch.optim.AdamW, own) if kind.__module__.startswith("deepspeed.") else (kind, arguments)
-        _try(lambda **given: tried([nn.Parameter(torch.ones(1))], **given), arguments, "optimizer.params", refuse)
+    _check_call(kind, params, "optimizer.params", refuse)
 
 
 def _check_numbers(params: Mapping[str, Any], refuse: Refuse) -> None:
@@ -334,39 +296,6 @@ def _check_numbers(params: Mapping[str, Any], refuse: Refuse) -> None:
         if not right or (key == "betas" and len(numbers) != 2):
             what = "a pair of numbers" if key == "betas" else "a number"
             refuse(f"optimizer.params.{key}", f"{key} {shown(value)} is not {what}", f'"{key}": {_USUAL[key]}')
-
-
-def _kind_of(
-    name: str, params: dict[str, Any], configuration: Configuration, refuse: Refuse
-) -> tuple[type | None, dict[str, Any]]:
-    """Return the class that DeepSpeed makes an optimizer of, or None, and what it passes on of the params."""
-    offloaded = configuration.optimizer_device != "none"
-    if registry.OPTIMIZERS.knows(name.lower()):
-        return registry.OPTIMIZERS[name.lower()], params
-    if name in ("adam", "adamw"):
-        decoupled = params.pop(ADAM_W_MODE, True) or name == "adamw"
-        params.pop("fp32_optimizer_states", None)
-        if params.pop(TORCH_ADAM_PARAM, False):
-            return (torch.optim.AdamW if decoupled else torch.optim.Adam), params
-        kind = deepspeed.ops.adam.DeepSpeedCPUAdam if offloaded else deepspeed.ops.adam.FusedAdam
-    elif name == "lion":
-        kind = deepspeed.ops.lion.DeepSpeedCPULion if offloaded else deepspeed.ops.lion.FusedLion
-    elif name == "adagrad":
-        kind = deepspeed.ops.adagrad.DeepSpeedCPUAdagrad if offloaded else torch.optim.Adagrad
-    elif name in DEEPSPEED_OPTIMIZERS:
-        return None, params  # of its own make; nothing is known of its params
-    else:
-        of_torch = {key for key, entry in vars(torch.optim).items() if isinstance(entry, type)} - {"Optimizer"}
-        if name not in of_torch:
-            known = {*of_torch, "AdamW", *registry.OPTIMIZERS, *DEEPSPEED_OPTIMIZERS} - set(_UNFIT)
-            problem = f"unknown optimizer {shown(name)}"
-            refuse("optimizer.type", problem, nearest(name, known, "Known optimizers"))
-            return None, params
-        return getattr(torch.optim, name), params
-    if kind.__module__.startswith("deepspeed.") and _lacks(f"{kind.__name__.removeprefix('DeepSpeed')}Builder"):
-        instead = 'in its params "torch_adam": true' if "Adam" in kind.__name__ else '"type": "AdamW"'
-        refuse("optimizer.type", f"DeepSpeed has no {kind.__name__} for {get_accelerator().device_name()}s", instead)
-    return kind, params
 
 
 def _check_scheduler(section: Any, refuse: Refuse) -> None:
@@ -392,7 +321,11 @@ def _check_scheduler(section: Any, refuse: Refuse) -> None:
     wrong = _check_call(scheduler, params, "scheduler.params", refuse, required=AUTO not in params.values())
     if not wrong and not partial:
         optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
-        _try(lambda **given: scheduler(optimizer, **given), params, "scheduler.params", refuse)
+        try:
+            scheduler(optimizer, **params)
+        except Exception as error:  # a value of the wrong kind is met with any exception
+            words = clipped(str(error) or type(error).__name__)
+            refuse("scheduler.params", f"the params are refused: {words}", "change or remove the value")
 
 
 def _check_call(kind: type, arguments: Mapping[str, Any], key: str, refuse: Refuse, required: bool = False) -> bool:
@@ -412,39 +345,8 @@ def _check_call(kind: type, arguments: Mapping[str, Any], key: str, refuse: Refu
     return bool(unknown or missing)
 
 
-def _try(make: Callable[..., Any], arguments: Mapping[str, Any], key: str, refuse: Refuse) -> None:
-    """Make an optimizer or scheduler of next to nothing: it knows the ranges of its arguments."""
-
-    def fails(given: Mapping[str, Any]) -> str | None:
-        try:
-            make(**given)
-        except Exception as error:  # a value of the wrong kind is met with any exception
-            return str(error) or type(error).__name__
-        return None
-
-    words = fails(dict(arguments))
-    if words is not None:
-        alone = [name for name, value in arguments.items() if fails({name: value}) == words]
-        usual = ", ".join(f'"{name}": {value}' for name, value in _USUAL.items())
-        remedy = f"{usual} are usual" if key.startswith("optimizer") else "change or remove it"
-        refuse(".".join([key, *alone[:1]]), f"the params are refused: {clipped(words)}", remedy)
-
-
-def _lacks(builder: str) -> bool:
-    """Return whether DeepSpeed has no such operation for this accelerator."""
-    return get_accelerator().get_op_builder(builder).__name__ == "NotImplementedBuilder"
-
-
 def check_parallelism(model: nn.Module, mpu: Any, fp8: FP8Config) -> None:
-    """Raise UserError for models and process groups of DeepSpeed's that have not been tried with FP8.
-
-    Sequence parallelism (Ulysses) has been.
-
-    Args:
-        model: What initialize was given.
-        mpu: Object that tells DeepSpeed its model-parallel groups, or None.
-        fp8: Nothing is refused where it is disabled.
-    """
+    """Raise UserError for models and process groups of DeepSpeed's that have not been tried with FP8."""
     if not fp8.enabled:
         return
     remedy = 'use ZeRO stage 3 alone, or "fp8": {"enabled": false}'

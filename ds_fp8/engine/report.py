@@ -1,19 +1,20 @@
-"""Facts of the start report: what is in FP8, what is not and why, and the bytes that follow."""
+"""Facts of the start report: every parameter, in FP8 or in BF16 and why, the bytes that follow, and what is slow."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from torch import nn
 
 from ds_fp8.config.formats import FORMATS, NATIVE_FORMATS
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.optimizer_state import MOMENTS
-from ds_fp8.engine import break_even
-from ds_fp8.engine.coverage import coverage
 from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
 from ds_fp8.graphs.conditions import code_of_others, text_config
@@ -22,19 +23,146 @@ from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.format import AttentionFormat
 from ds_fp8.layers.experts.selection import expert_weights
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.selection import of_listed_expert
+from ds_fp8.layers.selection import ROUTERS, of_listed_expert
 from ds_fp8.optim.codecs import moment_bytes
 from ds_fp8.zero import seams
 from ds_fp8.zero.nodes import why_flat
+
+MEASURED = "one H200, 2026-11-22"
+BREAK_EVEN = {512: 16384, 1024: 16384, 2048: 8192, 4096: 2048}
+"""Hidden size -> the fewest tokens of a micro-batch, of those measured, with which a fused decoder layer of infir2 took
+less time than transformers' in BF16, both launched by Python (docs/performance.md, "Where FP8 pays"). As CUDA graphs
+FP8 layers were faster at every size."""
+LINK, PRODUCTS = 400e9, 310e12
+"""Bytes a second that reach a GPU from the others of its host, by NVLink; FLOP/s of FP8 products, casts included."""
+
+
+def why_slow(linears: list[FP8Linear], tokens: int | None) -> str | None:
+    """Return a note where Python launches layers of this size, with so many tokens (None: not known), slower than BF16.
+
+    Between two measured sizes the smaller one's answer holds.
+    """
+    features = sorted(linear.in_features for linear in linears)
+    if not features:
+        return None
+    hidden = features[len(features) // 2]  # the median is the hidden size, but for odd models
+    needed = next((count for size, count in reversed(BREAK_EVEN.items()) if size <= hidden), None)
+    if needed is None:
+        return (
+            f"layers with {hidden} features are too small for FP8 to be faster than BF16 ({MEASURED}) without CUDA "
+            "graphs: expect less memory and fewer bytes sent, not more tokens/s"
+        )
+    if tokens is None:
+        return f"with {hidden} features FP8 is faster than BF16 from {needed} tokens a GPU and micro-batch ({MEASURED})"
+    if tokens >= needed:
+        return None
+    return (
+        f"{tokens} tokens a GPU and micro-batch are too few for FP8 to be faster than BF16 with {hidden} features: "
+        f"that begins at {needed} ({MEASURED}); larger micro-batches, longer sequences or CUDA graphs help"
+    )
+
+
+EXPERTS = "experts"
+"""Beginning of the reasons of experts that stay in BF16."""
+NOT_GATHERED = "which only ZeRO-3 gathers in FP8, and not those below its persistence threshold"
+LITTLE = 1 / 3
+"""Share of the parameters in FP8 below which the start report warns."""
+
+
+@dataclass
+class Kept:
+    """Parameters that stay in BF16 for one reason."""
+
+    reason: str
+    parameters: int = 0
+    names: list[str] = field(default_factory=list)
+    """Names of the tensors."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Counts of a model's parameters, in FP8 and kept in BF16; shared ones are counted once."""
+
+    total: int
+    in_fp8: int
+    """Weights of FP8 linears."""
+    gathered: int
+    """Experts gathered in FP8, and decoded to BF16 where they are multiplied."""
+    kept: list[Kept]
+    """Experts first, then the most parameters."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "parameters": self.total,
+            "fp8_parameters": self.in_fp8,
+            "fp8_gathered_experts": self.gathered,
+            "kept_in_bf16": [asdict(kept) for kept in self.kept],
+        }
+
+    def warning(self) -> str | None:
+        in_fp8 = self.in_fp8 + self.gathered
+        if in_fp8 >= LITTLE * self.total:
+            return None
+        return f"only {in_fp8 / self.total:.0%} of the parameters are in FP8: expect little gain"
+
+
+def coverage(
+    model: nn.Module, left: Mapping[str, str], gathers: Callable[[nn.Parameter], bool] = lambda parameter: False
+) -> Coverage:
+    """Count the parameters of a converted model, partitioned or not.
+
+    Args:
+        model: The model.
+        left: name of each linear layer and of each weight of experts that was not converted -> the reason.
+        gathers: whether a parameter is gathered in FP8.
+    """
+    kept: dict[str, Kept] = {}
+    seen: set[int] = set()
+    total = in_fp8 = gathered = 0
+    for owner_name, owner in model.named_modules():
+        for own_name, parameter in owner.named_parameters(recurse=False):
+            # Tied weights appear under every owner's name.
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            shape = seams.full_shape(parameter)
+            total += math.prod(shape)
+            if isinstance(owner, FP8Linear) and own_name == "weight":
+                in_fp8 += math.prod(shape)
+                continue
+            name = f"{owner_name}.{own_name}".lstrip(".")
+            if own_name in expert_weights(owner_name, owner):
+                if gathers(parameter):
+                    gathered += math.prod(shape)
+                    continue
+                reason = f"{EXPERTS}, {left.get(name, NOT_GATHERED)}"
+            else:
+                reason = _reason(owner_name, owner, shape, left)
+            part = kept.setdefault(reason, Kept(reason))
+            part.parameters += math.prod(shape)
+            part.names.append(name)
+    # Experts first, whatever their size: they are the reason a report of a mixture of experts is read for.
+    order = sorted(kept.values(), key=lambda part: (not part.reason.startswith(EXPERTS), -part.parameters))
+    return Coverage(total, in_fp8, gathered, order)
+
+
+def _reason(name: str, owner: nn.Module, shape: torch.Size, left: Mapping[str, str]) -> str:
+    if len(shape) < 2:
+        return "norms, biases and other vectors"
+    if name in left:
+        return left[name]
+    if isinstance(owner, nn.Embedding):
+        return "embeddings"
+    kind = type(owner).__name__
+    if "Router" in kind or ROUTERS & set(name.split(".")[-2:]):
+        return "a router or gate"
+    return "parameters of other layers"
 
 
 def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int | None) -> dict[str, Any]:
     """Return facts about an initialised engine, ready for JSON. Counts are of the whole model; bytes as their keys say.
 
-    Args:
-        engine: The engine.
-        state: FP8 state of the engine.
-        tokens: Tokens of a micro-batch on one GPU, None where that is not known.
+    `tokens` are those of a micro-batch on one GPU, None where that is not known.
     """
     parameters = list(engine.module.parameters())
     total = sum(math.prod(seams.full_shape(p)) for p in parameters)
@@ -136,11 +264,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         report["notes"].append(f"emulated, in one byte an element: {formats}; nothing here computes with them natively")
     if recipe.backend == "reference" and linears:
         report["notes"].append("emulated arithmetic: the numerics of FP8, slower than BF16")
-    elif (
-        linears
-        and state.why_no_graphs
-        and (slow := break_even.warning(break_even.typical_hidden(linears), tokens)) is not None
-    ):
+    elif state.why_no_graphs and (slow := why_slow(linears, tokens)) is not None:
         report["notes"].append(f'{slow} ("graph": "auto")' if fp8.graph == "off" else slow)
     if state.graphs is not None and (others := code_of_others(engine.module)) is not None:
         report["notes"].append(f"{others}: graphs keep the Python values of their capture until a check finds a change")
@@ -148,7 +272,11 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
 
 
 def _tokens_to_hide_experts(engine: deepspeed.DeepSpeedEngine) -> int | None:
-    """Return the tokens a GPU below which expert parallelism would be faster; None without experts, or on one GPU."""
+    """Return the tokens of a micro-batch below which gathering experts takes longer than multiplying, or None.
+
+    Every layer is gathered twice and its gradients are reduced once, a byte a parameter each, whatever the tokens;
+    forward and backward take 6 FLOP a token and active parameter. Expert parallelism sends tokens instead.
+    """
     model, ranks = engine.module, dist.get_world_size()
     shapes = [
         seams.full_shape(parameter)
@@ -169,7 +297,7 @@ def _tokens_to_hide_experts(engine: deepspeed.DeepSpeedEngine) -> int | None:
     total = sum(math.prod(seams.full_shape(p)) for p in model.parameters() if id(p) not in outside)
     # Stacks [E, ...]: of each, a token meets `chosen` of E.
     active = total - experts + sum(min(chosen / shape[0], 1) * math.prod(shape) for shape in shapes)
-    return break_even.tokens_to_hide_experts(total, active, ranks)
+    return round(3 * total * (ranks - 1) / ranks / LINK / (6 * active / PRODUCTS))
 
 
 def _without_outlier_channels(state: FP8State) -> str | None:

@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from ds_fp8.config.log import show
-from ds_fp8.engine.coverage import EXPERTS
+from ds_fp8.engine.report import EXPERTS
 
 FUSED = {
     "fused_layers": "decoder layers",

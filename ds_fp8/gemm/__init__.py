@@ -6,20 +6,23 @@ Both operands have the contraction K as their last dimension, and lie so in memo
 take (`reads_transposed` says which backends take views). fprop, dgrad and wgrad are three calls with different operands
 (see ds_fp8.layers.linear.linear).
 
-A backend is chosen at the start, by one small product of every pair of casts that it is to multiply (trial.py).
+A backend is chosen at the start, by one small product of every pair of casts that it is to multiply: neither compute
+capability nor torch's version tells which scales cuBLASLt takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 
 import torch
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import CastSpec
-from ds_fp8.gemm import cublas, deep_gemm, mxfp8, reference, transformer_engine, trial
+from ds_fp8.config.formats import FORMATS, CastSpec, scale_shape
+from ds_fp8.gemm import cublas, deep_gemm, mxfp8, reference
 
 __all__ = ["BACKENDS", "DESCRIPTIONS", "reads_transposed", "scaled_matmul", "select_backend", "unavailable"]
 
@@ -27,7 +30,6 @@ BACKENDS: dict[str, ModuleType] = {
     "deep_gemm": deep_gemm,
     "cublas": cublas,
     "mxfp8": mxfp8,
-    "transformer_engine": transformer_engine,
     "reference": reference,
 }
 """Backends in order of preference. Each has unavailable(), unsupported(formats and granularities), and a scaled_matmul
@@ -38,18 +40,16 @@ DESCRIPTIONS = {
     "deep_gemm": "DeepGEMM for 1x128 by 128x128, cuBLASLt for the rest",
     "cublas": "cuBLASLt through torch.nn.functional.scaled_mm",
     "mxfp8": "MXFP8 products of Blackwell through Transformer Engine, never run on such a GPU",
-    "transformer_engine": "cuBLASLt through Transformer Engine",
     "reference": "emulated: FP8 operands multiplied as BF16 (exact for pow2 scales) or FP32, FP32 sums",
 }
 
+Multiply = Callable[[QuantizedTensor, QuantizedTensor, torch.dtype], torch.Tensor]
+TRIAL = 128
+"""Side of the operands of a product that is tried out."""
+
 
 def unavailable(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -> str | None:
-    """Return why backend `name` cannot run all of `products` on this machine, or None.
-
-    Args:
-        name: A key of BACKENDS.
-        products: Casts of the operands (a, b) of each product.
-    """
+    """Return why backend `name` cannot run all of `products`, casts of operands (a, b), on this machine, or None."""
     module = BACKENDS[name]
     reason = module.unavailable()
     for a, b in products:
@@ -60,7 +60,7 @@ def unavailable(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -
         )
         # Last, since it launches kernels: the answers above need no GPU.
         if name != "reference":
-            reason = reason or trial.why_not(module.scaled_matmul, a, b)
+            reason = reason or why_not_multiplied(module.scaled_matmul, a, b)
     return reason
 
 
@@ -68,7 +68,7 @@ def why_not_in_fp32(name: str, a: CastSpec, b: CastSpec) -> str | None:
     """Return why backend `name`, which multiplies operands of these casts, gives no FP32 result of them, or None."""
     if name == "reference":
         return None
-    return trial.why_not(BACKENDS[name].scaled_matmul, a, b, torch.float32)
+    return why_not_multiplied(BACKENDS[name].scaled_matmul, a, b, torch.float32)
 
 
 def _unsupported_cast(name: str, *operands: CastSpec) -> str | None:
@@ -87,11 +87,7 @@ def reads_transposed(backend: str) -> bool:
 
 
 def select_backend(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -> str:
-    """Return the backend that `name` stands for on this machine and for these products.
-
-    Args:
-        name: A key of BACKENDS, or "auto" for the first of them that can run all products.
-        products: Casts of the operands (a, b) of each product.
+    """Return the backend that `name`, or "auto" for the first able one, stands for on this machine.
 
     Raises:
         UserError: The named backend is unknown, or cannot run them; with the reason and what can. Also where "auto"
@@ -161,15 +157,7 @@ def scaled_matmul(
 ) -> torch.Tensor:
     """Multiply a [M, K] by b [N, K] transposed; sum in FP32 and round once.
 
-    Args:
-        a: The left operand.
-        b: The right operand, with the contraction as its last dimension too.
-        backend: A key of BACKENDS.
-        out_dtype: Dtype of the result.
-        fast_accumulation: Let Hopper's tensor cores sum tensor- and row-wise products in fewer bits.
-
-    Returns:
-        [M, N] in `out_dtype`.
+    `fast_accumulation` lets Hopper's tensor cores sum tensor- and row-wise products in fewer bits.
 
     Raises:
         ValueError: The shapes do not fit, or the backend does not multiply such operands.
@@ -188,3 +176,48 @@ def scaled_matmul(
     if 0 in (*a.shape, *b.shape):
         return torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.data.device)
     return module.scaled_matmul(a, b, out_dtype, fast_accumulation)
+
+
+def why_not_multiplied(
+    multiply: Multiply, a: CastSpec, b: CastSpec, out_dtype: torch.dtype = torch.bfloat16
+) -> str | None:
+    """Return why a backend's product cannot multiply operands of these casts on this GPU, or None.
+
+    The host waits for the first product of a kind; its outcome is kept for this process and GPU.
+    """
+    return _tried(multiply, (a.format, a.granularity), (b.format, b.granularity), out_dtype, _device())
+
+
+@functools.lru_cache(maxsize=256)
+def _tried(
+    multiply: Multiply, a: tuple[str, str], b: tuple[str, str], out_dtype: torch.dtype, device: torch.device
+) -> str | None:
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
+            product = multiply(_ones(*a, device), _ones(*b, device), out_dtype)
+            # Ones times ones, summed 128 times, is 128 exactly: a kernel that reads the wrong layout of scales shows.
+            if product.shape == (TRIAL, TRIAL) and product.dtype is out_dtype and bool((product == TRIAL).all()):
+                return None
+        what = "its result is wrong"
+    # A library that cannot run raises the errors of its parts: RuntimeError, AssertionError, OSError of a compiler.
+    except Exception as error:
+        what = getattr(error, "problem", str(error)).partition("\n")[0] or type(error).__name__
+    (a_format, a_granularity), (b_format, b_granularity) = a, b
+    return f"a product of {a_granularity} {a_format} by {b_granularity} {b_format} fails: {what}"
+
+
+def _ones(format: str, granularity: str, device: torch.device) -> QuantizedTensor:
+    data = torch.ones(TRIAL, TRIAL).to(FORMATS[format].dtype).to(device)
+    scale = torch.ones(scale_shape((TRIAL, TRIAL), granularity), device=device)
+    return QuantizedTensor(data, scale, granularity, "pow2")
+
+
+def _device() -> torch.device:
+    """Return the GPU of this rank: DeepSpeed makes it the current one at its initialisation, which may come later."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index, local_rank = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")
+    # Not yet set by DeepSpeed: all ranks of a host would try the first GPU at once.
+    if index == 0 and local_rank.isdigit() and int(local_rank) < torch.cuda.device_count():
+        index = int(local_rank)
+    return torch.device("cuda", index)

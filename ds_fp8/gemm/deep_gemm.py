@@ -2,23 +2,61 @@
 
 It multiplies 1x128 by 128x128 in this backend, which is fprop and dgrad of the block recipes, and wgrad of hybrid_fast.
 Everything else goes to cuBLASLt: 1x128 by 1x128, where DeepGEMM writes FP32 only and is no faster, other granularities,
-and dimensions that are no multiples of 128. Kernels of new sizes are compiled by nvcc, at the start or before the
-first product (deep_gemm_kernels.py).
+and dimensions that are no multiples of 128.
+
+DeepGEMM compiles a kernel when sizes are first multiplied, in 6 to 15 s, and keeps it on disk, in ~/.deep_gemm or
+DG_JIT_CACHE_DIR. One process of a host compiles at a time here; the others then find its kernel.
 
 The package comes from `pip install ds-fp8[deep-gemm]` (SGLang's build, sgl-deep-gemm) or from DeepGEMM's own source.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
+import hashlib
 import importlib.util
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.config.formats import BLOCK, scale_shape
-from ds_fp8.gemm import cublas, deep_gemm_kernels
-from ds_fp8.gemm.deep_gemm_kernels import Product
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import BLOCK
+from ds_fp8.config.log import logger
+from ds_fp8.gemm import cublas
+
+ROWS = 16
+"""The rows of a product must be a multiple of it, to which its scales are padded."""
+SECONDS_BETWEEN_LINES = 15.0
+
+
+class Product(NamedTuple):
+    """Sizes of [rows, contraction] times [columns, contraction] transposed, which decide which kernel computes it."""
+
+    rows: int
+    columns: int
+    contraction: int
+    groups: int = 0
+    """Matrices, each of a group of rows; 0: one matrix and no groups."""
+
+    @property
+    def possible(self) -> bool:
+        """Return whether DeepGEMM multiplies such sizes."""
+        return self.rows % ROWS == self.columns % BLOCK == self.contraction % BLOCK == 0
+
+    def __str__(self) -> str:
+        return " x ".join(map(str, self[:3])) + (f" of {self.groups} groups" if self.groups else "")
+
+
+_ready: set[Product] = set()
+"""Products whose kernels this process has loaded."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -49,8 +87,7 @@ def scaled_matmul(
     product = Product(a.shape[0], b.shape[0], a.shape[1])
     if (a.granularity, b.granularity, out_dtype) != ("1x128", "128x128", torch.bfloat16) or not product.possible:
         return cublas.scaled_matmul(a, b, out_dtype, fast_accumulation)
-    deep_gemm_kernels.before(product, a.data.device)
-    return launch(a, b)
+    return _multiply("fp8_gemm_nt", product, a, (b.data.contiguous(), _packed(b.scale)))
 
 
 def multiplies_groups() -> bool:
@@ -70,47 +107,41 @@ def grouped_matmul(a: QuantizedTensor, b: QuantizedTensor, of_tile: torch.Tensor
         groups: Number of groups.
     """
     product = Product(a.shape[0], b.shape[0] // groups, a.shape[1], groups)
-    deep_gemm_kernels.before(product, a.data.device)
-    return launch(a, b, of_tile, groups)
-
-
-def launch(
-    a: QuantizedTensor, b: QuantizedTensor, of_tile: torch.Tensor | None = None, groups: int = 0
-) -> torch.Tensor:
-    """Multiply as grouped_matmul, or without groups a [M, K] by b [N, K]; compile the kernel if it is not there yet."""
-    import deep_gemm
-
-    (rows, contraction), columns = a.shape, b.shape[0] // (groups or 1)
-    result = torch.empty(rows, columns, dtype=torch.bfloat16, device=a.data.device)
-    # Kernels are specialised for N and K. The number of rows only decides which tiles are the fastest, and so whether
-    # other rows need another kernel.
-    options = {"recipe": (1, BLOCK, BLOCK), "compiled_dims": "nk"}
-    # scales of a [M, K/128] with strides (1, M); of b [N/128, K/128] with strides (K/128, 1)
-    left = a.data.contiguous(), cublas.group_scale(a)
-    if not groups:
-        deep_gemm.fp8_gemm_nt(left, (b.data.contiguous(), _packed(b.scale)), result, **options)
-        return result
-    matrices = b.data.contiguous().view(groups, columns, contraction)
-    scales = b.scale.contiguous().view(groups, -1, contraction // BLOCK)
+    matrices = b.data.contiguous().view(groups, product.columns, product.contraction)
+    scales = b.scale.contiguous().view(groups, -1, product.contraction // BLOCK)
     # DeepGEMM wants the group of every row.
     of_row = of_tile[:, None].expand(-1, BLOCK).reshape(-1)
-    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(left, (matrices, scales), result, of_row, **options)
+    return _multiply("m_grouped_fp8_gemm_nt_contiguous", product, a, (matrices, scales), of_row)
+
+
+def _multiply(name: str, product: Product, a: QuantizedTensor, right: tuple, *of_row: torch.Tensor) -> torch.Tensor:
+    import deep_gemm
+
+    result = torch.empty(product.rows, product.columns, dtype=torch.bfloat16, device=a.data.device)
+    # scales of a [M, K/128] with strides (1, M); of b [N/128, K/128] with strides (K/128, 1)
+    arguments = (a.data.contiguous(), cublas.group_scale(a)), right, result, *of_row
+    # Kernels are specialised for N and K. The number of rows only decides which tiles are the fastest, and so whether
+    # other rows need another kernel.
+    launch = functools.partial(getattr(deep_gemm, name), *arguments, recipe=(1, BLOCK, BLOCK), compiled_dims="nk")
+    if product in _ready:
+        launch()
+        return result
+    with _alone_on_this_host():
+        begin = time.monotonic()
+        try:
+            launch()
+        # Its assertions are RuntimeErrors, those of its Python parts AssertionErrors.
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(
+                f"DeepGEMM cannot multiply {product}: {str(error).strip() or type(error).__name__}",
+                key="fp8.linear.backend",
+                remedy='"backend": "cublas"',
+            ) from error
+        seconds = time.monotonic() - begin
+    if seconds > 1:
+        logger.info("DeepGEMM: kernel of %s compiled in %.0f s, once for GPU and version", product, seconds)
+    _ready.add(product)
     return result
-
-
-def zeros(product: Product, device: torch.device) -> tuple:
-    """Return operands of `launch` with these sizes."""
-    rows, columns, contraction, groups = product
-    a, b = (
-        QuantizedTensor(
-            torch.zeros(shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn),
-            torch.ones(scale_shape(shape, granularity), device=device),
-            granularity,
-            "pow2",
-        )
-        for shape, granularity in (((rows, contraction), "1x128"), (((groups or 1) * columns, contraction), "128x128"))
-    )
-    return (a, b, torch.zeros(rows // BLOCK, dtype=torch.int32, device=device), groups) if groups else (a, b)
 
 
 def _packed(scale: torch.Tensor) -> torch.Tensor:
@@ -118,3 +149,33 @@ def _packed(scale: torch.Tensor) -> torch.Tensor:
     if scale.stride() == (scale.shape[1], 1):
         return scale
     return torch.empty(scale.shape, dtype=scale.dtype, device=scale.device).copy_(scale)
+
+
+@contextlib.contextmanager
+def _alone_on_this_host() -> Iterator[None]:
+    """Wait, with lines, until no other process of this host compiles; the system frees a dead holder's lock."""
+    folder = Path(os.environ.get("DG_JIT_CACHE_DIR") or Path.home() / ".deep_gemm").absolute()
+    # Not in the folder itself: several hosts may share it, and not every file system locks.
+    name = f"ds_fp8_deep_gemm_{os.getuid()}_{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.lock"
+    path = Path(tempfile.gettempdir(), name)
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    begin = said = time.monotonic()
+    try:
+        while not _locked(descriptor):
+            now = time.monotonic()
+            if said == begin or now - said >= SECONDS_BETWEEN_LINES:
+                said = now
+                words = "DeepGEMM: another process of this host compiles for %s; waiting, for %.0f s now (lock: %s)"
+                logger.info(words, folder, now - begin, path)
+            time.sleep(0.1)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -13,22 +13,28 @@ backend "reference", plain torch.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.gemm import deep_gemm, reference
-from ds_fp8.gemm.row_groups import RowGroups
+
+
+class RowGroups(NamedTuple):
+    """Rows of a matrix [R, ...] by group; R is a multiple of 128."""
+
+    counts: torch.Tensor
+    """int32 [G], the rows of each group."""
+    starts: torch.Tensor
+    """int32 [G], the first row of each group: multiples of 128, in the order of the groups."""
+    of_tile: torch.Tensor
+    """int32 [R/128], the group of each 128 rows; -1 where they belong to none."""
 
 
 def unsupported(a: CastSpec, b: CastSpec) -> str | None:
-    """Return why operands cast like this cannot be multiplied by group, or None.
-
-    Args:
-        a: Cast of the rows, or of the output gradient along them.
-        b: Cast of the weights, or of the input along the rows.
-    """
+    """Return why operands cast like this (rows and weights, or dy and x along the rows) are not multiplied, or None."""
     for cast in (a, b):
         if cast.emulated or cast.format != "e4m3":
             return f"products of experts multiply e4m3, not {cast}"

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import BLOCK
-from ds_fp8.gemm.row_groups import RowGroups
+from ds_fp8.gemm.grouped import RowGroups
 
 WARPS = 8
 STAGES = 4

@@ -19,6 +19,8 @@ Transformer Engine reckons with. Scales are handed over unswizzled; general_gemm
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +28,7 @@ import torch.nn.functional as F
 
 from ds_fp8.casts import QuantizedTensor, quantize, transpose
 from ds_fp8.config.formats import BLOCK, has_power_of_two_scales
-from ds_fp8.gemm import reference, transformer_engine
+from ds_fp8.gemm import reference
 
 GROUP = 32
 """Elements along the contraction that share an E8M0 scale."""
@@ -42,13 +44,24 @@ def unavailable() -> str | None:
         return "there is no CUDA GPU"
     if torch.cuda.get_device_capability() < (10, 0):
         return f"{torch.cuda.get_device_name()} has no MXFP8 units (compute capability 10.0 is needed)"
-    reason = transformer_engine.missing()
+    reason = missing()
     if reason is not None:
         return reason
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     available, reason = FP8GlobalStateManager.is_mxfp8_available()
     return differs(torch.device("cuda")) if available else reason
+
+
+def missing() -> str | None:
+    """Return why Transformer Engine cannot be loaded, or None."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed (pip install ds-fp8[te])"
+    try:
+        importlib.import_module("transformer_engine.pytorch.quantization")
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"Transformer Engine cannot be loaded: {str(error).splitlines()[0]}"
+    return None
 
 
 def differs(device: torch.device) -> str | None:
@@ -158,8 +171,10 @@ def _lies_transposed(q: QuantizedTensor) -> bool:
 
 def storage(found: Operand):
     """Return an operand as an MXFP8TensorStorage, which has one of its two directions."""
+    import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
 
+    dtype = tex.DType.kFloat8E4M3 if found.format == "e4m3" else tex.DType.kFloat8E5M2
     pair, none = (found.codes, found.scales), (None, None)
     rowwise, columnwise = (none, pair) if found.columnwise else (pair, none)
-    return MXFP8TensorStorage(*rowwise, *columnwise, transformer_engine.dtype(found.format), None, False)
+    return MXFP8TensorStorage(*rowwise, *columnwise, dtype, None, False)

@@ -7,7 +7,7 @@ Find the products of a converted model that DeepGEMM computes, so that their ker
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -15,7 +15,6 @@ from torch import nn
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import nearest
-from ds_fp8.gemm.deep_gemm_kernels import Layer
 from ds_fp8.layers.attention.format import (
     AttentionFormat,
     is_attention,
@@ -25,12 +24,10 @@ from ds_fp8.layers.attention.format import (
 )
 from ds_fp8.layers.decoder.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
 from ds_fp8.layers.experts.experts import (
-    PRODUCTS,
     ExpertsConversion,
     FP8Experts,
     convert_experts,
     restore_experts,
-    shape_of,
 )
 from ds_fp8.layers.experts.routing import count_without_waiting
 from ds_fp8.layers.experts.selection import (
@@ -42,7 +39,6 @@ from ds_fp8.layers.experts.selection import (
 from ds_fp8.layers.head.loss import FusedHead, fuse_loss, withholds_logits
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
-from ds_fp8.layers.linear.weights import group_of
 from ds_fp8.layers.selection import (
     OVERRIDDEN,
     Filter,
@@ -261,31 +257,3 @@ def restore(layer: nn.Module) -> list[nn.Parameter]:
             linear.__dict__.pop(name, None)
     experts = [module for module in layer.modules() if isinstance(module, FP8Experts)]
     return [linear.weight for linear in linears] + [weight for module in experts for weight in restore_experts(module)]
-
-
-def deep_gemm_layers(model: nn.Module) -> set[Layer]:
-    """Return the layers of a converted model that multiply by DeepGEMM: stacked weights (q, k, v; gate, up) are one."""
-    return {*_linears(model), *_experts(model)}
-
-
-def _linears(model: nn.Module) -> Iterator[Layer]:
-    linears = {id(module.weight): module for module in model.modules() if isinstance(module, FP8Linear)}
-    for linear in linears.values():
-        if _multiplies(linear.recipe):
-            stacked = [linears[id(weight)] for weight in group_of(linear.weight) if id(weight) in linears]
-            wgrad = linear.recipe.wgrad_input == "128x128" and linear.weight.requires_grad
-            yield Layer(sum(part.out_features for part in stacked), linear.in_features, wgrad)
-
-
-def _experts(model: nn.Module) -> Iterator[Layer]:
-    for module in model.modules():
-        if isinstance(module, FP8Experts) and hasattr(module, PRODUCTS):
-            for weight, recipe in module.recipes_of_weights():
-                if _multiplies(recipe):
-                    number, outputs, inputs = shape_of(weight)
-                    yield Layer(outputs, inputs, groups=number)
-
-
-def _multiplies(recipe: LinearRecipe) -> bool:
-    blocks = recipe.input.granularity == recipe.grad_output.granularity == "1x128"
-    return recipe.backend == "deep_gemm" and blocks and recipe.weight.granularity == "128x128"

@@ -421,17 +421,15 @@ def model_shape(config: PretrainedConfig, fp8: FP8Config, device: Device = "cuda
 def _anywhere(fp8: FP8Config, device: Device) -> FP8Config:
     """Return the same for any machine: which backend multiplies does not change what is kept.
 
-    But for two cases: Transformer Engine has no scales per row, which stacked weights with a scale each need, and
-    experts are multiplied in FP8 beside some.
+    But experts are multiplied in FP8 beside some.
     """
     linear = fp8.linear
     backend = linear.backend
     if backend == "auto":
         backend = "cublas" if device == "cuda" else "reference"
-    stacks = not (linear.backend == "transformer_engine" and linear.weight.granularity == "tensor")
     products = "fp8" if multiplies_experts(linear.expert_products, backend) else "bf16"
     changes = {"linear": linear.model_copy(update={"backend": "reference", "expert_products": products})}
-    return fp8.model_copy(update=changes if stacks else {**changes, "fuse": "off"})
+    return fp8.model_copy(update=changes)
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.presets import PRESETS
-from ds_fp8.gemm import unavailable
+from ds_fp8.gemm import mxfp8, unavailable
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.outliers import OutlierChannels
@@ -256,7 +256,7 @@ def contestants() -> list[Contestant]:
         return None
 
     def te_missing() -> str | None:
-        return unavailable("transformer_engine")
+        return mxfp8.missing()
 
     found = [
         Contestant("hf", "bf16", transformers_layers, never),

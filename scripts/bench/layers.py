@@ -49,7 +49,7 @@ from decoder_stacks import Contestant, Shape, Stack, contestants, our_layers
 from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.config.schema import nearest
-from ds_fp8.gemm import unavailable
+from ds_fp8.gemm import mxfp8
 
 SAMPLE = 256
 """Tokens whose results are compared."""
@@ -243,7 +243,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    unavailable("transformer_engine")  # loads it, which fails once torch has loaded another cuDNN
+    mxfp8.missing()  # loads it, which fails once torch has loaded another cuDNN
     facts = begin()
     rows = choose_rows(options.only, options.recompute, with_compiled=not options.quick)
     results = []

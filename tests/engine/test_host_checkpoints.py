@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
-from ds_fp8.engine import checkpointing_section
+from ds_fp8.engine import model as checkpointing_section
 from ds_fp8.graphs.conditions import why_not_recomputed
 from ds_fp8.graphs.host_checkpoints import HostCheckpoints, _Input, keep_on_host, recomputed_by
 from tests.layers.hugging_face import causal_lm, tokens

@@ -10,7 +10,7 @@ from deepspeed import comm as dist
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import leaves_preset_open, with_preset
-from ds_fp8.engine.trained_weights import weights_are_trained
+from ds_fp8.engine.model import weights_are_trained
 from tests.layers.hugging_face import causal_lm
 from tests.zero import models
 

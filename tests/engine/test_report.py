@@ -5,7 +5,9 @@ import io
 
 import pytest
 import torch
+from torch import nn
 
+from ds_fp8.engine.report import why_slow
 from tests.layers.hugging_face import causal_lm
 from tests.zero import models
 
@@ -101,3 +103,20 @@ def replaced_forward():
     with contextlib.redirect_stdout(output):
         ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=models.config({}))[0].destroy()
     return " ".join(output.getvalue().replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("hidden", "tokens", "words"),
+    [
+        ([256], 10**6, "too small"),
+        ([2048], None, "from 8192 tokens"),
+        ([2048, 2048, 300], 8191, "8191 tokens a GPU and micro-batch are too few"),
+        ([3584], 8192, None),
+        ([4096], 2047, "begins at 2048"),
+        ([16384], 16384, None),
+        ([], 16, None),
+    ],
+)
+def test_a_note_only_where_fp8_does_not_pay(hidden, tokens, words):
+    text = why_slow([nn.Linear(size, 8, device="meta") for size in hidden], tokens)
+    assert text is None if words is None else words in text

@@ -1,6 +1,6 @@
 import pytest
 
-from ds_fp8.gemm import trial
+from ds_fp8 import gemm
 from tests.gemm.deep_gemm_on_cpu import Library, forget
 from tests.gemm.mxfp8_library import install
 
@@ -8,16 +8,16 @@ from tests.gemm.mxfp8_library import install
 @pytest.fixture
 def library(monkeypatch):
     """Transformer Engine's MXFP8 products in torch; the layouts that were asked for."""
-    trial._why_not.cache_clear()
+    gemm._tried.cache_clear()
     yield install(monkeypatch)
-    trial._why_not.cache_clear()  # outcomes of products without the real library
+    gemm._tried.cache_clear()  # outcomes of products without the real library
 
 
 @pytest.fixture
 def deep_gemm_library(monkeypatch, tmp_path):
     """The package deep_gemm on a CPU, with nothing compiled."""
     found = Library(tmp_path, monkeypatch.setenv, monkeypatch.syspath_prepend)
-    trial._why_not.cache_clear()
+    gemm._tried.cache_clear()
     yield found
     forget()
-    trial._why_not.cache_clear()
+    gemm._tried.cache_clear()

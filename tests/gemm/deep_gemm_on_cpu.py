@@ -7,17 +7,15 @@ from pathlib import Path
 
 import torch
 
-from ds_fp8.gemm import deep_gemm, deep_gemm_kernels
+from ds_fp8.casts import QuantizedTensor, quantize
+from ds_fp8.gemm import deep_gemm
 
 FOLDER = Path(__file__).parent / "fake_deep_gemm"
-CPU = torch.device("cpu")
 
 
 def forget() -> None:
     """Let this process know of no kernel, as a new one."""
-    deep_gemm_kernels._layers.clear()
-    deep_gemm_kernels._ready.clear()
-    deep_gemm_kernels._not_on_disk.clear()
+    deep_gemm._ready.clear()
     sys.modules.pop("deep_gemm", None)
 
 
@@ -39,7 +37,7 @@ class Library:
         return [line.split() for line in self._log.read_text().splitlines()] if self._log.exists() else []
 
 
-def multiply(rows: int, columns: int, contraction: int) -> torch.Tensor:
-    """Multiply as a layer does."""
-    a, b = deep_gemm.zeros(deep_gemm.Product(rows, columns, contraction), CPU)
-    return deep_gemm.scaled_matmul(a, b, torch.bfloat16)
+def operands(rows: int, columns: int, contraction: int) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Return random operands of a product."""
+    a, b = torch.randn(rows, contraction), torch.randn(columns, contraction)
+    return quantize(a.bfloat16()), quantize(b.bfloat16(), granularity="128x128")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ds_fp8.config.formats import BLOCK
-from ds_fp8.gemm.row_groups import RowGroups
+from ds_fp8.gemm.grouped import RowGroups
 
 AWKWARD = [(1,), (0, 1, 127, 128, 129), (300, 0, 0), (0, 0, 5), (0, 0), (1,) * 9]
 """Rows of each group: none, one, around a tile, all in one group."""

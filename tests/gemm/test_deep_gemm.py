@@ -1,6 +1,8 @@
-"""DeepGEMM against the reference, on every layout of scales that the casts produce."""
+"""DeepGEMM: its kernels are compiled once a host, with lines that say so; on a GPU beside the reference."""
 
+import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,17 +11,96 @@ import pytest
 import torch
 
 from ds_fp8.casts import quantize, quantize_columnwise, transpose
-from ds_fp8.gemm import scaled_matmul, unavailable
-from ds_fp8.gemm.deep_gemm_kernels import Layer, compile_for, expect
-from tests.gemm.deep_gemm_on_cpu import forget
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import CastSpec
+from ds_fp8.gemm import deep_gemm, reference, scaled_matmul, unavailable, why_not_multiplied
+from tests.gemm.deep_gemm_on_cpu import forget, operands
+from tests.gemm.groups import row_groups
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(unavailable("deep_gemm") is not None, reason="DeepGEMM cannot run here"),
-]
+
+@pytest.fixture
+def lines(caplog):
+    caplog.set_level(logging.INFO, "ds_fp8")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def multiply(*sizes):
+    return deep_gemm.scaled_matmul(*operands(*sizes), torch.bfloat16)
+
+
+def test_products_are_those_of_the_reference_and_a_kernel_is_compiled_once(deep_gemm_library, lines, monkeypatch):
+    monkeypatch.setenv("FAKE_DEEP_GEMM_SECONDS", "1.1")
+    torch.manual_seed(0)
+    a, b = operands(48, 384, 256)
+    for _ in range(2):
+        product = deep_gemm.scaled_matmul(a, b, torch.bfloat16)
+        assert torch.equal(product, reference.scaled_matmul(a, b, torch.bfloat16))
+        assert [line for line in lines() if "compiled in 1 s" in line] == lines()
+        assert len(lines()) == len(deep_gemm_library.compiled) == 1
+        forget()  # as another process, which loads it from the disk
+
+
+def test_products_of_groups(deep_gemm_library):
+    rows = row_groups([100, 130])
+    a, b = operands(len(rows.of_tile) * 128, 2 * 256, 256)
+    result = deep_gemm.grouped_matmul(a, b, rows.of_tile, 2)
+    matrices = b.dequantize().view(2, 256, 256)
+    for tile, group in enumerate(rows.of_tile.tolist()):
+        if group >= 0:
+            span = slice(128 * tile, 128 * tile + 128)
+            assert torch.allclose(result[span].float(), a.dequantize()[span] @ matrices[group].t(), rtol=1e-2, atol=0.1)
+
+
+def test_a_kernel_that_the_compiler_refuses_is_an_error_in_words(deep_gemm_library, monkeypatch):
+    monkeypatch.setenv("FAKE_DEEP_GEMM_FAILS", "384")
+    with pytest.raises(UserError) as error:
+        multiply(512, 384, 256)
+    assert "DeepGEMM cannot multiply 512 x 384 x 256: Assertion error" in error.value.problem
+    assert (error.value.key, error.value.remedy) == ("fp8.linear.backend", '"backend": "cublas"')
+    monkeypatch.setenv("FAKE_DEEP_GEMM_FAILS", "128")
+    assert "NVCC compilation failed" in why_not_multiplied(
+        deep_gemm.scaled_matmul, CastSpec(), CastSpec(granularity="128x128")
+    )
+
+
+PROGRAM = """
+import torch
+from ds_fp8.gemm import deep_gemm
+from tests.gemm.deep_gemm_on_cpu import operands
+deep_gemm.scaled_matmul(*operands(512, 256, 128), torch.bfloat16)
+"""
+
+
+def start():
+    return subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def test_one_process_of_a_host_compiles_and_the_others_wait_with_a_line(deep_gemm_library):
+    with deep_gemm._alone_on_this_host():
+        process = start()
+        assert "another process" in process.stdout.readline()
+        assert not deep_gemm_library.compiled
+    assert process.wait(timeout=100) == 0
+    assert len(deep_gemm_library.compiled) == 1
+
+
+def test_a_killed_process_leaves_no_lock(deep_gemm_library, monkeypatch):
+    monkeypatch.setenv("FAKE_DEEP_GEMM_SECONDS", "300")
+    process, deadline = start(), time.monotonic() + 100
+    while not deep_gemm_library.compiled:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    monkeypatch.setenv("FAKE_DEEP_GEMM_SECONDS", "0")
+    multiply(512, 256, 128)
+    assert len(deep_gemm_library.compiled) == 2
 
 
 # Few, because each compiles kernels of its own: scales of one row, of one column, and of rows that are padded.
+@pytest.mark.gpu
+@pytest.mark.skipif(unavailable("deep_gemm") is not None, reason="DeepGEMM cannot run here")
 @pytest.mark.parametrize(("rows", "columns", "contraction"), [(16, 128, 256), (400, 384, 128), (48, 384, 640)])
 @pytest.mark.parametrize("source", ["cast", "columnwise", "transposed", "transposed view"])
 def test_products_of_all_layouts(rows, columns, contraction, source):
@@ -36,40 +117,3 @@ def test_products_of_all_layouts(rows, columns, contraction, source):
         b = transpose(turned) if source == "transposed" else turned.t()
     ours = scaled_matmul(a, b, backend="deep_gemm")
     assert torch.allclose(ours.float(), scaled_matmul(a, b).float(), rtol=1e-2, atol=1e-2 * contraction**0.5)
-
-
-def test_kernels_are_compiled_before_their_products(monkeypatch, tmp_path):
-    # The library reads the variable at its first product in a process: the tests above may have had theirs.
-    monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path))
-    forget()
-    layer = Layer(1152, 640, wgrad=True)
-    expect([layer])
-    device = torch.device("cuda", torch.cuda.current_device())
-    compile_for(4096, device)
-    assert len(list((tmp_path / "cache").iterdir())) == len(layer.products(4096))
-    begin = time.perf_counter()
-    forget()
-    expect([layer])
-    compile_for(4096, device)
-    assert time.perf_counter() - begin < 1  # no process is started
-
-
-def test_a_compiled_kernel_is_loaded_and_not_compiled_again(tmp_path):
-    """In a process of its own, which finds what another has compiled."""
-    program = """
-import sys, time, torch
-from ds_fp8.gemm import deep_gemm
-from ds_fp8.gemm.deep_gemm_kernels import Layer, Product, compile_for, expect
-expect([Layer(1152, 640)])
-device = torch.device("cuda", 0)
-compile_for(4096, device)
-operands = deep_gemm.zeros(Product(4096, 1152, 640), device)
-begin = time.perf_counter()
-deep_gemm.scaled_matmul(*operands, torch.bfloat16)
-torch.cuda.synchronize()
-print(time.perf_counter() - begin)
-"""
-    environment = {**os.environ, "DG_JIT_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) < 2

@@ -10,7 +10,7 @@ from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.gemm import BACKENDS, DESCRIPTIONS, mxfp8, scaled_matmul, select_backend, transformer_engine, unavailable
+from ds_fp8.gemm import DESCRIPTIONS, mxfp8, scaled_matmul, select_backend, unavailable
 from ds_fp8.layers.convert import convert
 from tests.gemm.mxfp8_library import DTYPES
 from tests.layers.hugging_face import causal_lm, tokens
@@ -193,21 +193,8 @@ def test_blackwell_without_the_library_is_told_what_to_install(monkeypatch):
     assert "pip install ds-fp8[te]" in mxfp8.unavailable.__wrapped__()
 
 
-def test_transformer_engine_multiplies_no_fp32_block_scales_on_blackwell(monkeypatch):
-    """It would read their exponents alone."""
-    assert transformer_engine.unsupported_scale("fp32", "1x128") is None
-    on_gpu(monkeypatch, (10, 0))
-    assert "pow2" in transformer_engine.unsupported_scale("fp32", "1x128")
-    assert transformer_engine.unsupported_scale("pow2", "1x128") is None
-    assert transformer_engine.unsupported_scale("fp32", "tensor") is None
-
-
 def test_the_start_report_says_that_it_has_never_run():
     assert "never run" in DESCRIPTIONS["mxfp8"]
-
-
-def test_it_comes_before_transformer_engines_own_conversion():
-    assert list(BACKENDS).index("cublas") < list(BACKENDS).index("mxfp8") < list(BACKENDS).index("transformer_engine")
 
 
 def in_order_of_cublas(scales: torch.Tensor) -> torch.Tensor:
@@ -216,9 +203,7 @@ def in_order_of_cublas(scales: torch.Tensor) -> torch.Tensor:
     return scales.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).flatten()
 
 
-with_library = pytest.mark.skipif(
-    transformer_engine.missing() is not None, reason="Transformer Engine cannot be loaded"
-)
+with_library = pytest.mark.skipif(mxfp8.missing() is not None, reason="Transformer Engine cannot be loaded")
 on_blackwell = pytest.mark.skipif(unavailable("mxfp8") is not None, reason="needs a Blackwell GPU")
 
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ds_fp8 import gemm
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import PRESETS
-from ds_fp8.gemm import deep_gemm, select_backend, transformer_engine, trial, unavailable
+from ds_fp8.gemm import deep_gemm, mxfp8, select_backend, unavailable, why_not_multiplied
 from ds_fp8.layers.linear.recipe import recipe_from_config
 
 NOT_HOPPER = "DeepSeek style (1x128, 128x128) scaling only supported in CUDA for SM90"
@@ -25,7 +26,7 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
-        monkeypatch.setattr(trial, "_device", lambda: torch.device("cpu"))
+        monkeypatch.setattr(gemm, "_device", lambda: torch.device("cpu"))
         if has_scaled_mm:
             monkeypatch.setattr(F, "scaled_mm", self._scaled_mm, raising=False)
         else:
@@ -40,7 +41,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch):
-    caches = [trial._why_not, deep_gemm.unavailable, transformer_engine.unavailable]
+    caches = [gemm._tried, deep_gemm.unavailable, mxfp8.unavailable]
     for cache in caches:
         cache.cache_clear()
     yield lambda *arguments, **options: Machine(monkeypatch, *arguments, **options)
@@ -68,7 +69,7 @@ def test_the_default_preset_is_refused_at_the_start_where_block_products_fail(ma
         recipe_from_config(FP8Config())
     assert error in refusal.value.problem
     assert "somewhere" not in refusal.value.problem
-    for backend in ("cublas", "deep_gemm", "transformer_engine"):
+    for backend in ("cublas", "deep_gemm", "mxfp8"):
         assert f"{backend}: " in refusal.value.problem
     assert refusal.value.key == "fp8.linear.backend"
     assert '"preset": "rowwise"' in refusal.value.remedy
@@ -88,30 +89,24 @@ def test_scales_per_row_and_tensor_run_where_blocks_do_not(machine, capability, 
     assert recipe_from_config(FP8Config.from_preset(preset)).backend == "cublas"
 
 
-def test_emulation_is_there_for_who_asks_for_it(machine):
+def test_emulation_needs_no_fp8_products(machine):
     blackwell = machine((10, 0), NOT_HOPPER)
     assert select_backend("reference", BLOCKS) == "reference"
+    assert recipe_from_config(FP8Config.from_preset("nvfp4")).backend == "reference"
     assert not blackwell.products
 
 
-def test_emulated_formats_need_no_fp8_products(machine):
-    machine((10, 0), NOT_HOPPER)
-    assert recipe_from_config(FP8Config.from_preset("nvfp4")).backend == "reference"
-
-
-def test_torch_without_scaled_mm_is_refused_with_its_version(machine):
-    machine((9, 0), has_scaled_mm=False)
+@pytest.mark.parametrize(
+    ("capability", "has_scaled_mm", "problem"),
+    [((9, 0), False, f"torch {torch.__version__} has no scaled_mm"), ((8, 0), True, "a GPU has no FP8 units")],
+)
+def test_machines_without_fp8_products_are_named(machine, capability, has_scaled_mm, problem):
+    found = machine(capability, has_scaled_mm=has_scaled_mm)
     with pytest.raises(UserError) as refusal:
         select_backend("auto", ROWS)
-    assert f"torch {torch.__version__} has no scaled_mm" in refusal.value.problem
+    assert problem in refusal.value.problem
     assert "torch >= 2.10" in refusal.value.remedy
-
-
-def test_a_gpu_without_fp8_units_is_refused_with_its_name(machine):
-    ampere = machine((8, 0))
-    with pytest.raises(UserError, match="a GPU has no FP8 units"):
-        select_backend("auto", ROWS)
-    assert not ampere.products
+    assert not found.products
 
 
 def test_a_backend_that_is_asked_for_is_refused_with_the_error_of_its_product(machine):
@@ -135,7 +130,7 @@ def test_an_error_without_words_is_named_by_its_type(machine):
     def fails(*_):
         raise AssertionError
 
-    assert trial.why_not(fails, *ROWS[0]).endswith("fails: AssertionError")
+    assert why_not_multiplied(fails, *ROWS[0]).endswith("fails: AssertionError")
 
 
 def test_without_a_gpu_products_are_emulated(machine, monkeypatch):
@@ -149,8 +144,8 @@ def test_the_trial_runs_on_the_gpu_that_deepspeed_will_make_current(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert trial._device() == torch.device("cuda", 3)
+    assert gemm._device() == torch.device("cuda", 3)
     monkeypatch.setenv("LOCAL_RANK", "7")  # of a rank that sees one GPU only
-    assert trial._device() == torch.device("cuda", 0)
+    assert gemm._device() == torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    assert trial._device() == torch.device("cuda", 2)
+    assert gemm._device() == torch.device("cuda", 2)

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 from transformers import FalconConfig, FalconForCausalLM
 
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.engine.coverage import EXPERTS, coverage
+from ds_fp8.engine.report import EXPERTS, coverage
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder.decoder import FusedMLP
 from ds_fp8.layers.linear.linear import FP8Linear

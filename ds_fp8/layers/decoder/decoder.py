@@ -274,10 +274,6 @@ def _stacked_recipe(linears: Sequence[FP8Linear]) -> LinearRecipe:
         raise Unfusable(
             f"weights of {', '.join(map(str, rows))} rows cannot be stacked: {blocks} blocks would straddle"
         )
-    if recipe.backend == "transformer_engine" and recipe.weight.granularity == "tensor":
-        raise Unfusable(
-            "weights with a scale each cannot be stacked for Transformer Engine, which has no scale per row"
-        )
     if len({weight.requires_grad for weight in weights}) > 1:
         raise Unfusable("some of the weights of one product are frozen and others are not")
     return recipe

@@ -25,7 +25,7 @@ import torch
 
 from ds_fp8.casts import QuantizedTensor, quantize_both
 from ds_fp8.config.formats import BLOCK
-from ds_fp8.gemm.row_groups import RowGroups
+from ds_fp8.gemm.grouped import RowGroups
 
 
 class ExpertLayout(NamedTuple):

@@ -22,9 +22,8 @@ from ds_fp8.layers.experts.routing import mixtures
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.outliers import look_again, sites_of
 from ds_fp8.layers.selection import is_excluded
-from ds_fp8.monitor.cast_monitor import CastMonitor, Measurement
+from ds_fp8.monitor.cast_monitor import CastMonitor, Degradation, Measurement, Thresholds
 from ds_fp8.monitor.routing import RoutingMeasurement, RoutingMonitor
-from ds_fp8.monitor.thresholds import Degradation, Thresholds
 from ds_fp8.zero import seams
 from ds_fp8.zero.gradient_reduce import GradientReduce
 from ds_fp8.zero.parameter_gather import ParameterGather

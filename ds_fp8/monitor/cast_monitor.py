@@ -1,8 +1,9 @@
-"""Statistics of all casts, by tensor class and site, on every N-th optimizer step."""
+"""Statistics of all casts, by tensor class and site, on every N-th optimizer step, and which of them are bad."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,13 @@ from typing import Any
 import torch
 
 from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.fp8 import MonitorConfig
 from ds_fp8.monitor.statistics import PEAKS, SUMS, Rows, add_cast_statistics
 
-TENSOR_CLASSES = ("input", "weight", "grad_output", "grad_weight")
+LABELS = {"input": "input", "weight": "weight", "grad_output": "output gradient", "grad_weight": "weight gradient"}
+TENSOR_CLASSES = tuple(LABELS)
+MAX_FLUSHED, PATIENCE = 0.5, 3
+"""Share of a cast's elements flushed to zero, and measurements in a row past a threshold, before a layer degrades."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +65,9 @@ class CastMonitor:
         device: torch.device,
         reduce: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> None:
-        """Measure `model` while it is in training mode, over all ranks.
+        """Measure `model` while it is in training mode; `reduce(sums, peaks)` adds up and maximises over all ranks.
 
-        Args:
-            model: The model whose casts are observed.
-            sites: Names of what multiplies, the same in the same order on all ranks.
-            device: Where the counters lie.
-            reduce: `reduce(sums, peaks)` adds up and maximises over all ranks, in place.
+        Sites are the same in the same order on all ranks.
         """
         self._model, self._reduce = model, reduce
         self._columns = {}
@@ -97,14 +98,9 @@ class CastMonitor:
         site: str = "",
         elements: int | None = None,
     ) -> None:
-        """Add one cast of a matrix to the statistics of a class at a site.
+        """Add the cast of a matrix x [M, K], or of what gives its rows, to the statistics of a class at a site.
 
-        Args:
-            tensor_class: Class of the tensor, one of TENSOR_CLASSES.
-            x: What was cast [M, K], or what gives its rows.
-            quantized: The cast.
-            site: Name of what multiplies it.
-            elements: Elements of x, where it has zeros that do not belong to the tensor.
+        `elements` are those of x, where it has zeros that do not belong to the tensor.
         """
         if not self.active:
             return
@@ -132,11 +128,9 @@ class CastMonitor:
         return measurement
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps so far and the figures of `last`, in plain values. Between steps."""
         return {"steps": self.steps, "last": self.last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, what state_dict() returned; what it lacks starts afresh."""
         self.steps, self.last = state.get("steps", 0), state.get("last")
 
     def _column(self, site: str, tensor_class: str, device: torch.device) -> int:
@@ -146,6 +140,56 @@ class CastMonitor:
             new = _empty(1, device)
             self._buffer = new if self._buffer is None else torch.cat([self._buffer, new], 1)
         return self._columns[key]
+
+
+@dataclass(frozen=True)
+class Degradation:
+    """A tensor class of a layer that has been past a threshold for several measurements in a row."""
+
+    site: str
+    tensor_class: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.site}, {LABELS[self.tensor_class]}: {self.reason}"
+
+
+class Thresholds:
+    """Compares measurements with the thresholds of the configuration; names every layer and class once."""
+
+    def __init__(self, config: MonitorConfig):
+        self._config = config
+        self._in_a_row: dict[tuple[str, str], int] = defaultdict(int)
+        self._named: set[tuple[str, str]] = set()
+
+    def check(self, measurement: Measurement) -> list[Degradation]:
+        """Return the layers that this measurement shows to be newly degraded."""
+        found = []
+        for tensor_class, sites in measurement.items():
+            for site, figures in sites.items():
+                key, reason = (site, tensor_class), self._reason(figures)
+                self._in_a_row[key] = self._in_a_row[key] + 1 if reason else 0
+                if self._in_a_row[key] >= PATIENCE and key not in self._named:
+                    self._named.add(key)
+                    found.append(Degradation(site, tensor_class, f"{reason}, {PATIENCE} measurements in a row"))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "in_a_row": [[*key, count] for key, count in self._in_a_row.items() if count],
+            "named": [list(key) for key in sorted(self._named)],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._in_a_row = defaultdict(int, {(site, kind): count for site, kind, count in state.get("in_a_row", ())})
+        self._named = {(site, kind) for site, kind in state.get("named", ())}
+
+    def _reason(self, figures: CastFigures) -> str | None:
+        if figures.snr_db is not None and figures.snr_db < self._config.min_snr_db:
+            return f"signal-to-noise ratio {figures.snr_db:.1f} dB, below {self._config.min_snr_db:g}"
+        if figures.flushed > MAX_FLUSHED:
+            return f"{figures.flushed:.1%} flushed to zero, above {MAX_FLUSHED:.0%}"
+        return None
 
 
 def _empty(columns: int, device: torch.device) -> torch.Tensor:

@@ -59,14 +59,7 @@ class RoutingMonitor:
         device: torch.device,
         add_over_ranks: Callable[[torch.Tensor], None],
     ):
-        """Begin with no tokens.
-
-        Args:
-            monitor: Says which steps are measured.
-            experts: Number of experts by layer, in the same order on all ranks.
-            device: Where the counts lie.
-            add_over_ranks: Adds up over all ranks, in place.
-        """
+        # experts: their number by layer, in the same order on all ranks
         self.last: RoutingMeasurement | None = None
         """Figures of the last measured step."""
         self._monitor, self._experts, self._add_over_ranks = monitor, dict(experts), add_over_ranks
@@ -83,14 +76,7 @@ class RoutingMonitor:
 
     @torch.compiler.disable
     def observe(self, layer: int, module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Count the choices that experts are called with: a forward pre-hook of the experts of a layer.
-
-        Args:
-            layer: Number of the layer among those with experts.
-            module: The experts.
-            args: Their positional arguments: hidden states, experts of each token, ...
-            kwargs: Their other arguments.
-        """
+        """Count the choices that the experts of a layer are called with: a forward pre-hook."""
         if not self._monitor.active or in_backward():
             return
         chosen = (args[1] if len(args) > 1 else kwargs["top_k_index"]).flatten().long()

@@ -47,7 +47,7 @@ def add_cast_statistics(
         quantized: The cast.
         sums: FP64 [5], to which SUMS are added.
         peaks: FP64 [3], raised to PEAKS.
-        elements: Elements of x, where it has zeros that do not belong to the tensor.
+        elements: As of CastMonitor.observe.
     """
     sums[:1] += quantized.data.numel() if elements is None else elements
     if quantized.data.is_cuda and is_native(quantized.format, quantized.granularity, quantized.scale_type):
@@ -72,7 +72,6 @@ def _parts(x: torch.Tensor | Rows, quantized: QuantizedTensor) -> Iterator[tuple
 
 
 def _chunks(quantized: QuantizedTensor) -> Iterator[slice]:
-    """Yield the rows of a matrix, whole blocks of them at a time."""
     count, columns = quantized.shape
     step = max(BLOCK, CHUNK // columns // BLOCK * BLOCK)
     for start in range(0, count, step):
@@ -80,7 +79,7 @@ def _chunks(quantized: QuantizedTensor) -> Iterator[slice]:
 
 
 def _limit(quantized: QuantizedTensor) -> float:
-    """Return the limit, in units of a scale, beyond which an element was saturated."""
+    # In units of a scale: what is beyond was saturated.
     return FORMATS[quantized.format].max * QUOTIENT
 
 

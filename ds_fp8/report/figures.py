@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ds_fp8.monitor.heat_maps import health_matrix, health_sites
-from ds_fp8.monitor.thresholds import LABELS
+from ds_fp8.monitor.cast_monitor import LABELS
+from ds_fp8.monitor.records import health_matrix, health_sites
 from ds_fp8.report.runs import Comparison, RunRecord
 from ds_fp8.report.verdict import TRAINED, WEIGHTS, Verdict, concerns, exact_match_of, gap_of, share_error
 

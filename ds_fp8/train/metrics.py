@@ -35,8 +35,15 @@ from rich.progress import (
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.log import logger
 from ds_fp8.engine.health import Health
-from ds_fp8.monitor.heat_maps import write_heat_maps
-from ds_fp8.monitor.records import FALLBACK, Record, health_curves, health_record, routing_curves, routing_record
+from ds_fp8.monitor.records import (
+    FALLBACK,
+    Record,
+    health_curves,
+    health_record,
+    routing_curves,
+    routing_record,
+    write_heat_maps,
+)
 from ds_fp8.train.run_folder import write_atomically
 from ds_fp8.zero.peer_memory import allocated_bytes
 

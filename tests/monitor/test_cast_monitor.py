@@ -10,8 +10,7 @@ from ds_fp8.config.fp8 import MonitorConfig, parse_fp8
 from ds_fp8.layers.convert import convert, layer_of, restore
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.monitor import statistics
-from ds_fp8.monitor.cast_monitor import CastFigures, CastMonitor
-from ds_fp8.monitor.thresholds import Thresholds
+from ds_fp8.monitor.cast_monitor import CastFigures, CastMonitor, Thresholds
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.layers.linears import fp8_linear
 

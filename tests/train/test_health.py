@@ -11,7 +11,6 @@ from matplotlib.image import imread
 from ds_fp8.cli import main
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.monitor.cast_monitor import TENSOR_CLASSES, CastFigures
-from ds_fp8.monitor.heat_maps import write_heat_maps
 from ds_fp8.monitor.records import (
     FIGURES,
     health_curves,
@@ -19,6 +18,7 @@ from ds_fp8.monitor.records import (
     layers_in_bf16,
     routing_curves,
     routing_record,
+    write_heat_maps,
 )
 from ds_fp8.monitor.routing import RoutingFigures, RoutingMeasurement
 from ds_fp8.train import metrics

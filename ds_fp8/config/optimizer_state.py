@@ -12,7 +12,6 @@ CodecName = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded"]
 StateGranularity = Literal["1x128", "tensor"]
 StateScale = Literal["fp32", "pow2"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -24,18 +23,11 @@ class StatePrecision:
     granularity: StateGranularity = "1x128"
     """Elements of a moment that share a scale: 128 in a row, or all of a tensor (of a rank's part of it)."""
     scale: StateScale = "fp32"
-    stochastic_rounding: bool | Literal["auto"] | tuple[str, ...] = AUTO
-    """Moments rounded at random rather than to nearest, or both where True. auto: those that lose much of their changes
-    to nearest rounding, which is moments in a byte (not the expanded exp_avg)."""
+    stochastic_rounding: bool = True
+    """Round moments in a byte at random rather than to nearest, which loses much of their changes."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        wrong = set(self.stochastic_parts) - set(MOMENTS)
-        if wrong:
-            raise UserError(
-                f"stochastic_rounding names {', '.join(map(repr, sorted(wrong)))}",
-                remedy=f'"auto", True, False, or some of {", ".join(MOMENTS)}',
-            )
         choices = {"exp_avg": CodecName, "exp_avg_sq": CodecName, "granularity": StateGranularity, "scale": StateScale}
         for name, words in choices.items():
             known = get_args(words)
@@ -55,16 +47,11 @@ class StatePrecision:
 
     @property
     def stochastic_parts(self) -> tuple[str, ...]:
-        """Return the moments that are rounded at random."""
-        if isinstance(self.stochastic_rounding, bool):
-            return MOMENTS if self.stochastic_rounding else ()
-        if self.stochastic_rounding == AUTO:
-            losing = {
-                "exp_avg": self.exp_avg in FORMATS,
-                "exp_avg_sq": self.exp_avg_sq in (*FORMATS, "e4m3_expanded"),
-            }
-            return tuple(part for part, loses in losing.items() if loses)
-        return tuple(self.stochastic_rounding)
+        """Return the moments that are rounded at random: an expanded exp_avg is fine enough without."""
+        in_bytes = {"exp_avg": tuple(FORMATS), "exp_avg_sq": (*FORMATS, "e4m3_expanded")}
+        return tuple(
+            name for name, formats in in_bytes.items() if self.stochastic_rounding and getattr(self, name) in formats
+        )
 
     @property
     def compressed(self) -> bool:

@@ -24,7 +24,7 @@ from ds_fp8.layers.attention.format import AttentionFormat
 from ds_fp8.layers.experts.selection import expert_weights
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.selection import ROUTERS, of_listed_expert
-from ds_fp8.optim.codecs import moment_bytes
+from ds_fp8.optim.moments import moment_bytes
 from ds_fp8.zero import seams
 from ds_fp8.zero.nodes import why_flat
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.memory.shapes import BF16, FP32, ParameterShape, Workload
-from ds_fp8.optim.codecs import moment_bytes
-from ds_fp8.optim.moment import CHUNK
+from ds_fp8.optim.moments import CHUNK, moment_bytes
 
 EMULATED = {"1x128": (30, 69), "tensor": (23, 58)}
 """Bytes an element that ds_fp8's own AdamW takes on a CPU, where it decodes and encodes moments in plain torch: rounded

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from ds_fp8.config.optimizer_state import StatePrecision
 from ds_fp8.optim.adamw import AdamW
-from ds_fp8.optim.moment import Moment
+from ds_fp8.optim.moments import Moment
 
 __all__ = ["AdamW", "Moment", "StatePrecision"]

@@ -2,8 +2,9 @@
 
     optimizer = AdamW(model.parameters(), lr=1e-4, exp_avg="e4m3_expanded", exp_avg_sq="e4m3_expanded")
 
-On a GPU one Triton kernel does the whole step of a parameter; elsewhere plain torch does (adamw_step.py). Under ZeRO
-the parameters are DeepSpeed's flat FP32 shards, and step() runs once for each: nothing in it looks further.
+On a GPU one Triton kernel does the whole step of a parameter (adamw_step_triton.py); elsewhere plain torch does, its
+oracle: Adam with decoupled weight decay (arXiv 1711.05101), as torch.optim.AdamW computes it. Under ZeRO the parameters
+are DeepSpeed's flat FP32 shards, and step() runs once for each: nothing in it looks further.
 
 State of a parameter, in `optimizer.state[p]`:
 
@@ -11,27 +12,119 @@ State of a parameter, in `optimizer.state[p]`:
     exp_avg, exp_avg_sq  a tensor of p's shape (fp32, bf16), otherwise a Moment (codes and scales)
     master               of parameters in BF16 or FP16 only: an FP32 tensor
 
-state_dict() holds none of these codes: it gives FP32 moments under Adam's own keys, on the CPU, and load_state_dict()
-encodes them again to the same codes. Checkpoints therefore move between this optimizer, torch.optim.AdamW and
-DeepSpeed's Adam, and between precisions.
+state_dict() holds none of these codes: it gives FP32 moments under Adam's own keys, decoded, on the CPU, and
+load_state_dict() encodes them again. Checkpoints therefore move between this optimizer, torch.optim.AdamW and
+DeepSpeed's Adam, and between precisions. Beside moments in e4m3_expanded is `exp_avg_exponent`, uint8 [groups], with
+which the same codes are found again. A compact checkpoint holds the codes and scales instead (Moment.packed).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ds_fp8.casts.stochastic import random_key
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.optimizer_state import AUTO, MOMENTS, StatePrecision
-from ds_fp8.optim import checkpoints
-from ds_fp8.optim.adamw_step import AdamStep, adamw_step_reference
-from ds_fp8.optim.checkpoints import MASTER
-from ds_fp8.optim.codecs import CODECS
-from ds_fp8.optim.moment import Layout, Moment, is_kept_as
+from ds_fp8.config.optimizer_state import MOMENTS, StatePrecision
+from ds_fp8.optim.moments import CHUNK, CODECS, Layout, Moment, draw, encode, is_kept_as, shared_layout
+
+MASTER = "master"
+_NOT_OF_ADAM = "the checkpoint is not of an Adam optimizer"
+_WITHOUT = "start without the optimizer's state"
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """The numbers of one step; `number` counts from 1."""
+
+    number: float
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+    @property
+    def decay(self) -> float:
+        """Return the factor of weight decay."""
+        return 1 - self.lr * self.weight_decay
+
+    @property
+    def step_size(self) -> float:
+        """Return the learning rate with exp_avg's bias corrected."""
+        return self.lr / (1 - self.beta1**self.number)
+
+    @property
+    def root_factor(self) -> float:
+        """Return the factor that corrects the bias of the root of exp_avg_sq."""
+        return 1 / math.sqrt(1 - self.beta2**self.number)
+
+
+def adamw_step_reference(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor | Moment,
+    exp_avg_sq: torch.Tensor | Moment,
+    step: AdamStep,
+    *,
+    low: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
+    seed: int | None = None,
+    stochastic: Collection[str] = MOMENTS,
+) -> None:
+    """Do one AdamW step in place, on flat contiguous tensors of n elements on one device, piece by piece.
+
+    Args:
+        master: FP32 [n].
+        grad: The gradient [n], of any floating point dtype.
+        exp_avg: FP32 or BF16 [n], or a Moment of n elements; two Moments have the same layout.
+        exp_avg_sq: Likewise.
+        step: The step's numbers.
+        low: BF16 or FP16 [n], receives the new master rounded to nearest.
+        skip: One element; where it is not zero nothing is changed.
+        factor: FP32 with one element, multiplied into the gradient as it is read.
+        seed: At least 0 and below 2**31: round the moments that `stochastic` names with random numbers of this seed.
+            They are the same distribution on every device, but other bits on a GPU.
+        stochastic: Some of the moments' names.
+    """
+    if skip is not None and skip.item():
+        return
+    noise = None if seed is None else torch.Generator(grad.device).manual_seed(seed)
+    layout, numel = shared_layout(exp_avg, exp_avg_sq), grad.numel()
+    chunks = [(slice(start, min(start + CHUNK, numel)), slice(None)) for start in range(0, numel, CHUNK)]
+    # Pieces of whole groups: a scale is found from all of its elements, and FP32 copies exist of one piece at a time.
+    for elements, groups in chunks if layout is None else layout.pieces():
+        g = grad[elements].float() if factor is None else grad[elements].float() * factor
+        w, m, v = (_read(state, elements, groups) for state in (master, exp_avg, exp_avg_sq))
+        # m + (1 - beta1) (g - m), as torch.optim.AdamW computes it: the same bits for FP32 state.
+        m.lerp_(g, 1 - step.beta1)
+        v.mul_(step.beta2).addcmul_(g, g, value=1 - step.beta2)
+        denominator = v.sqrt().mul_(step.root_factor).add_(step.eps)
+        w.mul_(step.decay).addcdiv_(m, denominator, value=-step.step_size)
+        if low is not None:
+            low[elements] = w.to(low.dtype)
+        for state, numbers, name in ((exp_avg, m, MOMENTS[0]), (exp_avg_sq, v, MOMENTS[1])):
+            _write(state, elements, groups, numbers, noise if name in stochastic else None)
+
+
+def _read(state: torch.Tensor | Moment, elements: slice, groups: slice) -> torch.Tensor:
+    """Return FP32 numbers, in place where they are stored as such."""
+    return state.read(elements, groups) if isinstance(state, Moment) else state[elements].float()
+
+
+def _write(
+    state: torch.Tensor | Moment, elements: slice, groups: slice, numbers: torch.Tensor, noise: torch.Generator | None
+) -> None:
+    if isinstance(state, Moment):
+        state.write(elements, groups, numbers, draw(noise, numbers))
+    elif state.dtype is not torch.float32:  # otherwise it was changed in place
+        state[elements] = encode(numbers, CODECS["bf16"], noise=draw(noise, numbers)).codes
 
 
 class AdamW(torch.optim.Optimizer):
@@ -43,17 +136,17 @@ class AdamW(torch.optim.Optimizer):
         betas: Decay rates of exp_avg and exp_avg_sq.
         eps: Added to the root of exp_avg_sq.
         weight_decay: Relative to lr, as in torch.optim.AdamW.
-        exp_avg: How the first moment is stored: "fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded" (codecs.py), or
-            a format of config.formats, such as "log8", which is emulated: the step is torch's on a GPU too.
+        exp_avg: How the first moment is stored: "fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded" (moments.py),
+            or a format of config.formats, such as "log8", which is emulated: the step is torch's on a GPU too.
         exp_avg_sq: How the second moment is stored; likewise.
         granularity: Which elements of a moment share a scale: "1x128" or "tensor".
         scale: "fp32" stores the largest of a group all but exactly, so that a moment goes on decaying when gradients
             stay zero. "pow2": rounded to nearest in units of a power of two it gets stuck where a step changes it by
             less than half of E4M3's spacing, which with beta2 above 0.94 is often.
-        stochastic_rounding: Moments that are rounded stochastically (unbiased): some of "exp_avg" and "exp_avg_sq",
-            True for both, or "auto" for those in FP8. Those need it: a step changes most elements of exp_avg_sq by less
-            than half of E4M3's spacing, which nearest rounding loses, and their steps come out too long; exp_avg lags
-            behind gradients that point the same way for a while. Only an expanded exp_avg, being finer, does without.
+        stochastic_rounding: Round moments in a byte stochastically (unbiased). They need it: a step changes most
+            elements of exp_avg_sq by less than half of E4M3's spacing, which nearest rounding loses, and their steps
+            come out too long; exp_avg lags behind gradients that point the same way for a while. Only an expanded
+            exp_avg, being finer, does without.
         seed: Seed of stochastic rounding: the same numbers on the same device, also after a resume.
         check_finite: Skip the step on non-finite gradients, without a host sync; all gradients are read once more.
             `skipped_steps` counts them. DeepSpeed and GradScaler check by themselves.
@@ -74,7 +167,7 @@ class AdamW(torch.optim.Optimizer):
         exp_avg_sq: str = "fp32",
         granularity: str = "1x128",
         scale: str = "fp32",
-        stochastic_rounding: bool | str | Sequence[str] = AUTO,
+        stochastic_rounding: bool = True,
         seed: int = 0,
         check_finite: bool = True,
     ):
@@ -85,9 +178,7 @@ class AdamW(torch.optim.Optimizer):
             "weight_decay": (weight_decay, weight_decay >= 0),
         }
         check_hyperparameters(in_range, "lr, eps and weight_decay at least 0, betas two numbers from 0 up to but not 1")
-        named = not isinstance(stochastic_rounding, bool | str)
-        at_random = tuple(stochastic_rounding) if named else stochastic_rounding
-        self.precision = StatePrecision(exp_avg, exp_avg_sq, granularity, scale, at_random, seed)
+        self.precision = StatePrecision(exp_avg, exp_avg_sq, granularity, scale, stochastic_rounding, seed)
         self.compact = False
         """True if state_dict() holds codes and scales as they are, readable by this optimizer alone."""
         # DeepSpeed and GradScaler check before the step; as a plain torch optimizer this class has to do so itself.
@@ -254,19 +345,14 @@ class AdamW(torch.optim.Optimizer):
                     state[key] = state[key].decode().view(p.shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of torch.optim.AdamW: FP32 moments under `exp_avg` and `exp_avg_sq`.
-
-        Compressed moments come decoded, on the CPU. Those in e4m3_expanded have their exponents beside them
-        (`exp_avg_exponent`, uint8), which others ignore: with them the same codes are found again, without them ones as
-        good.
-        """
+        """Return the state dict of torch.optim.AdamW: FP32 moments under `exp_avg` and `exp_avg_sq`."""
         if self._finite:
             self._finite.resolve()
         result = super().state_dict()
         parameters = [p for group in self.param_groups for p in group["params"]]
         numbers = [index for group in result["param_groups"] for index in group["params"]]
         result["state"] = {
-            index: checkpoints.exported(result["state"][index], p.shape, self.compact)
+            index: _exported(result["state"][index], p.shape, self.compact)
             for index, p in zip(numbers, parameters, strict=True)
             if index in result["state"]
         }
@@ -275,29 +361,61 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer in any precision, of torch.optim.AdamW or of DeepSpeed's Adam.
 
-        The precision stays this optimizer's own.
-
-        Args:
-            state_dict: As one of them returned it.
-
-        Raises:
-            UserError: For a checkpoint of something else.
+        The precision stays this optimizer's own. Raises UserError for a checkpoint of something else.
         """
-        checkpoints.check(state_dict)
+        groups = state_dict["param_groups"]
+        if any("betas" not in group for group in groups):
+            raise UserError(_NOT_OF_ADAM, remedy=_WITHOUT)
+        if any(group.get("amsgrad") for group in groups):
+            problem = "the checkpoint is of AMSGrad, whose state this optimizer does not have"
+            raise UserError(problem, key="optimizer.params.amsgrad", remedy=_WITHOUT)
         # torch would cast every state to the parameter's dtype, and cannot cast a Moment.
         super().load_state_dict({**state_dict, "state": {}})
         self._finite = _FiniteCheck() if self._finite else None
-        saved_groups = state_dict["param_groups"]
-        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+        for group, saved_group in zip(self.param_groups, groups, strict=True):
             group["betas"] = tuple(group["betas"])
             for p, index in zip(group["params"], saved_group["params"], strict=True):
                 self._streams.setdefault(p, len(self._streams))
                 if index in state_dict["state"]:
-                    step = group.get("step", 0.0)  # where DeepSpeed's FusedAdam counts
-                    saved = checkpoints.imported({"step": step, **state_dict["state"][index]}, p)
-                    self.state[p] = {"step": saved.step} | {
-                        key: self._encoded(p, key, *numbers) for key, numbers in saved.numbers.items()
-                    }
+                    saved = state_dict["state"][index]
+                    step = saved.get("step", group.get("step", 0.0))  # DeepSpeed's FusedAdam counts in the group
+                    numbers = {key: self._encoded(p, key, *found) for key, found in _imported(saved, p).items()}
+                    self.state[p] = {"step": torch.tensor(float(step)), **numbers}
+
+
+def _exported(state: dict[str, Any], shape: torch.Size, compact: bool) -> dict[str, Any]:
+    """Return the state of a parameter of this shape as a checkpoint holds it; compressed moments come to the CPU."""
+    result = {}
+    for key, value in state.items():
+        if not isinstance(value, Moment):
+            result[key] = value.float() if key in MOMENTS else value
+        elif compact:
+            result[key] = value.packed()
+        else:
+            result[key] = value.decode("cpu").view(shape)
+            if value.exponent is not None:
+                result[f"{key}_exponent"] = value.exponent.cpu()
+    return result
+
+
+def _imported(saved: dict[str, Any], p: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the state of p in a checkpoint: FP32 numbers, and the exponents they were decoded with where known."""
+    numbers = {}
+    for key in MOMENTS if p.dtype is torch.float32 or MASTER not in saved else (*MOMENTS, MASTER):
+        if key not in saved:
+            raise UserError(f"{_NOT_OF_ADAM}: it has no {key}", remedy=_WITHOUT)
+        value, exponent = saved[key], saved.get(f"{key}_exponent")
+        if isinstance(value, dict):
+            # Decoded and encoded again by the caller, whose precision may be another; with the exponents the codes stay
+            # the same.
+            value, exponent = Moment.unpacked(value).decode(), value.get("exponent")
+        if value.numel() != p.numel():
+            raise UserError(
+                f"the checkpoint has {value.numel()} elements of {key} for a parameter of {p.numel()}",
+                remedy="load it into the model, and the number of ranks, that wrote it",
+            )
+        numbers[key] = value, exponent
+    return numbers
 
 
 def _step_on(device: torch.device, moments: Sequence[torch.Tensor | Moment]) -> Callable[..., None]:
@@ -321,12 +439,7 @@ def _check_gradient(p: torch.Tensor) -> None:
 
 
 def check_hyperparameters(values: Mapping[str, tuple[Any, bool]], remedy: str) -> None:
-    """Raise UserError for the first value that is out of range.
-
-    Args:
-        values: by name the value and whether it is in range.
-        remedy: the ranges of all of them.
-    """
+    """Raise UserError for the first value, by name with whether it is in range, that is not."""
     for name, (value, in_range) in values.items():
         if not in_range:
             raise UserError(f"{name} {value!r} is out of range", key=f"optimizer.params.{name}", remedy=remedy)
@@ -349,11 +462,7 @@ class _FiniteCheck:
     def begin(
         self, gradients: list[torch.Tensor], states: list[dict[str, Any]]
     ) -> dict[torch.device, torch.Tensor] | bool | None:
-        """Return whether to skip the step of `states`.
-
-        Returns:
-            True to skip it, None to take it; otherwise by device a flag that is not zero if it is to be skipped.
-        """
+        """Return True to skip the step of `states`, None to take it, or by device a flag: not zero to skip it."""
         # The largest magnitude: NaN and Inf carry through it, and no sum can overflow.
         norm = torch.nn.utils.get_total_norm(gradients, norm_type=torch.inf)
         flag = norm.isfinite().logical_not().to(torch.int32)
@@ -370,7 +479,7 @@ class _FiniteCheck:
         return {device: flag.to(device) for device in devices}
 
     def resolve(self) -> int:
-        """Take back the count of the last step if it was left out; returns how many steps were so far."""
+        """Take back the count of the last step if it was left out; return how many steps were so far."""
         if self._pending is not None:
             copied, host, states = self._pending
             self._pending = None

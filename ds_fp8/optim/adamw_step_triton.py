@@ -28,10 +28,17 @@ import triton.language as tl
 from ds_fp8.casts.primitives_triton import random_word
 from ds_fp8.config.formats import BLOCK, SMALLEST_SCALE
 from ds_fp8.config.optimizer_state import MOMENTS
-from ds_fp8.optim.adamw_step import AdamStep
-from ds_fp8.optim.codecs import EXPONENT_STEPS, LARGEST_EXPONENT, LOG2_RANGE, SCALE_MASKS, Codec
-from ds_fp8.optim.codecs_triton import EXPANDED, PLAIN, SCALED, decode_tile, divide, encode_store, normal_magnitude_bits
-from ds_fp8.optim.moment import Moment, shared_layout
+from ds_fp8.optim.adamw import AdamStep
+from ds_fp8.optim.moments import EXPONENT_STEPS, LARGEST_EXPONENT, LOG2_RANGE, SCALE_MASKS, Codec, Moment, shared_layout
+from ds_fp8.optim.moments_triton import (
+    EXPANDED,
+    PLAIN,
+    SCALED,
+    decode_tile,
+    divide,
+    encode_store,
+    normal_magnitude_bits,
+)
 
 ROWS, WARPS = 16, 4
 """Groups of 128 that a program takes, and its warps."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_fp8.optim import AdamW
-from ds_fp8.optim.adamw_step import AdamStep, adamw_step_reference
+from ds_fp8.optim.adamw import AdamStep, adamw_step_reference
 from tests.optim.numbers import gradients, moment, numbers_of
 from tests.optim.test_adamw import PRECISIONS, moments
 from tests.optim.test_zero import COAT, KEPT, losses, resume

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_fp8.optim.codecs import CODECS
-from ds_fp8.optim.moment import Layout, Moment
+from ds_fp8.optim.moments import CODECS, Layout, Moment
 
 COMPRESSED = ("fp16", "e4m3", "e5m2", "e4m3_expanded")
 SCALES = ("fp32", "pow2")

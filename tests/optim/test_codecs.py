@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_fp8.optim.codecs import CODECS, decode, encode
+from ds_fp8.optim.moments import CODECS, decode, encode
 from tests.optim.numbers import COMPRESSED, ROUNDING, SCALES, SIZES, awkward, combinations, gradients
 
 NOISE_DRAWS = 400

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ds_fp8.optim import adamw_step_triton as kernels
-from ds_fp8.optim.adamw_step import AdamStep, adamw_step_reference
-from ds_fp8.optim.codecs import CODECS
+from ds_fp8.optim.adamw import AdamStep, adamw_step_reference
+from ds_fp8.optim.moments import CODECS
 from tests.optim.numbers import gradients, moment, numbers_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

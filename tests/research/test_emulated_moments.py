@@ -7,7 +7,7 @@ import torch
 
 from ds_fp8.config.formats import FORMATS
 from ds_fp8.optim import AdamW
-from ds_fp8.optim.codecs import CODECS, decode, encode
+from ds_fp8.optim.moments import CODECS, decode, encode
 from ds_fp8.research.formats import EMULATED
 from tests.optim.numbers import SCALES, awkward, gradients
 

@@ -1,8 +1,7 @@
 """Casts between high precision and FP8, in Triton on a GPU and in plain torch elsewhere: the same bits either way."""
 
 from ds_fp8.casts.primitives import apply_factors, cast, group_amax, scale_from_amax
-from ds_fp8.casts.quantization import quantize, quantize_both, quantize_columnwise, transpose
-from ds_fp8.casts.tensor import QuantizedTensor
+from ds_fp8.casts.quantization import QuantizedTensor, quantize, quantize_both, quantize_columnwise, transpose
 
 __all__ = [
     "QuantizedTensor",

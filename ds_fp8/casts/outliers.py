@@ -25,7 +25,7 @@ from dataclasses import replace
 import torch
 
 from ds_fp8.casts.primitives import apply_factors, cast, decode, group_amax, scale_from_amax
-from ds_fp8.casts.tensor import QuantizedTensor, block_scales, whole_blocks, width_with_outliers
+from ds_fp8.casts.quantization import QuantizedTensor, block_scales, whole_blocks, width_with_outliers
 from ds_fp8.config.formats import BLOCK, FORMATS
 
 HALF = BLOCK // 2
@@ -160,7 +160,7 @@ def extend_input_reference(x: QuantizedTensor, values: torch.Tensor, channels: t
     data = torch.zeros(T, width, dtype=torch.uint8, device=x.data.device)
     data[:, :K] = x.data.view(torch.uint8)
     data[:, start:] = cast(blocks, own, x.format, "1x128").view(torch.uint8)
-    # Group-major, as kernels write scales of 1x128 (store_triton.py).
+    # Group-major, as kernels write scales of 1x128 (primitives_triton.py).
     scale = torch.empty(width // BLOCK, T, device=x.data.device).t()
     scale[:, : start // BLOCK], scale[:, start // BLOCK :] = x.scale, own
     return QuantizedTensor(data.view(FORMATS[x.format].dtype), scale, "1x128", x.scale_type)

@@ -16,9 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, scale_of, to_fp8
-from ds_fp8.casts.store_triton import tiles
-from ds_fp8.casts.tensor import QuantizedTensor, block_scales, width_with_outliers
+from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, scale_of, tiles, to_fp8
+from ds_fp8.casts.quantization import QuantizedTensor, block_scales, width_with_outliers
 from ds_fp8.config.formats import BLOCK
 
 ROUND_EVERY_PRODUCT = {"enable_fp_fusion": False}

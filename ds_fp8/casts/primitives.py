@@ -13,6 +13,8 @@ large saturates, and of Inf and NaN the element alone becomes NaN.
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Callable
 
 import torch
@@ -39,15 +41,10 @@ def apply_factors(x: torch.Tensor, row_factor: torch.Tensor | None, column_facto
 
 
 def group_amax(x: torch.Tensor, granularity: str) -> torch.Tensor:
-    """Return the largest magnitude of every group.
+    """Return the largest magnitude of every group: FP32 of shape `scale_shape(x.shape, granularity)`.
 
-    Args:
-        x: Floating point, of any shape that the granularity fits.
-        granularity: As for `quantize`.
-
-    Returns:
-        FP32 of shape `scale_shape(x.shape, granularity)`. A group that holds Inf or NaN has amax Inf (not NaN: an
-        all-reduce MAX must carry it across ranks). An empty tensor has amax 0.
+    A group that holds Inf or NaN has amax Inf (not NaN: an all-reduce MAX must carry it across ranks). An empty tensor
+    has amax 0.
     """
     shape = scale_shape(x.shape, granularity)
     if x.numel() == 0:
@@ -80,24 +77,15 @@ def _per_run(reduce: Callable[..., torch.Tensor], x: torch.Tensor, size: int) ->
 def scale_from_amax(amax: torch.Tensor, format: str, scale: str) -> torch.Tensor:
     """Return the dequantisation factors that bring `amax` to the format's largest value.
 
-    Args:
-        amax: Largest magnitudes, at least 0, of any shape.
-        format: A name of config/formats.py.
-        scale: "fp32"; "pow2" to round up to powers of two; another of SCALE_TYPES that follows from an amax.
-
-    Returns:
-        FP32 of amax's shape: 1 where amax is 0, NaN where it is not finite, never below SMALLEST_SCALE.
-
-    Raises:
-        ValueError: For an unknown scale type, or one which no amax makes.
+    FP32 of amax's shape: 1 where amax is 0, NaN where it is not finite, never below SMALLEST_SCALE. Raises ValueError
+    for an unknown scale type, or one which no amax makes.
     """
     check_scale_type(scale)
-    kind = SCALE_TYPES[scale]
-    if kind.from_numbers is not None:
-        raise ValueError(f"scale {scale!r} does not follow from an amax")
-    amax = amax.float()
+    kind, amax = SCALE_TYPES[scale], amax.float()
     if kind.from_amax is not None:
         return kind.from_amax(amax, format)
+    if kind.from_numbers is not None:
+        raise ValueError(f"scale {scale!r} does not follow from an amax")
     exact = exact_scale(amax, FORMATS[format].max)
     if scale == "pow2":
         # frexp and ldexp, not log2 and exp2: those round, and a scale one power too small would saturate.
@@ -123,48 +111,9 @@ def scales_for(x: torch.Tensor, format: str, granularity: str, scale: str) -> to
     kind = SCALE_TYPES[scale]
     if kind.from_numbers is not None:
         return kind.from_numbers(x, format, granularity)
-    if scale == "fitted" and granularity == "1x128":
-        return fitted_scales(x, format)
     if kind.needs_amax:
         return scale_from_amax(group_amax(x, granularity), format, scale)
     return scale_from_amax(torch.zeros(scale_shape(x.shape, granularity), device=x.device), format, scale)
-
-
-FITTED_SEVENTHS = (7, 6, 5, 4)
-"""The largest numbers of E4M3 and of E5M2 are 1.75, 1.5, 1.25 and 1 times a power of two: so many sevenths of the
-first."""
-
-
-def fitted_scales(x: torch.Tensor, format: str) -> torch.Tensor:
-    """Return for every 1x128 group the scale that leaves the smallest squared error.
-
-        scale[g] = amax[g] / c, with the c of {max, 6/7 max, 5/7 max, 4/7 max} of the smallest sum of (x[i] - rounded)^2
-
-    The largest number of a group, often a channel's that dwarfs the others, then loses nothing. Of equal errors the
-    largest c.
-
-    Args:
-        x: Floating point, of any shape.
-        format: "e4m3" or "e5m2".
-
-    Returns:
-        FP32 of shape `scale_shape(x.shape, "1x128")`; 1 where all is 0, NaN where anything is not finite.
-    """
-    amax, largest = group_amax(x, "1x128"), FORMATS[format].max
-    if x.numel() == 0:
-        return scale_from_amax(amax, format, "fp32")
-    best = least = None
-    for sevenths in FITTED_SEVENTHS:
-        scale = of_finite_groups(amax, exact_scale(amax, largest * sevenths / 7))
-        in_units = per_element(torch.mul, x.detach(), scale.reciprocal(), "1x128")
-        rounded = decode(in_units.clamp(-largest, largest).to(FORMATS[format].dtype))
-        # In units of the scale, for squares of small numbers vanish, and then of the largest c's.
-        lost = reduce_groups(torch.sum, (in_units - rounded).square_(), "1x128") * (7 / sevenths) ** 2
-        if best is None:
-            best, least = scale, lost
-        else:
-            best, least = torch.where(lost < least, scale, best), torch.minimum(lost, least)
-    return best
 
 
 def infinite_to_nan(x: torch.Tensor, scale: str) -> torch.Tensor:
@@ -196,16 +145,9 @@ def per_element(
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, format: str, granularity: str) -> torch.Tensor:
-    """Return `x` in units of `scale`, rounded to nearest even and saturated.
+    """Return `x` in units of `scale`, rounded to nearest even and saturated; NaN where x or its scale is NaN.
 
-    Args:
-        x: Floating point, of any shape.
-        scale: FP32, of shape `scale_shape(x.shape, granularity)`.
-        format: A name of FORMATS.
-        granularity: As for `quantize`.
-
-    Returns:
-        FP8, or uint8 codes of a format with a codec, of x's shape; NaN where x or its scale is NaN.
+    FP8, or uint8 codes of a format with a codec, of x's shape.
     """
     target = FORMATS[format]
     in_units = per_element(torch.mul, x.detach(), scale.reciprocal(), granularity)
@@ -218,10 +160,7 @@ def cast(x: torch.Tensor, scale: torch.Tensor, format: str, granularity: str) ->
 def decode(data: torch.Tensor, dtype: torch.dtype = torch.float32, format: str | None = None) -> torch.Tensor:
     """Return codes as numbers (scale 1), exact in FP32 and, where Format says so, in BF16.
 
-    Args:
-        data: FP8, or uint8 codes of a format with a codec.
-        dtype: Dtype of the numbers.
-        format: Name of the format of uint8 codes; FP8 dtypes say theirs.
+    `format` is that of uint8 codes; FP8 dtypes say theirs.
     """
     if data.dtype is torch.uint8:
         return FORMATS[format].codec.decode(data, dtype)
@@ -240,3 +179,37 @@ def dequantize(
         # Both factors are exact in BF16, so the BF16 product is the FP32 product rounded once, in half the memory.
         return per_element(torch.mul, decode(data, dtype, format), scale.to(dtype), granularity)
     return per_element(torch.mul, decode(data, format=format), scale, granularity).to(dtype)
+
+
+# Stochastic rounding, the same on every device: random bits are a hash of a key and an element's index.
+MULTIPLIERS = (0x9E3779B1, 0x7FEB352D, 0x846CA68B)
+"""The golden ratio, which parts neighbouring indices, and the two multipliers of the 32-bit integer hash "lowbias32"
+(Chris Wellons, Hash Prospector; public domain)."""
+_WORD = 0xFFFFFFFF
+
+
+def random_key(*parts: int | str) -> int:
+    """Return 31 bits that depend on these 64-bit integers and names only, in every process and Python version."""
+    # crc32 and not hash(), which differs between processes; 31 bits fit a signed argument of a kernel.
+    return zlib.crc32(b"".join(p.encode() if isinstance(p, str) else struct.pack("q", p) for p in parts)) >> 1
+
+
+def uniform(index: torch.Tensor, key: int) -> torch.Tensor:
+    """Return for every index (int64) an FP32 number k / 65536 in [0, 1) that depends on it and the 31-bit `key` only.
+
+    16 bits: added to an element in units of the grid, the sum is still exact.
+    """
+    step, first, second = MULTIPLIERS
+    # int64 stands for the kernel's uint32: products of 32 bits overflow nothing that the mask keeps.
+    word = (index * step + key) & _WORD
+    word = ((word ^ (word >> 16)) * first) & _WORD
+    word = ((word ^ (word >> 15)) * second) & _WORD
+    return ((word ^ (word >> 16)) >> 16).float() * 2.0**-16
+
+
+def round_stochastically(x: torch.Tensor, draw: torch.Tensor, format: str) -> torch.Tensor:
+    """Round FP32 x to a format's grid, up or down so that its expectation stays; `draw` in [0, 1). NaN stays NaN."""
+    target = FORMATS[format]
+    binade = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^e of every element
+    spacing = (binade * torch.finfo(target.dtype).eps).clamp_min(target.smallest_subnormal)
+    return torch.copysign((x.abs() / spacing + draw).floor() * spacing, x)

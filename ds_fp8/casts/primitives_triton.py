@@ -1,23 +1,25 @@
-"""The parts of casting kernels in Triton: amax, scale, rounding, random words; primitives.py has the maths.
+"""The parts of casting kernels in Triton: amax, scale, rounding, stores; primitives.py has the maths.
 
-Bit for bit what primitives.py and stochastic.py compute. An amax travels as the bits of its float: magnitudes order like
+Bit for bit what primitives.py computes. An amax travels as the bits of its float: magnitudes order like
 their bits, with NaN above Inf, so that a reduction of integers carries what is not finite.
+
+Layouts: data is contiguous, [M, K] row-wise and [K, M] column-wise. Scales of 1x128 are stored group-major ([K/128, M]
+as memory, seen as [M, K/128]), as cuBLAS and TMA want them; 128x128 scales pad each row to a multiple of 4.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from ds_fp8.casts.stochastic import MULTIPLIERS
-from ds_fp8.config.formats import FORMATS, SMALLEST_SCALE, has_power_of_two_scales
+from ds_fp8.casts.primitives import MULTIPLIERS
+from ds_fp8.casts.quantization import QuantizedTensor, block_scales
+from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE, has_power_of_two_scales
 
 NONE, GROUP, TILE, ROW, TENSOR = (tl.constexpr(i) for i in range(5))
 """Scales of a result: not wanted, one scale per 1x128 group, per tile, per row of the result, for all of it."""
 MODES = {None: 0, "1x128": 1, "128x128": 2, "row": 3, "tensor": 4}
-FITTED = tl.constexpr(2)
-"""Value of POW2 where scales of 1x128 groups are fitted_scales of primitives.py; 1 where they are powers of two, else 0.
-Elsewhere it means 0."""
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 """True where kernels are compiled, and may hold assembly: Triton's interpreter runs none."""
 _STEP, _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
@@ -25,7 +27,7 @@ _STEP, _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS
 
 @triton.jit
 def random_word(index, key):
-    """Return the 32 bits whose upper half `uniform` of stochastic.py takes."""
+    """Return the 32 bits whose upper half `uniform` of primitives.py takes."""
     # A counter-based generator: the same word for the same element wherever the kernel's tiles begin, and no state that
     # programs would have to share. Multiply and xor-shift twice: an avalanche, so that neighbours have nothing in
     # common.
@@ -67,7 +69,7 @@ def scale_of(bits, largest: tl.constexpr, smallest_scale: tl.constexpr, POW2: tl
     """
     amax = bits.to(tl.float32, bitcast=True)
     overflow = bits >= 0x7F800000
-    if POW2 == 1:
+    if POW2:
         E: tl.constexpr = 8 if largest < 500 else 15
         # mantissa m in [1, 2): 0x1FFFFF carries into the exponent if m > 1.75, the first mantissa that exceeds the
         # largest
@@ -86,46 +88,6 @@ def scale_of(bits, largest: tl.constexpr, smallest_scale: tl.constexpr, POW2: tl
         # One division a group, and a product an element: a division takes as long as the rest of a cast.
         reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
     return tl.where(overflow, float("nan"), scale), tl.where(overflow, float("nan"), reciprocal)
-
-
-@triton.jit
-def error_in_units(x, reciprocal, largest: tl.constexpr):
-    """Return the squared error of each x in units of its scale, of a cast to E4M3 (largest 448) or else to E5M2.
-
-    Rounded by arithmetic, not by a cast and back: ptxas 12.8 reads a register that was never written where FP8 is made
-    and unpacked.
-    """
-    EPSILON: tl.constexpr = 0.125 if largest < 500 else 0.25
-    SUBNORMAL: tl.constexpr = 2.0**-9 if largest < 500 else 2.0**-16
-    units = tl.abs(x * reciprocal)
-    shift = spacing_of(units, EPSILON, SUBNORMAL) * 12582912.0  # 1.5 * 2^23 spacings have no room for fractions
-    lost = (units + shift) - shift - units
-    return lost * lost
-
-
-@triton.jit
-def fit(scale, reciprocal, least, bits, lost, sevenths: tl.constexpr, largest: tl.constexpr, smallest: tl.constexpr):
-    """Return (scale, reciprocal, least error) with those of `sevenths` of the largest number, where they lose less.
-
-    `lost` is the error with them, in units of their scale.
-    """
-    other, its_reciprocal = scale_of(bits, largest * sevenths / 7, smallest, 0)
-    lost *= (7.0 / sevenths) * (7.0 / sevenths)
-    better = lost < least
-    return tl.where(better, other, scale), tl.where(better, its_reciprocal, reciprocal), tl.minimum(lost, least)
-
-
-@triton.jit
-def fitted_scale_of(tile, bits, AXIS: tl.constexpr, largest: tl.constexpr, smallest: tl.constexpr):
-    """Return (scale, 1 / scale) of fitted_scales in primitives.py, of the groups of a tile along AXIS."""
-    scale, reciprocal = scale_of(bits, largest, smallest, 0)
-    least = tl.sum(error_in_units(tile, tl.expand_dims(reciprocal, AXIS), largest), AXIS)
-    for sevenths in tl.static_range(6, 3, -1):
-        # In the order of the reference, from the largest number down, and `<` keeps the first of equal errors.
-        _, its = scale_of(bits, largest * sevenths / 7, smallest, 0)
-        lost = tl.sum(error_in_units(tile, tl.expand_dims(its, AXIS), largest), AXIS)
-        scale, reciprocal, least = fit(scale, reciprocal, least, bits, lost, sevenths, largest, smallest)
-    return scale, reciprocal
 
 
 @triton.jit
@@ -166,5 +128,223 @@ def format_arguments(format: str, scale: str) -> dict[str, object]:
         "DTYPE": TRITON_DTYPES.get(format, tl.float8e4nv),
         "LARGEST": FORMATS[format].max,
         "SMALLEST": SMALLEST_SCALE,
-        "POW2": FITTED.value if scale == "fitted" else int(has_power_of_two_scales(scale)),
+        "POW2": has_power_of_two_scales(scale),
     }
+
+
+_PACK = """{{
+.reg .b16 low, high;
+cvt.rn.satfinite.{0}x2.f32 low, $2, $1;
+cvt.rn.satfinite.{0}x2.f32 high, $4, $3;
+mov.b32 $0, {{low, high}};
+}}"""
+_PACK_E4M3, _PACK_E5M2 = tl.constexpr(_PACK.format("e4m3")), tl.constexpr(_PACK.format("e5m2"))
+"""Four FP32 numbers, rounded to nearest even, as the bytes of a word."""
+
+
+@triton.jit
+def store_cast(
+    tile, along, across, num_along, num_across, data, pitch, scale, amax, scale_along, scale_across,
+    AXIS: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+    POW2: tl.constexpr, EVEN: tl.constexpr,
+):
+    """Cast a tile and store it in a result [num_across, num_along] whose contraction lies along `AXIS` of the tile.
+
+    Args:
+        tile: FP32 numbers, [across, along] where AXIS is 1, else [along, across].
+        along: Indices of the tile's elements in the contraction.
+        across: Indices of the tile's elements in the other dimension of the result.
+        num_along: Length of the contraction.
+        num_across: Length of the other dimension.
+        data: Pointer to the result's codes, contiguous along the contraction.
+        pitch: Codes from one row of the result to the next.
+        scale: Pointer to the result's scales.
+        amax: Pointer to the amax bits of every row across (ROW) or of the whole tensor; not read by GROUP and TILE.
+        scale_along: Stride of the scales per group along.
+        scale_across: Stride of the scales per row across, of TILE per block of rows.
+        AXIS: Axis of the tile that is the contraction.
+        MODE: What shares a scale: GROUP, TILE, ROW or TENSOR.
+        DTYPE: Dtype of the codes.
+        LARGEST: Largest number of the format.
+        SMALLEST: Smallest scale.
+        POW2: Whether scales are powers of two.
+        EVEN: Whether the tile lies inside the result.
+    """
+    #     bits[r]  = max over the group of |tile[r, :]|      GROUP and TILE: the tile holds whole groups
+    #     scale, d = scale_of(bits)
+    #     codes    = round(tile / scale)                     row r of the result by its own scale
+    if MODE == GROUP:
+        bits = amax_bits(tile, AXIS)
+    elif MODE == TILE:
+        bits = tl.max(amax_bits(tile, AXIS), 0) + tl.zeros_like(across)
+    elif MODE == ROW:
+        bits = tl.load(amax + across, mask=across < num_across, other=0)
+    else:
+        bits = tl.load(amax) + tl.zeros_like(across)
+    factor, reciprocal = scale_of(bits, LARGEST, SMALLEST, POW2)
+    _store_scale(factor, along, across, num_across, scale, scale_along, scale_across, MODE)
+    codes = to_fp8(tile, tl.expand_dims(reciprocal, AXIS), DTYPE)
+    if AXIS == 1:
+        # int64 before the product with a row's length: an operand of 2^31 elements is a batch of 16k tokens and a large
+        # head.
+        address = data + across[:, None].to(tl.int64) * pitch + along[None, :]
+        inside = (across < num_across)[:, None] & (along < num_along)[None, :]
+    else:
+        address = data + across[None, :].to(tl.int64) * pitch + along[:, None]
+        inside = (across < num_across)[None, :] & (along < num_along)[:, None]
+    if EVEN:
+        tl.store(address, codes)
+    else:
+        tl.store(address, codes, mask=inside)
+
+
+@triton.jit
+def _store_scale(factor, along, across, num_across, scale, scale_along, scale_across, MODE: tl.constexpr):
+    group = tl.min(along, 0) // 128
+    if MODE == GROUP:
+        tl.store(scale + group * scale_along + across * scale_across, factor, mask=across < num_across)
+    elif MODE == TILE:
+        first = tl.min(across, 0)
+        block = scale + group * scale_along + first // 128 * scale_across
+        # One lane writes it: the others would write the same number to the same place.
+        tl.store(block + tl.zeros_like(across), factor, mask=across == first)
+    elif MODE == ROW:
+        # Programs of all groups along the row know it; the first of them writes it.
+        tl.store(scale + across, factor, mask=(across < num_across) & (group == 0))
+    else:
+        tl.store(scale + tl.zeros_like(across), factor, mask=(across == 0) & (group == 0))
+
+
+@triton.jit
+def store_cast_rowwise(
+    x0, x1, x2, x3, first_m, k, M, K, data, pitch, scale, amax, scale_along, scale_across,
+    MODE: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):
+    """Do store_cast along axis 1 for a whole tile given as for store_cast_columnwise."""
+    m = first_m + 4 * tl.arange(0, 32)
+    store_cast(
+        x0, k, m, K, M, data, pitch, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+    store_cast(
+        x1, k, m + 1, K, M, data, pitch, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+    store_cast(
+        x2, k, m + 2, K, M, data, pitch, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+    store_cast(
+        x3, k, m + 3, K, M, data, pitch, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
+    )
+
+
+@triton.jit
+def store_cast_columnwise(
+    x0, x1, x2, x3, first_m, k, M, K, data, scale, amax, scale_along, scale_across,
+    MODE: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):
+    """Do store_cast along axis 0 for a whole tile given as its rows 4i, 4i + 1, 4i + 2 and 4i + 3, each [32, 128].
+
+    Four codes that will lie side by side are packed into one word before they change places: transposing words costs a
+    quarter of transposing bytes. M is a multiple of 4.
+    """
+    if MODE == GROUP or MODE == TILE:
+        # Rows 4i .. 4i + 3 lie in four registers of one thread, so that the maximum of four rows costs no exchange, and
+        # the four codes of one column make one word:
+        #     word[i, k] = code(x0) | code(x1) << 8 | code(x2) << 16 | code(x3) << 24     tokens 4i .. 4i + 3 of column k
+        #     data[k, first_m / 4 + i] = word                                            four neighbours of the transposed row
+        bits01 = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
+        bits23 = tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
+        bits = tl.max(tl.maximum(bits01, bits23), 0)
+        if MODE == TILE:
+            bits = tl.max(bits, 0) + tl.zeros_like(k)
+    elif MODE == ROW:
+        bits = tl.load(amax + k)
+    else:
+        bits = tl.load(amax) + tl.zeros_like(k)
+    factor, reciprocal = scale_of(bits, LARGEST, SMALLEST, POW2)
+    _store_scale(factor, first_m + tl.zeros_like(k), k, K, scale, scale_along, scale_across, MODE)
+    word = _four_codes(x0, x1, x2, x3, reciprocal[None, :], DTYPE)
+    # The result has rows of M bytes, M / 4 words: why M must be a multiple of 4.
+    address = (
+        data.to(tl.pointer_type(tl.int32))
+        + k[None, :].to(tl.int64) * (M // 4)
+        + (first_m // 4 + tl.arange(0, 32))[:, None]
+    )
+    tl.store(address, word)
+
+
+@triton.jit
+def _four_codes(x0, x1, x2, x3, reciprocal, DTYPE: tl.constexpr):
+    """Return the codes of x0, x1, x2 and x3 as the bytes of an int32, x0's the lowest."""
+    # In assembly: ptxas 12.8 takes a shifted half of a pair of codes for the whole register and merges it with the
+    # stack pointer's bits, in FP32 casts along the tokens alone. A pair that goes into a word as it is has no shift.
+    if COMPILED:
+        to_e4m3: tl.constexpr = DTYPE == tl.float8e4nv
+        return tl.inline_asm_elementwise(
+            _PACK_E4M3 if to_e4m3 else _PACK_E5M2, "=r,f,f,f,f",
+            [x0 * reciprocal, x1 * reciprocal, x2 * reciprocal, x3 * reciprocal],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )
+    return (
+        _code(x0, reciprocal, DTYPE)
+        | _code(x1, reciprocal, DTYPE) << 8
+        | _code(x2, reciprocal, DTYPE) << 16
+        | _code(x3, reciprocal, DTYPE) << 24
+    )
+
+
+@triton.jit
+def _code(x, reciprocal, DTYPE: tl.constexpr):
+    """Return the code of each element as an int32."""
+    return to_fp8(x, reciprocal, DTYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+def tiles(length: int) -> int:
+    """Return how many tiles of 128 elements cover `length`."""
+    return -(-length // BLOCK)
+
+
+def is_even(*lengths: int) -> bool:
+    """Return whether tiles of 128 elements cover all of these lengths without a rest."""
+    return all(length % BLOCK == 0 for length in lengths)
+
+
+def empty_result(
+    rows: int, columns: int, format: str, granularity: str | None, scale: str, device: torch.device, room: int = 0
+) -> QuantizedTensor | None:
+    """Return a QuantizedTensor [rows, columns] in the layout that kernels write and GEMMs read; None without granularity.
+
+    It is uninitialised, except that scales of no elements are 1.
+
+    Args:
+        rows: Length of the result's first dimension.
+        columns: Length of its contraction.
+        format: Name of the number format.
+        granularity: What shares a scale, or None.
+        scale: Type of the scales.
+        device: Device of the result.
+        room: Codes behind every row, whole blocks, in memory alone: with "1x128" a view of a wider operand results.
+    """
+    if granularity is None:
+        return None
+    data = torch.empty(rows, columns + room, dtype=FORMATS[format].dtype, device=device)[:, :columns]
+    if granularity == "1x128":
+        # Group-major: the scales of one group of all rows are contiguous, and a product's tile reads 128 of them at
+        # once.
+        factors = torch.empty(tiles(columns + room), rows, device=device).t()[:, : tiles(columns)]
+    elif granularity == "128x128":
+        # Rows of these scales are padded to multiples of 4: cuBLAS reads them 16 bytes at a time.
+        factors = block_scales(tiles(rows), tiles(columns), device)
+    else:
+        factors = torch.empty((rows, 1) if granularity == "row" else (), device=device)
+    if data.numel() == 0:
+        factors.fill_(1.0)
+    return QuantizedTensor(data, factors, granularity, scale)
+
+
+def result_arguments(result: QuantizedTensor | None) -> tuple:
+    """Return (data, scale, stride of the scales per group along the contraction, per row or row block) of a result."""
+    if result is None:
+        return None, None, 0, 0
+    strides = result.scale.stride()
+    across, along = strides if len(strides) == 2 else (0, 0)
+    return result.data, result.scale, along, across

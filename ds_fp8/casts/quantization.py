@@ -1,14 +1,133 @@
-"""Casts of tensors and matrices to FP8: in Triton on a GPU and in plain torch elsewhere, the same bits either way."""
+"""QuantizedTensor, and casts of tensors and matrices to FP8: in Triton on a GPU and in plain torch elsewhere.
+
+The bits are the same either way.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from dataclasses import dataclass, replace
+from importlib import metadata
 
 import torch
+from packaging.version import Version
 
+from ds_fp8.casts import primitives
 from ds_fp8.casts.primitives import apply_factors, cast, infinite_to_nan, scales_for
-from ds_fp8.casts.tensor import QuantizedTensor
-from ds_fp8.config.formats import FORMATS, check_scale_type, is_native, is_of_blocks
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import (
+    BLOCK,
+    FORMATS,
+    CastSpec,
+    check_scale_type,
+    format_of,
+    is_native,
+    is_of_blocks,
+    scale_shape,
+)
+
+
+def block_scales(rows: int, columns: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """Return uninitialised FP32 scales [rows, columns] of 128x128 blocks, in the layout that cuBLAS reads.
+
+    Rows lie a multiple of 4 floats apart; the view is what it seems, its storage a little larger.
+    """
+    return torch.empty(rows, -(-columns // 4) * 4, device=device)[:, :columns]
+
+
+def whole_blocks(columns: int) -> int:
+    """Return `columns` rounded up to whole blocks."""
+    return -(-columns // BLOCK) * BLOCK
+
+
+def width_with_outliers(columns: int, channels: int) -> int:
+    """Return the length of the contraction with its outlier blocks."""
+    return whole_blocks(columns) + whole_blocks(2 * channels)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A tensor x stored as x ≈ data * scale.
+
+    Raises:
+        ValueError: The shapes of data and scale do not belong together.
+    """
+
+    data: torch.Tensor
+    """FP8, or uint8 codes of a format with a codec, the shape of x."""
+    scale: torch.Tensor
+    """FP32 dequantisation factors of shape `scale_shape(x.shape, granularity)`."""
+    granularity: str
+    scale_type: str = "fp32"
+    """A name of SCALE_TYPES; "pow2" promises that every scale is a power of two."""
+    format_name: str | None = None
+    """Name of the format of uint8 codes; FP8 dtypes say theirs."""
+
+    def __post_init__(self) -> None:
+        if self.format_name is None:
+            format_of(self.data.dtype)
+        # Checked once here, so that products and decoding need not: wrong shapes would broadcast silently.
+        expected = scale_shape(self.data.shape, self.granularity)
+        if tuple(self.scale.shape) != expected:
+            raise ValueError(
+                f"scale has shape {tuple(self.scale.shape)}; {self.granularity} of data "
+                f"{tuple(self.data.shape)} needs {expected}"
+            )
+
+    @classmethod
+    def of_bytes(cls, codes: torch.Tensor, scale: torch.Tensor, spec: CastSpec) -> QuantizedTensor:
+        """Return the tensor whose uint8 codes are these bytes."""
+        format = FORMATS[spec.format]
+        name = None if format.codec is None else format.name
+        return cls(codes.view(format.dtype), scale, spec.granularity, spec.scale, name)
+
+    def __reduce__(self) -> tuple:
+        # torch writes FP8 tensors into a plain pickle and cannot read them back: the bytes go in instead.
+        data = self.data.view(torch.uint8), self.data.dtype
+        return _from_bytes, (*data, self.scale, self.granularity, self.scale_type, self.format_name)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the shape of the tensor."""
+        return self.data.shape
+
+    @property
+    def format(self) -> str:
+        """Return the name of the number format, such as "e4m3"."""
+        return self.format_name or format_of(self.data.dtype).name
+
+    @property
+    def spec(self) -> CastSpec:
+        """Return the cast that made this tensor."""
+        return CastSpec(self.format, self.granularity, self.scale_type)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of elements and scales together."""
+        return self.data.nbytes + self.scale.nbytes
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the numbers that this tensor stands for: data * scale, rounded once to `dtype`."""
+        return primitives.dequantize(self.data, self.scale, self.granularity, self.scale_type, dtype, self.format)
+
+    def t(self) -> QuantizedTensor:
+        """Return the transposed matrix without casting again: bytes and scales are views of this tensor's.
+
+        Raises:
+            ValueError: For granularities whose groups lie along one dimension; transposed, they need new scales.
+        """
+        if self.granularity == "tensor":
+            return replace(self, data=self.data.t())
+        if is_of_blocks(self.granularity):
+            # A transposed block is a block: the same 128 x 128 elements share its scale.
+            return replace(self, data=self.data.t(), scale=self.scale.t())
+        raise ValueError(
+            f"a {self.granularity} cast cannot be transposed: cast the transposed high-precision tensor instead"
+        )
+
+
+def _from_bytes(data: torch.Tensor, dtype: torch.dtype, *others) -> QuantizedTensor:
+    return QuantizedTensor(data.view(dtype), *others)
 
 
 def quantize(
@@ -28,8 +147,7 @@ def quantize(
         format: "e4m3", "e5m2" or another name of config.formats.FORMATS.
         granularity: Elements that share a scale: "tensor", "row" (the last dimension), "1x128" (128 elements along the
             last dimension), "128x128", or groups and blocks of other sizes. Ragged edges are groups of their own.
-        scale: "pow2" (powers of two), "fp32", "fitted" (as "fp32", but of groups of 1x128 that of the smallest squared
-            error), or another name of config.formats.SCALE_TYPES.
+        scale: "pow2" (powers of two), "fp32", or another name of config.formats.SCALE_TYPES.
         row_factor: [M], multiplied in FP32 into the rows of a matrix [M, K] before the cast.
         column_factor: [K], multiplied into its columns after that.
         room: Codes, whole blocks, that kernels leave free behind every row of a matrix cast per 1x128, for outlier
@@ -78,18 +196,7 @@ def quantize_both(
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     """Cast a matrix x [M, K] for both of its products in one pass: [M, K] along K and [K, M] along M.
 
-    Args:
-        x: The matrix, of any floating point dtype.
-        format: As for `quantize`, of both results.
-        rowwise: Granularity of the first result; None if it is not wanted.
-        columnwise: Granularity of the second result; None if it is not wanted.
-        scale: As for `quantize`, of both results.
-        row_factor: As for `quantize`.
-        column_factor: As for `quantize`.
-        room: As for `quantize`, of the first result.
-
-    Returns:
-        (x cast along K or None, x cast along M or None).
+    Arguments are those of `quantize`, `room` of the first result; a result whose granularity is None is not made.
 
     Raises:
         ValueError: For an unknown option, or an x that is no matrix.
@@ -113,15 +220,8 @@ def quantize_both(
 def transpose(q: QuantizedTensor, matrices: int = 1) -> QuantizedTensor:
     """Return the transposed matrix with its bytes copied to lie contiguous along the other dimension.
 
-    Args:
-        q: A matrix [M, K] cast per tensor or per 128x128 block.
-        matrices: How many matrices of equal shape q stacks along its rows; each is transposed. Blocks belong to one.
-
-    Returns:
-        The same numbers as [K, M], or stacked as [matrices * K, M / matrices], not cast again.
-
-    Raises:
-        ValueError: For granularities that cannot be transposed without casting again (QuantizedTensor.t).
+    Where q stacks several matrices of equal shape along its rows, each is transposed: [matrices * K, M / matrices].
+    Raises ValueError for granularities that cannot be transposed without casting again.
     """
     if matrices == 1:
         turned = q.t()
@@ -155,3 +255,54 @@ def _check_words(format: str, scale: str) -> None:
     if not FORMATS.knows(format):
         raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
     check_scale_type(scale)
+
+
+SUSPECT = Version("3.8")
+"""From here on Triton writes wrong bytes in transposed 1-byte stores beside min.NaN and max.NaN (triton#11111)."""
+REMEDY = "pip install -c scripts/constraints-gpu.txt torch triton"
+
+
+def check_triton(device: torch.device) -> None:
+    """Compare every byte of small transposing casts, where the installed Triton may miscompile them; or UserError."""
+    version = _version()
+    if device.type == "cuda" and version is not None and version >= SUSPECT and (wrong := wrong_casts(device)):
+        raise UserError(f"Triton {version} miscompiles {', '.join(wrong)} on this GPU (triton#11111)", remedy=REMEDY)
+
+
+@functools.cache
+def _version() -> Version | None:
+    try:
+        return Version(metadata.version("triton"))
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def wrong_casts(device: torch.device) -> list[str]:
+    """Return which transposing casts differ on a device from casts of the transposed matrix on the CPU."""
+    wrong = []
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((256, 384), (200, 136)):  # whole tiles, ragged ones
+        x = torch.randn(shape, generator=generator).to(torch.bfloat16)
+        x[131, 7] = 0.0
+        poisoned = x.clone()
+        poisoned[3, 5], poisoned[130, 70] = float("inf"), float("nan")
+        for values, format, granularity, scale in (
+            (poisoned, "e4m3", "1x128", "pow2"),
+            (poisoned, "e5m2", "1x128", "fp32"),
+            (x, "e4m3", "tensor", "fp32"),
+        ):
+            _, columnwise = quantize_both(values.to(device), format, granularity, granularity, scale)
+            expected = quantize(values.t().contiguous(), format, granularity, scale)
+            if not _same(columnwise.data, expected.data) or not _same(columnwise.scale, expected.scale):
+                wrong.append(f"the cast along tokens in {format}, {granularity}, {scale} of {shape}")
+        blocks = quantize(x, "e4m3", "128x128", "pow2")
+        on_device = quantize(x.to(device), "e4m3", "128x128", "pow2")
+        if not _same(transpose(on_device).data, blocks.data.t().contiguous()):
+            wrong.append(f"the transposed copy of a weight of {shape}")
+    return wrong
+
+
+def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Compare codes, or scales, as numbers with their signs: NaN has several codes."""
+    found, expected = (x.cpu().float().nan_to_num(nan=1e9) for x in (found, expected))
+    return torch.equal(found, expected) and torch.equal(found.signbit(), expected.signbit())

@@ -24,19 +24,17 @@ from ds_fp8.casts.primitives_triton import (
     ROW,
     TILE,
     amax_bits,
-    format_arguments,
-    raise_amax,
-)
-from ds_fp8.casts.store_triton import (
     empty_result,
+    format_arguments,
     is_even,
+    raise_amax,
     result_arguments,
     store_cast,
     store_cast_columnwise,
     store_cast_rowwise,
     tiles,
 )
-from ds_fp8.casts.tensor import QuantizedTensor
+from ds_fp8.casts.quantization import QuantizedTensor
 
 
 @triton.jit

@@ -4,12 +4,11 @@ A cast is described by three words, which are also what a user writes in the JSO
 
     format        how one element is stored        e4m3 | e5m2
     granularity   which elements share a scale     tensor | row | 1x128 | 128x128
-    scale         what values a scale may take     fp32 | fitted | pow2
+    scale         what values a scale may take     fp32 | pow2
 
 This is what Hopper multiplies; ds_fp8.research registers more formats and scales, and takes groups and blocks of other
-sizes (registry.py). "fp32" is amax / (largest number of the format); "fitted" brings the amax of each 1x128 group to
-that of the format's four largest multiples of a power of two which leaves it the smallest squared error; "pow2" is
-"fp32" rounded up to a power of two: nothing overflows, and multiplying by it is exact.
+sizes (registry.py). "fp32" is amax / (largest number of the format); "pow2" is "fp32" rounded up to a power of two:
+nothing overflows, and multiplying by it is exact.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ds_fp8.config.registry import Registry
 
 FormatName = Literal["e4m3", "e5m2"]
 Granularity = Literal["tensor", "row", "1x128", "128x128"]
-ScaleName = Literal["fp32", "fitted", "pow2"]
+ScaleName = Literal["fp32", "pow2"]
 NATIVE_FORMATS: tuple[str, ...] = get_args(FormatName)
 NATIVE_GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 NATIVE_SCALES: tuple[str, ...] = get_args(ScaleName)
@@ -88,7 +87,7 @@ class ScaleType:
     """The scales from the numbers, a format's name and a granularity, where they do not follow from an amax."""
 
 
-SCALE_TYPES: Registry[ScaleType] = Registry(fp32=ScaleType(), fitted=ScaleType(), pow2=ScaleType(powers_of_two=True))
+SCALE_TYPES: Registry[ScaleType] = Registry(fp32=ScaleType(), pow2=ScaleType(powers_of_two=True))
 
 
 def has_power_of_two_scales(scale: str) -> bool:

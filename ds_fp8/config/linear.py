@@ -23,8 +23,7 @@ class Cast(Section):
     of the product the cast feeds, or a 128x128 block."""
     scale: ScaleName = "pow2"
     """pow2: powers of two; a second cast of the result is exact. fp32: amax / largest code, so that the largest number
-    of a group is exact. fitted: in groups of 1x128, amax / one of the four largest codes, by the smallest squared error
-    of the group; otherwise as fp32."""
+    of a group is exact."""
 
     @property
     def spec(self) -> CastSpec:
@@ -55,6 +54,8 @@ class WgradConfig(Section):
 class LinearCasts(Section):
     """The casts of the operands of a linear layer's three products."""
 
+    scales_beside_outliers: ClassVar[tuple[str, ...]] = NATIVE_SCALES
+
     input: Cast = Cast()
     weight: WeightCast = WeightCast()
     grad_output: Cast = Cast()
@@ -83,14 +84,14 @@ class LinearCasts(Section):
     def _outliers_are_of_blocks(self) -> LinearCasts:
         x, w = self.input, self.weight
         fits = (x.granularity, w.granularity, x.format, w.format) == ("1x128", "128x128", "e4m3", "e4m3")
-        fits &= x.scale in NATIVE_SCALES and w.scale in ("pow2", "fp32")
+        fits &= x.scale in self.scales_beside_outliers and w.scale in NATIVE_SCALES
         if self.outlier_channels and not (fits and self.without_outliers is None):
             raise UserError(
                 f"outlier channels need E4M3 casts in blocks, but input is {x}, weight {w}"
                 + (f", {self.without_outliers}" if self.without_outliers else ""),
                 key="fp8.linear.outlier_channels",
                 remedy='"outlier_channels": 0, or "input": {"granularity": "1x128"}, "weight": {"granularity": '
-                '"128x128"}, both "e4m3", rounded to nearest, with scale "pow2" or "fp32" (input: or "fitted")',
+                '"128x128"}, both "e4m3", rounded to nearest, with scale "pow2" or "fp32"',
             )
         return self
 

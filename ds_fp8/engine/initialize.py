@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import set_z3_leaf_modules
 
-from ds_fp8.casts.triton_check import check_triton
+from ds_fp8.casts.quantization import check_triton
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError

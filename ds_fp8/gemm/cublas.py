@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.casts.tensor import block_scales
+from ds_fp8.casts.quantization import block_scales
 from ds_fp8.config.formats import BLOCK
 
 ALIGNMENT = 16

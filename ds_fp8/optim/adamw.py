@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from ds_fp8.casts.stochastic import random_key
+from ds_fp8.casts.primitives import random_key
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.optimizer_state import MOMENTS, StatePrecision
 from ds_fp8.optim.moments import CHUNK, CODECS, Layout, Moment, draw, encode, is_kept_as, shared_layout

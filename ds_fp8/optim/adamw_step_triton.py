@@ -1,4 +1,4 @@
-"""adamw_step_reference of adamw_step.py in Triton: gradient, codes and scales are read once, and what changed is written once.
+"""adamw_step_reference of adamw.py in Triton: gradient, codes and scales are read once, and what changed is written once.
 
 A program takes ROWS groups of 128 consecutive elements of the flat parameter. With 16 elements a thread every access is
 16 bytes wide, codes lie in the same registers as their gradient, a group's largest and smallest magnitude are reductions

@@ -1,4 +1,4 @@
-"""Decoding and encoding of a tile of optimizer state in Triton, as codecs.py has it; adamw_step_triton.py puts them into a step.
+"""Decoding and encoding of a tile of optimizer state in Triton, as moments.py has it; adamw_step_triton.py puts them into a step.
 
 A tile is ROWS groups of 128 elements, [ROWS, 128]. Expansion takes two logarithms and two exponentials an element and
 moment; on a GPU they are the approximate instructions (FAST), whose errors of 1e-5 are far below E4M3's.

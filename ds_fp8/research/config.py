@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import NATIVE_FORMATS, FormatName, Granularity, ScaleName, is_of_groups
+from ds_fp8.config.formats import NATIVE_FORMATS, NATIVE_SCALES, FormatName, Granularity, ScaleName, is_of_groups
 from ds_fp8.config.fp8 import GradientReduceConfig, OptimizerStateConfig, ParameterGatherConfig
 from ds_fp8.config.linear import Cast, LinearCasts, LinearConfig, WeightCast, WgradConfig
 from ds_fp8.config.optimizer_state import CodecName
@@ -19,7 +19,7 @@ from ds_fp8.research.formats import EmulatedFormat, ResearchSpec, static_scale_t
 
 AnyFormat = Literal[FormatName, EmulatedFormat]
 AnyGranularity = Literal[Granularity, "1x32", "32x32", "1x16", "16x16"]
-AnyScale = Literal[ScaleName, "e4m3", "mse", "static"]
+AnyScale = Literal[ScaleName, "e4m3", "mse", "fitted", "static"]
 
 
 class ResearchCast(Cast):
@@ -31,7 +31,8 @@ class ResearchCast(Cast):
     """Elements that share a scale, as core's, or in groups and blocks of 32 and 16."""
     scale: AnyScale = "pow2"
     """As core's, and: e4m3: scales of groups are E4M3 numbers in units of one FP32 scale of the tensor, as in NVFP4.
-    mse: the pow2 scale or half of it, by the smaller squared error of the group, as in Quartet. static:
+    mse: the pow2 scale or half of it, by the smaller squared error of the group, as in Quartet. fitted: in groups of
+    1x128, amax / one of the four largest codes, by the squared error; otherwise as fp32. static:
     2^static_exponent for a whole tensor ("granularity": "tensor"), without an amax; larger numbers saturate. For models
     whose tensors stay near variance 1."""
     static_exponent: int = Field(0, ge=-100, le=100)
@@ -172,6 +173,8 @@ class RecastConfig(Section):
 
 class ResearchCasts(LinearCasts):
     """The casts of the operands of a linear layer's three products, rotated, or cast a second time."""
+
+    scales_beside_outliers: ClassVar[tuple[str, ...]] = (*NATIVE_SCALES, "fitted")
 
     input: ResearchCast = ResearchCast()
     weight: ResearchWeightCast = ResearchWeightCast()

@@ -2,11 +2,12 @@
 
     formats         minifloats of 4 to 8 bits, integers, logarithms: a byte an element, decoded for their products
     granularity     1x32 | 32x32 | 1x16 | 16x16 ...
-    scale           e4m3 | mse | static, static 2^-24 ...
+    scale           e4m3 | mse | fitted | static, static 2^-24 ...
 
 MXFP8 and MXFP4 are e4m3 and e2m1 in groups of 32 with a power-of-two scale, NVFP4 is e2m1 in groups of 16 with scale
 type "e4m3": a scale of E4M3 each, in units of one FP32 scale of the tensor. "mse" is the scale of "pow2" or half of it,
-whichever leaves the group the smaller squared error: with half of it the largest elements may saturate. "static" is one
+whichever leaves the group the smaller squared error: with half of it the largest elements may saturate. "fitted" brings
+the amax of each 1x128 group to one of the format's four largest numbers, likewise by the squared error. "static" is one
 fixed power of two for all of a tensor, whatever its values: nothing looks for an amax.
 """
 
@@ -20,6 +21,7 @@ import torch
 from ds_fp8.casts.primitives import (
     apply_factors,
     cast,
+    decode,
     dequantize,
     exact_scale,
     group_amax,
@@ -27,12 +29,11 @@ from ds_fp8.casts.primitives import (
     of_finite_groups,
     per_element,
     reduce_groups,
+    round_stochastically,
     scale_from_amax,
     scales_for,
 )
-from ds_fp8.casts.quantization import quantize, quantize_columnwise
-from ds_fp8.casts.stochastic import round_stochastically
-from ds_fp8.casts.tensor import QuantizedTensor
+from ds_fp8.casts.quantization import QuantizedTensor, quantize, quantize_columnwise
 from ds_fp8.config.formats import (
     FORMATS,
     SCALE_TYPES,
@@ -121,6 +122,38 @@ def scales_of_least_error(x: torch.Tensor, format: str, granularity: str) -> tor
     return torch.where(errors[1] < errors[0], half, whole)  # equal, or NaN: whole
 
 
+FITTED_SEVENTHS = (7, 6, 5, 4)
+"""The largest numbers of E4M3 and of E5M2 are 1.75, 1.5, 1.25 and 1 times a power of two: so many sevenths of the
+first."""
+
+
+def fitted_scales(x: torch.Tensor, format: str, granularity: str = "1x128") -> torch.Tensor:
+    """Return for every 1x128 group the scale that leaves the smallest squared error.
+
+        scale[g] = amax[g] / c, with the c of {max, 6/7 max, 5/7 max, 4/7 max} of the smallest sum of (x[i] - rounded)^2
+
+    The largest number of a group, often a channel's that dwarfs the others, then loses nothing. Of equal errors the
+    largest c.
+
+    For E4M3 and E5M2. In other granularities, and from an amax alone, the scales are those of "fp32".
+    """
+    amax, largest = group_amax(x, granularity), FORMATS[format].max
+    if x.numel() == 0 or granularity != "1x128":
+        return scale_from_amax(amax, format, "fp32")
+    best = least = None
+    for sevenths in FITTED_SEVENTHS:
+        scale = of_finite_groups(amax, exact_scale(amax, largest * sevenths / 7))
+        in_units = per_element(torch.mul, x.detach(), scale.reciprocal(), "1x128")
+        rounded = decode(in_units.clamp(-largest, largest).to(FORMATS[format].dtype))
+        # In units of the scale, for squares of small numbers vanish, and then of the largest c's.
+        lost = reduce_groups(torch.sum, (in_units - rounded).square_(), "1x128") * (7 / sevenths) ** 2
+        if best is None:
+            best, least = scale, lost
+        else:
+            best, least = torch.where(lost < least, scale, best), torch.minimum(lost, least)
+    return best
+
+
 def e4m3_scales(amax: torch.Tensor, format: str) -> torch.Tensor:
     """Return the scales of groups, rounded to E4M3 in units of one FP32 scale of the tensor, as NVFP4 stores them."""
     return of_finite_groups(amax, _in_units_of_the_tensor(exact_scale(amax, FORMATS[format].max)))
@@ -149,6 +182,9 @@ EXPONENTS = range(-100, 101)
 """Exponents of static scales."""
 SCALE_TYPES.update({static_scale_type(exponent): _static(exponent) for exponent in EXPONENTS})
 SCALE_TYPES["e4m3"] = ScaleType(multiplied=False, from_amax=e4m3_scales)
+SCALE_TYPES["fitted"] = ScaleType(
+    from_amax=lambda amax, format: scale_from_amax(amax, format, "fp32"), from_numbers=fitted_scales
+)
 SCALE_TYPES["mse"] = ScaleType(True, multiplied=False, from_numbers=scales_of_least_error)
 
 
@@ -181,7 +217,7 @@ class ResearchSpec(CastSpec):
             return f"{self.granularity} weights are cast along either contraction, from high precision"
         if self.rounding == "stochastic":
             return "weights rounded stochastically are cast where they are used"
-        if SCALE_TYPES[self.scale].from_numbers is not None:
+        if SCALE_TYPES[self.scale].from_numbers is not None and self.scale != "fitted":
             return f'scales of type "{self.scale}" follow from all of a group, of which a rank may have a part'
         return None
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ds_fp8.casts.stochastic import round_stochastically, uniform
+from ds_fp8.casts.primitives import round_stochastically, uniform
 from ds_fp8.config.formats import FORMATS, NATIVE_FORMATS
 
 SAMPLES = 20000

@@ -6,7 +6,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from ds_fp8.casts import triton_check
+from ds_fp8.casts import quantization as triton_check
 from ds_fp8.config.errors import UserError
 
 CUDA = torch.device("cuda")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_fp8.casts import QuantizedTensor, quantize, quantize_columnwise
-from ds_fp8.casts.tensor import block_scales
+from ds_fp8.casts.quantization import block_scales
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.gemm import grouped
 from tests.gemm.groups import AWKWARD, random_rows, row_groups, spans

@@ -209,7 +209,7 @@ def test_the_kernel_shows_a_nan_and_hides_it_behind_an_ignored_target():
 @pytest.mark.parametrize("wants_row", [True, False])
 def test_the_kernel_casts_the_softmax_gradient(wants_row):
     kernels = pytest.importorskip("ds_fp8.layers.head.softmax_gradient_triton", reason="Triton is not installed")
-    empty_result = pytest.importorskip("ds_fp8.casts.store_triton").empty_result
+    empty_result = pytest.importorskip("ds_fp8.casts.primitives_triton").empty_result
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bound = 1e-2 if torch.cuda.is_available() else 0.12  # Triton's interpreter rounds to FP8 coarsely
     torch.manual_seed(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_fp8.casts import QuantizedTensor, cast, quantize
-from ds_fp8.casts.tensor import block_scales
+from ds_fp8.casts.quantization import block_scales
 from ds_fp8.monitor import statistics
 from ds_fp8.monitor.statistics import PEAKS, SUMS, add_cast_statistics
 

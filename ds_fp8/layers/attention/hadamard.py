@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from ds_fp8.casts.stochastic import random_key, uniform
+from ds_fp8.casts.primitives import random_key, uniform
 from ds_fp8.config.formats import BLOCK
 
 ROTATION_BLOCKS = (16, 32, 64, 128)

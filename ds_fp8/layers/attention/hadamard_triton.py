@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ds_fp8.casts.primitives_triton import is_even, tiles
 from ds_fp8.casts.quantization_triton import load_tile
-from ds_fp8.casts.store_triton import is_even, tiles
 
 
 @triton.jit

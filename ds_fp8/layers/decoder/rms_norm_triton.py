@@ -10,14 +10,13 @@ import triton.language as tl
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.casts.primitives_triton import (
-    FITTED,
     amax_bits,
-    fitted_scale_of,
+    empty_result,
     format_arguments,
     scale_of,
+    tiles,
     to_fp8,
 )
-from ds_fp8.casts.store_triton import empty_result, tiles
 from ds_fp8.config.formats import CastSpec
 
 
@@ -45,10 +44,7 @@ def _normalise_rows(
     tl.store(rstd + m, factor)
     if CAST:
         normed = row * factor * tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)
-        if POW2 == FITTED:
-            scales, reciprocal = fitted_scale_of(normed, amax_bits(normed, 1), 1, LARGEST, SMALLEST)
-        else:
-            scales, reciprocal = scale_of(amax_bits(normed, 1), LARGEST, SMALLEST, POW2)
+        scales, reciprocal = scale_of(amax_bits(normed, 1), LARGEST, SMALLEST, POW2)
         # Group-major [H / 128, M]: programs of neighbouring tokens write neighbouring scales.
         tl.store(scale + groups.to(tl.int64) * M + m, scales, mask=groups * 128 < H)
         codes = to_fp8(normed, reciprocal[:, None], DTYPE)

@@ -19,9 +19,12 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.casts.primitives_triton import GROUP, MODES, NONE, format_arguments
-from ds_fp8.casts.store_triton import (
+from ds_fp8.casts.primitives_triton import (
+    GROUP,
+    MODES,
+    NONE,
     empty_result,
+    format_arguments,
     result_arguments,
     store_cast,
     store_cast_columnwise,

@@ -179,7 +179,7 @@ class FP8Head:
         losses: list[torch.Tensor],
     ) -> QuantizedTensor | None:
         """Append the losses of a group, write dhidden, and return dlogits [V, T] cast along the tokens."""
-        from ds_fp8.casts.store_triton import empty_result
+        from ds_fp8.casts.primitives_triton import empty_result
         from ds_fp8.layers.head.softmax_gradient_triton import softmax_gradient_cast
 
         recipe, spec, columns = self._recipe, self._recipe.grad_output, None

@@ -11,8 +11,14 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.casts.primitives_triton import GROUP, format_arguments
-from ds_fp8.casts.store_triton import empty_result, result_arguments, store_cast_columnwise, store_cast_rowwise
+from ds_fp8.casts.primitives_triton import (
+    GROUP,
+    empty_result,
+    format_arguments,
+    result_arguments,
+    store_cast_columnwise,
+    store_cast_rowwise,
+)
 from ds_fp8.config.formats import BLOCK as TILE
 from ds_fp8.config.formats import CastSpec
 

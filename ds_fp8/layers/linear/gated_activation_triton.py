@@ -13,8 +13,22 @@ import triton.language as tl
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.casts.outliers_triton import copy_tile, gather_codes, place_of, store_outlier_block, wide_input
-from ds_fp8.casts.primitives_triton import COMPILED, GROUP, MODES, TENSOR, TILE, amax_bits, format_arguments, scale_of
-from ds_fp8.casts.store_triton import empty_result, is_even, result_arguments, store_cast, store_cast_columnwise, tiles
+from ds_fp8.casts.primitives_triton import (
+    COMPILED,
+    GROUP,
+    MODES,
+    TENSOR,
+    TILE,
+    amax_bits,
+    empty_result,
+    format_arguments,
+    is_even,
+    result_arguments,
+    scale_of,
+    store_cast,
+    store_cast_columnwise,
+    tiles,
+)
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.layers.linear.recipe import LinearRecipe
 

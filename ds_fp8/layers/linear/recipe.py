@@ -28,7 +28,7 @@ from ds_fp8.casts import (
     transpose,
 )
 from ds_fp8.casts.outliers import extend_input
-from ds_fp8.casts.tensor import width_with_outliers
+from ds_fp8.casts.quantization import width_with_outliers
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.linear import LinearCasts

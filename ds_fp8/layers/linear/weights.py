@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, quantize, transpose
 from ds_fp8.casts.outliers import extend_weight, weight_residual
-from ds_fp8.casts.tensor import block_scales
+from ds_fp8.casts.quantization import block_scales
 from ds_fp8.config.formats import BLOCK, SCALE_TYPES, group_shape, is_of_blocks
 from ds_fp8.layers.linear.recipe import LinearRecipe
 

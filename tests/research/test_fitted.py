@@ -1,16 +1,15 @@
-"""Fitted scales: the least squared error of four, on awkward sizes, and the kernels beside the reference."""
+"""Fitted scales: the least squared error of four, on awkward sizes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from ds_fp8.casts import QuantizedTensor, quantize, quantize_columnwise
-from ds_fp8.casts.primitives import FITTED_SEVENTHS, fitted_scales
+from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import FORMATS, CastSpec
+from ds_fp8.config.formats import FORMATS
 from ds_fp8.config.fp8 import parse_fp8
-from tests.casts.test_kernels import DEVICE
+from ds_fp8.research.formats import FITTED_SEVENTHS, fitted_scales
 
 SIZES = [(1, 1), (7, 130), (130, 257), (128, 256), (256, 128)]
 FORMAT_NAMES = ["e4m3", "e5m2"]
@@ -74,39 +73,3 @@ def test_emulated_formats_have_none():
         parse_fp8(
             {"fp8": {"linear": {"input": {"format": "e2m1", "scale": "fitted"}}, "param_gather": {"format": "bf16"}}}
         )
-
-
-def assert_nearly_the_same(x: torch.Tensor, found: QuantizedTensor, expected: QuantizedTensor, format: str) -> None:
-    """Assert that scales are the reference's, or of errors as small."""
-    scale, wanted = found.scale.cpu(), expected.scale
-    other = scale != wanted
-    assert other.float().mean() <= 0.01
-    candidates = torch.stack([error_with(x, format, sevenths) for sevenths in FITTED_SEVENTHS])
-    amax = torch.nn.functional.pad(x.float().abs(), (0, -x.shape[1] % 128)).unflatten(1, (-1, 128)).amax(-1)
-    ratios = torch.tensor([FORMATS[format].max * sevenths / 7 for sevenths in FITTED_SEVENTHS])
-    chosen = (amax[None] / scale[None] - ratios[:, None, None]).abs().argmin(0)
-    error = candidates.gather(0, chosen[None])[0]
-    assert (error <= candidates.amin(0) * (1 + NEARLY_EQUAL))[other].all()
-    if DEVICE == "cuda":  # Triton's interpreter rounds to FP8 in its own way
-        same = ~other.repeat_interleave(128, 1)[:, : x.shape[1]]
-        assert torch.equal(found.data.cpu().view(torch.uint8)[same], expected.data.view(torch.uint8)[same])
-
-
-@pytest.mark.parametrize("format", FORMAT_NAMES)
-@pytest.mark.parametrize(("rows", "columns"), SIZES)
-def test_kernel_of_both_directions(rows, columns, format):
-    from ds_fp8.casts.quantization_triton import quantize_tiles
-
-    x = with_outliers(rows, columns)
-    row, column = quantize_tiles(x.to(DEVICE), format, "fitted", "1x128", "1x128")
-    assert_nearly_the_same(x, row, quantize(x, format, scale="fitted"), format)
-    assert_nearly_the_same(x.t().contiguous(), column, quantize_columnwise(x, format, scale="fitted"), format)
-
-
-def test_kernel_of_the_norm():
-    from ds_fp8.layers.decoder.rms_norm_triton import normalise
-
-    x, weight = with_outliers(130, 300), torch.ones(300, dtype=torch.bfloat16)
-    _, rstd, cast = normalise(x.to(DEVICE), None, weight.to(DEVICE), 1e-6, CastSpec(scale="fitted"))
-    normed = x.float() * rstd.cpu()[:, None]
-    assert_nearly_the_same(normed, cast, quantize(normed, scale="fitted"), "e4m3")

@@ -178,5 +178,4 @@ def _halves(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def _cast_in_units(x: torch.Tensor, scale: torch.Tensor, format: str) -> torch.Tensor:
-    """Return the codes of numbers in units of scales that broadcast."""
     return cast(x * scale.reciprocal(), torch.ones((), device=x.device), format, "tensor")

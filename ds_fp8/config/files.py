@@ -30,9 +30,6 @@ class _NotJson(ValueError):
 def read_config(config: str | os.PathLike | Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
     """Return a private copy of a DeepSpeed configuration, and the name of its file.
 
-    Args:
-        config: a mapping, a JSON file, or the URL-safe base64 encoding of JSON, as deepspeed.initialize takes them.
-
     Raises:
         UserError: the file is missing or holds no JSON object.
     """
@@ -142,10 +139,6 @@ def _opened(section: Any, path: list[str]) -> Any:
 def check_plain(value: Any, key: str = "") -> None:
     """Refuse what JSON can hold and no setting can be.
 
-    Args:
-        value: what has been parsed.
-        key: its dotted key, "" for a whole configuration.
-
     Raises:
         UserError: a number that is not finite or takes more than 64 bits, text that is not Unicode or has a NUL, or
             more than MAX_DEPTH levels. It names the key.
@@ -202,7 +195,6 @@ def _parse_hjson(text: str, json_error: Exception, file: str | os.PathLike | Non
 
 
 def _explained(error: Exception, file: str | os.PathLike | None) -> UserError:
-    """Return the message about text that is not JSON."""
     if isinstance(error, json.JSONDecodeError | hjson.HjsonDecodeError):
         place = f"line {error.lineno}, column {error.colno}"
         where = f"{os.fspath(file)}, {place}" if file else place

@@ -274,10 +274,6 @@ class FP8Config(Section):
 def parse_fp8(raw: Mapping[str, Any], file: str | os.PathLike | None = None) -> FP8Config:
     """Return the FP8Config of a whole DeepSpeed configuration.
 
-    Args:
-        raw: The configuration, as parsed from JSON.
-        file: The file it came from, for error messages.
-
     Returns:
         The parsed "fp8" section; without one, a configuration with `enabled` false.
 

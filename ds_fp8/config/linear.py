@@ -124,11 +124,7 @@ class LinearConfig(LinearCasts):
     this package's step and graphs. `ds-fp8 sensitivity` proposes overrides."""
 
     def remarks(self, recipes: Iterable[Any]) -> dict[str, str]:
-        """Return what the start report says of these casts beside their words, by title.
-
-        Args:
-            recipes: Those of all FP8 linears.
-        """
+        """Return what the start report says of these casts beside their words, by title."""
         return {}
 
     @model_validator(mode="before")

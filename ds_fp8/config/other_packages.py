@@ -42,11 +42,7 @@ def find(path: str) -> object | None:
 
 
 def missing(names: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return which names are not there.
-
-    Args:
-        names: Names that a module or class must have, by its path.
-    """
+    """Return which names are not there."""
     found = {owner: find(owner) for owner in names}
     return [
         f"{owner.rpartition(':')[2]}.{name}"
@@ -57,12 +53,7 @@ def missing(names: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def not_set(names: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return which names are not set where they should be.
-
-    Args:
-        names: Attributes that a function must give to what it works on, or variables that it must share with functions
-            inside it, by its path.
-    """
+    """Return which names are not set where they should be."""
     mentioned = {function: _names_in(find(function)) for function in names}
     return [
         f"{name} (set by {function.rpartition(':')[2]})"
@@ -82,11 +73,7 @@ def _names_in(function: object) -> set[str]:
 
 
 def changed(functions: Mapping[str, KnownFunction]) -> dict[str, str]:
-    """Return the functions whose source is none of the known ones, by name, with what is relied on.
-
-    Args:
-        functions: What is known of each function, by its path.
-    """
+    """Return the functions whose source is none of the known ones, by name, with what is relied on."""
     return {
         path.rpartition(".")[2]: known.meaning for path, known in functions.items() if digest(path) not in known.digests
     }
@@ -96,9 +83,6 @@ def digest(path: str) -> str | None:
     """Return a digest of a function's source that comments, docstrings and line breaks do not change.
 
     It is the same in all versions of Python. None where there is no such function or no source.
-
-    Args:
-        path: `module:name.name` of its definition, through classes and functions; nothing of it is imported.
     """
     module, _, names = path.partition(":")
     source, found = _parsed(module)

@@ -73,9 +73,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 def preset_values(preset: Any) -> dict[str, Any]:
     """Return the partial section that `preset` stands for.
 
-    Args:
-        preset: a name, or a mapping from `AXES` to names; an axis that it does not hold takes the default's values.
-
     Raises:
         UserError: for anything else, naming the nearest preset or axis.
     """
@@ -132,7 +129,6 @@ def _named(name: Any, key: str) -> dict[str, Any]:
 
 
 def _known(name: Any, choices: Mapping[str, Any] | tuple[str, ...], what: str, key: str) -> str:
-    """Return `name` if it is one of `choices`; raise UserError otherwise."""
     if isinstance(name, str) and name in choices:
         return name
     raise UserError(f"unknown {what} {shown(name)}", key=key, remedy=nearest(str(name), choices, "Known names"))

@@ -26,11 +26,6 @@ from ds_fp8.zero.wire import WireMeter
 def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -> None:
     """Replace collectives and step of an engine as its configuration asks, until engine.destroy(). Collective.
 
-    Args:
-        engine: Engine of any ZeRO stage; with FP8 disabled only its bytes are counted.
-        state: FP8 state of the engine, with its conversion; gets the parts.
-        measured: Whether bytes are counted.
-
     Raises:
         UserError: The configuration asks for what these ranks cannot do.
     """

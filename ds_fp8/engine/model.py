@@ -29,9 +29,6 @@ def weights_are_trained(model: nn.Module) -> tuple[bool, str]:
     Nothing notes weights that a program has loaded by itself, and transformers notes where a configuration came from,
     of random models too. The weights tell: all libraries start each norm from one constant, and no norm is constant
     after some steps of training. Where norms have no weights (OLMo), transformers marks the parameters it has loaded.
-
-    Args:
-        model: Whole on every rank, as the first rank has it, or sharded by zero.Init.
     """
     norms = [
         parameter

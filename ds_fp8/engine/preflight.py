@@ -299,7 +299,6 @@ def _check_numbers(params: Mapping[str, Any], refuse: Refuse) -> None:
 
 
 def _check_scheduler(section: Any, refuse: Refuse) -> None:
-    """Refuse a "scheduler" section that DeepSpeed cannot make a scheduler of."""
     kind = section.get("type") if isinstance(section, Mapping) else None
     if kind is None and isinstance(section, Mapping) and not section.get("params"):
         return  # DeepSpeed makes none

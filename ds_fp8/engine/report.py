@@ -109,13 +109,7 @@ class Coverage:
 def coverage(
     model: nn.Module, left: Mapping[str, str], gathers: Callable[[nn.Parameter], bool] = lambda parameter: False
 ) -> Coverage:
-    """Count the parameters of a converted model, partitioned or not.
-
-    Args:
-        model: The model.
-        left: name of each linear layer and of each weight of experts that was not converted -> the reason.
-        gathers: whether a parameter is gathered in FP8.
-    """
+    """Count the parameters of a converted model, partitioned or not."""
     kept: dict[str, Kept] = {}
     seen: set[int] = set()
     total = in_fp8 = gathered = 0

@@ -120,12 +120,6 @@ def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, m
 
     Does nothing where the caller has done so, as an `mpu` or a device mesh tells.
 
-    Args:
-        raw: DeepSpeed configuration.
-        model: A model of transformers.
-        mpu: As of deepspeed.initialize.
-        mesh_param: As of deepspeed.initialize.
-
     Returns:
         The `mpu` for deepspeed.initialize.
 

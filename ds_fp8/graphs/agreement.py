@@ -102,12 +102,6 @@ class GraphChecks:
         The graph's forward comes first, from the same random states and buffers. Where outputs differ, more replays
         tell kernels that sum in no fixed order from Python that computes something else by now.
 
-        Args:
-            graph: The graph, in whose state parameters and shards are.
-            signature: Signature of the micro-step.
-            batch: Arguments of the graph.
-            launch: Launches the module.
-
         Returns:
             What `launch` returns, and how the outputs differ; None where they do not.
         """
@@ -160,13 +154,7 @@ def same_bits(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
 
 
 def within(ours: Sequence[Any], theirs: Sequence[Any], spread: Sequence[float]) -> bool:
-    """Return whether outputs of a graph and of Python differ by no more than SPREAD_FACTOR times a spread.
-
-    Args:
-        ours: Outputs of the graph.
-        theirs: Those of Python.
-        spread: Of each output, how far apart replays of one batch are (`distances`).
-    """
+    """Return whether outputs of a graph and of Python differ by no more than SPREAD_FACTOR times a spread."""
     if len(ours) != len(theirs):
         return False
     triples = zip(ours, theirs, spread, strict=True)

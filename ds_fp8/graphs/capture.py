@@ -24,9 +24,6 @@ def before_process_groups_end(method: Callable[[torch.distributed.ProcessGroup |
     """Call a method before torch.distributed ends a process group, and before the process ends.
 
     NCCL ends no communicator while a graph that has captured it exists: it would wait for ever.
-
-    Args:
-        method: Called with the group, or None at the end of the process. Its object may be gone by then.
     """
     if not hasattr(torch.distributed.ProcessGroup.shutdown, "calls_first"):
         # Callers that imported destroy_process_group by its name come here as well.
@@ -119,11 +116,7 @@ def streams_unrecorded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_states_unread(drawn: bool) -> Iterator[None]:
-    """Keep torch's activation checkpointing from reading the device's random state, which waits for the device.
-
-    Args:
-        drawn: Whether the model draws random numbers; recomputation is a RuntimeError then, since it would draw others.
-    """
+    """Keep torch's activation checkpointing from reading the device's random state, which waits for the device."""
     from torch.utils import checkpoint
 
     def no_states(*_: object) -> tuple[list, list]:
@@ -147,10 +140,6 @@ def masks_as_outside(max_documents: int = 0) -> Iterator[None]:
 
     It would make masks of all tokens by all tokens, so that no batch-dependent mask is baked into the graph. Here every
     row is known to be one causal sequence, or to hold documents whose positions count from 0.
-
-    Args:
-        max_documents: Bound of the number of documents of a batch, which "packed" attention reads from the positions at
-            every replay; 0 where every row is one.
     """
     from transformers import masking_utils
 

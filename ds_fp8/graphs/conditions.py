@@ -126,11 +126,6 @@ def fingerprint(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
     """Return a number that changes where a model's hooks, its code or settings of its modules have been changed.
 
     Hooks are counted and not told apart: some programs remove DeepSpeed's for generation, and put the same ones back.
-
-    Args:
-        modules: All of the model.
-        parameters: All of them.
-        config: Configuration of a Hugging Face model, or None: which outputs and which attention.
     """
     seen: list[object] = [len(list(_global_hooks()))]
     for part in modules:
@@ -188,13 +183,7 @@ MIN_DOCUMENTS = 16
 
 
 def why_no_graphs(engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, why_no_step: str | None) -> str | None:
-    """Return what keeps this engine from capturing any micro-step, or None.
-
-    Args:
-        engine: Engine of any ZeRO stage.
-        fp8: Its "fp8" section.
-        why_no_step: Why DeepSpeed's optimizer step stays, or None.
-    """
+    """Return what keeps this engine from capturing any micro-step, or None."""
     recipes = [module.recipe for module in engine.module.modules() if isinstance(module, FP8Linear)]
     casts = [cast for recipe in recipes for cast in (recipe.input, recipe.weight, recipe.grad_output)]
     reasons = {
@@ -231,14 +220,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def why_eager(modules: Sequence[nn.Module], device: torch.device, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
-    """Return why a call of a model in training cannot be a graph, with any rows, or None.
-
-    Args:
-        modules: All modules of the model.
-        device: Device of the model. What lies there can be read by no Python without a wait, which ends a capture.
-        args: Positional arguments of the call.
-        kwargs: Its arguments by name.
-    """
+    """Return why a call of a model in training cannot be a graph, with any rows, or None."""
     if args:
         return "the batch is passed by position"
     why = why_not_recomputed(modules)
@@ -295,10 +277,6 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
     It does not wait for what was noted of mask and positions (layers/attention/documents.py). transformers waits as
     well when it builds the mask of such a batch.
 
-    Args:
-        module: Module of the engine.
-        batch: Its arguments.
-
     Returns:
         The number of documents of packed rows, or 0 where every row is one sequence; and the reason, or None.
     """
@@ -330,7 +308,6 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
 
 
 def _attention_of(module: nn.Module) -> str | None:
-    """Return the attention implementation of a Hugging Face model."""
     return getattr(text_config(getattr(module, "config", None)), "_attn_implementation", None)
 
 
@@ -345,12 +322,7 @@ class Capacities:
         self._max_seen: dict[object, int] = {}
 
     def take(self, signature: object, documents: int) -> int:
-        """Return for how many documents a micro-step is captured now; 0 where every row has always been one.
-
-        Args:
-            signature: Signature of the micro-step.
-            documents: Documents of this batch, the most of any rank; 0 where every row of all ranks is one.
-        """
+        """Return for how many documents a micro-step is captured now; 0 where every row has always been one."""
         seen = self._max_seen[signature] = max(documents, self._max_seen.get(signature, 0))
         # A power of two at least twice the largest number seen: few captures are repeated as batches vary.
         return max(MIN_DOCUMENTS, 1 << (2 * seen - 1).bit_length()) if seen else 0
@@ -388,15 +360,6 @@ class Calls:
         gradients: GradientShards,
         on_other_code: Callable[[], None],
     ):
-        """Begin with none.
-
-        Args:
-            module: Module of the engine.
-            device: Its device.
-            micro_step: DeepSpeed's part of a micro-step.
-            gradients: Gradient shards that its reductions add to.
-            on_other_code: Called when the model's hooks or settings have changed since the last call.
-        """
         self._module, self._device, self._micro_step, self._gradients = module, device, micro_step, gradients
         self._on_other_code = on_other_code
         self._code = 0

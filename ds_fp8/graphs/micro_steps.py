@@ -78,14 +78,6 @@ class EagerForwards:
     """Eager forwards of one engine in training, and what they show: which outputs get a gradient, what they change."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any], device: torch.device, stream: torch.cuda.Stream):
-        """Begin with none.
-
-        Args:
-            module: Module of the engine.
-            call: Calls it.
-            device: Its device.
-            stream: Stream that graphs are captured on.
-        """
         self._module, self._call, self._device, self._stream = module, call, device, stream
         # Weak references: a forward is over when its outputs are dropped, as after an evaluation with gradients
         # enabled.
@@ -99,15 +91,7 @@ class EagerForwards:
     def launch(
         self, args: tuple, kwargs: Mapping[str, Any], signature: object, where_called: bool, watches: bool
     ) -> Any:
-        """Call the module, and remember until its backward that it has run.
-
-        Args:
-            args: Arguments by position.
-            kwargs: Arguments by name.
-            signature: Signature of the micro-step, for `used`.
-            where_called: Stay on the caller's stream.
-            watches: Note in `changes` which attribute of a module of others the forward changes.
-        """
+        """Call the module, and remember until its backward that it has run."""
         # Only for code that is not known: comparing all attributes takes time at every step.
         state = PythonState(self._module) if watches else None
         # The generator's offset is on the host, so asking for it waits for nothing.
@@ -135,10 +119,6 @@ class EagerForwards:
 
     def add(self, output: Any, signature: object = None) -> Any:
         """Remember a forward by what it returned, until that is gone or gets a gradient.
-
-        Args:
-            output: What the model returned.
-            signature: Signature of its micro-step, for `used`.
 
         Returns:
             The same outputs. Where several have gradients they are aliases: an output may be what another one is
@@ -184,17 +164,6 @@ class MicroStepGraphs:
         monitor: CastMonitor,
         auto: bool,
     ):
-        """Install the graphs; `why_no_graphs` must have returned None.
-
-        Args:
-            engine: Engine of ZeRO stage 3.
-            gradients: Gradient shards that its reductions add to.
-            gather: Gathers its weights in FP8; None where nothing does.
-            wire: Counts the bytes.
-            say: Receives log lines.
-            monitor: Measured steps run eagerly.
-            auto: Whether conditions of "auto" hold, also for what comes later.
-        """
         self._engine, self._gather, self._say, self._monitor = engine, gather, say, monitor
         self._device, self._auto = engine.device, auto
         self._micro_step = MicroStep(engine)

@@ -219,10 +219,6 @@ class MicroStepGraph:
     def replay_backward(self, gradients: Sequence[torch.Tensor | None], token: _Token) -> None:
         """Add the gradients of a replayed forward to the shards.
 
-        Args:
-            gradients: Gradients of the differentiable outputs; None of those that the loss does not depend on.
-            token: Token of the forward.
-
         Raises:
             RuntimeError: The forward is not the last one, or has had its backward; another one came in between; or an
                 output has a gradient that had none before the capture.
@@ -327,12 +323,6 @@ class CapturedGraphs:
 
     def capture(self, make: Make, max_documents: int, drawn: bool, ordered: bool) -> tuple[MicroStepGraph, int]:
         """Return a graph and the bytes that it keeps; it is not known before `add`.
-
-        Args:
-            make: Makes it, with what captures.
-            max_documents: Documents that packed rows may hold.
-            drawn: Whether the model draws random numbers.
-            ordered: Whether DeepSpeed knows the order of modules; otherwise it learns it from the dry run.
 
         Raises:
             torch.OutOfMemoryError: It leaves too little memory for the optimizer's step and what is beside it.

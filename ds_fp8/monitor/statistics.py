@@ -113,7 +113,6 @@ def _peaks(rows: Rows, quantized: QuantizedTensor) -> torch.Tensor:
 
 
 def _scales_of(quantized: QuantizedTensor, rows: slice) -> torch.Tensor:
-    """Return the scales of rows that begin at a block."""
     if quantized.granularity == "tensor":
         return quantized.scale
     unit = group_shape(quantized.granularity)[0] if is_of_blocks(quantized.granularity) else 1

@@ -52,7 +52,6 @@ def needs_own_optimizer(fp8: FP8Config) -> bool:
 
 
 def _is_adamw(optimizer: Any) -> bool:
-    """Return whether this is an AdamW of torch or of DeepSpeed."""
     deepspeeds = type(optimizer).__name__ in ("FusedAdam", "DeepSpeedCPUAdam") and getattr(optimizer, "adam_w_mode", 0)
     return type(optimizer) is torch.optim.AdamW or bool(deepspeeds)
 
@@ -137,7 +136,6 @@ def _take_over(given: Any, configuration: Configuration, rank: Callable[[], int]
 
 
 def _state(configuration: Configuration, rank: Callable[[], int]) -> dict[str, Any]:
-    """Return AdamW's arguments for the state that a configuration asks for."""
     # Ranks with shards draw different numbers. In stage 0 each keeps all of the state: other numbers would let their
     # weights drift apart.
     seed = rank() if configuration.stage else 0

@@ -75,7 +75,6 @@ def parameter_groups(model: PreTrainedModel, learning_rate: float) -> list[dict[
 
 
 def _configuration(base: type[PretrainedConfig], name: str) -> type[PretrainedConfig]:
-    """Return the class of configurations of a model type."""
 
     class Configuration(base):
         model_type = name
@@ -103,7 +102,6 @@ def _configuration(base: type[PretrainedConfig], name: str) -> type[PretrainedCo
 
 
 def _model(base: type[PreTrainedModel], config: type[PretrainedConfig]) -> type[PreTrainedModel]:
-    """Return the class of models of a configuration."""
 
     def __init__(self: PreTrainedModel, config: PretrainedConfig) -> None:
         base.__init__(self, config)

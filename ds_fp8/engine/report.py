@@ -13,11 +13,10 @@ from deepspeed import comm as dist
 from torch import nn
 
 from ds_fp8.config.formats import FORMATS, NATIVE_FORMATS
-from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.config.optimizer_state import MOMENTS
+from ds_fp8.config.fp8 import MOMENTS, FP8Config
 from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
-from ds_fp8.graphs.conditions import code_of_others, text_config
+from ds_fp8.graphs.conditions import code_of_others
 from ds_fp8.graphs.micro_steps import EAGER_STEPS
 from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.format import AttentionFormat
@@ -33,8 +32,6 @@ BREAK_EVEN = {512: 16384, 1024: 16384, 2048: 8192, 4096: 2048}
 """Hidden size -> the fewest tokens of a micro-batch, of those measured, with which a fused decoder layer of infir2 took
 less time than transformers' in BF16, both launched by Python (docs/performance.md, "Where FP8 pays"). As CUDA graphs
 FP8 layers were faster at every size."""
-LINK, PRODUCTS = 400e9, 310e12
-"""Bytes a second that reach a GPU from the others of its host, by NVLink; FLOP/s of FP8 products, casts included."""
 
 
 def why_slow(linears: list[FP8Linear], tokens: int | None) -> str | None:
@@ -198,7 +195,6 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "left_in_bf16": left,
         "experts_multiplied_in_fp8": len(state.conversion.experts.multiplied),
         "experts_decoded": state.conversion.experts.decoded,
-        "expert_parallelism_below_tokens": _tokens_to_hide_experts(engine),
         "fused_layers": len(state.conversion.fusion.layers),
         "fused_attention_halves": len(state.conversion.fusion.attention_halves),
         "fused_mlps": len(state.conversion.fusion.mlps),
@@ -263,35 +259,6 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     if state.graphs is not None and (others := code_of_others(engine.module)) is not None:
         report["notes"].append(f"{others}: graphs keep the Python values of their capture until a check finds a change")
     return report
-
-
-def _tokens_to_hide_experts(engine: deepspeed.DeepSpeedEngine) -> int | None:
-    """Return the tokens of a micro-batch below which gathering experts takes longer than multiplying, or None.
-
-    Every layer is gathered twice and its gradients are reduced once, a byte a parameter each, whatever the tokens;
-    forward and backward take 6 FLOP a token and active parameter. Expert parallelism sends tokens instead.
-    """
-    model, ranks = engine.module, dist.get_world_size()
-    shapes = [
-        seams.full_shape(parameter)
-        for name, module in model.named_modules()
-        for parameter in expert_weights(name, module).values()
-    ]
-    config = text_config(getattr(model, "config", None))
-    # The key of transformers' mixtures; of other models nothing is computed.
-    chosen = getattr(config, "num_experts_per_tok", None)
-    if not shapes or not isinstance(chosen, int) or ranks == 1:
-        return None
-    experts = sum(map(math.prod, shapes))
-    outside = {
-        id(p) for module in model.modules() if isinstance(module, torch.nn.Embedding) for p in module.parameters()
-    }
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    outside |= {id(p) for p in head.parameters()} if head is not None else set()
-    total = sum(math.prod(seams.full_shape(p)) for p in model.parameters() if id(p) not in outside)
-    # Stacks [E, ...]: of each, a token meets `chosen` of E.
-    active = total - experts + sum(min(chosen / shape[0], 1) * math.prod(shape) for shape in shapes)
-    return round(3 * total * (ranks - 1) / ranks / LINK / (6 * active / PRODUCTS))
 
 
 def _without_outlier_channels(state: FP8State) -> str | None:

@@ -115,12 +115,6 @@ def _experts(report: Mapping[str, Any]) -> Rows:
         yield "experts", f"{report['fp8_gathered_experts'] / total:.1%} of the parameters: gathered in FP8, {products}"
         for reason, names in _by_reason(decoded):
             yield "experts", f"multiplied in BF16: {names} ({reason})"
-    if (tokens := report["expert_parallelism_below_tokens"]) is not None:
-        yield (
-            "experts",
-            f"below about {tokens:,} tokens a GPU and micro-batch (computed, for NVLink) their gathers take longer "
-            "than their products: expert parallelism would be faster",
-        )
 
 
 def _hosts(report: Mapping[str, Any]) -> tuple[str, str]:

@@ -30,7 +30,7 @@ import torch
 
 from ds_fp8.casts.primitives import random_key
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.optimizer_state import MOMENTS, StatePrecision
+from ds_fp8.config.fp8 import MOMENTS, StatePrecision
 from ds_fp8.optim.moments import CHUNK, CODECS, Layout, Moment, draw, encode, is_kept_as, shared_layout
 
 MASTER = "master"
@@ -148,8 +148,6 @@ class AdamW(torch.optim.Optimizer):
             come out too long; exp_avg lags behind gradients that point the same way for a while. Only an expanded
             exp_avg, being finer, does without.
         seed: Seed of stochastic rounding: the same numbers on the same device, also after a resume.
-        check_finite: Skip the step on non-finite gradients, without a host sync; all gradients are read once more.
-            `skipped_steps` counts them. DeepSpeed and GradScaler check by themselves.
 
     Raises:
         UserError: For unknown options, and in step() for sparse gradients and for parameters of other dtypes.
@@ -169,7 +167,6 @@ class AdamW(torch.optim.Optimizer):
         scale: str = "fp32",
         stochastic_rounding: bool = True,
         seed: int = 0,
-        check_finite: bool = True,
     ):
         in_range = {
             "lr": (lr, lr >= 0),
@@ -181,15 +178,13 @@ class AdamW(torch.optim.Optimizer):
         self.precision = StatePrecision(exp_avg, exp_avg_sq, granularity, scale, stochastic_rounding, seed)
         self.compact = False
         """True if state_dict() holds codes and scales as they are, readable by this optimizer alone."""
-        # DeepSpeed and GradScaler check before the step; as a plain torch optimizer this class has to do so itself.
-        self._finite = _FiniteCheck() if check_finite else None
         self._segments: dict[torch.Tensor, tuple[int, ...]] = {}
         # Keyed by tensor: torch's tensors hash by identity, and the optimizer keeps them alive.
         self._streams: dict[torch.Tensor, int] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("precision", "compact", "_finite", "_segments", "_streams")
+        own = ("precision", "compact", "_segments", "_streams")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -198,11 +193,6 @@ class AdamW(torch.optim.Optimizer):
         # Separate random numbers for each parameter, by its position: the same after a resume.
         for p in self.param_groups[-1]["params"]:
             self._streams.setdefault(p, len(self._streams))
-
-    @property
-    def skipped_steps(self) -> int:
-        """Return the number of steps skipped because gradients were not finite."""
-        return self._finite.resolve() if self._finite else 0
 
     def state_bytes(self) -> int:
         """Return the memory of all moments and separate master weights."""
@@ -246,16 +236,8 @@ class AdamW(torch.optim.Optimizer):
             _check_gradient(p)
         # All states before the first step of any: making one may fail, and then nothing has been changed.
         states = [self._state_of(p) for _, p in with_gradients]
-        skips = None
-        if self._finite is not None and any(p.numel() for _, p in with_gradients):
-            self._finite.resolve()
-            # A tensor per device that the kernels read. True: the gradients are on a CPU, where the answer is known at
-            # once.
-            skips = self._finite.begin([p.grad for _, p in with_gradients if p.numel()], states)
-            if skips is True:
-                return loss
         for (group, p), state in zip(with_gradients, states, strict=True):
-            self._advance(p, p.grad, state, group, None if skips is None else skips[p.device])
+            self._advance(p, p.grad, state, group)
         return loss
 
     def take_back(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -269,7 +251,7 @@ class AdamW(torch.optim.Optimizer):
         gradient: torch.Tensor,
         state: dict[str, Any],
         group: dict[str, Any],
-        skip: torch.Tensor | None,
+        skip: torch.Tensor | None = None,
         factor: torch.Tensor | None = None,
     ) -> None:
         # A new tensor: DeepSpeed's universal checkpoints give several parameters one and the same.
@@ -346,8 +328,6 @@ class AdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of torch.optim.AdamW: FP32 moments under `exp_avg` and `exp_avg_sq`."""
-        if self._finite:
-            self._finite.resolve()
         result = super().state_dict()
         parameters = [p for group in self.param_groups for p in group["params"]]
         numbers = [index for group in result["param_groups"] for index in group["params"]]
@@ -371,7 +351,6 @@ class AdamW(torch.optim.Optimizer):
             raise UserError(problem, key="optimizer.params.amsgrad", remedy=_WITHOUT)
         # torch would cast every state to the parameter's dtype, and cannot cast a Moment.
         super().load_state_dict({**state_dict, "state": {}})
-        self._finite = _FiniteCheck() if self._finite else None
         for group, saved_group in zip(self.param_groups, groups, strict=True):
             group["betas"] = tuple(group["betas"])
             for p, index in zip(group["params"], saved_group["params"], strict=True):
@@ -443,50 +422,3 @@ def check_hyperparameters(values: Mapping[str, tuple[Any, bool]], remedy: str) -
     for name, (value, in_range) in values.items():
         if not in_range:
             raise UserError(f"{name} {value!r} is out of range", key=f"optimizer.params.{name}", remedy=remedy)
-
-
-class _FiniteCheck:
-    """Checks all gradients before a step, and counts the steps skipped.
-
-    On a GPU the verdict stays a flag in device memory, which the kernel reads and obeys. The host counts the step as
-    done, starts a copy of the flag, and takes the count back when it next looks, a whole step later.
-    """
-
-    def __init__(self) -> None:
-        self._skipped = 0
-        self._pending: tuple[torch.cuda.Event, torch.Tensor, list[dict[str, Any]]] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_skipped": self.resolve(), "_pending": None}
-
-    def begin(
-        self, gradients: list[torch.Tensor], states: list[dict[str, Any]]
-    ) -> dict[torch.device, torch.Tensor] | bool | None:
-        """Return True to skip the step of `states`, None to take it, or by device a flag: not zero to skip it."""
-        # The largest magnitude: NaN and Inf carry through it, and no sum can overflow.
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type=torch.inf)
-        flag = norm.isfinite().logical_not().to(torch.int32)
-        devices = {gradient.device for gradient in gradients}
-        if not all(device.type == "cuda" for device in devices):
-            self._skipped += int(flag.item())
-            return bool(flag.item()) or None
-        # Pinned: from pageable memory the copy would make the host wait.
-        host = torch.empty((), dtype=torch.int32, pin_memory=True)
-        host.copy_(flag, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(flag.device))
-        self._pending = (copied, host, states)
-        return {device: flag.to(device) for device in devices}
-
-    def resolve(self) -> int:
-        """Take back the count of the last step if it was left out; return how many steps were so far."""
-        if self._pending is not None:
-            copied, host, states = self._pending
-            self._pending = None
-            # A step later the copy has long been done.
-            copied.synchronize()
-            if host.item():
-                self._skipped += 1
-                for state in states:
-                    state["step"] = state["step"] - 1
-        return self._skipped

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from ds_fp8.casts.primitives_triton import random_word
 from ds_fp8.config.formats import BLOCK, SMALLEST_SCALE
-from ds_fp8.config.optimizer_state import MOMENTS
+from ds_fp8.config.fp8 import MOMENTS
 from ds_fp8.optim.adamw import AdamStep
 from ds_fp8.optim.moments import EXPONENT_STEPS, LARGEST_EXPONENT, LOG2_RANGE, SCALE_MASKS, Codec, Moment, shared_layout
 from ds_fp8.optim.moments_triton import (

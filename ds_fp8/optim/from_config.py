@@ -139,8 +139,7 @@ def _state(configuration: Configuration, rank: Callable[[], int]) -> dict[str, A
     # Ranks with shards draw different numbers. In stage 0 each keeps all of the state: other numbers would let their
     # weights drift apart.
     seed = rank() if configuration.stage else 0
-    # DeepSpeed itself leaves out steps with gradients that are not finite.
-    return {**asdict(configuration.fp8.optimizer.precision()), "seed": seed, "check_finite": False}
+    return {**asdict(configuration.fp8.optimizer.precision()), "seed": seed}
 
 
 def make_adamw(configuration: Configuration, rank: Callable[[], int]) -> Callable[[Iterable], AdamW]:

@@ -10,9 +10,8 @@ from pydantic import Field, model_validator
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import NATIVE_FORMATS, NATIVE_SCALES, FormatName, Granularity, ScaleName, is_of_groups
-from ds_fp8.config.fp8 import GradientReduceConfig, OptimizerStateConfig, ParameterGatherConfig
+from ds_fp8.config.fp8 import CodecName, GradientReduceConfig, OptimizerStateConfig, ParameterGatherConfig
 from ds_fp8.config.linear import Cast, LinearCasts, LinearConfig, WeightCast, WgradConfig
-from ds_fp8.config.optimizer_state import CodecName
 from ds_fp8.config.schema import Section, Seed
 from ds_fp8.layers.attention.hadamard import Rotation
 from ds_fp8.research.formats import EmulatedFormat, ResearchSpec, static_scale_type

@@ -54,11 +54,6 @@ def test_experts_gathered_in_fp8_count_with_their_share(ranks):
     assert report["fp8_parameters"] + experts + kept == report["parameters"]
     gathered = 2 * report["parameters"] - report["fp8_gathered_parameters"]
     assert report["gathered_bytes_per_parameter"] == gathered / report["parameters"]
-    attention = report["fp8_parameters"]
-    layers = attention + experts
-    ratio = layers / (attention + experts / 4)
-    assert report["expert_parallelism_below_tokens"] == pytest.approx(3 / 2 / 400e9 * 310e12 / 6 * ratio, rel=0.02)
-    assert f"below about {report['expert_parallelism_below_tokens']:,} tokens a GPU" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="attention in FP8 is emulated on a CPU alone")

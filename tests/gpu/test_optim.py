@@ -81,33 +81,13 @@ def test_a_step_makes_the_host_wait_for_nothing(precision):
 @pytest.mark.parametrize("precision", GROUPED)
 def test_a_step_takes_no_memory(precision):
     p = parameter(1 << 24)
-    optimizer = matrix_adamw([p], **HYPERPARAMETERS, **PRECISIONS[precision], check_finite=False)
+    optimizer = matrix_adamw([p], **HYPERPARAMETERS, **PRECISIONS[precision])
     take(optimizer, p, 1)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     optimizer.step()
     assert torch.cuda.max_memory_allocated() == held
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-def test_a_step_with_a_gradient_that_is_not_finite_is_left_out_whole(precision, bad):
-    p, other = parameter(10_000), parameter(300)
-    optimizer = matrix_adamw([p, other], **HYPERPARAMETERS, **PRECISIONS[precision])
-    other.grad = gradients(300).cuda()
-    take(optimizer, p, 3)
-    before = [x.detach().clone() for x in (p, other)] + moments(optimizer)
-    p.grad = gradients(10_000).cuda()
-    p.grad[77] = bad
-    optimizer.step()
-    for left, right in zip([p, other, *moments(optimizer)], before, strict=True):
-        assert torch.equal(left.detach(), right)
-    assert optimizer.skipped_steps == 1
-    assert optimizer.state[p]["step"] == optimizer.state[other]["step"] == 3
-    take(optimizer, p, 1, start=3)
-    assert optimizer.state_dict()["state"][0]["step"] == 4
-    assert not torch.equal(p.detach(), before[0])
 
 
 @pytest.mark.parametrize("precision", list(PRECISIONS))
@@ -133,7 +113,7 @@ def test_more_elements_than_32_bits_count():
     if torch.cuda.mem_get_info()[0] < 40 << 30:
         pytest.skip("needs 40 GiB of free memory")
     p = nn.Parameter(torch.zeros(numel, device="cuda"))
-    optimizer = AdamW([p], lr=1e-3, weight_decay=0.0, **PRECISIONS["coat"], check_finite=False)
+    optimizer = AdamW([p], lr=1e-3, weight_decay=0.0, **PRECISIONS["coat"])
     p.grad = torch.zeros(numel, device="cuda")
     last = gradients(1000)
     p.grad[-1000:] = last.cuda()
@@ -165,7 +145,7 @@ def test_codes_are_those_of_plain_torch(codec, numel):
 
 def test_grad_scaler():
     p = parameter(10_000)
-    optimizer = matrix_adamw([p], **HYPERPARAMETERS, **PRECISIONS["coat"], check_finite=False)
+    optimizer = matrix_adamw([p], **HYPERPARAMETERS, **PRECISIONS["coat"])
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
     for value in (1.0, torch.inf, 1.0):
         loss = scaler.scale((p * value).sum())

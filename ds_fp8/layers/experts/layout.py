@@ -121,7 +121,7 @@ def permute_cast(
         format: As for `quantize`.
         rowwise: "1x128", or None if the first result is not wanted.
         columnwise: "1x128" or "128x128", or None if the second one is not wanted.
-        scale: "pow2", "fp32" or "fitted".
+        scale: "pow2" or "fp32".
     """
     if x.shape[1] % BLOCK:
         raise ValueError(f"experts' inputs have a multiple of {BLOCK} features, not {x.shape[1]}")

@@ -20,14 +20,21 @@ def main():
     {body}
 main_entry(main)
 """
+PROGRAM = """
+import time
+time.sleep = lambda seconds: print("waited", seconds > 0)
+from ds_fp8.config.errors import UserError, show_without_traceback
+show_without_traceback()
+{body}
+"""
 MISTAKE = 'raise UserError("bad format", key="fp8.linear.format", file="ds.json", remedy="use e4m3")'
 
 
-def run(body: str, rank: int | None) -> subprocess.CompletedProcess:
+def run(body: str, rank: int | None, script: str = SCRIPT) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     if rank is not None:
         environment["RANK"] = str(rank)
-    command = [sys.executable, "-c", SCRIPT.format(body=body)]
+    command = [sys.executable, "-c", script.format(body=body)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
 
 
@@ -67,6 +74,16 @@ def test_a_fault_of_the_program_keeps_its_traceback():
     result = run("raise RuntimeError('ours')", 1)
     assert result.returncode == 1
     assert "Traceback" in result.stderr
+
+
+@pytest.mark.parametrize(("rank", "waited"), [(0, ""), (1, "waited True")])
+def test_a_program_that_does_not_catch_a_mistake_ends_with_one_screen(rank, waited):
+    result = run(MISTAKE, rank, PROGRAM)
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[0] == "error: bad format"
+    assert "Traceback" not in result.stderr
+    assert result.stdout.strip() == waited
+    assert "Traceback" in run("raise RuntimeError('ours')", rank, PROGRAM).stderr
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ SLOW = 6
 """Multiple of the timeout that slow phases get: preparing data and model, the first step, saving."""
 MAX_SILENCE, MIN_SILENCE = 30.0, 5.0
 """Seconds without a word from a host after which it counts as lost: half the timeout within these limits."""
+_MEETING = 10.0
+"""Seconds that a program of one's own waits for its guardian to meet that of rank 0, which may come later."""
 _VERDICT = 20.0
 """Seconds in which the guardian answers a rank that failed."""
 _FRAMES = 8
@@ -87,7 +89,7 @@ def start(timeout: float = DEFAULT_TIMEOUT) -> torch.distributed.Store | None:
 
 
 def join() -> None:
-    """Give this rank of a program of one's own a guardian, unless it has one. Waits for no other rank."""
+    """Give this rank of a program of one's own a guardian, unless it has one or there is no process group yet."""
     global _watchdog
     try:
         limit = float(os.environ.get(VARIABLE, DEFAULT_TIMEOUT))
@@ -105,7 +107,8 @@ def join() -> None:
         logger.info("note: a rank that is lost is found by collectives' timeouts alone (%s)", error)
         return
     _watchdog = watchdog = _Watchdog(rank, world, limit, launched=False)
-    threading.Thread(target=watchdog.meet, args=(store,), name="guardian", daemon=True).start()
+    meeting = threading.Thread(target=watchdog.meet, args=(store,), name="guardian", daemon=True)
+    meeting.start()
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -116,6 +119,7 @@ def join() -> None:
     sys.excepthook = hook
     # By multiprocessing: also in a process of its, which runs no functions of atexit.
     Finalize(None, _at_exit, exitpriority=0)
+    meeting.join(_MEETING)  # a rank that fails from here on ends the others
 
 
 def _at_exit() -> None:
@@ -224,7 +228,8 @@ class _Watchdog:
     def failed(self, error: BaseException) -> None:
         """Report an exception that ends this process."""
         if not isinstance(error, (SystemExit, KeyboardInterrupt)):
-            text = str(error).strip().splitlines() or [""]
+            told = error.problem if isinstance(error, UserError) else str(error)
+            text = told.strip().splitlines() or [""]
             self.tell({"finding": [ERROR, f"{type(error).__name__}: {text[0]}"]})
 
     def _obey(self) -> None:

@@ -12,11 +12,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import NoReturn
 
 EXIT_USER_ERROR = 2
 EXIT_KEYBOARD = 130
 """128 + SIGINT, as a shell reports it."""
+_RANK_0_SAYS = 10
+"""Seconds that other ranks wait: the launcher ends the whole job as soon as one leaves."""
 
 
 def clipped(text: str, length: int = 200) -> str:
@@ -118,6 +121,21 @@ def as_user_error(error: Exception) -> UserError | None:
     return UserError(os.strerror(error.errno), file=file, remedy=_REMEDIES[error.errno])
 
 
+def show_without_traceback() -> None:
+    """Let a UserError that a program does not catch end it with its screen alone, said by one rank."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _say
+
+
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, UserError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    if int(os.environ.get("RANK", "0")) != 0:
+        time.sleep(_RANK_0_SAYS)
+    print(f"\n{error}\n", file=sys.stderr, flush=True)
+
+
 def main_entry(main: Callable[[], int | None]) -> None:
     """Run `main` and exit with its result.
 
@@ -136,8 +154,7 @@ def main_entry(main: Callable[[], int | None]) -> None:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"\n{error}\n", file=sys.stderr, flush=True)
         else:
-            # The launcher ends the whole job as soon as one rank leaves: let rank 0 say why first.
-            time.sleep(10)
+            time.sleep(_RANK_0_SAYS)
         sys.stdout.flush()
         # Not sys.exit: other ranks may be waiting in a collective, and torch's clean-up would wait for them.
         os._exit(EXIT_USER_ERROR)

@@ -24,7 +24,7 @@ from deepspeed.utils import set_z3_leaf_modules
 from ds_fp8.casts.quantization import check_triton
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.deepspeed_json import Configuration
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, show_without_traceback
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.log import is_first_rank, logger
 from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open
@@ -95,6 +95,7 @@ def initialize(
     Raises:
         UserError: The configuration is wrong, or asks for what this machine cannot do.
     """
+    show_without_traceback()
     given = config if config is not None else config_params
     if given is None and args is not None:
         given = getattr(args, "deepspeed_config", None)
@@ -114,6 +115,7 @@ def initialize(
     if model is not None and leaves_preset_open(configuration.values.get("fp8")):
         configuration, preset_reason = _choose_preset(configuration, model, distributed_port, dist_init_required)
         fp8 = configuration.fp8
+    watchdog.join()
     mpu = _located(file, share_sequences, configuration.values, model, mpu, mesh_param)
     _located(file, check_training_data, training_data, mpu)
     # Made before the model is converted: recipes keep a reference to the monitor that measures their casts.
@@ -140,8 +142,9 @@ def initialize(
         # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
         set_z3_leaf_modules(model, sorted(conversion.leaf_classes, key=lambda leaf: leaf.__name__))
     apply_checkpointing_section(configuration, model)
-    if fp8.enabled and optimizer is None and own_optimizer is None and _is_compiled(configuration):
-        logger.info("DeepSpeed's own %s is compiled once, for minutes", configuration.optimizer_type)
+    if "fp8" in configuration.values and optimizer is None and own_optimizer is None and _is_compiled(configuration):
+        words = 'DeepSpeed\'s own %s%s is compiled once, for minutes ("torch_adam": true in its "params" avoids it)'
+        logger.info(words, configuration.optimizer_type, "" if fp8.enabled else ", which steps where FP8 is off,")
     if getattr(args, "deepspeed_config", None) is not None:
         # DeepSpeed refuses the configuration in both places.
         args = copy.copy(args)
@@ -163,7 +166,7 @@ def initialize(
     )
     engine = result[0]
     atexit.register(_end_gloo)
-    watchdog.join()
+    watchdog.join()  # where DeepSpeed has made the process group
     if fp8.enabled:
         check_triton(engine.device)  # before the first cast of weights
 
@@ -255,6 +258,7 @@ def _choose_preset(
     if not dist.is_initialized():
         backend = get_accelerator().communication_backend_name()
         deepspeed.init_distributed(dist_backend=backend, distributed_port=port, dist_init_required=init_required)
+    watchdog.join()
     return _for_weights(configuration, model)
 
 

@@ -58,8 +58,10 @@ def print_estimates(estimates: Mapping[str, Estimate], memory_bytes: int | None,
         table.add_row(label, *(_size(found[size]) for found in longest))
     console.print(table)
     if shared:
-        console.print("The last rows: the longest rows by memory alone, beyond the model's positions too; GPUs share a")
-        console.print('row by "sequence_parallel_size".')
+        console.print(
+            "The last rows: the longest rows by memory alone, beyond the model's positions too; GPUs share a row by "
+            '"sequence_parallel_size".'
+        )
 
 
 def _size(size: int) -> str:

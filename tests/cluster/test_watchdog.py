@@ -6,20 +6,30 @@ import atexit
 import json
 import multiprocessing.util
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import ds_fp8
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.errors import UserError
+from ds_fp8.export.engines import export_engine
+from ds_fp8.integrations.vllm import sync_weights
+from tests.zero.models import config
 
 TIMEOUT = 4.0
 ENDS = 30.0
@@ -80,7 +90,6 @@ def one_fails_in(rank: int, collective: str, how: str, failing: int, own_program
         os.environ[watchdog.VARIABLE] = str(TIMEOUT) if how == "stop" else "60"
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
         watchdog.join()
-        time.sleep(2)  # guardians meet while the program goes on
     else:
         begin(TIMEOUT if how == "stop" else 60)
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
@@ -131,6 +140,104 @@ def test_a_rank_that_fails_in_a_collective_ends_all(collective, how, world, fail
     if how == "stop":
         assert f"limit {watchdog.VARIABLE if own_program else 'train.timeout'}" in ended.output
         assert seconds > TIMEOUT
+    assert seconds < ENDS + (TIMEOUT if how == "stop" else 0)
+    assert not ended.left
+
+
+def tiny_engine() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = AutoConfig.for_model("llama", vocab_size=64, **sizes)
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    return ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=config({}))[0]
+
+
+class Server:
+    """An LLM of vLLM that takes all that it is given."""
+
+    llm_engine = SimpleNamespace(
+        has_unfinished_requests=lambda: False, model_executor=SimpleNamespace(driver_worker=None)
+    )
+
+    def __getattr__(self, name: str) -> Callable:
+        return lambda *_, **__: None
+
+
+def validate(engine: Any, batch: dict[str, torch.Tensor]) -> None:
+    engine.eval()
+    with torch.no_grad():
+        dist.all_reduce(engine(**batch).loss)
+
+
+OPERATIONS: dict[str, tuple[str, Callable]] = {
+    "initialize": ("", lambda engine, batch, folder: tiny_engine()),
+    "all-gather of a forward": ("all_?gather", lambda engine, batch, folder: engine(**batch)),
+    "reduce-scatter of a backward": (
+        "alltoall|reduce_scatter",
+        lambda engine, batch, folder: engine.backward(engine(**batch).loss),
+    ),
+    "step": ("", lambda engine, batch, folder: engine.step()),
+    "evaluation": ("all_?gather", lambda engine, batch, folder: validate(engine, batch)),
+    "save_checkpoint": ("", lambda engine, batch, folder: engine.save_checkpoint(folder, tag="new")),
+    "load_checkpoint": ("", lambda engine, batch, folder: engine.load_checkpoint(folder, tag="old")),
+    "export_engine": ("all_?gather", lambda engine, batch, folder: export_engine(engine, f"{folder}/export")),
+    "sync_weights": ("all_?gather", lambda engine, batch, folder: sync_weights(engine, Server(), chunk_bytes=1)),
+}
+"""Collective calls of a program, and which of their collectives a rank fails in: the first whose name matches."""
+BEGIN_COLLECTIVES = [name for name in vars(dist.ProcessGroup) if re.match("_?(all|reduce|broad|barr|gath|scat)", name)]
+
+
+def one_fails_within(rank: int, operation: str, how: str, failing: int, folder: str) -> None:
+    """Call an operation; one rank fails where it would begin a collective of it."""
+    os.environ[watchdog.VARIABLE] = str(TIMEOUT) if how == "stop" else "60"
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    where, run = OPERATIONS[operation]
+    batch = {name: torch.arange(64).reshape(2, 32) for name in ("input_ids", "labels")}
+    engine = None
+    if operation != "initialize":
+        engine = tiny_engine()
+        engine.backward(engine(**batch).loss)
+        if operation != "step":
+            engine.step()
+            engine.save_checkpoint(folder, tag="old")
+    for name in BEGIN_COLLECTIVES if rank == failing else ():
+        begin_it = getattr(dist.ProcessGroup, name)
+
+        def fails(*arguments: Any, name: str = name, begin_it: Callable = begin_it, **options: Any) -> Any:
+            if re.search(where, name):
+                Path(folder, "failed").touch()
+                fail(how)
+            return begin_it(*arguments, **options)
+
+        setattr(dist.ProcessGroup, name, fails)
+    run(engine, batch, folder)
+    if rank != failing:
+        wait_for_others()  # a program's next collective
+
+
+@pytest.mark.parametrize(
+    ("operation", "how", "world", "failing"),
+    [
+        pytest.param(operation, how, world, failing, marks=[] if short else pytest.mark.slow)
+        for operation in OPERATIONS
+        for how in WAYS
+        for world, failing in ((2, 1), (3, 0))
+        for short in [world == 2 and (operation, how) in (("initialize", "stop"), ("sync_weights", "exception"))]
+    ],
+)
+def test_a_rank_that_fails_within_an_operation_ends_all(operation, how, world, failing, job, tmp_path):
+    ended = job(world, one_fails_within, operation, how, failing, str(tmp_path), own_program=True)
+    failed = tmp_path / "failed"
+    assert failed.exists(), ended.output
+    seconds = time.time() - failed.stat().st_mtime
+    said = next((line for line in ended.output.splitlines() if f"(rank {failing}): " in line), "")
+    print(f"RANKS | {operation} | {how} | {world} | {seconds:.0f} s | {ended.codes} | {said}")
+    for rank, code in enumerate(ended.codes):
+        others = [1] if how == "exception" else [75, 1] if how == "kill" else [75]
+        assert code in ([-signal.SIGKILL] if rank == failing and how != "exception" else others), ended.output
+    assert WAYS[how] in ended.output
+    assert how == "exception" or WAYS[how] in said, ended.output
+    assert how != "stop" or f"limit {watchdog.VARIABLE}" in ended.output
     assert seconds < ENDS + (TIMEOUT if how == "stop" else 0)
     assert not ended.left
 

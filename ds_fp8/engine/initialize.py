@@ -111,11 +111,11 @@ def initialize(
         preflight.check_launch()
     if not dist.is_initialized():
         seams.disable_shm_build()
+    watchdog.join()  # before the first collective, where there is a process group
     preset_reason = None
     if model is not None and leaves_preset_open(configuration.values.get("fp8")):
         configuration, preset_reason = _choose_preset(configuration, model, distributed_port, dist_init_required)
         fp8 = configuration.fp8
-    watchdog.join()
     mpu = _located(file, share_sequences, configuration.values, model, mpu, mesh_param)
     _located(file, check_training_data, training_data, mpu)
     # Made before the model is converted: recipes keep a reference to the monitor that measures their casts.

@@ -205,13 +205,15 @@ def _check_patterns(overrides: Iterable[str], layers: Iterable[str]) -> None:
             raise UserError(
                 f'fp8.linear.overrides "{pattern}" matches no linear layer of this model',
                 key=f'fp8.linear.overrides["{pattern}"]',
-                remedy=nearest(pattern, dict.fromkeys([*_ends(layers), *layers])),
+                remedy=nearest(pattern, {*_patterns(layers), *layers}),
             )
 
 
-def _ends(names: Iterable[str]) -> list[str]:
-    """Return "*.q_proj" and the like, once each: the patterns that most users mean."""
-    return list(dict.fromkeys(f"*.{name.rpartition('.')[2]}" for name in names))
+def _patterns(names: Iterable[str]) -> set[str]:
+    """Return "*.q_proj", "model.layers.0.*" and the like: the patterns that most users mean."""
+    parts = [name.split(".") for name in names]
+    inside = {".".join([*each[:end], "*"]) for each in parts for end in range(1, len(each))}
+    return inside | {f"*.{each[-1]}" for each in parts}
 
 
 def layer_of(model: nn.Module, site: str) -> str:

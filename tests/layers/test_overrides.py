@@ -61,6 +61,7 @@ def test_an_override_changes_what_it_names_and_the_first_match_decides():
     ("overrides", "key", "remedy"),
     [
         ({"*.down_prj": "bf16"}, 'fp8.linear.overrides["*.down_prj"]', 'Did you mean "*.down_proj"?'),
+        ({"model.layer.0.*": "bf16"}, '["model.layer.0.*"]', 'Did you mean "model.layers.0.*"?'),
         ({"q_proj": "fp16"}, 'fp8.linear.overrides["q_proj"]', '"bf16", or casts'),
         ({"q_proj": {"inputs": TENSOR}}, 'fp8.linear.overrides["q_proj"].inputs', 'Did you mean "input"?'),
         ({"q_proj": {"skip": ["x"]}}, 'fp8.linear.overrides["q_proj"].skip', "Known keys: grad_output"),

@@ -14,7 +14,7 @@ import warnings
 
 from ds_fp8.cluster import watchdog
 from ds_fp8.cluster.entry import rank_entry
-from ds_fp8.cluster.launch_options import add_launch_options, check_launch_options, launch_as
+from ds_fp8.cluster.launcher import add_launch_options, check_launch_options, launch_as
 from ds_fp8.cluster.start_checks import Job, check_ranks
 
 
@@ -35,7 +35,7 @@ def main() -> int:
 
     from deepspeed.utils.logging import set_log_level_from_string
 
-    from ds_fp8.cluster import facts
+    from ds_fp8.cluster.start_checks import versions
     from ds_fp8.commands.arguments import config_file
     from ds_fp8.train import load_stage, processes
 
@@ -53,7 +53,7 @@ def main() -> int:
     if store is not None:
         same = check_ranks(store, job)
         if first:
-            print(f"{same}: {', '.join(f'{name} {version}' for name, version in facts.versions().items())}")
+            print(f"{same}: {', '.join(f'{name} {version}' for name, version in versions().items())}")
     watchdog.beat("joining the ranks")
     processes.init_distributed()
     return 0

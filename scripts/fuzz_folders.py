@@ -241,7 +241,7 @@ class FolderJudges:
 
         with contextlib.ExitStack() as work:
             for name in (
-                "ds_fp8.cluster.local_launch.train_here",
+                "ds_fp8.commands.train.train_here",
                 "ds_fp8.commands.train.launch_as",
                 "ds_fp8.commands.train._train",
                 "ds_fp8.commands.parity.train_once",

@@ -1,4 +1,4 @@
-"""Entry point of a rank's script: however `main` ends, all ranks end, with one exit code."""
+"""Entry point of a rank's script: however `main` ends, all ranks end, with one exit code, which says what helps."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from ds_fp8.cluster.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_USER_ERROR
 from ds_fp8.cluster.guardian import ERROR, LOST, USER
-from ds_fp8.config.errors import as_user_error, main_entry
+from ds_fp8.config.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_USER_ERROR, as_user_error, main_entry
 
 # Gloo raises plain RuntimeErrors.
 _LINK = re.compile(r"gloo|NCCL|connection (reset|closed)|socket|timed out", re.IGNORECASE)
 
 
 def rank_entry(main: Callable[[], int | None]) -> None:
-    """Run `main` and exit with its result, as `main_entry`; a rank that fails ends the others, too.
-
-    `main` starts the watchdog; without one this is `main_entry`. Exit codes are those of cluster.exit_codes.
-    """
+    """Run `main` and exit with its result, as `main_entry`; under a watchdog a rank that fails ends all."""
 
     def guarded() -> int | None:
         try:

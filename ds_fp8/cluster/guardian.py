@@ -28,19 +28,16 @@ TICK = 0.5
 """Seconds between two messages of a guardian, and between two looks of the judge."""
 MORE_FINDINGS = 2.0
 """Seconds in which other ranks report what befell them too: the first to report is not always the cause."""
-STACKS = 3.0
 OBEYS = 3.0
-"""Seconds in which a rank shows its stack, or ends itself when told to; after them it is killed."""
+"""Seconds in which a rank shows where it is, and ends itself, when told to; after them it is killed."""
 FAREWELL = 8.0
 LEAVES = 120.0
 """Seconds from a rank's word that it is done to the end of its process."""
 LIMIT = 1 << 20
 
 # Findings: what may end a job, worst first, with the exit code of all ranks.
-DIED, SILENT, ABSENT, STOPPED, HUNG, USER, ERROR, LOST = (
-    *("died", "silent", "absent", "stopped", "hung"),
-    *("user", "error", "lost"),
-)
+DIED, SILENT, ABSENT, STOPPED, HUNG = "died", "silent", "absent", "stopped", "hung"
+USER, ERROR, LOST = "user", "error", "lost"
 CODES = {DIED: 75, SILENT: 75, ABSENT: 75, STOPPED: 75, HUNG: 75, USER: 2, ERROR: 1, LOST: 75}
 AFTER = {75: "the same command resumes from the last checkpoint", 1: "a rank failed: see its traceback above"}
 
@@ -88,26 +85,22 @@ class Lines:
 
 @dataclass
 class Rank:
-    """What the judge knows of a rank."""
+    """What the judge knows of a rank.
+
+    `heard` and `moved` are the times of its last word and progress; `silence` and `patience` the seconds after which
+    the next is overdue; `stopped` the seconds for which it has been stopped by a signal, at most `limit`.
+    """
 
     host: str
     lines: Lines
     heard: float
     doing: str = "starting"
     moved: float = 0.0
-    """Time of its last progress."""
     patience: float = float("inf")
-    """Seconds until the progress after that is overdue."""
     silence: float = float("inf")
-    """Seconds without a word after which it counts as lost."""
     stopped: float = 0.0
-    """Seconds for which it has been stopped by a signal."""
     limit: float = float("inf")
-    """The most of them."""
     gone: bool = False
-    stack: str | None = None
-    waits: bool = False
-    """Whether its stack ends in a collective."""
 
 
 class Judge:
@@ -120,7 +113,6 @@ class Judge:
         """By rank: what befell it, and the details. In the order in which that became known."""
         self._started = self._looked = self._paused = time.monotonic()
         self._phase, self._until = "watch", 0.0
-        self._code = 0
         self.done = False
 
     def serve(self, address: str | None, token: str) -> int:
@@ -181,14 +173,11 @@ class Judge:
         elif "finding" in message:
             kind, details = message["finding"]
             self._findings.setdefault(number, (kind if kind in CODES else ERROR, str(details)))
-        elif "stack" in message:
-            rank.stack, rank.waits = str(message["stack"]), bool(message["waits"])
         elif "gone" in message:
             rank.gone = True
 
     @property
     def present(self) -> list[Rank]:
-        """Return the ranks that are here."""
         return [rank for rank in self._ranks.values() if not rank.gone]
 
     def look(self) -> None:
@@ -208,20 +197,13 @@ class Judge:
                 self.done = True
         elif self._phase == "more" and (now > self._until or len(self._findings) == self._about["world"]):
             kinds = {kind for kind, _ in self._findings.values()}
-            self._code = next(code for kind, code in CODES.items() if kind in kinds)
-            self._phase, self._until = "stacks", now + STACKS
-            # Stacks show who waits for whom. After an error of a rank its own traceback says more.
-            for rank in present if self._code == 75 else ():
-                rank.lines.send({"show": True})
-        elif self._phase == "stacks" and (
-            now > self._until or self._code != 75 or all(rank.stack is not None for rank in present)
-        ):
-            said = escaped(self._verdict())
+            cause = next(kind for kind in CODES if kind in kinds)
+            said = escaped(self._verdict(cause))
             if said:
                 with suppress(OSError):
                     print(f"\n{said}\n", file=sys.stderr, flush=True)
             for rank in present:
-                rank.lines.send({"end": self._code})
+                rank.lines.send({"end": CODES[cause], "show": cause == HUNG})
             self._phase, self._until = "farewell", now + FAREWELL
         elif self._phase == "farewell":
             # Ranks that were not heard of will not say farewell.
@@ -254,10 +236,8 @@ class Judge:
             details = f"no progress for {now - last.moved:.0f} s in {last.doing}: limit {self._about['name']}"
             self._findings[number] = (HUNG, details)
 
-    def _verdict(self) -> str:
-        """Return why the job ended: the ranks to blame, the stacks of ranks, and what to do."""
-        kinds = [kind for kind, _ in self._findings.values()]
-        cause = next(kind for kind in CODES if kind in kinds)
+    def _verdict(self, cause: str) -> str:
+        """Return why the job ended: the ranks to blame, and what to do."""
         guilty: dict[str, list[int]] = {}
         for number, (kind, details) in self._findings.items():
             if kind == cause:
@@ -271,20 +251,10 @@ class Judge:
         were_asked = all(any(words in details for words in asked) for details in guilty)
         if cause == DIED and were_asked and all(rank.gone for rank in self._ranks.values()):
             return ""  # all were asked to end, and have
-        lines = [f"error: the job was ended on all hosts (exit code {self._code}: {AFTER[self._code]})"]
+        code = CODES[cause]
+        lines = [f"error: the job was ended on all hosts (exit code {code}: {AFTER[code]})"]
         # In the order in which they became known: what died after the first may have been ended for it.
         lines += [f"  {self._place(ranks)}: {details}" for details, ranks in guilty.items()]
-        stacks: dict[str, list[int]] = {}
-        for number, rank in sorted(self._ranks.items()):
-            if not rank.gone and cause == HUNG:
-                if rank.stack is None:
-                    lines.append(f"  {self._place([number])}: shows no stack: stuck in the system or in native code")
-                elif not rank.waits:
-                    lines.append(f"  {self._place([number])}: in no collective: the others wait for it")
-            if rank.stack:
-                stacks.setdefault(rank.stack, []).append(number)
-        for stack, ranks in stacks.items():
-            lines += [f"  stack of {spans(ranks)}:", stack]
         return "\n".join(lines)
 
     def _place(self, ranks: list[int]) -> str:
@@ -335,6 +305,7 @@ class Guardian:
         self._leaving = self._asked = self._over = False
         self._told: int | None = None
         self._selector.register(0, selectors.EVENT_READ, self._obey)
+        self._died: int | None = None
         if hasattr(os, "pidfd_open"):  # its end wakes this process, while it can still say how it ended
             with suppress(OSError):
                 self._died = os.pidfd_open(about["pid"])
@@ -395,10 +366,8 @@ class Guardian:
     def _hear(self) -> None:
         for message in self._link.received():
             self._heard = time.monotonic()
-            if "show" in message:
-                self._rank.send(message)
-            elif "end" in message:
-                self._tell(message["end"])
+            if "end" in message:
+                self._tell(message["end"], bool(message["show"]))
         if not self._link.open:
             self._selector.unregister(self._socket)
             if not self._leaving:
@@ -451,6 +420,8 @@ class Guardian:
         """Say how the rank ended, and stay for as long as the verdict may take to come."""
         if self._ended is None:
             self._ended = now
+            if self._died is not None:  # readable from now on: this process would not sleep again
+                self._selector.unregister(self._died)
             status = _zombie(self._about["pid"])
             if self._rank.open:
                 self._obey()  # its last words may have come together with the end
@@ -472,10 +443,10 @@ class Guardian:
                 line = escaped(f"error: {self._about['host']} (rank {self._about['rank']}) was ended: {why}")
                 print(f"\n{line}\n", file=sys.stderr, flush=True)
 
-    def _tell(self, code: int) -> None:
+    def _tell(self, code: int, show: bool = False) -> None:
         if self._told is None:
             self._told, self._told_at = code, time.monotonic()
-            self._rank.send({"end": code})
+            self._rank.send({"show": True, "end": code} if show else {"end": code})
 
     def _report(self, message: dict[str, Any]) -> None:
         if self._link is None:

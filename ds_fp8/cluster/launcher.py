@@ -1,21 +1,29 @@
-"""Launching a job on the hosts of a hostfile, and again after it lost one of them."""
+"""Starting a job: on the hosts of a hostfile or on this one, stopped by signals, and started again after a loss."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
-from ds_fp8.cluster.hostfile import Host, read_hostfile
-from ds_fp8.cluster.job_process import run_job, say, with_restarts
-from ds_fp8.config.errors import UserError
+from ds_fp8.cluster.hosts import Host, free_port, read_hostfile
+from ds_fp8.config.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_USER_ERROR, UserError
 
+TRAIN = "ds_fp8.commands.train"
+STARTED_BY = "DS_FP8_STARTED_BY"
+"""Environment variable of a rank: the process that started it, whose end is a request to stop."""
+_OTHERS_END = 40.0
+"""Seconds in which guardians end the other ranks after one has failed; what is left then is killed."""
 _CONNECT = 10
 """Seconds in which a host must answer ssh."""
 _DEAD_LINK = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
@@ -24,6 +32,101 @@ _SSH = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}")
 _SETTLE = 15.0
 """Seconds before a restart: guardians on a host that was cut off end their ranks after 30 s, ssh after 20."""
 _PORT = 29500
+
+
+# ---------------------------------------------------------------- processes of a job
+
+
+def run_job(jobs: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> int:
+    """Run processes, each with its environment, until all have ended; SIGTERM and SIGINT are passed on to them.
+
+    From the main thread alone. Returns an exit code of config.errors: EXIT_INTERRUPTED after a signal, but for a job
+    that was done in spite of it.
+    """
+    processes: list[subprocess.Popen] = []
+    asked = False
+
+    def pass_on(number: int, frame: object) -> None:
+        nonlocal asked
+        asked = True
+        for process in processes:
+            process.terminate()
+
+    # A signal that is ignored stays so: a shell starts background jobs with SIGINT ignored.
+    ours = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, pass_on) for number in ours}
+    try:
+        for command, environment in jobs:
+            processes.append(subprocess.Popen(command, env=environment))
+        if asked:  # while they were started
+            pass_on(0, None)
+        codes = {meaning(code) for code in _wait(processes)}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if asked and codes != {EXIT_DONE}:
+        return EXIT_INTERRUPTED
+    order = (EXIT_USER_ERROR, EXIT_FAILED, EXIT_LOST, EXIT_INTERRUPTED, EXIT_DONE)
+    return next(code for code in order if code in codes)
+
+
+def _wait(processes: Sequence[subprocess.Popen]) -> list[int]:
+    """Return the exit codes once all have ended, each on its own or, after one has failed, in _OTHERS_END seconds."""
+    failed_at = None
+    while None in [process.poll() for process in processes]:
+        failed = any(process.returncode not in (None, EXIT_DONE, EXIT_INTERRUPTED) for process in processes)
+        failed_at = failed_at or (time.monotonic() if failed else None)
+        if failed_at is not None and time.monotonic() - failed_at > _OTHERS_END:
+            for process in processes:
+                process.kill()
+        time.sleep(0.1)
+    return [process.returncode for process in processes]
+
+
+def meaning(code: int) -> int:
+    """Return the exit code of a run for a process's, deepspeed's (the largest of all ranks and hosts), or ssh's own."""
+    if code in (EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED):
+        return code
+    # 126 and 127: no such program on a host. Above: a signal, or ssh without a host.
+    return EXIT_LOST if code == EXIT_LOST or code < 0 or code > 127 else EXIT_FAILED
+
+
+def with_restarts(start: Callable[[int], int], max_restarts: int, settle: float = 0.0) -> int:
+    """Run a job, `start(attempt)`, and up to `max_restarts` times again, after `settle` seconds, if it was lost."""
+    if max_restarts < 0:
+        raise UserError(
+            f"--max-restarts must be at least 0, got {max_restarts}",
+            key="--max-restarts",
+            remedy="0 for none, or a number",
+        )
+    for attempt in range(max_restarts + 1):
+        if attempt:
+            time.sleep(settle)
+            _say(f"restart {attempt} of {max_restarts}, from the last checkpoint")
+        code = start(attempt)
+        # Only losses are worth another start: errors and mistakes would come again.
+        if code != EXIT_LOST:
+            break
+    return code
+
+
+def _say(line: str) -> None:
+    print(f"launcher: {line}", file=sys.stderr, flush=True)
+
+
+def train_here(arguments: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
+    """Train a stage on local ranks, with arguments of ds_fp8.commands.train; returns an exit code of config.errors."""
+
+    def start(attempt: int) -> int:
+        job = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        own = ({**job, "RANK": rank, "LOCAL_RANK": rank, STARTED_BY: os.getpid()} for rank in range(ranks))
+        environments = [{**os.environ, **{name: str(value) for name, value in each.items()}} for each in own]
+        return run_job([([sys.executable, "-m", TRAIN, *arguments], environment) for environment in environments])
+
+    return with_restarts(start, max_restarts)
+
+
+# ---------------------------------------------------------------- many hosts
 
 
 @dataclass(frozen=True)
@@ -43,12 +146,7 @@ class Launch:
 def launch(hostfile: str | os.PathLike, job: Launch) -> int:
     """Run a job on the hosts of a hostfile until it is done, has failed, or was lost too often.
 
-    Returns:
-        One of cluster.exit_codes.
-
-    Raises:
-        UserError: for a mistake in the hostfile or in the numbers of `job`, a missing program, or hosts that do not
-            answer.
+    Returns an exit code of config.errors.
     """
     hosts = read_hostfile(hostfile)
     for program in ("pdsh", "ssh"):
@@ -66,7 +164,7 @@ def launch(hostfile: str | os.PathLike, job: Launch) -> int:
 
     def start(attempt: int) -> int:
         # Asked before every attempt: a host may have come back.
-        silent = unreachable(hosts)
+        silent = _unreachable(hosts)
         there = [host for host in hosts if host.name not in silent]
         # The first start is on all hosts: one that is missing then is a mistake, not a loss.
         if silent and (attempt == 0 or len(there) < fewest):
@@ -77,13 +175,13 @@ def launch(hostfile: str | os.PathLike, job: Launch) -> int:
                 + (f"; {fewest} hosts are needed (--min-hosts)" if attempt else ""),
             )
         if silent:
-            say(f"continuing with {len(there)} of {len(hosts)} hosts, without {', '.join(silent)}")
+            _say(f"continuing with {len(there)} of {len(hosts)} hosts, without {', '.join(silent)}")
         return _run(there, job, attempt, first_is_there=there[0] == hosts[0])
 
     return with_restarts(start, job.max_restarts, _SETTLE)
 
 
-def unreachable(hosts: Sequence[Host]) -> dict[str, str]:
+def _unreachable(hosts: Sequence[Host]) -> dict[str, str]:
     """Return the reason, in ssh's words, for every host on which ssh cannot run a command."""
 
     def ask(host: Host) -> str | None:
@@ -103,7 +201,6 @@ def unreachable(hosts: Sequence[Host]) -> dict[str, str]:
 
 
 def _run(hosts: Sequence[Host], job: Launch, attempt: int, first_is_there: bool) -> int:
-    """Run one attempt on these hosts; returns one of cluster.exit_codes."""
     append = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     environment = {**os.environ, "PDSH_SSH_ARGS_APPEND": f"{append} {shlex.join([*_SSH, *_DEAD_LINK])}".strip()}
     with tempfile.NamedTemporaryFile("w", prefix="hostfile-") as hostfile:
@@ -113,26 +210,56 @@ def _run(hosts: Sequence[Host], job: Launch, attempt: int, first_is_there: bool)
         # --force_multi: a single host that is left is not necessarily this one.
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile.name, "--force_multi"]
         command += attempt_options(job.options, attempt, first_is_there)
-        return run_job([*command, *job.command], environment=environment)
+        return run_job([([*command, *job.command], environment)])
 
 
 def attempt_options(options: Sequence[str], attempt: int, first_is_there: bool) -> list[str]:
-    """Return the options of the deepspeed command for one attempt.
+    """Return the options of the deepspeed command for one attempt; of those given twice the last counts."""
+    # First a port, which the user's options may change: the last attempt's may still be taken. Last an empty address,
+    # where the user's is that of a host which does not take part: deepspeed then takes the first host that is left.
+    return ["--master_port", str(_PORT + attempt), *options, *([] if first_is_there else ["--master_addr="])]
 
-    Args:
-        options: the user's, as "--master_port 29501" or "--master_port=29501".
-        attempt: its number, from 0.
-        first_is_there: whether the first host, whose address --master_addr may give, takes part.
+
+# ---------------------------------------------------------------- options of a script
+
+
+def add_launch_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `launch_as` reads."""
+    add = parser.add_argument_group("many hosts").add_argument
+    words = "start on the hosts of this file over ssh; its lines are NAME slots=GPUS"
+    add("--hostfile", metavar="FILE", help=words)
+    words = "restart up to N times after a host or a rank is lost"
+    add("--max-restarts", type=int, default=0, metavar="N", help=words)
+    words = "restart with the hosts that are left, if these are N or more (default: all)"
+    add("--min-hosts", type=int, metavar="N", help=words)
+    words = 'further options of the deepspeed command, such as "--master_addr 10.0.0.1 --ssh_port 2222"'
+    add("--launcher-options", default="", metavar="TEXT", help=words)
+
+
+def check_launch_options(arguments: argparse.Namespace, local_restarts: bool = False) -> None:
+    """Refuse options that go with --hostfile alone, where there is none, and all of them on a rank.
+
+    With `local_restarts` --max-restarts also goes without --hostfile.
     """
-    kept = list(options)
-    place = _place("--master_addr", kept)
-    if place is not None and not first_is_there:
-        # deepspeed then takes the first host that is left.
-        del kept[place : place + (1 if "=" in kept[place] else 2)]
-    if _place("--master_port", kept) is None:
-        kept += ["--master_port", str(_PORT + attempt)]  # the last attempt's port may still be taken
-    return kept
+    needs_hosts = {"--min-hosts": arguments.min_hosts is not None, "--launcher-options": arguments.launcher_options}
+    restarts = {"--max-restarts": arguments.max_restarts != 0}
+    if "RANK" in os.environ:
+        refused = {"--hostfile": arguments.hostfile} | restarts | needs_hosts
+        why = "another launcher has started this rank (RANK is set)"
+        remedy = "give the option to that launcher instead; or unset RANK"
+    elif arguments.hostfile is None:
+        refused, why = needs_hosts | ({} if local_restarts else restarts), "--hostfile is not given"
+        remedy = "give --hostfile FILE, or remove this option"
+    else:
+        return
+    for option, given in refused.items():
+        if given:
+            raise UserError(f"{option} has no effect here: {why}", key=option, remedy=remedy)
 
 
-def _place(name: str, options: Sequence[str]) -> int | None:
-    return next((place for place, option in enumerate(options) if option.split("=")[0] == name), None)
+def launch_as(arguments: argparse.Namespace, command: Sequence[str]) -> int:
+    """Start `command`, a script or "--module" and a name, and its arguments, on the hosts that the options name."""
+    script = command[0] if command[0].startswith("--") else str(Path(command[0]).resolve())
+    options = shlex.split(arguments.launcher_options)
+    job = Launch([script, *command[1:]], options, arguments.max_restarts, arguments.min_hosts)
+    return launch(arguments.hostfile, job)

@@ -1,10 +1,15 @@
-"""Checks before the first step: every rank compares itself with rank 0, and a difference is an error within seconds."""
+"""Checks before the first step: every rank compares itself with rank 0, and a difference is an error within seconds.
+
+Compared are versions, configuration and files, each as a short text, and a file that rank 0 writes to the run folder.
+"""
 
 from __future__ import annotations
 
-import io
+import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import time
 import uuid
 from collections.abc import Mapping
@@ -14,22 +19,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.distributed import Store
 
-from ds_fp8.cluster import facts
+import ds_fp8
 from ds_fp8.cluster.guardian import spans
 from ds_fp8.cluster.hosts import this_host
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import flat
 
 CLOCK_SECONDS = 5.0
 """Clocks further apart than this are pointed out: times of files and logs would mislead."""
 FREE_MEMORY = 0.9
 """A GPU with less than this share of the freest one's free memory is pointed out: something else runs there."""
+MISSING = "missing"
 _SHARED_SECONDS = 5.0
 """Seconds in which a file written on one host must be seen on another, as on NFS."""
 _ROWS = 30
+_PACKAGES = ("torch", "deepspeed", "transformers", "triton", "datasets", "safetensors")
+_ENDS = 1 << 16
+"""Bytes of a file's head and of its tail that are compared; data files are too large to be read whole."""
+_FILES = 1000
+"""Files of a folder that are compared; the rest are counted."""
+
+Facts = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -48,15 +60,10 @@ class Job:
 def check_ranks(store: Store, job: Job | None = None) -> str:
     """Compare versions, configuration, files, free memory and clocks of all ranks. Collective.
 
-    Args:
-        store: shared by all ranks.
-        job: what is to be done; None compares versions and machines alone.
-
-    Returns:
-        One line, or several with warnings, that says what was compared.
+    Without a job versions and machines alone. Returns one line, or several with warnings, that says what was compared.
 
     Raises:
-        UserError: on all ranks alike, with a table that names the hosts that differ from rank 0's.
+        UserError: on all ranks alike, with the hosts that differ from rank 0's and what they have otherwise.
     """
     started = time.monotonic()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -68,14 +75,11 @@ def check_ranks(store: Store, job: Job | None = None) -> str:
     store.set(f"facts/{rank}", json.dumps(_about_this_rank(job) | {"clock": behind}))
     if rank == 0:
         every = [json.loads(value) for value in store.multi_get([f"facts/{number}" for number in range(world)])]
-        difference = _difference(every)
-        store.set("compared", json.dumps([difference, _warnings(every)]))
+        store.set("compared", json.dumps([_difference(every), _warnings(every)]))
     # Every rank raises the same error: none is left waiting in the first collective.
     difference, warnings = json.loads(store.get("compared"))
     if difference:
-        raise UserError(
-            difference, remedy="make these the same on all hosts", file=job.file if job is not None else None
-        )
+        raise UserError(difference, remedy="make these the same on all hosts", file=job and job.file)
     if job is not None:
         _check_shared(store, job.run_dir)
     compared = "versions, configuration, data and model files" if job is not None else "versions"
@@ -83,63 +87,49 @@ def check_ranks(store: Store, job: Job | None = None) -> str:
     return "\n".join([line, *warnings])
 
 
-def _about_this_rank(job: Job | None) -> dict:
-    known = facts.versions()
+def _about_this_rank(job: Job | None) -> dict[str, Any]:
+    known = versions()
     files = None
     if job is not None:
-        known |= facts.configuration(job.configuration)
+        known |= {key: repr(value) for key, value in flat(job.configuration)}
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a host reads them
-            files = facts.files(job.paths)
+            files = _files(job.paths)
     free = 0
     if torch.cuda.is_available():
         free = torch.cuda.mem_get_info(int(os.environ["LOCAL_RANK"]))[0]
     return {"host": this_host(), "facts": known, "files": files, "free": free}
 
 
-def _difference(every: list[dict]) -> str:
-    """Return a table of the facts in which ranks differ from rank 0, a column for each kind of them; "" if none do."""
-    reference = every[0]["facts"] | every[0]["files"] if every[0]["files"] else every[0]["facts"]
-    columns: dict[tuple[tuple[str, str], ...], list[int]] = {}
+def _difference(every: list[dict[str, Any]]) -> str:
+    """Return the facts in which ranks differ from rank 0, those of one difference together; "" if none do."""
+    reference = every[0]["facts"] | (every[0]["files"] or {})
+    kinds: dict[tuple[str, ...], list[int]] = {}
     for rank, about in enumerate(every):
-        names = every[0]["facts"].keys() | about["facts"].keys()
-        own = about["facts"]
         # Files are compared between hosts only; ranks that read none must not count as lacking them.
-        if about["files"] is not None:
-            own = own | about["files"]
-            names |= (every[0]["files"] or {}).keys() | about["files"].keys()
-        values = [(name, own.get(name, facts.MISSING)) for name in sorted(names)]
-        values = tuple((name, value) for name, value in values if value != reference.get(name, facts.MISSING))
-        if values:
-            columns.setdefault(values, []).append(rank)
-    if not columns:
-        return ""
-    rows = sorted({name for values in columns for name, _ in values})
-    first = f"{every[0]['host']} (rank 0)"
-    places = [", ".join(dict.fromkeys(every[rank]["host"] for rank in ranks)) for ranks in columns.values()]
-    # A column for each kind of difference, not for each rank: a thousand ranks of two kinds make two columns.
-    table = Table("", first)
-    for place, ranks in zip(places, columns.values(), strict=True):
-        table.add_column(f"{place} ({spans(ranks)})", style="bold")
-    for name in rows[:_ROWS]:
-        own = reference.get(name, facts.MISSING)
-        table.add_row(name, own, *(dict(values).get(name, own) for values in columns))
-    text = io.StringIO()
-    Console(file=text, width=160, highlight=False).print(table)
-    more = f"\n({len(rows) - _ROWS} more differ)" if len(rows) > _ROWS else ""
-    return f"{', '.join(dict.fromkeys(places))} differs from {first}:\n{text.getvalue().rstrip()}{more}"
+        own = about["facts"] | (about["files"] or {})
+        names = sorted(own.keys() | (reference if about["files"] is not None else every[0]["facts"]).keys())
+        rows = [(name, reference.get(name, MISSING), own.get(name, MISSING)) for name in names]
+        if lines := tuple(f"  {name}: {ours} -> {theirs}" for name, ours, theirs in rows if ours != theirs):
+            kinds.setdefault(lines, []).append(rank)
+    text = []
+    # A thousand ranks of two kinds make two parts.
+    for lines, ranks in kinds.items():
+        place = f"{', '.join(dict.fromkeys(every[rank]['host'] for rank in ranks))} ({spans(ranks)})"
+        text += [f"{place} differs from {every[0]['host']} (rank 0):", *lines[:_ROWS]]
+        text += [f"  ({len(lines) - _ROWS} more differ)"] if len(lines) > _ROWS else []
+    return "\n".join(text)
 
 
-def _warnings(every: list[dict]) -> list[str]:
+def _warnings(every: list[dict[str, Any]]) -> list[str]:
     lines = []
     most = max(about["free"] for about in every)
     for rank, about in enumerate(every):
+        place = f"warning: {about['host']} (rank {rank})"
         if about["free"] < FREE_MEMORY * most:
-            lines.append(
-                f"warning: {about['host']} (rank {rank}): {about['free'] / 2**30:.1f} GiB of GPU memory are free, "
-                f"elsewhere {most / 2**30:.1f}"
-            )
+            gib = about["free"] / 2**30
+            lines.append(f"{place}: {gib:.1f} GiB of GPU memory are free, elsewhere {most / 2**30:.1f}")
         if abs(about["clock"]) > CLOCK_SECONDS:
-            lines.append(f"warning: {about['host']} (rank {rank}): the clock is {about['clock']:+.0f} s from rank 0's")
+            lines.append(f"{place}: the clock is {about['clock']:+.0f} s from rank 0's")
     return lines
 
 
@@ -183,12 +173,70 @@ def _check_shared(store: Store, run_dir: Path) -> None:
 def _appears(folder: Path, name: str) -> bool:
     """Return whether a file appears in a folder within _SHARED_SECONDS. Listing it renews what NFS has cached."""
     deadline = time.monotonic() + _SHARED_SECONDS
-    while True:
-        try:
+    while time.monotonic() < deadline:
+        with suppress(OSError):
             if name in os.listdir(folder):
                 return True
-        except OSError:
-            pass
-        if time.monotonic() > deadline:
-            return False
         time.sleep(0.2)
+    return False
+
+
+# ---------------------------------------------------------------- facts of a rank
+
+
+def versions() -> Facts:
+    """Return the versions of what computes, and of this package's own source files."""
+    facts = {"python": platform.python_version(), "ds_fp8": f"source {_source_digest()}"}
+    for package in _PACKAGES:
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = MISSING
+    if torch.cuda.is_available():
+        facts["CUDA"] = str(torch.version.cuda)
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["GPU"] = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", "0")))
+    return facts
+
+
+def _files(paths: Mapping[str, str]) -> Facts:
+    facts: Facts = {}
+    for key, text in paths.items():
+        path = Path(text).expanduser()
+        if not path.is_dir():  # a file, or the name of something on a hub: missing everywhere
+            facts[f"{key}: {text}"] = fingerprint(path)
+            continue
+        inside = sorted(
+            file for file in path.rglob("*") if file.is_file() and "checkpoints" not in file.relative_to(path).parts
+        )
+        for file in inside[:_FILES]:
+            facts[f"{key}: {text}/{file.relative_to(path)}"] = fingerprint(file)
+        if len(inside) > _FILES:
+            facts[f"{key}: {text}"] = f"{len(inside)} files"
+    return facts
+
+
+def fingerprint(file: Path) -> str:
+    """Return a file's size in bytes and a short hash of its first and last 64 KiB; "missing" where there is none."""
+    try:
+        with file.open("rb") as content:
+            size = os.fstat(content.fileno()).st_size
+            digest = hashlib.sha256(content.read(_ENDS))
+            # Appending and truncating change the tail, headers of formats the head; with the size that finds other
+            # files, not flipped bits.
+            content.seek(max(0, size - _ENDS))
+            digest.update(content.read(_ENDS))
+    except FileNotFoundError:
+        return MISSING
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return f"{size} bytes, {digest.hexdigest()[:8]}"
+
+
+def _source_digest() -> str:
+    root = Path(ds_fp8.__file__).parent
+    digest = hashlib.sha256()
+    # The sources and not the version: a checkout that was edited on one host has the same version.
+    for file in sorted(root.rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    return digest.hexdigest()[:8]

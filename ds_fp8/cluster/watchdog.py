@@ -27,10 +27,9 @@ from typing import Any
 
 import torch.distributed
 
-from ds_fp8.cluster.exit_codes import EXIT_LOST
 from ds_fp8.cluster.guardian import ERROR
 from ds_fp8.cluster.hosts import host_names, this_host
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import EXIT_LOST, UserError
 from ds_fp8.config.log import logger
 
 DEFAULT_TIMEOUT = 300.0
@@ -53,13 +52,8 @@ _watchdog: _Watchdog | None = None
 def start(timeout: float = DEFAULT_TIMEOUT) -> torch.distributed.Store | None:
     """Start this rank's guardian, introduce it to that of rank 0, and wait for all ranks. Collective.
 
-    The environment is a launcher's: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
-
-    Args:
-        timeout: seconds in which every rank must arrive, and without progress until `set_timeout` says otherwise.
-
-    Returns:
-        A store that all ranks share, without any process group. None in a world of one, which has no guardian.
+    Every rank must arrive in `timeout` seconds. Returns a store that all ranks share, without any process group; None
+    in a world of one, which has no guardian.
     """
     global _watchdog
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -141,12 +135,7 @@ def slowest() -> float | None:
 
 
 def beat(doing: str, slow: bool = False) -> None:
-    """Say that the job has moved, and what it does next.
-
-    Args:
-        doing: for the message if nothing comes after it, such as "step 12".
-        slow: whether what comes next may take SLOW times the timeout.
-    """
+    """Say that the job has moved, and what comes next; it may take SLOW times the timeout if it is `slow`."""
     if _watchdog is not None and _watchdog.launched:
         timeout = _watchdog.timeout
         patience = timeout * (SLOW if slow else 1)
@@ -154,12 +143,9 @@ def beat(doing: str, slow: bool = False) -> None:
 
 
 def fail(kind: str, text: str, code: int) -> None:
-    """Report what ended this rank, and exit as the judge of the job decides. Returns only without a guardian.
+    """Report what ended this rank, a finding of the guardian's, and exit as the job's judge decides, or with `code`.
 
-    Args:
-        kind: one of the guardian's findings.
-        text: what to print.
-        code: exit code if the guardian does not answer.
+    Returns only without a guardian.
     """
     if _watchdog is not None:
         sys.stdout.flush()
@@ -244,11 +230,13 @@ class _Watchdog:
         os._exit(EXIT_LOST)  # without a guardian nothing would end this rank
 
     def _show(self) -> None:
-        """Show the stack of the main thread."""
+        """Print where the main thread is: one line in a collective, its stack where the others wait for it."""
         frames = traceback.extract_stack(sys._current_frames()[self._main])[-_FRAMES:]
         inside = ("/torch/distributed/", "/deepspeed/comm/")
         waits = any(part in frame.filename for frame in frames[-4:] for part in inside)
-        self.tell({"stack": "".join(traceback.format_list(frames)).rstrip(), "waits": waits})
+        what = f"waits in {frames[-1].name}" if waits else "in no collective: the others wait for it"
+        stack = "" if waits else "\n" + "".join(traceback.format_list(frames)).rstrip()
+        print(f"{this_host()} (rank {self._rank}): {what}{stack}", file=sys.stderr, flush=True)
 
 
 def _address_of_all(master: str, world: int) -> str | None:

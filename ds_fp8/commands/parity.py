@@ -156,7 +156,7 @@ def _check_same_length(stage: Stage) -> None:
 
 def train_once(config: Path, ranks: int, overrides: list[str]) -> None:
     """Make one run, with what it prints; its failure is this command's."""
-    from ds_fp8.cluster.local_launch import train_here
+    from ds_fp8.cluster.launcher import train_here
 
     changes = [part for change in overrides for part in ("--set", change)]
     code = train_here(["--deepspeed_config", str(config), *changes], ranks)

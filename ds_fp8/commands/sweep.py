@@ -51,10 +51,8 @@ def main() -> int:
     from deepspeed.utils.logging import set_log_level_from_string
     from rich.console import Console
 
-    from ds_fp8.cluster.local_launch import TRAIN
     from ds_fp8.memory.report import print_plan, print_records, write_report
-    from ds_fp8.memory.runner import DONE, FILE, only_driver
-    from ds_fp8.memory.sweep import Setting, Sweep, check_points, read_sweep
+    from ds_fp8.memory.sweep import DONE, FILE, Setting, Sweep, check_points, only_driver, read_sweep
 
     set_log_level_from_string("warning")
     for status in arguments.rerun:
@@ -74,7 +72,7 @@ def main() -> int:
 
     sweep_name = sweep_file.stem if sweep_file else "grid"
     folder = arguments.out or Path("runs/sweeps") / sweep_name / f"{stage.parent.name}_{stage.stem}"
-    setting = Setting(TRAIN, stage, raw, folder, arguments.steps, arguments.timeout)
+    setting = Setting(stage, raw, folder, arguments.steps, arguments.timeout)
     console = Console(highlight=False, soft_wrap=True)
     # Two drivers of one folder would measure on the same GPUs at once, and each other's memory.
     with only_driver(folder):

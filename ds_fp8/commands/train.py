@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_fp8.cluster.entry import rank_entry
-from ds_fp8.cluster.launch_options import add_launch_options, check_launch_options, launch_as
+from ds_fp8.cluster.launcher import TRAIN, add_launch_options, check_launch_options, launch_as, train_here
 from ds_fp8.commands.arguments import add_stage, count, parser_of, stage_file
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import EXIT_INTERRUPTED, UserError
 
 if TYPE_CHECKING:
     from ds_fp8.train import Stage
@@ -39,8 +39,6 @@ def main() -> int:
     if rank in (None, "0") and "torch" not in sys.modules:  # most of the time before the first step
         print(f"{'' if rank is None else 'rank 0: '}loading torch, DeepSpeed and transformers", flush=True)
 
-    from ds_fp8.cluster.local_launch import TRAIN, train_here
-
     own = ["--deepspeed_config", str(file), *(part for change in arguments.set for part in ("--set", change))]
     check_launch_options(arguments, local_restarts=True)
     if arguments.hostfile:
@@ -48,7 +46,7 @@ def main() -> int:
             raise UserError(
                 "--gpus has no effect together with --hostfile", key="--gpus", remedy="its lines have slots=GPUS"
             )
-        return launch_as(arguments, [*TRAIN, *own])
+        return launch_as(arguments, ["--module", TRAIN, *own])
     # A launcher sets RANK for the processes that it starts: without it this one starts the ranks.
     if "RANK" not in os.environ:
         import torch
@@ -68,7 +66,7 @@ def _train(file: Path, changes: list[str]) -> int:
     from ds_fp8.cluster.start_checks import Job, check_ranks
     from ds_fp8.train import load_stage, train
     from ds_fp8.train.metrics import StartTimes
-    from ds_fp8.train.processes import EXIT_INTERRUPTED, Interrupted
+    from ds_fp8.train.processes import Interrupted
 
     times = StartTimes.of_process()
     times.end("imports")

@@ -97,11 +97,7 @@ GPUS = {
 
 
 def gpu_of(name: str) -> GPU:
-    """Return the GPU of this name.
-
-    Raises:
-        UserError: It is not known.
-    """
+    """Return the GPU of this name."""
     found = GPUS.get(name.lower())
     if found is None:
         remedy = nearest(name.lower(), GPUS, "there are").rstrip(".?")
@@ -144,7 +140,7 @@ class Estimate:
 
     @property
     def slack_bytes(self) -> int:
-        """Return the bytes that the allocator holds beyond tensors: a share of those that come and go."""
+        """Return what the allocator holds beyond tensors: a share of those that come and go."""
         return round(SLACK * (self.peak_bytes - self.lasting_bytes))
 
     @property
@@ -190,9 +186,7 @@ def estimate(
     sequence_length: int | None = None,
     device: Device = "cuda",
 ) -> Estimate:
-    """Return the memory that the stage in `config` takes on each of `gpus` GPUs.
-
-    It comes from the JSON and the model's configuration alone.
+    """Return the memory that the stage in `config` takes on each of `gpus` GPUs, from the JSON and the model's shape.
 
     Args:
         config: A stage, as a file or a mapping; any DeepSpeed configuration if `model` and `sequence_length` are given.
@@ -200,12 +194,6 @@ def estimate(
         model: A Hugging Face configuration, in place of the stage's.
         sequence_length: Tokens of a row, in place of the stage's.
         device: What the ranks compute on, "cuda" or "cpu".
-
-    Returns:
-        Bytes by kind in every phase of a step.
-
-    Raises:
-        UserError: For a mistake in the configuration, and for a model or setting that cannot be estimated.
     """
     return estimate_workload(
         read_workload(config, gpus=gpus, model=model, sequence_length=sequence_length, device=device)
@@ -226,30 +214,21 @@ def _passes(w: Workload, lasting: Counter[str]) -> Iterator[Phase]:
     kept = [activations.kept(layer, w) for layer in layers]
     waiting, present = activations.input_on_device(w), sum(kept)
 
-    def phase(name: str, **parts: int) -> Phase:
+    def phase(name: str, parts: dict[str, int]) -> Phase:
         amounts = {ACTIVATIONS: present + waiting, INPUTS: activations.inputs(w)}
-        return Phase(name, dict(lasting + Counter(amounts) + Counter({KIND[key]: size for key, size in parts.items()})))
+        return Phase(name, dict(lasting + Counter(amounts) + Counter(parts)))
 
-    head = {"gathered": states.gathered_at_the_loss(w), "loss": activations.loss(w)}
-    yield phase("the loss", activations=activations.final_norm(w), **head)
+    head = {GATHERED: states.gathered_at_the_loss(w), LOSS: activations.loss(w)}
+    yield phase("the loss", {ACTIVATIONS: activations.final_norm(w), **head})
     reductions, gradient = states.reductions(w), activations.head_gradient(w)
     for index in reversed(range(len(layers))):
-        yield phase(
-            f"backward of layer {index + 1} of {len(layers)}",
-            workspace=activations.workspace(layers[index], w),
-            gathered=states.gathered_in_backward(w, index),
-            loss=gradient,
-            reduction=states.reduction_bytes(reductions, index, w),
-        )
+        parts = {WORKSPACE: activations.workspace(layers[index], w), GATHERED: states.gathered_in_backward(w, index)}
+        parts |= {LOSS: gradient, REDUCTION: states.reduction_bytes(reductions, index, w)}
+        yield phase(f"backward of layer {index + 1} of {len(layers)}", parts)
         present -= kept[index]
     waiting = 0
-    embedding = {"loss": gradient + 2 * w.model.embedding, "reduction": states.reduction_bytes(reductions, -1, w)}
-    yield phase("backward of the embedding", **embedding)
-
-
-KIND = {
-    "activations": ACTIVATIONS, "gathered": GATHERED, "loss": LOSS, "workspace": WORKSPACE, "reduction": REDUCTION,
-}  # fmt: skip
+    parts = {LOSS: gradient + 2 * w.model.embedding, REDUCTION: states.reduction_bytes(reductions, -1, w)}
+    yield phase("backward of the embedding", parts)
 
 
 def bf16_twins(raw: Mapping[str, Any], fp8: FP8Config) -> dict[str, dict[str, Any]]:
@@ -300,10 +279,7 @@ def _largest(w: Workload, what: Size, memory_bytes: int, limit: int) -> int:
 
 
 def search(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest number from 1 to `limit` that fits, 0 for none: double, then halve the interval.
-
-    What is smaller than a number that fits must fit as well. Every number is asked about once.
-    """
+    """Return the largest number from 1 to `limit` that fits, 0 for none; all below it must fit."""
     largest, step, too_large = 0, 1, limit + 1
     while largest < step < too_large:
         if fits(step):
@@ -368,7 +344,7 @@ def gpus_that_fit(raw: Mapping[str, Any], gpus: int, memory_bytes: int) -> Remed
 
 
 def _one_row(raw: Mapping[str, Any], gpus: int) -> tuple[str, ...]:
-    """Return the changes that take micro-batches of one row, with as many rows in a step; none where it has one."""
+    """Return changes for micro-batches of one row, with as many rows in a step."""
     _, micro_batch, accumulation = resolve_batch(dict(raw), gpus // sequence_parallel_size(raw))
     if micro_batch == 1:
         return ()
@@ -379,7 +355,7 @@ def _one_row(raw: Mapping[str, Any], gpus: int) -> tuple[str, ...]:
 
 
 def _needed(raw: Mapping[str, Any], gpus: int, changes: tuple[str, ...]) -> int | None:
-    """Return the memory that a GPU needs after the changes, None where the stage refuses them."""
+    """Return the memory that a GPU needs after the changes, None if the stage refuses them."""
     changed = copy.deepcopy(dict(raw))
     try:
         for change in changes:

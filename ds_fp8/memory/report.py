@@ -14,8 +14,7 @@ from rich.table import Table
 
 from ds_fp8.engine.preflight import OWN_SECTIONS
 from ds_fp8.memory.estimate import KINDS, Estimate, largest_that_fits, longest_contexts
-from ds_fp8.memory.runner import OK, Record
-from ds_fp8.memory.sweep import Point, estimate_of
+from ds_fp8.memory.sweep import OK, Point, Record, estimate_of
 from ds_fp8.train.run_folder import write_atomically
 
 CSV, BEST = "sweep.csv", "best.json"

@@ -236,20 +236,7 @@ def read_workload(
     sequence_length: int | None = None,
     device: Device = "cuda",
 ) -> Workload:
-    """Return the workload of a stage's JSON.
-
-    Any DeepSpeed configuration will do when `model` and `sequence_length` are given.
-
-    Args:
-        config: DeepSpeed configuration, in any form that `Configuration.read` takes.
-        gpus: The data-parallel ranks; without it WORLD_SIZE, or 1.
-        model: Configuration of the model, in place of the stage's.
-        sequence_length: Tokens of a row, in place of the stage's.
-        device: What the ranks compute on.
-
-    Raises:
-        UserError: The stage is wrong or says too little; with file, key and remedy.
-    """
+    """Return the workload of a stage's JSON, with the arguments of `estimate`."""
     configuration = Configuration.read(config)
     try:
         return _read(configuration, gpus or int(os.environ.get("WORLD_SIZE", "1")), model, sequence_length, device)
@@ -310,7 +297,6 @@ def _read(
 
 
 def _model_config(section: ModelConfig, data: DataConfig, train: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the Hugging Face configuration, without its weights or the tokenizer."""
     if section.config is not None:
         values = dict(section.config)
         kind = values.pop("model_type", None)
@@ -377,12 +363,7 @@ def _cached_shape(model_json: str, kind: type[PretrainedConfig], fp8_json: str, 
 
 
 def model_shape(config: PretrainedConfig, fp8: FP8Config, device: Device = "cuda") -> ModelShape:
-    """Return the shape of the model that `config` describes, trained with `fp8`. No weight is allocated.
-
-    Raises:
-        UserError: The layers are not attention (q, k, v, o) and a gated MLP (gate, up, down) or experts of
-            transformers' interface, or `ds_fp8.convert` refuses the model.
-    """
+    """Return the shape of the model that `config` describes, trained with `fp8`. No weight is allocated."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     if fp8.enabled:
@@ -442,7 +423,7 @@ def _has_linears(module: nn.Module | None, names: Sequence[str]) -> bool:
 
 
 def _experts_of(mlp: nn.Module | None) -> nn.Module | None:
-    """Return the gated experts, as transformers' interface has them, of an MLP that consists of some, or None."""
+    """Return the gated experts of an MLP, as transformers' interface has them."""
     experts = getattr(mlp, "experts", None)
     return experts if getattr(experts, "has_gate", False) and hasattr(experts, "gate_up_proj") else None
 

@@ -19,7 +19,7 @@ to nearest, or stochastically. What takes most: e4m3_expanded in groups of 128."
 
 
 def shard_numel(parameters: Iterable[ParameterShape], gpus: int) -> int:
-    """Return the elements of the shards of one GPU."""
+    """Return the elements of one GPU's shards."""
     return sum(math.ceil(parameter.numel / gpus) for parameter in parameters)
 
 

@@ -9,33 +9,48 @@
 Keys are dotted paths into the stage's JSON, and "gpus" for the number of GPUs. `points` and `grid` may stand alone;
 together every named point is tried with every combination of the grid. On the command line --grid KEY=VALUE,VALUE adds
 to the grid.
+
+A point is a run of `ds-fp8 train`, which is killed after the steps that are measured: the end of a run would write a
+checkpoint of the whole model. Out of memory, a failure and a time limit are results. sweep.jsonl has one line for every
+finished point, which survives a kill of its writer.
 """
 
 from __future__ import annotations
 
 import copy
+import fcntl
 import hashlib
 import itertools
 import json
 import math
 import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import psutil
 import torch
 from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ds_fp8.config.errors import UserError
+from ds_fp8.cluster.launcher import TRAIN
+from ds_fp8.config.errors import EXIT_USER_ERROR, UserError
 from ds_fp8.config.files import apply_override, read_json
 from ds_fp8.config.schema import Section, parse_section, shown
 from ds_fp8.memory.estimate import Estimate, estimate
-from ds_fp8.memory.runner import KILLED, Record, Results, run_point
 from ds_fp8.memory.shapes import Device
+from ds_fp8.train.metrics import read_metrics
+from ds_fp8.train.run_folder import METRICS
 from ds_fp8.train.stage import Schedule, load_stage
 
 MOST_POINTS = 200
@@ -88,7 +103,7 @@ class Point:
         return result
 
     def key(self, raw: Mapping[str, Any], steps: int) -> str:
-        """Return a name for what a run of this point measures: the same settings, stage and steps have the same."""
+        """Return a name for what is measured: equal settings, stage and steps have the same."""
         content = self.applied(raw)
         content.get("train", {}).pop("run_dir", None)
         text = json.dumps([content, self.gpus, steps], sort_keys=True)
@@ -98,16 +113,9 @@ class Point:
 def read_sweep(
     file: str | os.PathLike | None, gpus: int, grid: Sequence[str] = (), changes: Sequence[str] = ()
 ) -> tuple[SweepConfig, list[Point]]:
-    """Return the sweep and its points.
+    """Return the sweep and its points, which have `gpus` GPUs where they do not say how many.
 
-    Args:
-        file: The sweep file, if there is one.
-        gpus: GPUs of the points that do not say how many.
-        grid: KEY=VALUE,VALUE of the command line, for the grid.
-        changes: KEY=VALUE of the command line, for every point.
-
-    Raises:
-        UserError: The file or a word is malformed, there is no point or too many, or two points have one name.
+    From the command line KEY=VALUE,VALUE add to the grid, and KEY=VALUE are changes of every point.
     """
     try:
         config = parse_section(SweepConfig, read_json(file), key="sweep", file=file) if file else SweepConfig()
@@ -119,7 +127,7 @@ def read_sweep(
 
 
 def _grid_values(word: str) -> tuple[str, list[Any]]:
-    """Return (key, values) of KEY=VALUE,VALUE, where the values are JSON or text."""
+    """Return key and values, JSON or text, of KEY=VALUE,VALUE."""
     key, _, text = word.partition("=")
     if not key.strip() or not text.strip():
         raise UserError(f"--grid {shown(word)} is not KEY=VALUE,VALUE", remedy="--grid fp8.preset=infir2,coat")
@@ -130,7 +138,6 @@ def _grid_values(word: str) -> tuple[str, list[Any]]:
 
 
 def _settings(changes: Sequence[str]) -> dict[str, Any]:
-    """Return the values of KEY=VALUE by dotted key."""
     result: dict[str, Any] = {}
     for change in changes:
         value: Any = {}
@@ -179,11 +186,7 @@ def _label(key: str, value: Any) -> str:
 
 
 def check_points(points: Sequence[Point], stage_file: str | os.PathLike) -> None:
-    """Load the stage as every point changes it.
-
-    Raises:
-        UserError: A point is wrong; named, with what is wrong.
-    """
+    """Refuse points with which the stage cannot be loaded."""
     for point in points:
         try:
             load_stage(stage_file, point.overrides(), point.gpus)
@@ -198,12 +201,194 @@ def estimate_of(point: Point, raw: Mapping[str, Any], device: Device | None = No
     return estimate(point.applied(raw), gpus=point.gpus, device=device or here)
 
 
+# ---------------------------------------------------------------- one run
+
+FILE = "sweep.jsonl"
+OK, OUT_OF_MEMORY, FAILED, TIMEOUT, REFUSED = "ok", "out of memory", "failed", "timeout", "refused"
+DONE = (OK, OUT_OF_MEMORY, FAILED, TIMEOUT, REFUSED)
+"""Ways for a point to end that a rerun does not repeat. A point that was killed is in none of them."""
+KILLED = "killed"
+"""Status of a point that was ended from outside: neither a result nor the point's fault."""
+
+OUTPUT, RUN = "output.log", "run"
+PROGRAM = (sys.executable, "-m", TRAIN)
+_POLL = 0.2
+_RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""Lets glibc give every tensor that is freed back to the system: on a CPU its resident memory is what is measured."""
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory", re.IGNORECASE
+)
+_SIGKILLED = re.compile(r"its process was ended by SIGKILL")
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a run. Figures are None unless it was measured."""
+
+    status: str
+    reason: str
+    seconds: float
+    measured: Record | None = None
+
+
+def run_point(
+    stage_file: Path,
+    overrides: Sequence[str],
+    *,
+    gpus: int,
+    steps: int,
+    folder: Path,
+    timeout: float,
+    tick: Callable[[int], None] = lambda step: None,
+) -> Outcome:
+    """Measure some steps of a stage with KEY=VALUE changes; an earlier run in the same folder is ended and forgotten.
+
+    The run is ended after `timeout` seconds; `tick` is called with the number of steps done.
+    """
+    run_dir = f"train.run_dir={json.dumps(str((folder / RUN).resolve()))}"
+    _end_leftover(run_dir)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    metrics = folder / RUN / METRICS
+    started = time.monotonic()
+    changes = [part for change in (*overrides, run_dir) for part in ("--set", change)]
+    with (folder / OUTPUT).open("wb") as output:
+        process = subprocess.Popen(
+            [*PROGRAM, "--gpus", str(gpus), "--deepspeed_config", str(stage_file), *changes],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **_RETURN_MEMORY},
+        )
+    try:
+        records: list[Record] = []
+        status = None
+        while status is None:
+            time.sleep(_POLL)
+            ended = process.poll() is not None
+            records = [record for record in read_metrics(metrics, sys.maxsize) if "loss" in record]
+            tick(min(len(records), steps))
+            if len(records) >= steps:
+                status = OK
+            elif ended:
+                status = _how_it_ended(process.returncode, (folder / OUTPUT).read_text(errors="replace"))
+            elif time.monotonic() - started > timeout:
+                status = TIMEOUT
+    finally:
+        _end(process.pid)
+        process.wait()
+    seconds = time.monotonic() - started
+    shutil.rmtree(folder / RUN, ignore_errors=True)
+    if status == OK:
+        return Outcome(OK, "", seconds, _figures(records[:steps]))
+    text = (folder / OUTPUT).read_text(errors="replace")
+    reason = f"not done after {timeout:g} s" if status == TIMEOUT else _reason(text)
+    return Outcome(status, reason, seconds)
+
+
+def _end_leftover(run_dir: str) -> None:
+    """End the run that a killed driver left, if it still is there: it has this KEY=VALUE among its arguments."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if run_dir in process.cmdline():
+                _end(os.getpgid(process.pid))
+
+
+def _end(group: int) -> None:
+    """Kill the processes of a group, and what its leader has started besides."""
+    members: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        members = psutil.Process(group).children(recursive=True)
+    with suppress(OSError):
+        os.killpg(group, signal.SIGKILL)
+    for process in members:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(members, timeout=30)
+
+
+def _how_it_ended(code: int, output: str) -> str:
+    if _OUT_OF_MEMORY.search(output):
+        return OUT_OF_MEMORY
+    if code == -9 or _SIGKILLED.search(output):
+        return KILLED
+    return REFUSED if code == EXIT_USER_ERROR else FAILED
+
+
+def _reason(output: str) -> str:
+    """Return the line of a run's output that says why it ended."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    for pattern in (_OUT_OF_MEMORY, re.compile(r"^error: "), re.compile(r"(Error|Exception)\b.*:")):
+        found = [line for line in lines if pattern.search(line)]
+        if found:
+            return found[0][:300]
+    return lines[-1][:300] if lines else "(no output)"
+
+
+def _figures(records: list[Record]) -> Record:
+    """Return the memory in bytes, the most over ranks and steps; speed as the median of the steps but the first."""
+    timed = records[1:] or records
+    return {
+        "peak_bytes": max(record["memory_bytes"] for record in records),
+        "reserved_bytes": max(record["reserved_bytes"] for record in records),
+        "process_bytes": records[0]["process_bytes"],
+        "tokens_per_second": median(record["tokens_per_second"] for record in timed),
+        "step_seconds": median(record["step_seconds"] for record in timed),
+        "loss": records[-1]["loss"],
+        "steps": len(records),
+    }
+
+
+# ---------------------------------------------------------------- all runs
+
+
+class Results:
+    """The finished points of a folder, by key."""
+
+    def __init__(self, folder: Path):
+        self.file = folder / FILE
+        self.by_key: dict[str, Record] = {record["key"]: record for record in self._read()}
+
+    def _read(self) -> Iterator[Record]:
+        for line in self.file.read_text().splitlines() if self.file.exists() else []:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # cut off by a kill: that point runs again
+            if isinstance(record, dict) and record.get("status") in DONE:
+                yield record
+
+    def append(self, record: Record) -> None:
+        """Add a finished point; on the disk when this returns. A later record of the same key replaces it."""
+        with self.file.open("ab") as stream:
+            # A line that was cut off ends here; an empty one is read as nothing.
+            stream.write(f"\n{json.dumps(record)}\n".encode() if stream.tell() else f"{json.dumps(record)}\n".encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+        self.by_key[record["key"]] = record
+
+
+@contextmanager
+def only_driver(folder: Path) -> Iterator[None]:
+    """Hold the folder of a sweep; a process that is killed lets it go."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another sweep is running in {folder}", remedy="wait for it, or give another --out"
+            ) from None
+        yield
+
+
 @dataclass(frozen=True)
 class Setting:
-    """Settings that all points of a sweep share."""
+    """What all points of a sweep share."""
 
-    program: Sequence[str]
-    """Program that the launcher starts: launch.TRAIN."""
     stage_file: Path
     raw: Mapping[str, Any]
     folder: Path
@@ -243,7 +428,6 @@ class Sweep:
         setting = self.setting
         expected = estimate_of(point, setting.raw)
         outcome = run_point(
-            setting.program,
             setting.stage_file,
             [*point.overrides(), *self._long_enough(point)],
             gpus=point.gpus,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.files import read_json
+from ds_fp8.config.files import flat, read_json
 from ds_fp8.config.fp8 import section_of
 from ds_fp8.config.schema import parse_section
 from ds_fp8.train.metrics import SpikeDetector, read_lines
@@ -157,7 +157,7 @@ class Comparison:
         """
         if self.twin is None:
             return []
-        ours, theirs = dict(_flat(self.run.config)), dict(_flat(self.twin.config))
+        ours, theirs = dict(flat(self.run.config)), dict(flat(self.twin.config))
         keys = [key for key in dict.fromkeys([*ours, *theirs]) if key not in ("train.run_dir", "train.init_from")]
         return [(key, ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)]
 
@@ -200,11 +200,3 @@ def _finished(folder: Path) -> list[str]:
     """Return the names of the finished runs in `folder`, those that ended first before the others."""
     results = sorted(folder.glob(f"*/{RESULT}"), key=lambda file: (file.stat().st_mtime, file))
     return [file.parent.name for file in results]
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

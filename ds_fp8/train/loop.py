@@ -244,11 +244,8 @@ class TrainingLoop:
         line = f"step {spike.step}: the loss is {spike.score:.1f} standard deviations above the last ones"
         wanted = self.stage.train.spike == "rollback"
         if not wanted or self.saved.checkpoint is None or self.rollbacks == MOST_ROLLBACKS:
-            why = (
-                "no checkpoint to go back to yet"
-                if self.saved.checkpoint is None
-                else f"as after {self.rollbacks} rollbacks"
-            )
+            none = self.saved.checkpoint is None
+            why = "no checkpoint to go back to yet" if none else f"as after {self.rollbacks} rollbacks"
             logger.info(f"{line}; {why}, continuing" if wanted else line)
             self.log.append({"step": spike.step, "event": "spike", "score": spike.score})
             return False
@@ -305,9 +302,8 @@ class TrainingLoop:
             if self.step == 0:
                 logger.info('no exact match: the data has no known answers ("data.answer_pattern" finds them in chats)')
             return
-        answers = exact_match(
-            self.engine, self.stage, self.tokenizer, questions, self.data.answer_pattern, self._check_slow
-        )
+        pattern = self.data.answer_pattern
+        answers = exact_match(self.engine, self.stage, self.tokenizer, questions, pattern, self._check_slow)
         share, samples = answers.exact_match, [asdict(sample) for sample in answers.samples]
         self.log.append({"step": self.step, "event": ANSWERS, "answers": samples})
         line = f"exact match {share:.1%} of {len(questions)} problems"

@@ -7,7 +7,6 @@ import gc
 import json
 import math
 import resource
-import stat
 import sys
 import time
 from collections import deque
@@ -22,15 +21,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.log import logger
@@ -73,11 +64,9 @@ def read_lines(file: Path, finished: bool = False) -> tuple[list[Record], list[s
     The last line of a run that has not `finished` may be cut off.
     """
     try:
-        if not stat.S_ISREG(file.stat().st_mode):  # a device may have no end
+        if file.exists() and not file.is_file():  # a device may have no end
             return [], ["is not a regular file"]
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return [], []
+        text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     except OSError as error:
         return [], [f"cannot be read: {error.strerror or error}"]
     records, mistakes = [], []
@@ -106,8 +95,13 @@ class MetricsLog:
         self.records = list(records)
         self._file = None
         if writes:
-            # Written anew, without the lines after the checkpoint and without damaged ones.
+            # Without the lines after the checkpoint and without damaged ones.
+            self._write_anew(file)
+
+    def _write_anew(self, file: Path) -> None:
+        try:
             write_atomically(file, "".join(json.dumps(record) + "\n" for record in self.records))
+        finally:
             # By lines: a kill cuts off one line at most, which reading leaves out.
             self._file = file.open("a", buffering=1)
 
@@ -130,13 +124,11 @@ class MetricsLog:
         if self._file:
             # Closed before the file is replaced: lines appended to the old one would be lost with it.
             self._file.close()
-            name = Path(self._file.name)
             try:
-                write_atomically(name, "".join(json.dumps(record) + "\n" for record in self.records))
+                self._write_anew(Path(self._file.name))
             except OSError as error:
+                name = self._file.name
                 logger.warning("WARNING: %s still has what came after step %s: %s", name, step, error.strerror)
-            finally:
-                self._file = name.open("a", buffering=1)
 
     def by_step(self, key: str) -> dict[int, Any]:
         """Return the last value of `key` at each step that has one."""
@@ -163,21 +155,19 @@ class SpikeDetector:
         """Return the standard deviations by which `loss` exceeds the losses before, if above the threshold."""
         if not math.isfinite(loss):  # its step is skipped anyway
             return None
-        score = self._score(loss)
+        score = 0.0
+        # Of a few losses the median deviation may be almost zero, and anything would stand out.
+        if len(self._losses) >= min(LEAST_HISTORY, self._losses.maxlen):
+            # Median and its deviation, not mean and standard deviation: one spike among the losses hardly moves them.
+            centre = median(self._losses)
+            spread = NORMAL_MAD * median(abs(other - centre) for other in self._losses)
+            score = (loss - centre) / max(spread, LEAST_SPREAD * abs(centre))
         self._losses.append(loss)
         return score if score > self._threshold else None
 
     def losses(self) -> list[float]:
+        """Return the losses it remembers, oldest first."""
         return list(self._losses)
-
-    def _score(self, loss: float) -> float:
-        # Of a few losses the median deviation may be almost zero, and anything would stand out.
-        if len(self._losses) < min(LEAST_HISTORY, self._losses.maxlen):
-            return 0.0
-        # Median and its deviation, not mean and standard deviation: one spike among the losses hardly moves them.
-        centre = median(self._losses)
-        spread = NORMAL_MAD * median(abs(other - centre) for other in self._losses)
-        return (loss - centre) / max(spread, LEAST_SPREAD * abs(centre))
 
 
 class RunHealth:
@@ -312,6 +302,7 @@ class StartTimes:
         return cls(psutil.Process().create_time())
 
     def end(self, part: str) -> None:
+        """Count the time since the last call as that of `part`."""
         now = time.time()
         self._seconds[part] = self._seconds.get(part, 0.0) + max(0.0, now - self._last)
         self._last = now
@@ -325,20 +316,11 @@ class RunProgress:
     """Shows training steps on rank 0: a bar on a terminal, anywhere else a line every few steps."""
 
     def __init__(self, name: str, total: int, done: int, shown: bool) -> None:
-        self._total = total
-        self._every = max(1, total // LINES)
-        self._line_due = 1
-        self._console = Console(highlight=False, soft_wrap=True)
-        self._bar = None
-        if shown and self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn(name),
-                BarColumn(bar_width=20),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[figures]}"),
-                console=self._console,
-            )
+        self._total, self._every, self._line_due = total, max(1, total // LINES), 1
+        self._bar, console = None, Console(highlight=False, soft_wrap=True)
+        if shown and console.is_terminal:
+            columns = (TextColumn(name), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, TextColumn("{task.fields[figures]}"), console=console)
             self._task = self._bar.add_task(name, total=total, completed=done, figures="")
 
     def __enter__(self) -> RunProgress:
@@ -351,6 +333,7 @@ class RunProgress:
             self._bar.stop()
 
     def step(self, record: Record) -> None:
+        """Show a training step's record."""
         step = record["step"]
         if self._bar:
             self._bar.update(self._task, completed=step, figures=_figures(record))
@@ -360,42 +343,24 @@ class RunProgress:
 
 
 class TokeniserProgress:
-    """Shows how far the tokenising of a source has come; a context manager that gives the function to report to."""
+    """Says every few seconds how far the tokenising of a source has come."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
-        self._bar: Progress | None = None
-        self._started = self._said = time.monotonic()
-        self._first_tokens: dict[str, int] = {}
+        self._every = 5.0 if Console().is_terminal else SECONDS_BETWEEN_LINES
+        self._said = time.monotonic()
+        self._first: dict[str, tuple[int, float]] = {}
 
-    def __enter__(self) -> Callable[[str, int, int, bool], None]:
-        return self._report
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def _report(self, path: str, examples: int, tokens: int, complete: bool) -> None:
+    def __call__(self, path: str, examples: int, tokens: int, complete: bool) -> None:
+        """Report what has been tokenised of a source."""
         watchdog.beat(f"tokenising {path}", slow=True)
         now = time.monotonic()
-        if path not in self._first_tokens:
-            self._first_tokens[path] = 0 if complete else tokens
-            self._started = self._started if complete else now
         # From the first report on: what an earlier, killed process had tokenised took no time here.
-        rate = (tokens - self._first_tokens[path]) / max(now - self._started, 1e-3)
-        line = f"tokenising {path}: {examples:,} examples, {tokens:,} tokens"
+        first, started = self._first.setdefault(path, (tokens, now))
         if complete:
             logger.info("tokenised %s: %s examples, %s tokens", path, f"{examples:,}", f"{tokens:,}")
-        elif self._console.is_terminal:
-            if self._bar is None:
-                columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-                self._bar = Progress(*columns, console=self._console, transient=True)
-                self._bar.add_task("")
-                self._bar.start()
-            self._bar.update(self._bar.task_ids[0], description=f"{line}, {rate:,.0f} tokens/s")
-        elif now - self._said > SECONDS_BETWEEN_LINES:
-            self._said = now
-            logger.info("%s, %s tokens/s", line, f"{rate:,.0f}")
+        elif now - self._said > self._every:
+            self._said, rate = now, (tokens - first) / max(now - started, 1e-3)
+            logger.info(f"tokenising {path}: {examples:,} examples, {tokens:,} tokens, {rate:,.0f} tokens/s")
 
 
 def _figures(record: Record) -> str:

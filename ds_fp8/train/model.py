@@ -16,13 +16,7 @@ import torch
 from accelerate import init_empty_weights
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -285,13 +279,9 @@ def untrained_config(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase)
         raise UserError(
             f"{layers:,} layers are too many", key="model.config.num_hidden_layers", remedy=f"at most {MAX_LAYERS:,}"
         )
-    from_tokenizer = {
-        "vocab_size": embeddings_needed(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    settings = {key: value for key, value in (from_tokenizer | values).items() if key != "model_type"}
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    settings = {"vocab_size": embeddings_needed(tokenizer), **ids, **values}
+    del settings["model_type"]
     try:
         config = AutoConfig.for_model(kind, **settings)
     except Exception as error:  # each configuration class validates in its own way
@@ -306,42 +296,27 @@ def _check_sizes(config: PretrainedConfig) -> None:
     """Refuse an untrained model whose sizes do not go together, by making it without its weights."""
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_key_value_heads", None) or heads
+
+    def refuse(problem: str, key: str = "", remedy: str = "change the sizes in model.config") -> None:
+        raise UserError(problem, key=f"model.config.{key}".rstrip("."), remedy=remedy)
+
     if hidden and heads and hidden % heads and not getattr(config, "head_dim", None):
-        raise UserError(
-            f"hidden_size {hidden} does not divide into {heads} attention heads",
-            key="model.config.num_attention_heads",
-            remedy="choose a divisor of hidden_size, or give head_dim",
-        )
+        problem = f"hidden_size {hidden} does not divide into {heads} attention heads"
+        refuse(problem, "num_attention_heads", "choose a divisor of hidden_size, or give head_dim")
     if heads and groups and heads % groups:
-        raise UserError(
-            f"{heads} attention heads do not divide into {groups} key-value heads",
-            key="model.config.num_key_value_heads",
-            remedy="choose a divisor of num_attention_heads",
-        )
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
-    except Exception as error:  # each model class fails at a wrong size in its own way
-        raise UserError(
-            f"model.config does not describe a valid model: {type(error).__name__}: {first_line(error)}",
-            key="model.config",
-            remedy="change the sizes in model.config",
-        ) from None
-    if empty:
-        raise UserError(
-            f"{empty[0]} would have no elements", key="model.config", remedy="give model.config sizes above 0"
-        )
-    needed, there = sum(tensor.nbytes for tensor in model.parameters()), psutil.virtual_memory().total
-    if needed > there:
-        raise UserError(
-            f"the model needs {needed / 2**30:,.0f} GiB, but this machine has {there / 2**30:,.0f}",
-            key="model.config",
-            remedy="give model.config smaller sizes",
-        )
+        problem = f"{heads} attention heads do not divide into {groups} key-value heads"
+        refuse(problem, "num_key_value_heads", "choose a divisor of num_attention_heads")
     for key, value in config.to_dict().items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if ("dropout" in key or key.endswith("pdrop")) and is_number and not 0 <= value < 1:
-            raise UserError(
-                f"{key} {value} is not a probability", key=f"model.config.{key}", remedy="at least 0 and less than 1"
-            )
+            refuse(f"{key} {value} is not a probability", key, "at least 0 and less than 1")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except Exception as error:  # each model class fails at a wrong size in its own way
+        refuse(f"model.config does not describe a valid model: {type(error).__name__}: {first_line(error)}")
+    if empty := [name for name, parameter in model.named_parameters() if not parameter.numel()]:
+        refuse(f"{empty[0]} would have no elements")
+    needed, there = sum(tensor.nbytes for tensor in model.parameters()), psutil.virtual_memory().total
+    if needed > there:
+        refuse(f"the model needs {needed / 2**30:,.0f} GiB, but this machine has {there / 2**30:,.0f}")

@@ -1,7 +1,8 @@
 """The processes of a run: process group, environment, launcher, and their orderly stop.
 
-On one node DeepSpeed passes no signal on: `deepspeed` itself just ends. That it has ended is a request to stop, too.
-The launcher below it gives its ranks 30 seconds from SIGTERM to SIGKILL, in which step and checkpoint must fit.
+On one node DeepSpeed passes no signal on: `deepspeed` itself just ends. That it, or `ds-fp8 train`, has ended is a
+request to stop, too. The launcher below `deepspeed` gives its ranks 30 seconds from SIGTERM to SIGKILL, in which step
+and checkpoint must fit.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_fp8.cluster import watchdog
 from ds_fp8.cluster.hosts import free_port
+from ds_fp8.cluster.launcher import STARTED_BY
 from ds_fp8.config.errors import UserError
+from ds_fp8.export.together import together
 from ds_fp8.zero.seams import disable_shm_build
 
 T = TypeVar("T")
-
-EXIT_INTERRUPTED = 143  # 128 + SIGTERM, as a shell reports it
 
 
 def set_single_process_env() -> None:
@@ -56,41 +57,14 @@ def init_distributed() -> None:
 
 
 def on_first_rank(work: Callable[[], T]) -> T:
-    """Do `work` on the first rank and return its result on all of them. Collective.
-
-    Raises:
-        UserError: on all ranks, where the first rank's `work` raised one.
-    """
-    outcome: list = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = work()
-        except UserError as error:
-            outcome[1] = (error.problem, error.remedy, error.key)
-        except Exception as error:  # the others would wait for it
-            problem = f"the first rank failed: {type(error).__name__}: {error}"
-            # The same collective as below, with which the others are waiting.
-            dist.broadcast_object_list([None, (problem, "see the first rank's traceback", None)], src=0)
-            raise
-    dist.broadcast_object_list(outcome, src=0)
-    result, mistake = outcome
-    if mistake:
-        raise UserError(mistake[0], remedy=mistake[1], key=mistake[2])
-    return result
+    """Do `work` on the first rank and return its result on all of them, or raise on all of them. Collective."""
+    return together(lambda: work() if dist.get_rank() == 0 else None)[0]
 
 
 def check_same_everywhere(what: str, facts: dict[str, Any], *, key: str, remedy: str) -> None:
-    """Raise UserError, on all ranks alike, where a rank's facts are not the first rank's. Collective.
-
-    Args:
-        what: for the message, such as "the data it prepared".
-        facts: of this rank; JSON can hold them.
-        key: the key of the stage that they follow from.
-        remedy: what to change.
-    """
+    """Raise UserError, on all ranks alike, where `what` a rank has (its facts) is not rank 0's. Collective."""
     # Every rank gets all facts and finds the same difference: all raise, and none waits for another.
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (socket.gethostname(), json.dumps(facts, sort_keys=True, default=str)))
+    everywhere = together(lambda: (socket.gethostname(), json.dumps(facts, sort_keys=True, default=str)))
     first_host, expected = everywhere[0]
     for rank, (host, found) in enumerate(everywhere):
         if found != expected:
@@ -104,10 +78,12 @@ def check_same_everywhere(what: str, facts: dict[str, Any], *, key: str, remedy:
             )
 
 
-def deepspeed_command() -> psutil.Process | None:
-    """Return the `deepspeed` command that started this rank, or None if another launcher or node did."""
+def command_of_rank() -> psutil.Process | None:
+    """Return the `ds-fp8 train` or `deepspeed` that started this rank, or None if another launcher or node did."""
     launcher = psutil.Process().parent()
-    command = launcher.parent() if launcher and _runs(launcher, "deepspeed.launcher.launch") else None
+    if launcher is None or str(launcher.pid) == os.environ.get(STARTED_BY):
+        return launcher
+    command = launcher.parent() if _runs(launcher, "deepspeed.launcher.launch") else None
     return command if command and _runs(command, "deepspeed", "deepspeed.launcher.runner") else None
 
 
@@ -118,8 +94,7 @@ def _runs(process: psutil.Process, *names: str) -> bool:
         return False
 
 
-def has_ended(process: psutil.Process) -> bool:
-    """Return whether a process is gone, or a zombie."""
+def _has_ended(process: psutil.Process) -> bool:
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -136,7 +111,7 @@ class Interrupt:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._asked = False
-        self._command = deepspeed_command()
+        self._command = command_of_rank()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._note)
 
@@ -145,14 +120,10 @@ class Interrupt:
         self._asked = True
 
     def check(self, slow: bool = False) -> None:
-        """Raise Interrupted on all ranks if any was asked to stop. Collective.
-
-        Args:
-            slow: whether what comes next may take long, such as many generated tokens.
-        """
+        """Raise Interrupted on all ranks if any was asked to stop. Collective. `slow`: what comes next takes long."""
         watchdog.beat("training or evaluation", slow)
         # Ranks get a signal, or see the command end, at different times: what any of them knows counts for all of them.
-        asked = self._asked or (self._command is not None and has_ended(self._command))
+        asked = self._asked or (self._command is not None and _has_ended(self._command))
         # On the device, for NCCL takes no tensors of the host.
         flag = torch.tensor([int(asked)], dtype=torch.int32, device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)

@@ -9,6 +9,7 @@ import shutil
 import time
 from argparse import Namespace
 from collections.abc import Callable, Container
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.engine.sequence_parallel import KEY
+from ds_fp8.export.together import together
 from ds_fp8.optim.from_config import needs_own_optimizer
 from ds_fp8.train.checkpoints import Damaged, Manifest, RunState, problems_of, random_file, survey
 from ds_fp8.train.processes import on_first_rank
@@ -132,13 +134,13 @@ def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
         state = on_first_rank(lambda: inspect_run(stage, rejected))
         if state.checkpoint is None:
             return state
-        started, found = time.monotonic(), [None] * dist.get_world_size()
-        dist.all_gather_object(found, problems_of(state.checkpoint, dist.get_rank(), dist.get_world_size()))
+        started, rank, world = time.monotonic(), dist.get_rank(), dist.get_world_size()
+        found = together(partial(problems_of, state.checkpoint, rank, world))
         problems = [problem for part in found for problem in part]
         if not problems:
             say(f"checkpoint {state.checkpoint.name}: all as it was saved ({time.monotonic() - started:.1f} s)")
             return state
-        if dist.get_rank() == 0:
+        if rank == 0:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             _reject(state.checkpoint, problems[0] + more, stage, say)
         rejected.add(state.checkpoint)

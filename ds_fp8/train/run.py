@@ -74,8 +74,7 @@ def train(stage: Stage, times: StartTimes | None = None) -> dict[str, Any]:
             logger.info("%s has finished its %s steps: nothing to do", stage.run_dir, state.step)
             return state.result
         tokenizer = build_tokenizer(stage.data, default_cache_dir())
-        with TokeniserProgress() as report:
-            data = build_data(stage.data, tokenizer, default_cache_dir(), report)
+        data = build_data(stage.data, tokenizer, default_cache_dir(), TokeniserProgress())
         stage = stage.with_length(len(data.train))
         resume.check_length(stage, state)
         resume.check_data(stage, state, data.identity)
@@ -198,9 +197,10 @@ def write_result(
 
     Returns the result, the same on every rank but for the FP8 report, which is the rank's own.
     """
-    state = consolidated_state_dict(engine)
-    if dist.get_rank() == 0:
-        part, final = stage.run_dir / f"{MODEL}.part", stage.run_dir / MODEL
+    state, final = consolidated_state_dict(engine), stage.run_dir / MODEL
+
+    def write() -> None:
+        part = final.with_name(f"{MODEL}.part")
         try:
             remove(part)
             # Otherwise a model of chats goes on behind its answer.
@@ -222,6 +222,8 @@ def write_result(
             ) from None
         if misread:
             logger.info(f"note: to transformers' AutoTokenizer the tokenizer in {final} {misread}")
+
+    processes.on_first_rank(write)
     result = {
         **summarise(log, stage.train.steps),
         "epochs": stage.train.epochs,

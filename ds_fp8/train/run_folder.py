@@ -25,7 +25,7 @@ from typing import Any
 
 from ds_fp8.config.deepspeed_json import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from ds_fp8.config.errors import UserError, clipped
-from ds_fp8.config.files import check_plain
+from ds_fp8.config.files import check_plain, flat
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.stage import Stage
 
@@ -185,19 +185,7 @@ def _same_place(before: Any, now: str) -> bool:
 
 def _fixed(raw: dict[str, Any], free: set[str]) -> dict[str, Any]:
     """Return dotted keys and values of everything that may not change within a run."""
-    flat: dict[str, Any] = {}
-
-    def flatten(prefix: str, value: Any) -> None:
-        if prefix in free:
-            return
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                flatten(f"{prefix}.{key}" if prefix else key, inner)
-        elif prefix == "data.sources" and isinstance(value, list):
-            for number, inner in enumerate(value):
-                flatten(f"{prefix}[{number}]", inner)
-        else:
-            flat[prefix] = value
-
-    flatten("", raw)
-    return flat
+    found = {key: value for key, value in flat(raw) if value != {}}
+    for number, source in enumerate(found.pop("data.sources", None) or ()):
+        found |= flat(source, f"data.sources[{number}].")
+    return {key: value for key, value in found.items() if not any(f"{key}.".startswith(f"{name}.") for name in free)}

@@ -75,11 +75,17 @@ class Victim:
         self.resumed_from += [step] if step else []
 
     def _command(self) -> subprocess.Popen:
-        from ds_fp8.cluster.local_launch import deepspeed_command
-
-        script = [str(TRAIN), "--deepspeed_config", str(self.stage), "--set", f"train.run_dir={self.run_dir}"]
+        script = [
+            str(TRAIN),
+            "--gpus",
+            str(RANKS),
+            "--deepspeed_config",
+            str(self.stage),
+            "--set",
+            f"train.run_dir={self.run_dir}",
+        ]
         with self.output.open("a") as output:
-            return subprocess.Popen([*deepspeed_command(RANKS), *script], stdout=output, stderr=output)
+            return subprocess.Popen([sys.executable, *script], stdout=output, stderr=output)
 
     def _parts_since(self, started: int) -> list[Path]:
         """Return the checkpoints that are half written, but for those that an earlier kill left; `started` in ns."""

@@ -105,9 +105,9 @@ def _fork_rank(rank: int, port: int, file: Path, overrides: list[str], pipe: int
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    from ds_fp8.config.errors import main_entry
+    from ds_fp8.config.errors import EXIT_INTERRUPTED, main_entry
     from ds_fp8.train import load_stage, train
-    from ds_fp8.train.processes import EXIT_INTERRUPTED, Interrupted
+    from ds_fp8.train.processes import Interrupted
 
     def main() -> int:
         try:

@@ -63,7 +63,7 @@ def job(tmp_path: Path) -> Callable[..., Ended]:
         for rank in ranks:
             rank.join(PATIENCE)
         codes = [rank.exitcode for rank in ranks]
-        guardians = _of_job(port)
+        guardians = of_job(port)
         left = psutil.wait_procs(guardians, timeout=10)[1]
         for process in [*left, *(rank for rank in ranks if rank.is_alive())]:
             process.kill()
@@ -72,7 +72,7 @@ def job(tmp_path: Path) -> Callable[..., Ended]:
     return run
 
 
-def _of_job(port: int) -> list[psutil.Process]:
+def of_job(port: int) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_fp8.cluster import watchdog
-from ds_fp8.cluster.facts import fingerprint
-from ds_fp8.cluster.start_checks import Job, check_ranks
+from ds_fp8.cluster.start_checks import Job, check_ranks, fingerprint
 
 RAW = {"train_batch_size": 8, "train": {"steps": 5}}
 

@@ -33,5 +33,5 @@ def test_a_host_without_the_data_is_named(make_hosts, tmp_path):
     code, output = check(hosts, tmp_path, "--deepspeed_config", str(write_stage(tmp_path, stage)))
     assert code == 2, output
     assert "10.77.0.2 differs from 10.77.0.1 (rank 0):" in output
-    assert re.search(r"own\.jsonl .*171 bytes, .* missing", output), output
+    assert re.search(r"own\.jsonl: 171 bytes, .* -> missing", output), output
     assert "Traceback" not in output

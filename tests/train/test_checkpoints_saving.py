@@ -8,11 +8,15 @@ import fcntl
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,6 +26,7 @@ from ds_fp8.train import load_stage, train
 from ds_fp8.train.checkpoints import newest_step, survey
 from ds_fp8.train.run_folder import lock
 from ds_fp8.train.saving import HostCopies
+from tests.train.conftest import ROOT
 
 MAX_FILE_BYTES = 400_000
 """Less than an optimizer's shard of the tiny model takes, more than any other file."""
@@ -194,3 +199,34 @@ def test_all_memory_is_used_again_though_one_part_has_another_size():
     assert {tensor.data_ptr() for tensor in tensors(second) if tensor.nbytes > 14} == first
     for ours, theirs in zip(tensors(second), tensors(again), strict=True):
         assert torch.equal(ours, theirs)
+
+
+# ---------------------------------------------------------------- kills
+
+
+def runs_in(folder) -> list[psutil.Process]:
+    """Return the processes that were started with `folder` as TMPDIR, and theirs."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:  # ended since it was listed, or another user's
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_killed_runs_end_as_undisturbed_ones(cache_home, tmp_path):
+    """Of ranks and of whole runs, one kill inside a save: equal weights, equal losses of every step, ever."""
+    command = [sys.executable, str(ROOT / "scripts/faults/kills.py"), "--presets", "coat", "--by-launcher", "0"]
+    options = ["--steps", "8", "--seed", "18", "--kills", "3", "--in-save", "1", "--set", "keep_last=1"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "DS_FP8_CACHE": str(cache_home)}
+    done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    kills, in_saves, runs = map(int, re.search(r"(\d+) kills .* (\d+) inside a save, (\d+) runs", done.stdout).groups())
+    assert kills >= 3
+    assert in_saves >= 1
+    assert re.search(r"resumed from steps \[\d", done.stdout)
+    assert done.stdout.count(": equal") == runs >= 1
+    assert runs_in(tmp_path) == []

@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from ds_fp8.monitor.records import (
     write_heat_maps,
 )
 from ds_fp8.monitor.routing import RoutingFigures, RoutingMeasurement
-from ds_fp8.train import metrics
 from ds_fp8.train.metrics import MetricsLog, read_metrics
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
@@ -245,35 +243,6 @@ def test_the_picture_shows_layers_that_left(tmp_path):
     assert min(picture.shape[:2]) > 100
     assert picture.std() > 0
     assert [path.name for path in tmp_path.iterdir()] == ["health.png"]
-
-
-def test_no_measurement_is_no_picture(tmp_path):
-    assert not write_heat_maps(tmp_path / "health.png", [{"step": 1, "loss": 2.0}])
-    assert not (tmp_path / "health.png").exists()
-
-
-def pictures_of_saves(folder, moments):
-    """Whether a picture is drawn at saves at these moments, in seconds from the start, and at the end of the run."""
-    log = MetricsLog(folder / "metrics.jsonl", [health_record(1, {"input": {"a": figures()}})], writes=False)
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    picture = folder / metrics.PICTURE
-
-    def drawn(moment, **options):
-        clock.now = moment
-        run.draw(**options)
-        found = picture.exists()
-        picture.unlink(missing_ok=True)
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "time", clock)
-        run = metrics.RunHealth(None, folder, log, print)
-        return [*(drawn(moment, now=False) for moment in moments), drawn(moments[-1])]
-
-
-def test_frequent_saves_do_not_wait_for_a_picture_each(ranks, tmp_path):
-    drawn = ranks(2, pictures_of_saves, tmp_path, [1.0, 599.0, 601.0, 602.0, 1200.0, 1201.0])[0]
-    assert drawn == [False, False, True, False, False, True, True]
 
 
 def run_stage(file, overrides):

@@ -1,12 +1,10 @@
 """Loading a stage: overrides, and every mistake found before data is read or processes meet."""
 
-import json
 from pathlib import Path
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from ds_fp8.config.deepspeed_json import known_keys
 from ds_fp8.config.errors import UserError
 from ds_fp8.train import load_stage
 from ds_fp8.train.stage import resolve_batch
@@ -181,27 +179,6 @@ def test_epochs_without_end_are_refused(epochs, tiny, write):
     assert error.value.key == "train.epochs"
 
 
-def test_bad_json_is_located(write):
-    file = write('{\n  "train": {"steps": 3;}\n}')
-    with pytest.raises(UserError, match="not valid JSON") as caught:
-        load_stage(file)
-    assert "line 2, column 2" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"), [("[]", "JSON object"), ('{"train": {}, "train": {}}', "twice"), ("", "not valid JSON")]
-)
-def test_what_is_no_configuration_is_refused(text, words, write):
-    with pytest.raises(UserError, match=words):
-        load_stage(write(text))
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match="does not exist") as caught:
-        load_stage(tmp_path / "none.json")
-    assert "none.json" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("given", "world", "expected"),
     [
@@ -225,16 +202,3 @@ def test_a_batch_that_does_not_divide_shows_the_arithmetic(given, world):
     raw = {name: value for name, value in zip(names, given, strict=True) if value is not None}
     with pytest.raises(UserError, match=rf"x {world} \(ranks\) = \d+"):
         resolve_batch(raw, world)
-
-
-def test_deepspeeds_known_keys_are_those_it_reads():
-    assert {"zero_optimization", "bf16", "wandb", "tensorboard", "csv_monitor", "gradient_clipping"} <= known_keys()
-    assert not {"fp8", "model", "data", "train"} & known_keys()
-
-
-def test_loading_changes_nothing_on_disk(tiny, write, tmp_path):
-    tiny["train"]["run_dir"] = str(tmp_path / "run")
-    file = write(tiny)
-    load_stage(file)
-    assert [path.name for path in tmp_path.iterdir()] == ["stage.json"]
-    assert json.loads(file.read_text()) == tiny

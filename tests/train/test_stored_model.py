@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,6 @@ from ds_fp8.data import DataConfig, build_tokenizer, load_tokenizer
 from ds_fp8.export.folder import write_folder
 from ds_fp8.export.plan import make_plan
 from ds_fp8.train.stored_model import (
-    ModelSource,
     check_trainable,
     load_stored_model,
     stored_config,
@@ -227,45 +223,3 @@ def test_a_folder_has_no_revisions(tmp_path):
     with pytest.raises(UserError) as caught:
         stored_model(str(tmp_path), None, "v2")
     assert caught.value.key == "model.revision"
-
-
-class Gated(BaseHTTPRequestHandler):
-    """A hub that asks everybody to accept the terms first."""
-
-    def do_GET(self) -> None:
-        self.send_response(403)
-        self.send_header("X-Error-Code", "GatedRepo")
-        self.send_header("X-Error-Message", "Access to model somebody/gated is restricted.")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_HEAD = do_GET
-
-    def log_message(self, *args) -> None:
-        """Write nothing."""
-
-
-def test_of_a_gated_model_the_terms_are_to_be_accepted(hub, monkeypatch):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Gated)
-    thread = threading.Thread(target=partial(server.serve_forever, 0.01))
-    thread.start()
-    try:
-        address = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
-        monkeypatch.setattr(
-            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
-            address + "/{repo_id}/resolve/{revision}/{filename}",
-        )
-        error = refusal("somebody/gated")
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-    assert "gated" in str(error)
-    assert "accept its terms" in error.remedy
-    assert not hub.exists() or not any(file.is_file() for file in hub.rglob("*") if "snapshots" in file.parts)
-
-
-def test_a_source_is_a_key_and_a_place():
-    assert stored_model("somebody/small", None, "v2") == ModelSource("model.path", "somebody/small", "v2")

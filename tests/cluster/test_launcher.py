@@ -1,0 +1,271 @@
+"""Jobs on one host and on many: stopped with their ranks, started again after a loss; hostfiles; launch options."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from deepspeed.launcher.runner import fetch_hostfile, parse_args
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_fp8 import cli
+from ds_fp8.cluster import launcher, watchdog
+from ds_fp8.cluster.entry import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_USER_ERROR
+from ds_fp8.cluster.hosts import Host, parse_hostfile, read_hostfile
+from ds_fp8.commands.train import main as train
+from ds_fp8.config.errors import UserError
+from ds_fp8.train import processes
+
+# ---------------------------------------------------------------- ranks of this host
+
+RANK = """
+import os, pathlib, signal, sys, time
+folder, deed = pathlib.Path(sys.argv[1]), sys.argv[2:]
+rank = os.environ["RANK"]
+(folder / ("environment" + rank)).write_text(" ".join(os.environ[name] for name in (
+    "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_FP8_STARTED_BY")))
+def save(*_):
+    time.sleep(0.3)
+    (folder / ("saved" + rank)).touch()
+    sys.exit(0 if "finish" in deed else 143)
+signal.signal(signal.SIGTERM, save)
+(folder / ("ready" + rank)).touch()
+if "die" in deed and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if deed and deed[0].isdigit():
+    sys.exit(int(deed[int(rank)]))
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def ranks_here(tmp_path, monkeypatch):
+    """`ranks_here(*deeds)`: run two ranks that do no more than they must, in the place of those that train."""
+    (tmp_path / "rank.py").write_text(RANK)
+    monkeypatch.setattr(launcher, "TRAIN", "rank")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    yield lambda *deeds: launcher.train_here([str(tmp_path), *map(str, deeds)], 2)
+    signal.signal(signal.SIGINT, before)
+
+
+def once_ready(folder, action):
+    """Act in another thread once both ranks are there."""
+
+    def wait():
+        while not all((folder / f"ready{rank}").exists() for rank in (0, 1)):
+            time.sleep(0.02)
+        action()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("deeds", "code"), [((), EXIT_INTERRUPTED), (("finish",), 0)])
+def test_a_signal_lets_all_ranks_save(ranks_here, tmp_path, number, deeds, code):
+    before = signal.getsignal(number)
+    once_ready(tmp_path, lambda: os.kill(os.getpid(), number))
+    assert ranks_here(*deeds) == code
+    assert all((tmp_path / f"saved{rank}").exists() for rank in (0, 1))
+    assert signal.getsignal(number) is before
+    told = [(tmp_path / f"environment{rank}").read_text().split() for rank in (0, 1)]
+    assert [words[:4] for words in told] == [[str(rank), "2", "2", "127.0.0.1"] for rank in (0, 1)]
+    assert told[0][4:] == [told[1][4], str(os.getpid())]
+
+
+@pytest.mark.parametrize(
+    ("codes", "found"),
+    [((0, 0), 0), ((2, 2), EXIT_USER_ERROR), ((1, 75), EXIT_FAILED), ((75, 0), EXIT_LOST), ((143, 143), 143)],
+)
+def test_the_code_of_a_job_is_that_of_its_ranks(ranks_here, codes, found):
+    assert ranks_here(*codes) == found
+
+
+def test_ranks_that_outlive_a_dead_one_are_killed(ranks_here, monkeypatch):
+    """Guardians end them; this is for ranks that have none yet."""
+    monkeypatch.setattr(launcher, "_OTHERS_END", 0.5)
+    started = time.monotonic()
+    assert ranks_here("die") == EXIT_LOST
+    assert time.monotonic() - started < 30
+
+
+def test_ranks_know_the_command_that_started_them(monkeypatch):
+    """They watch whether it has ended."""
+    parent = psutil.Process().parent()
+    assert processes.command_of_rank() is None
+    monkeypatch.setenv(launcher.STARTED_BY, str(parent.pid))
+    assert processes.command_of_rank() == parent
+    for command in (["-m", "deepspeed.launcher.runner"], ["/usr/bin/deepspeed", "--num_gpus", "1"]):
+        idle = "import time; print(flush=True); time.sleep(60)"
+        with subprocess.Popen([sys.executable, "-c", idle, *command], stdout=subprocess.PIPE) as started:
+            started.stdout.readline()  # until then it may not be the command yet
+            found = processes._runs(psutil.Process(started.pid), "deepspeed", "deepspeed.launcher.runner")
+            started.kill()
+        assert found
+
+
+@pytest.mark.parametrize(
+    ("code", "means"), [(0, 0), (1, 1), (2, 2), (75, 75), (143, 143), (-9, 75), (247, 75), (255, 75), (127, 1)]
+)
+def test_exit_codes_of_processes_and_of_deepspeed(code, means):
+    assert launcher.meaning(code) == means
+
+
+@pytest.mark.parametrize(
+    ("codes", "restarts", "found", "attempts"),
+    [([75, 75, 0], 3, 0, 3), ([75, 75], 1, 75, 2), ([143], 3, 143, 1), ([1], 3, 1, 1)],
+)
+def test_a_lost_job_is_started_again_and_no_other(codes, restarts, found, attempts, monkeypatch):
+    started = []
+    monkeypatch.setattr(launcher, "run_job", lambda jobs: started.append(jobs) or codes[len(started) - 1])
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train", "quickstart/cpt.json", "--gpus", "1", "--max-restarts", str(restarts)])
+    assert train() == found
+    assert len(started) == attempts
+
+
+def test_a_rank_under_any_launcher_says_that_it_leaves(monkeypatch):
+    left = []
+    monkeypatch.setattr(watchdog, "leave", lambda: left.append(True))
+    monkeypatch.setattr(cli, "main", lambda: 0)
+    for command, leaves in (("check", []), ("train", [True])):
+        monkeypatch.setattr(sys, "argv", ["ds-fp8", command])
+        with pytest.raises(SystemExit) as stopped:
+            cli.entry()
+        assert (stopped.value.code, left) == (0, leaves)
+
+
+# ---------------------------------------------------------------- launch options
+
+
+@pytest.mark.parametrize(
+    ("given", "rank", "refused"),
+    [
+        (["--min-hosts", "1"], None, "--min-hosts"),
+        (["--launcher-options", "--ssh_port 22"], None, "--launcher-options"),
+        (["--gpus", "2", "--hostfile", "hosts"], None, "--gpus"),
+        (["--max-restarts", "1"], "0", "--max-restarts"),
+        (["--hostfile", "hosts"], "0", "--hostfile"),
+        (["--max-restarts", "-1", "--gpus", "2"], None, "--max-restarts"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(given, rank, refused, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(sys, "argv", ["train", "quickstart/cpt.json", *given])
+    with pytest.raises(UserError) as caught:
+        train()
+    assert caught.value.key == refused
+    assert caught.value.remedy
+
+
+def test_restarts_need_hosts_where_a_script_has_no_other(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    parser = argparse.ArgumentParser()
+    launcher.add_launch_options(parser)
+    with pytest.raises(UserError, match="--max-restarts"):
+        launcher.check_launch_options(parser.parse_args(["--max-restarts", "1"]))
+    launcher.check_launch_options(parser.parse_args([]))
+
+
+@pytest.mark.parametrize(
+    ("options", "first_is_there", "address", "port"),
+    [
+        ("--master_addr a --master_port 29777", True, "a", 29777),
+        ("--master_addr=a --master_port=29777", True, "a", 29777),
+        ("--master_addr a --ssh_port 22", False, "", 29502),
+        ("--master_addr=a", False, "", 29502),
+        ("", False, "", 29502),
+    ],
+)
+def test_an_attempt_has_a_port_of_its_own_and_the_address_of_a_host_that_is_there(
+    options, first_is_there, address, port
+):
+    found = parse_args([*launcher.attempt_options(options.split(), 2, first_is_there), "script.py"])
+    assert (found.master_addr, found.master_port) == (address, port)
+
+
+@pytest.mark.parametrize("fewest", [0, -1, 3])
+def test_hosts_that_are_to_be_left_are_some_of_those_there(fewest, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda program: program)
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    with pytest.raises(UserError) as caught:
+        launcher.launch(tmp_path / "hosts", launcher.Launch(["x"], min_hosts=fewest))
+    assert caught.value.key == "--min-hosts"
+
+
+# ---------------------------------------------------------------- hostfiles
+
+FILE = Path("hostfile")
+
+
+def test_hosts_come_in_the_order_of_their_lines():
+    text = "# the cluster\nnode1 slots=8\n\n  node2\tslots=4   # four of them broke\nadmin@10.0.0.3 slots=8\r\n"
+    assert parse_hostfile(text, FILE) == [Host("node1", 8), Host("node2", 4), Host("admin@10.0.0.3", 8)]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "lists no hosts"),
+        ("# node1 slots=8\n", "lists no hosts"),
+        ("node1 slots=8\nnode2\n", "line 2: slots=N is missing after"),
+        ("node1 8", "line 1: '8' after the name"),
+        ("node1 slots=8 max_slots=8", "after the name is not slots=N"),
+        ("node1 slots=0", "line 1: 0 slots"),
+        ("node1 slots=99999", "line 1: 99999 slots"),
+        ("node1 slots=1" + "0" * 5000, "after the name is not slots=N"),
+        ("node1 slots=-1", "after the name is not slots=N"),
+        ("node1 slots=٣", "after the name is not slots=N"),
+        ("node1 slots=8\nnode1 slots=4", "line 2: node1 is already in line 1"),
+        ("node[1-4] slots=8", "is not a host name"),
+        ("node1,node2 slots=8", "is not a host name"),
+        ("-oProxyCommand=x slots=8", "is not a host name"),
+        ("$(reboot) slots=8", "is not a host name"),
+        ("slots=8", "is not a host name"),
+        ("ho\x00st slots=8", "is not a host name"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line(text, problem):
+    with pytest.raises(UserError, match=problem) as error:
+        parse_hostfile(text, FILE)
+    assert error.value.file == FILE
+    assert error.value.remedy
+
+
+def test_what_is_no_readable_text_is_refused(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00n")
+    (tmp_path / "long").write_bytes(b"a" * (2 << 20))
+    for name in ("missing", "binary", "long", ".", "nul\0"):
+        with pytest.raises(UserError):
+            read_hostfile(tmp_path / name)
+
+
+LINES = st.one_of(
+    st.text(max_size=40),
+    st.from_regex(r"\A[a-z0-9.@:-]{1,12}[ \t]{1,2}slots=[0-9]{1,4}[ \t]*\Z"),
+    st.sampled_from(["node1 slots=8", "node2 slots=8", "node1", "slots=8", "# x", "", "n  slots = 8", "n slots=8x"]),
+)
+HOSTFILES = st.one_of(st.binary(max_size=200), st.lists(LINES, max_size=6).map(lambda lines: "\n".join(lines).encode()))
+
+
+@settings(max_examples=300, deadline=1000, derandomize=True)
+@given(data=HOSTFILES)
+def test_any_hostfile_is_read_as_deepspeed_does_or_refused(tmp_path_factory, data):
+    file = tmp_path_factory.getbasetemp() / "hostfile"
+    file.write_bytes(data)
+    try:
+        hosts = read_hostfile(file)
+    except UserError:
+        return
+    assert dict(fetch_hostfile(str(file))) == {host.name: host.slots for host in hosts}

@@ -42,8 +42,8 @@ from common import (
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import main_entry
 from ds_fp8.config.presets import PRESETS
-from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast, rms_norm_columnwise
-from ds_fp8.layers.decoder.rotary import HeadLayout, rotate, rotate_backward
+from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast
+from ds_fp8.layers.decoder.rotary import HeadLayout, HeadTransform, rotate, rotate_backward
 from ds_fp8.layers.linear.gated_activation import gated_activation_backward, gated_activation_cast
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import dgrad_operand
@@ -98,12 +98,12 @@ def norm_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Itera
     """Yield RMSNorm of x [T, H], with and without the residual add before it."""
     x, residual, weight = normal(tokens, size.hidden), normal(tokens, size.hidden), normal(size.hidden)
     _, rstd, cast = rms_norm_cast(x, weight, EPS, recipe)
-    casts, columnwise = in_words(cast), in_words(None, rms_norm_columnwise(x, weight, rstd, recipe))
+    casts, columnwise = in_words(cast), in_words(None, recipe.cast_input_columnwise(x, rstd, weight))
     del cast
     yield Operation("RMSNorm", casts, x.numel(), 3, lambda: rms_norm_cast(x, weight, EPS, recipe))
     yield Operation("add, RMSNorm", casts, x.numel(), 7, lambda: rms_norm_cast(x, weight, EPS, recipe, residual))
     yield Operation(
-        "RMSNorm again", columnwise, x.numel(), 3, lambda: rms_norm_columnwise(x, weight, rstd, recipe)
+        "RMSNorm again", columnwise, x.numel(), 3, lambda: recipe.cast_input_columnwise(x, rstd, weight)
     )  # fmt: skip
     yield Operation(
         "RMSNorm backward, add", "none", x.numel(), 8, lambda: rms_norm_backward(x, x, weight, rstd, residual)
@@ -145,10 +145,11 @@ def rope_operations(size: ModelSize, tokens: int) -> Iterator[Operation]:
     angles = torch.rand(1, tokens, size.head_dim, device=qkv.device) * 6
     cos, sin = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
     bytes_per_element = 4 + (cos.nbytes + sin.nbytes) / qkv.numel()
-    yield Operation("bias, rotary", "none", qkv.numel(), bytes_per_element, lambda: rotate(qkv, cos, sin, layout, bias))
+    transform = HeadTransform(cos, sin, layout, bias)
+    yield Operation("bias, rotary", "none", qkv.numel(), bytes_per_element, lambda: rotate(qkv, transform))
     gradients = layout.split(normal(*qkv.shape), 1, len(qkv))
     yield Operation(
-        "rotary backward", "none", qkv.numel(), bytes_per_element, lambda: rotate_backward(gradients, cos, sin, layout)
+        "rotary backward", "none", qkv.numel(), bytes_per_element, lambda: rotate_backward(gradients, transform)
     )
 
 

@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.layers.decoder.rms_norm import rms_norm_backward_reference, rms_norm_cast
-from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, rotate_backward_reference, rotate_reference
+from ds_fp8.layers.decoder.rotary import (
+    HeadLayout,
+    HeadNorms,
+    HeadTransform,
+    rotate_backward_reference,
+    rotate_reference,
+)
 from ds_fp8.layers.linear.gated_activation import (
     ACTIVATIONS,
     activate,
@@ -166,17 +172,18 @@ def test_rotary_embedding(length, head_dim, shared_angles, biased, norm):
     cos, sin = angles.cos(), angles.sin()
     bias = random(8 * head_dim) if biased else None
     norms = HeadNorms(*(torch.rand(2, head_dim, device=DEVICE) + 0.5), 1e-6) if norm else None
-    expected = rotate_reference(qkv, cos, sin, layout, bias, norms)
+    transform = HeadTransform(cos, sin, layout, bias, norms)
+    expected = rotate_reference(qkv, transform)
     if not (norm or biased):  # by definition, head by head
         q = layout.split(qkv.float(), batch, length)[0]
         turned = torch.cat([-q[..., head_dim // 2 :], q[..., : head_dim // 2]], -1)
         rotated = q * cos[:, None] + turned * sin[:, None]
         assert error(layout.split(expected, batch, length)[0], rotated) < BF16_ERROR
-    assert error(rotary_kernels.rotate_heads(qkv.clone(), cos, sin, layout, bias, norms), expected) < BF16_ERROR
+    assert error(rotary_kernels.rotate_heads(qkv.clone(), *transform), expected) < BF16_ERROR
 
     gradients = layout.split(random(batch * length, 8 * head_dim), batch, length)
-    wanted = rotate_backward_reference(gradients, cos, sin, layout, qkv, bias, norms)
-    results = rotary_kernels.rotate_heads_backward(gradients, cos, sin, layout, qkv, bias, norms)
+    wanted = rotate_backward_reference(gradients, transform, qkv)
+    results = rotary_kernels.rotate_heads_backward(gradients, qkv, *transform)
     for result, expected in zip(results, wanted, strict=True):
         assert (result is None) == (expected is None)
         assert result is None or error(result, expected) < BF16_ERROR

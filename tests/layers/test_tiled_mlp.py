@@ -9,14 +9,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder import gated_mlp as tiled_mlp
-from ds_fp8.layers.decoder.gated_mlp import (
-    GatedMLP,
-    MLPWeights,
-    gated_mlp,
-    normed_mlp,
-    tiled_gated_mlp,
-    tiled_normed_mlp,
-)
+from ds_fp8.layers.decoder.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
 from ds_fp8.layers.linear.recipe import recipe_from_config
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.memory.workloads import most_allocated
@@ -46,11 +39,7 @@ def results(tile, preset="infir2", length=640, normed=True, frozen=(), **section
     for name in frozen:
         weights[name].requires_grad_(False)
     group = MLPWeights(*weights.values())
-    if normed:
-        compute = normed_mlp if tile is None else tiled_normed_mlp
-        y = compute(*given.values(), 1e-6, group, mlp)
-    else:
-        y = (gated_mlp if tile is None else tiled_gated_mlp)(given["x"], group, mlp)
+    y = normed_mlp(*given.values(), 1e-6, group, mlp) if normed else gated_mlp(given["x"], group, mlp)
     y.backward(torch.randn(y.shape).bfloat16().to(DEVICE) * torch.linspace(0.1, 3, H).to(DEVICE))
     gradients = {name: leaf.grad for name, leaf in (given | weights).items()}
     return {"y": y.detach(), **gradients}

@@ -24,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.layers.attention.format import window_of
-from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast, rms_norm_columnwise
-from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, rotate, rotate_backward
+from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast
+from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, HeadTransform, rotate, rotate_backward
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, gathered_for_backward, split_rows
 
@@ -35,7 +35,7 @@ FASTEST_FIRST = {
     SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
     SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
 }
-"""Kernels of scaled_dot_product_attention, each with the function that returns whether the user has left it enabled."""
+"""Kernels of scaled_dot_product_attention, each with whether the user has left it enabled."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class NormedHeads:
 
     layout: HeadLayout
     eps: float
-    """Epsilon of the RMSNorm before the product."""
+    """Of the RMSNorm before the product."""
     head_eps: float
-    """Epsilon of the RMSNorm of each head, where there is one."""
+    """Of the RMSNorm of each head, where there is one."""
     recipe: LinearRecipe
 
 
@@ -62,7 +62,7 @@ class _NormedHeads(torch.autograd.Function):
         norms = None if q_norm is None else HeadNorms(q_norm, k_norm, heads.head_eps)
         # Without head norms in place of qkv: the rotation is undone from the gradients alone. With them backward needs
         # qkv.
-        rotated = rotate(qkv, cos, sin, layout, bias, norms)
+        rotated = rotate(qkv, HeadTransform(cos, sin, layout, bias, norms))
         # Parameters are kept as themselves, not through save_for_backward: their storage is released after forward.
         ctx.heads, ctx.weights, ctx.biases, ctx.norm, ctx.head_norms = heads, weights, biases, norm, norms
         if keep:
@@ -79,7 +79,7 @@ class _NormedHeads(torch.autograd.Function):
         norms, has_bias = ctx.head_norms, ctx.biases[0] is not None
         bias = torch.cat(ctx.biases) if has_bias and norms is not None else None
         # One matrix [T, N] again, as the product wrote it: dgrad and wgrad of q, k and v are one product each.
-        dqkv, *dnorms = rotate_backward((dq, dk, dv), cos, sin, heads.layout, qkv, bias, norms)
+        dqkv, *dnorms = rotate_backward((dq, dk, dv), HeadTransform(cos, sin, heads.layout, bias, norms), qkv)
         dbiases = (None, None, None)
         if has_bias and any(bias.requires_grad for bias in ctx.biases):
             dbiases = split_rows(dqkv.sum(0), ctx.biases)
@@ -90,7 +90,7 @@ class _NormedHeads(torch.autograd.Function):
         x_TH = x.reshape(-1, x.shape[-1])
         dweights = (None, None, None)
         if wants_wgrad:
-            n_columnwise = rms_norm_columnwise(x_TH, norm, rstd, recipe)
+            n_columnwise = recipe.cast_input_columnwise(x_TH, rstd, norm)
             dweights = split_rows(recipe.multiply(dy_columnwise, n_columnwise, weights[0].dtype), weights)
         # The residual's gradient is added where dx is written, which saves a read and a write of [T, H].
         dx, dnorm = rms_norm_backward(dn, x_TH, norm, rstd, dresidual.reshape(x_TH.shape))
@@ -108,15 +108,7 @@ def normed_heads(
     rotation: tuple[torch.Tensor, torch.Tensor],
     heads: NormedHeads,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normalise x, multiply it into q, k and v, and rotate q and k.
-
-    Args:
-        x: [B, S, H].
-        norm: Weight [H] of the RMSNorm before the product.
-        projections: q_proj, k_proj and v_proj.
-        head_norms: Weights [D] of the RMSNorm of each head of q and of k, or None.
-        rotation: cos, sin [B or 1, S, D].
-        heads: Settings of the product.
+    """Normalise x [B, S, H], multiply it into q, k and v, and rotate q and k.
 
     Returns:
         (q [B, heads, S, D], k and v [B, kv_heads, S, D], x). Use this x, not the given one, as the residual.
@@ -127,7 +119,6 @@ def normed_heads(
 
 
 def attention_of(module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """Return the attention function that the configuration of a Hugging Face attention module names."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
 

@@ -10,7 +10,7 @@ where its MLP is a gated one, that alone is fused.
 
 The class is swapped under the live module for a subclass of its own class, whose forward the layer falls back to when
 asked for what the fused one does not have (attention weights), or when something was attached to its submodules
-(attachments.py). Submodules are no longer called, so under ZeRO-3 the layer must be a leaf module: `Fusion.classes`.
+(structure.py). Submodules are no longer called, so under ZeRO-3 the layer must be a leaf module: `Fusion.classes`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,10 @@ from torch import nn
 
 from ds_fp8.layers.attention.format import is_exchanged, runs_in_fp8
 from ds_fp8.layers.decoder.attention import NormedHeads, attend, normed_heads
-from ds_fp8.layers.decoder.gated_mlp import (
-    GatedMLP,
-    MLPWeights,
-    gated_mlp,
-    normed_mlp,
-    tiled_gated_mlp,
-    tiled_normed_mlp,
-    why_not_tiled,
-)
+from ds_fp8.layers.decoder.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp, why_not_tiled
 from ds_fp8.layers.decoder.structure import (
     MLP_HALF,
+    MLP_PARTS,
     Parts,
     Unfusable,
     changes_in_place,
@@ -87,7 +80,6 @@ class FusedDecoderLayer(Fused):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Compute the layer's own forward in a few fused operations."""
         attention = self.self_attn
         wants_weights = kwargs.get("output_attentions") or getattr(attention.config, "output_attentions", False)
         if wants_weights or position_embeddings is None or self.fused_parts.must_be_called():
@@ -116,10 +108,8 @@ class FusedDecoderLayer(Fused):
         return (y,) if self.fused_returns_tuple else y
 
     def _mlp_half(self, output: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output from that of attention, and what it is added to."""
         norm = self.post_attention_layernorm
-        compute = normed_mlp if self.fused_mlp.gate_up.mlp_tile_tokens is None else tiled_normed_mlp
-        return compute(output, residual, norm.weight, norm_eps(norm), weights_of(self.mlp), self.fused_mlp)
+        return normed_mlp(output, residual, norm.weight, norm_eps(norm), weights_of(self.mlp), self.fused_mlp)
 
 
 class FusedAttentionHalf(FusedDecoderLayer):
@@ -137,15 +127,12 @@ class FusedMLP(Fused):
 
     @runs_eagerly
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the MLP's own forward in one operation."""
         if self.fused_parts.must_be_called():
             return super().forward(x)
-        compute = gated_mlp if self.fused_mlp.gate_up.mlp_tile_tokens is None else tiled_gated_mlp
-        return compute(x, weights_of(self), self.fused_mlp)
+        return gated_mlp(x, weights_of(self), self.fused_mlp)
 
 
 def weights_of(mlp: nn.Module) -> MLPWeights:
-    """Return the weights of a module with gate_proj, up_proj and down_proj."""
     return MLPWeights(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
 
 
@@ -153,41 +140,38 @@ def fuse_decoder(model: nn.Module) -> Fusion:
     """Fuse every decoder layer of `model` that can be, in place; its linears are FP8Linear already."""
     fusion = Fusion()
     for name, layer in list(model.named_modules()):
-        if all(hasattr(layer, part) for part in ("self_attn", "mlp")) and not isinstance(layer, FusedDecoderLayer):
+        if hasattr(layer, "self_attn") and hasattr(layer, "mlp") and not isinstance(layer, FusedDecoderLayer):
+            half = any(expert_weights(own, module) for own, module in layer.mlp.named_modules())
             try:
-                half = _has_experts(layer.mlp)
                 _fuse_layer(layer, name, half)
-                (fusion.attention_halves if half else fusion.layers).append(name)
-                fusion.classes.add(type(layer))
             except Unfusable as reason:
                 fusion.left[name] = str(reason)
+                continue
+            (fusion.attention_halves if half else fusion.layers).append(name)
+            fusion.classes.add(type(layer))
     for name, mlp in list(model.named_modules()):
         inside = any(name.startswith(f"{layer}.") for layer in fusion.layers)
-        if not inside and all(hasattr(mlp, part) for part in ("gate_proj", "up_proj", "down_proj")):
-            try:
-                if changes_in_place(model.get_submodule(name.rpartition(".")[0])):
-                    raise Unfusable(
-                        "its parent computes in place, which autograd forbids on the output of a ZeRO-3 leaf module"
-                    )
-                _fuse_mlp(mlp, name)
-                fusion.mlps.append(name)
-                fusion.classes.add(type(mlp))
-            except Unfusable as reason:
-                fusion.left.setdefault(name, str(reason))
+        if inside or not all(hasattr(mlp, part) for part in MLP_PARTS):
+            continue
+        try:
+            if changes_in_place(model.get_submodule(name.rpartition(".")[0])):
+                raise Unfusable(
+                    "its parent computes in place, which autograd forbids on the output of a ZeRO-3 leaf module"
+                )
+            _fuse_mlp(mlp, name)
+        except Unfusable as reason:
+            fusion.left.setdefault(name, str(reason))
+            continue
+        fusion.mlps.append(name)
+        fusion.classes.add(type(mlp))
     return fusion
 
 
-def _has_experts(mlp: nn.Module) -> bool:
-    return any(expert_weights(name, module) for name, module in mlp.named_modules())
-
-
 def _fuse_layer(layer: nn.Module, name: str, half: bool) -> None:
-    """Fuse a layer, or its attention half. Raises Unfusable where that cannot be."""
     _check_own_forward(layer)
     layout = head_layout_of(layer.self_attn)
     activation = None if half else gated_activation_of(layer.mlp)
     projections = [getattr(layer.self_attn, part) for part in ("q_proj", "k_proj", "v_proj")]
-    weights = [projection.weight for projection in projections]
     heads_recipe = _stacked_recipe(projections).at(f"{name}.self_attn.qkv_proj")
     if not half:
         _check_mlp(layer.mlp)
@@ -204,10 +188,9 @@ def _fuse_layer(layer: nn.Module, name: str, half: bool) -> None:
     # Attention in FP8 keeps its output in a byte an element, of which o_proj's product could make nothing, and between
     # exchanges it keeps that of other heads.
     layer.self_attn.o_proj.input_is_saved = not (runs_in_fp8(layer.self_attn) or is_exchanged(layer.self_attn))
-    _group(weights)
+    _group(projections)
     if not half:
         layer.fused_mlp = _fused_part(layer.mlp, f"{name}.mlp", activation)
-        _group([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
     layer.__class__ = swapped_class(FusedAttentionHalf if half else FusedDecoderLayer, type(layer))
 
 
@@ -218,16 +201,15 @@ def _fuse_mlp(mlp: nn.Module, name: str) -> None:
     prove_mlp(mlp, activation)
     mlp.fused_mlp = _fused_part(mlp, name, activation)
     mlp.fused_parts = Parts(mlp)
-    _group([mlp.gate_proj.weight, mlp.up_proj.weight])
     mlp.__class__ = swapped_class(FusedMLP, type(mlp))
 
 
 def _fused_part(mlp: nn.Module, name: str, activation: str) -> GatedMLP:
     gate_up, down = mlp.gate_proj.recipe.at(f"{name}.gate_up_proj"), mlp.down_proj.recipe.at(f"{name}.down_proj")
-    fused = GatedMLP(activation, gate_up, down)
-    mlp.gate_proj.recipe = mlp.up_proj.recipe = fused.gate_up
-    mlp.down_proj.recipe = fused.down
-    return fused
+    mlp.gate_proj.recipe = mlp.up_proj.recipe = gate_up
+    mlp.down_proj.recipe = down
+    _group([mlp.gate_proj, mlp.up_proj])
+    return GatedMLP(activation, gate_up, down)
 
 
 def unfuse(module: nn.Module) -> None:
@@ -270,15 +252,14 @@ def _stacked_recipe(linears: Sequence[FP8Linear]) -> LinearRecipe:
         raise Unfusable("fp8.linear.overrides casts linears of one product in different ways")
     _check_recipe(recipe)
     if not can_stack(rows, recipe.weight.granularity):
-        blocks = recipe.weight.granularity
-        raise Unfusable(
-            f"weights of {', '.join(map(str, rows))} rows cannot be stacked: {blocks} blocks would straddle"
-        )
+        heights, blocks = ", ".join(map(str, rows)), recipe.weight.granularity
+        raise Unfusable(f"weights of {heights} rows cannot be stacked: {blocks} blocks would straddle")
     if len({weight.requires_grad for weight in weights}) > 1:
         raise Unfusable("some of the weights of one product are frozen and others are not")
     return recipe
 
 
-def _group(weights: list[nn.Parameter]) -> None:
+def _group(linears: Sequence[nn.Linear]) -> None:
+    weights = [linear.weight for linear in linears]
     for weight in weights:
         setattr(weight, GROUP, WeightGroup(weights))

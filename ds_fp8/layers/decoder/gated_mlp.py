@@ -4,24 +4,22 @@
     p       [T, F]  = act(gate) · up                        cast as it is computed
     y       [T, H]  = p · down [H, F]ᵀ
 
-Backward reads n and p cast along the tokens, and forms both again: n from what its maker keeps, p from gate_up, which
-is kept in FP8 (`activations.save`), in BF16, or not at all (`activations.recompute`: its product is computed again).
+n is x, or RMSNorm(h) with h = x + residual, and then h is added to y. Backward reads n and p cast along the tokens, and
+forms both again: n from what forward kept, p from gate_up, which is kept in FP8 (`activations.save`), in BF16, or not
+at all (`activations.recompute`: its product is computed again).
 
-T tokens, H hidden and F intermediate features.
-
-The gated MLP in tiles of tokens: what it computes with is there for one tile at a time, forward and backward.
-
-gate_up [T, 2F] and its casts are the largest activations of a layer. A tile of t tokens has t/T of them; nothing of
-them is kept, and backward computes gate_up again. Tiles are whole groups of 128 tokens, so that every cast has the
-scales that it has for all tokens together: the output and the gradient of the input have the same bits. Gradients of
-the weights are sums over the tiles, in FP32, and rounded once. Autograd gets one for each weight, as ever: ZeRO-3
-reduces a gradient when it arrives.
+In tiles of tokens (`activations.mlp_tile_tokens`) gate_up and its casts, the largest activations of a layer, are there
+for one tile at a time; nothing of them is kept. Tiles are whole groups of 128 tokens, so that every cast has the scales
+that it has for all tokens together: the output and the gradient of the input have the same bits. Gradients of the
+weights are sums over the tiles, in FP32, and rounded once. Autograd gets one for each weight, as ever: ZeRO-3 reduces a
+gradient when it arrives.
 
 T tokens, H hidden and F intermediate features.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -33,8 +31,14 @@ from torch.autograd.function import once_differentiable
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import SCALE_TYPES
 from ds_fp8.gemm import why_not_in_fp32
-from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast, rms_norm_columnwise
-from ds_fp8.layers.linear.gated_activation import Saved, gated_activation_backward, gated_activation_cast
+from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast
+from ds_fp8.layers.linear.gated_activation import (
+    Saved,
+    gated_activation_backward,
+    gated_activation_cast,
+    saved_from,
+    tensors_of,
+)
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, scale_columns, split_rows
 
@@ -59,16 +63,18 @@ class Kept(NamedTuple):
     """FP32 [F], LinearRecipe.channel_factors of the product."""
 
 
+Cast = Callable[[], QuantizedTensor]
+"""Casts the input of the MLP again, for backward."""
+
+
 @dataclass(frozen=True)
 class GatedMLP:
     """Settings of a gated MLP; its weights are separate arguments."""
 
     activation: str
-    """One of activations.ACTIVATIONS."""
+    """One of gated_activation.ACTIVATIONS."""
     gate_up: LinearRecipe
-    """Recipe of the product of gate and up."""
     down: LinearRecipe
-    """Recipe of the product of down."""
 
     def forward(
         self, n: QuantizedTensor, weights: MLPWeights, dtype: torch.dtype, keep: bool
@@ -88,8 +94,8 @@ class GatedMLP:
         dy: torch.Tensor,
         weights: MLPWeights,
         kept: Kept,
-        n_rowwise: Callable[[], QuantizedTensor],
-        n_columnwise: Callable[[], QuantizedTensor],
+        n_rowwise: Cast,
+        n_columnwise: Cast,
         wgrad_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         """Return (dn [T, H], gradients of the weights that have one) from dy [T, H]; the functions cast n again.
@@ -130,73 +136,86 @@ class GatedMLP:
         return self.gate_up.multiply(n, fprop_weight(weights[:2], self.gate_up), dtype)
 
 
-class _GatedMLP(torch.autograd.Function):
+class _WholeMLP(torch.autograd.Function):
+    """The MLP of x, or with a norm that of RMSNorm(x + residual), to which x + residual is added."""
+
     @staticmethod
-    def forward(ctx, x, gate, up, down, mlp: GatedMLP, keep: bool):
+    def forward(ctx, x, residual, norm, gate, up, down, mlp: GatedMLP, eps: float, keep: bool):
         recipe, weights, x_TH = mlp.gate_up, MLPWeights(gate, up, down), x.reshape(-1, x.shape[-1])
         # Recomputing needs x row-wise as well as column-wise, which only x itself has.
-        in_fp8 = keep and recipe.save == "fp8" and recipe.recompute == "none"
-        cast, columnwise = recipe.cast_input_both(x_TH) if in_fp8 else (recipe.cast_input(x_TH), None)
-        y, kept = mlp.forward(recipe.with_outliers(cast, x_TH), weights, x.dtype, keep)
-        ctx.mlp, ctx.weights, ctx.in_fp8 = mlp, weights, in_fp8
+        in_fp8 = norm is None and keep and recipe.save == "fp8" and recipe.recompute == "none"
+        if norm is not None:
+            hidden, rstd, cast = rms_norm_cast(x_TH, norm, eps, recipe, residual.reshape(x_TH.shape))
+            source = hidden, rstd
+        elif in_fp8:
+            cast, columnwise = recipe.cast_input_both(x_TH)
+            cast, source = recipe.with_outliers(cast, x_TH), (columnwise.data, columnwise.scale)
+        else:
+            cast, source = recipe.cast_whole_input(x_TH), (x, None)
+        y, kept = mlp.forward(cast, weights, x.dtype, keep)
+        ctx.mlp, ctx.weights, ctx.norm, ctx.in_fp8 = mlp, weights, norm, in_fp8
         if keep:
-            ctx.save_for_backward(*(_pack(columnwise) if in_fp8 else (x, None)), *_pack_kept(kept))
+            ctx.save_for_backward(*source, kept.factors, *tensors_of(kept.saved))
+        # In place: nobody else holds the product's result.
+        return (y if norm is None else y.add_(hidden)).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        source, rstd, factors, *saved = ctx.saved_tensors
+        mlp, norm, recipe, dy_TH = ctx.mlp, ctx.norm, ctx.mlp.gate_up, dy.reshape(-1, dy.shape[-1])
+        if ctx.in_fp8:
+            hidden, again = None, (None, functools.partial(recipe.kept_input, source, rstd))
+        else:
+            hidden = source.reshape(dy_TH.shape)
+            again = _cast_again(recipe, hidden, rstd, norm)
+        dn, gradients = mlp.backward(dy_TH, ctx.weights, Kept(saved_from(saved, mlp.down), factors), *again)
+        return *_input_gradients(dn, dy, hidden, rstd, norm), *gradients, None, None, None
+
+
+class _TiledMLP(torch.autograd.Function):
+    """The same in tiles. It keeps x, or h = x + residual."""
+
+    @staticmethod
+    def forward(ctx, x, residual, norm, gate, up, down, mlp: GatedMLP, eps: float, keep: bool):
+        recipe, weights = mlp.gate_up, MLPWeights(gate, up, down)
+        x_TH = x.reshape(-1, x.shape[-1])
+        y, hidden, rstd = torch.empty_like(x_TH), x_TH, None
+        if norm is not None:
+            residual = residual.reshape(x_TH.shape)
+            hidden, rstd = torch.empty_like(x_TH), torch.empty(len(x_TH), device=x.device)
+        for rows in _tiles(len(x_TH), recipe):
+            if norm is None:
+                cast = recipe.cast_whole_input(x_TH[rows])
+            else:
+                hidden[rows], rstd[rows], cast = rms_norm_cast(x_TH[rows], norm, eps, recipe, residual[rows])
+            output = mlp.forward(cast, weights, x.dtype, keep=False)[0]
+            y[rows] = output if norm is None else output.add_(hidden[rows])
+            del cast, output
+        ctx.mlp, ctx.weights, ctx.norm = mlp, weights, norm
+        if keep:
+            ctx.save_for_backward(hidden, rstd)
         return y.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        first, second, *kept = ctx.saved_tensors
-        mlp, recipe = ctx.mlp, ctx.mlp.gate_up
-
-        def x_rowwise() -> QuantizedTensor:
-            x_TH = first.reshape(-1, first.shape[-1])
-            return recipe.with_outliers(recipe.cast_input(x_TH), x_TH)
-
-        def x_columnwise() -> QuantizedTensor:
-            if ctx.in_fp8:
-                return recipe.kept_input(first, second)
-            return recipe.cast_input_columnwise(first.reshape(-1, first.shape[-1]))
-
+        hidden, rstd = ctx.saved_tensors
+        weights, norm, recipe = ctx.weights, ctx.norm, ctx.mlp.gate_up
         dy_TH = dy.reshape(-1, dy.shape[-1])
-        dx, gradients = mlp.backward(dy_TH, ctx.weights, _unpack(kept, mlp.down), x_rowwise, x_columnwise)
-        return dx.view(dy.shape), *gradients, None, None
-
-
-class _NormedMLP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, residual, norm, gate, up, down, mlp: GatedMLP, eps: float, keep: bool):
-        weights, H = MLPWeights(gate, up, down), x.shape[-1]
-        hidden, rstd, cast = rms_norm_cast(x.reshape(-1, H), norm, eps, mlp.gate_up, residual.reshape(-1, H))
-        y, kept = mlp.forward(cast, weights, x.dtype, keep)
-        ctx.mlp, ctx.weights, ctx.norm = mlp, weights, norm
-        if keep:
-            ctx.save_for_backward(hidden, rstd, *_pack_kept(kept))
-        # In place: nobody else holds the product's result.
-        return y.add_(hidden).view(x.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        hidden, rstd, *kept = ctx.saved_tensors
-        mlp, norm, recipe = ctx.mlp, ctx.norm, ctx.mlp.gate_up
-        dy_TH = dy.reshape(-1, dy.shape[-1])
-        dn, gradients = mlp.backward(
-            dy_TH,
-            ctx.weights,
-            _unpack(kept, mlp.down),
-            lambda: recipe.with_outliers(recipe.cast_input(hidden, rstd, norm), hidden, rstd, norm),
-            lambda: rms_norm_columnwise(hidden, norm, rstd, recipe),
-        )
-        dhidden, dnorm = rms_norm_backward(dn, hidden, norm, rstd, dy_TH)
-        dhidden = dhidden.view(dy.shape)
-        # hidden = x + residual: both get the same gradient, one tensor for two inputs.
-        return dhidden, dhidden, dnorm if norm.requires_grad else None, *gradients, None, None, None
+        dn, sums = torch.empty_like(dy_TH), [None, None, None]
+        for rows in _tiles(len(dy_TH), recipe):
+            again = _cast_again(recipe, hidden[rows], None if rstd is None else rstd[rows], norm)
+            dn[rows], gradients = ctx.mlp.backward(dy_TH[rows], weights, Kept(None, None), *again, torch.float32)
+            sums = [new if old is None else old.add_(new) for old, new in zip(sums, gradients, strict=True)]
+            del gradients
+        gradients = [x if x is None else x.to(weight.dtype) for x, weight in zip(sums, weights, strict=True)]
+        return *_input_gradients(dn, dy, hidden, rstd, norm), *gradients, None, None, None
 
 
 def gated_mlp(x: torch.Tensor, weights: MLPWeights, mlp: GatedMLP) -> torch.Tensor:
     """Return down(act(gate(x)) · up(x)) for x [..., H], in FP8."""
-    return _GatedMLP.apply(x, *weights, mlp, torch.is_grad_enabled())
+    return _function(mlp).apply(x, None, None, *weights, mlp, 0.0, torch.is_grad_enabled())
 
 
 def normed_mlp(
@@ -206,43 +225,40 @@ def normed_mlp(
 
     Keeps h for backward, and gate_up as configured.
     """
-    return _NormedMLP.apply(x, residual, norm, *weights, mlp, eps, torch.is_grad_enabled())
+    return _function(mlp).apply(x, residual, norm, *weights, mlp, eps, torch.is_grad_enabled())
 
 
-def _pack(saved: Saved | None) -> tuple[torch.Tensor, ...]:
-    if saved is None:
-        return ()
-    return (saved.data, saved.scale) if isinstance(saved, QuantizedTensor) else (saved,)
+def _function(mlp: GatedMLP) -> type[torch.autograd.Function]:
+    return _WholeMLP if mlp.gate_up.mlp_tile_tokens is None else _TiledMLP
 
 
-def _pack_kept(kept: Kept) -> tuple[torch.Tensor | None, ...]:
-    return kept.factors, *_pack(kept.saved)
+def _cast_again(
+    recipe: LinearRecipe, hidden: torch.Tensor, rstd: torch.Tensor | None, norm: torch.Tensor | None
+) -> tuple[Cast, Cast]:
+    """Return what casts the MLP's input for backward, along the features and along the tokens."""
+    arguments = hidden, rstd, norm
+    return (
+        functools.partial(recipe.cast_whole_input, *arguments),
+        functools.partial(recipe.cast_input_columnwise, *arguments),
+    )
 
 
-def _unpack(tensors: list[torch.Tensor], down: LinearRecipe) -> Kept:
-    """Return the tensors that `_pack_kept` took apart."""
-    factors, *saved = tensors
-    if len(saved) == 2:
-        return Kept(down.kept_gate_up(*saved), factors)
-    return Kept(saved[0] if saved else None, factors)
-
-
-def tiled_gated_mlp(x: torch.Tensor, weights: MLPWeights, mlp: GatedMLP) -> torch.Tensor:
-    """Return what `gated_mlp` does, computed in tiles."""
-    return _TiledMLP.apply(x, None, None, *weights, mlp, 0.0)
-
-
-def tiled_normed_mlp(
-    x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float, weights: MLPWeights, mlp: GatedMLP
-) -> torch.Tensor:
-    """Return what `normed_mlp` does, computed in tiles. Keeps h = x + residual for backward."""
-    return _TiledMLP.apply(x, residual, norm, *weights, mlp, eps)
+def _input_gradients(
+    dn: torch.Tensor, dy: torch.Tensor, hidden: torch.Tensor, rstd: torch.Tensor, norm: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of x, of the residual and of the norm's weight."""
+    if norm is None:
+        return dn.view(dy.shape), None, None
+    dhidden, dnorm = rms_norm_backward(dn, hidden, norm, rstd, dy.reshape(dn.shape))
+    # hidden = x + residual: both get the same gradient, one tensor for two inputs.
+    dhidden = dhidden.view(dy.shape)
+    return dhidden, dhidden, dnorm if norm.requires_grad else None
 
 
 def why_not_tiled(recipe: LinearRecipe) -> str | None:
     """Return why a product of this recipe cannot be computed in tiles of tokens, or None."""
-    if (why := recipe.why_all_tokens) is not None:
-        return why
+    if recipe.why_all_tokens is not None:
+        return recipe.why_all_tokens
     for granularity, scale in (
         (recipe.input.granularity, recipe.input.scale),
         (recipe.wgrad_input, recipe.input.scale),
@@ -251,56 +267,6 @@ def why_not_tiled(recipe: LinearRecipe) -> str | None:
         if granularity in ("tensor", "row") and SCALE_TYPES[scale].needs_amax:
             return f'a scale of granularity "{granularity}" is that of all tokens; use "1x128", as preset "infir2" does'
     return why_not_in_fp32(recipe.backend, recipe.grad_output, replace(recipe.input, granularity=recipe.wgrad_input))
-
-
-class _TiledMLP(torch.autograd.Function):
-    """The MLP of x, or with a norm that of RMSNorm(x + residual), to which x + residual is added."""
-
-    @staticmethod
-    def forward(ctx, x, residual, norm, gate, up, down, mlp: GatedMLP, eps: float):
-        recipe, weights = mlp.gate_up, MLPWeights(gate, up, down)
-        x_TH = x.reshape(-1, x.shape[-1])
-        y, hidden, rstd = torch.empty_like(x_TH), x_TH, None
-        if norm is not None:
-            residual = residual.reshape(x_TH.shape)
-            hidden, rstd = torch.empty_like(x_TH), torch.empty(len(x_TH), device=x.device)
-        for rows in _tiles(len(x_TH), recipe):
-            if norm is None:
-                cast = recipe.with_outliers(recipe.cast_input(x_TH[rows]), x_TH[rows])
-            else:
-                hidden[rows], rstd[rows], cast = rms_norm_cast(x_TH[rows], norm, eps, recipe, residual[rows])
-            output = mlp.forward(cast, weights, x.dtype, keep=False)[0]
-            y[rows] = output if norm is None else output.add_(hidden[rows])
-            del cast, output
-        ctx.mlp, ctx.weights, ctx.norm = mlp, weights, norm
-        ctx.save_for_backward(hidden, rstd)
-        return y.view(x.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        hidden, rstd = ctx.saved_tensors
-        mlp, weights, norm, recipe = ctx.mlp, ctx.weights, ctx.norm, ctx.mlp.gate_up
-        dy_TH = dy.reshape(-1, dy.shape[-1])
-        dn, sums = torch.empty_like(dy_TH), [None, None, None]
-        for rows in _tiles(len(dy_TH), recipe):
-            h, factors = hidden[rows], (None, None) if norm is None else (rstd[rows], norm)
-            dn[rows], gradients = mlp.backward(
-                dy_TH[rows],
-                weights,
-                Kept(None, None),
-                lambda h=h, factors=factors: recipe.with_outliers(recipe.cast_input(h, *factors), h, *factors),
-                lambda h=h, factors=factors: recipe.cast_input_columnwise(h, *factors),
-                torch.float32,
-            )
-            sums = [new if old is None else old.add_(new) for old, new in zip(sums, gradients, strict=True)]
-            del gradients
-        gradients = [x if x is None else x.to(weight.dtype) for x, weight in zip(sums, weights, strict=True)]
-        if norm is None:
-            return dn.view(dy.shape), None, None, *gradients, None, None
-        dhidden, dnorm = rms_norm_backward(dn, hidden, norm, rstd, dy_TH)
-        dhidden = dhidden.view(dy.shape)
-        return dhidden, dhidden, dnorm if norm.requires_grad else None, *gradients, None, None
 
 
 def _tiles(tokens: int, recipe: LinearRecipe) -> Iterator[slice]:

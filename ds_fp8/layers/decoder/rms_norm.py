@@ -47,13 +47,6 @@ def rms_norm_cast(
     return NormedCast(hidden, rstd, recipe.with_outliers(cast, hidden, rstd, weight))
 
 
-def rms_norm_columnwise(
-    hidden: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, recipe: LinearRecipe
-) -> QuantizedTensor:
-    """Return the normalised tokens as wgrad reads them, [H, T], formed again from what `rms_norm_cast` returned."""
-    return recipe.cast_input_columnwise(hidden, rstd, weight)
-
-
 def rms_norm_backward(
     dn: torch.Tensor,
     hidden: torch.Tensor,

@@ -6,14 +6,6 @@
 
 rotate_half([x1, x2]) = [-x2, x1] on the two halves of a head. q, k and v stay where the product wrote them: the result
 is three views [B, heads, S, D] of one matrix. Without head norms it is that of the product itself, rotated in place.
-
-The heads of attention: how q, k and v lie in the product of their stacked projections, and the norms of heads.
-
-Keep the inverse frequencies of rotary embeddings in FP32.
-
-A rotary embedding turns a head by position times inverse frequency. Rounded to BF16, a frequency is off by up to 0.2%,
-and the angle at position 1000 by up to 2 radians. It happens to models that were loaded under zero.Init, which
-makes every floating-point tensor in the dtype of the model, and to those cast by `model.bfloat16()`.
 """
 
 from __future__ import annotations
@@ -23,6 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+Gradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""(dqkv [B·S, N], dweight of the q norm, of the k norm)."""
 
 
 class HeadLayout(NamedTuple):
@@ -44,65 +39,54 @@ class HeadLayout(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorm of each head of q and k."""
+    """RMSNorm of each head of q and k: weights [D]."""
 
     q: torch.Tensor
-    """Weight [D]."""
     k: torch.Tensor
-    """Weight [D]."""
     eps: float
 
 
-def rotate(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layout: HeadLayout,
-    bias: torch.Tensor | None = None,
-    norms: HeadNorms | None = None,
-) -> torch.Tensor:
-    """Rotate q and k in the matrix qkv [B·S, N]; without `norms` in place, else into a new matrix.
+class HeadTransform(NamedTuple):
+    """What is done to the product of q, k and v."""
 
-    cos, sin [B or 1, S, D]; bias [N].
-    """
+    cos: torch.Tensor
+    """[B or 1, S, D], as sin."""
+    sin: torch.Tensor
+    layout: HeadLayout
+    bias: torch.Tensor | None = None
+    """[N]"""
+    norms: HeadNorms | None = None
+
+
+def rotate(qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
+    """Transform the matrix qkv [B·S, N]; without norms in place, else into a new matrix."""
     if qkv.device.type == "cuda":
         from ds_fp8.layers.decoder.rotary_triton import rotate_heads
 
-        return rotate_heads(qkv, cos, sin, layout, bias, norms)
-    return rotate_reference(qkv, cos, sin, layout, bias, norms)
+        return rotate_heads(qkv, *transform)
+    return rotate_reference(qkv, transform)
 
 
 def rotate_backward(
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layout: HeadLayout,
-    qkv: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    norms: HeadNorms | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return (dqkv [B·S, N], dweight of the q norm, of the k norm) from the gradients of q, k and v [B, heads, S, D].
+    gradients: tuple[torch.Tensor, ...], transform: HeadTransform, qkv: torch.Tensor | None = None
+) -> Gradients:
+    """Return the gradients of `rotate` from those of q, k and v [B, heads, S, D].
 
-    With `norms`, `qkv` is the matrix before `rotate`.
+    With norms, `qkv` is the matrix before `rotate`.
     """
     if gradients[0].device.type == "cuda":
         from ds_fp8.layers.decoder.rotary_triton import rotate_heads_backward
 
-        return rotate_heads_backward(gradients, cos, sin, layout, qkv, bias, norms)
-    return rotate_backward_reference(gradients, cos, sin, layout, qkv, bias, norms)
+        return rotate_heads_backward(gradients, qkv, *transform)
+    return rotate_backward_reference(gradients, transform, qkv)
 
 
-def rotate_reference(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layout: HeadLayout,
-    bias: torch.Tensor | None = None,
-    norms: HeadNorms | None = None,
-) -> torch.Tensor:
+def rotate_reference(qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
     """Do `rotate` in plain torch, in FP32, rounded once to qkv's dtype; always a new matrix."""
+    cos, sin, layout, bias, norms = transform
     x = qkv.float() if bias is None else qkv.float() + bias.float()
-    q, k, v = layout.split(x, cos_batch(qkv, cos), cos.shape[1])
+    length = cos.shape[1]
+    q, k, v = layout.split(x, qkv.shape[0] // length if length else 0, length)
     if norms is not None:
         q, k = (_norm(part, weight, norms.eps) for part, weight in ((q, norms.q), (k, norms.k)))
     cos, sin = cos.float()[:, None], sin.float()[:, None]
@@ -111,31 +95,20 @@ def rotate_reference(
 
 
 def rotate_backward_reference(
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layout: HeadLayout,
-    qkv: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    norms: HeadNorms | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    gradients: tuple[torch.Tensor, ...], transform: HeadTransform, qkv: torch.Tensor | None = None
+) -> Gradients:
     """Do `rotate_backward` through torch's autograd over `rotate_reference`."""
-    grad = torch.cat([part.transpose(1, 2).flatten(2).flatten(0, 1) for part in gradients], -1)
+    grad, norms = torch.cat([part.transpose(1, 2).flatten(2).flatten(0, 1) for part in gradients], -1), transform.norms
     with torch.enable_grad():
         # Without norms the rotation is linear: its gradient does not depend on where it is taken.
         leaf = (torch.zeros_like(grad) if qkv is None else qkv.detach()).float().requires_grad_()
         if norms is not None:
             norms = HeadNorms(*(w.detach().float().requires_grad_() for w in norms[:2]), norms.eps)
-        result = rotate_reference(leaf, cos, sin, layout, bias, norms)
+        result = rotate_reference(leaf, transform._replace(norms=norms))
         inputs = [leaf] if norms is None else [leaf, norms.q, norms.k]
     dqkv, *dnorms = torch.autograd.grad(result, inputs, grad.float())
     dq_norm, dk_norm = dnorms or (None, None)
     return dqkv.to(grad.dtype), dq_norm, dk_norm
-
-
-def cos_batch(qkv: torch.Tensor, cos: torch.Tensor) -> int:
-    """Return the number of sequences in qkv [B·S, N], whose length cos [B or 1, S, D] has."""
-    return qkv.shape[0] // cos.shape[1] if cos.shape[1] else 0
 
 
 def _rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -150,8 +123,9 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def restore_inverse_frequencies(model: nn.Module) -> list[str]:
     """Compute inverse frequencies that are in 16 bits again, in FP32, as the model's own initialisation does.
 
-    Args:
-        model: any module, with parameters partitioned by ZeRO-3 or not.
+    Rounded to BF16, a frequency is off by up to 0.2%, and the angle at position 1000 by up to 2 radians. It happens to
+    models that were loaded under zero.Init, which makes every floating-point tensor in the dtype of the model, and to
+    those cast by `model.bfloat16()`.
 
     Returns:
         Lines for the start report: what was restored, and what stays rounded because its module does not say how it is
@@ -178,14 +152,8 @@ def restore_inverse_frequencies(model: nn.Module) -> list[str]:
             owners[id(module)]._init_weights(module)
         same = all(torch.equal(module._buffers[key], buffer.float()) for key, buffer in halves.items())
         (rounded if same else restored).append(name)
-    lines = []
-    if restored:
-        lines.append(
-            f"inverse frequencies of {', '.join(restored)} had been rounded to 16 bits: computed again in FP32"
-        )
-    if rounded:
-        lines.append(
-            f"inverse frequencies of {', '.join(rounded)} are rounded to 16 bits, and positions with them: set them "
-            "again in FP32 after loading the model"
-        )
-    return lines
+    endings = {
+        "had been rounded to 16 bits: computed again in FP32": restored,
+        "are rounded to 16 bits, and positions with them: set them again in FP32 after loading the model": rounded,
+    }
+    return [f"inverse frequencies of {', '.join(names)} {ending}" for ending, names in endings.items() if names]

@@ -143,11 +143,11 @@ def _rotate_tiles_backward(
 
 
 def rotate_heads_backward(
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    gradients: tuple[torch.Tensor, ...],
+    qkv: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     layout: tuple[int, int, int],
-    qkv: torch.Tensor | None,
     bias: torch.Tensor | None,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

@@ -4,11 +4,9 @@ A layer with the right parts may still do something else with them (scale its re
 half of a head). So its own forward runs once, on the CPU and in FP32, on a stand-in: the same object with every matrix
 replaced by a small random one. Only where the result is that of the plain formula may the fused forward take its place.
 
-Detect hooks, adapters and other forwards on modules that a fused forward replaces.
-
-A fused forward computes with the weights of its submodules and calls none of them, so what others attach to one of
-these would silently not run, and an adapter would get no gradient. Conversion refuses to fuse what carries an
-attachment already; a fused module looks again at every forward, and calls its modules where something has come.
+A fused forward computes with the weights of its submodules and calls none of them, so that hooks, adapters and other
+forwards on one of these would silently not run. Conversion refuses to fuse what carries such an attachment already; a
+fused module looks again at every forward (`Parts`), and calls its modules where something has come.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, rotate_reference
+from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, HeadTransform, rotate_reference
 from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, activate
 from ds_fp8.layers.linear.linear import FP8Linear
 
 
 def attachment_of(module: nn.Module) -> str | None:
-    """Return the module's attachment that only calling it would run (hooks, an own forward), in words, or None."""
+    """Return, in words, what is attached to a module and only calling it would run, or None."""
     if "forward" in vars(module):
         return "a forward set on the instance"
     if module._forward_hooks or module._forward_pre_hooks:
@@ -49,12 +47,7 @@ class Parts:
     """The submodules of a module, as they were when its forward was fused."""
 
     def __init__(self, root: nn.Module, called: Collection[str] = ()):
-        """Remember them.
-
-        Args:
-            root: The module.
-            called: Names of children that its fused forward calls, as its own does: whatever they carry runs.
-        """
+        # `called`: names of children that the fused forward calls, as the module's own does: whatever they carry runs.
         self._parts = [
             (owner._modules, own_name, part, type(part), f"{name}.{own_name}".lstrip("."))
             for name, owner in root.named_modules()
@@ -70,11 +63,8 @@ class Parts:
             now = siblings.get(own_name)
             if now is not part or type(part) is not kind:
                 return f"{name} was replaced by a {type(now).__module__}.{type(now).__qualname__}"
-            # The same questions as attachment_of asks, but this runs in every forward.
-            if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or "forward" in vars(part):
-                return f"{name} has {attachment_of(part)}"
-            if part._backward_pre_hooks:
-                return f"{name} has {attachment_of(part)}"
+            if (found := attachment_of(part)) is not None:
+                return f"{name} has {found}"
         return None
 
     def must_be_called(self) -> bool:
@@ -84,11 +74,8 @@ class Parts:
             return False
         if not self._said:
             self._said = True
-            # Python shows a text once: not for every layer that has the same attachment.
-            warnings.warn(
-                f"fused layers call their modules one by one, in FP8 still: {found}, which they would not call",
-                stacklevel=2,
-            )
+            text = f"fused layers call their modules one by one, in FP8 still: {found}, which they would not call"
+            warnings.warn(text, stacklevel=2)  # Python shows a text once: not for every layer of the same attachment
         return True
 
 
@@ -104,8 +91,6 @@ MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 MLP_HALF = {"mlp", "post_attention_layernorm"}
 """Parts of a layer that are called where its attention half alone is fused."""
-
-
 IN_PLACE = re.compile(r"\w\.[a-z]\w*[a-z]_\(|[-+*/]= ")
 """A call such as x.add_( or an operation such as x += y."""
 
@@ -115,20 +100,14 @@ class Unfusable(Exception):
 
 
 def head_layout_of(attention: nn.Module) -> HeadLayout:
-    """Return the heads of an attention with q_proj, k_proj, v_proj and o_proj.
-
-    Raises:
-        Unfusable: It is no such attention, or one whose heads cannot be fused.
-    """
+    """Return the heads of an attention with q_proj, k_proj, v_proj and o_proj. Raises Unfusable for any other."""
     parts = dict(attention.named_children())
     _expect(parts, ATTENTION_PARTS, HEAD_NORMS, "attention")
-    linears = [_fp8_linear(parts[name], name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    q, k, v, o = linears
+    q, k, v, o = (_fp8_linear(parts[name], name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
     # Asked, not computed from hidden size and heads: several models have heads of another size.
     head_dim = getattr(attention, "head_dim", None)
-    if not isinstance(head_dim, int) or any(
-        not hasattr(attention, name) for name in ("config", "scaling", "attention_dropout")
-    ):
+    defined = all(hasattr(attention, name) for name in ("config", "scaling", "attention_dropout"))
+    if not isinstance(head_dim, int) or not defined:
         raise Unfusable("its attention does not define its head_dim, scaling, attention_dropout and config")
     if k.out_features != v.out_features or o.in_features != q.out_features or q.out_features % k.out_features:
         raise Unfusable("its attention has heads of several sizes")
@@ -146,11 +125,7 @@ def head_layout_of(attention: nn.Module) -> HeadLayout:
 
 
 def gated_activation_of(mlp: nn.Module) -> str:
-    """Return the activation, one of ACTIVATIONS, of an MLP with gate_proj, up_proj and down_proj.
-
-    Raises:
-        Unfusable: It is no such MLP, or has a bias or another activation.
-    """
+    """Return the activation of an MLP with gate_proj, up_proj and down_proj without biases. Raises Unfusable."""
     parts = dict(mlp.named_children())
     function = parts.pop("act_fn", None) or parts.pop("activation_fn", None) or getattr(mlp, "act_fn", None)
     _expect(parts, MLP_PARTS, set(), "MLP")
@@ -180,11 +155,7 @@ def changes_in_place(module: nn.Module) -> bool:
 
 
 def norm_eps(norm: nn.Module) -> float:
-    """Return eps of an RMSNorm under either of its usual names.
-
-    Raises:
-        Unfusable: It has none.
-    """
+    """Return eps of an RMSNorm under either of its usual names. Raises Unfusable."""
     if type(norm).__module__.startswith("peft."):
         raise Unfusable(f"a norm carries an adapter ({type(norm).__name__}), which a fused forward would not run")
     for name in ("variance_epsilon", "eps"):
@@ -195,15 +166,9 @@ def norm_eps(norm: nn.Module) -> float:
 
 @torch.no_grad()
 def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str | None) -> bool:
-    """Compare the layer's own forward with the formula; return whether it returns a tuple.
+    """Compare the layer's own forward with the formula; return whether it returns a tuple. Raises Unfusable.
 
-    Args:
-        layer: With the parts of a decoder layer.
-        layout: Its heads.
-        activation: Of its gated MLP; None: its MLP, whatever that computes, is called.
-
-    Raises:
-        Unfusable: They differ, or it cannot be called.
+    `activation`: of its gated MLP; None: its MLP, whatever that computes, is called.
     """
     called = MLP_HALF if activation is None else set()
     _expect(dict(layer.named_children()), LAYER_PARTS, set(), "layer", called)
@@ -241,11 +206,7 @@ def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str | None) ->
 
 @torch.no_grad()
 def prove_mlp(mlp: nn.Module, activation: str) -> None:
-    """Compare the MLP's own forward with the formula.
-
-    Raises:
-        Unfusable: They differ, or it cannot be called.
-    """
+    """Compare the MLP's own forward with the formula. Raises Unfusable."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         small, x = _small_mlp(mlp), torch.randn(2, TOKENS, HIDDEN)
@@ -271,13 +232,12 @@ def _layer_reference(
     activation: str | None,
 ) -> torch.Tensor:
     """Return the fused layer's result, computed in plain torch."""
-    attention, (batch, length, _) = layer.self_attn, x.shape
+    attention, (batch, length, _), norms = layer.self_attn, x.shape, None
     n = _norm(x, layer.input_layernorm).flatten(0, 1)
     qkv = torch.cat([getattr(attention, name)(n) for name in ("q_proj", "k_proj", "v_proj")], -1)
-    norms = None
     if hasattr(attention, "q_norm"):
         norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight, norm_eps(attention.q_norm))
-    q, k, v = layout.split(rotate_reference(qkv, *rotation, layout, None, norms), batch, length)
+    q, k, v = layout.split(rotate_reference(qkv, HeadTransform(*rotation, layout, None, norms)), batch, length)
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attention.scaling, enable_gqa=True)
     hidden = x + attention.o_proj(o.transpose(1, 2).reshape(batch, length, -1))
     normed = _norm(hidden, layer.post_attention_layernorm)
@@ -304,8 +264,7 @@ def _small_mlp(mlp: nn.Module) -> nn.Module:
     for name, part in mlp.named_children():
         if name not in MLP_PARTS:
             setattr(small, name, part)
-    small.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
-    small.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
+    small.gate_proj, small.up_proj = (nn.Linear(HIDDEN, INTERMEDIATE, bias=False) for _ in range(2))
     small.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
     return small
 

@@ -10,17 +10,11 @@ The module's own forward computes, and what it reads are those weights decoded t
     backward   its operations find decode(weight) again, made when they ask for it: no decoded copy is kept between
     gradient   that of the decoded weight, [E, N, K], is the parameter's
 
-With fp8.linear.expert_products "fp8" the codes themselves are multiplied (expert_products.py), where the experts have
-the structure for it. Weights that are not gathered in FP8 at the time (without ZeRO-3, or where the layer went back to
-BF16) are read as they are.
-
-expert_selection.py says which experts. The class is swapped in under the live module, as FP8Linear is.
-
-The experts implementation "ds_fp8" of transformers: FP8 products for modules of its ExpertsInterface.
-
-Experts whose weights are [E, 2F, H] and [E, H, F] by their flags, the rows of gate before those of up, and whose gating
-is act(gate) · up, can have `expert_products` (products_of), by which `experts_forward` multiplies. A module comes to it
-by `config._experts_implementation`, or because its own forward calls it.
+With fp8.linear.expert_products "fp8" the codes themselves are multiplied (products.py), where the experts have the
+structure for it: weights [E, 2F, H] and [E, H, F] by the flags of transformers' ExpertsInterface, the rows of gate
+before those of up, and a gating that is act(gate) · up. Such experts are also transformers' implementation "ds_fp8".
+Weights that are not gathered in FP8 at the time (without ZeRO-3, or where the layer went back to BF16) are read as they
+are. The class is swapped in under the live module, as FP8Linear is.
 """
 
 from __future__ import annotations
@@ -62,13 +56,7 @@ FLAGS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concat
 
 
 def products_of(module: nn.Module, gate_up: LinearRecipe, down: LinearRecipe) -> ExpertProducts | str:
-    """Return the FP8 products of a module of experts, or the reason why it can have none.
-
-    Args:
-        module: Experts of transformers' ExpertsInterface.
-        gate_up: Recipe of gate_up_proj.
-        down: Recipe of down_proj.
-    """
+    """Return the FP8 products of experts of transformers' ExpertsInterface, or the reason why they can have none."""
     for flag, value in FLAGS.items():
         if getattr(module, flag, None) is not value:
             return f"{type(module).__name__} has {flag} = {getattr(module, flag, 'not set')}"
@@ -84,17 +72,7 @@ def products_of(module: nn.Module, gate_up: LinearRecipe, down: LinearRecipe) ->
 def experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the sum [T, H] of each token's experts, times the router's weights.
-
-    Args:
-        self: A module of experts with `expert_products`.
-        hidden_states: [T, H], the tokens.
-        top_k_index: [T, k], the experts of each token.
-        top_k_weights: [T, k], the router's weights.
-
-    Raises:
-        UserError: The module has no `expert_products`.
-    """
+    """Return the sum [T, H] of each token's experts [T, k], times the router's weights [T, k]."""
     products = getattr(self, PRODUCTS, None)
     if products is None:
         raise UserError(
@@ -102,9 +80,8 @@ def experts_forward(
             key="experts_implementation",
             remedy='use "grouped_mm", and let ds_fp8 choose the experts that it multiplies',
         )
-    return expert_products(
-        hidden_states, top_k_index, top_k_weights, ExpertWeights(self.gate_up_proj, self.down_proj), products
-    )
+    weights = ExpertWeights(self.gate_up_proj, self.down_proj)
+    return expert_products(hidden_states, top_k_index, top_k_weights, weights, products)
 
 
 def register() -> None:
@@ -113,7 +90,7 @@ def register() -> None:
 
 
 def _activation(module: nn.Module) -> str | None:
-    """Return the activation, one of ACTIVATIONS, of experts whose gating is act(gate) · up; else None."""
+    """Return the activation of experts whose gating is act(gate) · up; else None."""
     gate_up = torch.linspace(-6, 6, 4 * 49).view(2, 98).flip(-1)
     gate, up = gate_up.chunk(2, -1)
     with torch.no_grad():
@@ -163,11 +140,9 @@ class FP8Experts(Swapped):
         return _Untouched.apply(output, hidden_states, *weights)
 
     def recipes_of_weights(self) -> list[tuple[nn.Parameter, LinearRecipe]]:
-        """Return the weights that can be gathered in FP8, each with its recipe."""
         return [(self._parameters[name], recipe) for name, recipe in self.expert_recipes.items()]
 
     def _own_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute FP8 products, or the module's own forward with decoded weights."""
         if PRODUCTS in vars(self):
             return experts_forward(self, *args, **kwargs)
         gathered = {name: self._parameters[name] for name in self.expert_recipes}
@@ -175,33 +150,24 @@ class FP8Experts(Swapped):
         if not gathered:
             return super().forward(*args, **kwargs)
         decoded = {name: _Decoded.apply(weight) for name, weight in gathered.items()}
-        saved = _DecodedAgain({decoded[name].untyped_storage().data_ptr(): gathered[name] for name in decoded})
-        with _shown(self, decoded), saved.hooks():
+        places = {decoded[name].untyped_storage().data_ptr(): gathered[name] for name in decoded}
+        with _shown(self, decoded), _decoded_again(places):
             return super().forward(*args, **kwargs)
 
 
 def decode(weight: nn.Parameter, first: int = 0, rows: int | None = None) -> torch.Tensor:
-    """Return rows of a weight that is gathered in FP8, in the weight's dtype, rounded once.
-
-    Args:
-        weight: [E, N, K], gathered in FP8.
-        first: First row of those of all experts.
-        rows: How many; all by default.
-
-    Returns:
-        [rows, K].
-    """
+    """Return [rows, K] of a weight [E, N, K] that is gathered in FP8, in its dtype, from the `first` of all experts."""
     gathered: QuantizedTensor = getattr(weight, GATHERED)
     rows = gathered.shape[0] if rows is None else rows
+    # Whole blocks around the rows, which have their scales.
     begin, end = first // BLOCK * BLOCK, math.ceil((first + rows) / BLOCK) * BLOCK
     result = torch.empty(end - begin, gathered.shape[1], dtype=weight.dtype, device=gathered.data.device)
     # In pieces: what a decoding needs besides its result is not of the size of all experts.
     at_once = max(PIECE // gathered.shape[1] // BLOCK, 1) * BLOCK
     for start in range(begin, end, at_once):
         stop = min(start + at_once, end)
-        piece = replace(
-            gathered, data=gathered.data[start:stop], scale=gathered.scale[start // BLOCK : math.ceil(stop / BLOCK)]
-        )
+        scale = gathered.scale[start // BLOCK : math.ceil(stop / BLOCK)]
+        piece = replace(gathered, data=gathered.data[start:stop], scale=scale)
         result[start - begin : stop - begin] = piece.dequantize(weight.dtype)
     return result[first - begin : first - begin + rows]
 
@@ -251,40 +217,30 @@ class _Part:
     offset: int
 
 
-class _DecodedAgain:
-    """Saves views of decoded weights for backward as what they are views of, and decodes them when they are asked for.
+def _decoded_again(weights: Mapping[int, nn.Parameter]) -> contextlib.AbstractContextManager:
+    """Saved-tensor hooks: store (weight, view) instead of decoded data; decode again in backward.
 
-    Everything else is left to the hooks that were there before (those of gradient checkpointing).
+    Everything else is left to the hooks that were there before (those of gradient checkpointing). `weights`: by the
+    addresses that they were decoded to.
     """
+    # torch calls the innermost hooks alone, and has no public name for those around them.
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack, unpack = outer if outer is not None else (_same, _same)
 
-    def __init__(self, weights: Mapping[int, nn.Parameter]):
-        """Remember the weights by the addresses that they were decoded to."""
-        self._weights = weights
-
-    def hooks(self) -> contextlib.AbstractContextManager:
-        """Return the context that operations save their tensors in."""
-        # torch calls the innermost hooks alone, and has no public name for those around them.
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        pack, unpack = outer if outer is not None else (_same, _same)
-
-        def save(tensor: torch.Tensor) -> Any:
-            part = self._part(tensor)
-            return pack(tensor) if part is None else part
-
-        def restore(saved: Any) -> torch.Tensor:
-            return _decoded_part(saved) if isinstance(saved, _Part) else unpack(saved)
-
-        return torch.autograd.graph.saved_tensors_hooks(save, restore)
-
-    def _part(self, tensor: torch.Tensor) -> _Part | None:
-        weight = self._weights.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+    def save(tensor: torch.Tensor) -> Any:
+        weight = weights.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
         if weight is None:
-            return None
+            return pack(tensor)
         columns, start = weight.shape[-1], tensor.storage_offset()
         last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         first = start // columns
         rows = last // columns - first + 1
         return _Part(weight, tuple(tensor.shape), tensor.stride(), first, rows, start - first * columns)
+
+    def restore(saved: Any) -> torch.Tensor:
+        return _decoded_part(saved) if isinstance(saved, _Part) else unpack(saved)
+
+    return torch.autograd.graph.saved_tensors_hooks(save, restore)
 
 
 def _decoded_part(part: _Part) -> torch.Tensor:
@@ -313,7 +269,7 @@ def convert_experts(
     """Prepare the experts of a model for a gather in FP8, in place.
 
     Args:
-        model: Any module, none of whose experts are FP8Experts.
+        model: None of its experts are FP8Experts.
         left: Weights that stay in BF16.
         recipe_of: Returns the recipe of each other one by its name.
         multiply: Whether their products are to be in FP8 too.
@@ -328,12 +284,10 @@ def convert_experts(
                 result.converted.append(full_name)
         if recipes:
             module.expert_recipes = recipes
-            if multiply:
-                reason = _multiply_in_fp8(module, recipes)
-                if reason is None:
-                    result.multiplied.append(name)
-                else:
-                    result.decoded[name] = reason
+            if multiply and (reason := _multiply_in_fp8(module, recipes)) is not None:
+                result.decoded[name] = reason
+            elif multiply:
+                result.multiplied.append(name)
             module.__class__ = swapped_class(FP8Experts, type(module))
             result.classes.add(type(module))
     return result

@@ -1,4 +1,4 @@
-"""Places of routed tokens in the rows that experts multiply, found on the device.
+"""Places of routed tokens in the rows that experts multiply, and the way between tokens and rows.
 
 Every token t has k choices of an expert. The pairs (token, choice), counted as t * k + choice, are sorted by expert,
 and each expert's rows begin at a multiple of 128:
@@ -8,8 +8,6 @@ and each expert's rows begin at a multiple of 128:
 
 How many rows an expert has (c_e) is known on the device alone, so that there are R of them, as many as may be needed
 whatever the router says: T * k, and for every expert that can have a token 127 more.
-
-Between tokens and the rows of experts: permutation with the casts that follow it, and the sum that undoes it.
 
     permute     rows[r] = x[source[r] // k]                 zeros where a row has no token, cast as it is written
     unpermute   y[t]    = sum over c of rows[place[t, c]]   in FP32, c in ascending order, rounded once
@@ -44,12 +42,10 @@ class ExpertLayout(NamedTuple):
 
     @property
     def groups(self) -> RowGroups:
-        """Return the rows of each expert, as products of groups take them."""
         return RowGroups(self.counts, self.starts, self.of_tile)
 
     @property
     def choices(self) -> int:
-        """Return k, the choices of each token."""
         return self.place.shape[1]
 
 
@@ -59,12 +55,9 @@ def worst_case_rows(pairs: int, experts: int) -> int:
 
 
 def expert_layout(top_k_index: torch.Tensor, experts: int) -> ExpertLayout:
-    """Lay out the pairs of tokens and experts, in the order of the tokens within an expert; the host waits for nothing.
+    """Lay out the pairs of top_k_index [T, k] in the order of the tokens within an expert; the host waits for nothing.
 
-    Args:
-        top_k_index: Integer [T, k], the experts of each token. A choice of `experts` or more gets no row: expert
-            parallelism marks pairs of other ranks like this.
-        experts: E, the number of experts.
+    A choice of `experts` or more gets no row: expert parallelism marks pairs of other ranks like this.
     """
     if top_k_index.device.type == "cuda" and top_k_index.numel():
         from ds_fp8.layers.experts.layout_triton import lay_out
@@ -113,15 +106,9 @@ def permute_cast(
     columnwise: str | None = None,
     scale: str = "pow2",
 ) -> Casts:
-    """Cast the tokens x [T, H] as rows of experts, [R, H] along H and [H, R] along the rows, in one pass.
+    """Cast the tokens x [T, H], T > 0, as rows of experts, [R, H] along H and [H, R] along the rows, in one pass.
 
-    Args:
-        x: The tokens; H is a multiple of 128, T > 0.
-        layout: The rows.
-        format: As for `quantize`.
-        rowwise: "1x128", or None if the first result is not wanted.
-        columnwise: "1x128" or "128x128", or None if the second one is not wanted.
-        scale: "pow2" or "fp32".
+    `rowwise`: "1x128"; `columnwise`: "1x128" or "128x128"; None where that result is not wanted.
     """
     if x.shape[1] % BLOCK:
         raise ValueError(f"experts' inputs have a multiple of {BLOCK} features, not {x.shape[1]}")
@@ -135,7 +122,6 @@ def permute_cast(
 def permute_cast_reference(
     x: torch.Tensor, layout: ExpertLayout, format: str, rowwise: str | None, columnwise: str | None, scale: str
 ) -> Casts:
-    """Compute permute_cast in plain torch, by way of the permuted matrix."""
     return quantize_both(permute(x, layout), format, rowwise, columnwise, scale)
 
 
@@ -156,7 +142,6 @@ def unpermute(rows: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
 
 
 def unpermute_reference(rows: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
-    """Compute unpermute in plain torch."""
     total = torch.zeros(len(layout.place), rows.shape[1], device=rows.device)
     # One choice after the other: the order of the sum is fixed, and equal to the kernel's.
     for place in layout.place.unbind(1):

@@ -1,15 +1,12 @@
-"""The layout of expert_layout.py in Triton: a stable counting sort of the pairs by expert.
+"""layout.py in Triton: a stable counting sort of the pairs by expert, permute_cast and unpermute.
 
     counts  [E, chunks]  the pairs of each expert in each chunk of pairs         _count_pairs
     through [E, chunks]  the same up to and with the chunk                       torch.cumsum
     row of a pair = first row of its expert                                      _plan_rows
                   + pairs of its expert in earlier chunks + in its chunk before it   _place_pairs
 
-Every pair has a row of its own: no atomic operation decides about an order.
-
-permute_cast and unpermute of permutation.py in Triton: every byte is read and written once.
-
-The casts are those of casts/quantization_triton.py, of a tile whose rows are gathered.
+Every pair has a row of its own: no atomic operation decides about an order. The casts are those of
+casts/quantization_triton.py, of a tile whose rows are gathered; every byte is read and written once.
 """
 
 from __future__ import annotations
@@ -88,13 +85,7 @@ def _place_pairs(
 
 
 def lay_out(index: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, ...]:
-    """Return the fields of ExpertLayout for at least one pair.
-
-    Args:
-        index: Integer [T, k], the experts of each token.
-        experts: E, the number of experts.
-        rows: R, the rows that there are.
-    """
+    """Return the fields of ExpertLayout, of so many rows, for at least one pair."""
     pairs, device, index = index.numel(), index.device, index.contiguous()
     # Triton's ranges are powers of two; what lies beyond E is masked.
     width = triton.next_power_of_2(experts)
@@ -184,24 +175,14 @@ def permute_tiles(
     row = empty_result(R, K, format, rowwise, scale, x.device)
     column = empty_result(K, R, format, columnwise, scale, x.device)
     _permute_tiles[tiles(K), R // BLOCK](
-        x,
-        source,
-        R,
-        K,
-        x.stride(0),
-        *result_arguments(row),
-        *result_arguments(column),
-        CHOICES=choices,
-        ROWWISE=MODES[rowwise],
-        COLUMNWISE=MODES[columnwise],
-        num_warps=8 if column is None else 4,
+        x, source, R, K, x.stride(0), *result_arguments(row), *result_arguments(column), CHOICES=choices,
+        ROWWISE=MODES[rowwise], COLUMNWISE=MODES[columnwise], num_warps=8 if column is None else 4,
         **format_arguments(format, scale),
     )
     return row, column
 
 
 def sum_rows(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Compute unpermute."""
     T, k = place.shape
     H = rows.shape[1]
     result = torch.empty(T, H, dtype=rows.dtype, device=rows.device)

@@ -27,7 +27,13 @@ from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.gemm import grouped
 from ds_fp8.gemm.grouped import grouped_matmul, grouped_wgrad
 from ds_fp8.layers.experts.layout import ExpertLayout, expert_layout, pair_values, permute_cast, row_factors, unpermute
-from ds_fp8.layers.linear.gated_activation import Saved, gated_activation_backward, gated_activation_cast
+from ds_fp8.layers.linear.gated_activation import (
+    Saved,
+    gated_activation_backward,
+    gated_activation_cast,
+    saved_from,
+    tensors_of,
+)
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import GATHERED
 
@@ -53,8 +59,8 @@ class ExpertGradients(NamedTuple):
 
 def unsupported(recipe: LinearRecipe) -> str | None:
     """Return why the products of experts cannot have a recipe, or None."""
-    if (why := recipe.why_not_grouped) is not None:
-        return why
+    if recipe.why_not_grouped is not None:
+        return recipe.why_not_grouped
     if recipe.outlier_channels:
         return "they have no outlier channels"
     if recipe.weight.granularity != "128x128":
@@ -91,23 +97,17 @@ class ExpertProducts:
     """Settings of the products of experts; their weights are arguments of their own."""
 
     activation: str
-    """One of activations.ACTIVATIONS."""
+    """One of gated_activation.ACTIVATIONS."""
     gate_up: LinearRecipe
-    """Recipe of the products of gate and up, without what `unsupported` refuses."""
+    """Without what `unsupported` refuses, as `down`."""
     down: LinearRecipe
-    """Recipe of the product of down."""
 
     def forward(
         self, x: torch.Tensor, layout: ExpertLayout, factors: torch.Tensor, weights: ExpertWeights, keep: bool
     ) -> tuple[torch.Tensor, Saved | None]:
-        """Return (y [T, H] in x's dtype, gate_up [R, 2F] as kept for backward or None).
+        """Return (y [T, H] in x's dtype, gate_up [R, 2F] as kept for backward or None) of x [T, H], T > 0.
 
-        Args:
-            x: [T, H], T > 0.
-            layout: The rows of the tokens.
-            factors: FP32 [R], the router's weights.
-            weights: Gathered in FP8, or in high precision and cast here.
-            keep: Whether gate_up is kept, if the recipe keeps it.
+        `factors`: FP32 [R], the router's weights. `keep`: whether gate_up is kept, if the recipe keeps it.
         """
         if self.gate_up.monitor.active:
             self.gate_up.cast_input(x)  # shown to the monitor; permuted, the same numbers are there k times
@@ -144,23 +144,11 @@ class ExpertProducts:
         del rows
         dgate_up = ddown = None
         if wants[1]:
-            ddown = grouped_wgrad(
-                dy_columnwise,
-                casts.product_columnwise,
-                layout.groups,
-                backend=down.backend,
-                out_dtype=weights.down.dtype,
-            )
+            ddown = self._wgrad(dy_columnwise, casts.product_columnwise, layout, down, weights.down.dtype)
         if wants[0]:
             spec = recipe.input
             _, x_columnwise = permute_cast(x, layout, spec.format, None, recipe.wgrad_input, spec.scale)
-            dgate_up = grouped_wgrad(
-                casts.dgate_up_columnwise,
-                x_columnwise,
-                layout.groups,
-                backend=recipe.backend,
-                out_dtype=weights.gate_up.dtype,
-            )
+            dgate_up = self._wgrad(casts.dgate_up_columnwise, x_columnwise, layout, recipe, weights.gate_up.dtype)
         return ExpertGradients(dx, casts.drow_factor, dgate_up, ddown)
 
     def _product(
@@ -185,6 +173,12 @@ class ExpertProducts:
     ) -> torch.Tensor:
         return grouped_matmul(a, b, layout.groups, backend=recipe.backend, out_dtype=dtype)
 
+    @staticmethod
+    def _wgrad(
+        dy: QuantizedTensor, x: QuantizedTensor, layout: ExpertLayout, recipe: LinearRecipe, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return grouped_wgrad(dy, x, layout.groups, backend=recipe.backend, out_dtype=dtype)
+
 
 class _ExpertProducts(torch.autograd.Function):
     @staticmethod
@@ -199,7 +193,7 @@ class _ExpertProducts(torch.autograd.Function):
         factors = row_factors(top_k_weights, layout)
         y, saved = products.forward(x, layout, factors, ctx.weights, keep)
         if keep:
-            ctx.save_for_backward(x, factors, *layout, *_pack(saved))
+            ctx.save_for_backward(x, factors, *layout, *tensors_of(saved))
         return y
 
     @staticmethod
@@ -213,7 +207,9 @@ class _ExpertProducts(torch.autograd.Function):
             return torch.zeros_like(dy), None, dweights, *of_weights, None, None
         x, factors, *tensors = ctx.saved_tensors
         layout = ExpertLayout(*tensors[:5])
-        gradients = ctx.products.backward(dy, x, layout, factors, ctx.weights, _unpack(tensors[5:]))
+        gradients = ctx.products.backward(
+            dy, x, layout, factors, ctx.weights, saved_from(tensors[5:], ctx.products.down)
+        )
         dweights = pair_values(gradients.row_factors, layout).to(ctx.weight_dtype)
         return gradients.x, None, dweights, gradients.gate_up, gradients.down, None, None
 
@@ -225,7 +221,9 @@ def expert_products(
     weights: ExpertWeights,
     products: ExpertProducts,
 ) -> torch.Tensor:
-    """Return the sum of each token's experts, times the router's weights, in FP8.
+    """Return the sum [T, H] of each token's experts, times the router's weights, in FP8.
+
+    Experts without tokens get gradients of zeros.
 
     Args:
         x: [T, H], the tokens.
@@ -233,21 +231,5 @@ def expert_products(
         top_k_weights: [T, k], the router's weight of each.
         weights: Gathered in FP8 (`weight.fp8_gathered`: [E * N, K] in 128x128 blocks), or in high precision.
         products: Settings.
-
-    Returns:
-        [T, H] in x's dtype. Experts without tokens get gradients of zeros.
     """
     return _ExpertProducts.apply(x, top_k_index, top_k_weights, *weights, products, torch.is_grad_enabled())
-
-
-def _pack(saved: Saved | None) -> tuple[torch.Tensor, ...]:
-    if saved is None:
-        return ()
-    return (saved.data, saved.scale) if isinstance(saved, QuantizedTensor) else (saved,)
-
-
-def _unpack(tensors: list[torch.Tensor]) -> Saved | None:
-    """Return what `_pack` took apart."""
-    if len(tensors) == 2:
-        return QuantizedTensor(*tensors, "1x128", "pow2")
-    return tensors[0] if tensors else None

@@ -1,4 +1,4 @@
-"""Routing of mixtures of experts, recorded and replayed: which experts each token of a batch goes to.
+"""Routing of mixtures of experts, recorded and replayed, and its balancing loss counted without a wait of the host.
 
     with record(model) as routes:            # layer -> experts [tokens, top_k]
         model(**batch)
@@ -8,11 +8,6 @@
 A layer of transformers finds the experts of its tokens by one torch.topk over scores [tokens, experts]. That call is
 observed (record) or answered with the given experts and the router's scores for them (replay). The layer's own code
 does the rest: its normalisation, groups and scaling make weights of the scores, and gradients flow to its router.
-
-The load balancing loss of transformers' mixtures, counted without a wait of the host.
-
-`load_balancing_loss_func` counts the tokens of each expert by torch.bincount, which waits for the GPU to learn how long
-its result is: once a layer, and never inside a CUDA graph. The length is known: it is the number of experts.
 """
 
 from __future__ import annotations
@@ -37,12 +32,9 @@ Routes = dict[str, torch.Tensor]
 
 
 def mixtures(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of experts of a model by name, those of transformers' interface of experts."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if all(hasattr(module, attribute) for attribute in (*INTERFACE, "num_experts"))
-    }
+    """Return the modules of a model by name that are of transformers' interface of experts."""
+    needed = *INTERFACE, "num_experts"
+    return {name: part for name, part in model.named_modules() if all(hasattr(part, attribute) for attribute in needed)}
 
 
 @contextlib.contextmanager
@@ -53,9 +45,9 @@ def record(model: nn.Module) -> Iterator[Routes]:
         model: A Hugging Face model with experts, in FP8 or not, or its DeepSpeed engine.
 
     Returns:
-        A context manager. It gives a mapping, filled when the context ends: by layer, the name of its module of
-        experts, the experts of each token, int64 [tokens, top_k] on the model's device. Tokens of several forwards
-        follow each other in their order; what gradient checkpointing computes again is not among them.
+        A context manager whose mapping is filled when it ends: by layer, the experts of each token, int64 [tokens,
+        top_k] on the model's device. Tokens of several forwards follow each other in their order; what gradient
+        checkpointing computes again is not among them.
 
     Raises:
         UserError: The model has no experts, or a layer finds them without torch.topk.
@@ -64,14 +56,13 @@ def record(model: nn.Module) -> Iterator[Routes]:
     calls: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
     routes: Routes = {}
 
-    def observer(name: str) -> Callable[[torch.Tensor], None]:
-        def observe(chosen: torch.Tensor) -> None:
-            if not in_backward():
-                calls[name].append(chosen.detach().clone())
+    def observe(chosen: torch.Tensor, name: str) -> None:
+        if not in_backward():
+            calls[name].append(chosen.detach().clone())
 
-        return observe
-
-    choices = {name: _Choices(name, experts, observe=observer(name)) for name, (_, experts) in layers.items()}
+    choices = {
+        name: _Choices(name, experts, functools.partial(observe, name=name)) for name, (_, experts) in layers.items()
+    }
     with _routed(layers, choices):
         yield routes
     routes.update({name: torch.cat(chosen) for name, chosen in calls.items() if chosen})
@@ -89,9 +80,6 @@ def replay(model: nn.Module, routes: Mapping[str, torch.Tensor] | Sequence[torch
         model: A Hugging Face model with experts, in FP8 or not, or its DeepSpeed engine.
         routes: Experts of each token, [tokens, top_k] integers on any device: by layer as of `record`, or in the order
             of the layers.
-
-    Returns:
-        A context manager.
 
     Raises:
         UserError: The routes do not fit the model or its batch, a layer finds experts without torch.topk, no forward
@@ -120,14 +108,7 @@ def replay(model: nn.Module, routes: Mapping[str, torch.Tensor] | Sequence[torch
 
 
 def changed_tokens(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return the share of the tokens that go to other experts, by layer.
-
-    Args:
-        first: Routes as of `record`, of one model, such as one in BF16.
-        second: Routes of another model for the same tokens, such as one in FP8.
-
-    Returns:
-        By layer: the share of the tokens whose sets of experts differ, from 0 to 1.
+    """Return by layer the share, 0 to 1, of the tokens whose sets of experts differ between two models' routes.
 
     Raises:
         UserError: The two are not of the same layers and tokens.
@@ -149,7 +130,7 @@ def changed_tokens(first: Mapping[str, torch.Tensor], second: Mapping[str, torch
 
 def is_routed(module: nn.Module) -> bool:
     """Return whether the routing of this very module is being recorded or replayed."""
-    return isinstance(vars(module).get("forward"), _RoutedForward)
+    return hasattr(vars(module).get("forward"), "records_or_replays")
 
 
 class _Choices(TorchFunctionMode):
@@ -204,16 +185,13 @@ class _Choices(TorchFunctionMode):
         return torch.return_types.topk((input.gather(1, self._replayed), self._replayed))
 
 
-class _RoutedForward:
-    """Forward of the module around the experts of a layer, while its routing is recorded or replayed."""
+def _routed_forward(forward: Callable[..., Any], choices: _Choices) -> Callable[..., Any]:
+    """Return the forward of the module around the experts of a layer, while its routing is recorded or replayed."""
 
-    def __init__(self, forward: Callable[..., Any], choices: _Choices):
-        self._forward, self._choices = forward, choices
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        choices, before = self._choices, self._choices.calls
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        before = choices.calls
         with choices:
-            output = self._forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
         if choices.calls == before:
             raise UserError(
                 f"the layer around {choices.layer} chooses experts without torch.topk",
@@ -227,6 +205,9 @@ class _RoutedForward:
             if not in_backward():
                 choices.without_graph = not torch.is_grad_enabled()
         return output
+
+    routed.records_or_replays = True
+    return routed
 
 
 def _check_reentrant(choices: Iterable[_Choices], module: nn.Module, args: tuple, output: Any) -> None:
@@ -251,32 +232,25 @@ def _routed(layers: Mapping[str, tuple[nn.Module, int]], choices: Mapping[str, _
                 raise UserError(
                     "routing is being recorded or replayed already", remedy="end that context before the next"
                 )
-            before = vars(around).get("forward")
-            around.forward = _RoutedForward(around.forward, choices[name])
-            stack.callback(_set_forward, around, before)
+            # Back to the forward of the instance, if it had one, or of the class.
+            if "forward" in vars(around):
+                stack.callback(setattr, around, "forward", around.forward)
+            else:
+                stack.callback(delattr, around, "forward")
+            around.forward = _routed_forward(around.forward, choices[name])
         yield
-
-
-def _set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
-    if forward is None:
-        del module.forward
-    else:
-        module.forward = forward
 
 
 def _layers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
     """Return by layer the module around its experts, which routes, and their number."""
     module = getattr(model, "module", model)  # of an engine: names are those of the model in it
-    found = {
-        name: (module.get_submodule(name.rpartition(".")[0]), experts.num_experts)
-        for name, experts in mixtures(module).items()
-    }
+    found = mixtures(module)
     if not found:
         raise UserError(
             f"{type(model).__name__} has no experts of transformers' interface of experts",
             remedy="record and replay the routing of models such as Mixtral, Qwen3-MoE, OLMoE or DeepSeek-V3",
         )
-    return found
+    return {name: (module.get_submodule(name.rpartition(".")[0]), own.num_experts) for name, own in found.items()}
 
 
 def _checked(routes: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], experts: Mapping[str, int]) -> Routes:
@@ -328,10 +302,9 @@ _MARK = "_ds_fp8_counts_without_waiting"
 def count_without_waiting(model: nn.Module) -> None:
     """Let the load balancing losses of a model's classes count without a wait. No number changes.
 
-    A loss is a function of the file that holds the class, so that it counts so for all models of the class.
-
-    Args:
-        model: Any module, wrapped by PEFT or not.
+    They count the tokens of each expert by torch.bincount, which waits for the GPU to learn how long its result is:
+    once a layer, and never inside a CUDA graph. The length is known: it is the number of experts. A loss is a function
+    of the file that holds the class, so that it counts so for all models of the class.
     """
     for name in {cls.__module__ for module in model.modules() for cls in type(module).__mro__}:
         function = getattr(sys.modules.get(name), NAME, None)
@@ -348,13 +321,7 @@ def counts(indices: torch.Tensor, length: int) -> torch.Tensor:
 class _Counts(TorchFunctionMode):
     """Answers torch.bincount of a length that the caller gives."""
 
-    def __torch_function__(
-        self,
-        function: Callable,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is torch.bincount and len(args) == 1 and set(kwargs) == {"minlength"}:
             return counts(args[0], kwargs["minlength"])

@@ -6,7 +6,6 @@ Experts are 3-D parameters [E, N, K] of one module, as transformers stores them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -33,7 +32,6 @@ def expert_weights(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def names_of_experts(model: nn.Module) -> list[str]:
-    """Return the names of all weights of experts of a model."""
     return [
         f"{name}.{own}".lstrip(".") for name, module in model.named_modules() for own in expert_weights(name, module)
     ]
@@ -42,10 +40,9 @@ def names_of_experts(model: nn.Module) -> list[str]:
 def experts_left(model: nn.Module, config: FP8Config) -> dict[str, str]:
     """Return why weights of experts are not gathered in FP8, by the names of those that are not."""
     names = names_of_experts(model)
-    by_user = named_by_user(names, config.linear)
-    override_of = first_matches(names, config.linear.overrides)
+    by_user, override_of = named_by_user(names, config.linear), first_matches(names, config.linear.overrides)
 
-    def reason_of(name: str) -> str | None:
+    def by_configuration(name: str) -> str | None:
         if config.param_gather.format == "bf16":
             return 'fp8.param_gather.format is "bf16"'
         if name in by_user:
@@ -53,19 +50,6 @@ def experts_left(model: nn.Module, config: FP8Config) -> dict[str, str]:
         casts = config.linear.overrides[override_of[name]] if name in override_of else config.linear
         return cast_of_experts(casts.weight.spec).why_not_gathered
 
-    return unconverted_experts(model, reason_of)
-
-
-def unconverted_experts(model: nn.Module, reason_of: Callable[[str], str | None]) -> dict[str, str]:
-    """Decide about every weight of experts of a model.
-
-    Args:
-        model: Any module, before or after a conversion.
-        reason_of: Returns why a weight is to stay in BF16, by its name, or None.
-
-    Returns:
-        The name of each weight that stays in BF16 -> the reason.
-    """
     left = {}
     modules = dict(model.named_modules())
     users = Counter(id(parameter) for module in modules.values() for parameter in module._parameters.values())
@@ -73,7 +57,7 @@ def unconverted_experts(model: nn.Module, reason_of: Callable[[str], str | None]
         parent = modules.get(name.rpartition(".")[0])
         for own_name, weight in expert_weights(name, module).items():
             full_name = f"{name}.{own_name}".lstrip(".")
-            reason = reason_of(full_name) or _objection(module, weight, parent)
+            reason = by_configuration(full_name) or _objection(module, weight, parent)
             if reason is None and users[id(weight)] > 1:
                 reason = "shared with another module"
             if reason is not None:
@@ -104,12 +88,7 @@ def cast_of_experts(cast: CastSpec) -> CastSpec:
 
 
 def recipe_of_experts(recipe: LinearRecipe, site: str) -> LinearRecipe:
-    """Return the recipe of experts where linears have `recipe`: weights in blocks, and no outlier channels.
-
-    Args:
-        recipe: Of the linears.
-        site: Name of the module, by which the monitor knows it.
-    """
+    """Return the recipe of experts where linears have `recipe`: weights in blocks, and no outlier channels."""
     weight = cast_of_experts(recipe.weight)
     return replace(recipe, weight=weight, site=site, outliers=None, outlier_channels=0)
 

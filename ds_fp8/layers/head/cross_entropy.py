@@ -9,20 +9,8 @@ computed together, a chunk of tokens at a time, so that only a small piece of th
     dhidden_C       = dlogits_C · weight,    dweight += dlogits_Cᵀ · hidden_C
 
 T tokens, C of them in a chunk, H the hidden size. Backward scales what forward computed and never reads the weight,
-which ZeRO-3 has released by then. A chunk is computed by lm_head.py, in high precision or in FP8.
-
-Cross entropy of logits and its gradient, in place of the logits.
-
-loss    = logsumexp(logits) - logits[target]
-dlogits = softmax(logits) - onehot(target)
-
-Loss and gradients of a language-model head on a chunk of tokens, its products in high precision or in FP8.
-
-    logits  [C, V]  = x [C, H] · weight [V, H]ᵀ
-    dx      [C, H]  = dlogits [C, V] · weight
-    dweight [V, H] += dlogits [C, V]ᵀ · x
-
-Either head holds what the chunks share: the weight, cast or not, and the sum of its gradient.
+which ZeRO-3 has released by then. The products are in high precision (HighPrecisionHead) or in FP8 (FP8Head); either
+head holds what the chunks share: the weight, cast or not, and the sum of its gradient.
 """
 
 from __future__ import annotations
@@ -39,203 +27,11 @@ from ds_fp8.layers.linear.weights import dgrad_operand
 IGNORED = -100
 """The target of a token that carries no loss."""
 
-
-def softmax_gradient(logits: torch.Tensor, targets: torch.Tensor, gradient: bool) -> torch.Tensor:
-    """Return the cross entropy of every row of `logits`, which with `gradient` become their gradient in place.
-
-    Args:
-        logits: [C, V], any floating point dtype; computed in FP32 and rounded once.
-        targets: int64 [C], each below V or IGNORED, whose rows have loss and gradient zero for any logits.
-        gradient: whether to overwrite the logits.
-
-    Returns:
-        nats, FP32 [C].
-    """
-    if logits.is_cuda:
-        from ds_fp8.layers.head import softmax_gradient_triton
-
-        return softmax_gradient_triton.softmax_gradient(logits, targets, IGNORED, gradient)
-    return softmax_gradient_reference(logits, targets, gradient)
-
-
-def softmax_gradient_reference(logits: torch.Tensor, targets: torch.Tensor, gradient: bool) -> torch.Tensor:
-    """Compute what `softmax_gradient` computes, in plain torch."""
-    ignored = targets == IGNORED
-    column = targets.masked_fill(ignored, 0).unsqueeze(1)
-    x = logits.float()
-    normaliser = x.logsumexp(1, keepdim=True)
-    losses = (normaliser - x.gather(1, column)).squeeze(1).masked_fill(ignored, 0)
-    if gradient:
-        # In place: `x` is a copy where logits are BF16, and the logits themselves in FP32.
-        dlogits = x.sub_(normaliser).exp_()
-        dlogits.scatter_add_(1, column, torch.full_like(normaliser, -1)).masked_fill_(ignored.unsqueeze(1), 0)
-        if dlogits is not logits:
-            logits.copy_(dlogits)
-    return losses
-
-
-class HighPrecisionHead:
-    """The products in the dtype of weight [V, H]; on a CPU logits and their gradient are in FP32."""
-
-    def __init__(self, weight: torch.Tensor, several_chunks: bool):
-        self._weight = weight
-        # A GPU's product rounds its FP32 sums once, so that the gradient of a single chunk needs no sum in FP32.
-        self._dtype = torch.float32 if several_chunks or not weight.is_cuda else weight.dtype
-        self.dweight: torch.Tensor | None = None
-
-    def losses(
-        self, hidden: torch.Tensor, targets: torch.Tensor, dhidden: torch.Tensor | None, wants_dweight: bool, chunk: int
-    ) -> torch.Tensor:
-        """Return the losses of hidden [T, H], FP32 [T]; write dhidden where it is given, and `dweight` where wanted."""
-        return torch.cat(
-            [
-                self._chunk(hidden[rows], targets[rows], None if dhidden is None else dhidden[rows], wants_dweight)
-                for rows in slices(len(hidden), chunk)
-            ]
-        )
-
-    def _chunk(
-        self, x: torch.Tensor, targets: torch.Tensor, dx: torch.Tensor | None, wants_dweight: bool
-    ) -> torch.Tensor:
-        weight = self._weight
-        #     logits = x W';   dlogits = softmax(logits) - onehot      in the memory of the logits
-        #     dx = dlogits W;  dW += dlogits' x                        chunk by chunk: never all logits at once
-        logits = F.linear(x, weight)
-        if not x.is_cuda:
-            logits = logits.float()
-        losses = softmax_gradient(logits, targets, dx is not None or wants_dweight)
-        if dx is not None:
-            # `logits` holds dlogits by now, on a GPU in the weight's dtype already. Written straight into its rows of
-            # dhidden.
-            torch.mm(logits.to(weight.dtype), weight, out=dx)
-        if wants_dweight:
-            beta = 0 if self.dweight is None else 1
-            if self.dweight is None:
-                # Uninitialised: beta 0 reads nothing of it, so that the first chunk is no addition to zeros.
-                self.dweight = torch.empty_like(weight, dtype=self._dtype)
-            if x.is_cuda:
-                torch.addmm(self.dweight, logits.t(), x, out_dtype=self._dtype, beta=beta, out=self.dweight)
-            else:
-                self.dweight.addmm_(logits.t(), x.float(), beta=beta)
-        return losses
-
-
-class FP8Head:
-    """The products with a recipe's casts: weight [V, H] is cast once, x and dlogits by chunk.
-
-    dweight is one product of the tokens of several chunks, a group, for which dlogits are kept cast along the tokens;
-    it is rounded to the weight's dtype, and summed in FP32 where there are several groups.
-    """
-
-    def __init__(self, weight: torch.Tensor, recipe: LinearRecipe):
-        self._recipe = recipe = recipe.for_head()
-        self._dtype = weight.dtype
-        self._hidden_size = weight.shape[1]
-        # Cast once for all chunks: V x H elements, more than the activations of a chunk.
-        self._high_precision, self._weight = weight, recipe.cast_weight(weight)
-        self._transposed, self._factor = None, None
-        self.dweight: torch.Tensor | None = None
-
-    def losses(
-        self, hidden: torch.Tensor, targets: torch.Tensor, dhidden: torch.Tensor | None, wants_dweight: bool, chunk: int
-    ) -> torch.Tensor:
-        """Return the losses of hidden [T, H], FP32 [T]; write dhidden where it is given, and `dweight` where wanted."""
-        wants_dx = dhidden is not None
-        if wants_dx:
-            if self._recipe.casts_weight_twice:
-                self._transposed = self._recipe.cast_weight_columnwise(self._high_precision)
-            else:
-                self._transposed, self._factor = dgrad_operand(self._weight, self._recipe.transposed)
-        by_tile = self._casts_by_tile(hidden, chunk)
-        group = group_tokens(self._hidden_size, chunk) if by_tile else chunk
-        losses = []
-        for rows in slices(len(hidden), group):
-            x, target, dx = hidden[rows], targets[rows], dhidden[rows] if wants_dx else None
-            if by_tile:
-                columns = self._chunks_by_tile(x, target, dx, wants_dweight, chunk, losses)
-            else:
-                columns = self._chunk(x, target, dx, wants_dweight, losses)
-            if wants_dweight:
-                # One product over the tokens of several chunks: every product rounds its sum to BF16.
-                share = self._recipe.multiply(columns, self._recipe.cast_input_columnwise(x), self._dtype)
-                del columns
-                # float() copies only the first time, from the weight's dtype; from then on the sum is in FP32, in
-                # place.
-                self.dweight = share if self.dweight is None else self.dweight.float().add_(share)
-        return torch.cat(losses)
-
-    def _casts_by_tile(self, hidden: torch.Tensor, chunk: int) -> bool:
-        """Return whether a kernel can turn the logits of every chunk into both casts of their gradient."""
-        whole = all(length % BLOCK == 0 for length in (len(hidden), min(chunk, len(hidden)), self._weight.shape[0]))
-        return hidden.is_cuda and whole and self._recipe.casts_by_tile and self._factor is None
-
-    def _chunks_by_tile(
-        self,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        dhidden: torch.Tensor | None,
-        wants_dweight: bool,
-        chunk: int,
-        losses: list[torch.Tensor],
-    ) -> QuantizedTensor | None:
-        """Append the losses of a group, write dhidden, and return dlogits [V, T] cast along the tokens."""
-        from ds_fp8.casts.primitives_triton import empty_result
-        from ds_fp8.layers.head.softmax_gradient_triton import softmax_gradient_cast
-
-        recipe, spec, columns = self._recipe, self._recipe.grad_output, None
-        if wants_dweight:
-            shape = self._weight.shape[0], len(hidden)
-            # One operand [V, T] for all chunks of the group, each of which writes its own range of tokens.
-            columns = empty_result(*shape, spec.format, spec.granularity, spec.scale, hidden.device)
-        for rows in slices(len(hidden), chunk):
-            logits = recipe.multiply(recipe.cast_input(hidden[rows]), self._weight, hidden.dtype)
-            found, row = softmax_gradient_cast(
-                logits, targets[rows], IGNORED, spec, dhidden is not None, columns, rows.start
-            )
-            losses.append(found)
-            del logits
-            if dhidden is not None:
-                dhidden[rows] = recipe.multiply(row, self._transposed, hidden.dtype)
-        return columns
-
-    def _chunk(
-        self,
-        x: torch.Tensor,
-        targets: torch.Tensor,
-        dx: torch.Tensor | None,
-        wants_dweight: bool,
-        losses: list[torch.Tensor],
-    ) -> QuantizedTensor | None:
-        """Append the losses of one chunk, write dx, and return dlogits [V, C] cast along the tokens."""
-        recipe, wants_dx = self._recipe, dx is not None
-        logits = recipe.multiply(recipe.cast_input(x), self._weight, x.dtype)
-        losses.append(softmax_gradient(logits, targets, wants_dx or wants_dweight))
-        if not (wants_dx or wants_dweight):
-            return None
-        row, column = recipe.cast_grad_output(logits, wants_dx, wants_dweight, self._factor)
-        del logits
-        if wants_dx:
-            dx.copy_(recipe.multiply(row, self._transposed, x.dtype))
-        return column
-
-
-def group_tokens(hidden_size: int, chunk: int) -> int:
-    """Return how many tokens' dlogits are kept in FP8 for one product: chunks of up to 4H tokens, 4VH bytes."""
-    return max(4 * hidden_size // chunk, 1) * chunk
-
-
-def slices(length: int, step: int) -> list[slice]:
-    """Return the slices of so many tokens each that make up `length`, the last shorter where it must be."""
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
-
-
 LOGITS_BYTES = 64 << 20
 """Bytes of FP32 logits in a chunk on a CPU, and the fewest bytes of logits in a chunk on a GPU."""
 
 MAX_LOGITS_BYTES = 1 << 30
 """The most bytes of logits in one of several chunks on a GPU."""
-
-Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 def linear_cross_entropy_reference(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -257,10 +53,6 @@ def linear_cross_entropy(
 
     Returns:
         nats, FP32 scalar. Gradients have the dtype of what they belong to; the weight's is summed in FP32.
-
-    Raises:
-        ValueError: the numbers of tokens differ.
-        RuntimeError: a second derivative is asked for.
     """
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"hidden states of {tuple(hidden.shape[:-1])} tokens, targets of {tuple(targets.shape)}")
@@ -271,6 +63,13 @@ def linear_cross_entropy(
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(hidden, weight, targets, recipe)
     return _compute(hidden, weight, targets, recipe, False, False)[0]
+
+
+def implementation(recipe: LinearRecipe | None = None) -> str:
+    """Return a few words on what computes the loss on this machine."""
+    where = "in Triton" if torch.cuda.is_available() else "in plain torch: no GPU"
+    products = "" if recipe is None else f", the head's products in FP8 ({recipe.backend})"
+    return f"chunks of tokens {where}{products}"
 
 
 def chunk_tokens(tokens: int, vocabulary: int, hidden_size: int, on_gpu: bool, in_fp8: bool = False) -> int:
@@ -298,6 +97,11 @@ def chunk_tokens(tokens: int, vocabulary: int, hidden_size: int, on_gpu: bool, i
     return min(most, -(-even // BLOCK) * BLOCK)
 
 
+def group_tokens(hidden_size: int, chunk: int) -> int:
+    """Return how many tokens' dlogits are kept in FP8 for one product: chunks of up to 4H tokens, 4VH bytes."""
+    return max(4 * hidden_size // chunk, 1) * chunk
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, recipe: LinearRecipe | None):
@@ -311,17 +115,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss: torch.Tensor):
-        scaled = [
-            None if gradient is None else _scaled(gradient, dloss, dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
+        # As a vector the scale takes part in type promotion, so the product is FP32; as a scalar it would first be
+        # rounded to the gradient's dtype, and all gradients below would be off by the same factor.
+        scale, found = dloss.view(1), zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        scaled = [x if x is None else torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype)) for x, dtype in found]
         return *scaled, None, None
-
-
-def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # As a vector the scale takes part in type promotion, so the product is FP32; as a scalar it would first be rounded
-    # to the gradient's dtype, and all gradients below would be off by the same factor.
-    return torch.mul(gradient, scale.view(1), out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _compute(
@@ -331,7 +129,7 @@ def _compute(
     recipe: LinearRecipe | None,
     wants_dhidden: bool,
     wants_dweight: bool,
-) -> Result:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return (summed loss, dhidden or None, dweight or None), gradients for a loss gradient of one."""
     tokens = len(hidden)
     dhidden = torch.empty_like(hidden) if wants_dhidden else None
@@ -343,8 +141,143 @@ def _compute(
     return losses.sum(), dhidden, head.dweight
 
 
-def implementation(recipe: LinearRecipe | None = None) -> str:
-    """Return a few words on what computes the loss on this machine."""
-    where = "in Triton" if torch.cuda.is_available() else "in plain torch: no GPU"
-    products = "" if recipe is None else f", the head's products in FP8 ({recipe.backend})"
-    return f"chunks of tokens {where}{products}"
+class HighPrecisionHead:
+    """The products in the dtype of weight [V, H]; on a CPU logits and their gradient are in FP32."""
+
+    def __init__(self, weight: torch.Tensor, several_chunks: bool):
+        self._weight = weight
+        # A GPU's product rounds its FP32 sums once, so that the gradient of a single chunk needs no sum in FP32.
+        self._dtype = torch.float32 if several_chunks or not weight.is_cuda else weight.dtype
+        self.dweight: torch.Tensor | None = None
+
+    def losses(
+        self, hidden: torch.Tensor, targets: torch.Tensor, dhidden: torch.Tensor | None, wants_dweight: bool, chunk: int
+    ) -> torch.Tensor:
+        """Return the losses of hidden [T, H], FP32 [T]; write dhidden where it is given, and `dweight` where wanted."""
+        weight, losses = self._weight, []
+        for rows in _slices(len(hidden), chunk):
+            #     logits = x W';   dlogits = softmax(logits) - onehot      in the memory of the logits
+            #     dx = dlogits W;  dW += dlogits' x                        chunk by chunk: never all logits at once
+            x = hidden[rows]
+            logits = F.linear(x, weight)
+            if not x.is_cuda:
+                logits = logits.float()
+            losses.append(softmax_gradient(logits, targets[rows], dhidden is not None or wants_dweight))
+            if dhidden is not None:
+                # `logits` holds dlogits by now, on a GPU in the weight's dtype already.
+                torch.mm(logits.to(weight.dtype), weight, out=dhidden[rows])
+            if wants_dweight:
+                beta = 0 if self.dweight is None else 1
+                if self.dweight is None:
+                    # Uninitialised: beta 0 reads nothing of it, so that the first chunk is no addition to zeros.
+                    self.dweight = torch.empty_like(weight, dtype=self._dtype)
+                if x.is_cuda:
+                    torch.addmm(self.dweight, logits.t(), x, out_dtype=self._dtype, beta=beta, out=self.dweight)
+                else:
+                    self.dweight.addmm_(logits.t(), x.float(), beta=beta)
+            del logits
+        return torch.cat(losses)
+
+
+class FP8Head:
+    """The products with a recipe's casts: weight [V, H] is cast once, x and dlogits by chunk.
+
+    dweight is one product of the tokens of several chunks, a group, for which dlogits are kept cast along the tokens;
+    it is rounded to the weight's dtype, and summed in FP32 where there are several groups.
+    """
+
+    def __init__(self, weight: torch.Tensor, recipe: LinearRecipe):
+        self._recipe = recipe = recipe.for_head()
+        # Cast once for all chunks: V x H elements, more than the activations of a chunk.
+        self._high_precision, self._weight = weight, recipe.cast_weight(weight)
+        self._transposed, self._factor = None, None
+        self.dweight: torch.Tensor | None = None
+
+    def losses(
+        self, hidden: torch.Tensor, targets: torch.Tensor, dhidden: torch.Tensor | None, wants_dweight: bool, chunk: int
+    ) -> torch.Tensor:
+        """Return the losses of hidden [T, H], FP32 [T]; write dhidden where it is given, and `dweight` where wanted."""
+        recipe, weight, losses, wants_dx = self._recipe, self._high_precision, [], dhidden is not None
+        if wants_dx:
+            if recipe.casts_weight_twice:
+                self._transposed = recipe.cast_weight_columnwise(weight)
+            else:
+                self._transposed, self._factor = dgrad_operand(self._weight, recipe.transposed)
+        by_tile = self._casts_by_tile(hidden, chunk)
+        for group in _slices(len(hidden), group_tokens(weight.shape[1], chunk) if by_tile else chunk):
+            x, target, dx = hidden[group], targets[group], dhidden[group] if wants_dx else None
+            # One operand [V, T] for all chunks of the group, each of which writes its own range of tokens.
+            columns = self._empty_columns(x) if by_tile and wants_dweight else None
+            for rows in _slices(len(x), chunk):
+                logits, row = recipe.multiply(recipe.cast_input(x[rows]), self._weight, x.dtype), None
+                if by_tile:
+                    found, row = self._cast_gradient(logits, target[rows], wants_dx, columns, rows.start)
+                else:
+                    found = softmax_gradient(logits, target[rows], wants_dx or wants_dweight)
+                    if wants_dx or wants_dweight:
+                        row, columns = recipe.cast_grad_output(logits, wants_dx, wants_dweight, self._factor)
+                losses.append(found)
+                del logits
+                if wants_dx:
+                    dx[rows] = recipe.multiply(row, self._transposed, x.dtype)
+                del row
+            if wants_dweight:
+                # One product over the tokens of several chunks: every product rounds its sum to BF16.
+                share = recipe.multiply(columns, recipe.cast_input_columnwise(x), weight.dtype)
+                del columns
+                # float() copies only the first time; from then on the sum is in FP32, in place.
+                self.dweight = share if self.dweight is None else self.dweight.float().add_(share)
+        return torch.cat(losses)
+
+    def _casts_by_tile(self, hidden: torch.Tensor, chunk: int) -> bool:
+        """Return whether a kernel can turn the logits of every chunk into both casts of their gradient."""
+        whole = all(length % BLOCK == 0 for length in (len(hidden), min(chunk, len(hidden)), self._weight.shape[0]))
+        return hidden.is_cuda and whole and self._recipe.casts_by_tile and self._factor is None
+
+    def _empty_columns(self, hidden: torch.Tensor) -> QuantizedTensor:
+        from ds_fp8.casts.primitives_triton import empty_result
+
+        spec, shape = self._recipe.grad_output, (self._weight.shape[0], len(hidden))
+        return empty_result(*shape, spec.format, spec.granularity, spec.scale, hidden.device)
+
+    def _cast_gradient(
+        self, logits: torch.Tensor, targets: torch.Tensor, dgrad: bool, columns: QuantizedTensor | None, first: int
+    ) -> tuple[torch.Tensor, QuantizedTensor | None]:
+        """Return losses and dgrad's operand; write wgrad's, from its column `first` on, into `columns`."""
+        from ds_fp8.layers.head.softmax_gradient_triton import softmax_gradient_cast
+
+        return softmax_gradient_cast(logits, targets, IGNORED, self._recipe.grad_output, dgrad, columns, first)
+
+
+def softmax_gradient(logits: torch.Tensor, targets: torch.Tensor, gradient: bool) -> torch.Tensor:
+    """Return the cross entropy of every row of logits [C, V], FP32 [C] in nats.
+
+    Logits of any floating point dtype are computed with in FP32; with `gradient` they become their gradient in place,
+    rounded once. Rows whose target is IGNORED have loss and gradient zero for any logits.
+    """
+    if logits.is_cuda:
+        from ds_fp8.layers.head import softmax_gradient_triton
+
+        return softmax_gradient_triton.softmax_gradient(logits, targets, IGNORED, gradient)
+    return softmax_gradient_reference(logits, targets, gradient)
+
+
+def softmax_gradient_reference(logits: torch.Tensor, targets: torch.Tensor, gradient: bool) -> torch.Tensor:
+    """Compute what `softmax_gradient` computes, in plain torch."""
+    ignored = targets == IGNORED
+    column = targets.masked_fill(ignored, 0).unsqueeze(1)
+    x = logits.float()
+    normaliser = x.logsumexp(1, keepdim=True)
+    losses = (normaliser - x.gather(1, column)).squeeze(1).masked_fill(ignored, 0)
+    if gradient:
+        # In place: `x` is a copy where logits are BF16, and the logits themselves in FP32.
+        dlogits = x.sub_(normaliser).exp_()
+        dlogits.scatter_add_(1, column, torch.full_like(normaliser, -1)).masked_fill_(ignored.unsqueeze(1), 0)
+        if dlogits is not logits:
+            logits.copy_(dlogits)
+    return losses
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    """Return the slices of so many tokens each that make up `length`, the last shorter where it must be."""
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]

@@ -80,7 +80,6 @@ class FusedHead(nn.Linear):
     """Casts of the operands of the loss's products; None: not cast. Logits that are asked for stay BF16."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor | WithheldLogits:
-        """Return logits, or with `targets` their loss in the place of logits."""
         if self.targets is None:
             return super().forward(input)
         # Within the call of this module, because here is where ZeRO-3 has its weight gathered.
@@ -109,9 +108,6 @@ def fuse_loss(model: nn.Module, recipe: LinearRecipe | None = None) -> LossFusio
     Args:
         model: a causal language model, or one wrapped by PEFT, whose base model is changed.
         recipe: compute the head's products of the loss in FP8; None: in BF16.
-
-    Returns:
-        Whether the loss is fused, and a line for the start report.
     """
     if any(adapter.peft_type == "CPT" for adapter in getattr(model, "peft_config", {}).values()):
         return LossFusion(False, "that of PEFT's CPT, which reads logits")
@@ -137,7 +133,6 @@ def withholds_logits(model: nn.Module) -> bool:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside PEFT's wrapper, or `model` itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -166,9 +161,7 @@ def _structural_objection(model: nn.Module, head: nn.Module | None) -> str | Non
 class _FixedDecoder(nn.Module):
     """Stands in for a decoder: the same hidden states [B, T, H] for any arguments."""
 
-    def __init__(self, hidden: torch.Tensor):
-        super().__init__()
-        self.hidden = hidden
+    hidden: torch.Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=self.hidden)
@@ -193,7 +186,9 @@ def _behavioural_objection(model: PreTrainedModel, head: nn.Linear) -> str | Non
         labels[0, 2] = shifted[1, 1] = IGNORED
 
         twin = copy.copy(model)
-        stand_ins = {id(head): narrow, id(model.base_model): _FixedDecoder(hidden)}
+        decoder = _FixedDecoder()
+        decoder.hidden = hidden
+        stand_ins = {id(head): narrow, id(model.base_model): decoder}
         twin._modules = {name: stand_ins.get(id(child), child) for name, child in model._modules.items()}
 
         def loss_and_gradients(**more: Any) -> list[torch.Tensor]:
@@ -272,7 +267,6 @@ def _fused_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _empty(base: type[PreTrainedModel]) -> PreTrainedModel:
-    """Return an object of the subclass of `base` without any state, for pickle to fill."""
     kind = _fused_class(base)
     return kind.__new__(kind)
 

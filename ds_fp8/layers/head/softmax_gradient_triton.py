@@ -1,4 +1,4 @@
-"""The softmax gradient in Triton, in place or cast to FP8; softmax_gradient.py has the reference.
+"""The softmax gradient in Triton, in place or cast to FP8; cross_entropy.py has the reference.
 
 In place it takes two reads and one write of the logits: a program takes a row. Cast, it takes two reads and two writes
 of half the size: tiles of 128 x 128 follow the rows, whose normalisers they read.
@@ -86,15 +86,9 @@ def softmax_gradient(
     normalisers: torch.Tensor | None = None,
     block: int = BLOCK,
 ) -> torch.Tensor:
-    """Return the loss of each row of logits, FP32 [C].
+    """Return the loss of each row of logits [C, V], FP32 [C]; with `gradient` the logits become their gradient.
 
-    Args:
-        logits: [C, V].
-        targets: [C], the index of each row's target.
-        ignored: Target of rows that have no loss.
-        gradient: Whether the logits become their gradient, in place.
-        normalisers: FP32 [C], where to write logsumexp of each row, zero of one that is ignored.
-        block: Most logits that a program holds at once.
+    `normalisers`: FP32 [C], where to write logsumexp of each row, zero of one that is ignored.
     """
     tokens, vocabulary = logits.shape
     losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
@@ -158,10 +152,6 @@ def softmax_gradient_cast(
     """Cast the gradient of logits [C, V] for dgrad and wgrad, without it ever being in memory; C and V are whole tiles.
 
     Args:
-        logits: [C, V].
-        targets: int64 [C], each below V or `ignored`.
-        ignored: the target of a row whose loss and gradient are zero.
-        spec: format and scale type of both casts.
         wants_row: whether dgrad's operand is wanted.
         columns: wgrad's operand [V, T], 1x128 along the tokens, whose tokens `offset` to `offset` + C this writes.
         offset: a multiple of 128.

@@ -11,12 +11,11 @@ With a factor r a row, as experts have it from their router:
 
 gate and up are the two halves of one matrix gate_up [T, 2F]. Kept in FP8, g and u of backward carry that cast's
 rounding; everything else is computed in FP32.
-
-Activation functions of gated MLPs, in torch; activations_triton.py has them for kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +28,9 @@ from ds_fp8.layers.linear.recipe import LinearRecipe
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
+Saved = QuantizedTensor | torch.Tensor
+"""gate_up [T, 2F] as kept for backward."""
+
 
 def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
     """Return act(gate) in gate's dtype; activation is one of ACTIVATIONS."""
@@ -37,8 +39,17 @@ def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-Saved = QuantizedTensor | torch.Tensor
-"""gate_up [T, 2F] as kept for backward."""
+def tensors_of(saved: Saved | None) -> tuple[torch.Tensor, ...]:
+    """Take `saved` apart for save_for_backward; `saved_from` puts it together again."""
+    if saved is None:
+        return ()
+    return (saved.data, saved.scale) if isinstance(saved, QuantizedTensor) else (saved,)
+
+
+def saved_from(tensors: Sequence[torch.Tensor], down: LinearRecipe) -> Saved | None:
+    if len(tensors) == 2:
+        return down.kept_gate_up(*tensors)
+    return tensors[0] if tensors else None
 
 
 class GatedCast(NamedTuple):
@@ -85,28 +96,6 @@ def gated_backward_reference(
     return dgate_up, product.detach()
 
 
-def product_with_outliers(
-    recipe: LinearRecipe, cast: QuantizedTensor, gate_up: torch.Tensor, activation: str
-) -> QuantizedTensor:
-    """Return act(gate) · up as fprop reads it, with its outlier block, or as it is where the recipe has none.
-
-    Args:
-        recipe: Recipe of down_proj.
-        cast: [T, F], the cast of the product.
-        gate_up: [T, 2F] that it was computed from.
-        activation: Name of the activation.
-    """
-    if recipe.outliers is None:
-        return cast
-    channels = recipe.outliers.observe(cast, recipe.monitor.active)
-    if cast.data.device.type == "cuda":
-        from ds_fp8.layers.linear.gated_activation_triton import extend_product_tiles
-
-        return extend_product_tiles(cast, gate_up, activation, channels)
-    gate, up = (half[:, channels.long()].float() for half in gate_up.chunk(2, -1))
-    return extend_input_reference(cast, activate(gate, activation) * up, channels)
-
-
 def gated_activation_cast(
     gate_up: torch.Tensor,
     activation: str,
@@ -117,9 +106,6 @@ def gated_activation_cast(
     """Compute the product of gate_up [T, 2F] and cast it with down_proj's recipe.
 
     Args:
-        gate_up: [T, 2F].
-        activation: Name of the activation of gate.
-        recipe: Recipe of down_proj's product.
         keep: Whether anything is saved for backward.
         row_factor: FP32 [T], multiplied into the product; only without outlier channels.
     """
@@ -137,8 +123,7 @@ def gated_activation_cast(
             row_factor=row_factor,
         )
     else:
-        product, cast = gated_product_reference(gate_up, activation, row_factor), None
-        saved = None
+        product, cast, saved = gated_product_reference(gate_up, activation, row_factor), None, None
     if in_fp8 and saved is None:
         saved = recipe.keep_gate_up(gate_up)
     factors = recipe.channel_factors(product)
@@ -147,8 +132,21 @@ def gated_activation_cast(
     elif recipe.monitor.active:
         factor = (lambda rows: None) if row_factor is None else row_factor.__getitem__
         recipe.observe("input", lambda rows: gated_product_reference(gate_up[rows], activation, factor(rows)), cast)
-    cast = product_with_outliers(recipe, cast, gate_up, activation)
+    if recipe.outliers is not None:
+        cast = _with_outliers(cast, gate_up, activation, recipe.outliers.observe(cast, recipe.monitor.active))
     return GatedCast(cast, gate_up if keep and not in_fp8 else saved, factors)
+
+
+def _with_outliers(
+    cast: QuantizedTensor, gate_up: torch.Tensor, activation: str, channels: torch.Tensor
+) -> QuantizedTensor:
+    """Return the cast of act(gate) · up with its outlier block, whose values are computed again from gate_up."""
+    if cast.data.device.type == "cuda":
+        from ds_fp8.layers.linear.gated_activation_triton import extend_product_tiles
+
+        return extend_product_tiles(cast, gate_up, activation, channels)
+    gate, up = (half[:, channels.long()].float() for half in gate_up.chunk(2, -1))
+    return extend_input_reference(cast, activate(gate, activation) * up, channels)
 
 
 def gated_activation_backward(
@@ -162,14 +160,11 @@ def gated_activation_backward(
     row_factor: torch.Tensor | None = None,
     wgrad: bool = True,
 ) -> GatedGradients:
-    """Return the casts of backward.
+    """Return the casts of backward from the gradient of the product [T, F].
 
     Args:
-        dproduct: [T, F], the gradient of the product.
-        saved: gate_up [T, 2F] as forward kept it.
-        activation: Name of the activation of gate.
-        recipe: Recipe of the product of gate and up.
-        down: Recipe of down_proj's product.
+        recipe: Of the product of gate and up.
+        down: Of down_proj's product.
         dgrad_factor: [2F], multiplied into dgate_up for dgrad.
         product_factor: [F], multiplied into the product for wgrad.
         row_factor: FP32 [T], what forward multiplied the rows of the product by.

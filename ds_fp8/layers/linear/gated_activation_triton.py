@@ -1,9 +1,4 @@
-"""act(gate) · up with its casts, forward and backward; gated_activation.py has the maths and the reference.
-
-Activation functions and their derivatives in Triton; activations.py names them and has the reference.
-
-The outlier block of act(gate) · up in Triton; casts/outliers_triton.py has those of other operands.
-"""
+"""act(gate) · up with its casts and its outlier block, forward and backward; gated_activation.py has the maths."""
 
 from __future__ import annotations
 
@@ -130,8 +125,8 @@ def gated_forward(
 ) -> tuple[torch.Tensor | None, QuantizedTensor | None, QuantizedTensor | None]:
     """Return (product [T, F] or None, its row-wise cast or None, gate_up [T, 2F] in FP8 or None).
 
-    The product is multiplied by row_factor [T], FP32. The cast is given where `fuse_cast` and `spec` has granularity
-    1x128, the product where not. `room` is that of empty_result, of the cast.
+    The cast is given where `fuse_cast` and `spec` has granularity 1x128, the product where not. `room` is that of
+    empty_result, of the cast.
     """
     M, width = gate_up.shape
     F = width // 2
@@ -318,15 +313,6 @@ def gated_backward_cast(
     One launch casts along the features and another along the tokens: one that did both would need more registers than
     there are, and reading twice what backward reads costs less. The first also finds the amax of the product's tiles,
     if it is to have a scale a tile: the second holds a few features at once, for narrow tiles are the fastest.
-
-    Args:
-        dproduct: [T, F], the gradient of the product.
-        saved: gate_up [T, 2F] in high precision, or as forward kept it in FP8.
-        activation: Name of the activation of gate.
-        recipe: Recipe of the product of gate and up.
-        down: Recipe of down_proj's product.
-        row_factor: FP32 [T], multiplied into the product by forward, or None.
-        wgrad: Whether the second and third result are wanted; else they are None.
     """
     M, F = dproduct.shape
     dproduct = dproduct.contiguous()

@@ -9,10 +9,7 @@ dy are each cast twice (row-wise and column-wise) and the weight once. Between f
 column-wise copy of x is kept, one byte an element, and no copy of the weight: ZeRO-3 gathers it again.
 
 The class is swapped in under a live module (`module.__class__ = FP8Linear`), so parameters, their names, hooks and
-checkpoint keys stay what they were. Under FP8 parameter gather a weight carries its gathered FP8 bytes as
-`weight.fp8_gathered`, and `weight.data` is a placeholder that must not be read.
-
-Classes put before a live module's own class: the module keeps its parameters and names, and gets another forward.
+checkpoint keys stay what they were.
 """
 
 from __future__ import annotations
@@ -31,20 +28,18 @@ class Swapped(nn.Module):
     """A class to be put before a module's own class by `swapped_class`; its objects can be copied and pickled."""
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        """Return what pickle makes the object of again."""
         # The class was made at run time, so that pickle would not find it by its name.
         return _empty, type(self).__bases__, self.__getstate__()
 
 
 @functools.cache
 def swapped_class(first: type[Swapped], own: type[nn.Module]) -> type[Swapped]:
-    """Return the class of modules of class `own` whose forward is that of `first`."""
+    """Return the class of modules of class `own` that get the forward of `first`, and keep parameters and names."""
     # The name is kept within it: Hugging Face finds layers that must not be split by the names of their classes.
     return type(f"FP8{own.__name__}", (first, own), {"__module__": own.__module__})
 
 
 def _empty(first: type[Swapped], own: type[nn.Module]) -> Swapped:
-    """Return an object of a swapped class without any state, for pickle to fill."""
     kind = swapped_class(first, own)
     return kind.__new__(kind)
 
@@ -121,7 +116,6 @@ class FP8Linear(nn.Linear):
 
     @runs_eagerly
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return input · weightᵀ + bias, as nn.Linear does, its products in FP8."""
         keep = "bf16" if self.input_is_saved or self.recipe.save == "bf16" else "fp8"
         y = _FP8LinearFunction.apply(input, self.weight, self.recipe, keep if torch.is_grad_enabled() else "nothing")
         # Here, and not in the function: autograd lets nobody change the view that a function returned (Llama 4 adds to
@@ -130,7 +124,6 @@ class FP8Linear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
-        """Return the description that print(model) shows."""
         recipe = self.recipe
         casts = ", ".join(
             f"{name}={spec.format}/{spec.granularity}"

@@ -1,4 +1,4 @@
-"""Outlier channels of a layer's input: which they are.
+"""Outlier channels of a layer's input: which they are (casts/outliers.py has the maths of their blocks).
 
 The channels of the largest energy are found on the first input that a layer sees, on all ranks together, and looked for
 again on the steps that are measured anyway. They hardly ever change: most stand out because of the weights before them.
@@ -38,11 +38,9 @@ class OutlierChannels:
         return {**vars(OutlierChannels(self.count)), "channels": self.channels}
 
     def observe(self, cast: QuantizedTensor, measured: bool) -> torch.Tensor:
-        """Return the channels for an input [T, K], found now if there were none. Collective the first time.
+        """Return the channels for a cast input [T, K], found now if there were none. Collective the first time.
 
-        Args:
-            cast: The input, cast.
-            measured: Whether this step is one to look for other channels.
+        `measured`: whether this step is one to look for other channels.
         """
         if self.channels is None:
             energy = channel_energy(cast)
@@ -58,13 +56,7 @@ class OutlierChannels:
         return self.channels
 
     def load(self, channels: Sequence[int], width: int, device: torch.device) -> bool:
-        """Take channels of a checkpoint; return False, and keep those that there are, if it had another number of them.
-
-        Args:
-            channels: Those of the checkpoint, in ascending order.
-            width: Number of channels of the input; narrower ones than `count` have all of theirs.
-            device: Where they are to lie.
-        """
+        """Load channels of an input [T, width] from a checkpoint. Returns False, unchanged, if their number differs."""
         if len(channels) != min(self.count, width):
             return False
         loaded = torch.tensor(channels, dtype=torch.int32, device=device)
@@ -78,11 +70,7 @@ class OutlierChannels:
 def look_again(sites: Iterable[OutlierChannels], add_over_ranks: Callable[[torch.Tensor], None]) -> bool:
     """Change the channels of which others now hold much more energy; return whether any were looked at. Collective.
 
-    The host waits for nothing, and all ranks decide alike.
-
-    Args:
-        sites: Outlier channels of all products, in the same order on all ranks.
-        add_over_ranks: Adds a tensor up over all ranks, in place, with the same bits on each.
+    The host waits for nothing, and all ranks decide alike. `sites` come in the same order on all ranks.
     """
     measured = [site for site in sites if site.energy is not None]
     if not measured:

@@ -14,19 +14,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ds_fp8.casts import (
-    QuantizedTensor,
-    apply_factors,
-    quantize,
-    quantize_both,
-    quantize_columnwise,
-    transpose,
-)
+from ds_fp8.casts import QuantizedTensor, apply_factors, quantize, quantize_both, quantize_columnwise, transpose
 from ds_fp8.casts.outliers import extend_input
 from ds_fp8.casts.quantization import width_with_outliers
 from ds_fp8.config.formats import BLOCK, CastSpec
@@ -38,6 +31,8 @@ from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.statistics import Rows
 
 Factor = torch.Tensor | None
+Casts = tuple[QuantizedTensor | None, QuantizedTensor | None]
+"""One operand cast as dgrad or fprop reads it, and as wgrad does; None where it is not wanted."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +53,22 @@ class LinearRecipe:
     """activations.recompute: "none" or "mlp"."""
     monitor: CastMonitor = field(compare=False)
     mlp_tile_tokens: int | None = None
-    """activations.mlp_tile_tokens."""
     outlier_channels: int = 0
     """Channels of the input that fprop multiplies with the residuals of their casts."""
     outliers: OutlierChannels | None = field(default=None, compare=False)
     """The outlier channels found at this site."""
     site: str = field(default="", compare=False)
     """Name of what multiplies with this recipe, for statistics."""
+
+    # What subclasses find out of their own fields.
+    why_not_grouped: ClassVar[str | None] = None
+    """What of this recipe the grouped products of experts do not have."""
+    why_not_fused: ClassVar[str | None] = None
+    """What of this recipe products that are fused into others do not have."""
+    why_all_tokens: ClassVar[str | None] = None
+    """What of this recipe needs all tokens at once, beside the granularities of its casts."""
+    casts_weight_twice: ClassVar[bool] = False
+    """Whether dgrad reads another cast of a weight than fprop: cast_weight_columnwise."""
 
     def for_layer(self, name: str, layer: nn.Linear, model: nn.Module) -> LinearRecipe:
         """Return the recipe of one layer of a model. Raises UserError where its casts do not fit the layer."""
@@ -75,7 +79,6 @@ class LinearRecipe:
         return self
 
     def at(self, site: str) -> LinearRecipe:
-        """Return the same recipe at another site."""
         # One set of channels a site: recipes are shared by all layers, but every input has channels of its own.
         outliers = OutlierChannels(self.outlier_channels) if self.outlier_channels else None
         return replace(self, site=site, outliers=outliers)
@@ -84,26 +87,6 @@ class LinearRecipe:
     def emulated(self) -> list[CastSpec]:
         """Return the casts that only the reference multiplies."""
         return [cast for cast in (self.input, self.weight, self.grad_output) if cast.emulated]
-
-    @property
-    def why_not_grouped(self) -> str | None:
-        """Return what of this recipe the grouped products of experts do not have, or None."""
-        return None
-
-    @property
-    def why_not_fused(self) -> str | None:
-        """Return what of this recipe products that are fused into others do not have, or None."""
-        return None
-
-    @property
-    def why_all_tokens(self) -> str | None:
-        """Return what of this recipe needs all tokens at once, beside the granularities of its casts, or None."""
-        return None
-
-    @property
-    def casts_weight_twice(self) -> bool:
-        """Return whether dgrad reads another cast of a weight than fprop: cast_weight_columnwise."""
-        return False
 
     @property
     def fuses_casts(self) -> bool:
@@ -119,7 +102,7 @@ class LinearRecipe:
         return self.wgrad_input in ("1x128", "128x128") and self.grad_output.granularity == "1x128"
 
     def multiply(self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
-        """Multiply a [M, K] · b [N, K]ᵀ -> [M, N] on this recipe's backend."""
+        """Multiply a [M, K] · b [N, K]ᵀ -> [M, N]."""
         return scaled_matmul(a, b, backend=self.backend, out_dtype=out_dtype)
 
     def transposed(self, q: QuantizedTensor) -> QuantizedTensor:
@@ -135,34 +118,21 @@ class LinearRecipe:
             return 0
         return width_with_outliers(columns, min(self.outlier_channels, columns)) - columns
 
+    def channel_factors(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return FP32 [K], what the channels of x [T, K] are divided by and w's columns multiplied by, or None."""
+        return None
+
     def cast_weight(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
-        """Return the cast of a weight [N, K] that is present in high precision, times its factors."""
+        """Cast a weight [N, K] that is present in high precision, times its factors."""
         spec = self.weight
         quantized = quantize(weight, spec.format, spec.granularity, spec.scale, column_factor=column_factor)
         self.observe("weight", weight, quantized, None, column_factor)
         return quantized
 
     def cast_weight_columnwise(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
-        """Return the cast of a weight [N, K] that is present in high precision, as dgrad reads it: [K, N]."""
+        """Cast a weight [N, K] that is present in high precision as dgrad reads it: [K, N]."""
         spec = self.weight
         return quantize_columnwise(weight, spec.format, spec.granularity, spec.scale, column_factor=column_factor)
-
-    def kept_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
-        """Return x as wgrad reads it, from the codes and scales that were kept of it."""
-        name = None if data.dtype is not torch.uint8 else self.input.format
-        return QuantizedTensor(data, scale, self.wgrad_input, self.input.scale, name)
-
-    def channel_factors(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return FP32 [K], what the channels of x [T, K] are divided by and w's columns multiplied by, or None."""
-        return None
-
-    def keep_gate_up(self, gate_up: torch.Tensor) -> QuantizedTensor:
-        """Cast gate and up [T, 2F], as the backward of a gated MLP reads them; self is the recipe of down_proj."""
-        return quantize(gate_up, "e4m3", "1x128", "pow2")
-
-    def kept_gate_up(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
-        """Return what keep_gate_up returned, from its codes and scales."""
-        return QuantizedTensor(data, scale, "1x128", "pow2")
 
     def cast_input(self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None) -> QuantizedTensor:
         """Cast x [T, K], times its factors, as fprop reads it."""
@@ -172,6 +142,21 @@ class LinearRecipe:
         self.observe("input", x, quantized, row_factor, column_factor)
         return quantized
 
+    def with_outliers(
+        self, cast: QuantizedTensor, source: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
+    ) -> QuantizedTensor:
+        """Return fprop's input, the cast of `source` [T, K] times its factors, with its outlier block if it has one."""
+        if self.outliers is None:
+            return cast
+        channels = self.outliers.observe(cast, self.monitor.active)
+        return extend_input(cast, source, channels, row_factor, column_factor)
+
+    def cast_whole_input(
+        self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
+    ) -> QuantizedTensor:
+        """Cast x [T, K], times its factors, as fprop reads it, and add its outlier block if it has one."""
+        return self.with_outliers(self.cast_input(x, row_factor, column_factor), x, row_factor, column_factor)
+
     def cast_input_columnwise(
         self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
     ) -> QuantizedTensor:
@@ -179,47 +164,49 @@ class LinearRecipe:
         spec, factors = self.input, {"row_factor": row_factor, "column_factor": column_factor}
         return quantize_columnwise(x, spec.format, self.wgrad_input, spec.scale, **factors)
 
-    def with_outliers(
-        self, cast: QuantizedTensor, source: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
-    ) -> QuantizedTensor:
-        """Return fprop's input [T, K], the cast of `source` times its factors, with its outlier block if it has one."""
-        if self.outliers is None:
-            return cast
-        channels = self.outliers.observe(cast, self.monitor.active)
-        return extend_input(cast, source, channels, row_factor, column_factor)
-
     def cast_input_both(self, x: torch.Tensor, column_factor: Factor = None) -> tuple[QuantizedTensor, QuantizedTensor]:
         """Cast x [T, K], times its factors, as fprop reads it, and as wgrad does, in one pass."""
         spec, room = self.input, self.room_for_outliers(x.shape[-1])
-        arguments = spec.format, spec.granularity, self.wgrad_input, spec.scale
-        both = quantize_both(x, *arguments, None, column_factor, room)
+        both = quantize_both(x, spec.format, spec.granularity, self.wgrad_input, spec.scale, None, column_factor, room)
         self.observe("input", x, both[0], None, column_factor)
         return both
 
+    def kept_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
+        """Return x as wgrad reads it, from the codes and scales that were kept of it."""
+        name = None if data.dtype is not torch.uint8 else self.input.format
+        return QuantizedTensor(data, scale, self.wgrad_input, self.input.scale, name)
+
+    def keep_gate_up(self, gate_up: torch.Tensor) -> QuantizedTensor:
+        """Cast gate and up [T, 2F], as the backward of a gated MLP reads them; self is the recipe of down_proj."""
+        return quantize(gate_up, "e4m3", "1x128", "pow2")
+
+    def kept_gate_up(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
+        """Return what keep_gate_up returned, from its codes and scales."""
+        return QuantizedTensor(data, scale, "1x128", "pow2")
+
     def cast_grad_output(
         self, dy: torch.Tensor, dgrad: bool = True, wgrad: bool = True, column_factor: Factor = None
-    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    ) -> Casts:
         """Cast dy [T, N] as dgrad reads it, times `column_factor` [N], and [N, T] as wgrad reads it.
 
         In one pass, unless there is a factor: it belongs to one of the casts only.
         """
-        spec = self.grad_output
         # Granularity 1x128 means groups along the contraction, hence along N for dgrad and along T for wgrad.
-        row, column = (spec.granularity if wanted else None for wanted in (dgrad, wgrad))
-        cast = functools.partial(self.cast_gradient, dy)
+        row, column = (self.grad_output.granularity if wanted else None for wanted in (dgrad, wgrad))
         if row is None or column_factor is None:
-            both = cast(row, column)
+            both = self.cast_gradient(dy, row, column)
         else:
             # The factor stands for the weight's scales per row, which dgrad contracts over; wgrad does not see the
             # weight.
-            both = cast(row, None, column_factor=column_factor)[0], cast(None, column)[1] if wgrad else None
+            dgrad_operand, _ = self.cast_gradient(dy, row, None, column_factor)
+            both = dgrad_operand, self.cast_gradient(dy, None, column)[1] if wgrad else None
         if both[0] is not None:
             self.observe("grad_output", dy, both[0], None, column_factor)
         return both
 
     def cast_gradient(
         self, dy: torch.Tensor, rowwise: str | None, columnwise: str | None, column_factor: Factor = None
-    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    ) -> Casts:
         """Cast dy [T, N] in these granularities, None for a cast that is not wanted."""
         spec = self.grad_output
         return quantize_both(dy, spec.format, rowwise, columnwise, spec.scale, column_factor=column_factor)
@@ -275,21 +262,21 @@ def recipe_from_config(
     wgrad_input = casts.wgrad.input or casts.input.granularity
     x, w, dy = casts.input.spec, casts.weight.spec, casts.grad_output.spec
     dgrad_weight = "tensor" if w.granularity == "row" else w.granularity
-    products = [
-        (x, w),
-        (dy, replace(w, granularity=dgrad_weight)),
-        (dy, replace(x, granularity=wgrad_input)),
-    ]
-    common = {
-        "wgrad_input": wgrad_input,
-        "backend": select_backend(linear.backend, products),
-        "save": config.activations.save,
-        "recompute": config.activations.recompute,
-        "mlp_tile_tokens": config.activations.mlp_tile_tokens,
-        "monitor": monitor or CastMonitor(config.monitor.every),
-        "outlier_channels": casts.outlier_channels,
-    }
-    return make_recipe(casts, config, x, w, dy, **common)
+    products = [(x, w), (dy, replace(w, granularity=dgrad_weight)), (dy, replace(x, granularity=wgrad_input))]
+    return make_recipe(
+        casts,
+        config,
+        x,
+        w,
+        dy,
+        wgrad_input=wgrad_input,
+        backend=select_backend(linear.backend, products),
+        save=config.activations.save,
+        recompute=config.activations.recompute,
+        mlp_tile_tokens=config.activations.mlp_tile_tokens,
+        monitor=monitor or CastMonitor(config.monitor.every),
+        outlier_channels=casts.outlier_channels,
+    )
 
 
 @functools.singledispatch

@@ -34,12 +34,10 @@ GROUP = "fp8_group"
 
 
 class WeightGroup(tuple):
-    """The weights of one fused product.
+    """The weights of one fused product."""
 
-    A pickled weight forgets it, because pickle cannot follow a cycle of parameters through themselves; the next
-    conversion sets it again.
-    """
-
+    # A pickled weight forgets it, because pickle cannot follow a cycle of parameters through themselves; the next
+    # conversion sets it again.
     def __reduce__(self) -> tuple:
         return WeightGroup, ()
 
@@ -61,11 +59,8 @@ def weight_operand(
 ) -> QuantizedTensor:
     """Return the FP8 weight [N, K]: what the gather brought, or a cast of a weight present in high precision.
 
-    Args:
-        weight: [N, K], gathered in FP8 or present in high precision.
-        recipe: Recipe of the cast.
-        column_factor: FP32 [K], powers of two that the columns are multiplied by. Gathered codes are multiplied and
-            cast again; with power-of-two scales that loses no bits but of numbers that leave the format's range.
+    `column_factor`: FP32 [K], powers of two that the columns are multiplied by. Gathered codes are multiplied and cast
+    again; with power-of-two scales that loses no bits but of numbers that leave the format's range.
     """
     gathered = getattr(weight, GATHERED, None)
     if gathered is None:
@@ -73,9 +68,8 @@ def weight_operand(
     if column_factor is None:
         return gathered
     spec = recipe.weight
-    words = spec.format, spec.granularity, spec.scale
     # The monitor is not shown this cast: the gather showed it the one from the masters.
-    return quantize(gathered.dequantize(), *words, column_factor=column_factor)
+    return quantize(gathered.dequantize(), spec.format, spec.granularity, spec.scale, column_factor=column_factor)
 
 
 def can_stack(rows: Sequence[int], granularity: str) -> bool:
@@ -119,24 +113,31 @@ def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> Qu
     return replace(first, data=data, scale=scale, granularity="row")
 
 
-def weights_with_outliers(
-    weights: Sequence[torch.Tensor], gathered: Sequence[bool], operand: QuantizedTensor, recipe: LinearRecipe
+def fprop_weight(
+    weights: Sequence[nn.Parameter], recipe: LinearRecipe, column_factor: torch.Tensor | None = None
 ) -> QuantizedTensor:
-    """Return fprop's stacked weights [N, K] with their outlier block, or as they are where the recipe has none.
+    """Return fprop's operand of the stacked rows of weights [N_i, K], with its outlier block where the recipe has one.
 
-    Args:
-        weights: The weights [N_i, K], gathered in FP8 with their residuals beside them, or present in high precision.
-        gathered: Of each weight, whether it is gathered in FP8.
-        operand: Their rows, cast.
-        recipe: Recipe of the product.
+    `column_factor`: FP32 [K], multiplied into the columns; only with a single weight.
     """
-    if recipe.outliers is None:
-        return operand
-    channels = recipe.outliers.channels
+    whole = _operand(weights, recipe, column_factor)
+    return whole if recipe.outliers is None else _with_outliers(weights, whole, recipe.outliers.channels)
+
+
+def _operand(
+    weights: Sequence[nn.Parameter], recipe: LinearRecipe, column_factor: torch.Tensor | None
+) -> QuantizedTensor:
+    return stacked_operand(weights, recipe) if len(weights) > 1 else weight_operand(weights[0], recipe, column_factor)
+
+
+def _with_outliers(
+    weights: Sequence[nn.Parameter], operand: QuantizedTensor, channels: torch.Tensor
+) -> QuantizedTensor:
+    """Return fprop's stacked weights with their outlier block."""
     # Residuals belong to the codes that were gathered. A weight that another module reads, too, is gathered in BF16,
     # and cast here: its codes and what they lost are others, though the shard's residuals still lie beside it.
     residuals = [
-        getattr(weight, RESIDUAL, None) if in_fp8 else None for weight, in_fp8 in zip(weights, gathered, strict=True)
+        getattr(weight, RESIDUAL, None) if getattr(weight, GATHERED, None) is not None else None for weight in weights
     ]
     if all(residual is None for residual in residuals):
         # Weights that are present in high precision: their residuals are computed in every forward.
@@ -162,48 +163,24 @@ def _rows_of(operand: QuantizedTensor, weights: Sequence[torch.Tensor]) -> Itera
         first = stop
 
 
-def fprop_weight(
-    weights: Sequence[nn.Parameter], recipe: LinearRecipe, column_factor: torch.Tensor | None = None
-) -> QuantizedTensor:
-    """Return fprop's operand of the stacked rows of all weights, with their outlier block where the recipe has one.
-
-    Args:
-        weights: Weights [N_i, K] of one product.
-        recipe: Recipe of the casts.
-        column_factor: FP32 [K], multiplied into the columns; only with a single weight.
-    """
-    whole = stacked_operand(weights, recipe) if len(weights) > 1 else weight_operand(weights[0], recipe, column_factor)
-    gathered = [getattr(weight, GATHERED, None) is not None for weight in weights]
-    return weights_with_outliers(weights, gathered, whole, recipe)
-
-
 def dgrad_weight(
     weights: Sequence[nn.Parameter], recipe: LinearRecipe, column_factor: torch.Tensor | None = None
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-    """Return dgrad's operand of the stacked rows of all weights.
+    """Return dgrad's operand [K, N] of the stacked rows of weights [N_i, K], and a factor [N] for dy before its cast.
 
-    Args:
-        weights: Weights [N_i, K] of one product.
-        recipe: Recipe of the casts.
-        column_factor: FP32 [K], multiplied into the columns; only with a single weight.
-
-    Returns:
-        (operand [K, N], factor [N] or None). The factor is to be multiplied into dy before its cast.
+    `column_factor`: FP32 [K], multiplied into the columns; only with a single weight.
     """
     if recipe.casts_weight_twice:
         return recipe.cast_weight_columnwise(torch.cat([weight.detach() for weight in weights]), column_factor), None
-    whole = stacked_operand(weights, recipe) if len(weights) > 1 else weight_operand(weights[0], recipe, column_factor)
-    return dgrad_operand(whole, recipe.transposed)
+    return dgrad_operand(_operand(weights, recipe, column_factor), recipe.transposed)
 
 
 def dgrad_operand(
     w: QuantizedTensor, transposed: Callable[[QuantizedTensor], QuantizedTensor] = transpose
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-    """Return (wᵀ [K, N], factor [N] to multiply into dy before its cast, or None) for an operand w [N, K].
+    """Return (wᵀ [K, N], factor [N] to multiply into dy before its cast, or None) for fprop's operand w [N, K].
 
-    Args:
-        w: fprop's operand.
-        transposed: Transposes a matrix: by default into a copy, with `LinearRecipe.transposed` as the backend needs it.
+    `transposed` transposes a matrix: by default into a copy, with `LinearRecipe.transposed` as the backend needs it.
     """
     if w.granularity != "row":
         return transposed(w), None

@@ -54,7 +54,7 @@ def job(launch: Launch, rank: Rank, connection: Connection) -> None:
     import ds_fp8
     from ds_fp8.config.fp8 import parse_fp8
     from ds_fp8.graphs.conditions import why_no_graphs
-    from ds_fp8.zero import peer_memory
+    from ds_fp8.zero import collectives
     from tests.zero.gpus import gpus
     from tests.zero.models import Net, config
 
@@ -68,7 +68,7 @@ def job(launch: Launch, rank: Rank, connection: Connection) -> None:
     # This host's GPUs, which a rank sees as CUDA_VISIBLE_DEVICES says.
     seen = [f"host{rank.host} GPU {n}" for n in os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")]
     with gpus(seen, int(os.environ["LOCAL_RANK"])) as device:
-        shared = peer_memory.share(16, device, None)
+        shared = collectives.share(16, device, None)
     on_gpu = SimpleNamespace(
         module=torch.nn.Linear(2, 2),
         device=device,

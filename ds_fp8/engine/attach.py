@@ -12,15 +12,15 @@ from ds_fp8.graphs.micro_steps import MicroStepGraphs
 from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.optim import AdamW
-from ds_fp8.zero import seams
-from ds_fp8.zero.gradient_reduce import GradientReduce, Reduction
-from ds_fp8.zero.hosts import find_hosts
+from ds_fp8.zero.collectives import WireMeter
+from ds_fp8.zero.deepspeed.methods import has_optimizer
+from ds_fp8.zero.deepspeed.parameters import flat_parameters, is_partitioned, link_moments, untrained_parameters
+from ds_fp8.zero.hosts import find_hosts, find_nodes
 from ds_fp8.zero.leaf_modules import LeafCalls, weights_read_in_leaf_modules
 from ds_fp8.zero.lifecycle import CheckpointState, Lifecycle
-from ds_fp8.zero.nodes import find_nodes
-from ds_fp8.zero.parameter_gather import ParameterGather
+from ds_fp8.zero.reduce import GradientReduce, Reduction
 from ds_fp8.zero.step import Step, why_not
-from ds_fp8.zero.wire import WireMeter
+from ds_fp8.zero.weights import ShardedWeights
 
 
 def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -> None:
@@ -50,7 +50,7 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
         _reduce_in_fp8(engine, state)
         # Needs the flat shards in their final place, and must come before the first step allocates moments.
         _register_segments(engine, state, life)
-    if sharded and seams.has_optimizer(engine):
+    if sharded and has_optimizer(engine):
         shards = state.step.gradients if state.step is not None else None
         life.reduction = Reduction(state.wire, state.gradient_reduce, shards)
     if state.conversion is not None:
@@ -73,7 +73,7 @@ def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lif
         if isinstance(module, FP8Linear)
         and module.recipe.weight.why_not_gathered is None
         # Persistent weights stay whole in BF16; nothing of them is sent.
-        and seams.is_partitioned(module.weight)
+        and is_partitioned(module.weight)
         # A parent reads these without calling the linear: gathered in FP8 they would be NaN to it.
         and id(module.weight) not in read
     ]
@@ -82,21 +82,20 @@ def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lif
         for module in engine.module.modules()
         if isinstance(module, FP8Experts)
         for parameter, recipe in module.recipes_of_weights()
-        if seams.is_partitioned(parameter)
+        if is_partitioned(parameter)
     ]
     if not weights:
         return
-    gather = ParameterGather(engine, weights, state.wire)
-    state.parameter_gather = state.health.parameter_gather = life.weights = gather
+    sharded = state.weights = state.health.weights = life.weights = ShardedWeights(engine, weights, state.wire)
     if state.step is not None:
-        life.bf16_shards = gather.free_bf16_shards(engine)
-        state.step.write_bf16 = life.bf16_shards.write
+        sharded.free_bf16_shards()
+        state.step.write_bf16 = sharded.write_bf16
 
 
 def _reduce_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
     """Make what reduces gradients in FP8."""
     config = state.config.grad_reduce
-    if config.format == "bf16" or not seams.has_optimizer(engine):
+    if config.format == "bf16" or not has_optimizer(engine):
         return
     state.nodes = find_nodes(state.hosts)
     state.gradient_reduce = GradientReduce(config, state.wire, state.nodes, state.health.observe_gradient)
@@ -109,16 +108,16 @@ def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State, life:
     if not isinstance(optimizer, AdamW):
         return
     state.optimizer = life.moments = optimizer
-    for shard, segments in seams.flat_parameters(engine):
+    for shard, segments in flat_parameters(engine):
         optimizer.set_segments(shard, [segment.numel for segment in segments])
     if engine.zero_optimization_stage() in (1, 2):
-        seams.link_moments(engine, optimizer)
+        link_moments(engine, optimizer)
 
 
 def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
     """Let micro-steps run as CUDA graphs, where all ranks can capture them."""
     why = why_no_graphs(engine, state.config, state.why_no_step)
-    if state.step is not None and seams.untrained(engine):
+    if state.step is not None and untrained_parameters(engine):
         why = why or "some parameters have gradients but are not in the optimizer"
     state.why_no_graphs = _of_any_rank(why)
     if state.why_no_graphs is None:
@@ -127,7 +126,7 @@ def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
         state.graphs = MicroStepGraphs(
             engine,
             state.step.gradients,
-            state.parameter_gather,
+            state.weights,
             state.wire,
             lambda line: health.say(line),  # what `say` is then, which a program may set
             state.monitor,

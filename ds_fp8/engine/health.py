@@ -24,9 +24,10 @@ from ds_fp8.layers.linear.outliers import look_again, sites_of
 from ds_fp8.layers.selection import is_excluded
 from ds_fp8.monitor.cast_monitor import CastMonitor, Degradation, Measurement, Thresholds
 from ds_fp8.monitor.routing import RoutingMeasurement, RoutingMonitor
-from ds_fp8.zero import seams
-from ds_fp8.zero.gradient_reduce import GradientReduce
-from ds_fp8.zero.parameter_gather import ParameterGather
+from ds_fp8.zero.deepspeed.methods import on_destroy
+from ds_fp8.zero.deepspeed.parameters import data_parallel_group
+from ds_fp8.zero.reduce import GradientReduce
+from ds_fp8.zero.weights import ShardedWeights
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Health:
         self.layers_in_bf16: list[str] = []
         self.say: Callable[[str], None] = logger.info
         self.warn: Callable[[str], None] = logger.warning
-        self.parameter_gather: ParameterGather | None = None
+        self.weights: ShardedWeights | None = None
         self.gradient_reduce: GradientReduce | None = None
         self.on_move: Callable[[], None] = lambda: None
         """Called when a layer has moved to BF16."""
@@ -69,7 +70,7 @@ class Health:
         sites = list(sites_of(engine.module))
         self._outliers = {name: outliers for name, _, outliers in sites}
         self._input_widths = {name: width for name, width, _ in sites}
-        group = seams.data_parallel_group(engine)
+        group = data_parallel_group(engine)
         self._add_over_ranks = functools.partial(_add_over_ranks, group)
         for outliers in self._outliers.values():
             outliers.add_over_ranks = self._add_over_ranks
@@ -93,8 +94,8 @@ class Health:
 
     def end_step(self) -> None:
         """Close an optimizer step; after a measured one warn, and move layers, where there is cause. Collective."""
-        if self._monitor.active and self.parameter_gather is not None:
-            self.parameter_gather.shards.observe(self._observe_weight)
+        if self._monitor.active and self.weights is not None:
+            self.weights.observe(self._observe_weight)
         measurement = self._monitor.end_step()
         if measurement is None:
             return
@@ -170,10 +171,10 @@ class Health:
             weights = restore(modules[name]) if name in modules else []
             if not weights:
                 continue
-            if self.parameter_gather is not None:
+            if self.weights is not None:
                 # Both sides leave FP8 together: a layer in BF16 reads BF16 weights, and its gradient needs no cast any
                 # more.
-                self.parameter_gather.leave_out(weights)
+                self.weights.leave_fp8(weights)
             if self.gradient_reduce is not None:
                 self.gradient_reduce.leave_out(self._name_of[id(weight)] for weight in weights)
             self.layers_in_bf16.append(name)
@@ -181,8 +182,8 @@ class Health:
             self.say(f"{name} now runs in BF16")
 
     def _write_residuals(self) -> None:
-        if self.parameter_gather is not None:
-            self.parameter_gather.shards.write_residuals()
+        if self.weights is not None:
+            self.weights.write_residuals()
 
     def _observe_weight(self, weight: nn.Parameter, rows: torch.Tensor, cast: QuantizedTensor, elements: int) -> None:
         self._monitor.observe("weight", rows, cast, self._site_of[id(weight)], elements)
@@ -199,8 +200,8 @@ def _watch_routing(
     routing = RoutingMonitor(monitor, numbers, engine.device, add_over_ranks)
     for layer, module in enumerate(experts.values()):
         observe = functools.partial(routing.observe, layer)
-        seams.on_destroy(engine, module.register_forward_pre_hook(observe, with_kwargs=True).remove)
-    seams.on_destroy(engine, engine.module.register_forward_hook(routing.observe_output).remove)
+        on_destroy(engine, module.register_forward_pre_hook(observe, with_kwargs=True).remove)
+    on_destroy(engine, engine.module.register_forward_hook(routing.observe_output).remove)
     return routing
 
 

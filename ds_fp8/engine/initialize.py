@@ -46,7 +46,7 @@ from ds_fp8.layers.transformers_versions import warn_of_changes
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.optim import AdamW
 from ds_fp8.optim.from_config import choose_optimizer
-from ds_fp8.zero import seams
+from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
 load_cudnn()  # before Transformer Engine, which the gemm backends and PEFT import, finds another one
 
@@ -110,7 +110,7 @@ def initialize(
         warn_of_changes(transformers.__version__)
         preflight.check_launch()
     if not dist.is_initialized():
-        seams.disable_shm_build()
+        disable_shm_build()
     watchdog.join()  # before the first collective, where there is a process group
     preset_reason = None
     if model is not None and leaves_preset_open(configuration.values.get("fp8")):

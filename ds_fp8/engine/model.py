@@ -17,7 +17,7 @@ from ds_fp8.config.fp8 import section_of
 from ds_fp8.config.log import logger
 from ds_fp8.graphs.host_checkpoints import HostCheckpoints, keep_on_host, recomputed_by
 from ds_fp8.layers.experts.experts import FP8Experts
-from ds_fp8.zero import seams
+from ds_fp8.zero.deepspeed.parameters import full_shape, is_zero_parameter, values_here
 
 BUCKET, LIVE = "stage3_prefetch_bucket_size", "stage3_max_live_parameters"
 SECTION, ON_HOST = "activation_checkpointing", "cpu_checkpointing"
@@ -40,9 +40,7 @@ def weights_are_trained(model: nn.Module) -> tuple[bool, str]:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     first = ranks == 1 or dist.get_rank() == 0
     if norms:
-        varies = any(
-            _varies(seams.values_here(parameter)) for parameter in norms if first or seams.is_zero_parameter(parameter)
-        )
+        varies = any(_varies(values_here(parameter)) for parameter in norms if first or is_zero_parameter(parameter))
     else:
         marked = [getattr(parameter, "_is_hf_initialized", False) for parameter in model.parameters()]
         varies = first and 2 * sum(marked) > len(marked)  # more than half: missing ones were drawn
@@ -92,7 +90,7 @@ def _largest_layer(model: nn.Module) -> int:
     """Return the parameters of the largest layer with FP8Experts, or 0. Layers are the parts of a list of modules."""
     modules = dict(model.named_modules())
     layers = {_layer_of(name) for name, module in modules.items() if isinstance(module, FP8Experts)}
-    sizes = [sum(seams.full_shape(parameter).numel() for parameter in modules[name].parameters()) for name in layers]
+    sizes = [sum(full_shape(parameter).numel() for parameter in modules[name].parameters()) for name in layers]
     return max(sizes, default=0)
 
 

@@ -28,7 +28,7 @@ from ds_fp8.config.errors import UserError, clipped, joined
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import nearest, shown
 from ds_fp8.optim.from_config import make_adamw, uses_own_optimizer
-from ds_fp8.zero import deepspeed_versions
+from ds_fp8.zero.deepspeed import versions as deepspeed_versions
 
 OWN_SECTIONS = ("fp8", "model", "data", "train")
 """Sections of this package in a DeepSpeed JSON."""

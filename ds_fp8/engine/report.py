@@ -24,8 +24,8 @@ from ds_fp8.layers.experts.selection import expert_weights
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.selection import ROUTERS, of_listed_expert
 from ds_fp8.optim.moments import moment_bytes
-from ds_fp8.zero import seams
-from ds_fp8.zero.nodes import why_flat
+from ds_fp8.zero.deepspeed.parameters import full_shape, is_partitioned, untrained_parameters
+from ds_fp8.zero.hosts import why_flat
 
 MEASURED = "one H200, 2026-11-22"
 BREAK_EVEN = {512: 16384, 1024: 16384, 2048: 8192, 4096: 2048}
@@ -116,7 +116,7 @@ def coverage(
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            shape = seams.full_shape(parameter)
+            shape = full_shape(parameter)
             total += math.prod(shape)
             if isinstance(owner, FP8Linear) and own_name == "weight":
                 in_fp8 += math.prod(shape)
@@ -156,7 +156,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     `tokens` are those of a micro-batch on one GPU, None where that is not known.
     """
     parameters = list(engine.module.parameters())
-    total = sum(math.prod(seams.full_shape(p)) for p in parameters)
+    total = sum(math.prod(full_shape(p)) for p in parameters)
     report: dict[str, Any] = {
         "enabled": state.conversion is not None,
         "deepspeed": deepspeed.__version__,
@@ -170,13 +170,13 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         return report
 
     linears = [module for module in engine.module.modules() if isinstance(module, FP8Linear)]
-    gather = state.parameter_gather
+    gather = state.weights
     left = state.conversion.left | state.conversion.experts.left
-    covered = coverage(engine.module, left, gather.gathers if gather is not None else lambda parameter: False)
-    partitioned = [m.weight for m in linears if seams.is_partitioned(m.weight)]
-    gathered = [weight for weight in partitioned if gather is not None and gather.gathers(weight)]
+    covered = coverage(engine.module, left, gather.in_fp8 if gather is not None else lambda parameter: False)
+    partitioned = [m.weight for m in linears if is_partitioned(m.weight)]
+    gathered = [weight for weight in partitioned if gather is not None and gather.in_fp8(weight)]
     # Whole shapes: a partitioned parameter's own shape is that of an empty tensor.
-    gathered_count = sum(math.prod(seams.full_shape(weight)) for weight in gathered) + covered.gathered
+    gathered_count = sum(math.prod(full_shape(weight)) for weight in gathered) + covered.gathered
     whole, read = len(linears) - len(partitioned), len(partitioned) - len(gathered)
     fp8, recipe = state.config, state.conversion.recipe
     precision = fp8.optimizer.precision()
@@ -201,10 +201,10 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "not_fused": state.conversion.fusion.left,
         **_attention(state.conversion.attention),
         "attention_exchange": _exchange(state.conversion.attention, engine.sequence_parallel_size),
-        "param_gather": fp8.param_gather.format if state.parameter_gather else "bf16",
-        "param_transport": state.parameter_gather.transport if state.parameter_gather else "by collectives",
+        "param_gather": fp8.param_gather.format if state.weights else "bf16",
+        "param_transport": state.weights.transport.description if state.weights else "by collectives",
         "fp8_gathered_parameters": gathered_count,
-        "fp8_shard_bytes_per_rank": state.parameter_gather.shards.nbytes if state.parameter_gather else 0,
+        "fp8_shard_bytes_per_rank": state.weights.nbytes if state.weights else 0,
         "gathered_bytes_per_parameter": (2 * total - gathered_count) / total,
         "grad_reduce": fp8.grad_reduce.format,
         "grad_scale": fp8.grad_reduce.scale,
@@ -234,7 +234,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         report["notes"].append(
             f"the weights of {read} FP8 linears are gathered in BF16, because other modules read them"
         )
-    if untrained := seams.untrained(engine):
+    if untrained := untrained_parameters(engine):
         report["notes"].append(_forgotten(untrained))
     if not linears and not covered.gathered:
         report["notes"].append("no linear layer is in FP8: fp8.linear.overrides keeps them in BF16")

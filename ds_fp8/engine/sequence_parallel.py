@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
-import deepspeed.runtime.sequence_parallel.parallel_state_sp as groups_of_ranks
 from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -18,7 +16,8 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.schema import shown
 from ds_fp8.layers.attention.format import PREFIX, is_attention, restore_attention, window_of
 from ds_fp8.layers.attention.sequence_parallel import exchange_of, find_documents
-from ds_fp8.zero import seams
+from ds_fp8.zero.deepspeed import ulysses
+from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
 KEY = "sequence_parallel_size"
 """DeepSpeed's key: the number of ranks that share a sequence."""
@@ -134,8 +133,8 @@ def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, m
     exchange = exchange_of(ALL_ATTENTION_FUNCTIONS.get(name))
     # Without either the exchange is that of another model of this process.
     if exchange is not None and (mpu is not None or mesh_param is not None):
-        check_layers(model.config, exchange.world_size)
-        check_rotation(model.config, exchange.world_size)
+        check_layers(model.config, ulysses.ranks_of(exchange))
+        check_rotation(model.config, ulysses.ranks_of(exchange))
     if name in WITHOUT_POSITIONS and exchange is not None:
         _check_windows(model, name)
         find_documents(name, takes_ends=name == PACKED)
@@ -145,7 +144,7 @@ def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, m
 def check_training_data(training_data: Any, mpu: Any) -> None:
     """Raise UserError where DeepSpeed would be asked for a loader of data, of rows that ranks share."""
     # What DeepSpeed asks of an mpu for a loader, and its own groups of ranks do not have.
-    if training_data is not None and mpu is groups_of_ranks and not hasattr(mpu, "get_data_parallel_world_size"):
+    if training_data is not None and mpu is ulysses.MPU and not hasattr(mpu, "get_data_parallel_world_size"):
         raise UserError(
             "DeepSpeed makes no loader of training_data whose rows ranks share",
             key=KEY,
@@ -193,7 +192,7 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
             remedy='attn_implementation="sdpa" when the model is loaded',
         )
     if not dist.is_initialized():
-        seams.disable_shm_build()
+        disable_shm_build()
         deepspeed.init_distributed()
     # Before DeepSpeed makes groups of ranks: here a wrong number is an error with a remedy.
     check_ranks(size, dist.get_world_size())
@@ -202,16 +201,16 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
     name = config._attn_implementation
     before = exchange_of(ALL_ATTENTION_FUNCTIONS.get(name))
     # DeepSpeed keeps its groups of ranks in module globals: one set a process, for all models.
-    if before is None and not _has_groups():
+    if before is None and not ulysses.has_groups():
         return _registered(model, name, size, rows)
     heads = config.get_text_config().num_attention_heads
-    if before is None or (before.world_size, before.batch_size, before.attn_head_count) != (size, rows, heads):
+    if before is None or ulysses.shape_of(before) != (size, rows, heads):
         raise UserError(
             "this process already shares sequences of another model",
             key=KEY,
             remedy="one process for each model",
         )
-    return groups_of_ranks
+    return ulysses.MPU
 
 
 def _registered(model: nn.Module, name: str, size: int, rows: int) -> Any:
@@ -220,9 +219,7 @@ def _registered(model: nn.Module, name: str, size: int, rows: int) -> Any:
     if computed:
         text.head_dim = text.hidden_size // text.num_attention_heads
     try:
-        return UlyssesSPAttentionHF.register_with_transformers(
-            model, core_attn_implementation=name, sequence_parallel_size=size, micro_batch_size=rows
-        )
+        return ulysses.register(model, name, size, rows)
     except ValueError as error:
         raise UserError(
             f"DeepSpeed cannot share sequences: {str(error).splitlines()[0]}",
@@ -232,12 +229,3 @@ def _registered(model: nn.Module, name: str, size: int, rows: int) -> Any:
     finally:
         if computed:
             text.head_dim = None
-
-
-def _has_groups() -> bool:
-    """Return whether DeepSpeed has made its groups of ranks, which it does once a process."""
-    try:
-        groups_of_ranks.get_sequence_parallel_group()
-    except AssertionError:
-        return False
-    return True

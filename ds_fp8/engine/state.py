@@ -17,14 +17,13 @@ from ds_fp8.layers.head.loss import LossFusion
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.routing import RoutingMeasurement
 from ds_fp8.optim import AdamW
-from ds_fp8.zero import seams
-from ds_fp8.zero.gradient_reduce import GradientReduce
-from ds_fp8.zero.hosts import Hosts
+from ds_fp8.zero.collectives import WireMeter
+from ds_fp8.zero.deepspeed.parameters import partition_all
+from ds_fp8.zero.hosts import Hosts, Nodes
 from ds_fp8.zero.lifecycle import Lifecycle
-from ds_fp8.zero.nodes import Nodes
-from ds_fp8.zero.parameter_gather import ParameterGather
+from ds_fp8.zero.reduce import GradientReduce
 from ds_fp8.zero.step import Step
-from ds_fp8.zero.wire import WireMeter
+from ds_fp8.zero.weights import ShardedWeights
 
 CHECKPOINT_KEY = "ds_fp8"
 """Key of the state in the client state of DeepSpeed's checkpoints."""
@@ -42,7 +41,7 @@ class FP8State:
         self.conversion: Conversion | None = None
         self.loss: LossFusion | None = None
         self.health: Health | None = None
-        self.parameter_gather: ParameterGather | None = None
+        self.weights: ShardedWeights | None = None
         self.gradient_reduce: GradientReduce | None = None
         self.hosts: Hosts | None = None
         """Ranks by host; known with FP8 enabled."""
@@ -92,10 +91,10 @@ class FP8State:
         """
         if self.graphs is not None:
             self.graphs.reset()
-        if self.parameter_gather is not None:
+        if self.weights is not None:
             # Before the switch: a weight that is still gathered holds codes, and its next reader would expect BF16.
-            seams.partition_all(self._engine)  # what stayed gathered is in FP8
-            self.parameter_gather.gather_in_bf16()
+            partition_all(self._engine)  # what stayed gathered is in FP8
+            self.weights.end_fp8()
         stop_casting(self._engine.module)
 
     def clock(self) -> int:

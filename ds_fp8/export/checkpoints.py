@@ -22,7 +22,7 @@ from ds_fp8.export.layouts import check_layout
 from ds_fp8.export.plan import Plan, adapters_refused, check_architecture, make_plan
 from ds_fp8.layers.experts.selection import experts_left, names_of_experts
 from ds_fp8.layers.selection import unconverted
-from ds_fp8.zero.safe_load import tensors_only
+from ds_fp8.zero.deepspeed.checkpoints import tensors_only
 
 _DEFAULT_THRESHOLD = 100_000
 """Default of stage3_param_persistence_threshold in DeepSpeed."""

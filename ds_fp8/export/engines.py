@@ -19,7 +19,7 @@ from ds_fp8.export.together import gathered, together
 from ds_fp8.layers.experts.selection import names_of_experts
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.selection import linear_layers
-from ds_fp8.zero.seams import full_shape
+from ds_fp8.zero.deepspeed.parameters import full_shape
 
 
 def export_engine(
@@ -166,8 +166,8 @@ def _left(engine: deepspeed.DeepSpeedEngine) -> dict[str, str]:
     for name, linear in linear_layers(engine.module).items():
         if not isinstance(linear, FP8Linear):
             left.setdefault(name, "in BF16 in training")
-    gather, parameters = state.parameter_gather, dict(engine.module.named_parameters())
+    gather, parameters = state.weights, dict(engine.module.named_parameters())
     for name in names_of_experts(engine.module):
-        if gather is None or not gather.gathers(parameters[name]):
+        if gather is None or not gather.in_fp8(parameters[name]):
             left.setdefault(name, "in BF16 in training")
     return left

@@ -63,7 +63,7 @@ def gathered(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[En
     """
     parameters = dict(engine.module.named_parameters())
     owners = {name: linear for name, linear in linear_layers(engine.module).items() if isinstance(linear, FP8Linear)}
-    gather = engine.fp8.parameter_gather
+    gather = engine.fp8.weights
 
     def numbers_of(entry: Entry, parameter: torch.nn.Parameter, in_fp8: bool) -> Any:
         if in_fp8:
@@ -77,7 +77,7 @@ def gathered(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[En
         parameter = parameters[entry.name]
         # The very codes that training multiplies by, gathered in one byte a parameter; the others are cast from BF16,
         # as their layers do it.
-        in_fp8 = entry.quantized and gather is not None and gather.gathers(parameter)
+        in_fp8 = entry.quantized and gather is not None and gather.in_fp8(parameter)
         yield entry, _joined(partial(numbers_of, entry, parameter, in_fp8), parameter)
 
 

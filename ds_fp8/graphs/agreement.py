@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ds_fp8.graphs.replay import MicroStepGraph
-from ds_fp8.zero.seams.micro_step import MicroStep
+from ds_fp8.zero.deepspeed.micro_step import MicroStep
 
 LEAST_TIMEOUT = timedelta(minutes=30)
 """Least time for which ranks wait for the slowest of them: it may be saving or loading."""

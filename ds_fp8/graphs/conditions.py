@@ -19,8 +19,8 @@ from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.sequence_parallel import place_of_slices
 from ds_fp8.layers.experts.routing import is_routed
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.zero.gradient_shards import GradientShards
-from ds_fp8.zero.seams.micro_step import MicroStep
+from ds_fp8.zero.deepspeed.micro_step import MicroStep
+from ds_fp8.zero.gradients import GradientShards
 
 KNOWN_PACKAGES = frozenset({"torch", "transformers", "deepspeed", "ds_fp8", "liger_kernel", "peft"})
 """Packages whose modules and hooks do the same in Python at every step of one shape."""

@@ -41,11 +41,11 @@ from ds_fp8.graphs.conditions import (
 from ds_fp8.graphs.decision import Action, Facts, decide
 from ds_fp8.graphs.replay import CapturedGraphs, MicroStepGraph
 from ds_fp8.monitor.cast_monitor import CastMonitor
-from ds_fp8.zero import seams
-from ds_fp8.zero.gradient_shards import GradientShards
-from ds_fp8.zero.parameter_gather import ParameterGather
-from ds_fp8.zero.seams.micro_step import MicroStep
-from ds_fp8.zero.wire import WireMeter
+from ds_fp8.zero.collectives import WireMeter
+from ds_fp8.zero.deepspeed.methods import before_load, on_destroy, on_step, replace
+from ds_fp8.zero.deepspeed.micro_step import MicroStep
+from ds_fp8.zero.gradients import GradientShards
+from ds_fp8.zero.weights import ShardedWeights
 
 EAGER_STEPS = 2
 """Micro-steps of a signature that run eagerly before one is captured: kernels are compiled, memory is allocated."""
@@ -158,7 +158,7 @@ class MicroStepGraphs:
         self,
         engine: deepspeed.DeepSpeedEngine,
         gradients: GradientShards,
-        gather: ParameterGather | None,
+        gather: ShardedWeights | None,
         wire: WireMeter,
         say: Callable[[str], None],
         monitor: CastMonitor,
@@ -181,12 +181,12 @@ class MicroStepGraphs:
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         self._agreement = RankAgreement(engine.device)
         self._checks = GraphChecks(engine.module, engine.device, self._micro_step, self._agreement)
-        seams.replace(engine, engine.module, "_call_impl", self)
+        replace(engine, engine.module, "_call_impl", self)
         self._evaluated = self._captured_once = self._gives_up = False
         self._changes = 0
-        seams.on_step(engine, self._end_where_compiled)
-        seams.before_load(engine, self.reset)
-        seams.on_destroy(engine, self._destroy)
+        on_step(engine, self._end_where_compiled)
+        before_load(engine, self.reset)
+        on_destroy(engine, self._destroy)
         before_process_groups_end(self._graphs.process_group_ends)
 
     def __reduce__(self) -> tuple:
@@ -296,14 +296,14 @@ class MicroStepGraphs:
         gather = self._gather
         if gather is None:
             return self._micro_step.addresses(lambda parameter: False)
-        return (*self._micro_step.addresses(gather.gathers), *gather.addresses())
+        return (*self._micro_step.addresses(gather.in_fp8), *gather.addresses())
 
     def _settle(self) -> None:
         """Bring parameters and shards to the state in which graphs begin, on the current stream."""
         self._micro_step.settle()
         gather = self._gather
         if gather is not None:
-            gather.settle()
+            gather.cast_and_wait()
 
     def _capture(self, here: Call) -> bool:
         """Capture a micro-step; where a rank cannot, nothing is captured any more, on all ranks. Collective.
@@ -346,7 +346,7 @@ class MicroStepGraphs:
                 error = error.__context__
             end_failed_capture(self._device)
             if gather is not None:
-                gather.forget_gathered()
+                gather.forget_unsharded()
             self._micro_step.abandon()
             self._micro_step.restore(state)
             if not isinstance(found, Exception):  # the user's interrupt

@@ -39,10 +39,10 @@ from ds_fp8.graphs.capture import (
     without_garbage_collection,
 )
 from ds_fp8.zero import streams
-from ds_fp8.zero.gradient_shards import GradientShards
-from ds_fp8.zero.profiling import profiled
-from ds_fp8.zero.seams.micro_step import MicroStep
-from ds_fp8.zero.wire import WireMeter
+from ds_fp8.zero.collectives import WireMeter
+from ds_fp8.zero.deepspeed.micro_step import MicroStep
+from ds_fp8.zero.gradients import GradientShards
+from ds_fp8.zero.streams import profiled
 
 MAX_INTERVAL = 512
 """Replays after which a graph is checked at the latest."""

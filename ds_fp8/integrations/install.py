@@ -18,7 +18,7 @@ from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.log import logger
 from ds_fp8.engine.initialize import initialize
 from ds_fp8.integrations.batches import noting
-from ds_fp8.zero.seams import disable_shm_build
+from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
 VARIABLE = "DS_FP8"
 """Environment variable with the section of configurations that have none: a preset's name, or a JSON object."""

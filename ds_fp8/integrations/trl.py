@@ -19,7 +19,7 @@ from ds_fp8.integrations.install import with_section
 from ds_fp8.integrations.vllm import sync_weights, transfer_config
 from ds_fp8.layers.experts.selection import experts_left
 from ds_fp8.layers.selection import unconverted
-from ds_fp8.zero.seams import full_shape
+from ds_fp8.zero.deepspeed.parameters import full_shape
 
 _originals: dict[str, Callable] = {}
 

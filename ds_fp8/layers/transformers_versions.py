@@ -1,7 +1,7 @@
 """The names of transformers that this package uses beside its public ones, and the versions that were tested.
 
 `check_names` runs before any file that imports them. Functions that this package replaces, imitates or relies on are
-compared with those of the versions looked at, as DeepSpeed's are (zero/deepspeed_functions.py).
+compared with those of the versions looked at, as DeepSpeed's are (zero/deepspeed/versions.py).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ds_fp8.config.errors import UserError
 from ds_fp8.train.run_folder import CHECKPOINTS, Invalid, read_object, remove, write_atomically
 from ds_fp8.train.stage import MAX_RANKS, MAX_STEPS
-from ds_fp8.zero.safe_load import load_tensors
+from ds_fp8.zero.deepspeed.checkpoints import load_tensors
 
 MANIFEST = "manifest.json"
 FORMAT = 2

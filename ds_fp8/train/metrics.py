@@ -36,7 +36,7 @@ from ds_fp8.monitor.records import (
     write_heat_maps,
 )
 from ds_fp8.train.run_folder import write_atomically
-from ds_fp8.zero.peer_memory import allocated_bytes
+from ds_fp8.zero.collectives import allocated_bytes
 
 ANSWERS = "answers"
 """The event with the first answers of an evaluation, as text."""

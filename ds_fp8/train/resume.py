@@ -37,7 +37,7 @@ from ds_fp8.train.run_folder import (
 )
 from ds_fp8.train.saving import restore_random_states
 from ds_fp8.train.stage import Stage
-from ds_fp8.zero.safe_load import load_tensors, tensors_only
+from ds_fp8.zero.deepspeed.checkpoints import load_tensors, tensors_only
 
 
 def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:

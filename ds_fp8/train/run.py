@@ -52,7 +52,8 @@ from ds_fp8.train.run_folder import (
 )
 from ds_fp8.train.saving import versions
 from ds_fp8.train.stage import Stage, learning_rate_factor
-from ds_fp8.zero.seams import consolidated_state_dict, full_shape
+from ds_fp8.zero.deepspeed.checkpoints import consolidated_state_dict
+from ds_fp8.zero.deepspeed.parameters import full_shape
 
 
 def train(stage: Stage, times: StartTimes | None = None) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from ds_fp8.train import checkpoints
 from ds_fp8.train.checkpoints import Manifest, RunState, SavedFile, problems_of, save_file
 from ds_fp8.train.run_folder import CHECKPOINTS, flush, remove, write_atomically
 from ds_fp8.train.stage import Stage
-from ds_fp8.zero.seams import checkpoint_files, copy_recovery_scripts
+from ds_fp8.zero.deepspeed.checkpoints import checkpoint_files, copy_recovery_scripts
 
 T = TypeVar("T")
 MAX_WRITE = timedelta(hours=4)

@@ -1,1 +1,1 @@
-"""ZeRO-3 with FP8: gathers, reductions and steps, and the places where DeepSpeed is patched (seams)."""
+"""ZeRO-3 with FP8: sharded weights, gathers, reductions and steps; private names of DeepSpeed in deepspeed/."""

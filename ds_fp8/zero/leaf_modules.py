@@ -29,7 +29,9 @@ from ds_fp8.layers.decoder.decoder import Fused
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import BEFORE_BACKWARD
 from ds_fp8.monitor.routing import in_backward
-from ds_fp8.zero import seams
+from ds_fp8.zero.deepspeed.methods import on_destroy, replace
+from ds_fp8.zero.deepspeed.optimizer import fetch_for_backward, reduce_gradient
+from ds_fp8.zero.deepspeed.parameters import full_shape, is_gathered, is_trained, leaf_module_of, order
 
 
 class _Call:
@@ -91,13 +93,13 @@ class LeafCalls:
                 module.register_full_backward_hook(self._end, prepend=True),
             ]
             for handle in handles:
-                seams.on_destroy(engine, handle.remove)
+                on_destroy(engine, handle.remove)
             for parameter in module.parameters():
-                seams.replace(engine, parameter, BEFORE_BACKWARD, functools.partial(self._fetch, module))
+                replace(engine, parameter, BEFORE_BACKWARD, functools.partial(self._fetch, module))
 
     def delays(self, parameter: nn.Parameter) -> bool:
         """Return whether a gradient that is to be reduced now is not whole yet."""
-        if not self._pending(seams.leaf_module_of(parameter)):
+        if not self._pending(leaf_module_of(parameter)):
             self._delayed.pop(id(parameter), None)
             return False
         if id(parameter) in self._absent:
@@ -110,7 +112,7 @@ class LeafCalls:
 
         These are of calls that had no backward in it.
         """
-        found = sorted(self._delayed.values(), key=seams.order)
+        found = sorted(self._delayed.values(), key=order)
         self._calls.clear()
         self._delayed.clear()
         for parameter in found:
@@ -163,26 +165,26 @@ class LeafCalls:
             return
         call.ended = True
         self._absent.clear()
-        for parameter in filter(seams.is_trained, module.parameters()):
+        for parameter in filter(is_trained, module.parameters()):
             if self._pending(module):
                 self._delayed[id(parameter)] = parameter
             else:
                 _complete(parameter)
-                seams.reduce_gradient(self._engine, parameter)
+                reduce_gradient(self._engine, parameter)
 
     def _fetch(self, module: nn.Module) -> None:
         """Gather a module's weights for a backward that DeepSpeed does not see coming. Collective where they are not.
 
         DeepSpeed releases them when the gradient reaches the module's input.
         """
-        if not all(map(seams.is_gathered, module.parameters())):
-            seams.fetch_for_backward(self._engine, module)
+        if not all(map(is_gathered, module.parameters())):
+            fetch_for_backward(self._engine, module)
 
 
 def _complete(parameter: nn.Parameter) -> None:
     """Give a parameter without a gradient one of zeros, as DeepSpeed does: a module may be used on some ranks alone."""
     if parameter.grad is None:  # the parameter may be partitioned by now
-        shape = seams.full_shape(parameter)
+        shape = full_shape(parameter)
         parameter.grad = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
 
 
@@ -208,7 +210,7 @@ def weights_read_in_leaf_modules(model: nn.Module) -> list[nn.Parameter]:
 
 def _leaf_modules(parameters: Iterable[nn.Parameter]) -> list[nn.Module]:
     """Return the leaf modules that some of these parameters belong to; of nested ones the outermost, each once."""
-    leaves = (seams.leaf_module_of(parameter) for parameter in parameters)
+    leaves = (leaf_module_of(parameter) for parameter in parameters)
     return list(dict.fromkeys(leaf for leaf in leaves if leaf is not None))
 
 

@@ -1,12 +1,12 @@
-"""Handlers of DeepSpeed's calls: the work around steps, gathers and loads, in order.
+"""Handlers of DeepSpeed's calls: the order of a step, of gathers and releases, of a load and an offload.
 
-DeepSpeed's methods (seams/methods.py has their names) call the methods of `Lifecycle` in place of their own code:
+DeepSpeed's methods (deepspeed/methods.py has their names) call the methods of `Lifecycle` in place of their own code:
 
-    step                          wait for the last cast, update, cast, gather what stays whole, callbacks
-    gather, gather_bf16, release  parameters, for modules and for users
-    reduce, accumulate            gradients, added to the shards or handed to DeepSpeed
-    write_...                     whatever else changes masters, moments and gradients, between steps
-    load_checkpoint               callbacks, load, states of this package
+    step                             wait for the last cast, update, cast, gather what stays whole, callbacks
+    unshard, unshard_bf16, reshard   parameters, for modules and for users
+    reduce, accumulate               gradients, added to the shards or handed to DeepSpeed
+    write_..., offload, reload       whatever else changes or moves masters, moments and gradients, between steps
+    load_checkpoint                  callbacks, load, states of this package
 
 CUDA graphs hold forward and backward of a micro-batch, with their gathers and reductions. They are replayed before the
 step (graphs/micro_steps.py), which no graph contains.
@@ -24,14 +24,16 @@ from torch import nn
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.optim.adamw import AdamW
-from ds_fp8.zero import seams, streams
-from ds_fp8.zero.gradient_reduce import Reduction
+from ds_fp8.zero import streams
+from ds_fp8.zero.collectives import GATHER, WireMeter
+from ds_fp8.zero.deepspeed.methods import replace_methods
+from ds_fp8.zero.deepspeed.optimizer import accumulates, accumulates_in_fp32, overflowed, reduce_gradient
+from ds_fp8.zero.deepspeed.parameters import bytes_to_gather, gather_together, link_moments, order
 from ds_fp8.zero.leaf_modules import LeafCalls
-from ds_fp8.zero.parameter_gather import ParameterGather
-from ds_fp8.zero.profiling import profiled
-from ds_fp8.zero.seams.bf16_shards import Bf16Shards
+from ds_fp8.zero.reduce import Reduction
 from ds_fp8.zero.step import Step
-from ds_fp8.zero.wire import GATHER, WireMeter
+from ds_fp8.zero.streams import profiled
+from ds_fp8.zero.weights import ShardedWeights
 
 Stock = Callable[..., Any]
 """DeepSpeed's own method."""
@@ -73,10 +75,8 @@ class Lifecycle:
         """
         self.update: Step | None = None
         """Takes the optimizer's step."""
-        self.weights: ParameterGather | None = None
-        """Gathers weights in FP8."""
-        self.bf16_shards: Bf16Shards | None = None
-        """BF16 shards, of which not all are kept."""
+        self.weights: ShardedWeights | None = None
+        """Weights that are gathered in FP8."""
         self.leaf_calls: LeafCalls | None = None
         """Says which gradients are whole."""
         self.reduction: Reduction | None = None
@@ -95,7 +95,7 @@ class Lifecycle:
         """Event behind the last write to shards, by a step or a user."""
         self._writes_masters = False
         """True while all masters are overwritten."""
-        seams.replace_methods(engine, self)
+        replace_methods(engine, self)
 
     # ---------------------------------------------------------------- a step
 
@@ -103,18 +103,17 @@ class Lifecycle:
         """Take an optimizer step, and cast what it has changed."""
         with profiled("step"):
             if self.weights is not None:
-                self.weights.shards.wait_for_cast()  # it reads masters, on a stream of its own
+                self.weights.wait_for_cast()  # it reads masters, on a stream of its own
             if self.update is not None:
                 result, taken = None, self.update()
             else:
                 result = stock(*args, **kwargs)
-                taken = not getattr(self._engine.optimizer, "overflow", False)
+                taken = not overflowed(self._engine)
             if self.weights is not None:
-                # A skipped step has changed nothing: the shards of before are still right, and no cast is
-                # due.
+                # A skipped step has changed nothing: the shards of before are still right, and no cast is due.
                 if taken:
-                    self.weights.shards.masters_updated()
-                self.weights.shards.cast()
+                    self.weights.step_wrote()
+                self.weights.cast()
             if self.update is not None and taken:  # DeepSpeed's step has done so itself
                 self.update.gather_persistent()
             # Behind update, cast and gather of persistent parameters: whoever gathers next on another stream waits for
@@ -128,7 +127,7 @@ class Lifecycle:
 
     # ---------------------------------------------------------------- parameters
 
-    def gather(self, stock: Stock, params: Iterable[nn.Parameter], *args, **kwargs) -> Handle | Any:
+    def unshard(self, stock: Stock, params: Iterable[nn.Parameter], *args, **kwargs) -> Handle | Any:
         """Begin to gather parameters for the modules that compute with them."""
         # DeepSpeed's stream of gathers waits for no other: nothing else keeps it from shards that are still written.
         streams.wait_event(self._written)
@@ -136,33 +135,33 @@ class Lifecycle:
             if self.weights is None:
                 return stock(self._counted(params), *args, **kwargs)
             # DeepSpeed hands over sets, whose order differs from rank to rank; that of collectives must not.
-            params = sorted(params, key=seams.order)
-            in_fp8 = [p for p in params if self.weights.gathers(p)]
-            others = [p for p in params if not self.weights.gathers(p)]
+            params = sorted(params, key=order)
+            in_fp8 = [p for p in params if self.weights.in_fp8(p)]
+            others = [p for p in params if not self.weights.in_fp8(p)]
             if in_fp8:
                 # Masters may have been written since the step (a checkpoint, a user): nothing where all is fresh.
-                self.weights.shards.cast()
-            self.weights.give_bf16(others)
+                self.weights.cast()
+            self.weights.unshard_bf16(others)
             handle = stock(self._counted(others), *args, **kwargs) if others else None
-            return Handle(self.weights.gather(in_fp8), handle)
+            return Handle(self.weights.unshard(in_fp8), handle)
 
-    def gather_bf16(
+    def unshard_bf16(
         self, stock: Stock, params: list[nn.Parameter], async_op: bool = False, hierarchy: int | None = None
     ) -> Any:
         """Gather parameters of this engine for readers of BF16, and those that stay whole between steps."""
-        streams.wait_event(self._written)  # as in `gather`
+        streams.wait_event(self._written)  # as in `unshard`
         with profiled("gather"):
             params = self._counted(params)
             if self.weights is not None:
-                self.weights.give_bf16(params)
-            if self.update is not None and not async_op and seams.gather_together(self._engine, params):
+                self.weights.unshard_bf16(params)
+            if self.update is not None and not async_op and gather_together(self._engine, params):
                 return None
             handles = stock(params, async_op=async_op, hierarchy=hierarchy)
             if self.weights is not None:
                 self.weights.part_from_shards(params)
             return handles
 
-    def release(
+    def reshard(
         self,
         stock: Stock,
         params: list[nn.Parameter],
@@ -172,10 +171,10 @@ class Lifecycle:
     ) -> None:
         """Drop gathered parameters; where `has_been_updated`, what a rank wrote to them becomes their shards."""
         # Before DeepSpeed frees the data: it compares the BF16 shards from before with those from after.
-        before = self.weights.release(params, has_been_updated) if self.weights is not None else None
+        before = self.weights.reshard(params, has_been_updated) if self.weights is not None else None
         stock(params, force=force, has_been_updated=has_been_updated, free_data=free_data)
         if self.weights is not None:
-            self.weights.released(params, before)
+            self.weights.resharded(params, before)
         # Only then were shards written: an ordinary release frees the gathered copy alone, and later gathers need not
         # wait.
         if has_been_updated:
@@ -185,7 +184,7 @@ class Lifecycle:
         """Return the parameters, the bytes that DeepSpeed gathers of them counted."""
         params = list(params)
         if self._wire is not None:
-            for group, nbytes in seams.bytes_to_gather(params).items():
+            for group, nbytes in bytes_to_gather(params).items():
                 self._wire.count(GATHER, "all_gather", nbytes, group)
         return params
 
@@ -199,7 +198,7 @@ class Lifecycle:
     def reduce(self, stock: Stock, parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
         """Reduce a bucket of gradients, on the stream of reductions; return this rank's slices for DeepSpeed to add."""
         with profiled("reduce"):
-            if seams.accumulates(self._engine) and not seams.accumulates_in_fp32(self._engine):
+            if accumulates(self._engine) and not accumulates_in_fp32(self._engine):
                 # The JSON names one micro-batch; programs such as Accelerate set boundaries themselves.
                 raise UserError(
                     "gradients of several micro-batches would be summed in BF16",
@@ -209,7 +208,7 @@ class Lifecycle:
             if self.reduction is None:
                 return stock(parameters, dtype)
             named = {self._names[id(parameter)]: parameter for parameter in parameters}
-            return self.reduction(named, dtype, seams.accumulates(self._engine), lambda some: stock(some, dtype))
+            return self.reduction(named, dtype, accumulates(self._engine), lambda some: stock(some, dtype))
 
     def accumulate(self, stock: Stock, parameters: list[nn.Parameter], slices: list[torch.Tensor]) -> Any:
         """Add reduced slices to the gradient shards, where `reduce` has not done so."""
@@ -226,7 +225,7 @@ class Lifecycle:
         """Reduce the bucket that is not full."""
         if self.leaf_calls is not None:
             for parameter in self.leaf_calls.take_delayed():
-                seams.reduce_gradient(self._engine, parameter)
+                reduce_gradient(self._engine, parameter)
         stock() if self.update is None else self.update.end_backward()
 
     # ---------------------------------------------------------------- what users and loads write
@@ -246,9 +245,7 @@ class Lifecycle:
         if optim_state_key is not None:
             return
         if self.weights is not None:
-            self.weights.shards.master_written(parameter)
-        if self.bf16_shards is not None and not seams.is_gathered(parameter):  # else its release frees it
-            self.bf16_shards.free(parameter)  # what a user wrote there before
+            self.weights.user_wrote(parameter)
 
     def write_local_state(
         self, stock: Stock, value: torch.Tensor, parameter: nn.Parameter, optim_state_key: str | None = None
@@ -262,43 +259,40 @@ class Lifecycle:
             # again.
             self.moments.expand_moments()
         elif self.weights is not None:
-            self.weights.shards.wait_for_cast()
+            self.weights.wait_for_cast()
         stock(value, parameter, optim_state_key)
 
     def link_state(self, stock: Stock) -> None:
         """Let a parameter's getters and setters (stages 1 and 2) find its moments in formats of their own."""
         stock()
         if self.moments is not None:
-            seams.link_moments(self._engine, self.moments)
+            link_moments(self._engine, self.moments)
 
     def write_masters(self, stock: Stock, *args, **kwargs) -> Any:
         """Overwrite all masters, from a checkpoint or from the BF16 shards."""
-        if self._writes_masters:
+        if self._writes_masters or self.weights is None:
             # DeepSpeed's load of weights alone refreshes the masters in its midst, and reads the BF16 shards after.
             return stock(*args, **kwargs)
-        if self.bf16_shards is not None:
-            self.bf16_shards.make_all()
-        if self.weights is not None:
-            self.weights.shards.wait_for_cast()
         self._writes_masters = True
+        self.weights.wait_for_cast()
+        self.weights.restore_bf16()
         try:
             return stock(*args, **kwargs)
         finally:  # a load that fails may have written some of them, and leaves all BF16 shards behind
             self._writes_masters = False
-            if self.weights is not None:
-                self.weights.shards.loaded()
-            if self.bf16_shards is not None:
-                self.bf16_shards.free_unneeded()
+            self.weights.load_wrote()
+            self.weights.drop_bf16()
 
     def offload(self, stock: Stock, *args, **kwargs) -> Any:
         """Move states of the engine to the CPU; BF16 shards are whole until they are back, where they are moved."""
         included = signature(stock).bind(*args, **kwargs).arguments.get("include")
-        if self.bf16_shards is not None and (included is None or any(one.value == "lp_params" for one in included)):
-            self.bf16_shards.make_all()
+        if self.weights is not None and (included is None or any(one.value == "lp_params" for one in included)):
+            self.weights.restore_bf16()
         try:
             return stock(*args, **kwargs)
         except AssertionError as error:  # DeepSpeed asks before it moves anything
-            self._free_bf16()
+            if self.weights is not None:
+                self.weights.drop_bf16()
             if self.moments is None:
                 raise
             # DeepSpeed moves masters and moments of its FusedAdam alone.
@@ -310,20 +304,14 @@ class Lifecycle:
             ) from error
 
     def reload(self, stock: Stock, *args, **kwargs) -> Any:
-        """Move the states back."""
         result = stock(*args, **kwargs)
-        self._free_bf16()
+        if self.weights is not None:
+            self.weights.drop_bf16()
         return result
-
-    def _free_bf16(self) -> None:
-        """Free BF16 shards that were made for DeepSpeed's code, but for those that weights are cast from."""
-        if self.bf16_shards is not None and self.bf16_shards.all_made:
-            self.bf16_shards.free_unneeded(keep=self.weights.shards.casts_bf16)
 
     # ---------------------------------------------------------------- checkpoints
 
     def save_checkpoint(self, stock: Stock, save_dir, tag=None, client_state=None, *args, **kwargs) -> Any:
-        """Save a checkpoint with the states of this package beside the user's."""
         # On all ranks, before DeepSpeed writes on some: saving a state may be collective.
         states = {key: state.save() for key, state in self.states.items()}
         return stock(save_dir, tag, {**(client_state or {}), **states}, *args, **kwargs)
@@ -336,7 +324,7 @@ class Lifecycle:
             path, client_state = stock(*args, **kwargs)
         finally:
             if self.weights is not None:
-                self.weights.shards.frozen_written()  # DeepSpeed writes their shards, and calls nothing
+                self.weights.load_wrote(frozen_only=True)  # DeepSpeed writes their shards, and calls nothing
         # Popped, whether it is loaded or not: the user gets back the client state that was saved, and no more.
         states = {key: client_state.pop(key, None) if client_state else None for key in self.states}
         if path is not None and not signature(stock).bind(*args, **kwargs).arguments.get("load_module_only", False):

@@ -22,8 +22,8 @@ from deepspeed import comm as dist
 from ds_fp8.config.log import logger
 from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero import streams
-from ds_fp8.zero.gradient_shards import GradientShards
-from ds_fp8.zero.seams.step import ZeroStep, why_no_own_step
+from ds_fp8.zero.deepspeed.optimizer import ZeroStep, why_no_own_step
+from ds_fp8.zero.gradients import GradientShards
 
 
 def why_not(engine: deepspeed.DeepSpeedEngine, optimizer: object) -> str | None:

@@ -1,4 +1,4 @@
-"""Streams and events of the accelerator; no-ops on devices without streams."""
+"""Streams and events of the accelerator, no-ops on devices without streams; ranges of a step in torch's profiler."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from deepspeed.accelerator import get_accelerator
 
+_NO_RANGE = nullcontext()
 _capture: object | None = None
 """Stands for the capture of a CUDA graph that is under way."""
 
@@ -96,3 +97,12 @@ class Fetch:
         if self._copied is not None:
             self._copied.synchronize()
         return self._host.item()
+
+
+def profiled(name: str) -> AbstractContextManager:
+    """Return a context that a running profiler shows as "ds_fp8: NAME"."""
+    # record_function takes its time also where nobody profiles: 15 us on a CPU (torch 2.13), and 0.5 us asked first. A
+    # step without graphs has three or four ranges for each module.
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(f"ds_fp8: {name}")
+    return _NO_RANGE

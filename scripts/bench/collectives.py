@@ -31,11 +31,9 @@ from zero_ranks import is_first, join_ranks, leave_ranks, link, timed, zero3_con
 import ds_fp8
 from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.fp8 import GradientReduceConfig
-from ds_fp8.zero.gradient_reduce import GradientReduce, Reduction
-from ds_fp8.zero.hosts import find_hosts
-from ds_fp8.zero.nodes import find_nodes
-from ds_fp8.zero.transport import Collectives, Transport, Work, choose
-from ds_fp8.zero.wire import WireMeter
+from ds_fp8.zero.collectives import Collectives, Transport, WireMeter, Work, choose
+from ds_fp8.zero.hosts import find_hosts, find_nodes
+from ds_fp8.zero.reduce import GradientReduce, Reduction
 
 
 class Measured(NamedTuple):
@@ -95,11 +93,11 @@ def measure_gathers(size: str, fp8: dict[str, Any] | None, repeats: int) -> dict
         weights[0].partition(weights)
         sent = engine.fp8.wire.take()["all_gather_bytes"]
         found[name] = Measured(timed(gather_and_release, repeats), sent, held)
-    if engine.fp8.parameter_gather is not None:
-        shards = engine.fp8.parameter_gather.shards
+    if engine.fp8.weights is not None:
+        shards = engine.fp8.weights
 
         def refresh() -> None:
-            shards.loaded()
+            shards.load_wrote()
             shards.cast()
 
         engine.fp8.wire.take()

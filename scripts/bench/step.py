@@ -54,7 +54,7 @@ from zero_ranks import (
 
 import ds_fp8
 from ds_fp8.config.errors import UserError, main_entry
-from ds_fp8.zero.peer_memory import allocated_bytes
+from ds_fp8.zero.collectives import allocated_bytes
 
 
 def engine_of(variant: str, options: argparse.Namespace) -> Any:

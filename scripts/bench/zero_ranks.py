@@ -14,7 +14,7 @@ from common import SIZES, device
 from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.zero import seams
+from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
 LINK_SWITCHES = "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME"
 WARMUP = 3
@@ -30,7 +30,7 @@ def join_ranks() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     import deepspeed
 
-    seams.disable_shm_build()
+    disable_shm_build()
     deepspeed.init_distributed(dist_backend="nccl" if device().type == "cuda" else "gloo", verbose=False)
 
 

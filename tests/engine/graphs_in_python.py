@@ -170,7 +170,7 @@ class Graphs(micro_steps.MicroStepGraphs):
             super().__init__(
                 engine,
                 fp8.step.gradients,
-                fp8.parameter_gather,
+                fp8.weights,
                 fp8.wire,
                 lambda line: fp8.health.say(line),
                 fp8.monitor,

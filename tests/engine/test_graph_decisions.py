@@ -204,13 +204,13 @@ def test_settings_that_cannot_be_hashed_are_read():
 
 def module_only(folder):
     """Load the module alone, then all of a checkpoint; return what was called."""
-    from ds_fp8.zero import seams
+    from ds_fp8.zero.deepspeed.methods import before_load
     from ds_fp8.zero.lifecycle import CheckpointState
 
     engine, _ = engine_of()
     train(engine, forward(engine))
     found = []
-    seams.before_load(engine, lambda: found.append("before"))
+    before_load(engine, lambda: found.append("before"))
     states = engine.fp8.lifecycle.states
     states["ours"] = CheckpointState(dict, lambda state: found.append("loaded"))
     engine.save_checkpoint(folder)

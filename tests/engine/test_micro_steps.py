@@ -23,7 +23,7 @@ from ds_fp8.graphs.conditions import (
 from ds_fp8.graphs.replay import CapturedGraphs, differentiable
 from ds_fp8.layers.convert import convert
 from ds_fp8.train import packed_attention
-from ds_fp8.zero.wire import GATHER, WireMeter
+from ds_fp8.zero.collectives import GATHER, WireMeter
 from tests.zero import models
 
 

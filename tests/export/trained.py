@@ -43,7 +43,7 @@ def gather_failing(engine, where: str):
 
     owner, name = deepspeed.zero.GatheredParameters, "__enter__" if "before" in where else "__exit__"
     if "codes" in where:
-        owner, name = type(engine.fp8.parameter_gather), "whole"
+        owner, name = type(engine.fp8.weights), "whole"
     gather, calls = getattr(owner, name), []
 
     def failing(*arguments):

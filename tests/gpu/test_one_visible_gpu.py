@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_fp8.zero import transport
+from ds_fp8.zero import collectives
 from tests.ranks import RankPool
 from tests.zero.models import bf16_weights, build, config, train
 
@@ -24,8 +24,8 @@ def pool() -> Iterator[RankPool]:
 
 
 def trained(by_nccl: bool) -> tuple[int, dict, list[float], dict]:
-    share = mock.Mock(return_value="for comparison") if by_nccl else transport.share
-    with mock.patch.object(transport, "share", share):
+    share = mock.Mock(return_value="for comparison") if by_nccl else collectives.share
+    with mock.patch.object(collectives, "share", share):
         engine = build(config({"preset": "infir2", "linear": {"skip": []}}), sizes=(256, 512))
     losses = train(engine, 5)
     weights = bf16_weights(engine)

@@ -9,10 +9,11 @@ import torch
 from ds_fp8.casts import quantize
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.layers.linear.weights import GATHERED
-from ds_fp8.zero import transport
-from ds_fp8.zero.gradient_wire import pack, pack_reference, sum_rows, sum_rows_reference
-from ds_fp8.zero.message import CastOptions
-from ds_fp8.zero.shard_cast import ReferenceShardCast, make_shard_cast
+from ds_fp8.zero import collectives
+from ds_fp8.zero.cast import ReferenceShardCast, make_shard_cast
+from ds_fp8.zero.collectives import CastOptions
+from ds_fp8.zero.gradients import sum_rows, sum_rows_reference
+from ds_fp8.zero.reduce import pack, pack_reference
 from tests.zero import models, test_one_rank
 from tests.zero.shard_casts import SHAPES, cast_on_all_ranks
 from tests.zero.test_gradient_reduce import OPTIONS
@@ -208,7 +209,7 @@ def test_a_gather_may_be_waited_for_on_another_stream(gpu_ranks):
 
 
 def by_nccl(config):
-    with mock.patch.object(transport, "share", return_value="for comparison"):
+    with mock.patch.object(collectives, "share", return_value="for comparison"):
         return losses_and_weights(config)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from ds_fp8.zero import seams
+from ds_fp8.zero.deepspeed.methods import disable_shm_build
 from tests.engine.graphs_in_python import Graphs, engine_of
 
 STEPS = 6
@@ -37,7 +37,7 @@ def losses(graphs: bool) -> tuple[list[float], list[str], str]:
 
 
 if __name__ == "__main__":
-    seams.disable_shm_build()
+    disable_shm_build()
     deepspeed.init_distributed("gloo")
     result = {"eager": losses(False), "graphs": losses(True)}
     Path(sys.argv[1], f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))

@@ -93,4 +93,4 @@ def gathered(section):
     engine = models.build(models.config({**section, "monitor": {"every": 0}}))
     models.train(engine, 1)
     linears = [module for module in engine.module.modules() if isinstance(module, FP8Linear)]
-    return [engine.fp8.parameter_gather.gathers(linear.weight) for linear in linears]
+    return [engine.fp8.weights.in_fp8(linear.weight) for linear in linears]

@@ -11,7 +11,7 @@ from ds_fp8.layers.attention.hadamard import Rotation
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import GATHERED
 from ds_fp8.research.formats import ResearchSpec, cast_matrix
-from ds_fp8.zero.shard_cast import ReferenceShardCast
+from ds_fp8.zero.cast import ReferenceShardCast
 from tests.zero import models
 from tests.zero.shard_casts import cast_on_all_ranks, weights_of
 
@@ -32,7 +32,7 @@ def trained(fp8):
     losses = models.train(engine, 4)
     same = []
     for module in engine.module.modules():
-        if isinstance(module, FP8Linear) and engine.fp8.parameter_gather.gathers(module.weight):
+        if isinstance(module, FP8Linear) and engine.fp8.weights.in_fp8(module.weight):
             spec = module.recipe.weight
             master = models.full_master(module.weight)
             expected = cast_matrix(master, spec)
@@ -62,7 +62,7 @@ def quartet():
         engine = models.build(models.config({"preset": "quartet"}), sizes=SIZES)
     losses = models.train(engine, 4)
     text = " ".join(printed.getvalue().replace("│", " ").split())
-    return losses, engine.fp8.report["remarks"]["rotation"], text, engine.fp8.parameter_gather
+    return losses, engine.fp8.report["remarks"]["rotation"], text, engine.fp8.weights
 
 
 def test_weights_that_are_cast_again_for_dgrad_are_gathered_in_bf16(ranks):

@@ -17,7 +17,7 @@ from ds_fp8.export.checkpoints import export_checkpoint
 from ds_fp8.train import load_stage, resume, train
 from ds_fp8.train.checkpoints import Manifest, save_file
 from ds_fp8.train.model import build_model, load_model_config
-from ds_fp8.zero.safe_load import load_tensors
+from ds_fp8.zero.deepspeed.checkpoints import load_tensors
 from tests.train.damage import save_two, step
 from tests.train.test_checkpoints_damage import settle
 

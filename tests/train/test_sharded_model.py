@@ -24,7 +24,7 @@ import ds_fp8
 from ds_fp8.config.errors import UserError
 from ds_fp8.train import load_stage
 from ds_fp8.train.model import build_model, build_sharded_model
-from ds_fp8.zero.seams import full_shape
+from ds_fp8.zero.deepspeed.parameters import full_shape
 from tests.ranks import RankPool
 from tests.zero.models import take_step
 

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from ds_fp8.zero import peer_memory
+from ds_fp8.zero import collectives
 
 
 class Memory:
@@ -34,6 +34,6 @@ def gpus(visible, index, memory=Memory, accessible=True):
         patch.object(torch.cuda, "device_count", lambda: len(visible)),
         patch.object(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=visible[i])),
         patch.object(torch.cuda, "can_device_access_peer", can_access),
-        patch.object(peer_memory, "PeerMemory", memory),
+        patch.object(collectives, "PeerMemory", memory),
     ):
         yield torch.device("cuda", index)

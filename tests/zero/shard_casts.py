@@ -9,8 +9,8 @@ from torch import nn
 
 from ds_fp8.casts import scale_from_amax
 from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec
-from ds_fp8.zero.seams import Shard
-from ds_fp8.zero.shards import ShardedWeight, place_scales, stacks_of
+from ds_fp8.zero.deepspeed.parameters import Shard
+from ds_fp8.zero.weight import ShardedWeight, place_scales, stacks_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(131, 301), (256, 128), (1, 5), (70, 131), (400, 16), (3, 1000), (128, 384)]

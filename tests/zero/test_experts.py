@@ -361,8 +361,8 @@ def moved_to_bf16():
     losses = train(engine, 2)
     engine.fp8.health.move_to_bf16(["model.layers.0.mlp.experts"])
     losses += train(engine, 2, start=2)
-    gather = engine.fp8.parameter_gather
-    return losses, {name: gather.gathers(weight) for name, weight in experts_of(engine).items()}
+    gather = engine.fp8.weights
+    return losses, {name: gather.in_fp8(weight) for name, weight in experts_of(engine).items()}
 
 
 def test_experts_of_one_layer_go_on_in_bf16(ranks):

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from ds_fp8.zero.gradient_sum import add_rows_reference
-from ds_fp8.zero.gradient_wire import pack_reference, sum_rows_reference
-from ds_fp8.zero.message import SPAN, Target, span_count
-from ds_fp8.zero.recent import LIMIT, Recent
+from ds_fp8.zero.collectives import LIMIT, SPAN, Recent, Target, span_count
+from ds_fp8.zero.gradients import add_rows_reference, sum_rows_reference
+from ds_fp8.zero.reduce import pack_reference
 from tests.zero.test_gradient_wire import gradients_of, laid_out, packed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,7 +53,7 @@ def test_a_sum_of_squares_beyond_fp32_is_finite_and_inf_is_not():
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(("rows", "dtype"), [(2, torch.float32), (3, torch.float32), (3, torch.bfloat16)])
 def test_the_kernel_gives_the_bits_of_the_reference(numels, accumulate, rows, dtype):
-    kernel = pytest.importorskip("ds_fp8.zero.gradient_sum_triton", reason="Triton is not installed")
+    kernel = pytest.importorskip("ds_fp8.zero.reduce_triton", reason="Triton is not installed")
     message, shape, targets, total = message_of(numels, rows)
     results = []
     for add_rows, device in ((add_rows_reference, "cpu"), (kernel.add_rows, DEVICE)):
@@ -73,7 +72,7 @@ def test_the_kernel_gives_the_bits_of_the_reference(numels, accumulate, rows, dt
 @pytest.mark.parametrize("rows", [7, 8, 9, 16, 17, 256])
 def test_many_ranks_are_summed_in_their_order(rows):
     """In a loop, with the bits of the sum that is written out: rounding makes another order visible."""
-    kernel = pytest.importorskip("ds_fp8.zero.gradient_sum_triton", reason="Triton is not installed")
+    kernel = pytest.importorskip("ds_fp8.zero.reduce_triton", reason="Triton is not installed")
     shape, slices = laid_out(rows, 1, [300, 5000 * rows])
     gradients = [torch.randn(numel, generator=torch.Generator().manual_seed(numel)) for numel in (300, 5000 * rows)]
     message = packed(pack_reference, gradients, shape, slices, "e4m3")
@@ -88,7 +87,7 @@ def test_many_ranks_are_summed_in_their_order(rows):
 
 
 def test_tables_of_buckets_that_vary_are_forgotten(monkeypatch):
-    kernel = pytest.importorskip("ds_fp8.zero.gradient_sum_triton", reason="Triton is not installed")
+    kernel = pytest.importorskip("ds_fp8.zero.reduce_triton", reason="Triton is not installed")
     message, shape, targets, total = message_of([5000, 6000, 7000])
     message, gradient = message.to(DEVICE), torch.zeros(total, device=DEVICE)
     squares = torch.zeros(sum(span_count(t.numel) for t in targets), device=DEVICE).double()
@@ -107,7 +106,7 @@ def test_tables_of_buckets_that_vary_are_forgotten(monkeypatch):
 
 
 def test_tables_that_a_graph_writes_are_of_that_graph_alone(monkeypatch):
-    kernel = pytest.importorskip("ds_fp8.zero.gradient_sum_triton", reason="Triton is not installed")
+    kernel = pytest.importorskip("ds_fp8.zero.reduce_triton", reason="Triton is not installed")
     capturing = False
     monkeypatch.setattr(kernel, "_tables", lambda targets, device: object())
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: capturing)
@@ -141,7 +140,7 @@ def test_what_was_used_last_is_kept():
 
 
 def test_a_rank_without_any_part_launches_nothing():
-    kernel = pytest.importorskip("ds_fp8.zero.gradient_sum_triton", reason="Triton is not installed")
+    kernel = pytest.importorskip("ds_fp8.zero.reduce_triton", reason="Triton is not installed")
     message, shape, _, _ = message_of([5000])
     empty = torch.zeros(0)
     kernel.add_rows(message, shape, "e4m3", 3, [], empty, empty.double(), False)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from ds_fp8.casts import quantize
-from ds_fp8.zero.gradient_wire import pack_reference, sum_rows_reference
-from ds_fp8.zero.message import CastOptions, Message, Slices
+from ds_fp8.zero.collectives import CastOptions, Message, Slices
+from ds_fp8.zero.gradients import sum_rows_reference
+from ds_fp8.zero.reduce import pack_reference
 
 # Relative error of one cast per group of 128, as a share of the gradient's norm.
 TOLERANCE = {"e4m3": 0.04, "e5m2": 0.08}
@@ -21,7 +22,7 @@ SHAPES = [
 
 
 def kernels():
-    return pytest.importorskip("ds_fp8.zero.gradient_wire_triton", reason="Triton is not installed")
+    return pytest.importorskip("ds_fp8.zero.reduce_triton", reason="Triton is not installed")
 
 
 def laid_out(rows, places, numels):

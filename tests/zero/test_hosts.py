@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 from deepspeed import comm as dist
 
-from ds_fp8.zero import hosts, peer_memory
+from ds_fp8.zero import collectives, hosts
 from ds_fp8.zero.hosts import Hosts, find_hosts, identity
 from tests.zero.gpus import Memory, gpus
 
@@ -76,7 +76,7 @@ def shared(visible_of_rank, index_of_rank, options):
     rank = dist.get_rank()
     before = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
     with gpus(visible_of_rank[rank], index_of_rank[rank], **options) as device:
-        found = peer_memory.share(16, device, None)
+        found = collectives.share(16, device, None)
     assert os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == before
     return found if isinstance(found, str) else ("shared", found.overlapping)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.zero import fp8_shards
-from ds_fp8.zero.peer_memory import PeerMemory
+from ds_fp8.zero import weights
+from ds_fp8.zero.collectives import PeerMemory
 from tests.zero import models
 
-CHOOSE = fp8_shards.choose
+CHOOSE = weights.choose
 POINTS = (
     "before write",
     "after write",
@@ -138,14 +138,14 @@ def trained(point):
     """Losses and masters of a run whose ranks read each other's shards, one of them late; None: by collectives."""
     if point is not None:
         kind = type("Late", (Late,), {"point": point})
-        fp8_shards.choose = lambda numel, device, groups: kind(numel, device, groups[0])
+        weights.choose = lambda numel, device, groups: kind(numel, device, groups[0])
     try:
         engine = models.build(models.config({"monitor": {"every": 0}}, stage3_prefetch_bucket_size=10**6))
     finally:
-        fp8_shards.choose = CHOOSE
+        weights.choose = CHOOSE
     losses = models.train(engine, 2)
     losses += models.train(engine, 1, start=2)
-    by_copies = isinstance(engine.fp8.parameter_gather.shards.transport, PeerMemory)
+    by_copies = isinstance(engine.fp8.weights.transport, PeerMemory)
     return losses, [models.full_master(p) for p in engine.module.parameters()], by_copies
 
 

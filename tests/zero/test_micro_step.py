@@ -5,7 +5,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from ds_fp8.zero.seams.micro_step import MicroStep
+from ds_fp8.zero.deepspeed.micro_step import MicroStep
 from tests.zero import models
 
 REUSE = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_reuse_distance": 10**6}
@@ -50,7 +50,7 @@ def broken_off(where, interrupted):
         with pytest.raises(ValueError, match="planted"):
             forward_and_backward(engine, models.batch(77, dist.get_rank()))
         hook.remove()
-        engine.fp8.parameter_gather.forget_gathered()
+        engine.fp8.weights.forget_unsharded()
         micro_step.abandon()
         micro_step.restore(state)
         assert statuses(engine) == {ZeroParamStatus.NOT_AVAILABLE}
@@ -104,13 +104,13 @@ def pinned(pin):
     """Losses and masters of steps between which the scales are pinned, or are not."""
     engine = built()
     losses = models.train(engine, 2)
-    gather = engine.fp8.parameter_gather
+    gather = engine.fp8.weights
     if pin:
         gather.pin_scales()
-        before = [weight.scale.data_ptr() for weight in gather._weights.values()]
+        before = [weight.scale.data_ptr() for weight in gather]
     losses += models.train(engine, 3, start=2)
     if pin:
-        assert [weight.scale.data_ptr() for weight in gather._weights.values()] == before
+        assert [weight.scale.data_ptr() for weight in gather] == before
     return losses, masters(engine)
 
 
@@ -123,15 +123,15 @@ def test_pinned_scales_follow_the_masters(ranks):
 def addresses(_):
     engine = built()
     models.train(engine, 1)
-    micro_step, gather = MicroStep(engine), engine.fp8.parameter_gather
+    micro_step, gather = MicroStep(engine), engine.fp8.weights
 
     def now():
-        return (*micro_step.addresses(gather.gathers), *gather.addresses())
+        return (*micro_step.addresses(gather.in_fp8), *gather.addresses())
 
     seen = [now()]
     models.train(engine, 1, start=1)
     seen.append(now())
-    gather.leave_out([next(iter(gather._weights.values())).parameter])
+    gather.leave_fp8([next(iter(gather)).parameter])
     seen.append(now())
     return seen[0] == seen[1], seen[1] == seen[2]
 

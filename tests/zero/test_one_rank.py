@@ -8,14 +8,15 @@ import torch
 from deepspeed import comm as dist
 
 from ds_fp8.layers.linear.weights import GATHERED
-from ds_fp8.zero import grouped, parameter_gather, seams
+from ds_fp8.zero import collectives, weights
+from ds_fp8.zero.deepspeed.parameters import master_shard
 from tests.zero import models
 from tests.zero.test_parameter_gather import SECTIONS, fp8_linears, gather
 from tests.zero.test_training import QUIET
 
 ALIGNED, RAGGED = (256, 512), (131, 301)
 REUSED = {"stage3_prefetch_bucket_size": 10**8, "stage3_max_reuse_distance": 10**8}
-COPIED = patch.object(parameter_gather, "ALIGNMENT", 1 << 62)
+COPIED = patch.object(weights, "ALIGNMENT", 1 << 62)
 """Let no weight lie where it can be used."""
 
 
@@ -48,12 +49,12 @@ def sent_and_allocated():
     engine = build()
     models.train(engine, 1)
     weights = [module.weight for module in fp8_linears(engine).values()]
-    codes = engine.fp8.parameter_gather.shards.codes
+    codes = engine.fp8.weights.codes
 
     def refuse(*arguments, **options):
         raise AssertionError("one rank has nobody to gather from, or to send gradients to")
 
-    with patch.object(grouped, "all_gather", refuse), patch.object(dist, "all_to_all_single", refuse):
+    with patch.object(collectives, "all_gather", refuse), patch.object(dist, "all_to_all_single", refuse):
         gather(engine, weights)
         models.train(engine, 2)
     gather(engine, weights)
@@ -71,11 +72,11 @@ def numbers(engine):
 
 def change_masters(engine):
     """Write the masters and let them be cast, as an optimizer step does."""
-    gatherer = engine.fp8.parameter_gather
-    for weight in gatherer._all:
-        seams.master_shard(weight.parameter).mul_(1.37)
-    gatherer.shards.masters_updated()
-    gatherer.shards.cast()
+    gatherer = engine.fp8.weights
+    for weight in gatherer:
+        master_shard(weight.parameter).mul_(1.37)
+    gatherer.step_wrote()
+    gatherer.cast()
 
 
 def gathered_over_a_step(left_out):
@@ -86,7 +87,7 @@ def gathered_over_a_step(left_out):
     gather(engine, weights)
     before = numbers(engine)
     if left_out:
-        engine.fp8.parameter_gather.leave_out(weights)
+        engine.fp8.weights.leave_fp8(weights)
     change_masters(engine)
     stays = all(map(torch.equal, before, numbers(engine)))
     for weight in weights:
@@ -124,7 +125,7 @@ def test_a_weight_fetched_over_a_step_is_the_new_one(ranks):
 def read_whole():
     engine = build()
     weight = fp8_linears(engine)["layers.0.up"].weight
-    found = engine.fp8.parameter_gather.whole(weight)
+    found = engine.fp8.weights.whole(weight)
     before = found.dequantize()
     change_masters(engine)
     return torch.equal(found.dequantize(), before)

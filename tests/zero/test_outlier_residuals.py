@@ -13,7 +13,8 @@ from ds_fp8.casts import quantize
 from ds_fp8.casts.outliers import weight_residual
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import RESIDUAL
-from ds_fp8.zero import outlier_residuals
+from ds_fp8.zero.cast import ReferenceResidualCast
+from ds_fp8.zero.weight import ShardedWeight
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 
@@ -114,19 +115,19 @@ def test_channels_are_looked_for_again_on_measured_steps_and_kept_in_checkpoints
 
 def kernel_and_reference(world):
     """Bytes of all residuals by the kernel in Triton's interpreter, and by the reference, at one state of masters."""
-    from ds_fp8.zero.outlier_residuals_triton import TritonResidualCast
+    from ds_fp8.zero.cast_triton import TritonResidualCast
 
     engine = models.build(models.config(SECTION))
     models.train(engine, 1)
-    shards = engine.fp8.parameter_gather.shards
+    shards = engine.fp8.weights
     pairs = []
     for some in shards._sets:
         known = some._residuals._weights
         results = []
-        for cast in (outlier_residuals.ReferenceResidualCast(), TritonResidualCast()):
+        for cast in (ReferenceResidualCast(), TritonResidualCast()):
             for one in known:
                 one.residual.zero_()
-            cast.write(known, some._scales, shards._source)
+            cast.write(known, some._scales, ShardedWeight.numbers)
             results.append(torch.cat([one.residual.flatten().clone() for one in known]))
         pairs.append(results)
     return pairs

@@ -77,7 +77,7 @@ def emulated_against_whole():
     engine = models.build(models.config({"linear": {"overrides": overrides}, "monitor": {"every": 0}}))
     models.train(engine, 1)
     shown = {}
-    engine.fp8.parameter_gather.shards.observe(lambda weight, rows, cast, elements: shown.update({id(weight): cast}))
+    engine.fp8.weights.observe(lambda weight, rows, cast, elements: shown.update({id(weight): cast}))
     result = {}
     for name, module in fp8_linears(engine).items():
         whole = quantize(models.full_master(module.weight), *EMULATED[name])
@@ -255,7 +255,7 @@ def test_frozen_weights_are_gathered_in_fp8_and_stay(ranks):
 def master_and_bf16_agree():
     engine = models.build(models.config({"monitor": {"every": 0}}))
     models.train(engine, 2)
-    from ds_fp8.zero.seams import consolidated_state_dict
+    from ds_fp8.zero.deepspeed.checkpoints import consolidated_state_dict
 
     masters = {name: models.full_master(p).bfloat16() for name, p in engine.module.named_parameters()}
     state = consolidated_state_dict(engine)

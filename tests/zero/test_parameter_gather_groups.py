@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_fp8.casts import quantize
 from ds_fp8.layers.linear.weights import GATHERED, can_stack, stacked_operand
-from ds_fp8.zero.shards import SCALE_ALIGNMENT
+from ds_fp8.zero.weight import SCALE_ALIGNMENT
 from tests.zero import models
 from tests.zero.test_parameter_gather import SECTIONS, SPECS, fp8_linears, gather
 from tests.zero.test_training import QUIET, assert_same

@@ -5,7 +5,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_fp8.zero import grouped, seams
+from ds_fp8.zero import lifecycle
+from ds_fp8.zero.deepspeed import parameters
 from tests.zero import models
 
 SECTION = {"monitor": {"every": 0}}
@@ -15,12 +16,12 @@ def persistent(threshold, together):
     """Values of persistent parameters after three steps, launches of gathers and waits of the host in the last."""
     engine = models.build(models.config(SECTION, stage3_param_persistence_threshold=threshold))
     whole = {name: p for name, p in engine.module.named_parameters() if p.ds_persist}
-    gather_together = seams.gather_together
+    gather_together = lifecycle.gather_together
     if not together:
-        seams.gather_together = lambda *_: False
+        lifecycle.gather_together = lambda *_: False
     losses = models.train(engine, 2)
-    launched, gather, waits = [], grouped.all_gather, []
-    grouped.all_gather = lambda *words: launched.append(len(words[0])) or gather(*words)
+    launched, gather, waits = [], parameters.all_gather, []
+    parameters.all_gather = lambda *words: launched.append(len(words[0])) or gather(*words)
     accelerator, synchronize = get_accelerator(), get_accelerator().synchronize
     accelerator.synchronize = lambda *words: waits.append(1) or synchronize(*words)
     close = engine.optimizer._post_step
@@ -38,7 +39,7 @@ def persistent(threshold, together):
     try:
         losses += models.train(engine, 1, start=2)
     finally:
-        grouped.all_gather, seams.gather_together = gather, gather_together
+        parameters.all_gather, lifecycle.gather_together = gather, gather_together
         del accelerator.synchronize, engine.optimizer._post_step
     values = {name: parameter.detach().clone() for name, parameter in whole.items()}
     rounded = {name: models.full_master(parameter).bfloat16() for name, parameter in whole.items()}

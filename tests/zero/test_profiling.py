@@ -3,7 +3,7 @@
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ds_fp8.zero import profiling
+from ds_fp8.zero import streams
 from tests.engine.graphs_in_python import Graphs, engine_of
 from tests.zero import models
 
@@ -76,4 +76,4 @@ def test_so_has_a_replay(ranks):
 
 
 def test_without_a_profiler_there_is_one_context_for_all():
-    assert profiling.profiled("cast") is profiling.profiled("step")
+    assert streams.profiled("cast") is streams.profiled("step")

@@ -33,9 +33,9 @@ def loss(of) -> float:
 
 def codes(of) -> torch.Tensor | None:
     """FP8 shards cast from the present weights."""
-    gather = of.fp8.parameter_gather
-    gather.settle()
-    return gather.shards.codes.clone()
+    gather = of.fp8.weights
+    gather.cast_and_wait()
+    return gather.codes.clone()
 
 
 def copies(first: str, second: str, trains: bool):
@@ -98,7 +98,7 @@ def averages(together: bool):
     found = models.bf16_weights(average)
     equal = all(torch.equal(found[name].float(), right[name]) for name in right)
     before = codes(average)
-    average.fp8.parameter_gather.shards.loaded()  # all cast again, from the shards
+    average.fp8.weights.load_wrote()  # all cast again, from the shards
     result = equal, torch.equal(before, codes(average)), loss(average)
     for each in (policy, average):
         each.destroy()

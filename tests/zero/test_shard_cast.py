@@ -5,7 +5,7 @@ import torch
 
 from ds_fp8.casts import QuantizedTensor, quantize, scale_from_amax
 from ds_fp8.config.formats import CastSpec
-from ds_fp8.zero.shard_cast import ReferenceShardCast, make_shard_cast
+from ds_fp8.zero.cast import ReferenceShardCast, make_shard_cast
 from tests.zero.shard_casts import (
     DEVICE,
     SHAPES,
@@ -24,7 +24,7 @@ def reference(weights, codes, spec):
 
 
 def implementations():
-    kernels = pytest.importorskip("ds_fp8.zero.shard_cast_triton", reason="Triton is not installed")
+    kernels = pytest.importorskip("ds_fp8.zero.cast_triton", reason="Triton is not installed")
     return [reference, kernels.TritonShardCast]
 
 

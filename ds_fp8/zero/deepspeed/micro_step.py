@@ -17,9 +17,13 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fp8.zero import streams
-from ds_fp8.zero.deepspeed_versions import ACTIVE_BACKWARD, AVAILABLE_PARAMETERS, FETCH_EVENTS, GATHER_STREAM, IN_FLIGHT
 
-_COUNTERS = ("ds_grads_remaining", "applied_pre_backward_ref_cnt")
+_FETCH_EVENTS = "_PartitionedParameterCoordinator__ongoing_fetch_events"
+_IN_FLIGHT = "_PartitionedParameterCoordinator__inflight_param_registry"
+_GATHER_STREAM = "_PartitionedParameterCoordinator__allgather_stream"
+_ACTIVE_BACKWARD = "_PartitionedParameterCoordinator__active_backward_submodules"
+_AVAILABLE_PARAMETERS = "_PartitionedParameterCoordinator__n_available_params"
+COUNTERS = ("ds_grads_remaining", "applied_pre_backward_ref_cnt")
 """Attributes of modules in which DeepSpeed's hooks count between forward and backward."""
 
 
@@ -70,7 +74,6 @@ class MicroStep:
 
     @property
     def persistent(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that stay whole between micro-steps."""
         return [parameter for parameter in self.parameters if parameter.ds_persist]
 
     @property
@@ -81,17 +84,14 @@ class MicroStep:
 
     @property
     def reducing(self) -> bool:
-        """Return whether gradients wait for a full bucket."""
         return any(bucket.params for bucket in self._zero.ipg_buckets.values())
 
     @property
     def training(self) -> tuple[bool, ...]:
-        """Return of every module whether it is in training mode."""
         return tuple(module.training for module in self.modules)
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """Return of every parameter whether it gets a gradient."""
         return tuple(parameter.requires_grad for parameter in self.parameters)
 
     def addresses(self, elsewhere: Callable[[torch.nn.Parameter], bool]) -> tuple[int, ...]:
@@ -114,16 +114,15 @@ class MicroStep:
             self._engine.tput_timer.start()
 
     def side_streams(self) -> list[object]:
-        """Return the streams of gathers and reductions."""
-        return [getattr(self._coordinator, GATHER_STREAM), self._zero.reduce_and_partition_stream]
+        return [getattr(self._coordinator, _GATHER_STREAM), self._zero.reduce_and_partition_stream]
 
     @contextlib.contextmanager
     def unthrottled(self) -> Iterator[None]:
         """Keep the host from waiting for gathers and reductions: what is captured does not run."""
         # DeepSpeed has the host wait for events, lest it run too far ahead with memory. In a capture nothing runs, so
         # that events never come, and memory is reused by the order of the graph.
-        fetches, reductions = getattr(self._coordinator, FETCH_EVENTS), self._zero.param_reduce_events
-        setattr(self._coordinator, FETCH_EVENTS, _Discarded())
+        fetches, reductions = getattr(self._coordinator, _FETCH_EVENTS), self._zero.param_reduce_events
+        setattr(self._coordinator, _FETCH_EVENTS, _Discarded())
         self._zero.param_reduce_events = _Discarded()
         synchronize = torch.cuda.Stream.synchronize  # a gather of one rank, which is a copy, calls it
         ours = {side.cuda_stream for side in self.side_streams() if side is not None}
@@ -137,12 +136,12 @@ class MicroStep:
             yield
         finally:
             torch.cuda.Stream.synchronize = synchronize
-            setattr(self._coordinator, FETCH_EVENTS, fetches)
+            setattr(self._coordinator, _FETCH_EVENTS, fetches)
             self._zero.param_reduce_events = reductions
 
     def finish_gathers(self) -> None:
         """Let the current stream wait for all gathers in flight; their parameters are available then."""
-        registry = getattr(self._coordinator, IN_FLIGHT)
+        registry = getattr(self._coordinator, _IN_FLIGHT)
         for parameter in list(registry):
             # On the stream of gathers: buffers were allocated there, and what a wait copies must lie behind them in its
             # order.
@@ -168,10 +167,10 @@ class MicroStep:
         self.wait_for_sides()
         missing = [p for p in self.persistent if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         if missing:
-            missing[0].all_gather(missing)
+            parameter = missing[0]  # any: it takes the list
+            parameter.all_gather(missing)
 
     def wait_for_sides(self) -> None:
-        """Let the current stream wait for gathers and reductions that have been enqueued."""
         for side in self.side_streams():
             streams.wait_stream(side)
 
@@ -182,19 +181,18 @@ class MicroStep:
             if parameter.ds_status == ZeroParamStatus.AVAILABLE and not parameter.ds_persist:
                 parameter.ds_active_sub_modules.clear()
                 parameter.partition()
-        setattr(self._coordinator, AVAILABLE_PARAMETERS, 0)
+        setattr(self._coordinator, _AVAILABLE_PARAMETERS, 0)
 
     def remember(self) -> dict[str, Any]:
         """Return the counters of DeepSpeed's hooks, for `restore`."""
         return {
             "backward": dict(vars(self._zero._backward_hook_state)),
             "epilogue": self._zero.averaged_gradients,
-            "modules": [{name: vars(m)[name] for name in _COUNTERS if name in vars(m)} for m in self.modules],
+            "modules": [{name: vars(m)[name] for name in COUNTERS if name in vars(m)} for m in self.modules],
             "stack": list(parameter_offload.FWD_MODULE_STACK),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Put the counters back to what they were."""
         vars(self._zero._backward_hook_state).update(state["backward"])
         self._zero.averaged_gradients = state["epilogue"]
         for module, counters in zip(self.modules, state["modules"], strict=True):
@@ -203,8 +201,8 @@ class MicroStep:
 
     def abandon(self) -> None:
         """Drop all that a capture that failed has begun: nothing of it is in any memory."""
-        getattr(self._coordinator, IN_FLIGHT).clear()
-        getattr(self._coordinator, ACTIVE_BACKWARD).clear()
+        getattr(self._coordinator, _IN_FLIGHT).clear()
+        getattr(self._coordinator, _ACTIVE_BACKWARD).clear()
         if self._coordinator.is_record_trace():
             self._coordinator._invalidate_trace()
         for bucket in self._zero.ipg_buckets.values():
@@ -216,4 +214,4 @@ class MicroStep:
                 # Its data lies in the pool of the failed capture, which is given back: nobody may read it any more.
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
                 parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        setattr(self._coordinator, AVAILABLE_PARAMETERS, 0)
+        setattr(self._coordinator, _AVAILABLE_PARAMETERS, 0)

@@ -1,4 +1,4 @@
-"""Triton kernels of shard_cast: amax and cast of all master shards of a rank, one launch each.
+"""Triton kernels of cast.py: amax, cast, and residuals of all master shards of a rank, one launch each.
 
 The weights are cut into tiles of 128 x 128 elements; a shard gives one program to each tile that it has a part of. A
 program finds its weight through `owner`, that weight's geometry in a row of `table`, and the numbers to cast at an
@@ -14,6 +14,9 @@ An amax travels as the bits of its float, which order like the numbers: groups w
 
 A block of 128 x 128 that lies in one shard has its scale as soon as it has its amax: it is cast in the first launch, and
 its masters are read once. The second casts the blocks that a rank shares with others.
+
+The residuals have tables of their own (RESIDUAL_FIELDS): a program takes 128 rows, and 64 outlier channels, of a weight
+that this rank has a part of.
 """
 
 from __future__ import annotations
@@ -25,21 +28,30 @@ import torch
 import triton
 import triton.language as tl
 
+from ds_fp8.casts.outliers import HALF
+from ds_fp8.casts.outliers_triton import ROUND_EVERY_PRODUCT
 from ds_fp8.casts.primitives_triton import (
     MODES,
     ROW,
     TENSOR,
+    TRITON_DTYPES,
     amax_bits,
     format_arguments,
     scale_of,
     to_fp8,
 )
 from ds_fp8.config.formats import BLOCK, CastSpec
-from ds_fp8.zero.shards import ShardedWeight, Source, on_device
+from ds_fp8.zero.weight import Numbers, ShardedWeight, on_device
 
 FIELDS = ("first_program", "columns", "start", "stop", "first_tile_row", "data_start", "scale_start", "scales_per_row")
 ALIGNMENT = 16
 """Elements, and bytes of an address, that everything must be a multiple of for accesses of 16 bytes."""
+
+RESIDUAL_FIELDS = (
+    "source", "is_bf16", "codes", "channels", "residual", "start", "stop", "columns", "count", "scale_start",
+    "scales_per_row", "first_program",
+)  # fmt: skip
+"""Addresses, in bytes; the shard's part of the weight; lengths; places in the buffer of scales and among programs."""
 
 
 @triton.jit
@@ -148,7 +160,7 @@ def _cast(
 
 
 class TritonShardCast:
-    """ShardCast of shard_cast.py in one launch a half; shards that are offloaded are copied and cast one by one."""
+    """ReferenceShardCast (cast.py) in one launch a half; shards that are offloaded are copied and cast one by one."""
 
     def __init__(self, weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: CastSpec):
         # A rank may hold nothing but padding of a small weight.
@@ -178,16 +190,15 @@ class TritonShardCast:
         self._listed: list[tuple[int, int]] = []
         self._sources = torch.empty(0, dtype=torch.int64)
 
-    def write_amax(self, amax: torch.Tensor, source: Source) -> None:
-        """Write the amax of every group, as ShardCast says, and the codes of blocks that this rank has to itself."""
+    def write_amax(self, amax: torch.Tensor, source: Numbers) -> None:
+        """Write the amax of every group, and the codes of blocks that this rank has to itself."""
         self._launch(_amax, self._all, (amax.view(torch.int32), self._alone, self._shards), source)
 
-    def cast(self, scales: torch.Tensor, source: Source) -> None:
-        """Refill every weight's `data`, as ShardCast says."""
+    def cast(self, scales: torch.Tensor, source: Numbers) -> None:
         self._launch(_cast, self._left, (scales, self._shards), source)
 
     def _launch(
-        self, kernel: triton.JITFunction, programs: _Programs, buffers: tuple[torch.Tensor, ...], source: Source
+        self, kernel: triton.JITFunction, programs: _Programs, buffers: tuple[torch.Tensor, ...], source: Numbers
     ) -> None:
         if not programs.of(0, len(self._weights)).numel():  # a rank may have no part of any weight
             return
@@ -236,7 +247,6 @@ class _Programs:
         self._bounds = torch.searchsorted(tiles, torch.tensor(first_of_weights, dtype=torch.int32)).tolist()
 
     def of(self, first_weight: int, count: int) -> torch.Tensor:
-        """Return the tiles of `count` weights."""
         return self._tiles[self._bounds[first_weight] : self._bounds[first_weight + count]]
 
 
@@ -258,5 +268,88 @@ def _tiles(weight: ShardedWeight) -> tuple[int, int, int]:
 
 
 def _is_readable(numbers: torch.Tensor, device: torch.device) -> bool:
-    """Return whether the kernels can read them where they are."""
     return numbers.device == device and numbers.dtype in (torch.float32, torch.bfloat16) and numbers.is_contiguous()
+
+
+@triton.jit
+def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.constexpr):
+    program = tl.program_id(0)
+    fields = table + tl.load(owner + program).to(tl.int64) * 12
+    codes = tl.load(fields + 2).to(tl.pointer_type(tl.uint8))
+    channels = tl.load(fields + 3).to(tl.pointer_type(tl.int32))
+    residual = tl.load(fields + 4).to(tl.pointer_type(tl.uint8))
+    start, stop, columns, count = tl.load(fields + 5), tl.load(fields + 6), tl.load(fields + 7), tl.load(fields + 8)
+    block = start // columns // 128 + program - tl.load(fields + 11)
+    scale = scales + tl.load(fields + 9) + block * tl.load(fields + 10)
+
+    #     x    = master[n, channel];  code = FP8 shard[n, channel]       of outlier channels only
+    #     lost = x - code * scale[block of n, channel / 128]
+    #     residual[n, place] = cast(lost / largest scale of the row of blocks)
+    n = block * 128 + tl.arange(0, 128)
+    place = tl.program_id(1) * 64 + tl.arange(0, 64)
+    channel = tl.load(channels + place, mask=place < count, other=0).to(tl.int64)
+    index = n[:, None] * columns + channel[None, :]
+    inside = (index >= start) & (index < stop) & (place < count)[None, :]
+    index -= start
+    if tl.load(fields + 1) == 1:
+        x = tl.load(tl.load(fields).to(tl.pointer_type(tl.bfloat16)) + index, mask=inside, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(tl.load(fields).to(tl.pointer_type(tl.float32)) + index, mask=inside, other=0.0)
+    code = tl.load(codes + index, mask=inside, other=0).to(DTYPE, bitcast=True).to(tl.float32)
+    of_channel = tl.load(scale + channel // 128)
+    group = tl.arange(0, GROUPS)
+    # One scale for a row of blocks, known everywhere: the largest of that row's bounds all of its rounding errors.
+    of_row = tl.max(tl.load(scale + group, mask=group < (columns + 127) // 128, other=0.0), 0)
+    lost = to_fp8(x - code * of_channel[None, :], tl.div_rn(1.0, of_row), DTYPE).to(tl.uint8, bitcast=True)
+    tl.store(residual + n[:, None] * count + place[None, :], lost, mask=inside)
+
+
+class TritonResidualCast:
+    """ReferenceResidualCast (cast.py) in one launch; masters that are offloaded are copied to the device for it."""
+
+    def __init__(self) -> None:
+        self._listed: list[tuple[int, ...]] = []
+        self._table = self._owner = torch.empty(0)
+
+    def write(
+        self,
+        weights: Sequence[tuple[ShardedWeight, torch.Tensor]],
+        scales: torch.Tensor,
+        source: Numbers,
+    ) -> None:
+        rows, programs, kept = [], 0, []
+        for weight, residual in weights:
+            shard = weight.shard
+            if not shard.valid:
+                continue
+            numbers = source(weight)
+            if numbers.device != scales.device or numbers.dtype not in (torch.float32, torch.bfloat16):
+                numbers = on_device(numbers, scales.device)
+            kept.append(numbers)  # a copy must outlive the launch below
+            columns = shard.shape[1]
+            stop = shard.start + shard.valid
+            addresses = (t.data_ptr() for t in (weight.data, weight.outliers.channels, residual))
+            rows.append((
+                numbers.data_ptr(), int(numbers.dtype is torch.bfloat16), *addresses, shard.start, stop, columns,
+                len(weight.outliers.channels), weight.scale_start, weight.scale_strides[0], programs,
+            ))  # fmt: skip
+            programs += (stop - 1) // columns // BLOCK - shard.start // columns // BLOCK + 1
+        if not rows:
+            return
+        if rows != self._listed:
+            self._send(rows, programs, scales.device)
+        groups = triton.next_power_of_2(max(-(-row[7] // BLOCK) for row in rows))
+        format = weights[0][0].spec.format
+        blocks = max(-(-row[8] // HALF) for row in rows)
+        _write_residuals[programs, blocks](
+            self._owner, self._table, scales, GROUPS=groups, DTYPE=TRITON_DTYPES[format], num_warps=8, **ROUND_EVERY_PRODUCT
+        )
+
+    def _send(self, rows: list[tuple[int, ...]], programs: int, device: torch.device) -> None:
+        """Put the tables on the device, without making the host wait."""
+        table = torch.tensor(rows, dtype=torch.int64)
+        firsts = torch.tensor([row[-1] for row in rows] + [programs])
+        owner = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), firsts.diff())
+        if device.type == "cuda":
+            table, owner = (t.pin_memory().to(device, non_blocking=True) for t in (table, owner))
+        self._listed, self._table, self._owner = rows, table, owner

@@ -23,30 +23,83 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from torch import nn
+from torch.nn.functional import pad
 
-from ds_fp8.config.formats import BLOCK
+from ds_fp8.casts import group_amax, scale_from_amax
+from ds_fp8.config.formats import BLOCK, FORMATS
 from ds_fp8.config.fp8 import GradientReduceConfig
-from ds_fp8.zero import seams
-from ds_fp8.zero.automatic_scale import AutomaticScale
-from ds_fp8.zero.gradient_shards import GradientShards
-from ds_fp8.zero.gradient_wire import pack, sum_rows
-from ds_fp8.zero.message import CastOptions, Message, Slices
-from ds_fp8.zero.nodes import Nodes
-from ds_fp8.zero.wire import GRADIENT, WireMeter
+from ds_fp8.zero.collectives import GRADIENT, CastOptions, Message, Recent, Slices, WireMeter
+from ds_fp8.zero.deepspeed.parameters import shard_group
+from ds_fp8.zero.gradients import GradientShards, has_kernel, sum_rows
+from ds_fp8.zero.hosts import Nodes
 
 SMALLEST = 4096
 """Gradients of fewer elements, and those of one dimension, go through DeepSpeed's own reduce-scatter."""
 
 ROW_ALIGNMENT = 4 * BLOCK
-"""Codes of a place are a multiple of this, so that every row of a message begins at a multiple of 16 bytes."""
+"""Codes of a place are a multiple of this: with their 4 scales of 4 bytes every row of a message begins at a multiple
+of 16 bytes, for wide loads of both."""
 
-Observer = Callable[[torch.Tensor, str, torch.Tensor | None], None]
-"""(full gradient, name, its scale or None where every 128 elements have their own)."""
+SATURATION_LIMIT = 1e-5
+GROWTH = 2.0 ** (1 / 1000)
+_SMALLEST_AMAX = 2.0**-100
+"""Lower bound of amax, by which a division does not overflow; smaller gradients share its scale."""
 
 
 def is_reduced_in_fp8(shape: torch.Size) -> bool:
     """Return whether a gradient of this shape is worth a cast."""
     return len(shape) > 1 and math.prod(shape) >= SMALLEST
+
+
+def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: Slices, options: CastOptions) -> None:
+    """Cast a gradient into its slices of a message.
+
+    Args:
+        gradient: FP32 or BF16, of any shape.
+        message: uint8 [rows, row bytes], written in place: codes and scales, zeros behind the ends of slices.
+        shape: Shape of the message.
+        slices: Where the gradient lies in it.
+        options: How it is cast.
+    """
+    if has_kernel(gradient, options.format):
+        from ds_fp8.zero import reduce_triton
+
+        reduce_triton.pack(gradient, message, shape, slices, options)
+    else:
+        pack_reference(gradient, message, shape, slices, options)
+
+
+def pack_reference(
+    gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: Slices, options: CastOptions
+) -> None:
+    """Do pack in torch, on any device; the oracle of the kernel, where scales are powers of two bit for bit."""
+    flat = gradient.flatten().float()
+    world = shape.rows * shape.places
+    x = pad(flat, (0, world * slices.length - flat.numel())).view(world, slices.length)
+    x = pad(x, (0, slices.padded - slices.length))
+    if options.scale is None:
+        scales = scale_from_amax(group_amax(x, "1x128"), options.format, "pow2")
+    else:
+        scales = options.scale.expand(world, slices.padded // BLOCK)
+    codes = _codes(x, scales, options)
+    groups = slice(slices.column // BLOCK, (slices.column + slices.padded) // BLOCK)
+    columns = slice(slices.column, slices.column + slices.padded)
+    codes_of, scales_of = shape.parts(message)
+    by_place = (shape.places, shape.rows, -1)
+    codes_of[:, :, columns] = codes.view(by_place).transpose(0, 1)
+    scales_of[:, :, groups] = scales.reshape(by_place).transpose(0, 1)
+
+
+def _codes(x: torch.Tensor, scales: torch.Tensor, options: CastOptions) -> torch.Tensor:
+    """Return the codes, as bytes, of x [W, padded] in units of scales [W, padded/128]."""
+    target = FORMATS[options.format]
+    in_units = x / scales.repeat_interleave(BLOCK, 1)
+    if options.clipped is not None:
+        options.clipped.add_((in_units.abs() > target.max).sum())
+    in_units = in_units.clamp(-target.max, target.max)
+    if target.codec is not None:
+        return target.codec.encode(in_units, None)
+    return in_units.to(target.dtype).view(torch.uint8)
 
 
 class Reduction:
@@ -82,9 +135,10 @@ class Reduction:
             This rank's slice of every mean, of ceil(numel / ranks) elements without padding; none where they are added
             to the shards.
         """
-        group = seams.shard_group(next(iter(named.values())))
-        accepts = self._in_fp8.casts if self._in_fp8 is not None else lambda shape, name: False
-        cast = [name for name, parameter in named.items() if accepts(parameter.grad.shape, name)]
+        group = shard_group(next(iter(named.values())))
+        cast = [
+            name for name, p in named.items() if self._in_fp8 is not None and self._in_fp8.casts(p.grad.shape, name)
+        ]
         # Both lists keep the order of `named`: collectives come in one order on all ranks.
         others = [name for name in named if name not in cast]
         slices: dict[str, torch.Tensor] = {}
@@ -111,7 +165,7 @@ class GradientReduce:
         config: GradientReduceConfig,
         wire: WireMeter,
         nodes: Nodes | None = None,
-        observe: Observer | None = None,
+        observe: Callable[[torch.Tensor, str, torch.Tensor | None], None] | None = None,
     ):
         """Make a reduction with these settings.
 
@@ -119,7 +173,8 @@ class GradientReduce:
             config: The section "grad_reduce", of an FP8 format.
             wire: Counts the bytes that this rank sends.
             nodes: Groups of two levels for reductions over all ranks; those over fewer ranks are flat.
-            observe: Is shown every gradient that is cast.
+            observe: Is shown every gradient that is cast, its name, and its scale or None where every 128 elements have
+                their own.
         """
         self._observe, self._left_out = observe, frozenset[str]()
         self._config, self._wire, self._nodes = config, wire, nodes
@@ -134,7 +189,7 @@ class GradientReduce:
         return {} if self._automatic_scale is None else {"scale": self._automatic_scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, what state_dict() returned on any number of ranks. What it lacks starts afresh."""
+        """Go on from `state`, what state_dict() returned on any number of ranks; what it lacks starts afresh."""
         if self._automatic_scale is not None:
             self._automatic_scale = AutomaticScale(self._config.format)
             if "scale" in state:
@@ -180,14 +235,13 @@ class GradientReduce:
     ) -> tuple[torch.Tensor, Message, list[Slices]]:
         """Cast and exchange gradients; return the message that came, whose rows are to be summed, and its layout."""
         world = dist.get_world_size(group)
-        # The slices of all gradients lie side by side, each from a whole group on.
         # Groups of fewer ranks (experts, sequence parallelism) may span nodes unevenly; they are exchanged flat.
         nodes = self._nodes if world == dist.get_world_size() else None
+        # The slices of all gradients lie side by side, each from a whole group on.
         places, width = [], 0
         for tensor in tensors:
             places.append(Slices(math.ceil(tensor.numel() / world), width))
             width += places[-1].padded
-        # 512 codes with their 4 scales of 4 bytes: rows start at multiples of 16 bytes, for wide loads of both.
         width = math.ceil(width / ROW_ALIGNMENT) * ROW_ALIGNMENT
         count = 1 if nodes is None else nodes.count
         shape = Message(world // count, count, width)
@@ -195,7 +249,6 @@ class GradientReduce:
         self._pack(tensors, names, message, shape, places, group)
         if nodes is None:
             return self._exchange(message, group), shape, places
-        # What this node's ranks found for its place in every node: to each node's rank at that place.
         #     inside a host:   every rank sums what its host has for the places with its number, in FP32
         #     between hosts:   those sums are cast again and exchanged: 1 / ranks-a-host of the bytes leave the host
         inside = sum_rows(self._exchange(message, nodes.inside), shape, self._config.format)
@@ -234,3 +287,86 @@ class GradientReduce:
         self._wire.count(GRADIENT, "all_to_all", message.nbytes, group)
         dist.all_to_all_single(received, message, group=group)
         return received
+
+
+class AutomaticScale:
+    """One scale per gradient that all ranks agree on, adapted over time (FP8-LM, arXiv 2310.18313, section 2.1).
+
+        amax   = max over all ranks of |g|
+        scale  = 1 / (mu * 2^floor(log2(largest / amax)))        codes are cast(g / scale), saturated
+
+    mu starts at 1. It halves after a reduction in which more than 0.001% of the tensor's elements saturated on any
+    rank, and otherwise grows so as to double in 1000 reductions (one a micro-batch): the small elements of a gradient
+    gain range as long as hardly any large one is lost. A tensor of zeros has scale 1, one that is not finite NaN; both
+    leave mu alone. No step makes the host wait.
+    """
+
+    def __init__(self, format: str):
+        self._largest = FORMATS[format].max
+        self._slots: dict[str, int] = {}
+        self._indices: Recent[tuple[str, ...], torch.Tensor] = Recent()
+        self._mu = self._share = torch.empty(0)
+        self._group: object = None
+
+    def scales(self, gradients: list[torch.Tensor], names: list[str], group: object = None) -> torch.Tensor:
+        """Return the scales of `gradients`, FP32 [T], equal on all ranks. Collective."""
+        index, self._group = self._index(tuple(names), gradients[0].device), group
+        #     amax, share = max over ranks                           one all-reduce for all gradients of the message
+        #     mu          = mu / 2 if share > limit else mu * 2^(1/1000)
+        #     scale       = amax / largest rounded to a power of two, over mu
+        # Saturation is that of the last reduction: this one's is known only after its cast, when it is too late to
+        # change.
+        amax = torch.stack([_amax(gradient) for gradient in gradients])
+        agreed = torch.cat([amax, self._share[index]])
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+        amax, share = agreed.chunk(2)
+        mu = self._mu[index]
+        adapted = torch.where(share > SATURATION_LIMIT, mu / 2, mu * GROWTH)
+        mu = torch.where((amax > 0) & amax.isfinite(), adapted, mu)
+        self._mu[index] = mu
+        # On the device: Python would have to wait for amax, at every bucket.
+        _, exponent = torch.frexp(self._largest / amax.clamp_min(_SMALLEST_AMAX))  # 2^(exponent - 1) is the floor
+        scale = torch.ldexp(torch.ones_like(mu), 1 - exponent) / mu
+        return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
+
+    def saturated(self, counts: torch.Tensor, numels: list[int], names: list[str]) -> None:
+        index = self._index(tuple(names), counts.device)
+        self._share[index] = torch.stack([count / numel for count, numel in zip(counts, numels, strict=True)])
+
+    def mu(self, name: str) -> float:
+        return self._mu[self._slots[name]].item()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that the next scales depend on, alike on all ranks. Collective; the host waits.
+
+        Returns:
+            "names": list of T names; "mu" and "saturated": FP32 [T] on the CPU, the second being the largest share of
+            elements that saturated on any rank in the last reduction.
+        """
+        share = self._share.clone()
+        if self._slots:
+            dist.all_reduce(share, op=dist.ReduceOp.MAX, group=self._group)
+        return {"names": list(self._slots), "mu": self._mu.cpu(), "saturated": share.cpu()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, what state_dict() returned on any number of ranks; other gradients start afresh."""
+        self._indices = Recent()
+        self._slots = {name: slot for slot, name in enumerate(state["names"])}
+        self._mu, self._share = state["mu"].to(self._mu.device), state["saturated"].to(self._mu.device)
+
+    def _index(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
+        """Return int64 [T], where the state of these gradients lies; room is made for those seen for the first time."""
+        return self._indices.get(names, lambda: self._make_index(names, device))
+
+    def _make_index(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
+        new = [name for name in names if name not in self._slots]
+        self._slots |= {name: len(self._slots) + i for i, name in enumerate(new)}
+        self._mu = torch.cat([self._mu.to(device), torch.ones(len(new), device=device)])
+        self._share = torch.cat([self._share.to(device), torch.zeros(len(new), device=device)])
+        return torch.tensor([self._slots[name] for name in names], device=device)
+
+
+def _amax(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude, FP32 []; Inf for NaN or Inf."""
+    low, high = gradient.aminmax()
+    return torch.maximum(-low, high).float().nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -13,10 +13,11 @@ import torch
 from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from ds_fp8.zero import streams
-from ds_fp8.zero.deepspeed_versions import FLUSH_BUCKET, GRADIENT_PARTITIONS
-from ds_fp8.zero.seams.installation import replace
-from ds_fp8.zero.seams.methods import has_optimizer
-from ds_fp8.zero.seams.parameters import shard_of
+from ds_fp8.zero.deepspeed.methods import has_optimizer, replace
+from ds_fp8.zero.deepspeed.parameters import master_shard, shard_of
+
+_FLUSH_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+_GRADIENT_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
 def why_no_own_step(engine: deepspeed.DeepSpeedEngine) -> str | None:
@@ -48,12 +49,11 @@ class ZeroStep:
         """This rank's shards of all gradients, in the order of the flat masters; padding is zero."""
 
     def name(self, parameter: torch.nn.Parameter) -> str:
-        """Return the parameter's name in the model."""
         return self._names[id(parameter)]
 
     def gradient_places(self) -> dict[str, tuple[int, int]]:
         """Return by parameter name where its shard begins in `flat_gradient`, and the shard's valid elements."""
-        partitions = getattr(self._zero, GRADIENT_PARTITIONS)
+        partitions = getattr(self._zero, _GRADIENT_PARTITIONS)
         return {
             self.name(parameter): (partitions[parameter.ds_id].storage_offset(), shard_of(parameter).valid)
             for parameters in self._zero.fp16_groups
@@ -86,9 +86,9 @@ class ZeroStep:
         """Reduce what waits for a full bucket; the stream of the next step, not the host, waits for the reductions."""
         zero = self._zero
         for dtype in sorted(zero.ipg_buckets, key=str):
-            getattr(zero, FLUSH_BUCKET)(dtype)
+            getattr(zero, _FLUSH_BUCKET)(dtype)
         zero.params_already_reduced = dict.fromkeys(zero.params_already_reduced, False)
-        partitions = getattr(zero, GRADIENT_PARTITIONS)
+        partitions = getattr(zero, _GRADIENT_PARTITIONS)
         zero.averaged_gradients = {
             index: [partitions[parameter.ds_id] for parameter in parameters]
             for index, parameters in enumerate(zero.fp16_groups)
@@ -100,17 +100,14 @@ class ZeroStep:
 
     @property
     def norm_dtype(self) -> torch.dtype:
-        """Return the dtype that gradient norms are summed in."""
         return get_norm_dtype()
 
     @property
     def loss_scale(self) -> float:
-        """Return the loss scale, by which gradients are to be divided."""
         return self._zero.loss_scale
 
     @property
     def clip(self) -> float:
-        """Return the largest gradient norm; 0 for no clipping."""
         return self._zero.clip_grad
 
     def begin(self) -> None:
@@ -127,7 +124,6 @@ class ZeroStep:
         self._zero._loss_scale_update_and_overflow_cleanup()
 
     def write_bf16(self) -> None:
-        """Round the new FP32 masters into the BF16 shards."""
         for bf16, masters in zip(
             self._zero.fp16_partitioned_groups_flat, self._zero.fp32_partitioned_groups_flat, strict=True
         ):
@@ -147,7 +143,6 @@ class ZeroStep:
         zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
 
     def gather_persistent(self) -> None:
-        """Gather the parameters that stay whole between steps."""
         self._zero._post_step(set())
 
     def clear_model_gradients(self) -> None:
@@ -155,9 +150,47 @@ class ZeroStep:
         self._zero.zero_grad(set_to_none=True)
 
 
+class FlatBf16:
+    """DeepSpeed's flat buffer of all BF16 shards, which a ZeRO-3 optimizer holds beside its masters."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine):
+        self._zero = engine.optimizer
+        self.parameters = [parameter for group in self._zero.fp16_groups for parameter in group]
+
+    @property
+    def exists(self) -> bool:
+        return self._zero.lp_param_buffer is not None
+
+    def round(self, parameters: list[torch.nn.Parameter]) -> None:
+        if parameters:
+            # One launch for all. On the stream of the step: the masters were written just before.
+            torch._foreach_copy_([p.ds_tensor for p in parameters], [master_shard(p) for p in parameters])
+
+    def restore(self) -> None:
+        """Make the buffer, of the shards, all of which exist."""
+        total = sum(parameter.partition_numel() for parameter in self.parameters)
+        flat = torch.empty(total, dtype=self._zero.dtype, device=self._zero.device)
+        # DeepSpeed's own layout again: successive views of one buffer, in the order of the sub-groups, which its flat
+        # groups are narrowed from.
+        parts = flat.split([parameter.partition_numel() for parameter in self.parameters])
+        for parameter, mine in zip(self.parameters, parts, strict=True):
+            parameter.ds_tensor.data = mine.copy_(parameter.ds_tensor)
+        self._zero.lp_param_buffer = flat
+        self._zero.fp16_partitioned_groups_flat.clear()
+        self._zero._set_fp16_partitioned_groups_flat()
+
+    def drop(self, kept: list[torch.nn.Parameter]) -> None:
+        """Free the buffer; the shards of `kept` stay, in memory of their own."""
+        for parameter in kept:
+            parameter.ds_tensor.data = parameter.ds_tensor.clone()
+        groups = self._zero.fp16_partitioned_groups_flat
+        groups[:] = [torch.full((1,), torch.nan, dtype=x.dtype, device=x.device).expand(len(x)) for x in groups]
+        self._zero.lp_param_buffer = None  # the last reference
+
+
 def accumulates(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Return whether gradients are added to those of earlier micro-batches of the step."""
-    return micro_batch_of_step(engine) > 0
+    return engine.optimizer.micro_step_id > 0
 
 
 def accumulates_in_fp32(engine: deepspeed.DeepSpeedEngine) -> bool:
@@ -165,9 +198,9 @@ def accumulates_in_fp32(engine: deepspeed.DeepSpeedEngine) -> bool:
     return engine.optimizer.gradient_accumulation_dtype == torch.float32
 
 
-def micro_batch_of_step(engine: deepspeed.DeepSpeedEngine) -> int:
-    """Return how many micro-batches of the step had their backward before the last forward."""
-    return engine.optimizer.micro_step_id
+def overflowed(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Return whether DeepSpeed's last step was skipped."""
+    return getattr(engine.optimizer, "overflow", False)
 
 
 def reduce_gradient(engine: deepspeed.DeepSpeedEngine, parameter: torch.nn.Parameter) -> None:

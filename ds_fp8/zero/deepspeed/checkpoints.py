@@ -1,8 +1,18 @@
-"""Whole state dicts of an engine, and files of its checkpoints."""
+"""Files of an engine's checkpoints, and whole state dicts.
+
+What is read never runs code from the files: a file of torch.save is a pickle, which can name any function to be called.
+torch's own reader of tensors and plain values (`weights_only`) refuses that; of DeepSpeed's classes it is told those
+that its checkpoints contain.
+"""
 
 from __future__ import annotations
 
 import copyreg
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +24,18 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-CHECKPOINT_CLASSES = [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
-"""Classes that DeepSpeed puts into checkpoints beside tensors and plain values: holders of numbers."""
+from ds_fp8.config.errors import UserError
+
+# Classes that DeepSpeed puts into checkpoints beside tensors and plain values: holders of numbers. For good:
+# torch.serialization.safe_globals would take them from other threads on leaving.
+torch.serialization.add_safe_globals([ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address])
 
 # Python 3.11.0 to 3.11.3 pickle members of an enumeration through getattr, which no reader of plain values may call.
 copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
+
+
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_READ_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError)
 
 
 class _Collector(CheckpointEngine):
@@ -81,3 +98,51 @@ def consolidated_state_dict(engine: deepspeed.DeepSpeedEngine) -> dict[str, torc
     if dist.get_rank() != 0:
         return None
     return {name: tensor.cpu() for name, tensor in engine.module.state_dict().items()}
+
+
+@contextmanager
+def tensors_only(source: Path) -> Iterator[None]:
+    """Let every torch.load within read tensors and plain values alone, also where the caller asks for more.
+
+    Args:
+        source: the file or folder that is read, for the message.
+
+    Raises:
+        UserError: a file holds anything else.
+    """
+    before = os.environ.get(_FORCE)
+    os.environ[_FORCE] = "1"
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{source} is not read, because it holds more than tensors and plain values: {_reason(error)}",
+            remedy="use a checkpoint from a source that you trust",
+        ) from None
+    finally:
+        if before is None:
+            del os.environ[_FORCE]
+        else:
+            os.environ[_FORCE] = before
+
+
+def load_tensors(file: Path) -> Any:
+    """Return the tensors and plain values in a file of torch.save, mapped into CPU memory rather than read.
+
+    Raises:
+        ValueError: the file holds anything else, or is not whole; nothing in it was called.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"holds more than tensors and plain values: {_reason(error)}") from None
+    except _READ_ERRORS as error:
+        raise ValueError(f"is not a file of tensors: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """Return one line on why torch refused a pickle, without its advice to allow more."""
+    name = re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", str(error))
+    if name:
+        return f"it names {name[1]}"
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,315 @@
+"""One sharded weight: the layout of its shard, its codes and scales, and its state.
+
+A shard is a flat slice [start, stop) of a matrix [R, C]. To find its groups it is laid over the whole rows it touches,
+down to a multiple of its blocks' rows, with zeros elsewhere: then the reference cast's own group arithmetic applies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from enum import Enum
+
+import torch
+from torch import nn
+
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import CastSpec, group_shape, is_of_blocks, scale_shape
+from ds_fp8.layers.linear.outliers import OutlierChannels
+from ds_fp8.layers.linear.weights import GATHERED, group_of, placeholder
+from ds_fp8.zero import streams
+from ds_fp8.zero.deepspeed.parameters import (
+    Shard,
+    begin_gather,
+    bf16_shard,
+    end_gather,
+    full_shape,
+    in_use,
+    master_shard,
+    put_bf16_shard,
+)
+
+SCALE_ALIGNMENT = 4
+"""Floats that the rows of 128x128 scales are padded to a multiple of: block-scaled products read them 16 bytes at a
+time. The scales of every weight or stack begin at a multiple of it too."""
+
+
+class State(Enum):
+    """What modules and users find in the Parameter."""
+
+    SHARDED = "sharded"
+    UNSHARDED_FP8 = "unsharded in FP8"
+    """The operand of products in an attribute of the Parameter; its data is a placeholder of NaN."""
+    UNSHARDED_BF16 = "unsharded in BF16"
+    """The numbers in its data, gathered by DeepSpeed, on their way or there."""
+
+
+class Source(Enum):
+    """What the next cast reads."""
+
+    MASTER = "master"
+    BF16 = "BF16 shard"
+    """Until a step writes the masters over it: a user has written to it."""
+
+
+class ShardedWeight:
+    """One weight [R, C] that is gathered in FP8; experts [E, N, K] are [E*N, K].
+
+        SHARDED --unshard, finish_unshard--> UNSHARDED_FP8  --reshard--> SHARDED
+        SHARDED --unshard_bf16-------------> UNSHARDED_BF16 --reshard--> SHARDED
+        master_wrote, bf16_wrote --> stale --was_cast--> fresh
+
+    Only the methods of this class change what describes the state; DeepSpeed's own marks follow it.
+    """
+
+    def __init__(
+        self, parameter: nn.Parameter, shard: Shard, spec: CastSpec, outliers: OutlierChannels | None = None
+    ) -> None:
+        """Describe a weight; `data` and `scale_start` are to be set.
+
+        Args:
+            parameter: Of ZeRO-3.
+            shard: This rank's part of it.
+            spec: Its cast.
+            outliers: Outlier channels of the input that it is multiplied with.
+        """
+        self.parameter, self.shard, self.spec, self.outliers = parameter, shard, spec, outliers
+        rows, columns = shard.shape
+        if (why := spec.why_not_sharded(shard.numel, columns)) is not None:
+            raise UserError(
+                f"a weight of {rows} x {columns} is sharded over {shard.world} ranks in parts of {shard.numel} "
+                f"elements, which {why}",
+                key="fp8.param_gather.format",
+                remedy='"param_gather": {"format": "bf16"}',
+            )
+        self.numel = rows * columns
+        self.data: torch.Tensor
+        """uint8 [shard.numel], the FP8 codes of the shard; a slice of the buffer of all shards."""
+        self.scale: torch.Tensor
+        """Scales of the whole weight; a view of the buffer of all scales."""
+        self.scale_start: int
+        """Index of the first of them in that buffer."""
+        self.granularity = spec.granularity
+        # Rows that share a row of scales; the cover begins with a whole group of them.
+        self.unit = group_shape(self.granularity)[0] if is_of_blocks(self.granularity) else 1
+        # A shard begins anywhere in a row. Casts by torch see whole rows, from the first row of a block of scales on:
+        #     cover   rows [first_row, first_row + num_rows) of the weight, zeros where other ranks have the elements
+        #     offset  of the shard's first element in the cover
+        self.first_row = min(shard.start, self.numel) // columns // self.unit * self.unit
+        stop = math.ceil((shard.start + shard.valid) / columns) if shard.valid else self.first_row
+        self.num_rows = stop - self.first_row
+        self.offset = shard.start - self.first_row * columns
+        self.placeholder = placeholder(full_shape(parameter), parameter.dtype, parameter.device)
+        self.scale_shape = scale_shape(shard.shape, self.granularity)
+        # One scale for all of the weight has no dimensions.
+        scales_per_row = self.scale_shape[-1] if self.scale_shape else 1
+        if self.granularity == "128x128":
+            scales_per_row = math.ceil(scales_per_row / SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+        self.scale_strides = (scales_per_row, 1) if self.scale_shape else ()
+        # Padding included: products read whole rows of scales, 16 bytes at a time.
+        self.scale_numel = math.prod(self.scale_shape[:1]) * scales_per_row
+
+        self.state = State.SHARDED
+        self.source = Source.MASTER
+        self.stale = True
+        """Whether masters or the BF16 shard were written since the last cast."""
+        self.in_fp8 = True
+        """Whether modules get it in FP8: not one that was left out later, although it is cast with the others."""
+        self.frees_bf16 = False
+        """Whether its BF16 shard exists only while something reads it."""
+        self.has_bf16 = True
+        """Whether its BF16 shard exists. Another is NaN with stride 0: writing to it is an error."""
+
+    def __repr__(self) -> str:
+        shard = self.shard
+        flags = [name for name in ("stale", "in_fp8", "frees_bf16", "has_bf16") if getattr(self, name)]
+        return (
+            f"ShardedWeight({tuple(shard.shape)}, {self.spec}, elements {shard.start} to {shard.start + shard.valid} "
+            f"of one of {shard.world} ranks, {self.state.value}, cast from {self.source.value}, {', '.join(flags)})"
+        )
+
+    # ---------------------------------------------------------------- transitions
+
+    @property
+    def operand(self) -> QuantizedTensor | None:
+        """Return what products read while the weight is unsharded in FP8."""
+        return getattr(self.parameter, GATHERED, None)
+
+    def unshard(self) -> None:
+        """Begin to gather the codes; RuntimeError if DeepSpeed has it in another state than partitioned."""
+        begin_gather(self.parameter)
+
+    def finish_unshard(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        """Make gathered codes available to modules, with the scales that they were cast with."""
+        whole = QuantizedTensor.of_bytes(codes.view(self.shard.shape), scale, self.spec)
+        # The parameter's data is a placeholder meanwhile, for code that looks at shape and dtype.
+        setattr(self.parameter, GATHERED, whole)
+        self.parameter.data = self.placeholder
+        end_gather(self.parameter)
+        self.state = State.UNSHARDED_FP8
+
+    def unshard_bf16(self) -> None:
+        """Prepare for a gather by DeepSpeed: its readers, such as GatheredParameters, want numbers."""
+        if self.state is State.UNSHARDED_FP8:
+            if in_use(self.parameter) and self.in_fp8:
+                raise RuntimeError(
+                    "a weight gathered in FP8 was asked for in BF16 while its layer is computing; "
+                    'name the layer in "fp8": {"linear": {"skip": [...]}}'
+                )
+            self.parameter.partition()  # which comes to `reshard`
+        self.make_bf16()
+        self.state = State.UNSHARDED_BF16
+
+    def part_from_shard(self) -> None:
+        """Copy what was gathered in BF16 and is the shard itself (one rank): writes are found by comparing the two."""
+        if self.in_fp8 and self.has_bf16 and self.parameter.data_ptr() == bf16_shard(self.parameter).data_ptr():
+            self.parameter.data = self.parameter.data.clone()
+
+    def reshard(self) -> None:
+        """Drop the operand, before DeepSpeed frees the parameter's data."""
+        if self.operand is not None:
+            if not self.operand_is_shard:
+                # Allocated on the stream of gathers, read by products on this one.
+                streams.used_by_current_stream(self.operand.data)
+            setattr(self.parameter, GATHERED, None)
+        self.state = State.SHARDED
+
+    def forget(self) -> None:
+        """Drop what a capture that failed has gathered; DeepSpeed's marks are put back by others."""
+        setattr(self.parameter, GATHERED, None)
+        self.state = State.SHARDED
+
+    @property
+    def operand_is_shard(self) -> bool:
+        """Return whether the operand is this rank's shard itself, as it may be on one rank."""
+        whole = self.operand
+        mine = self.data.untyped_storage().data_ptr()
+        return whole is not None and whole.data.untyped_storage().data_ptr() == mine
+
+    def copy_operand(self) -> None:
+        """Copy an operand out of the shard, before a cast writes there: its scales belong to the codes of now."""
+        whole = self.operand
+        data = whole.data.view(torch.uint8).clone().view(whole.data.dtype)
+        setattr(self.parameter, GATHERED, replace(whole, data=data))
+
+    def master_wrote(self) -> None:
+        """Note new masters, over what a user wrote to the BF16 shard."""
+        self.stale, self.source = True, Source.MASTER
+
+    def bf16_wrote(self) -> None:
+        self.stale, self.source = True, Source.BF16
+
+    def was_cast(self, scales: torch.Tensor) -> None:
+        """Note that the codes are those of the present numbers, with scales in the buffer `scales` of all weights."""
+        self.stale, self.scale = False, self.scales_in(scales)
+
+    def pin_scale(self, buffer: torch.Tensor) -> None:
+        self.scale = self.scales_in(buffer).copy_(self.scale)
+
+    def leave_fp8(self) -> None:
+        """Let DeepSpeed gather this weight from now on; what is gathered in FP8 stays so until resharded."""
+        self.in_fp8 = False
+
+    def need_no_bf16(self) -> None:
+        """Keep a BF16 shard only while something reads it."""
+        self.frees_bf16 = True
+
+    def keep_bf16(self) -> None:
+        """Keep the BF16 shard from now on; what a user wrote there stays."""
+        self.make_bf16()
+        self.frees_bf16 = False
+
+    def make_bf16(self) -> None:
+        """Round a BF16 shard from the masters, if there is none."""
+        if not self.has_bf16:
+            put_bf16_shard(self.parameter, master_shard(self.parameter).to(self.parameter.dtype))
+            self.has_bf16 = True
+
+    def free_bf16(self) -> None:
+        """Free the BF16 shard, unless it is kept."""
+        if self.frees_bf16 and self.has_bf16:
+            absent = bf16_shard(self.parameter).new_full((1,), torch.nan)
+            put_bf16_shard(self.parameter, absent.expand(self.shard.numel))
+            self.has_bf16 = False
+
+    # ---------------------------------------------------------------- layout
+
+    @property
+    def start(self) -> int:
+        """Return the shard's offset in the buffer of all shards."""
+        return self.data.storage_offset()
+
+    def numbers(self) -> torch.Tensor:
+        """Return the flat numbers that the next cast reads: [at least shard.valid], FP32 or BF16, on any device."""
+        return bf16_shard(self.parameter) if self.source is Source.BF16 else master_shard(self.parameter)
+
+    def scales_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return this weight's scales (or amax) in a flat buffer of those of all weights."""
+        # A view: what a cast writes is what every holder of these scales reads.
+        return buffer.as_strided(self.scale_shape, self.scale_strides, self.scale_start)
+
+    def before_cast(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.spec.before_cast(numbers[: self.shard.valid])
+
+    def cover(self, source: torch.Tensor) -> torch.Tensor:
+        """Return the shard's valid elements on whole rows [num_rows, C], zeros around; a view if none are needed."""
+        shape = (self.num_rows, self.shard.shape[1])
+        if self.shard.valid == math.prod(shape):
+            return source[: self.shard.valid].view(shape)
+        cover = source.new_zeros(math.prod(shape))
+        cover[self.offset : self.offset + self.shard.valid] = source[: self.shard.valid]
+        return cover.view(shape)
+
+    def covered(self, scales: torch.Tensor) -> torch.Tensor:
+        """Return the part of the scales of the whole weight that belongs to the cover."""
+        if self.granularity == "tensor":
+            return scales
+        return scales[self.first_row // self.unit : math.ceil((self.first_row + self.num_rows) / self.unit)]
+
+
+Numbers = Callable[[ShardedWeight], torch.Tensor]
+"""Returns what a weight is cast from, as ShardedWeight.numbers."""
+
+
+def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `numbers` as FP32 on `device`: themselves, or a copy."""
+    return numbers.to(device, torch.float32)
+
+
+def stacks_of(weights: Iterable[ShardedWeight]) -> list[list[ShardedWeight]]:
+    """Return `weights` in order, those of one fused product together if all of it is there, every other one alone."""
+    present = {id(weight.parameter): weight for weight in weights}
+    stacks = []
+    for weight in present.values():
+        group = [id(p) for p in group_of(weight.parameter)]
+        stack = [present[key] for key in group] if all(key in present for key in group) else [weight]
+        if stack[0] is weight:
+            stacks.append(stack)
+    return stacks
+
+
+def place_scales(stacks: list[list[ShardedWeight]]) -> int:
+    """Give every weight its `scale_start`, those of a stack one behind the other; returns the floats needed."""
+    place = 0
+    for stack in stacks:
+        for weight in stack:
+            weight.scale_start = place
+            place += weight.scale_numel
+        place = math.ceil(place / SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+    return place
+
+
+def without_padding(stack: list[ShardedWeight], landed: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the codes [numel] of every weight of a stack, adjacent: views, or copies where padding parts them.
+
+    Args:
+        stack: Weights whose rows are stacked.
+        landed: All ranks' shards [W * n] of every weight, adjacent.
+    """
+    codes = [shards[: weight.numel] for weight, shards in zip(stack, landed, strict=True)]
+    # A padded weight leaves a hole before the next one, and a product reads no holes.
+    if any(len(mine) < len(shards) for mine, shards in zip(codes[:-1], landed, strict=False)):
+        return list(torch.cat(codes).split([weight.numel for weight in stack]))
+    return codes

@@ -1,0 +1,404 @@
+"""The weights of an engine that are gathered in FP8: ZeRO-3 sends one byte a parameter, and makes no BF16 copy of them.
+
+After each change of the FP32 master shards they are cast once (cast.py), on a stream of their own, right after an
+optimizer step, beside the work that precedes the first gather. Frozen weights are cast once, and again only after a
+write to them. At every gather of a weight only the bytes of the shards travel: every rank knows all scales already.
+
+Weights of one fused product (`GROUP`: q, k, v; gate, up) that are fetched together arrive as adjacent row slices of one
+buffer, and their scales always lie so: wherever stacking keeps the scales, it is a view.
+
+On one rank a shard is the weight: it is used where it lies, until the next cast writes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from torch import nn
+
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.formats import CastSpec
+from ds_fp8.layers.linear.outliers import OutlierChannels
+from ds_fp8.zero import streams
+from ds_fp8.zero.cast import CastSet, in_runs
+from ds_fp8.zero.collectives import GATHER, Transport, WireMeter, choose
+from ds_fp8.zero.deepspeed.methods import on_destroy
+from ds_fp8.zero.deepspeed.optimizer import FlatBf16
+from ds_fp8.zero.deepspeed.parameters import bf16_shard, is_gathered, is_trained, on_external_parameter, order, shard_of
+from ds_fp8.zero.streams import profiled
+from ds_fp8.zero.weight import ShardedWeight, Source, State, on_device, stacks_of, without_padding
+
+ALIGNMENT = 256
+"""Bytes from the beginning of all shards that a product's operand may lie at a multiple of; elsewhere it is copied.
+cuBLASLt chooses its kernel, and with it the last bits, by the alignment of addresses."""
+
+Written = tuple[ShardedWeight, torch.Tensor]
+"""A weight whose BF16 shard a user may write to, and a copy of the shard from before."""
+
+
+class ShardedWeights:
+    """This rank's FP8 shards, in one buffer, and the scales of whole weights, the same on all ranks."""
+
+    def __init__(
+        self,
+        engine: deepspeed.DeepSpeedEngine,
+        weights: Iterable[tuple[nn.Parameter, CastSpec, OutlierChannels | None]],
+        wire: WireMeter,
+    ):
+        """Allocate the shards; the first gather casts.
+
+        Args:
+            engine: Of ZeRO stage 3.
+            weights: Each with its cast, which is the one its products read, and the outlier channels of its input where
+                those are multiplied exactly.
+            wire: Counts the bytes.
+        """
+        self._engine, self._wire = engine, wire
+        # Sorted, so that all ranks agree on the order.
+        ordered = sorted(weights, key=lambda weight: order(weight[0]))
+        stacks = stacks_of(ShardedWeight(p, shard_of(p), spec, outliers) for p, spec, outliers in ordered)
+        trained = [stack for stack in stacks if any(is_trained(weight.parameter) for weight in stack)]
+        rest = [stack for stack in stacks if stack not in trained]
+        self._sets = [CastSet(some) for some in (trained, rest) if some]
+        self._trained = self._sets[0].weights if trained else []
+        # Keyed by id: a Parameter compares element by element.
+        self._weights = {id(weight.parameter): weight for some in self._sets for weight in some.weights}
+        # Shards that are fetched together lie side by side: what is sent is a view.
+        numels = [weight.shard.numel for weight in self]
+        groups = list({id(weight.shard.group): weight.shard.group for weight in self}.values())
+        self.transport: Transport = choose(sum(numels), stacks[0][0].parameter.device, groups)
+        self.codes = self.transport.local
+        for weight, data in zip(self, self.codes.split(numels), strict=True):
+            weight.data = data
+            if weight.outliers is not None:
+                weight.outliers.on_found = self.write_residuals
+        for some in self._sets:
+            some.place(self.codes)
+        # A stream apart from the products': the cast overlaps with whatever precedes the first gather of the next step.
+        self._stream = streams.new_stream()
+        # Recorded at once, since weights were written on the current stream before: the first cast waits for them.
+        self._changed: object | None = streams.record_event()
+        """Event behind the last write to masters or BF16 shards."""
+        self._refreshed: object | None = None
+        """Event behind the last cast."""
+        self._pinned = False
+        self._flat_bf16: FlatBf16 | None = None
+        on_destroy(engine, self._end)
+        # A module that reads another module's weight needs numbers, not FP8 codes.
+        on_external_parameter(engine, lambda parameter: self.leave_fp8([parameter]))
+
+    def __iter__(self) -> Iterator[ShardedWeight]:
+        return iter(self._weights.values())
+
+    def of(self, parameter: nn.Parameter) -> ShardedWeight | None:
+        """Return the weight of a parameter; None where DeepSpeed gathers it."""
+        return self._weights.get(id(parameter))
+
+    def in_fp8(self, parameter: nn.Parameter) -> bool:
+        """Return whether modules get this parameter in FP8."""
+        weight = self.of(parameter)
+        return weight is not None and weight.in_fp8
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of this rank's FP8 shards, and of scales and outlier channels' residuals of all weights."""
+        return self.codes.nbytes + sum(some.nbytes for some in self._sets)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return where the shards lie, and which weights are gathered from them."""
+        return (self.codes.data_ptr(), *(key for key, weight in self._weights.items() if weight.in_fp8))
+
+    def observe(self, show: Callable[[nn.Parameter, torch.Tensor, QuantizedTensor, int], None]) -> None:
+        """Call `show(weight, rows, cast, elements)` for every weight that this rank has a part of. Between steps.
+
+        Args:
+            show: Gets the weight, the rows that this rank's shard touches in high precision and as they are sent, and
+                the number of elements of the shard: the rows have zeros beyond them.
+        """
+        self.wait_for_cast()
+        for weight in self:
+            if weight.shard.valid:
+                numbers = weight.before_cast(on_device(weight.numbers(), self.codes.device))
+                cast = QuantizedTensor.of_bytes(weight.cover(weight.data), weight.covered(weight.scale), weight.spec)
+                show(weight.parameter, weight.cover(numbers), cast, weight.shard.valid)
+
+    # ---------------------------------------------------------------- casts
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        """Cast again what was written since the last cast. Collective; the host waits for nothing."""
+        stale = [some for some in self._sets if some.stale]
+        if not stale:
+            return
+        # DeepSpeed has resharded nearly all weights by now. Those that are still used in place keep the codes of now.
+        in_use = [weight for weight in self if weight.operand_is_shard]
+        for weight in in_use:
+            weight.copy_operand()
+        if in_use:  # copied on the current stream, which the cast's stream must wait for, too
+            self._changed = streams.record_event()
+        with profiled("cast"), streams.on_stream(self._stream):
+            # The stream that the masters were written on holds the products too, which read the scales.
+            streams.wait_event(self._changed)
+            # In this order: the last gathers have read, then all shards are written, then all ranks know it.
+            self.transport.write()
+            for some in stale:
+                some.cast(self._wire)
+            self.transport.written()
+            self._refreshed = streams.record_event()  # gathers begin behind it
+
+    def wait_for_cast(self) -> None:
+        """Let the current stream wait for the last cast: it may still write shards and read masters."""
+        streams.wait_event(self._refreshed)
+
+    def cast_and_wait(self) -> None:
+        """Let the current stream wait until all shards are cast from the present masters."""
+        self.cast()
+        self.wait_for_cast()
+
+    @torch.no_grad()
+    def write_residuals(self, only: OutlierChannels | None = None) -> None:
+        """Cast residuals again after outlier channels have changed, of all products or of one. Collective."""
+        self.wait_for_cast()
+        for some in self._sets:
+            if not some.stale:  # or else its next cast writes them
+                some.write_residuals(self._wire, only)
+
+    def pin_scales(self) -> None:
+        """Keep the scales where they are from now on: later casts write them in place, for CUDA graphs read them.
+
+        Between steps. Until then every cast has scales of its own, so that whoever holds the earlier ones keeps them.
+        """
+        if not self._pinned:
+            self.cast_and_wait()  # scales exist only after a cast, and the pinned buffer begins with copies of them
+            for some in self._sets:
+                some.pin_scales()
+            self._pinned = True
+
+    # ---------------------------------------------------------------- writes
+
+    def step_wrote(self) -> None:
+        """Note that an optimizer step wrote masters on the current stream."""
+        self._wrote(self._trained)
+
+    def load_wrote(self, frozen_only: bool = False) -> None:
+        """Note that all masters and BF16 shards, or those of weights that are not trained, may have been written."""
+        self._wrote([weight for weight in self if not frozen_only or not is_trained(weight.parameter)])
+
+    def user_wrote(self, parameter: nn.Parameter) -> None:
+        """Note that the user wrote a parameter's masters: what was written to its BF16 shard counts no longer."""
+        weight = self.of(parameter)
+        if weight is not None:
+            self._wrote([weight])
+            if not is_gathered(parameter):  # else `reshard` frees it
+                weight.free_bf16()
+
+    def _wrote(self, weights: Iterable[ShardedWeight]) -> None:
+        for weight in weights:
+            weight.master_wrote()
+        self._changed = streams.record_event()
+
+    # ---------------------------------------------------------------- unshard and reshard
+
+    def unshard(self, parameters: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
+        """Begin to gather weights, all of which are `in_fp8`.
+
+        Returns:
+            Functions that wait, and make the weights available.
+        """
+        weights = sorted((self._weights[id(parameter)] for parameter in parameters), key=lambda weight: weight.start)
+        return [self._unshard(some) for some in in_runs(weights, lambda weight: id(weight.shard.group))]
+
+    def _unshard(self, weights: list[ShardedWeight]) -> Callable[[], None]:
+        """Begin one gather of weights of one process group, sorted by `start`; the result waits for it."""
+        self.wait_for_cast()
+        stream = streams.current_stream()
+        for weight in weights:
+            weight.unshard()
+        world, group = weights[0].shard.world, weights[0].shard.group
+        # The weights of a fused product land next to each other, where the product reads them.
+        stacks = stacks_of(weights)
+        landed, sent = {}, []
+        for stack in stacks:
+            if world == 1 and stack[0].start % ALIGNMENT == 0:
+                # One rank has the whole weight: its shard is what products read, and nothing is copied. A cast would
+                # overwrite it while a product reads; `cast` copies what is gathered at that moment.
+                landed.update((weight, weight.data) for weight in stack)
+                continue
+            sent += stack
+            # One allocation for a stack: what lands side by side is one operand, without a concatenation.
+            lengths = [world * weight.shard.numel for weight in stack]
+            landed.update(zip(stack, self.transport.allocate(sum(lengths)).split(lengths), strict=True))
+        self._wire.count(GATHER, "all_gather", sum(weight.data.nbytes for weight in sent), group)
+        outputs, inputs = [landed[weight] for weight in sent], [weight.data for weight in sent]
+        # All of the group's shards in one launch: the latency of a collective is paid once a fetch, not once a weight.
+        work = self.transport.gather(outputs, inputs, group) if sent else None
+        scales = {weight: weight.scale for weight in sent}  # those of the codes just sent, also after later casts
+
+        def finish() -> None:
+            codes: dict[ShardedWeight, torch.Tensor] = {}
+            # DeepSpeed waits for a prefetch that nobody used on the stream of the products. Waiting and copies stay on
+            # the stream that the buffers were allocated on: there they are reused in order.
+            with streams.on_stream(stream):
+                if work is not None:
+                    work.wait()
+                if len(sent) < len(weights):
+                    self.wait_for_cast()  # there may have been a cast since; those in place are its result
+                for stack in stacks:
+                    codes.update(zip(stack, without_padding(stack, [landed[w] for w in stack]), strict=True))
+            streams.wait_stream(stream)
+            for weight, mine in codes.items():
+                weight.finish_unshard(mine, scales.get(weight, weight.scale))
+
+        return finish
+
+    def whole(self, parameter: nn.Parameter) -> QuantizedTensor:
+        """Gather one weight for a reader other than its layer. Collective, between two steps.
+
+        Returns:
+            The codes and scales [R, C] that the next forward multiplies by.
+        """
+        weight = self._weights[id(parameter)]
+        if weight.state is State.UNSHARDED_FP8:
+            parameter.partition()
+        self.cast()
+        # Begun and awaited at once: the reader wants the numbers now, and nothing runs beside it.
+        self._unshard([weight])()
+        if weight.operand_is_shard:  # which the next cast overwrites: the reader gets a copy to keep
+            weight.copy_operand()
+        whole = weight.operand
+        parameter.partition()
+        return whole
+
+    def unshard_bf16(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Prepare parameters for a gather by DeepSpeed; RuntimeError where a layer computes with one of them in FP8."""
+        for weight in filter(None, map(self.of, parameters)):
+            weight.unshard_bf16()
+
+    def part_from_shards(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Copy what DeepSpeed has gathered and is the shard itself (one rank)."""
+        for weight in filter(None, map(self.of, parameters)):
+            weight.part_from_shard()
+
+    def reshard(self, parameters: Iterable[nn.Parameter], may_be_written: bool) -> list[Written] | None:
+        """Drop what was gathered in FP8, before DeepSpeed releases the parameters.
+
+        Args:
+            parameters: Those to be released.
+            may_be_written: Whether DeepSpeed then writes what was gathered in BF16 back to its shards.
+
+        Returns:
+            Weights whose BF16 shards may be written, for `resharded`; None where none can be.
+        """
+        weights = [weight for weight in map(self.of, parameters) if weight is not None]
+        written = [w for w in weights if may_be_written and w.state is not State.UNSHARDED_FP8 and w.in_fp8]
+        for weight in weights:
+            weight.reshard()
+        if not may_be_written:
+            return None
+        self.wait_for_cast()  # it may read the BF16 shards
+        return [(weight, bf16_shard(weight.parameter).clone()) for weight in written]
+
+    def resharded(self, parameters: Iterable[nn.Parameter], before: list[Written] | None) -> None:
+        """Find out what was written, after DeepSpeed has released the parameters, and free BF16 shards.
+
+        Collective where something may be written.
+        """
+        if before is not None:
+            self._find_writes(before)
+        for weight in filter(None, map(self.of, parameters)):
+            # A BF16 shard that a user wrote to is what the next cast reads: it stays until a step has written masters
+            # over it.
+            if weight.source is Source.MASTER:
+                weight.free_bf16()
+
+    def _find_writes(self, written: Iterable[Written]) -> None:
+        """Cast from their BF16 shards, from now on, the weights whose shards have changed on any rank.
+
+        GatheredParameters with a modifier_rank may have written to them, or only have shown them to somebody (as
+        save_16bit_model does): then they go on being cast from their FP32 masters. As in ZeRO-3 itself new values hold
+        until the next step writes the masters over them. Collective; the host waits.
+        """
+        self._changed = streams.record_event()
+        for pairs in in_runs(written, lambda pair: id(pair[0].shard.group)):
+            changed = [bool((bf16_shard(weight.parameter) != old)[: weight.shard.valid].any()) for weight, old in pairs]
+            # A rank whose part of the weight is unchanged must cast it again as well, for its blocks share scales with
+            # the others.
+            flags = torch.tensor(changed, dtype=torch.int32, device=self.codes.device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=pairs[0][0].shard.group)
+            for (weight, _), flag in zip(pairs, flags.tolist(), strict=True):
+                if flag:
+                    weight.bf16_wrote()
+
+    def forget_unsharded(self) -> None:
+        """Drop the gathered weights of a capture that failed."""
+        for weight in self:
+            weight.forget()
+
+    def _end(self) -> None:
+        """Leave to DeepSpeed what it would have: every weight sharded, in BF16."""
+        for weight in self:
+            if weight.state is State.UNSHARDED_FP8:
+                weight.parameter.partition()
+        self.restore_bf16()
+
+    # ---------------------------------------------------------------- out of FP8
+
+    def leave_fp8(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gather these weights in BF16 from now on, on all ranks alike; those gathered in FP8 stay so until resharded.
+
+        Their place among the FP8 shards stays, and is cast with the others'.
+        """
+        for weight in filter(None, map(self.of, parameters)):
+            weight.leave_fp8()
+            weight.keep_bf16()
+
+    def end_fp8(self) -> None:
+        """Gather every weight in BF16 from now on, on all ranks alike; none is gathered at this moment.
+
+        Unlike `leave_fp8` this keeps no BF16 shards: each gather rounds its own from the masters.
+        """
+        for weight in self:
+            weight.leave_fp8()
+
+    # ---------------------------------------------------------------- BF16 shards
+
+    def free_bf16_shards(self) -> None:
+        """Keep no BF16 shards of trained weights. For engines whose step writes the others' only (`write_bf16`).
+
+        DeepSpeed holds a BF16 shard of every parameter beside its FP32 master. Weights that are gathered in FP8 need
+        none: what reads their BF16 shards (GatheredParameters, saving, loading) gets them rounded from the masters at
+        that moment.
+        """
+        self._flat_bf16 = FlatBf16(self._engine)
+        for weight in self:
+            if weight.in_fp8 and is_trained(weight.parameter):
+                weight.need_no_bf16()
+        self.drop_bf16()
+
+    def write_bf16(self) -> None:
+        """Round the new FP32 masters into the BF16 shards that exist for good, and free the others."""
+        self._flat_bf16.round(self._trained_with(lambda weight: not weight.frees_bf16))
+        for weight in self:
+            weight.free_bf16()  # what a user wrote there held until now
+
+    def restore_bf16(self) -> None:
+        """Make DeepSpeed's flat buffer of all BF16 shards, for code of its that reads or writes it."""
+        if self._flat_bf16 is not None:
+            for weight in self:
+                weight.make_bf16()
+            self._flat_bf16.restore()
+
+    def drop_bf16(self) -> None:
+        """Free the flat buffer, and keep of it only what is needed, or cast from."""
+        if self._flat_bf16 is not None and self._flat_bf16.exists:
+            for weight in self:
+                if weight.source is Source.MASTER:
+                    weight.free_bf16()
+            self._flat_bf16.drop(self._trained_with(lambda weight: weight.has_bf16))
+
+    def _trained_with(self, keeps: Callable[[ShardedWeight], bool]) -> list[nn.Parameter]:
+        trained = self._flat_bf16.parameters
+        return [parameter for parameter in trained if (weight := self.of(parameter)) is None or keeps(weight)]

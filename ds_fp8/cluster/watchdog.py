@@ -41,7 +41,7 @@ SLOW = 6
 MAX_SILENCE, MIN_SILENCE = 30.0, 5.0
 """Seconds without a word from a host after which it counts as lost: half the timeout within these limits."""
 _MEETING = 10.0
-"""Seconds that a program of one's own waits for its guardian to meet that of rank 0, which may come later."""
+"""Seconds that a program of one's own waits for all guardians to have met."""
 _VERDICT = 20.0
 """Seconds in which the guardian answers a rank that failed."""
 _FRAMES = 8
@@ -101,7 +101,7 @@ def join() -> None:
         logger.info("note: a rank that is lost is found by collectives' timeouts alone (%s)", error)
         return
     _watchdog = watchdog = _Watchdog(rank, world, limit, launched=False)
-    meeting = threading.Thread(target=watchdog.meet, args=(store,), name="guardian", daemon=True)
+    meeting = threading.Thread(target=watchdog.meet_all, args=(store,), name="guardian", daemon=True)
     meeting.start()
     previous = sys.excepthook
 
@@ -113,7 +113,7 @@ def join() -> None:
     sys.excepthook = hook
     # By multiprocessing: also in a process of its, which runs no functions of atexit.
     Finalize(None, _at_exit, exitpriority=0)
-    meeting.join(_MEETING)  # a rank that fails from here on ends the others
+    meeting.join(_MEETING)  # a rank that fails after it ends the others
 
 
 def _at_exit() -> None:
@@ -205,6 +205,14 @@ class _Watchdog:
         os.set_blocking(self._guardian.stdin.fileno(), False)
         self.tell({"connect": [address or ("127.0.0.1" if self._rank == 0 else master), port, token]})
         threading.Thread(target=self._obey, name="guardian", daemon=True).start()
+
+    def meet_all(self, store: torch.distributed.Store) -> None:
+        """Meet the guardian of rank 0, and wait until those of all ranks have."""
+        with suppress(RuntimeError):  # rank 0, which serves the store, is gone
+            self.meet(store)
+            if store.add("ds_fp8/met", 1) == self._world:
+                store.set("ds_fp8/all_met", "")
+            store.get("ds_fp8/all_met")
 
     def tell(self, message: dict[str, Any]) -> None:
         """Write to the guardian; a pipe that is full, or has no reader any more, is the other thread's business."""

@@ -19,6 +19,7 @@ FUSED = {
 """Keys of the report that count fused parts -> what these are."""
 OTHERS_FORWARD = "replaced on the instance"
 """Words of the description of a loss whose forward another package, such as TRL, has put on the model."""
+NO_OPTIMIZER = "none"
 Rows = Iterator[tuple[str, str]]
 
 
@@ -54,7 +55,8 @@ def _short(report: Mapping[str, Any]) -> Rows:
         yield "not fused", f"{names}: {reason}"
     yield "products", f"{_casts(report)}; by {report['backend']} ({report['backend_description']})"
     yield "wire", f"weights {_gather(report)}; gradients {_reduction(report)}"
-    yield "optimizer step", f"{report['optimizer_step']}; {report['optimizer']}, {_moments(report)}"
+    step = "" if report["optimizer"] == NO_OPTIMIZER else f"{report['optimizer_step']}; "
+    yield "optimizer step", f"{step}{_optimizer(report)}"
     yield "CUDA graphs", report["graphs"]
     yield "loss", _loss(report)
     yield from (("note", note) for note in report["notes"])
@@ -91,7 +93,7 @@ def _full(report: Mapping[str, Any]) -> Rows:
     held = f"{report['fp8_shard_bytes_per_rank']:,} bytes of FP8 shards and scales a rank"
     yield "parameter all-gather", f"{_gather(report)}, {held}"
     yield "gradient reduction", _reduction(report)
-    yield "optimizer", f"{report['optimizer']}: {_moments(report)}"
+    yield "optimizer", _optimizer(report)
     yield "optimizer step", report["optimizer_step"]
     yield "CUDA graphs", report["graphs"]
     yield "loss", _loss(report)
@@ -144,6 +146,13 @@ def _gather(report: Mapping[str, Any]) -> str:
 def _reduction(report: Mapping[str, Any]) -> str:
     scale = ["one scale a tensor"] * (report["grad_scale"] == "tensor")
     return ", ".join([report["grad_reduce"], report["grad_hierarchy"], *scale])
+
+
+def _optimizer(report: Mapping[str, Any]) -> str:
+    name = report["optimizer"]
+    if name == NO_OPTIMIZER:
+        return f"{name}: this engine evaluates"
+    return f"{name}, {_moments(report)}" if "Adam" in name else name
 
 
 def _moments(report: Mapping[str, Any]) -> str:

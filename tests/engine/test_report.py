@@ -82,21 +82,30 @@ def test_the_short_report_says_what_runs_where_in_a_few_lines(ranks):
 
 
 def test_a_forward_of_another_package_is_explained(ranks):
-    text = ranks(1, replaced_forward)[0]
+    text = ranks(1, short_report, "forward")[0]
     assert "whether logits are in memory is up to it" in text
     assert "fp8.loss has no effect" in text
 
 
-def replaced_forward():
+def test_an_engine_that_evaluates_has_no_moments(ranks):
+    assert "optimizer step none: this engine evaluates CUDA" in ranks(1, short_report, "no optimizer")[0]
+
+
+def short_report(what):
     import functools
 
     import ds_fp8
 
-    model = causal_lm("llama")
-    model.forward = functools.partial(type(model).forward, model)
+    model, raw = causal_lm("llama"), models.config({})
+    parameters = model.parameters()
+    if what == "forward":
+        model.forward = functools.partial(type(model).forward, model)
+    else:
+        parameters = None
+        del raw["optimizer"]
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=models.config({}))[0].destroy()
+        ds_fp8.initialize(model=model, model_parameters=parameters, config=raw)[0].destroy()
     return " ".join(output.getvalue().replace("│", " ").split())
 
 

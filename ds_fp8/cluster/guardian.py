@@ -250,7 +250,8 @@ class Judge:
         asked = ("was ended by SIGTERM", *(() if self._about["launched"] else ("ended without a message",)))
         were_asked = all(any(words in details for words in asked) for details in guilty)
         all_died = all(kind == DIED for kind, _ in self._findings.values())
-        if all_died and were_asked and all(rank.gone for rank in self._ranks.values()):
+        # A rank's death is known a moment before it is gone.
+        if all_died and were_asked and all(rank.gone or n in self._findings for n, rank in self._ranks.items()):
             return ""  # all were asked to end, and have
         code = CODES[cause]
         lines = [f"error: the job was ended on all hosts (exit code {code}: {AFTER[code]})"]

@@ -41,11 +41,7 @@ class CastSet:
     """Weights with scales in one buffer, cast together."""
 
     def __init__(self, stacks: Iterable[list[ShardedWeight]]):
-        """Order the weights and their scales.
-
-        Args:
-            stacks: Weights of one fused product each, in an order that all ranks agree on.
-        """
+        """Order weights and their scales, of stacks of one fused product each, in an order that all ranks agree on."""
         # Weights of one group and one cast side by side: their maxima are one slice, for one all-reduce.
         runs = in_runs(stacks, lambda stack: (id(stack[0].shard.group), str(stack[0].spec)))
         ordered = [stack for run in runs for stack in run]
@@ -215,12 +211,7 @@ class OutlierResiduals:
     """Keeps the residuals of all weights with outlier channels up to date."""
 
     def __init__(self, weights: Sequence[ShardedWeight], device: torch.device) -> None:
-        """Allocate the residuals.
-
-        Args:
-            weights: Those with outlier channels, in the order of the shards: those of one product are neighbours.
-            device: Where the residuals lie.
-        """
+        """Allocate the residuals of weights in the order of the shards: those of one product are neighbours."""
         shapes = [(w.shard.shape[0], min(w.outliers.count, w.shard.shape[1])) for w in weights]
         numels = [rows * columns for rows, columns in shapes]
         self._buffer = torch.zeros(sum(numels), dtype=torch.uint8, device=device)

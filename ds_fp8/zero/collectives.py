@@ -64,13 +64,7 @@ class Work:
 
 
 def all_gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
-    """Begin to gather every input into its output, all in one launch of NCCL.
-
-    Args:
-        outputs: flat [ranks * n_i], where the shards land in the order of the ranks.
-        inputs: flat [n_i], this rank's shards.
-        group: process group.
-    """
+    """Begin to gather flat [n_i] into flat [ranks * n_i], in the order of the ranks, all in one launch of NCCL."""
     # torch has no public name for this; DeepSpeed's all_gather_coalesced loses the handle.
     # NCCL begins all of them in one launch, on its own stream behind the current one. The tensors live at least until
     # Work.wait: whoever gathers holds outputs in the handle, and inputs are views of the buffer of all shards.
@@ -275,13 +269,7 @@ def _equal_numbers() -> Iterator[None]:
 
 
 def choose(numel: int, device: torch.device, groups: Sequence[object]) -> Transport:
-    """Return what carries shards: copy engines if the ranks can share memory, otherwise collectives. Collective.
-
-    Args:
-        numel: Bytes of this rank's shards, the same on all ranks.
-        device: Where they lie.
-        groups: Process groups of the weights.
-    """
+    """Return what carries shards: copy engines if the ranks can share memory, otherwise collectives. Collective."""
     # Memory is mapped for one group; weights of experts with groups of their own would need one buffer each.
     shared = share(numel, device, groups[0]) if len(groups) == 1 else "the weights are sharded over several groups"
     return shared if isinstance(shared, PeerMemory) else Collectives(numel, device, shared)
@@ -408,14 +396,7 @@ class WireMeter:
         self._exchanged_before = exchanges.bytes_sent()
 
     def count(self, purpose: str, collective: Collective, nbytes: int, group: object) -> None:
-        """Count one collective.
-
-        Args:
-            purpose: GATHER or GRADIENT.
-            collective: what it does with its input.
-            nbytes: size of this rank's input, in bytes.
-            group: process group, None for all ranks.
-        """
+        """Count one collective over `group` by a rank's input of `nbytes`, for GATHER or GRADIENT."""
         self._sent[purpose] += round(nbytes * _SHARES[collective](dist.get_world_size(group)))
 
     def sent(self) -> Counter[str]:

@@ -107,11 +107,9 @@ class GradientShards:
     """
 
     def __init__(self, flat: torch.Tensor, places: Mapping[str, tuple[int, int]]):
-        """Take the accumulator over.
+        """Take over `flat`, this rank's shards of all gradients, zeros where nothing has been added.
 
-        Args:
-            flat: This rank's shards of all gradients, FP32 or BF16 [n]; zeros where nothing has been added.
-            places: By parameter name, the first element of its gradient in `flat`, and how many are here, unpadded.
+        `places` has by name the first element of a gradient in it, and how many are here, unpadded.
         """
         self._flat, self._places = flat, places
         self._spans: dict[str, slice] = {}
@@ -151,17 +149,7 @@ class GradientShards:
         names: Sequence[str],
         accumulate: bool,
     ) -> None:
-        """Add the rows of a message, divided, to the gradients of some parameters, or put them in their place.
-
-        Args:
-            message: uint8 [rows, row bytes], as received.
-            shape: Shape of the message; one place.
-            format: Format of the codes.
-            divisor: What the sum over rows is divided by.
-            slices: Place in the message of each gradient.
-            names: Names of the parameters, in the order of `slices`.
-            accumulate: Add to this step's gradients rather than replace them.
-        """
+        """Add the rows of a message of one place, divided, to the gradients `names`, or put them there."""
         self._expect(names, accumulate)
         targets = []
         for place, name in zip(slices, names, strict=True):

@@ -72,9 +72,6 @@ class LeafCalls:
 
         Without this the input of the first such module does not, if everything before it is frozen, nor does that of a
         module which is called with its input by name.
-
-        Args:
-            engine: a ZeRO-3 engine.
         """
         self._engine = engine
         self._calls: dict[nn.Module, list[weakref.ref[_Call]]] = {}
@@ -192,12 +189,7 @@ def weights_read_in_leaf_modules(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights of FP8 linears inside leaf modules that a module around the linear may read itself.
 
     A module may read the weights below it if its forward, or a method that this calls, accesses an attribute `weight`.
-
-    Args:
-        model: the module of a ZeRO-3 engine.
-
-    Returns:
-        The weights, each once; none of fused layers, whose forwards are known.
+    Of fused layers, whose forwards are known, none.
     """
     found: dict[int, nn.Parameter] = {}
     for leaf in _leaf_modules(model.parameters()):

@@ -67,12 +67,7 @@ class Lifecycle:
     """Takes the calls of every method of DeepSpeed that is replaced. A part that is None is left to DeepSpeed."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, wire: WireMeter | None = None):
-        """Replace the methods, until the engine is destroyed.
-
-        Args:
-            engine: Engine of any ZeRO stage.
-            wire: Counts the bytes of gathers.
-        """
+        """Replace the methods of an engine of any ZeRO stage, until it is destroyed."""
         self.update: Step | None = None
         """Takes the optimizer's step."""
         self.weights: ShardedWeights | None = None

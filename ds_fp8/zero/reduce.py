@@ -52,15 +52,7 @@ def is_reduced_in_fp8(shape: torch.Size) -> bool:
 
 
 def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: Slices, options: CastOptions) -> None:
-    """Cast a gradient into its slices of a message.
-
-    Args:
-        gradient: FP32 or BF16, of any shape.
-        message: uint8 [rows, row bytes], written in place: codes and scales, zeros behind the ends of slices.
-        shape: Shape of the message.
-        slices: Where the gradient lies in it.
-        options: How it is cast.
-    """
+    """Cast a gradient into its slices of a message, uint8 [rows, row bytes]; zeros behind the ends of slices."""
     if has_kernel(gradient, options.format):
         from ds_fp8.zero import reduce_triton
 
@@ -106,13 +98,7 @@ class Reduction:
     """Reduces gradients: some in FP8, the others as DeepSpeed does."""
 
     def __init__(self, wire: WireMeter, in_fp8: GradientReduce | None, shards: GradientShards | None):
-        """Make a reduction.
-
-        Args:
-            wire: Counts the bytes.
-            in_fp8: Reduces those that it accepts.
-            shards: What the means are added to; None where DeepSpeed adds the slices that are returned.
-        """
+        """Make a reduction that adds means to `shards`, or returns them for DeepSpeed to add."""
         self._wire, self._in_fp8, self._shards = wire, in_fp8, shards
 
     @torch.no_grad()
@@ -207,17 +193,10 @@ class GradientReduce:
         shards: GradientShards | None = None,
         accumulate: bool = False,
     ) -> list[torch.Tensor]:
-        """Reduce full gradients, all of which `casts` accepts. Collective.
-
-        Args:
-            tensors: Gradients of any shape, FP32 or BF16; read once, and not kept.
-            group: Process group.
-            names: Names of the parameters, the same on every rank.
-            shards: What the means over ranks of this rank's slices are added to.
-            accumulate: Add to what the shards hold rather than replace it.
+        """Reduce full gradients, all of which `casts` accepts; they are read once, and not kept. Collective.
 
         Returns:
-            Those slices, FP32, without padding, where there are no shards.
+            Without shards to add the means to, this rank's slices of them, FP32, without padding.
         """
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         message, shape, places = self._send(tensors, group, names)
@@ -337,12 +316,7 @@ class AutomaticScale:
         return self._mu[self._slots[name]].item()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the next scales depend on, alike on all ranks. Collective; the host waits.
-
-        Returns:
-            "names": list of T names; "mu" and "saturated": FP32 [T] on the CPU, the second being the largest share of
-            elements that saturated on any rank in the last reduction.
-        """
+        """Return the state that the next scales depend on, alike on all ranks. Collective; the host waits."""
         share = self._share.clone()
         if self._slots:
             dist.all_reduce(share, op=dist.ReduceOp.MAX, group=self._group)

@@ -40,12 +40,7 @@ class Step:
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, optimizer: AdamW):
-        """Take the optimizer apart; `why_not` must have returned None.
-
-        Args:
-            engine: ZeRO-3 engine.
-            optimizer: Its basic optimizer.
-        """
+        """Take the optimizer of a ZeRO-3 engine apart; `why_not` must have returned None."""
         self._zero, self._optimizer = ZeroStep(engine), optimizer
         self.gradients = GradientShards(self._zero.flat_gradient, self._zero.gradient_places())
         self._zero.leave_gradients_in_place()

@@ -67,14 +67,7 @@ class ShardedWeight:
     def __init__(
         self, parameter: nn.Parameter, shard: Shard, spec: CastSpec, outliers: OutlierChannels | None = None
     ) -> None:
-        """Describe a weight; `data` and `scale_start` are to be set.
-
-        Args:
-            parameter: Of ZeRO-3.
-            shard: This rank's part of it.
-            spec: Its cast.
-            outliers: Outlier channels of the input that it is multiplied with.
-        """
+        """Describe a weight with its cast and outlier channels; `data` and `scale_start` are to be set."""
         self.parameter, self.shard, self.spec, self.outliers = parameter, shard, spec, outliers
         rows, columns = shard.shape
         if (why := spec.why_not_sharded(shard.numel, columns)) is not None:
@@ -302,11 +295,9 @@ def place_scales(stacks: list[list[ShardedWeight]]) -> int:
 
 
 def without_padding(stack: list[ShardedWeight], landed: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the codes [numel] of every weight of a stack, adjacent: views, or copies where padding parts them.
+    """Return the codes [numel] of every weight of a stack, adjacent, of all ranks' shards [W * n] of each, adjacent.
 
-    Args:
-        stack: Weights whose rows are stacked.
-        landed: All ranks' shards [W * n] of every weight, adjacent.
+    Views, or copies where padding parts them.
     """
     codes = [shards[: weight.numel] for weight, shards in zip(stack, landed, strict=True)]
     # A padded weight leaves a hole before the next one, and a product reads no holes.

@@ -48,14 +48,7 @@ class ShardedWeights:
         weights: Iterable[tuple[nn.Parameter, CastSpec, OutlierChannels | None]],
         wire: WireMeter,
     ):
-        """Allocate the shards; the first gather casts.
-
-        Args:
-            engine: Of ZeRO stage 3.
-            weights: Each with its cast, which is the one its products read, and the outlier channels of its input where
-                those are multiplied exactly.
-            wire: Counts the bytes.
-        """
+        """Allocate the shards of `weights`, each with its cast and outlier channels; the first gather casts."""
         self._engine, self._wire = engine, wire
         # Sorted, so that all ranks agree on the order.
         ordered = sorted(weights, key=lambda weight: order(weight[0]))
@@ -112,11 +105,9 @@ class ShardedWeights:
         return (self.codes.data_ptr(), *(key for key, weight in self._weights.items() if weight.in_fp8))
 
     def observe(self, show: Callable[[nn.Parameter, torch.Tensor, QuantizedTensor, int], None]) -> None:
-        """Call `show(weight, rows, cast, elements)` for every weight that this rank has a part of. Between steps.
+        """Call `show(parameter, rows, cast, elements)` for every weight that this rank has a part of. Between steps.
 
-        Args:
-            show: Gets the weight, the rows that this rank's shard touches in high precision and as they are sent, and
-                the number of elements of the shard: the rows have zeros beyond them.
+        The rows are those that the shard of so many elements touches, in high precision and as they are sent.
         """
         self.wait_for_cast()
         for weight in self:
@@ -203,11 +194,7 @@ class ShardedWeights:
     # ---------------------------------------------------------------- unshard and reshard
 
     def unshard(self, parameters: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
-        """Begin to gather weights, all of which are `in_fp8`.
-
-        Returns:
-            Functions that wait, and make the weights available.
-        """
+        """Begin to gather weights, all `in_fp8`; return functions that wait, and make the weights available."""
         weights = sorted((self._weights[id(parameter)] for parameter in parameters), key=lambda weight: weight.start)
         return [self._unshard(some) for some in in_runs(weights, lambda weight: id(weight.shard.group))]
 
@@ -255,11 +242,7 @@ class ShardedWeights:
         return finish
 
     def whole(self, parameter: nn.Parameter) -> QuantizedTensor:
-        """Gather one weight for a reader other than its layer. Collective, between two steps.
-
-        Returns:
-            The codes and scales [R, C] that the next forward multiplies by.
-        """
+        """Gather one weight for a reader other than its layer. Collective, between two steps."""
         weight = self._weights[id(parameter)]
         if weight.state is State.UNSHARDED_FP8:
             parameter.partition()
@@ -285,12 +268,7 @@ class ShardedWeights:
     def reshard(self, parameters: Iterable[nn.Parameter], may_be_written: bool) -> list[Written] | None:
         """Drop what was gathered in FP8, before DeepSpeed releases the parameters.
 
-        Args:
-            parameters: Those to be released.
-            may_be_written: Whether DeepSpeed then writes what was gathered in BF16 back to its shards.
-
-        Returns:
-            Weights whose BF16 shards may be written, for `resharded`; None where none can be.
+        Returns, for `resharded`, the weights whose BF16 shards DeepSpeed may write then; None where it writes none.
         """
         weights = [weight for weight in map(self.of, parameters) if weight is not None]
         written = [w for w in weights if may_be_written and w.state is not State.UNSHARDED_FP8 and w.in_fp8]
@@ -302,10 +280,7 @@ class ShardedWeights:
         return [(weight, bf16_shard(weight.parameter).clone()) for weight in written]
 
     def resharded(self, parameters: Iterable[nn.Parameter], before: list[Written] | None) -> None:
-        """Find out what was written, after DeepSpeed has released the parameters, and free BF16 shards.
-
-        Collective where something may be written.
-        """
+        """Find out what DeepSpeed's release has written, if it may have, and free BF16 shards. Collective."""
         if before is not None:
             self._find_writes(before)
         for weight in filter(None, map(self.of, parameters)):
@@ -347,19 +322,13 @@ class ShardedWeights:
     # ---------------------------------------------------------------- out of FP8
 
     def leave_fp8(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gather these weights in BF16 from now on, on all ranks alike; those gathered in FP8 stay so until resharded.
-
-        Their place among the FP8 shards stays, and is cast with the others'.
-        """
+        """Gather these in BF16 from now on, on all ranks alike; they are cast with the others still."""
         for weight in filter(None, map(self.of, parameters)):
             weight.leave_fp8()
             weight.keep_bf16()
 
     def end_fp8(self) -> None:
-        """Gather every weight in BF16 from now on, on all ranks alike; none is gathered at this moment.
-
-        Unlike `leave_fp8` this keeps no BF16 shards: each gather rounds its own from the masters.
-        """
+        """Gather all weights in BF16 from now on, on all ranks, from shards made for each gather."""
         for weight in self:
             weight.leave_fp8()
 

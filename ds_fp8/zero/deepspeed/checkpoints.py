@@ -104,11 +104,7 @@ def consolidated_state_dict(engine: deepspeed.DeepSpeedEngine) -> dict[str, torc
 def tensors_only(source: Path) -> Iterator[None]:
     """Let every torch.load within read tensors and plain values alone, also where the caller asks for more.
 
-    Args:
-        source: the file or folder that is read, for the message.
-
-    Raises:
-        UserError: a file holds anything else.
+    UserError names `source`, the file or folder, where it holds anything else.
     """
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
@@ -127,10 +123,9 @@ def tensors_only(source: Path) -> Iterator[None]:
 
 
 def load_tensors(file: Path) -> Any:
-    """Return the tensors and plain values in a file of torch.save, mapped into CPU memory rather than read.
+    """Return what a file of torch.save holds, mapped into CPU memory.
 
-    Raises:
-        ValueError: the file holds anything else, or is not whole; nothing in it was called.
+    ValueError if it is damaged, or holds more than tensors and plain values; nothing in it was called.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)

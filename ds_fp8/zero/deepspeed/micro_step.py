@@ -95,11 +95,7 @@ class MicroStep:
         return tuple(parameter.requires_grad for parameter in self.parameters)
 
     def addresses(self, elsewhere: Callable[[torch.nn.Parameter], bool]) -> tuple[int, ...]:
-        """Return where the shards lie that a micro-step gathers, and the gradients it writes.
-
-        Args:
-            elsewhere: Says of a parameter that it is gathered from other shards than DeepSpeed's.
-        """
+        """Return where gradients lie, and the shards that are not `elsewhere` than DeepSpeed's."""
         gathered = [p.ds_tensor for p in self.parameters if not (p.ds_persist or elsewhere(p))]
         return tuple(tensor.data_ptr() for tensor in (self._zero.grad_partitions_flat_buffer, *gathered))
 

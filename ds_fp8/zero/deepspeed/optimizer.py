@@ -130,11 +130,7 @@ class ZeroStep:
             bf16.copy_(masters.detach())
 
     def finish(self, norm: torch.Tensor) -> None:
-        """Close a step that was taken.
-
-        Args:
-            norm: Norm of the gradients without loss scale, for get_global_grad_norm().
-        """
+        """Close a step that was taken; the norm without loss scale is for get_global_grad_norm()."""
         zero = self._zero
         zero.overflow = False
         zero._loss_scale_update_and_overflow_cleanup()

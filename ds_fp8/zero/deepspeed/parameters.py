@@ -124,11 +124,7 @@ def link_moments(engine: deepspeed.DeepSpeedEngine, adamw: torch.optim.Optimizer
     """Let safe_get_full_optimizer_state and safe_set_full_optimizer_state find compressed moments in stages 1 and 2.
 
     DeepSpeed links a parameter to views of its states once, of those that are tensors; the closures of a parameter are
-    replaced by others that link the states of the moment.
-
-    Args:
-        engine: Engine of ZeRO stage 1 or 2.
-        adamw: Its basic optimizer; `expand_moments` makes tensors of its compressed moments.
+    replaced by others that link the states of the moment, which `adamw` makes tensors of.
     """
     for parameter in engine.module.parameters():
         if hasattr(parameter, "_hp_mapping"):
@@ -186,11 +182,7 @@ def leaf_module_of(parameter: torch.nn.Parameter) -> torch.nn.Module | None:
 
 
 def begin_gather(parameter: torch.nn.Parameter) -> None:
-    """Mark a gather as started.
-
-    Raises:
-        RuntimeError: The parameter is not in its partitioned state.
-    """
+    """Mark a gather as started; RuntimeError if the parameter is not in its partitioned state."""
     if parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE:
         raise RuntimeError(f"cannot gather a parameter that is not partitioned: {parameter.ds_summary()}")
     parameter.ds_status = ZeroParamStatus.INFLIGHT
@@ -241,10 +233,7 @@ class _Watched(dict):
 def on_external_parameter(engine: deepspeed.DeepSpeedEngine, callback: Callable[[torch.nn.Parameter], None]) -> None:
     """Call `callback` with every parameter that a module reads which does not own it.
 
-    Args:
-        engine: ZeRO-3 engine.
-        callback: Called now with the parameters that are registered already, and later with those that the user
-            registers or ZeRO-3 finds.
+    Now with those that are registered, and later with those that the user registers or ZeRO-3 finds.
     """
     for module in engine.module.modules():
         registered = getattr(module, "_external_params", {})

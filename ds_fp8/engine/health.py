@@ -176,7 +176,7 @@ class Health:
                 # more.
                 self.weights.leave_fp8(weights)
             if self.gradient_reduce is not None:
-                self.gradient_reduce.leave_out(self._name_of[id(weight)] for weight in weights)
+                self.gradient_reduce.leave_fp8(self._name_of[id(weight)] for weight in weights)
             self.layers_in_bf16.append(name)
             self.on_move()
             self.say(f"{name} now runs in BF16")

@@ -300,7 +300,7 @@ class MicroStepGraphs:
 
     def _settle(self) -> None:
         """Bring parameters and shards to the state in which graphs begin, on the current stream."""
-        self._micro_step.settle()
+        self._micro_step.reset()
         gather = self._gather
         if gather is not None:
             gather.cast_and_wait()

@@ -166,7 +166,7 @@ class GradientReduce:
         self._config, self._wire, self._nodes = config, wire, nodes
         self._automatic_scale = AutomaticScale(config.format) if config.scale == "tensor" else None
 
-    def leave_out(self, names: Iterable[str]) -> None:
+    def leave_fp8(self, names: Iterable[str]) -> None:
         """Reduce the gradients of these parameters as DeepSpeed does from now on, on all ranks alike."""
         self._left_out |= frozenset(names)
 

@@ -36,7 +36,7 @@ def broken_off(where, interrupted):
     if interrupted:
         micro_step = MicroStep(engine)
         assert micro_step.ready
-        micro_step.settle()
+        micro_step.reset()
         state = micro_step.remember()
 
         def fail(*_):
@@ -77,7 +77,7 @@ def by_itself(_):
         if inside:
             engine.backward(engine(tokens))
         else:
-            micro_step.settle()
+            micro_step.reset()
             assert statuses(engine) == {ZeroParamStatus.NOT_AVAILABLE}
             assert all(p.ds_status == ZeroParamStatus.AVAILABLE for p in micro_step.persistent)
             state = micro_step.remember()

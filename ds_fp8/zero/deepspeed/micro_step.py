@@ -152,14 +152,14 @@ class MicroStep:
         """Reduce the gradients that wait for a full bucket, and release what no hook has released."""
         self._zero.independent_gradient_partition_epilogue()
         self._zero.backward_epilogue()
-        self.partition()
+        self.reshard()
 
-    def settle(self) -> None:
+    def reset(self) -> None:
         """Gather persistent parameters and partition all others, as after a step. Collective where there is any.
 
         What was enqueued for earlier micro-steps lies before what the current stream gets next.
         """
-        self.partition()
+        self.reshard()
         self.wait_for_sides()
         missing = [p for p in self.persistent if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         if missing:
@@ -170,7 +170,7 @@ class MicroStep:
         for side in self.side_streams():
             streams.wait_stream(side)
 
-    def partition(self) -> None:
+    def reshard(self) -> None:
         """Partition every parameter that is available and not persistent."""
         self.finish_gathers()
         for parameter in self.parameters:

@@ -1,4 +1,4 @@
-"""Triton kernels of cast.py: amax, cast, and residuals of all master shards of a rank, one launch each.
+"""Triton kernels of casts of shards (weight.py, residuals.py): amax, cast, and residuals of all master shards of a rank, one launch each.
 
 The weights are cut into tiles of 128 x 128 elements; a shard gives one program to each tile that it has a part of. A
 program finds its weight through `owner`, that weight's geometry in a row of `table`, and the numbers to cast at an
@@ -160,7 +160,7 @@ def _cast(
 
 
 class TritonShardCast:
-    """ReferenceShardCast (cast.py) in one launch a half; shards that are offloaded are copied and cast one by one."""
+    """ReferenceShardCast (weight.py) in one launch a half; shards that are offloaded are copied and cast one by one."""
 
     def __init__(self, weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: CastSpec):
         # A rank may hold nothing but padding of a small weight.
@@ -305,7 +305,7 @@ def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.const
 
 
 class TritonResidualCast:
-    """ReferenceResidualCast (cast.py) in one launch; masters that are offloaded are copied to the device for it."""
+    """ReferenceResidualCast (residuals.py) in one launch; masters that are offloaded are copied to the device for it."""
 
     def __init__(self) -> None:
         self._listed: list[tuple[int, ...]] = []

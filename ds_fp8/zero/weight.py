@@ -7,14 +7,15 @@ down to a multiple of its blocks' rows, with zeros elsewhere: then the reference
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 
 import torch
 from torch import nn
 
-from ds_fp8.casts import QuantizedTensor
+from ds_fp8.casts import QuantizedTensor, cast, group_amax
+from ds_fp8.casts.primitives import infinite_to_nan
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec, group_shape, is_of_blocks, scale_shape
 from ds_fp8.layers.linear.outliers import OutlierChannels
@@ -269,6 +270,29 @@ Numbers = Callable[[ShardedWeight], torch.Tensor]
 def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return `numbers` as FP32 on `device`: themselves, or a copy."""
     return numbers.to(device, torch.float32)
+
+
+class ReferenceShardCast:
+    """The casts of a fixed list of weights in torch, on any device; the oracle of the kernels."""
+
+    def __init__(self, weights: Sequence[ShardedWeight], spec: CastSpec):
+        self._weights, self._spec = [weight for weight in weights if weight.shard.valid], spec
+
+    def write_amax(self, amax: torch.Tensor, source: Numbers) -> None:
+        """Write the amax of every group that has a part here into the zeroed FP32 buffer `amax`; Inf for NaN or Inf."""
+        for weight in self._weights:
+            numbers = weight.before_cast(on_device(source(weight), amax.device))
+            weight.covered(weight.scales_in(amax)).copy_(group_amax(weight.cover(numbers), weight.granularity))
+
+    def cast(self, scales: torch.Tensor, source: Numbers) -> None:
+        """Refill every weight's `data` in units of the agreed scales, a flat FP32 buffer."""
+        for weight in self._weights:
+            numbers = weight.before_cast(on_device(source(weight), scales.device))
+            own = weight.covered(weight.scales_in(scales))
+            cover = infinite_to_nan(weight.cover(numbers), self._spec.scale)
+            cover = cast(cover, own, self._spec.format, weight.granularity)
+            codes = cover.view(torch.uint8).flatten()[weight.offset : weight.offset + weight.shard.valid]
+            weight.data[: weight.shard.valid].copy_(codes)
 
 
 def stacks_of(weights: Iterable[ShardedWeight]) -> list[list[ShardedWeight]]:

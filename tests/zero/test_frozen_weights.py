@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from ds_fp8.casts import quantize
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import GATHERED
-from ds_fp8.zero.cast import ReferenceShardCast
+from ds_fp8.zero.weight import ReferenceShardCast
 from tests.layers.hugging_face import causal_lm
 from tests.zero import models
 

@@ -13,7 +13,7 @@ from ds_fp8.casts import quantize
 from ds_fp8.casts.outliers import weight_residual
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import RESIDUAL
-from ds_fp8.zero.cast import ReferenceResidualCast
+from ds_fp8.zero.residuals import ReferenceResidualCast
 from ds_fp8.zero.weight import ShardedWeight
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models

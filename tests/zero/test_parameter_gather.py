@@ -233,6 +233,47 @@ def test_what_was_written_last_is_what_all_readers_get(ranks, what_follows, expe
         assert (found == expected).all()
 
 
+def states_over_a_life():
+    """What an object says of its weight: at rest, for a layer, for a user, after a write, cast again, after a step."""
+    engine = models.build(models.config({"monitor": {"every": 0}}))
+    models.train(engine, 1)
+    parameter = engine.module.layers[0].up.weight
+    weight, seen = engine.fp8.weights.of(parameter), []
+
+    def look():
+        seen.append((weight.state.name, weight.source.name, weight.stale, weight.has_bf16, repr(weight)))
+
+    look()
+    gather(engine, [parameter])
+    look()
+    parameter.partition()
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        look()
+        if deepspeed.comm.get_rank() == 0:
+            parameter.data.fill_(0.25)
+    look()
+    gather(engine, [parameter])
+    look()
+    parameter.partition()
+    models.train(engine, 1, start=1)
+    look()
+    return seen
+
+
+def test_an_object_has_the_state_of_its_weight(ranks):
+    for seen in ranks(2, states_over_a_life):
+        assert [entry[:4] for entry in seen] == [
+            ("SHARDED", "MASTER", False, False),
+            ("UNSHARDED_FP8", "MASTER", False, False),
+            ("UNSHARDED_BF16", "MASTER", False, True),
+            ("SHARDED", "BF16", True, True),
+            ("UNSHARDED_FP8", "BF16", False, True),
+            ("SHARDED", "MASTER", False, False),
+        ]
+        words = ("sharded", "unsharded in FP8", "unsharded in BF16", "BF16 shard, stale", "BF16 shard", "master")
+        assert all(word in entry[4] for word, entry in zip(words, seen, strict=True))
+
+
 def frozen_weight():
     def freeze(model):
         model.layers[1].up.weight.requires_grad_(False)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_fp8.zero.collectives import LIMIT, SPAN, Recent, Target, span_count
+from ds_fp8.zero.collectives import LIMIT, SPAN, Target, span_count
 from ds_fp8.zero.gradients import add_rows_reference, sum_rows_reference
 from ds_fp8.zero.reduce import pack_reference
 from tests.zero.test_gradient_wire import gradients_of, laid_out, packed
@@ -123,20 +123,6 @@ def test_tables_that_a_graph_writes_are_of_that_graph_alone(monkeypatch):
         cache.tables((Target(0, 0, number + 1, 0),), device)
     capturing = True
     assert cache.tables(targets, device) is outside  # the graph of before reads it still
-
-
-def test_what_was_used_last_is_kept():
-    recent, made = Recent(2), []
-
-    def get(key):
-        return recent.get(key, lambda: made.append(key) or f"value of {key}")
-
-    assert [get(key) for key in "abac"] == ["value of a", "value of b", "value of a", "value of c"]
-    get("a")
-    assert made == ["a", "b", "c"]
-    get("b")
-    assert made == ["a", "b", "c", "b"]
-    assert len(recent) == 2
 
 
 def test_a_rank_without_any_part_launches_nothing():

@@ -319,17 +319,6 @@ class Slices:
         return -(-self.length // BLOCK) * BLOCK
 
 
-@dataclass(frozen=True)
-class CastOptions:
-    """Options of a gradient's cast."""
-
-    format: str
-    scale: torch.Tensor | None = None
-    """FP32 [], one scale for the whole gradient, with saturation; None gives every group of 128 its own."""
-    clipped: torch.Tensor | None = None
-    """int32 [], where the elements that saturated in units of `scale` are counted, NaN left out."""
-
-
 class Target(NamedTuple):
     """Offset of one gradient's slice in a message, and the destination of its sum."""
 

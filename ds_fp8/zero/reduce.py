@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from ds_fp8.casts import group_amax, scale_from_amax
 from ds_fp8.config.formats import BLOCK, FORMATS
 from ds_fp8.config.fp8 import GradientReduceConfig
-from ds_fp8.zero.collectives import GRADIENT, CastOptions, Message, Recent, Slices, WireMeter
+from ds_fp8.zero.collectives import GRADIENT, Message, Recent, Slices, WireMeter
 from ds_fp8.zero.deepspeed.parameters import shard_group
 from ds_fp8.zero.gradients import GradientShards, has_kernel, sum_rows
 from ds_fp8.zero.hosts import Nodes
@@ -51,47 +51,67 @@ def is_reduced_in_fp8(shape: torch.Size) -> bool:
     return len(shape) > 1 and math.prod(shape) >= SMALLEST
 
 
-def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: Slices, options: CastOptions) -> None:
-    """Cast a gradient into its slices of a message, uint8 [rows, row bytes]; zeros behind the ends of slices."""
-    if has_kernel(gradient, options.format):
+def pack(
+    gradient: torch.Tensor,
+    message: torch.Tensor,
+    shape: Message,
+    slices: Slices,
+    format: str,
+    scale: torch.Tensor | None = None,
+    clipped: torch.Tensor | None = None,
+) -> None:
+    """Cast a gradient into its slices of a message, uint8 [rows, row bytes]; zeros behind the ends of slices.
+
+    Args:
+        gradient: FP32 or BF16, of any shape.
+        message: Written in place.
+        shape: Shape of the message.
+        slices: Where the gradient lies in it.
+        format: Format of the codes.
+        scale: FP32 [], one scale for the whole gradient, with saturation; None gives every group of 128 its own.
+        clipped: int32 [], where the elements that saturated in units of `scale` are counted, NaN left out.
+    """
+    if has_kernel(gradient, format):
         from ds_fp8.zero import reduce_triton
 
-        reduce_triton.pack(gradient, message, shape, slices, options)
+        reduce_triton.pack(gradient, message, shape, slices, format, scale, clipped)
     else:
-        pack_reference(gradient, message, shape, slices, options)
+        pack_reference(gradient, message, shape, slices, format, scale, clipped)
 
 
 def pack_reference(
-    gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: Slices, options: CastOptions
+    gradient: torch.Tensor,
+    message: torch.Tensor,
+    shape: Message,
+    slices: Slices,
+    format: str,
+    scale: torch.Tensor | None = None,
+    clipped: torch.Tensor | None = None,
 ) -> None:
     """Do pack in torch, on any device; the oracle of the kernel, where scales are powers of two bit for bit."""
     flat = gradient.flatten().float()
     world = shape.rows * shape.places
     x = pad(flat, (0, world * slices.length - flat.numel())).view(world, slices.length)
     x = pad(x, (0, slices.padded - slices.length))
-    if options.scale is None:
-        scales = scale_from_amax(group_amax(x, "1x128"), options.format, "pow2")
+    if scale is None:
+        scales = scale_from_amax(group_amax(x, "1x128"), format, "pow2")
     else:
-        scales = options.scale.expand(world, slices.padded // BLOCK)
-    codes = _codes(x, scales, options)
+        scales = scale.expand(world, slices.padded // BLOCK)
+    target = FORMATS[format]
+    in_units = x / scales.repeat_interleave(BLOCK, 1)
+    if clipped is not None:
+        clipped.add_((in_units.abs() > target.max).sum())
+    in_units = in_units.clamp(-target.max, target.max)
+    if target.codec is not None:
+        codes = target.codec.encode(in_units, None)
+    else:
+        codes = in_units.to(target.dtype).view(torch.uint8)
     groups = slice(slices.column // BLOCK, (slices.column + slices.padded) // BLOCK)
     columns = slice(slices.column, slices.column + slices.padded)
     codes_of, scales_of = shape.parts(message)
     by_place = (shape.places, shape.rows, -1)
     codes_of[:, :, columns] = codes.view(by_place).transpose(0, 1)
     scales_of[:, :, groups] = scales.reshape(by_place).transpose(0, 1)
-
-
-def _codes(x: torch.Tensor, scales: torch.Tensor, options: CastOptions) -> torch.Tensor:
-    """Return the codes, as bytes, of x [W, padded] in units of scales [W, padded/128]."""
-    target = FORMATS[options.format]
-    in_units = x / scales.repeat_interleave(BLOCK, 1)
-    if options.clipped is not None:
-        options.clipped.add_((in_units.abs() > target.max).sum())
-    in_units = in_units.clamp(-target.max, target.max)
-    if target.codec is not None:
-        return target.codec.encode(in_units, None)
-    return in_units.to(target.dtype).view(torch.uint8)
 
 
 class Reduction:
@@ -233,7 +253,7 @@ class GradientReduce:
         inside = sum_rows(self._exchange(message, nodes.inside), shape, self._config.format)
         shape = Message(count, 1, width)
         message = shape.empty(inside.device)
-        pack(inside, message, shape, Slices(width, 0), CastOptions(self._config.format))
+        pack(inside, message, shape, Slices(width, 0), self._config.format)
         return self._exchange(message, nodes.between), shape, places
 
     def _pack(
@@ -253,7 +273,7 @@ class GradientReduce:
         for tensor, name, place, scale, count in zip(tensors, names, places, scales, clipped, strict=True):
             if self._observe is not None:
                 self._observe(tensor, name, scale)
-            pack(tensor, message, shape, place, CastOptions(self._config.format, scale, count))
+            pack(tensor, message, shape, place, self._config.format, scale, count)
         if self._automatic_scale is not None:
             self._automatic_scale.saturated(clipped, [tensor.numel() for tensor in tensors], names)
 

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_fp8.casts.primitives_triton import TRITON_DTYPES, amax_bits, scale_of, to_fp8
 from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE
-from ds_fp8.zero.collectives import SPAN, CastOptions, Message, Recent, Slices, Target, span_count
+from ds_fp8.zero.collectives import SPAN, Message, Recent, Slices, Target, span_count
 
 GROUPS = 32
 """Groups of 128 that one program of _pack and _sum_rows takes."""
@@ -148,15 +148,15 @@ def _add_rows(
     tl.store(squares + span + program - first_program, tl.sum(square))
 
 
-def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: Slices, options: CastOptions) -> None:
+def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: Slices, format: str, scale: torch.Tensor | None = None, clipped: torch.Tensor | None = None) -> None:
     """Do pack of reduce.py."""
-    target = FORMATS[options.format]
+    target = FORMATS[format]
     world = shape.rows * shape.places
     # The second axis is the rank: at most 65535 programs there, and the first axis takes a large gradient's groups.
     _pack[(triton.cdiv(slices.padded, GROUPS * BLOCK), world)](
-        gradient.contiguous(), options.scale, options.clipped, message,
+        gradient.contiguous(), scale, clipped, message,
         gradient.numel(), slices.length, slices.padded, slices.column, shape.width, shape.codes, shape.row_bytes,
-        shape.rows, TENSOR=options.scale is not None, GROUPS=GROUPS, DTYPE=TRITON_DTYPES[options.format],
+        shape.rows, TENSOR=scale is not None, GROUPS=GROUPS, DTYPE=TRITON_DTYPES[format],
         LARGEST=target.max, SMALLEST=SMALLEST_SCALE, num_warps=4,
     )
 

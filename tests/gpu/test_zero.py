@@ -10,7 +10,6 @@ from ds_fp8.casts import quantize
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.layers.linear.weights import GATHERED
 from ds_fp8.zero import collectives
-from ds_fp8.zero.collectives import CastOptions
 from ds_fp8.zero.gradients import sum_rows, sum_rows_reference
 from ds_fp8.zero.reduce import pack, pack_reference
 from ds_fp8.zero.weight import ReferenceShardCast
@@ -87,7 +86,7 @@ def test_gradient_messages_are_those_of_the_reference(rows, places, numels, form
     for device, function in (("cpu", pack_reference), ("cuda", pack)):
         message = torch.zeros(shape.rows, shape.row_bytes, dtype=torch.uint8, device=device)
         for gradient, place in zip(gradients, slices, strict=True):
-            function(gradient.to(device), message, shape, place, CastOptions(format))
+            function(gradient.to(device), message, shape, place, format)
         messages.append(message)
     reference, ours = messages[0], messages[1].cpu()
     sums = [sum_rows_reference(reference, shape, format, 3), sum_rows(messages[1], shape, format, 3).cpu()]

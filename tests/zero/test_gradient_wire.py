@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_fp8.casts import quantize
-from ds_fp8.zero.collectives import CastOptions, Message, Slices
+from ds_fp8.zero.collectives import Message, Slices
 from ds_fp8.zero.gradients import sum_rows_reference
 from ds_fp8.zero.reduce import pack_reference
 
@@ -46,7 +46,7 @@ def gradients_of(numels, dtype=torch.bfloat16, exact=False):
 def packed(pack, gradients, shape, slices, format="e4m3", **options):
     message = torch.zeros(shape.rows, shape.row_bytes, dtype=torch.uint8)
     for gradient, place in zip(gradients, slices, strict=True):
-        pack(gradient, message, shape, place, CastOptions(format, **options))
+        pack(gradient, message, shape, place, format, **options)
     return message
 
 

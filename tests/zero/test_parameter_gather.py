@@ -248,6 +248,22 @@ def test_an_object_has_the_state_of_its_weight(ranks):
         assert all(word in entry[4] for word, entry in zip(words, seen, strict=True))
 
 
+def destroyed_while_unsharded():
+    """Whether a weight that was gathered in FP8 when its engine ended is the BF16 of its masters."""
+    engine = models.build(models.config({"monitor": {"every": 0}}))
+    models.train(engine, 1)
+    weight = engine.module.layers[0].up.weight
+    master = models.full_master(weight).bfloat16()
+    gather(engine, [weight])
+    engine.destroy()
+    with deepspeed.zero.GatheredParameters([weight]):
+        return torch.equal(weight.detach(), master)
+
+
+def test_an_engine_leaves_the_bf16_of_its_masters(ranks):
+    assert ranks(2, destroyed_while_unsharded) == [True, True]
+
+
 def master_and_bf16_agree():
     engine = models.build(models.config({"monitor": {"every": 0}}))
     models.train(engine, 2)

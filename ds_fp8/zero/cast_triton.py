@@ -217,7 +217,6 @@ class TritonShardCast:
     def _run(
         self, kernel: triton.JITFunction, programs: _Programs, first_weight: int, numbers: list[torch.Tensor], buffers: tuple
     ) -> None:
-        """Launch the programs of the weights from `first_weight` on, one for each of `numbers`."""
         launched = programs.of(first_weight, len(numbers))
         sources = [(one.data_ptr(), int(one.dtype is torch.bfloat16)) for one in numbers]
         aligned = self._aligned and all(address % ALIGNMENT == 0 for address, _ in sources)

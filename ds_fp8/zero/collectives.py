@@ -288,7 +288,6 @@ class Message:
 
     @property
     def codes(self) -> int:
-        """Return the codes of one row."""
         return self.places * self.width
 
     @property

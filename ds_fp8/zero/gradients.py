@@ -131,7 +131,6 @@ class GradientShards:
 
     @property
     def arrived(self) -> frozenset[str]:
-        """Return the names of the gradients that were added since the last step."""
         return frozenset(self._arrived)
 
     @arrived.setter
@@ -206,7 +205,6 @@ class GradientShards:
         return self._flat[start : start + numel]
 
     def _expect(self, names: Sequence[str], accumulate: bool) -> None:
-        """Clear an earlier step's values of gradients that are accumulated and now arrive for the first time."""
         if accumulate:
             self.clear(name for name in names if name not in self._arrived)
         self._arrived.update(names)

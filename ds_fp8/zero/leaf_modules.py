@@ -237,7 +237,6 @@ def _by_position(
 
 
 def _has_gradients(value: Any) -> bool:
-    """Return whether a value is a tensor that a gradient may be computed of."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 

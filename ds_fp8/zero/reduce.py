@@ -349,7 +349,6 @@ class AutomaticScale:
         self._mu, self._share = state["mu"].to(self._mu.device), state["saturated"].to(self._mu.device)
 
     def _index(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
-        """Return int64 [T], where the state of these gradients lies; room is made for those seen for the first time."""
         return self._indices.get(names, lambda: self._make_index(names, device))
 
     def _make_index(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:

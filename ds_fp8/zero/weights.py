@@ -298,7 +298,6 @@ class ShardedWeights:
     # ---------------------------------------------------------------- writes
 
     def step_wrote(self) -> None:
-        """Note that an optimizer step wrote masters on the current stream."""
         self._wrote(self._trained)
 
     def load_wrote(self, frozen_only: bool = False) -> None:

@@ -69,7 +69,6 @@ class MicroStep:
 
     @property
     def accumulates(self) -> bool:
-        """Return whether the gradients of this micro-step are added to those of earlier ones."""
         return self._zero.micro_step_id > 0
 
     @property
@@ -78,7 +77,6 @@ class MicroStep:
 
     @property
     def groups(self) -> list[torch.distributed.ProcessGroup]:
-        """Return the process groups in which parameters are gathered and gradients reduced."""
         groups = [self._zero.dp_process_group, *(parameter.ds_process_group for parameter in self.parameters)]
         return [group or torch.distributed.group.WORLD for group in {id(group): group for group in groups}.values()]
 
@@ -101,7 +99,6 @@ class MicroStep:
 
     @property
     def reduced_later(self) -> bool:
-        """Return whether gradients stay with their parameters until the user has them reduced."""
         return self._engine.inside_no_sync_ctxt
 
     def start_clock(self) -> None:

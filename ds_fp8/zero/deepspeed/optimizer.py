@@ -61,7 +61,6 @@ class ZeroStep:
         }
 
     def frozen(self) -> list[str]:
-        """Return the names of the parameters that have been frozen since the optimizer was made."""
         parameters = (parameter for group in self._zero.fp16_groups for parameter in group)
         return [self.name(parameter) for parameter in parameters if not parameter.requires_grad]
 
@@ -142,7 +141,6 @@ class ZeroStep:
         self._zero._post_step(set())
 
     def clear_model_gradients(self) -> None:
-        """Free the gradients that the model's parameters still hold."""
         self._zero.zero_grad(set_to_none=True)
 
 

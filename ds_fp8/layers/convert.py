@@ -23,19 +23,9 @@ from ds_fp8.layers.attention.format import (
     use_fp8_attention,
 )
 from ds_fp8.layers.decoder.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
-from ds_fp8.layers.experts.experts import (
-    ExpertsConversion,
-    FP8Experts,
-    convert_experts,
-    restore_experts,
-)
+from ds_fp8.layers.experts.experts import ExpertsConversion, FP8Experts, convert_experts, restore_experts
 from ds_fp8.layers.experts.routing import count_without_waiting
-from ds_fp8.layers.experts.selection import (
-    backend_of_experts,
-    experts_left,
-    multiplies_experts,
-    names_of_experts,
-)
+from ds_fp8.layers.experts.selection import backend_of_experts, experts_left, multiplies_experts, names_of_experts
 from ds_fp8.layers.head.loss import FusedHead, fuse_loss, withholds_logits
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
@@ -98,7 +88,7 @@ def convert(
 
     Args:
         model: Any module, wrapped by PEFT or not.
-        config: Casts, layers to skip, whether to fuse; FP8Config() by default.
+        config: FP8Config() by default.
         monitor: Counts saturated and flushed elements; made from `config.monitor` by default.
         filter: Called as `filter(name, layer)` for each linear layer that `config.linear.skip` does not name. Layers
             for which it returns False stay in BF16, in later conversions without a filter too.
@@ -112,16 +102,15 @@ def convert(
     """
     config = config or FP8Config()
     recipe = recipe_from_config(config, monitor)
+    layers, experts = linear_layers(model), names_of_experts(model)
+    named = [*layers, *experts]
+    # Before anything changes: a model that is refused stays what an earlier conversion made of it.
+    _check_patterns(config.linear.overrides, named)
+    _unfuse(model)
     for module in list(model.modules()):
-        if isinstance(module, (FusedDecoderLayer, FusedMLP)):
-            unfuse(module)
-        elif isinstance(module, FP8Experts):
+        if isinstance(module, FP8Experts):
             restore_experts(module)
     restore_attention(model)
-    layers = linear_layers(model)
-    experts = names_of_experts(model)
-    named = [*layers, *experts]
-    _check_patterns(config.linear.overrides, named)
     overrides = {
         pattern: Override(None if casts == "bf16" else recipe_from_config(config, recipe.monitor, casts))
         for pattern, casts in config.linear.overrides.items()
@@ -141,11 +130,11 @@ def convert(
             result.converted.append(name)
         elif isinstance(layer, FP8Linear):
             restore(layer)
-    recipes = {name: overrides[pattern].recipe for name, pattern in first_matches(experts, overrides).items()}
+    of_experts = {name: overrides[pattern] for name, pattern in first_matches(experts, overrides).items()}
     multiply = multiplies_experts(config.linear.expert_products, recipe.backend)
 
     def recipe_of_experts(name: str) -> LinearRecipe:
-        own = recipes.get(name, recipe)
+        own = of_experts[name].recipe if name in of_experts else recipe
         return replace(own, backend=backend_of_experts(config.linear.expert_products, own.backend))
 
     converted = convert_experts(model, experts_left(model, config), recipe_of_experts, multiply)
@@ -155,14 +144,13 @@ def convert(
     for name, override in override_of.items():
         if name not in result.left or result.left[name].startswith(OVERRIDDEN):
             override.linears.append(name)
-    for name, pattern in first_matches(experts, overrides).items():
-        reason = result.experts.left.get(name, "")
-        if name in result.experts.converted or reason.startswith(OVERRIDDEN):
-            overrides[pattern].linears.append(name)
+    for name, override in of_experts.items():
+        if name in converted.converted or converted.left.get(name, "").startswith(OVERRIDDEN):
+            override.linears.append(name)
     # Only the user's own patterns: the default names layers that many models do not have.
     if "skip" in config.linear.model_fields_set:
         result.unmatched.extend(p for p in config.linear.skip if not any(matches(name, p) for name in named))
-    in_fp8 = result.converted or result.experts.converted
+    in_fp8 = result.converted or converted.converted
     if not in_fp8 and not any(reason.startswith(OVERRIDDEN) for reason in result.left.values()):
         first = {reason: name for name, reason in reversed(result.left.items())}
         reasons = "; ".join(f"{name}: {reason}" for reason, name in reversed(first.items()))
@@ -227,9 +215,6 @@ def layer_of(model: nn.Module, site: str) -> str:
 
 def stop_casting(model: nn.Module) -> None:
     """Let a converted model compute in its own precision again: linears, decoder layers, attention and head."""
-    for module in list(model.modules()):
-        if isinstance(module, (FusedDecoderLayer, FusedMLP)):
-            unfuse(module)
     restore(model)
     restore_attention(model)
     # The head's products go back to BF16, and the loss stays fused.
@@ -249,9 +234,7 @@ def casts(model: nn.Module) -> bool:
 
 def restore(layer: nn.Module) -> list[nn.Parameter]:
     """Let a layer compute in its own precision again, by its own class; returns the weights that were FP8's."""
-    for module in list(layer.modules()):
-        if isinstance(module, (FusedDecoderLayer, FusedMLP)):
-            unfuse(module)
+    _unfuse(layer)
     linears = [module for module in layer.modules() if isinstance(module, FP8Linear)]
     for linear in linears:
         linear.__class__ = linear.own_class
@@ -259,3 +242,9 @@ def restore(layer: nn.Module) -> list[nn.Parameter]:
             linear.__dict__.pop(name, None)
     experts = [module for module in layer.modules() if isinstance(module, FP8Experts)]
     return [linear.weight for linear in linears] + [weight for module in experts for weight in restore_experts(module)]
+
+
+def _unfuse(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        if isinstance(module, (FusedDecoderLayer, FusedMLP)):
+            unfuse(module)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
@@ -52,7 +52,6 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _without_peft(name: str) -> str:
-    """Return the name that a layer had before PEFT wrapped the model or the layer."""
     return name.removeprefix("base_model.model.").removesuffix(".base_layer")
 
 
@@ -78,23 +77,19 @@ def of_listed_expert(name: str) -> bool:
 
 
 def unconverted(model: nn.Module, linear: LinearConfig, filter: Filter | None = None) -> dict[str, str]:
-    """Decide about every linear layer of a model.
+    """Return by name why linear layers stay in BF16; all others can run in FP8.
 
     Args:
         model: any module, before or after a conversion, wrapped by PEFT or not.
         linear: its `skip` and `overrides` count. "lm_head" in `skip` also means a head of another name.
         filter: called with the name and the layer of all that these two leave; False keeps it in BF16.
-
-    Returns:
-        The name of each layer that stays in BF16 -> the reason. All other linear layers can run in FP8.
     """
-    layers = linear_layers(model)
-    overrides = first_matches(layers, linear.overrides)
-    in_bf16 = {name: pattern for name, pattern in overrides.items() if linear.overrides[pattern] == "bf16"}
-    parents = dict(model.named_modules())
-    users = _users_of_weights(model)
-    head = _head(model)
-    narrow = _narrowest(layers)
+    layers, parents = linear_layers(model), dict(model.named_modules())
+    in_bf16, head, narrow = _in_bf16(layers, linear), _head(model), _narrowest(layers)
+    users: dict[int, set[str]] = defaultdict(set)
+    for name, module in parents.items():
+        for parameter in module.parameters(recurse=False):
+            users[id(parameter)].add(name)
     reasons = {}
     for name, layer in layers.items():
         parent = parents[name.rpartition(".")[0]]
@@ -102,9 +97,11 @@ def unconverted(model: nn.Module, linear: LinearConfig, filter: Filter | None = 
             _named(name, linear.skip, layer is head, in_bf16.get(name))
             or _filtered(name, layer, filter)
             or _of_another_kind(layer)
-            or _shared(layer, users[id(getattr(layer, "weight", None))] - {name})
-            or _special(name, layer, parent, parents)
         )
+        others = users[id(getattr(layer, "weight", None))] - {name}
+        if reason is None and others:
+            reason = f"shares its weight with {', '.join(sorted(others))}"
+        reason = reason or _special(name, layer, parent, parents)
         if reason is None and min(layer.in_features, layer.out_features) < narrow:
             reason = f"narrower than {narrow} features"
         if reason is not None:
@@ -114,10 +111,15 @@ def unconverted(model: nn.Module, linear: LinearConfig, filter: Filter | None = 
 
 def named_by_user(names: Iterable[str], linear: LinearConfig) -> dict[str, str]:
     """Return why `skip` or `overrides` keep parameters in BF16, by the names of those that they do."""
-    overrides = first_matches(names, linear.overrides)
-    in_bf16 = {name: pattern for name, pattern in overrides.items() if linear.overrides[pattern] == "bf16"}
+    in_bf16 = _in_bf16(names, linear)
     reasons = {name: _named(name, linear.skip, False, in_bf16.get(name)) for name in names}
     return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _in_bf16(names: Iterable[str], linear: LinearConfig) -> dict[str, str]:
+    """Return the override that keeps a layer in BF16, by the names of those that have one."""
+    overrides = first_matches(names, linear.overrides)
+    return {name: pattern for name, pattern in overrides.items() if linear.overrides[pattern] == "bf16"}
 
 
 def _named(name: str, skip: tuple[str, ...], is_head: bool, override: str | None) -> str | None:
@@ -135,7 +137,6 @@ def _filtered(name: str, layer: nn.Module, filter: Filter | None) -> str | None:
 
 
 def is_excluded(layer: nn.Module) -> bool:
-    """Return whether the filter of a conversion left a layer out."""
     return getattr(layer, EXCLUDED, False)
 
 
@@ -158,10 +159,6 @@ def _of_another_kind(layer: nn.Module) -> str | None:
     return None
 
 
-def _shared(layer: nn.Module, others: set[str]) -> str | None:
-    return f"shares its weight with {', '.join(sorted(others))}" if others else None
-
-
 def _special(name: str, layer: nn.Linear, parent: nn.Module, modules: dict[str, nn.Module]) -> str | None:
     own_name = name.rpartition(".")[2]
     if any(part.startswith("lora_") for part in name.split(".")) or _added_by_peft(name, modules):
@@ -175,27 +172,12 @@ def _special(name: str, layer: nn.Linear, parent: nn.Module, modules: dict[str, 
 
 
 def _added_by_peft(name: str, modules: dict[str, nn.Module]) -> bool:
-    return any(
-        type(modules[owner]).__module__.startswith("peft.") and child not in WRAPPED_BY_PEFT
-        for owner, child in _steps_to(name)
-    )
-
-
-def _steps_to(name: str) -> Iterator[tuple[str, str]]:
-    """Yield (owner's dotted name, child's own name) for each step from the root to a module."""
     owner = ""
-    for child in name.split("."):
-        yield owner, child
+    for child in name.split("."):  # each step from the root to the module
+        if type(modules[owner]).__module__.startswith("peft.") and child not in WRAPPED_BY_PEFT:
+            return True
         owner = f"{owner}.{child}".lstrip(".")
-
-
-def _users_of_weights(model: nn.Module) -> dict[int, set[str]]:
-    """Return the names of the modules that hold each parameter, by its id."""
-    users: dict[int, set[str]] = defaultdict(set)
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            users[id(parameter)].add(name)
-    return users
+    return False
 
 
 def _head(model: nn.Module) -> nn.Module | None:

@@ -53,58 +53,47 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 }
 """By function: what it gives to what it works on, or keeps for the functions inside it."""
 
-FUNCTIONS: dict[str, KnownFunction] = {
-    f"{_MASKS}:and_masks": KnownFunction(
-        "a mask's closure says what it is made of, by which packed rows in graphs are known", ("8ade4d2d52a8",)
-    ),
-    f"{_MASKS}:causal_mask_function": KnownFunction(
-        "recognised as a part of the mask of packed rows", ("51560a9a0678",)
-    ),
-    f"{_MASKS}:packed_sequence_mask_function": KnownFunction(
-        "recognised as a part of the mask of packed rows", ("d47753a10391",)
-    ),
-    f"{_MASKS}:find_packed_sequence_indices": KnownFunction(
-        "replaced in graphs: says which document of a row a token is in", ("f9bb5017a601",)
-    ),
-    f"{_MASKS}:_preprocess_mask_arguments": KnownFunction(
-        "expected to find packed rows by their positions alone", ("586d687837df",)
-    ),
-    f"{_MASKS}:_ignore_causal_mask_sdpa": KnownFunction(
-        "expected to leave the mask out where rows are causal", ("a02f3c40653f", "1120e4a589f2")
-    ),
-    f"{_MASKS}:create_causal_mask": KnownFunction(
-        "expected to make masks of parts, and to hand them to the attention's own function",
-        (
-            "d51ba6c0f562",
-            "5d23d007d734",
-        ),
-    ),
-    f"{_MASKS}:sdpa_mask": KnownFunction(
-        "called for masks that are not of packed rows", ("95163a4daf10", "63b4331e700a")
-    ),
-    "transformers.utils.import_utils:is_tracing": KnownFunction(
-        "replaced in graphs: masks are built as outside", ("2495e8417174", "18e5b5b879df")
-    ),
-    "transformers.integrations.sdpa_attention:sdpa_attention_forward": KnownFunction(
-        "called by fused layers, as the layers' own attention",
-        (
-            "3a32ec0ef7e1",
-            "e74e11f536d6",
-        ),
-    ),
-    "transformers.loss.loss_utils:ForCausalLMLoss": KnownFunction("imitated by the fused loss", ("65ffc4672b59",)),
-    "transformers.loss.loss_utils:fixed_cross_entropy": KnownFunction("imitated by the fused loss", ("ece3a9ea9440",)),
+_RELIED_ON: dict[str, dict[str, str]] = {
+    "a mask's closure says what it is made of, by which packed rows in graphs are known": {
+        f"{_MASKS}:and_masks": "8ade4d2d52a8",
+    },
+    "recognised as a part of the mask of packed rows": {
+        f"{_MASKS}:causal_mask_function": "51560a9a0678",
+        f"{_MASKS}:packed_sequence_mask_function": "d47753a10391",
+    },
+    "replaced in graphs: says which document of a row a token is in": {
+        f"{_MASKS}:find_packed_sequence_indices": "f9bb5017a601",
+    },
+    "replaced in graphs: masks are built as outside": {
+        "transformers.utils.import_utils:is_tracing": "2495e8417174 18e5b5b879df",
+    },
+    "expected to find packed rows by their positions alone": {f"{_MASKS}:_preprocess_mask_arguments": "586d687837df"},
+    "expected to leave the mask out where rows are causal": {
+        f"{_MASKS}:_ignore_causal_mask_sdpa": "a02f3c40653f 1120e4a589f2",
+    },
+    "expected to make masks of parts, and to hand them to the attention's own function": {
+        f"{_MASKS}:create_causal_mask": "d51ba6c0f562 5d23d007d734",
+    },
+    "called for masks that are not of packed rows": {f"{_MASKS}:sdpa_mask": "95163a4daf10 63b4331e700a"},
+    "called by fused layers, as the layers' own attention": {
+        "transformers.integrations.sdpa_attention:sdpa_attention_forward": "3a32ec0ef7e1 e74e11f536d6",
+    },
+    "imitated by the fused loss": {
+        "transformers.loss.loss_utils:ForCausalLMLoss": "65ffc4672b59",
+        "transformers.loss.loss_utils:fixed_cross_entropy": "ece3a9ea9440",
+    },
+}
+FUNCTIONS = {
+    function: KnownFunction(meaning, tuple(digests.split()))
+    for meaning, functions in _RELIED_ON.items()
+    for function, digests in functions.items()
 }
 """By function: what about it is relied on, and what it was like in transformers 5.17 and 5.23."""
 
 
 @functools.cache
 def check_names() -> None:
-    """Refuse a transformers that lacks a name, or that is newer than those the tests pass with.
-
-    Raises:
-        UserError: With the installed version, and the versions to install.
-    """
+    """Raise UserError for a transformers that lacks a name, or that is newer than those the tests pass with."""
     import transformers
 
     version = transformers.__version__

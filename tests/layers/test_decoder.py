@@ -5,9 +5,12 @@ import copy
 import pytest
 import torch
 from decoder_stacks import hold_in_fp8
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import _cur_sdpa_kernel_backends as enabled
 
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
+from ds_fp8.layers.decoder.attention import FASTEST_FIRST, fastest_kernel_first
 from ds_fp8.layers.decoder.decoder import FusedDecoderLayer, FusedMLP
 from ds_fp8.layers.linear.linear import FP8Linear
 from tests.layers.hugging_face import causal_lm, tokens
@@ -260,3 +263,15 @@ def test_frozen_weights_get_no_gradient_and_change_no_other():
             assert torch.equal(parameter.grad.float(), gradients[name]), name
         else:
             assert parameter.grad is None
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [[SDPBackend.MATH], [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], list(FASTEST_FIRST)],
+    ids=lambda chosen: "+".join(kernel.name for kernel in chosen),
+)
+def test_kernels_that_the_user_disabled_stay_disabled(chosen):
+    with sdpa_kernel(chosen):
+        with fastest_kernel_first():
+            assert set(enabled()) == set(chosen)
+        assert set(enabled()) == set(chosen)

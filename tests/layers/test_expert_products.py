@@ -15,7 +15,7 @@ from ds_fp8.layers.experts.products import (
     unsupported,
     unsupported_shapes,
 )
-from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, GatedCast, GatedGradients
+from ds_fp8.layers.linear.gated_activation import GatedCast, GatedGradients
 from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
 from ds_fp8.layers.linear.weights import GATHERED, placeholder
 from tests.gemm.tolerance import CHAIN
@@ -73,38 +73,36 @@ def assert_is_the_loop(given, products) -> None:
         assert error(found, wanted) < CHAIN[x.dtype], name
 
 
+SCALED = {"scale": "fp32"}
+CASES = {
+    "awkward counts": (((0, 1, 127, 128, 129),), {"wgrad": {"input": "128x128"}}),
+    "one expert of some": (((200, 0, 0),), {}),
+    "the last expert": (((0, 0, 300),), {}),
+    "a token": (((1, 0),), {}),
+    "a token and an expert": (((1,),), {}),
+    "many experts": (((3,) * 64,), {}),
+    "all choices": (((12,) * 3, 3), {}),
+    "eight choices": (((12,) * 8, 8), {}),
+    "eight choices of many": (((1,) * 64, 8), {}),
+    "square": (((130, 5, 40), 2, 128, 128), {}),
+    "wide": (((130, 5, 40), 2, 512, 384), {}),
+    "narrow": (((130, 5, 40), 2, 128, 512), {}),
+    "gelu": (((60, 7, 130), 2), {"activation": "gelu", "activations": {"save": "bf16"}}),
+    "gelu_tanh": (((60, 7, 130), 2), {"activation": "gelu_tanh"}),
+    "silu, kept in BF16": (((60, 7, 130), 2), {"activations": {"save": "bf16"}}),
+    "FP32 scales": (((60, 7, 130), 2), {"input": SCALED, "weight": SCALED, "grad_output": SCALED}),
+    "FP32 scales of blocks": (
+        ((60, 7, 130), 2),
+        {"input": SCALED, "weight": SCALED, "grad_output": SCALED, "wgrad": {"input": "128x128"}},
+    ),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "counts",
-    [(0, 1, 127, 128, 129), (200, 0, 0), (0, 0, 300), (1, 0), (1,), (3,) * 64],
-    ids=lambda c: "-".join(map(str, c[:5])),
-)
-def test_awkward_counts(counts, dtype):
-    assert_is_the_loop(inputs(counts, dtype=dtype), settings(wgrad={"input": "128x128"}))
-
-
-@pytest.mark.parametrize(("choices", "experts"), [(1, 1), (2, 4), (3, 3), (8, 8), (8, 64)])
-def test_choices_and_experts(choices, experts):
-    assert_is_the_loop(inputs([12] * experts if experts < 64 else [1] * 64, choices), settings())
-
-
-@pytest.mark.parametrize(("hidden", "features"), [(128, 128), (384, 256), (512, 384), (128, 512)])
-def test_sides(hidden, features):
-    assert_is_the_loop(inputs((130, 5, 40), 2, hidden, features), settings())
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("save", ["fp8", "bf16"])
-def test_activations_however_they_are_kept(activation, save):
-    assert_is_the_loop(inputs((60, 7, 130), 2), settings(activation, {"save": save}))
-
-
-@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128"])
-@pytest.mark.parametrize("scale", ["pow2", "fp32"])
-def test_scales_and_blocks(scale, wgrad_input):
-    scaled = {"scale": scale}
-    linear = {"input": scaled, "weight": scaled, "grad_output": scaled, "wgrad": {"input": wgrad_input}}
-    assert_is_the_loop(inputs((60, 7, 130), 2), settings(**linear))
+@pytest.mark.parametrize("case", CASES)
+def test_products_are_those_of_a_loop_over_experts(case, dtype):
+    arguments, section = CASES[case]
+    assert_is_the_loop(inputs(*arguments, dtype=dtype), settings(**section))
 
 
 @pytest.mark.parametrize("counts", [(40, 30, 20, 10), (0, 1, 127, 128)])

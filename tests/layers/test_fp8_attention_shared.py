@@ -118,12 +118,9 @@ def attention(rows, heads, kv_heads, kind, codes):
 
 SHAPES = [
     (2, 1, 4, 4),
-    (2, 2, 4, 2),
     (2, 2, 4, 1),
-    (3, 1, 6, 3),
-    (3, 2, 6, 1),
+    (3, 2, 6, 3),
     (4, 1, 8, 2),
-    (4, 2, 4, 1),
 ]
 """Ranks, rows, heads, heads of k and v."""
 
@@ -274,15 +271,7 @@ def attention_of_documents(rows, heads, kv_heads, implementation, codes):
 @pytest.mark.parametrize(("world", "heads", "kv_heads"), [(2, 4, 2), (3, 6, 1), (4, 4, 2)])
 @pytest.mark.parametrize(
     "rows",
-    [
-        [(50, 46)],
-        [(5, 5, 86)],
-        [(90, 6)],
-        [(30, 8, 58)],
-        [(7, 9, 24, 8, 24, 24)],
-        [(96,), (20, 3, 73)],
-        [(10,) * 9 + (6,), (24,) * 4],
-    ],
+    [[(30, 8, 58)], [(5, 5, 86), (50, 46), (90, 6), (96,)], [(7, 9, 24, 8, 24, 24), (10,) * 9 + (6,), (24,) * 4]],
 )
 def test_documents_anywhere_have_the_bits_of_casts_after_the_exchange(ranks, world, heads, kv_heads, rows):
     arguments = rows, heads, kv_heads, "packed"

@@ -69,8 +69,11 @@ def test_an_override_changes_what_it_names_and_the_first_match_decides():
     ],
 )
 def test_mistakes_name_file_key_and_remedy(overrides, key, remedy):
+    model = causal_lm("llama")
+    convert(model, parsed({}))
     with pytest.raises(UserError) as caught:
-        convert(causal_lm("llama"), parsed(overrides))
+        convert(model, parsed(overrides))
+    assert all(isinstance(layer, FusedDecoderLayer) for layer in model.model.layers), "as it was before"
     assert key in caught.value.key
     assert remedy in caught.value.remedy
 

@@ -10,8 +10,6 @@ operands' and its own, though, so that factors moved between operands set the th
 
 Backward is called for one row and at most HEADS_A_CALL heads at a time: cuDNN's FP8 backward becomes slower with rows x
 heads a call, BF16's does not (docs/log/attention.md).
-
-Formats of attention in FP8, and the tensors that pass between its forward, its backward and their kernels.
 """
 
 from __future__ import annotations
@@ -111,7 +109,6 @@ def load_cudnn() -> None:
 
 
 def _other_cudnn() -> str | None:
-    """Return what torch says of a loaded cuDNN that it was not compiled against, or None."""
     try:
         torch.backends.cudnn.version()
     except RuntimeError as error:
@@ -142,9 +139,7 @@ def forward(
     return output._data.view(FORMATS[FORWARD].dtype), log_sums
 
 
-def backward(
-    saved: Saved, do: QuantizedTensor, scales: GradientScales
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(saved: Saved, do: QuantizedTensor, scales: GradientScales) -> tuple[torch.Tensor, ...]:
     """Return dq, dk and dv of the shapes of q, k and v in E5M2, in units of their scales."""
     rows, heads, kv_heads = saved.q.shape[0], saved.q.shape[2], saved.k.shape[2]
     kv_heads_a_call = kv_heads_of_a_call(heads, kv_heads)
@@ -157,16 +152,16 @@ def backward(
             of_keys = (slice(row, row + 1), slice(None), slice(first, first + kv_heads_a_call))
             of_queries = (*of_keys[:2], slice(first * groups, (first + kv_heads_a_call) * groups))
 
-            def part(x: QuantizedTensor, places: tuple[slice, ...]) -> QuantizedTensor:
-                return QuantizedTensor(x.data[places].contiguous(), x.scale, "tensor", "pow2")
-
-            q, k, v, o, log_sums, scaling = saved
             # [B, heads, S, 1]: heads are in front.
-            sums = log_sums[of_queries[0], of_queries[2]].contiguous()
-            operands = (part(q, of_queries), part(k, of_keys), part(v, of_keys), part(o, of_queries))
-            gradients = _backward(Saved(*operands, sums, scaling), part(do, of_queries), scales)
-            for whole, places, gradient in zip(found, (of_queries, of_keys, of_keys), gradients, strict=True):
-                whole.view(torch.uint8)[places] = gradient.view(torch.uint8)
+            sums = saved.log_sums[of_queries[0], of_queries[2]].contiguous()
+            places = of_queries, of_keys, of_keys, of_queries, of_queries
+            *operands, of_do = (
+                QuantizedTensor(x.data[at].contiguous(), x.scale, "tensor", "pow2")
+                for x, at in zip((*saved[:4], do), places, strict=True)
+            )
+            gradients = _backward(Saved(*operands, sums, saved.scaling), of_do, scales)
+            for whole, at, gradient in zip(found, (of_queries, of_keys, of_keys), gradients, strict=True):
+                whole.view(torch.uint8)[at] = gradient.view(torch.uint8)
     return found
 
 
@@ -176,9 +171,7 @@ def kv_heads_of_a_call(heads: int, kv_heads: int) -> int:
     return next(fitting, 1)
 
 
-def _backward(
-    saved: Saved, do: QuantizedTensor, scales: GradientScales
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(saved: Saved, do: QuantizedTensor, scales: GradientScales) -> tuple[torch.Tensor, ...]:
     from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend, fused_attn_bwd
 
     shared, a, b = factors(scales)

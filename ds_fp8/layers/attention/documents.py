@@ -1,4 +1,4 @@
-"""Documents in packed rows, as position ids tell them: how many there are, and where they end.
+"""Documents in packed rows: how many there are and where they end, and causal attention within them.
 
 Positions count from 0 in every document, so that a token at 0 begins one. Padding is a document like others.
 
@@ -6,19 +6,18 @@ Positions count from 0 in every document, so that a token at 0 begins one. Paddi
     ends            0 3 5 6 10 12                through all rows, with the 0 before the first
 
 The shape of `ends` depends on the values of the positions, which a CUDA graph cannot do. Where one is captured, `ends`
-has a fixed length, and repeats the last value: documents of no tokens, which kernels for variable lengths skip.
+has a fixed length, and repeats the last value: documents of no tokens, which kernels for variable lengths skip. What
+was found is noted on the tensor, until it is written to: a batch built on the host is counted there, without waiting
+for the device. Where ranks share rows, a rank has a slice of their positions: `first_of_run` tells whether it is one of
+a row that is one document.
 
-Where ranks share rows, a rank has a slice of their positions: `first_of_run` tells whether it is one of a row that is
-one document.
-
-Causal attention within the documents of packed rows, each document in the format that its length pays for.
+Attention within documents takes the format that the length of each pays for:
 
     row    | long document | short | short | long document | short |
     calls  | FP8           | BF16, one call | FP8           | BF16  |
 
 cuDNN's FP8 kernels take sequences of one length, so that a long document is a call of its own, with scales of its own:
-the numbers it would have in a row by itself. Documents below `LONG` tokens stay in BF16, those that lie side by side in
-one call.
+the numbers it would have in a row by itself.
 """
 
 from __future__ import annotations
@@ -31,24 +30,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+LONG = 16384
+"""Tokens from which on a document of a packed row is in FP8. On an H200 cuDNN's FP8 attention takes 0.81 of the time of
+BF16 at 32768 tokens, and gains nothing at 8192 (docs/performance.md); between them nothing was measured."""
+
 _NOTE = "ds_fp8_documents"
 _RUN = "ds_fp8_first_of_run"
 _WHOLE = "ds_fp8_whole"
 _ENDS = "ds_fp8_document_ends"
 _fixed: int | None = None
 
+Heads = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""[B, heads, S, D], twice [B, kv_heads, S, D] -> [B, S, heads, D]"""
+
+
+def _noted(tensor: torch.Tensor | None, key: str) -> tuple[Any] | None:
+    known = getattr(tensor, key, None)
+    return known[:1] if known is not None and known[1] == tensor._version else None
+
+
+def _note(tensor: torch.Tensor | None, key: str, found: Any) -> None:
+    # Inference tensors have no version, so that a later write could not be noticed.
+    if tensor is not None and not tensor.is_inference():
+        setattr(tensor, key, (found, tensor._version))
+
 
 def count(positions: torch.Tensor) -> int:
-    """Return how many documents rows hold; the host waits where the positions are on a device and were not noted.
+    """Return how many documents rows hold; the host waits where int [rows, tokens] are on a device and not noted.
 
-    Args:
-        positions: int [rows, tokens].
-
-    Returns:
-        At least one a row; 0 where the positions of some row do not count from 0 in every document.
+    At least one a row; 0 where the positions of some row do not count from 0 in every document.
     """
-    known = getattr(positions, _NOTE, None)
-    if known is not None and known[1] == positions._version:
+    if (known := _noted(positions, _NOTE)) is not None:
         return known[0]
     begins = positions == 0
     counts_on = positions[..., 1:] == positions[..., :-1] + 1
@@ -58,21 +70,13 @@ def count(positions: torch.Tensor) -> int:
 
 
 def note(positions: torch.Tensor, documents: int) -> None:
-    """Remember what `count` returns for positions, until they are written to.
-
-    A batch built on the host is counted there, without waiting for the device.
-    """
-    setattr(positions, _NOTE, (documents, positions._version))
+    """Remember what `count` returns."""
+    _note(positions, _NOTE, documents)
 
 
 def first_of_run(positions: torch.Tensor) -> int | None:
-    """Return the position from which all rows count on without a break, or None; the host waits as in `count`.
-
-    Args:
-        positions: int [rows, tokens].
-    """
-    known = getattr(positions, _RUN, None)
-    if known is not None and known[1] == positions._version:
+    """Return the position from which all rows count on without a break, or None; the host waits as in `count`."""
+    if (known := _noted(positions, _RUN)) is not None:
         return known[0]
     first = positions.flatten()[0]
     numbers = torch.arange(positions.shape[-1], device=positions.device)
@@ -81,45 +85,31 @@ def first_of_run(positions: torch.Tensor) -> int | None:
 
 
 def note_as(here: torch.Tensor, there: torch.Tensor) -> None:
-    """Remember for positions what `count` and `first_of_run` return for their copy on the host.
-
-    Args:
-        here: The copy.
-        there: The positions, on a device.
-    """
+    """Remember for positions on a device what `count` and `first_of_run` return for their copy on the host."""
     note(there, count(here))
-    setattr(there, _RUN, (first_of_run(here), there._version))
+    _note(there, _RUN, first_of_run(here))
 
 
 def whole(mask: torch.Tensor) -> bool:
-    """Return whether a padding mask has ones only; the host waits where it is on a device and was not noted.
-
-    Args:
-        mask: [rows, tokens].
-    """
-    known = getattr(mask, _WHOLE, None)
-    if known is not None and known[1] == mask._version:
+    """Return whether a padding mask [rows, tokens] has ones only; the host waits as in `count`, once a tensor."""
+    if (known := _noted(mask, _WHOLE)) is not None:
         return known[0]
     ones = bool(mask.all())
-    if not mask.is_inference():
-        note_whole(mask, ones)
+    note_whole(mask, ones)
     return ones
 
 
 def note_whole(mask: torch.Tensor, ones: bool) -> None:
-    """Remember what `whole` returns for a mask, until it is written to."""
-    setattr(mask, _WHOLE, (ones, mask._version))
+    """Remember what `whole` returns."""
+    _note(mask, _WHOLE, ones)
 
 
 def ends(begins: torch.Tensor, most: int) -> torch.Tensor:
-    """Return where documents end, without waiting for the device.
+    """Return where documents end, int32 [most + 1] whose last value is repeated, without waiting for the device.
 
     Args:
         begins: bool [rows, tokens]: which tokens are the first of a document; the first of every row is.
         most: A bound of the number of documents. Nothing checks it: of more, the last ones are lost.
-
-    Returns:
-        int32 [most + 1], from 0 to rows * tokens, whose last value is repeated.
     """
     document = begins.reshape(-1).cumsum(0, dtype=torch.int32)  # of every token, from 1
     numbers = torch.arange(1, most + 2, dtype=torch.int32, device=begins.device)
@@ -147,16 +137,14 @@ def ends_of(positions: torch.Tensor) -> torch.Tensor | None:
 
 
 def note_ends(tensor: torch.Tensor | None, found: object) -> None:
-    """Remember what was found of the documents that a tensor tells of, until it is written to."""
-    # Inference tensors have no version, so that a later write could not be noticed.
-    if tensor is not None and not tensor.is_inference():
-        setattr(tensor, _ENDS, (found, tensor._version))
+    """Remember what was found of the documents that a tensor tells of."""
+    _note(tensor, _ENDS, found)
 
 
 def noted_ends(tensor: torch.Tensor | None) -> object | None:
     """Return what `note_ends` has noted on a tensor, or None."""
-    known = getattr(tensor, _ENDS, None)
-    return known[0] if known is not None and known[1] == tensor._version else None
+    known = _noted(tensor, _ENDS)
+    return None if known is None else known[0]
 
 
 def places_of(ends: torch.Tensor) -> list[int]:
@@ -184,17 +172,33 @@ def fixed_at() -> int | None:
     return _fixed
 
 
-LONG = 16384
-"""Tokens from which on a document of a packed row is in FP8. On an H200 cuDNN's FP8 attention takes 0.81 of the time of
-BF16 at 32768 tokens, and gains nothing at 8192 (docs/performance.md); between them nothing was measured."""
-
-Heads = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""[B, heads, S, D], twice [B, kv_heads, S, D] -> [B, S, heads, D]"""
-
-
 def longest(places: list[int]) -> int:
     """Return the tokens of the longest document, of where documents end."""
     return max((stop - start for start, stop in pairwise(places)), default=0)
+
+
+class Call(NamedTuple):
+    """Documents that one call of attention computes."""
+
+    start: int
+    """First token, counted through all rows."""
+    stop: int
+    in_fp8: bool
+    ends: torch.Tensor | None
+    """int32: where its documents end, counted from its first token; None of one in FP8, which is one document."""
+
+
+def calls(ends: torch.Tensor, length: int) -> list[Call]:
+    """Return the calls of attention in the order of their tokens; the host waits as in `places_of`."""
+    places, found = places_of(ends), []
+    for first, last in _runs(places, length):
+        of_call, own = places[first : last + 1], None
+        in_fp8 = longest(of_call) >= LONG
+        if not in_fp8:
+            own = ends[first : last + 1] - of_call[0]  # on the device
+            note_ends(own, [place - of_call[0] for place in of_call])  # which nobody needs to wait for
+        found.append(Call(of_call[0], of_call[-1], in_fp8, own))
+    return found
 
 
 def by_length(
@@ -225,35 +229,6 @@ def by_length(
     return torch.cat(outputs).unflatten(0, (rows, length))
 
 
-class Call(NamedTuple):
-    """Documents that one call of attention computes."""
-
-    start: int
-    """First token, counted through all rows."""
-    stop: int
-    in_fp8: bool
-    ends: torch.Tensor | None
-    """int32: where its documents end, counted from its first token; None of one in FP8, which is one document."""
-
-
-def calls(ends: torch.Tensor, length: int) -> list[Call]:
-    """Return the calls of attention in the order of their tokens; the host waits once for each tensor.
-
-    Args:
-        ends: int32 [documents + 1] through all rows.
-        length: Tokens of a row.
-    """
-    places, found = places_of(ends), []
-    for first, last in _runs(places, length):
-        of_call, own = places[first : last + 1], None
-        in_fp8 = longest(of_call) >= LONG
-        if not in_fp8:
-            own = ends[first : last + 1] - of_call[0]  # on the device
-            note_ends(own, [place - of_call[0] for place in of_call])  # which nobody needs to wait for
-        found.append(Call(of_call[0], of_call[-1], in_fp8, own))
-    return found
-
-
 def attention(
     before: Callable[..., tuple[torch.Tensor, Any]],
     takes_ends: bool,
@@ -266,15 +241,7 @@ def attention(
 ) -> torch.Tensor:
     """Return an attention function's output [B, S, heads, D] within documents.
 
-    Args:
-        before: The function.
-        takes_ends: Whether it takes `ends` as its mask; otherwise it is called for each document.
-        module: The attention module.
-        options: Of the function.
-        query: [B, heads, S, D].
-        key: [B, kv_heads, S, D].
-        value: [B, kv_heads, S, D].
-        ends: int32 [documents + 1] through all rows.
+    `takes_ends`: whether the function `before` takes `ends` as its mask; otherwise it is called for each document.
     """
     if takes_ends:
         return before(module, query, key, value, ends, **options)[0]
@@ -285,12 +252,7 @@ def attention(
 
 
 def _pieces(places: Sequence[tuple[int, int]], x: torch.Tensor) -> list[torch.Tensor]:
-    """Return [1, heads, n, D] of each piece of x [B, heads, S, D].
-
-    Args:
-        places: First token and end of each piece, counted through all rows; together all tokens, in their order.
-        x: Queries, keys or values.
-    """
+    """Return [1, heads, n, D] of each piece of x [B, heads, S, D]; pieces are all tokens, in their order."""
     # The gradient of a split is one concatenation; that of a slice is a tensor as large as x, for each piece.
     lengths = [[stop - start for start, stop in places if start // x.shape[2] == row] for row in range(len(x))]
     of_rows = zip(x.split(1), lengths, strict=True)

@@ -8,20 +8,17 @@ attention by its name. Under DeepSpeed's sequence parallelism all this happens b
 
 Which modules can be in FP8 at all is decided at the start. Of the calls of such a module these are not:
 
-    short documents of packed rows (documents.py)     FP8 gains nothing: a warning says so in training
+    short documents of packed rows (documents.py)       FP8 gains nothing: a warning says so in training
     padded batches                                      their mask is not causal: likewise
     generation with a cache                             a few queries of many keys
 
 That a call is without gradients changes nothing: recomputation would find other numbers than the first forward.
-
-Windows of transformers' attention modules.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,11 +39,7 @@ SLIDING = "sliding_attention"
 
 
 def window_of(module: nn.Module) -> int | None:
-    """Return how many tokens an attention module's sliding window has; None where it sees all before.
-
-    Args:
-        module: An attention module of transformers.
-    """
+    """Return how many tokens an attention module's sliding window has; None where it sees all before."""
     # Some classes keep it, with None in layers without one, or not at all there (Qwen2-MoE); the others read the
     # configuration in each call. Configurations without one have None or 0.
     config = module.config
@@ -91,7 +84,7 @@ def use_fp8_attention(model: nn.Module) -> AttentionFormat:
     emulated = not torch.cuda.is_available()
     if not emulated and (why := cudnn.unavailable()) is not None:
         raise UserError(f"attention in FP8 cannot run here: {why}", key="fp8.attention.format", remedy=BF16)
-    modules = dict(_attention_modules(model))
+    modules = {name: module for name, module in model.named_modules() if is_attention(module)}
     left = {name: why for name, module in modules.items() if (why := _why_not(module, emulated)) is not None}
     layers = [name for name in modules if name not in left]
     if not layers:
@@ -100,8 +93,12 @@ def use_fp8_attention(model: nn.Module) -> AttentionFormat:
             f"no attention module of this model can run in FP8: {reasons}", key="fp8.attention.format", remedy=BF16
         )
     implementations = {modules[name].config._attn_implementation for name in layers}
-    for implementation in implementations:
-        _check_implementation(implementation)
+    for unknown in implementations - set(KNOWN):
+        raise UserError(
+            f'attention in FP8 reads masks as "sdpa" or "packed" has them, and the model\'s attention is "{unknown}"',
+            key="fp8.attention.format",
+            remedy=f'attn_implementation="sdpa" when the model is loaded ("packed" in a stage), or {BF16}',
+        )
     for name in layers:
         config = modules[name].config
         if not config._attn_implementation.startswith(PREFIX):
@@ -113,17 +110,10 @@ def use_fp8_attention(model: nn.Module) -> AttentionFormat:
 
 def restore_attention(model: nn.Module) -> None:
     """Give the attention modules of a model the implementation before `use_fp8_attention`."""
-    for _, module in _attention_modules(model):
+    for module in filter(is_attention, model.modules()):
         name = module.config._attn_implementation or ""
         if name.startswith(PREFIX):
             module.config._attn_implementation = name.removeprefix(PREFIX)
-
-
-def _attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the attention modules of a model by name."""
-    for name, module in model.named_modules():
-        if is_attention(module):
-            yield name, module
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -132,7 +122,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def runs_in_fp8(module: nn.Module) -> bool:
-    """Return whether an attention module of a Hugging Face model computes in FP8 where a call allows it."""
+    """Return whether an attention module computes in FP8 where a call allows it."""
     name = module.config._attn_implementation or ""
     return name.startswith(PREFIX) and _why_not(module, not torch.cuda.is_available()) is None
 
@@ -163,17 +153,7 @@ def _why_not(module: nn.Module, emulated: bool) -> str | None:
     return None
 
 
-def _check_implementation(name: str) -> None:
-    if name not in KNOWN:
-        raise UserError(
-            f'attention in FP8 reads masks as "sdpa" or "packed" has them, and the model\'s attention is "{name}"',
-            key="fp8.attention.format",
-            remedy=f'attn_implementation="sdpa" when the model is loaded ("packed" in a stage), or {BF16}',
-        )
-
-
 def _mask(implementation: str, **arguments: Any) -> Any:
-    """Return the mask that the implementation before has."""
     return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**arguments)
 
 
@@ -282,9 +262,9 @@ def _why_not_this_call(
         if len(mask) == len(query) + 1 or documents.longest(documents.places_of(mask)) >= documents.LONG:
             return None
         return f"rows hold several documents, all shorter than {documents.LONG} tokens"
-    return (
-        None if mask is None else "the mask is not causal over whole rows: they are padded, or hold several documents"
-    )
+    if mask is None:
+        return None
+    return "the mask is not causal over whole rows: they are padded, or hold several documents"
 
 
 @functools.lru_cache

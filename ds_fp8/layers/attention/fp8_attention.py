@@ -8,7 +8,7 @@
     dq = ds k,   dk = dsᵀ q                           dq, dk, dv: E5M2
 
 with q and k rotated, and k and v less their means over the tokens, which changes nothing but the casts; o gets the mean
-of v back (fp8_attention_invariances.py). These are the casts of cuDNN's FP8 attention (FlashAttention-3, arXiv
+of v back. These are the casts of cuDNN's FP8 attention (FlashAttention-3, arXiv
 2407.08608, section 3.3); the reference rounds at the same places. Backward keeps q, k, v and o in a byte an element.
 
 Every scale is known before the kernel runs, from this call's own tensors, so that nothing is carried from step to step.
@@ -26,7 +26,7 @@ All but the last hold for certain, with room for rounding. That one would withou
 typical elements below 2^-14: to exceed it, most queries must look at one key with gradients of one sign. Then it
 saturates.
 
-Changes of q, k and v before their casts to FP8 that attention itself does not notice.
+Changes of q, k and v before their casts that attention itself does not notice:
 
     softmax_j(q · (k_j - c)) = softmax_j(q · k_j)         for any c: q · c is the same for every key
     Σ_j p_ij (v_j - c) + c   = Σ_j p_ij v_j               rows of p sum to 1
@@ -50,6 +50,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.casts.primitives import cast, decode, scale_from_amax
 from ds_fp8.config.formats import FORMATS
+from ds_fp8.layers.attention import cudnn
 from ds_fp8.layers.attention.cudnn import BACKWARD, FORWARD, P_SCALE, GradientScales, Saved
 from ds_fp8.layers.attention.hadamard import ROTATION_BLOCKS, Rotation, rotate, unrotate
 
@@ -72,22 +73,16 @@ def mean_over_tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def add_mean_of_values(output: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """Add the mean of the values to attention's output, in place.
-
-    Args:
-        output: [B, S, heads, D], contiguous.
-        mean: [B, kv_heads, 1, D]; consecutive heads share one of k and v.
-    """
+    """Add the mean of the values [B, kv_heads, 1, D] to attention's output [B, S, heads, D], in place."""
     by_kv_head = output.unflatten(2, (mean.shape[1], -1))  # [B, S, kv_heads, heads / kv_heads, D]
     by_kv_head += mean.transpose(1, 2).unsqueeze(3)
     return output
 
 
 def rotate_heads(x: torch.Tensor) -> torch.Tensor:
-    """Rotate each head of x [B, heads, S, D]; as it is where D is no power of two that `Rotation` has.
+    """Rotate each head of x [B, heads, S, D], in memory then as [B, S, heads, D].
 
-    Returns:
-        x's shape and dtype, in memory as [B, S, heads, D].
+    As it is where D is no power of two that `Rotation` has.
     """
     rotation = _rotation(x.shape[-1])
     if rotation is None:
@@ -119,9 +114,7 @@ class Implementation(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (o [B, S, heads, D] in E4M3 with the scale of v, log_sums)."""
 
-    def backward(
-        self, saved: Saved, do: QuantizedTensor, scales: GradientScales
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, saved: Saved, do: QuantizedTensor, scales: GradientScales) -> tuple[torch.Tensor, ...]:
         """Return dq, dk and dv of the shapes of q, k and v in E5M2, in units of their scales."""
 
 
@@ -161,8 +154,6 @@ def attend(
         k: [B, S, kv_heads, D], rotated as q is, of keys less their mean.
         v: [B, S, kv_heads, D], of values less their mean.
         v_norm: max_j ‖v_j‖ of these before the cast.
-        scaling: Factor of q kᵀ.
-        implementation: As `implementation_for` returns it.
     """
     o, log_sums = implementation.forward(q, k, v, scaling)
     data, scales = zip(*((x.data, x.scale) for x in (q, k, v)), strict=True)
@@ -172,11 +163,9 @@ def attend(
 
 
 def find_gradients(ctx: FunctionCtx, do: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the codes, in E5M2, and the scale of dq, dk and dv, which have the shapes of q, k and v.
+    """Return the codes, in E5M2, and the scale of dq, dk and dv from the output's gradient [B, S, heads, D].
 
-    Args:
-        ctx: What `attend` was given.
-        do: The output's gradient [B, S, heads, D].
+    `ctx`: what `attend` was given.
     """
     *tensors, o, log_sums, v_norm = ctx.saved_tensors
     q, k, v = (QuantizedTensor(*pair, "tensor", "pow2") for pair in zip(tensors[:3], tensors[3:], strict=True))
@@ -204,11 +193,7 @@ def fp8_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: fl
 
 def implementation_for(q: torch.Tensor) -> Implementation:
     """Return what computes attention where q is: cuDNN's kernels on a GPU, plain torch elsewhere."""
-    if not q.is_cuda:
-        return Reference()
-    from ds_fp8.layers.attention import cudnn as fp8_attention_cudnn
-
-    return fp8_attention_cudnn
+    return cudnn if q.is_cuda else Reference()
 
 
 def fp8_attention_reference(
@@ -224,7 +209,6 @@ class Reference:
     def forward(
         self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return o and log_sums."""
         groups = q.shape[2] // k.shape[2]
         #     s = scaling q k' (causal);  p = exp(s - max_j s);  o = round(p) v / sum_j p
         #     log_sums = max_j s + log sum_j p                         all that backward needs to make p again
@@ -236,10 +220,7 @@ class Reference:
         log_sums = (largest + sums.log()).squeeze(-1)
         return cast(o.transpose(1, 2), v.scale, FORWARD, "tensor"), log_sums
 
-    def backward(
-        self, saved: Saved, do: QuantizedTensor, scales: GradientScales
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return dq, dk and dv in E5M2."""
+    def backward(self, saved: Saved, do: QuantizedTensor, scales: GradientScales) -> tuple[torch.Tensor, ...]:
         groups = saved.q.shape[2] // saved.k.shape[2]
         q, o, do = (_heads(x) for x in (saved.q, saved.o, do))
         k, v = (_heads(x, groups) for x in (saved.k, saved.v))
@@ -257,15 +238,7 @@ class Reference:
 def gradient_scales(
     do: torch.Tensor, q: QuantizedTensor, k: QuantizedTensor, v_norm: torch.Tensor, scaling: float
 ) -> GradientScales:
-    """Return the scales of ds, dq, dk and dv from their bounds (at the head of this file).
-
-    Args:
-        do: The output's gradient [B, S, heads, D].
-        q: [B, S, heads, D].
-        k: [B, S, kv_heads, D].
-        v_norm: max_j ‖v_j‖.
-        scaling: Factor of q kᵀ.
-    """
+    """Return the scales of ds, dq, dk and dv from their bounds (at the head of this file)."""
     groups = q.shape[2] // k.shape[2]
     norms = torch.linalg.vector_norm(do, dim=-1, dtype=torch.float32)
     of_keys = norms.sum(1).unflatten(1, (-1, groups)).sum(2).amax()
@@ -288,18 +261,11 @@ def cast_heads(x: torch.Tensor, format: str) -> QuantizedTensor:
 
 
 def factor_of(q: torch.Tensor, scaling: float | None) -> float:
-    """Return the factor of q kᵀ: `scaling`, or D^(-1/2)."""
     return q.shape[-1] ** -0.5 if scaling is None else scaling
 
 
 def decode_exactly(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return codes as numbers.
-
-    Args:
-        codes: FP8.
-        scale: A power of two, or several that broadcast.
-        dtype: Of the result; BF16 holds both formats' numbers.
-    """
+    """Return FP8 codes as numbers, of which BF16 holds all; `scale`: a power of two, or several that broadcast."""
     return decode(codes, dtype).mul_(scale.to(dtype))
 
 

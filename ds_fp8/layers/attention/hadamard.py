@@ -41,15 +41,9 @@ class Rotation:
 
 
 def rotate(x: torch.Tensor, rotation: Rotation | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Rotate a matrix.
+    """Rotate a matrix [M, K] into `dtype`, rounded once; None returns x itself.
 
-    Args:
-        x: [M, K], floating point.
-        rotation: None returns x itself.
-        dtype: Of the result, rounded once.
-
-    Returns:
-        [M, K] in dtype; with rotation.axis 0 M is padded with zeros to a multiple of the block.
+    With rotation.axis 0 M is padded with zeros to a multiple of the block.
 
     Raises:
         ValueError: K is not a multiple of the block, with rotation.axis 1.
@@ -66,22 +60,15 @@ def rotate(x: torch.Tensor, rotation: Rotation | None, dtype: torch.dtype = torc
 
 
 def rotate_reference(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Compute `rotate` in plain torch: the oracle of the kernels."""
     blocks = _blocks(x.float(), rotation)
     sign = signs(rotation.block, rotation.seed, x.device)
     return _joined(_transform(blocks * sign), rotation).contiguous()
 
 
 def unrotate(y: torch.Tensor, rotation: Rotation | None, rows: int | None = None) -> torch.Tensor:
-    """Undo `rotate` on a result of a product.
+    """Undo `rotate` on a result of a product [M, K], in its dtype, rounded once; None returns y itself.
 
-    Args:
-        y: [M, K], floating point, M or K (rotation.axis) a multiple of the block.
-        rotation: None returns y itself.
-        rows: Rows before padding, with rotation.axis 0; the others are dropped.
-
-    Returns:
-        [M or rows, K] in y's dtype, rounded once.
+    `rows`: those before padding, with rotation.axis 0; the others are dropped.
     """
     if rotation is None:
         return y

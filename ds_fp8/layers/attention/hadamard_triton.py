@@ -53,16 +53,9 @@ def rotate_tiles(
     """Return x [M, K] multiplied along an axis by the blocks of a tile's matrix, or for `inverse` by its transpose.
 
     Args:
-        x: The matrix.
         matrix: [128, 128], sqrt(block) R of every block on its diagonal, in the dtype that products are taken in.
         axis: 1 along the rows of x, 0 along its columns.
-        factor: Multiplied into the result.
-        rows: M, padded with zeros to whole blocks along axis 0.
-        dtype: Of the result.
-        inverse: Whether to undo it.
-
-    Returns:
-        [rows, K].
+        rows: Of the result: M, padded with zeros to whole blocks along axis 0.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()

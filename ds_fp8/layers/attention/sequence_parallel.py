@@ -10,7 +10,7 @@ functions. It drops the mask, which was made of this rank's tokens, and hands th
 core. Cores that ignore positions ("sdpa", "packed") would attend from one document of a packed row to another; here
 (`find_documents`) the documents are found from the positions again.
 
-An attention that exchanges by itself (fp8_attention_shared.py) takes the place of exchange and core where every row is
+An attention that exchanges by itself (shared.py) takes the place of exchange and core where every row is
 one document.
 """
 
@@ -30,7 +30,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.layers.attention import documents
-from ds_fp8.layers.attention.shared import count_all_to_all
+from ds_fp8.layers.attention.shared import count_sent
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
 """An attention function of transformers: (module, query, key, value, mask, **options) -> (output, weights)."""
@@ -52,11 +52,7 @@ def exchange_of(attention: Attention) -> UlyssesSPAttentionHF | None:
 
 
 def place_of_slices(implementation: str | None) -> int | None:
-    """Return the number of this rank's slice of the sequences that ranks share; None where they share none.
-
-    Args:
-        implementation: Name of the attention function.
-    """
+    """Return the number of this rank's slice of the sequences that ranks share; None where they share none."""
     exchange = exchange_of(ALL_ATTENTION_FUNCTIONS.get((implementation or "").removeprefix("fp8_")))
     return None if exchange is None else exchange.sp_rank
 
@@ -82,10 +78,6 @@ def exchanged(
         core: What runs inside of the exchange: an attention function whose first argument is the one that ran there
             before. Its mask is where documents of packed rows end, int32 [documents + 1] through all rows, or None
             where every row is one document.
-        module: The attention module.
-        query: [B, heads, S / P, D].
-        key: [B, kv_heads, S / P, D].
-        value: [B, kv_heads, S / P, D].
         of_slices: Runs in place of `attention` and `core` where every row is one document.
         of_documents: The same where documents are long enough for FP8; returns None where none is.
         options: Of the attention function, with `position_ids` int64 [B or 1, S / P].
@@ -127,9 +119,7 @@ def exchanged(
 def find_documents(name: str, takes_ends: bool) -> None:
     """Let the attention of a name keep to the documents of packed rows when DeepSpeed's exchange is around it.
 
-    Args:
-        name: Of an attention function of transformers.
-        takes_ends: Whether its mask is where documents end; otherwise it is called for each document.
+    `takes_ends`: whether its mask is where documents end; otherwise it is called for each document.
     """
     attention = ALL_ATTENTION_FUNCTIONS[name]
     exchange = exchange_of(attention)
@@ -147,7 +137,6 @@ def find_documents(name: str, takes_ends: bool) -> None:
 
 
 def without_documents(attention: Attention) -> Attention:
-    """Return the attention function as it was before `find_documents`."""
     return getattr(attention, "finds_documents", attention)
 
 
@@ -194,20 +183,17 @@ def _exchanges(exchange: UlyssesSPAttentionHF, module: nn.Module) -> bool:
 def _count(exchange: UlyssesSPAttentionHF, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> None:
     """Count the bytes of DeepSpeed's exchange of q, k, v and the output, and when they come, of their gradients."""
     ranks = exchange.world_size
-    copies = max(1, ranks // k.shape[1])
-    count = functools.partial(count_all_to_all, q.nbytes + copies * (k.nbytes + v.nbytes) + o.nbytes, ranks)
+    nbytes = q.nbytes + max(1, ranks // k.shape[1]) * (k.nbytes + v.nbytes) + o.nbytes
+    count = functools.partial(count_sent, nbytes * (ranks - 1) // ranks)
     count()
     if o.requires_grad:
         o.register_hook(lambda _: count())
 
 
 def _warn_of_slices(ends: torch.Tensor, shape: tuple[int, int], length: int) -> None:
-    """Warn where documents end where the slices of ranks do, as they seem to where a batch has no positions.
+    """Warn where documents end where the slices of ranks, of `length` tokens of a row, do.
 
-    Args:
-        ends: Where documents end, through all rows.
-        shape: Rows and their tokens.
-        length: Tokens of a rank's slice of a row.
+    So it seems where a batch has no positions.
     """
     tokens = math.prod(shape)
     # The host waits for the numbers only where there are as many documents as slices.

@@ -13,12 +13,9 @@ largest of those that the tokens' owners find, so that it can be known before an
 Codes decode exactly, at either end. Tensors on the way are [P, S / P, B, heads, D], as DeepSpeed has them: of the ranks
 they go to, or come from. Heads of k and v that several ranks need are cast once and sent several times.
 
-Bytes that attention sends to the ranks that share its sequences: of this process, forward and backward.
-
-fp8_attention_shared.py for rows of several documents: codes of long documents travel, and BF16 of short ones.
-
-documents.py makes a call of each long document, in FP8, and of the short documents side by side, in BF16. Documents
-lie on the ranks as they come, so that each rank sends other numbers of tokens of either kind:
+Rows of several documents (shared_documents_attention): codes of long documents travel, and BF16 of short ones.
+documents.py makes a call of each long document, in FP8, and of the short documents side by side, in BF16. Documents lie
+on the ranks as they come, so that each rank sends other numbers of tokens of either kind:
 
     row     | long document                | short | long document       | short | short |
     ranks   | 0                   | 1                   | 2                   | 3     |
@@ -57,23 +54,25 @@ from ds_fp8.layers.attention.fp8_attention import (
     sum_over_tokens,
 )
 
+_KEPT = 9
+"""Tensors that `attend` keeps for backward."""
 _sent = 0
 
 
-def count_all_to_all(nbytes: int, ranks: int) -> None:
-    """Count the exchange of a tensor of so many bytes, of which this rank keeps a part."""
-    count_sent(nbytes * (ranks - 1) // ranks)
-
-
 def count_sent(nbytes: int) -> None:
-    """Count bytes that go to other ranks."""
+    """Count bytes that attention of this process sends to other ranks, forward and backward."""
     global _sent
     _sent += nbytes
 
 
 def bytes_sent() -> int:
-    """Return all bytes since the start of the process."""
+    """Return all that `count_sent` counted."""
     return _sent
+
+
+def _share(nbytes: int, ranks: int) -> int:
+    """Return what goes to other ranks of a tensor of so many bytes, of which each has an equal part."""
+    return nbytes * (ranks - 1) // ranks
 
 
 class _SharedAttention(torch.autograd.Function):
@@ -86,7 +85,7 @@ class _SharedAttention(torch.autograd.Function):
         # tensor, after the exchange, would find.
         bounds = bounds_by_rank(*slices, ranks)
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
-        count_sent(2 * bounds.nbytes * (ranks - 1) // ranks)
+        count_sent(_share(2 * bounds.nbytes, ranks))
         scales = scale_from_amax(bounds[:3], FORWARD, "pow2")
         whole = []
         for x, scale in zip(slices, scales, strict=True):
@@ -109,7 +108,7 @@ class _SharedAttention(torch.autograd.Function):
         codes, scales = zip(*find_gradients(ctx, whole.unflatten(2, (-1, ctx.head_dim))), strict=True)
         of_all = torch.empty(3 * ranks, device=do.device)
         dist.all_gather_into_tensor(of_all, torch.stack(scales), group)
-        count_sent(of_all.nbytes * (ranks - 1) // ranks)
+        count_sent(_share(of_all.nbytes, ranks))
         gradients = []
         for which, (x, scale) in enumerate(zip(codes, of_all.view(ranks, 3).t(), strict=True)):
             found = own_tokens(_exchange(_by_owner(x, ranks), group), scale, do.dtype)
@@ -126,9 +125,8 @@ def shared_fp8_attention(
     Args:
         q: Queries [B, heads, S / P, D] of this rank's tokens, BF16; P divides heads.
         k: Keys [B, kv_heads, S / P, D]; heads is a multiple of kv_heads, which divides P or is a multiple of it.
-        v: Values [B, kv_heads, S / P, D].
+        v: Values, likewise.
         group: The P ranks, in the order of their tokens.
-        scaling: Factor of q kᵀ; D^(-1/2) by default.
 
     Returns:
         The output [B, S / P, heads · D] in the dtype of v, differentiable.
@@ -165,14 +163,7 @@ def cast_by_rank(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def own_gradient(found: torch.Tensor, which: int, kv_heads: int, ranks: int) -> torch.Tensor:
-    """Return the gradient of q, k or v [..., heads, D] of what ranks have sent, [..., P · n, D].
-
-    Args:
-        found: Decoded, with the heads of all ranks.
-        which: 0, 1 or 2: of q, k or v.
-        kv_heads: Heads of k and v.
-        ranks: P.
-    """
+    """Return the gradient of q, k or v (`which`: 0, 1, 2) [..., heads, D] of what ranks have sent [..., P · n, D]."""
     if which < 2:
         found = rotate_back(found)
     if which and kv_heads < ranks:  # each rank that needed a head has a part of its gradient
@@ -183,18 +174,21 @@ def own_gradient(found: torch.Tensor, which: int, kv_heads: int, ranks: int) -> 
 def all_reduced(sums: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return sums over the tokens of all ranks, of those over their own: in place."""
     dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-    ranks = dist.get_world_size(group)
-    count_sent(2 * sums.nbytes * (ranks - 1) // ranks)
+    count_sent(_share(2 * sums.nbytes, dist.get_world_size(group)))
     return sums
 
 
-def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send x[r] to rank r, for every r, and return what came, likewise. FP8 travels as bytes."""
+def _exchange(
+    x: torch.Tensor, group: dist.ProcessGroup, parts: list[int] | None = None, arriving: list[int] | None = None
+) -> torch.Tensor:
+    """Send the first part of x to rank 0, the next to rank 1, ...; return what came, likewise. x[r] to r by default."""
     # NCCL and gloo know no FP8; they only move the bytes.
     sent = x.view(torch.uint8) if x.element_size() == 1 else x
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    count_all_to_all(sent.nbytes, len(sent))
+    received = sent.new_empty(len(x) if arriving is None else sum(arriving), *sent.shape[1:])
+    dist.all_to_all_single(received, sent, arriving, parts, group=group)
+    if len(sent):
+        kept = 1 if parts is None else parts[dist.get_rank(group)]
+        count_sent(sent.nbytes // len(sent) * (len(sent) - kept))
     return received.view(x.dtype)
 
 
@@ -216,10 +210,6 @@ def own_tokens(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
     return found.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
 
-_KEPT = 9
-"""Tensors that `attend` keeps for backward."""
-
-
 class Piece(NamedTuple):
     """The tokens of one call that lie on one rank."""
 
@@ -231,7 +221,6 @@ class Piece(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Return how many they are."""
         return self.stop - self.start
 
 
@@ -239,12 +228,9 @@ class Split:
     """Calls of attention as they are spread over ranks: exchanges of their tokens against heads."""
 
     def __init__(self, calls: Sequence[tuple[int, int]], length: int, group: dist.ProcessGroup):
-        """Find the pieces.
+        """Find the pieces of calls, (first token, end) through all rows, of which a rank has slices of `length`.
 
-        Args:
-            calls: First and last token of each call, counted through all rows; none crosses the end of a row.
-            length: Tokens of a rank's slice of a row.
-            group: The ranks, in the order of their tokens.
+        No call crosses the end of a row. The group is in the order of its tokens.
         """
         self.group, self.ranks, rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.calls = range(len(calls))
@@ -265,21 +251,12 @@ class Split:
 
     def to_heads(self, sent: torch.Tensor) -> torch.Tensor:
         """Send own tokens [P, n, ...] to the ranks of the heads; return what came of all tokens, by rank and call."""
-        sent, parts = sent.contiguous(), [self.own_tokens] * self.ranks
-        return self._exchange(sent.flatten(0, 1), parts, self.tokens)
+        return _exchange(sent.contiguous().flatten(0, 1), self.group, [self.own_tokens] * self.ranks, self.tokens)
 
     def to_owners(self, sent: torch.Tensor) -> torch.Tensor:
         """Send all tokens, by rank and call, to their ranks; return what came of own tokens, [P, n, ...]."""
-        parts = [self.own_tokens] * self.ranks
-        return self._exchange(sent.contiguous(), self.tokens, parts).unflatten(0, (self.ranks, self.own_tokens))
-
-    def _exchange(self, sent: torch.Tensor, parts: list[int], arriving: list[int]) -> torch.Tensor:
-        of_bytes = sent.view(torch.uint8) if sent.element_size() == 1 else sent
-        received = of_bytes.new_empty(sum(arriving), *sent.shape[1:])
-        dist.all_to_all_single(received, of_bytes, arriving, parts, group=self.group)
-        if len(sent):
-            count_sent(sent.nbytes // len(sent) * (len(sent) - parts[self.rank]))
-        return received.view(sent.dtype)
+        received = _exchange(sent.contiguous(), self.group, self.tokens, [self.own_tokens] * self.ranks)
+        return received.unflatten(0, (self.ranks, self.own_tokens))
 
     def by_call(self, received: torch.Tensor) -> list[torch.Tensor]:
         """Return the tokens of each call, in order, of what `to_heads` returned."""
@@ -324,7 +301,7 @@ class _LongDocuments(torch.autograd.Function):
         for piece, *parts in zip(split.own, *pieces, strict=True):
             bounds[piece.call] = bounds_by_rank(*parts, ranks)
         dist.all_reduce(bounds, dist.ReduceOp.MAX, split.group)
-        count_sent(2 * bounds.nbytes * (ranks - 1) // ranks)
+        count_sent(_share(2 * bounds.nbytes, ranks))
         scales = scale_from_amax(bounds[:, :3], FORWARD, "pow2")  # [calls, 3, P]
         whole = []
         for which, parts in enumerate(pieces):
@@ -362,7 +339,7 @@ class _LongDocuments(torch.autograd.Function):
         own = torch.stack(scales)  # [calls, 3]
         of_all = own.new_empty(ranks, *own.shape)
         dist.all_gather_into_tensor(of_all.view(-1), own.view(-1), split.group)
-        count_sent(of_all.nbytes * (ranks - 1) // ranks)
+        count_sent(_share(of_all.nbytes, ranks))
         gradients = []
         for which, (x, shape) in enumerate(zip(zip(*codes, strict=True), ctx.shapes, strict=True)):
             found = split.to_owners(_bytes_by_rank(split, x))
@@ -418,16 +395,9 @@ def shared_documents_attention(
     """Compute causal attention within documents of whole rows, of which each rank has consecutive tokens. Collective.
 
     Args:
-        q: Queries [B, heads, S / P, D] of this rank's tokens, BF16; P divides heads.
-        k: Keys [B, kv_heads, S / P, D]; heads is a multiple of kv_heads, which divides P or is a multiple of it.
-        v: Values [B, kv_heads, S / P, D].
-        group: The P ranks, in the order of their tokens.
+        q: As k, v and group, and the result, of `shared_fp8_attention`.
         ends: int32 [documents + 1] through all rows: where documents end.
         in_bf16: Attention of short documents: [1, heads, n, D], twice [1, kv_heads, n, D], ends -> [1, n, heads, D].
-        scaling: Factor of q kᵀ; D^(-1/2) by default.
-
-    Returns:
-        The output [B, S / P, heads · D] in the dtype of v, differentiable.
     """
     ranks, length = dist.get_world_size(group), q.shape[2]
     calls = documents.calls(ends, length * ranks)
@@ -456,7 +426,7 @@ def shared_documents_attention(
 
 
 def _means_of_calls(k: torch.Tensor, v: torch.Tensor, split: Split) -> torch.Tensor:
-    """Return the means of k and v [B, kv_heads, S / P, D] over the tokens of each call, [2, calls, kv_heads, 1, D]."""
+    """Return the means of k and v over the tokens of each call, [2, calls, kv_heads, 1, D]."""
     sums = torch.zeros(2, len(split.calls), k.shape[1], 1, k.shape[3], dtype=torch.float64, device=k.device)
     for piece in split.own:
         for total, x in zip(sums, (k, v), strict=True):
@@ -493,7 +463,6 @@ def _joined(pieces: Sequence[torch.Tensor], slices: torch.Tensor) -> torch.Tenso
 
 
 def _bytes_by_rank(split: Split, calls: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return codes of calls as `to_owners` takes them."""
     return split.by_rank([x.view(torch.uint8) for x in calls]).view(calls[0].dtype)
 
 

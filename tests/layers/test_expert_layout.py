@@ -162,8 +162,7 @@ def test_values_of_pairs_and_rows(tokens, choices):
     assert torch.equal(pair_values(factors, layout), weights.float().masked_fill(layout.place < 0, 0))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, "pow2"), (torch.float32, "fp32")])
 @pytest.mark.parametrize(
     ("rowwise", "columnwise"), [("1x128", None), ("1x128", "1x128"), (None, "128x128"), ("1x128", "128x128")]
 )
@@ -172,9 +171,7 @@ def test_kernel_of_casts(tokens, choices, rowwise, columnwise, scale, dtype):
     layout = expert_layout(routing(tokens, choices, True), EXPERTS)
     x = torch.randn(tokens, 256).to(dtype)
     expected = permute_cast_reference(x, layout, "e4m3", rowwise, columnwise, scale)
-    found = kernels.permute_tiles(
-        x.to(DEVICE), layout.source.to(DEVICE), layout.choices, "e4m3", rowwise, columnwise, scale
-    )
+    found = permute_tiles(x, layout, rowwise, columnwise, scale)
     for result, wanted in zip(found, expected, strict=True):
         assert_same(result, wanted)
     through = quantize_both(permute(x, layout), "e4m3", rowwise, columnwise, scale)
@@ -189,9 +186,7 @@ def test_kernel_of_casts_of_other_strides(tokens):
     wide = torch.randn(tokens, 600).bfloat16()
     for x in (wide[:, 40:296], torch.randn(256, tokens).bfloat16().t(), wide[:1, :256].expand(tokens, -1)):
         expected = permute_cast_reference(x, layout, "e4m3", "1x128", "1x128", "pow2")
-        found = kernels.permute_tiles(
-            x.to(DEVICE), layout.source.to(DEVICE), layout.choices, "e4m3", "1x128", "1x128", "pow2"
-        )
+        found = permute_tiles(x, layout, "1x128", "1x128", "pow2")
         for result, wanted in zip(found, expected, strict=True):
             assert_same(result, wanted)
 

@@ -1,6 +1,7 @@
 """Attention in FP8: the reference, its scales, which modules and calls of a model get it, and what is refused."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -258,43 +259,37 @@ def test_long_documents_of_packed_rows_are_in_fp8_each_by_itself(monkeypatch):
         assert (document - wanted).norm() < 0.2 * (document - other).norm()
 
 
-@emulated
-def test_a_window_in_some_layers_keeps_them_in_bf16():
-    model = causal_lm("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
-    _, conversion = converted(model)
-    assert conversion.attention.layers == ["model.layers.0.self_attn"]
-    assert conversion.attention.left == {"model.layers.1.self_attn": "it has a sliding window"}
+def test_factors_of_the_kernels_are_finite_for_all_bounds_of_gradients():
+    for each in itertools.product([1e-30, 1e-12, 1.0, 1e6], repeat=3):
+        bounds = torch.tensor([1.0, *each]).clamp_min(SMALLEST_BOUND)  # of zero gradients the smallest
+        scales = GradientScales(*scale_from_amax(bounds, "e5m2", "pow2").unbind())
+        shared, a, b = factors(scales)
+        for factor, scale in ((a * shared, scales.dq), (shared / a, scales.dk), (b * shared, scales.dv)):
+            assert (factor * scale).item() == pytest.approx(1, rel=1e-5), each
 
 
-@pytest.mark.parametrize("dq", [1e-30, 1e-12, 1.0, 1e6])
-@pytest.mark.parametrize("dk", [1e-30, 1e-12, 1.0, 1e6])
-@pytest.mark.parametrize("dv", [1e-30, 1e-12, 1.0, 1e6])
-def test_factors_of_the_kernels_are_finite_for_all_bounds_of_gradients(dq, dk, dv):
-    bounds = torch.tensor([1.0, dq, dk, dv]).clamp_min(SMALLEST_BOUND)  # of zero gradients the smallest
-    scales = GradientScales(*scale_from_amax(bounds, "e5m2", "pow2").unbind())
-    shared, a, b = factors(scales)
-    for factor, scale in ((a * shared, scales.dq), (shared / a, scales.dk), (b * shared, scales.dv)):
-        assert (factor * scale).item() == pytest.approx(1, rel=1e-5)
-
-
-@emulated
-def test_a_window_that_the_configuration_alone_has_keeps_layers_in_bf16():
-    model = causal_lm("mistral", sliding_window=16)
-    assert not hasattr(model.model.layers[0].self_attn, "sliding_window")
-    with pytest.raises(UserError, match="sliding window"):
-        converted(model)
-    assert len(converted(causal_lm("mistral", sliding_window=None))[1].attention.layers) == 2
+WINDOWS = {
+    "in the last layer": (causal_lm, "qwen2", {"use_sliding_window": True, "max_window_layers": 1}, [0]),
+    "in the configuration alone": (causal_lm, "mistral", {}, []),
+    "none": (causal_lm, "mistral", {"sliding_window": None}, [0, 1]),
+    # Qwen2-MoE: without windows its configuration has one of 0 tokens, and with some, every second layer has it.
+    "not used": (mixture, "qwen2_moe", {}, [0, 1]),
+    "kept by some layers alone": (mixture, "qwen2_moe", {"use_sliding_window": True}, [1]),
+}
 
 
 @emulated
-@pytest.mark.parametrize(
-    ("changes", "in_fp8"), [({}, [0, 1]), ({"use_sliding_window": True, "sliding_window": 16}, [1])], ids=str
-)
-def test_a_class_that_keeps_windows_in_some_layers_alone(changes, in_fp8):
-    """Qwen2-MoE: without windows its configuration has one of 0 tokens, and with some, every second layer has it."""
-    model = mixture("qwen2_moe", **changes)
-    _, conversion = converted(model)
-    assert conversion.attention.layers == [f"model.layers.{index}.self_attn" for index in in_fp8]
+@pytest.mark.parametrize("case", WINDOWS)
+def test_windows_keep_layers_in_bf16(case):
+    make, architecture, changes, in_fp8 = WINDOWS[case]
+    model = make(architecture, **{"sliding_window": 16, **changes})
+    if not in_fp8:
+        with pytest.raises(UserError, match="sliding window"):
+            converted(model)
+        return
+    attention = converted(model)[1].attention
+    assert attention.layers == [f"model.layers.{index}.self_attn" for index in in_fp8]
+    assert set(attention.left.values()) <= {"it has a sliding window"}
 
 
 @pytest.mark.parametrize(("use", "told"), [(False, [None, None]), (True, [16, None])])

@@ -84,8 +84,7 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen2", False), ("qwen3", True), ("mistral", False)])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_models_train_alike(kind, reduction, tied):
     inputs = batch() | REDUCTIONS[reduction]
@@ -163,6 +162,7 @@ def test_without_labels_nothing_changes():
 
 def test_evaluation_outputs_and_tuples():
     fused, plain = fused_and_plain("llama")
+    assert torch.equal(fused(**batch(), skip_logits=False).logits, plain(**batch()).logits), "in training, when asked"
     fused.eval()
     plain.eval()
     with torch.no_grad():
@@ -177,16 +177,6 @@ def test_evaluation_outputs_and_tuples():
         assert len(output.hidden_states) == 3
         parts = fused(**batch(), return_dict=False, use_cache=False, skip_logits=True)
         assert [part.item() for part in parts] == [pytest.approx(loss, rel=TOLERANCE[torch.float32])]
-
-
-def test_training_gives_its_logits_when_asked():
-    fused, plain = fused_and_plain("llama")
-    assert torch.equal(fused(**batch(), skip_logits=False).logits, plain(**batch()).logits)
-
-
-def test_a_model_in_evaluation_mode_is_tried_without_its_logits():
-    """As from_pretrained returns it."""
-    assert not fuse_loss(build("granite", logits_scaling=4.0).eval()).fused
 
 
 LORA = {"attention": {}, "head": {"target_modules": ["lm_head"]}, "saved head": {"modules_to_save": ["lm_head"]}}
@@ -310,8 +300,9 @@ LOGIT_WORK = {
 
 
 @pytest.mark.parametrize("kind", LOGIT_WORK)
-def test_models_that_work_on_their_logits_are_left_alone(kind):
-    model = build(kind, **LOGIT_WORK[kind])
+@pytest.mark.parametrize("training", [True, False])  # from_pretrained returns models in evaluation mode
+def test_models_that_work_on_their_logits_are_left_alone(kind, training):
+    model = build(kind, **LOGIT_WORK[kind]).train(training)
     before = type(model)
     result = fuse_loss(model)
     assert not result.fused
@@ -323,22 +314,6 @@ def test_models_that_work_on_their_logits_are_left_alone(kind):
 
 def test_gemma2_without_capping_is_fused():
     assert_same_training(*fused_and_plain("gemma2", final_logit_softcapping=None), batch())
-
-
-def with_biased_head(model):
-    model.lm_head = torch.nn.Linear(32, VOCABULARY)
-
-
-def with_other_head(model):
-    model.lm_head = torch.nn.Sequential(model.lm_head)
-
-
-def with_own_loss(model):
-    model.loss_function = lambda logits, labels, **_: logits.sum()
-
-
-def with_replaced_forward(model):
-    model.forward = model.forward
 
 
 def with_doubled_loss(model):
@@ -358,32 +333,28 @@ def with_shift_labels_lost(model):
     model.__class__ = Forgetful
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (with_biased_head, "bias"),
-        (with_other_head, "Sequential"),
-        (with_own_loss, "custom loss function"),
-        (with_replaced_forward, "replaced"),
-        (with_doubled_loss, "works on its logits"),
-        (with_shift_labels_lost, "another loss"),
-    ],
-)
-def test_other_models_are_left_with_the_reason(change, reason):
+CHANGED = {
+    "bias": lambda model: setattr(model, "lm_head", torch.nn.Linear(32, VOCABULARY)),
+    "Sequential": lambda model: setattr(model, "lm_head", torch.nn.Sequential(model.lm_head)),
+    "custom loss function": lambda model: setattr(model, "loss_function", lambda logits, labels, **_: logits.sum()),
+    "replaced": lambda model: setattr(model, "forward", model.forward),
+    "works on its logits": with_doubled_loss,
+    "another loss": with_shift_labels_lost,
+}
+"""By what is said of it: how a model is changed."""
+
+
+@pytest.mark.parametrize("reason", CHANGED)
+def test_other_models_are_left_with_the_reason(reason):
     model = build("llama")
-    change(model)
+    CHANGED[reason](model)
     before = type(model)
     result = fuse_loss(model)
     assert not result.fused
     assert reason in result.description
     assert type(model) is before
     assert not any(isinstance(module, FusedHead) for module in model.modules())
-
-
-def test_a_module_that_is_no_hugging_face_model_is_left():
-    result = fuse_loss(torch.nn.Linear(3, 4))
-    assert not result.fused
-    assert "Linear is not a model of transformers" in result.description
+    assert "Linear is not a model of transformers" in fuse_loss(torch.nn.Linear(3, 4)).description
 
 
 def zero_training(kind, tied, fused, bf16):

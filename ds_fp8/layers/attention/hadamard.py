@@ -12,7 +12,6 @@ H, which differs in the order of FP32 sums alone.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -110,7 +109,7 @@ def _transform(x: torch.Tensor) -> torch.Tensor:
 def rotation_matrix(rotation: Rotation, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return sqrt(n) R [n, n], of 1 and -1."""
     own = signs(rotation.block, rotation.seed, torch.device("cpu"))
-    return (own[:, None] * _hadamard(rotation.block)).to(device, dtype)
+    return (own[:, None] * _transform(torch.eye(rotation.block)).sign()).to(device, dtype)
 
 
 def padded(length: int, rotation: Rotation | None) -> int:
@@ -118,14 +117,6 @@ def padded(length: int, rotation: Rotation | None) -> int:
     if rotation is None or rotation.axis == 1:
         return length
     return -(-length // rotation.block) * rotation.block
-
-
-def _hadamard(size: int) -> torch.Tensor:
-    """Return Sylvester's matrix [size, size]: element (i, j) is -1 to the number of bits that i and j share."""
-    matrix = torch.ones(1, 1)
-    for _ in range(int(math.log2(size))):
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix
 
 
 @functools.lru_cache

@@ -71,7 +71,6 @@ class Conversion:
 
     @property
     def leaf_classes(self) -> set[type]:
-        """Return the classes of modules that must be ZeRO-3 leaf modules."""
         return self.fusion.classes | self.experts.classes
 
 
@@ -187,7 +186,6 @@ def _check_tiles(model: nn.Module, fusion: Fusion) -> None:
 
 
 def _check_patterns(overrides: Iterable[str], layers: Iterable[str]) -> None:
-    """Raise UserError for a pattern of fp8.linear.overrides that means no linear layer of the model, and no experts."""
     for pattern in overrides:
         if not any(matches(name, pattern) for name in layers):
             raise UserError(
@@ -223,7 +221,6 @@ def stop_casting(model: nn.Module) -> None:
 
 
 def casts(model: nn.Module) -> bool:
-    """Return whether anything that a model computes is cast."""
     return any(
         isinstance(module, (FP8Linear, FP8Experts))
         or (isinstance(module, FusedHead) and module.recipe is not None)

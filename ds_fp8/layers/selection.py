@@ -181,7 +181,6 @@ def _added_by_peft(name: str, modules: dict[str, nn.Module]) -> bool:
 
 
 def _head(model: nn.Module) -> nn.Module | None:
-    """Return the output embeddings of the Hugging Face model that `model` is or wraps, or None."""
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     return None if inner is None else inner.get_output_embeddings()
 

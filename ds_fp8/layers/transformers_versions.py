@@ -32,7 +32,6 @@ NAMES: dict[str, tuple[str, ...]] = {
         *("ALL_MASK_ATTENTION_FUNCTIONS", "AttentionMaskInterface", "and_masks", "causal_mask_function"),
         *("find_packed_sequence_indices", "is_tracing", "packed_sequence_mask_function", "sdpa_mask"),
     ),
-    "transformers.integrations.moe": ("ExpertsInterface",),
     "transformers.core_model_loading": ("revert_weight_conversion",),
     "transformers.integrations.sdpa_attention": ("repeat_kv", "sdpa_attention_forward"),
     "transformers.loss.loss_utils": ("ForCausalLMLoss",),

@@ -1,4 +1,6 @@
-"""The experts implementation "ds_fp8" on transformers' own modules of experts, beside their eager forward."""
+"""FP8 products of transformers' own modules of experts, beside their eager forward."""
+
+import functools
 
 import pytest
 import torch
@@ -9,9 +11,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.layers.experts.experts import NAME, products_of, register
+from ds_fp8.layers.experts.experts import multiply_experts, products_of
 from ds_fp8.layers.linear.recipe import recipe_from_config
 from tests.layers.test_expert_products import FP8_ERROR
 from tests.numerics import error
@@ -60,11 +61,10 @@ def run(module, tokens):
 @pytest.mark.parametrize("architecture", CLASSES)
 @pytest.mark.parametrize("tokens", [1, 150])
 def test_modules_compute_what_they_do_in_high_precision(architecture, tokens):
-    register()
     module = experts(architecture)
     expected = run(module, tokens)
     module.expert_products = products_of(module, recipe(), recipe())
-    module.config._experts_implementation = NAME
+    module.forward = functools.partial(multiply_experts, module)
     low, high = FP8_ERROR
     for found, wanted in zip(run(module, tokens), expected, strict=True):
         assert low < error(found, wanted) < high
@@ -88,11 +88,3 @@ def test_a_gating_of_its_own_is_not_taken_for_the_usual_one():
     module = experts("mixtral")
     module._apply_gate = lambda gate_up: gate_up.chunk(2, -1)[0].clamp(max=2) * gate_up.chunk(2, -1)[1]
     assert "act(gate)" in products_of(module, recipe(), recipe())
-
-
-def test_a_module_without_products_is_an_error_that_says_what_to_do():
-    register()
-    module = experts("mixtral")
-    module.config._experts_implementation = NAME
-    with pytest.raises(UserError, match="grouped_mm"):
-        module(*routed(3))

@@ -66,7 +66,7 @@ def test_private_attributes_are_listed():
 
 
 def test_a_version_that_the_tests_do_not_pass_with_is_refused_unless_asked_for(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "5.24.0")
+    monkeypatch.setattr("transformers.__version__", "5.24.0")  # models may have put another object into sys.modules
     with pytest.raises(UserError, match=r"transformers 5\.24\.0 is not supported") as raised:
         versions.check_names.__wrapped__()
     assert f"pip install 'transformers{versions.KNOWN}'" in str(raised.value)

@@ -70,7 +70,6 @@ def count(positions: torch.Tensor) -> int:
 
 
 def note(positions: torch.Tensor, documents: int) -> None:
-    """Remember what `count` returns."""
     _note(positions, _NOTE, documents)
 
 
@@ -100,7 +99,6 @@ def whole(mask: torch.Tensor) -> bool:
 
 
 def note_whole(mask: torch.Tensor, ones: bool) -> None:
-    """Remember what `whole` returns."""
     _note(mask, _WHOLE, ones)
 
 
@@ -142,7 +140,6 @@ def note_ends(tensor: torch.Tensor | None, found: object) -> None:
 
 
 def noted_ends(tensor: torch.Tensor | None) -> object | None:
-    """Return what `note_ends` has noted on a tensor, or None."""
     known = _noted(tensor, _ENDS)
     return None if known is None else known[0]
 
@@ -168,7 +165,6 @@ def fixed(most: int) -> Iterator[None]:
 
 
 def fixed_at() -> int | None:
-    """Return `most` inside of `fixed`, and None elsewhere."""
     return _fixed
 
 
@@ -178,8 +174,6 @@ def longest(places: list[int]) -> int:
 
 
 class Call(NamedTuple):
-    """Documents that one call of attention computes."""
-
     start: int
     """First token, counted through all rows."""
     stop: int

@@ -109,7 +109,6 @@ def use_fp8_attention(model: nn.Module) -> AttentionFormat:
 
 
 def restore_attention(model: nn.Module) -> None:
-    """Give the attention modules of a model the implementation before `use_fp8_attention`."""
     for module in filter(is_attention, model.modules()):
         name = module.config._attn_implementation or ""
         if name.startswith(PREFIX):
@@ -122,7 +121,6 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def runs_in_fp8(module: nn.Module) -> bool:
-    """Return whether an attention module computes in FP8 where a call allows it."""
     name = module.config._attn_implementation or ""
     return name.startswith(PREFIX) and _why_not(module, not torch.cuda.is_available()) is None
 
@@ -134,7 +132,6 @@ def is_exchanged(module: nn.Module) -> bool:
 
 
 def _why_not(module: nn.Module, emulated: bool) -> str | None:
-    """Return why no call of an attention module can be in FP8, or None."""
     if not module.is_causal:
         return "it is not causal"
     head_dim = getattr(module, "head_dim", None)
@@ -245,7 +242,6 @@ def _whole_attention(
 def _why_not_this_call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, more: dict[str, Any]
 ) -> str | None:
-    """Return why a call is not causal attention over whole rows, or None."""
     changed = [name for name in CHANGES_SCORES if more.get(name) is not None]
     if changed:
         return f"it is called with {', '.join(changed)}"

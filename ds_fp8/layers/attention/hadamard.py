@@ -26,8 +26,6 @@ ROTATION_BLOCKS = (16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Rotation:
-    """A block Hadamard transform of a matrix."""
-
     block: int = BLOCK
     """Neighbours that are transformed together, one of ROTATION_BLOCKS."""
     seed: int | None = None

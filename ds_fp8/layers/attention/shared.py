@@ -66,7 +66,6 @@ def count_sent(nbytes: int) -> None:
 
 
 def bytes_sent() -> int:
-    """Return all that `count_sent` counted."""
     return _sent
 
 
@@ -172,7 +171,6 @@ def own_gradient(found: torch.Tensor, which: int, kv_heads: int, ranks: int) -> 
 
 
 def all_reduced(sums: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return sums over the tokens of all ranks, of those over their own: in place."""
     dist.all_reduce(sums, dist.ReduceOp.SUM, group)
     count_sent(_share(2 * sums.nbytes, dist.get_world_size(group)))
     return sums

@@ -57,14 +57,10 @@ class Fusion:
 
 
 class Fused(Swapped):
-    """A class that `fuse_decoder` puts before a module's own class."""
-
     fused_parts: Parts
 
 
 class FusedDecoderLayer(Fused):
-    """Forward of a fused layer."""
-
     fused_heads: NormedHeads
     fused_mlp: GatedMLP
     fused_returns_tuple: bool
@@ -121,8 +117,6 @@ class FusedAttentionHalf(FusedDecoderLayer):
 
 
 class FusedMLP(Fused):
-    """Forward of a fused gated MLP inside a layer that is not fused."""
-
     fused_mlp: GatedMLP
 
     @runs_eagerly

@@ -44,8 +44,6 @@ from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, scale_colum
 
 
 class MLPWeights(NamedTuple):
-    """The three weights of a gated MLP."""
-
     gate: nn.Parameter
     """[F, H]"""
     up: nn.Parameter
@@ -246,7 +244,6 @@ def _cast_again(
 def _input_gradients(
     dn: torch.Tensor, dy: torch.Tensor, hidden: torch.Tensor, rstd: torch.Tensor, norm: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of x, of the residual and of the norm's weight."""
     if norm is None:
         return dn.view(dy.shape), None, None
     dhidden, dnorm = rms_norm_backward(dn, hidden, norm, rstd, dy.reshape(dn.shape))
@@ -256,7 +253,6 @@ def _input_gradients(
 
 
 def why_not_tiled(recipe: LinearRecipe) -> str | None:
-    """Return why a product of this recipe cannot be computed in tiles of tokens, or None."""
     if recipe.why_all_tokens is not None:
         return recipe.why_all_tokens
     for granularity, scale in (

@@ -19,8 +19,6 @@ from ds_fp8.layers.linear.recipe import LinearRecipe
 
 
 class NormedCast(NamedTuple):
-    """Result of `rms_norm_cast`."""
-
     hidden: torch.Tensor
     """[T, H], the norm's input: x, or x + residual."""
     rstd: torch.Tensor

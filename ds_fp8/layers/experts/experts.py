@@ -12,9 +12,9 @@ The module's own forward computes, and what it reads are those weights decoded t
 
 With fp8.linear.expert_products "fp8" the codes themselves are multiplied (products.py), where the experts have the
 structure for it: weights [E, 2F, H] and [E, H, F] by the flags of transformers' ExpertsInterface, the rows of gate
-before those of up, and a gating that is act(gate) · up. Such experts are also transformers' implementation "ds_fp8".
-Weights that are not gathered in FP8 at the time (without ZeRO-3, or where the layer went back to BF16) are read as they
-are. The class is swapped in under the live module, as FP8Linear is.
+before those of up, and a gating that is act(gate) · up. Weights that are not gathered in FP8 at the time (without
+ZeRO-3, or where the layer went back to BF16) are read as they are. The class is swapped in under the live module, as
+FP8Linear is.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.moe import ExpertsInterface
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.layers.experts.products import (
     ExpertProducts,
@@ -44,9 +42,6 @@ from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, activate
 from ds_fp8.layers.linear.linear import Swapped, runs_eagerly, swapped_class
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import GATHERED
-
-NAME = "ds_fp8"
-"""Name of the implementation in `config._experts_implementation`."""
 
 PRODUCTS = "expert_products"
 """Attribute of a module of experts that holds its ExpertProducts."""
@@ -68,25 +63,12 @@ def products_of(module: nn.Module, gate_up: LinearRecipe, down: LinearRecipe) ->
     return reason or ExpertProducts(activation, gate_up, down)
 
 
-@runs_eagerly
-def experts_forward(
-    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+def multiply_experts(
+    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the sum [T, H] of each token's experts [T, k], times the router's weights [T, k]."""
-    products = getattr(self, PRODUCTS, None)
-    if products is None:
-        raise UserError(
-            f'experts of {type(self).__name__} without FP8 products were asked for the implementation "{NAME}"',
-            key="experts_implementation",
-            remedy='use "grouped_mm", and let ds_fp8 choose the experts that it multiplies',
-        )
-    weights = ExpertWeights(self.gate_up_proj, self.down_proj)
-    return expert_products(hidden_states, top_k_index, top_k_weights, weights, products)
-
-
-def register() -> None:
-    """Let transformers know the implementation by its name."""
-    ExpertsInterface.register(NAME, experts_forward)
+    """Return the sum [T, H] of each token's experts [T, k], times the router's weights [T, k], in FP8 products."""
+    weights = ExpertWeights(module.gate_up_proj, module.down_proj)
+    return expert_products(hidden_states, top_k_index, top_k_weights, weights, getattr(module, PRODUCTS))
 
 
 def _activation(module: nn.Module) -> str | None:
@@ -144,7 +126,7 @@ class FP8Experts(Swapped):
 
     def _own_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if PRODUCTS in vars(self):
-            return experts_forward(self, *args, **kwargs)
+            return multiply_experts(self, *args, **kwargs)
         gathered = {name: self._parameters[name] for name in self.expert_recipes}
         gathered = {name: weight for name, weight in gathered.items() if getattr(weight, GATHERED, None) is not None}
         if not gathered:

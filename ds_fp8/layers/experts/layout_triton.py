@@ -121,7 +121,6 @@ def _permute_tiles(
     CHOICES: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
-    """Store the casts of 128 rows x 128 features."""
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     first_m = tl.program_id(1) * 128
     if COLUMNWISE == NONE:

@@ -39,8 +39,6 @@ from ds_fp8.layers.linear.weights import GATHERED
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of all experts of a layer."""
-
     gate_up: nn.Parameter
     """[E, 2F, H], the rows of gate before those of up."""
     down: nn.Parameter
@@ -58,7 +56,6 @@ class ExpertGradients(NamedTuple):
 
 
 def unsupported(recipe: LinearRecipe) -> str | None:
-    """Return why the products of experts cannot have a recipe, or None."""
     if recipe.why_not_grouped is not None:
         return recipe.why_not_grouped
     if recipe.outlier_channels:
@@ -94,8 +91,6 @@ def expert_operand(weight: torch.Tensor, recipe: LinearRecipe) -> QuantizedTenso
 
 @dataclass(frozen=True)
 class ExpertProducts:
-    """Settings of the products of experts; their weights are arguments of their own."""
-
     activation: str
     """One of gated_activation.ACTIVATIONS."""
     gate_up: LinearRecipe

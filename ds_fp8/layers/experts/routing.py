@@ -186,8 +186,6 @@ class _Choices(TorchFunctionMode):
 
 
 def _routed_forward(forward: Callable[..., Any], choices: _Choices) -> Callable[..., Any]:
-    """Return the forward of the module around the experts of a layer, while its routing is recorded or replayed."""
-
     def routed(*args: Any, **kwargs: Any) -> Any:
         before = choices.calls
         with choices:
@@ -225,7 +223,6 @@ def _check_reentrant(choices: Iterable[_Choices], module: nn.Module, args: tuple
 
 @contextlib.contextmanager
 def _routed(layers: Mapping[str, tuple[nn.Module, int]], choices: Mapping[str, _Choices]) -> Iterator[None]:
-    """Let the modules around experts compute under `choices`."""
     with contextlib.ExitStack() as stack:
         for name, (around, _) in layers.items():
             if is_routed(around):

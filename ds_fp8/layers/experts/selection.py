@@ -38,7 +38,6 @@ def names_of_experts(model: nn.Module) -> list[str]:
 
 
 def experts_left(model: nn.Module, config: FP8Config) -> dict[str, str]:
-    """Return why weights of experts are not gathered in FP8, by the names of those that are not."""
     names = names_of_experts(model)
     by_user, override_of = named_by_user(names, config.linear), first_matches(names, config.linear.overrides)
 
@@ -94,14 +93,12 @@ def recipe_of_experts(recipe: LinearRecipe, site: str) -> LinearRecipe:
 
 
 def multiplies_experts(expert_products: str, backend: str) -> bool:
-    """Return whether experts are multiplied in FP8, given fp8.linear.expert_products and the backend of the linears."""
     # On Hopper, where these backends multiply blocks, the kernels of groups have been measured; on Blackwell they have
     # not run. Where linears are emulated they are slower than decoding.
     return expert_products == "fp8" or (expert_products == "auto" and backend in ("cublas", "deep_gemm"))
 
 
 def backend_of_experts(expert_products: str, backend: str) -> str:
-    """Return the backend of grouped products, given fp8.linear.expert_products and the backend of the linears."""
     # DeepGEMM's products of groups have not run: they must be asked for.
     return "cublas" if expert_products == "auto" and backend == "deep_gemm" else backend
 

@@ -66,7 +66,6 @@ def linear_cross_entropy(
 
 
 def implementation(recipe: LinearRecipe | None = None) -> str:
-    """Return a few words on what computes the loss on this machine."""
     where = "in Triton" if torch.cuda.is_available() else "in plain torch: no GPU"
     products = "" if recipe is None else f", the head's products in FP8 ({recipe.backend})"
     return f"chunks of tokens {where}{products}"
@@ -263,7 +262,6 @@ def softmax_gradient(logits: torch.Tensor, targets: torch.Tensor, gradient: bool
 
 
 def softmax_gradient_reference(logits: torch.Tensor, targets: torch.Tensor, gradient: bool) -> torch.Tensor:
-    """Compute what `softmax_gradient` computes, in plain torch."""
     ignored = targets == IGNORED
     column = targets.masked_fill(ignored, 0).unsqueeze(1)
     x = logits.float()

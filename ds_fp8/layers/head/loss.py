@@ -56,7 +56,6 @@ class NoLogits:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """Refuse functions of torch."""
         NO_LOGITS._refuse()
 
     __getitem__ = __len__ = __iter__ = __bool__ = __float__ = __array__ = _refuse
@@ -90,8 +89,6 @@ class FusedHead(nn.Linear):
 
 @dataclass(frozen=True)
 class LossFusion:
-    """Result of `fuse_loss`."""
-
     fused: bool
     description: str
     """One line for the start report: how the loss is computed, or why it was left as it is."""

@@ -53,8 +53,6 @@ def saved_from(tensors: Sequence[torch.Tensor], down: LinearRecipe) -> Saved | N
 
 
 class GatedCast(NamedTuple):
-    """Result of `gated_activation_cast`."""
-
     product: QuantizedTensor
     """[T, F], as fprop reads it; with an outlier block, where the recipe has one, wider."""
     saved: Saved | None
@@ -64,8 +62,6 @@ class GatedCast(NamedTuple):
 
 
 class GatedGradients(NamedTuple):
-    """Operands of the products in backward."""
-
     dgate_up: QuantizedTensor
     """[T, 2F], for dgrad."""
     dgate_up_columnwise: QuantizedTensor | None

@@ -51,7 +51,6 @@ def _sigmoid(x):
 
 @triton.jit
 def activate(g, ACTIVATION: tl.constexpr):
-    """Return (act(g), act'(g))."""
     if ACTIVATION == 0:
         #     silu:       g s(g),           slope  s + g s (1 - s)
         #     gelu:       g P(g),           slope  P + g p(g)          P, p: the normal distribution and its density

@@ -19,8 +19,6 @@ ENOUGH = 0.9
 
 
 class OutlierChannels:
-    """Outlier channels of the input of one product."""
-
     def __init__(self, count: int):
         self.count = count
         """Number of channels, of all products alike; narrower inputs have fewer."""

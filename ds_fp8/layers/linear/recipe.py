@@ -85,7 +85,6 @@ class LinearRecipe:
 
     @property
     def emulated(self) -> list[CastSpec]:
-        """Return the casts that only the reference multiplies."""
         return [cast for cast in (self.input, self.weight, self.grad_output) if cast.emulated]
 
     @property
@@ -102,7 +101,6 @@ class LinearRecipe:
         return self.wgrad_input in ("1x128", "128x128") and self.grad_output.granularity == "1x128"
 
     def multiply(self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
-        """Multiply a [M, K] · b [N, K]ᵀ -> [M, N]."""
         return scaled_matmul(a, b, backend=self.backend, out_dtype=out_dtype)
 
     def transposed(self, q: QuantizedTensor) -> QuantizedTensor:

@@ -34,8 +34,6 @@ GROUP = "fp8_group"
 
 
 class WeightGroup(tuple):
-    """The weights of one fused product."""
-
     # A pickled weight forgets it, because pickle cannot follow a cycle of parameters through themselves; the next
     # conversion sets it again.
     def __reduce__(self) -> tuple:
@@ -133,7 +131,6 @@ def _operand(
 def _with_outliers(
     weights: Sequence[nn.Parameter], operand: QuantizedTensor, channels: torch.Tensor
 ) -> QuantizedTensor:
-    """Return fprop's stacked weights with their outlier block."""
     # Residuals belong to the codes that were gathered. A weight that another module reads, too, is gathered in BF16,
     # and cast here: its codes and what they lost are others, though the shard's residuals still lie beside it.
     residuals = [

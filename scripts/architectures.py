@@ -78,7 +78,6 @@ ARCHITECTURES = """
 
 
 def tiny_config(architecture: str) -> Any:
-    """Return the configuration of a small model of this architecture."""
     from transformers import AutoConfig
 
     known = AutoConfig.for_model(architecture)
@@ -171,7 +170,6 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """Return the results as a Markdown table, in alphabetical order."""
     lines = [
         "| architecture | parameters in FP8 | fused | loss BF16 | loss FP8 | gap | the largest part that stays BF16 |",
         "|---|---|---|---|---|---|---|",

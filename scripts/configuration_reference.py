@@ -74,7 +74,6 @@ def keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def values(annotation: Any) -> str:
-    """Return in words what a key may be set to."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         shown = [f"`{json.dumps(value)}`" for value in inner if value not in EMULATED]
@@ -91,7 +90,6 @@ def values(annotation: Any) -> str:
 
 
 def row(names: list[str], field: FieldInfo) -> str:
-    """Return the line of a table for keys that are alike."""
     default = field.get_default(call_default_factory=True)
     shown = "required" if field.is_required() else f"`{json.dumps(default, default=lambda value: value.model_dump())}`"
     meaning = shortened(re.sub(r"\s+", " ", field.description or ""))
@@ -113,7 +111,6 @@ def shortened(text: str) -> str:
 
 
 def tables() -> str:
-    """Return the tables of all sections."""
     parts = []
     for name, section in SECTIONS.items():
         about = re.sub(r"\s+", " ", (section.__doc__ or "").split("\n\n")[0])
@@ -122,7 +119,6 @@ def tables() -> str:
 
 
 def key_table(section: type[BaseModel]) -> str:
-    """Return the table of a section's keys."""
     return _table(keys(section))
 
 
@@ -139,7 +135,6 @@ def research_table() -> str:
 
 
 def _table(found: Iterable[tuple[str, FieldInfo]]) -> str:
-    """Return the table of keys, those that are alike in one row."""
     alike: dict[str, tuple[list[str], FieldInfo]] = {}
     for key, field in found:
         alike.setdefault(row([key.rpartition(".")[2]], field), ([], field))[0].append(key)
@@ -164,7 +159,6 @@ def schema() -> str:
 
 
 def preset_table(names: Iterable[str]) -> str:
-    """Return the table of some presets."""
     columns = ("`fp8.preset`", "linears", "weights travel in", "gradients travel in", "optimizer state")
     rows = [columns, ("---",) * len(columns)]
     for name in names:
@@ -178,7 +172,6 @@ def preset_table(names: Iterable[str]) -> str:
 
 
 def _state_in_words(state: OptimizerStateConfig) -> str:
-    """Return the formats of the moments."""
     first, second = (
         name.upper().replace("_EXPANDED", " with its range expanded") for name in (state.exp_avg, state.exp_avg_sq)
     )
@@ -197,7 +190,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 
 def document(text: str) -> str:
-    """Return a page with the written parts brought up to date."""
     for name, table in BLOCKS.items():
         begin, end = f"<!-- {name}: written by scripts/configuration_reference.py -->", f"<!-- end of {name} -->"
         if begin in text:
@@ -207,7 +199,6 @@ def document(text: str) -> str:
 
 
 def main() -> int:
-    """Write the pages, or check them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check

@@ -83,13 +83,8 @@ class Runs:
 def outcomes_of(runs: Runs, path: str, fp8: str | None, skipped: dict[str, Outcome]) -> dict[str, Outcome]:
     """Return the outcome of every test of a file or folder by its name, from the file that keeps them if complete.
 
-    A test without ranks that exceeds its time takes pytest with it; the rest is run by another one.
-
-    Args:
-        runs: where and how.
-        path: file or folder of tests, below tests/.
-        fp8: the "fp8" section, or None for plain DeepSpeed.
-        skipped: tests that need not run, for DeepSpeed skips them here; their outcomes are returned as well.
+    A test without ranks that exceeds its time takes pytest with it; the rest is run by another one. The tests that
+    DeepSpeed itself `skipped` need not run; their outcomes are returned as well.
     """
     kept = runs.kept(path, fp8)
     while True:

@@ -128,7 +128,6 @@ def run_rank(test: Any, rank: int, world: int, port: str, init_method: str) -> s
 
 
 def _answer(parent: Connection, function: Callable, args: tuple) -> None:
-    """Send (result, None), or (None, (pickled exception, traceback))."""
     try:
         answer = function(*args), None
     except BaseException as error:
@@ -143,14 +142,7 @@ def _answer(parent: Connection, function: Callable, args: tuple) -> None:
 def run_processes(method: str, function: Callable, args: list[tuple]) -> list[Any]:
     """Return the results of a function, called in a process of its own with each of the tuples of arguments.
 
-    Args:
-        method: how processes are started, "fork" or "forkserver".
-        function: what they call.
-        args: arguments of each process.
-
-    Raises:
-        Hung: the test has used its time.
-        BaseException: what the first process to fail failed with.
+    Raises Hung where the test has used its time, or what the first process to fail failed with.
     """
     context = multiprocessing.get_context(method)
     processes, waiting, results = [], {}, {}
@@ -190,17 +182,7 @@ def run_processes(method: str, function: Callable, args: list[tuple]) -> list[An
 
 
 def run_ranks(test: Any, world: int, init_method: str) -> None:
-    """Run a DistributedTest in the place of its _launch_daemonic_procs: in new processes, forked from a warm one.
-
-    Args:
-        test: DistributedTest or DistributedFixture of DeepSpeed's unit/common.py.
-        world: number of ranks.
-        init_method: where they meet, as of torch.distributed.
-
-    Raises:
-        Hung: the test has used its time.
-        BaseException: what the first rank to fail failed with, or pytest's Skipped.
-    """
+    """Run a DistributedTest in the place of its _launch_daemonic_procs: in new processes, forked from a warm one."""
     port = str(free_port())
     args = [(test, rank, world, port, init_method) for rank in range(world)]
     _skip_for(set(run_processes("forkserver", run_rank, args)))

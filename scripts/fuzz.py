@@ -51,7 +51,7 @@ PATIENCE = 120
 
 TEXT = st.text(max_size=12) | st.sampled_from(["auto", "", " ", "true", "1e-3", "/", "..", "/dev/null", "/proc/1", "~",
                                                "\0", "\ud800", "x" * 5000, "ä", "infir2", "coat", "fp32", "e5m2",
-                                               "tensor", "cpu", "nvme", "synthetic", "SGD", "Lion"])  # fmt: skip
+                                               "tensor", "cpu", "nvme", "SGD", "Lion"])  # fmt: skip
 NUMBERS = (
     st.integers(-3, 5)
     | st.integers()
@@ -66,7 +66,6 @@ VALUES = st.recursive(
 
 
 def paths(value: Any, path: tuple = ()) -> Iterator[tuple]:
-    """Yield the paths of all values in nested objects and lists."""
     if path:
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -75,7 +74,6 @@ def paths(value: Any, path: tuple = ()) -> Iterator[tuple]:
 
 
 def at(value: Any, path: tuple) -> Any:
-    """Return the value at `path`."""
     for key in path:
         value = value[key]
     return value
@@ -125,7 +123,6 @@ def changed(draw: st.DrawFn, raw: Any, more: list[tuple[str, ...]]) -> Any:
 
 
 def change(draw: st.DrawFn, raw: Any, parent: Any, key: Any) -> None:
-    """Change the value at `key` of `parent`, which is somewhere in `raw`."""
     kind = draw(st.sampled_from(["value", "value", "value", "other", "remove", "misspell", "wrap"]))
     there = key in parent if isinstance(parent, dict) else True
     if isinstance(parent, list) and not (isinstance(key, int) and key < len(parent)):
@@ -203,7 +200,6 @@ COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
 
 
 def contents() -> dict[str, bytes]:
-    """Return a good data file of every kind."""
     table = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), table)
     return {
@@ -237,7 +233,6 @@ def data_files(draw: st.DrawFn) -> tuple[str, bytes, str]:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Fail if a file is written to the working directory."""
     before = sorted(os.listdir())
     yield
     assert sorted(os.listdir()) == before, f"written: {sorted(set(os.listdir()) - set(before))}"
@@ -247,24 +242,20 @@ class Judges(FolderJudges):
     """Each method takes a case as it was drawn, and lets the package accept or refuse it."""
 
     def __init__(self, folder: Path):
-        """Make judges that write the files of their cases to `folder`."""
         self.folder = folder
         self._known: list | None = None
 
     def file(self, name: str, content: str | bytes) -> Path:
-        """Write a case's file and return it."""
         path = self.folder / name
         path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
         return path
 
     @property
     def known(self) -> list[tuple[str, ...]]:
-        """Return `known_paths`, listed once."""
         self._known = self._known or known_paths()
         return self._known
 
     def strategy(self, kind: str) -> st.SearchStrategy:
-        """Return what a kind of case is drawn from."""
         if kind in FOLDER_KINDS:
             return folder_strategies(self, kind, changed, damaged, TEXT)
         stages, sweeps = list(map(json.loads, STAGES.values())), list(map(json.loads, SWEEPS.values()))
@@ -312,7 +303,7 @@ class Judges(FolderJudges):
 
 
 KINDS = ("configurations", "overrides", "texts", "sweeps", "data", *FOLDER_KINDS)
-SHARES = {"reports": 10, "models": 10}
+SHARES = {"models": 10}
 """Kinds whose cases take long, of which so many times fewer are drawn."""
 
 

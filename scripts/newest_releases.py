@@ -61,12 +61,7 @@ class Outcome:
 
 
 def make_environment(folder: Path, requirements: list[str]) -> Path:
-    """Make a virtual environment that sees the packages of this one, install into it, and return its Python.
-
-    Args:
-        folder: Where; it must not exist.
-        requirements: As pip understands them; they are brought to their newest versions, others only if they must.
-    """
+    """Make a virtual environment that sees the packages of this one, install into it, and return its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
     paths = {"base": str(folder), "platbase": str(folder)}
@@ -87,21 +82,13 @@ def newest_torch() -> str:
 
 
 def versions_in(python: Path) -> dict[str, str]:
-    """Return the versions of PACKAGES that an interpreter imports."""
     script = f"import json, importlib.metadata as m; print(json.dumps([m.version(name) for name in {PACKAGES}]))"
     printed = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True).stdout
     return dict(zip(PACKAGES, json.loads(printed), strict=True))
 
 
 def run(python: Path, tests: str, versions: dict[str, str], seconds: float) -> Outcome:
-    """Run a file or folder of tests, and return its outcome.
-
-    Args:
-        python: Interpreter that sees the releases.
-        tests: Path below the root of the project.
-        versions: What `versions_in` returned; DeepSpeed and transformers are tried whether they are supported or not.
-        seconds: Time that they may take.
-    """
+    """Run a file or folder of tests with these `versions`, whether they are supported or not; return its outcome."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report, environment = Path(folder, "report.xml"), dict(os.environ)
@@ -130,13 +117,6 @@ def run(python: Path, tests: str, versions: dict[str, str], seconds: float) -> O
 
 
 def outcome_of(tests: str, report: Path, seconds: float) -> Outcome:
-    """Return the outcome that a report of pytest in JUnit's format has.
-
-    Args:
-        tests: What was run.
-        report: The file.
-        seconds: What they took.
-    """
     cases = list(ElementTree.parse(report).iter("testcase"))
     failed: dict[str, str] = {}
     for case in cases:
@@ -158,7 +138,6 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def main() -> int:
-    """Parse the arguments, run the tests and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("tests", nargs="*", default=TESTS, help="files or folders of tests below the root")
     for name in PACKAGES:

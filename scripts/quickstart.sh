@@ -9,6 +9,8 @@ ranks=2
 if have_gpu; then ranks=$(nvidia-smi -L | grep -c GPU); fi
 export TOKENIZERS_PARALLELISM=false
 
+python examples/quickstart/make_data.py
+
 run() {  # kind stage [--set key=value ...]
   echo; echo "== $2, $1"
   deepspeed --num_gpus "$ranks" scripts/train.py --deepspeed_config "ds_configs/quickstart/$2.json" "${@:3}"

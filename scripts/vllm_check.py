@@ -25,7 +25,6 @@ EQUAL, REWRITTEN = "equal", "the same numbers in other bytes"
 
 
 def main() -> int:
-    """Compare and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--positions", type=int, default=2048, help="next tokens that are compared")

@@ -16,6 +16,7 @@ import ds_fp8
 from ds_fp8.cli import COMMANDS, main
 from ds_fp8.commands.arguments import config_file, shipped_configs
 from ds_fp8.config.errors import UserError
+from tests.corpus import CHATS, DOCUMENTS, TOKENIZER
 
 ROOT = Path(__file__).parents[1]
 
@@ -195,21 +196,24 @@ def test_a_wheel_in_an_empty_folder_estimates_trains_exports_reports_and_evaluat
         "train.exact_match_problems=0",
         "train.eval_batches=1",
     ]
-    small += ["data.examples=200", "data.sequence_length=128", "train.run_dir=run"]
+    small += [f"data.path={DOCUMENTS['path']}", f"data.tokenizer={TOKENIZER}", "data.sequence_length=128"]
+    small += ["train.run_dir=run"]
     changes = [part for change in small for part in ("--set", change)]
     stage = ["quickstart/cpt.json", *changes]
     _write_base_model(installed.empty / "base")
     (installed.empty / "template").write_text("{% for message in messages %}{{ message['content'] }}</s>{% endfor %}")
     base = ["evaluate", "base", *stage, "--problems", "0", "--set", "train.eval_batches=2"]
     base += ["--set", "data.validation_fraction=0.5", "--out"]
-    chat = ["--set", "data.format=chat", "--set", "model.attn_implementation=sdpa"]
+    chat = ["--set", "data.format=chat", "--set", f"data.path={CHATS['path']}"]
+    chat += ["--set", r"data.answer_pattern=answer is (\d+)", "--set", "model.attn_implementation=sdpa"]
     three = ["--set", "train_batch_size=4", "--set", "gradient_accumulation_steps=1"]
     printed = installed(
         ["estimate", "infir2_7b/cpt.json", "--gpus", "8"],
         ["train", *stage, "--gpus", "1"],
         ["export", "run", "served"],
         ["report", "run"],
-        ["evaluate", "served", *stage, "--batches", "1", "--problems", "2", "--out", "figures/served.json"],
+        ["evaluate", "served", *stage, "--batches", "1", "--out", "figures/served.json"],
+        ["evaluate", "served", *stage, *chat, "--batches", "1", "--problems", "2", "--out", "figures/answers.json"],
         [*base, "figures/documents.json", "--gpus", "2"],
         [*base, "figures/chats.json", *chat, *three, "--set", "train_micro_batch_size_per_gpu=1"],
         [*base, "figures/other.json", *chat, "--set", "data.chat_template=template"],
@@ -222,13 +226,13 @@ def test_a_wheel_in_an_empty_folder_estimates_trains_exports_reports_and_evaluat
     loss = json.loads((installed.empty / "run/result.json").read_text())["final_loss"]
     figures = json.loads((installed.empty / "figures/served.json").read_text())
     assert figures["loss"] == pytest.approx(loss, rel=0.02)
-    assert figures["problems"] == 2
+    assert json.loads((installed.empty / "figures/answers.json").read_text())["problems"] == 2
     names = ("documents", "chats", "other")
     documents, chats, other = (json.loads((installed.empty / f"figures/{name}.json").read_text()) for name in names)
     batch = json.loads(config_file("quickstart/cpt.json").read_text())["train_micro_batch_size_per_gpu"]
     assert [each["rows"] for each in (documents, chats, other)] == [2 * 2 * batch, 2 * 4, 2 * batch]
     # Of a model that knows nothing, but for other labels.
-    assert all(each["loss"] == pytest.approx(math.log(512), rel=0.1) for each in (documents, chats, other))
+    assert all(each["loss"] == pytest.approx(math.log(560), rel=0.1) for each in (documents, chats, other))
     assert len({each["loss"] for each in (documents, chats, other)}) == 3
 
 
@@ -236,12 +240,12 @@ def _write_base_model(folder: Path) -> None:
     """Write a model whose tokenizer has neither a pad token nor a chat template, as those of Llama 3 and Mistral."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ds_fp8.data import DataConfig, build_tokenizer
+    from ds_fp8.data import load_tokenizer
 
-    tokenizer = build_tokenizer(DataConfig(path="synthetic", vocab_size=512), folder)
-    tokenizer.pad_token = tokenizer.chat_template = None
+    tokenizer = load_tokenizer(TOKENIZER)
+    tokenizer.pad_token = None
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = AutoConfig.for_model("llama", num_key_value_heads=2, vocab_size=512, **sizes)
+    config = AutoConfig.for_model("llama", num_key_value_heads=2, vocab_size=560, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -254,12 +258,12 @@ def test_a_negative_number_of_problems_is_refused(capsys):
 
 def test_a_command_without_the_recipes_packages_says_what_to_install():
     program = (
-        "import sys; sys.modules['sentencepiece'] = None; sys.argv = ['ds-fp8', 'estimate', 'quickstart/cpt.json']\n"
+        "import sys; sys.modules['datasets'] = None; sys.argv = ['ds-fp8', 'estimate', 'quickstart/cpt.json']\n"
         "from ds_fp8.cli import entry; entry()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "ds-fp8 estimate needs sentencepiece, which is not installed" in done.stderr
+    assert "ds-fp8 estimate needs datasets, which is not installed" in done.stderr
     assert "[recipe]" in done.stderr
     assert "Traceback" not in done.stderr
 

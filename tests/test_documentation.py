@@ -65,21 +65,3 @@ def test_messages_that_the_page_of_symptoms_quotes_are_those_of_the_code():
     parts = [part.strip(" :,") for quote in quoted for part in re.split(r"\.\.\.|\b\d+\b|\b[A-Z_]{4,}\b", quote)]
     assert len(quoted) > 6
     assert [part for part in parts if len(part) > 5 and part not in source] == []
-
-
-def test_every_entry_of_the_log_is_in_its_index():
-    index = (LOG / "README.md").read_text()
-    linked = set(re.findall(r"\]\((\w+\.md#[^)]+)\)", index))
-    there = {
-        f"{page.name}#{anchor_of(heading)}"
-        for page in LOG.glob("*.md")
-        for heading in headings(page)
-        if re.match(r"\d{4}-\d\d-\d\d", heading)
-    }
-    assert there == linked
-
-
-def test_log_entries_are_dated_in_order():
-    for page in LOG.glob("*.md"):
-        dates = [heading[:10] for heading in headings(page) if heading[0] == "2"]
-        assert dates == sorted(dates), page.name

@@ -36,44 +36,6 @@ def test_no_name_is_that_of_a_module():
     assert not {module.name for module in pkgutil.iter_modules(ds_fp8.__path__)} & set(NAMES)
 
 
-# Every name before, between and after every module that one of them comes from, in one interpreter: each round starts
-# from a package that has been forgotten, but for the modules outside of it, which take the time.
-ALL_ORDERS = """
-import gc, importlib, itertools, sys
-import torch, deepspeed, transformers, datasets
-gc.freeze()
-names = {names!r}
-homes = {homes!r}
-
-def fresh():
-    for name in [name for name in sys.modules if name.split(".")[0] == "ds_fp8"]:
-        del sys.modules[name]
-    return importlib.import_module("ds_fp8")
-
-def check(package, name):
-    import inspect
-    value = getattr(package, name)
-    assert inspect.isclass(value) or inspect.isfunction(value), (name, value)
-    assert getattr(package, name) is value
-
-for first, second in itertools.permutations(names, 2):
-    package = fresh()
-    for name in (first, second, first):
-        check(package, name)
-for home in homes:
-    package = fresh()
-    importlib.import_module(home)
-    for name in names:
-        check(package, name)
-"""
-
-
-def test_the_order_of_imports_does_not_matter():
-    light = [name for name in NAMES if ds_fp8._HOMES[name].startswith(("ds_fp8.casts", "ds_fp8.config"))]
-    heavy = [name for name in NAMES if name not in light]
-    run(ALL_ORDERS.format(names=[*light, heavy[-1]], homes=sorted(set(ds_fp8._HOMES.values()))))
-
-
 def test_a_fresh_interpreter_sees_all_names_and_imports_deepspeed_for_none_that_does_not_need_it():
     run(
         "import sys, ds_fp8\n"

@@ -32,7 +32,3 @@ def test_the_program_trains_and_writes_a_folder_that_transformers_loads(tmp_path
     assert "linears in FP8" in run.stdout
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype=torch.bfloat16)
     assert model.config.model_type == "qwen3"
-
-
-def test_it_is_short():
-    assert len(TEXT.splitlines()) < 200

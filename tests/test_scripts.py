@@ -1,4 +1,4 @@
-"""Every script that measures starts, at a size for any machine; the fuzzer finds what it looks for."""
+"""Every script starts, at a size for any machine; the fuzzer finds what it looks for."""
 
 import importlib
 import json
@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import deepspeed_tests
 import fuzz
+import newest_releases
 import pytest
 
 from ds_fp8.config.errors import UserError
@@ -47,12 +49,6 @@ def test_a_benchmark_measures_what_it_names(name, tmp_path):
             assert row["error_vs_fp64"] < 3e-3 < row["error_vs_bf16"]
 
 
-@pytest.mark.parametrize("name", ["attention", "casts", "experts", "gemms", "layers"])
-def test_a_benchmark_refuses_what_it_does_not_know(name):
-    with pytest.raises((UserError, SystemExit)):
-        importlib.import_module(name).main(["--quick", "--only", "nothing", "--presets", "nothing"])
-
-
 def test_a_step_and_the_collectives_are_measured(tmp_path):
     for script, arguments in (("step.py", ["--variants", "infir2"]), ("collectives.py", [])):
         file = tmp_path / f"{script}.json"
@@ -65,30 +61,6 @@ def test_a_step_and_the_collectives_are_measured(tmp_path):
         else:
             assert {row["operation"] for row in rows} == {"gather", "reduce", "refresh"}
             assert all(row["fp8_milliseconds"] > 0 for row in rows)
-
-
-def test_gains_of_many_gpus_are_of_the_same_model_and_link():
-    import many_gpus
-
-    points = many_gpus.points([2, 8], peers=True, quick=False)
-    rates = {
-        "7b, 1 x 8192, 2 GPUs, hybrid_fast+coat/graph-auto": 15000,
-        "7b, 1 x 8192, 8 GPUs, deepspeed": 8000,
-        "7b, 1 x 8192, 8 GPUs, deepspeed, sockets": 2000,
-        "7b, 1 x 8192, 8 GPUs, hybrid_fast+coat/graph-auto": 14400,
-        "7b, 1 x 8192, 8 GPUs, hybrid_fast+coat/graph-auto, sockets": 6000,
-    }
-    row = {"step_seconds": 1.0, "peak_bytes": None}
-    found = {
-        line["point"]: (line["gain"], line["efficiency"])
-        for line in many_gpus.summary(
-            points, {name: {**row, "tokens_per_second_per_gpu": r} for name, r in rates.items()}
-        )
-    }
-    assert found["7b, 1 x 8192, 8 GPUs, hybrid_fast+coat/graph-auto"] == pytest.approx((1.8, 0.96))
-    gain, efficiency = found["7b, 1 x 8192, 8 GPUs, hybrid_fast+coat/graph-auto, sockets"]
-    assert gain == pytest.approx(3.0)
-    assert efficiency is None
 
 
 def test_kernels_of_experts_compile_for_hopper_with_its_fp8_units(tmp_path):
@@ -108,7 +80,7 @@ def test_kernels_of_experts_compile_for_hopper_with_its_fp8_units(tmp_path):
 
 
 CASES = {"configurations": 80, "overrides": 80, "texts": 60, "sweeps": 40, "data": 40}
-CASES |= {"runs": 60, "reports": 16, "models": 16, "commands": 40}
+CASES |= {"models": 16, "commands": 40}
 
 
 def fuzzed(kind: str, tmp_path: Path) -> tuple:
@@ -121,9 +93,8 @@ def fuzzed(kind: str, tmp_path: Path) -> tuple:
 
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)
-def test_what_users_write_is_accepted_or_refused(kind, tmp_path, ranks):
-    # A run that resumes is collective.
-    counts, wrong = ranks(1, fuzzed, kind, tmp_path)[0] if kind == "runs" else fuzzed(kind, tmp_path)
+def test_what_users_write_is_accepted_or_refused(kind, tmp_path):
+    counts, wrong = fuzzed(kind, tmp_path)
     assert not wrong, "\n".join(f"{what}\n  {case}" for what, case in wrong.items())
     assert counts["accepted"] + counts["refused"] >= CASES[kind] // 2
     assert counts["accepted"]
@@ -151,3 +122,62 @@ def test_the_fuzzer_notices_what_it_looks_for(tmp_path, monkeypatch):
     assert "written" in kinds
     assert "without remedy" in kinds
     assert counts["failed"]
+
+
+REFUSED = "ds_fp8.config.errors.UserError: error: hpZ is not for FP8\n  key: zero_hpz_partition_size"
+
+
+@pytest.mark.parametrize(("outcome", "message", "code"), [("passed", "", 0), ("failed", "AssertionError: 1 != 2", 1)])
+def test_outcomes_of_deepspeeds_tests_are_the_same_refused_or_different(
+    tmp_path, monkeypatch, capsys, outcome, message, code
+):
+    plain = {"same": ("passed", ""), "broken": ("failed", "KeyError"), "hpz": ("passed", ""), "other": ("passed", "")}
+    after = {**plain, "hpz": ("failed", REFUSED), "other": (outcome, message)}
+    for kind, outcomes in (("plain", plain), (deepspeed_tests.sha256(b"{}").hexdigest()[:8], after)):
+        records = [{"test": f"a.py::{name}", "outcome": o, "message": m} for name, (o, m) in outcomes.items()]
+        records.append({"test": "", "outcome": "finished", "message": ""})
+        (tmp_path / f"a.py.{kind}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    monkeypatch.setattr(deepspeed_tests, "build_optimizers", lambda results: None)
+    monkeypatch.setattr(sys, "argv", ["deepspeed_tests", str(tmp_path), "--tests", "a.py", "--results", str(tmp_path)])
+    assert deepspeed_tests.main() == code
+    table = capsys.readouterr().out
+    assert f"| a.py | 4 | {2 - code} | 0 | 1 | 1 | {code} |" in table
+    assert "| hpZ is not for FP8 | 1 |" in table
+    assert ("a.py::other: passed, with FP8 failed: AssertionError: 1 != 2" in table) == bool(code)
+
+
+OUTCOMES = """
+import os
+import pytest
+
+def test_right():
+    assert (os.environ["DS_FP8_TRY_DEEPSPEED"], os.environ["DS_FP8_TRY_TRANSFORMERS"]) == ("1.2.3", "4.5.6")
+
+@pytest.mark.parametrize("seconds", [0.0])
+def test_wrong(seconds):
+    assert seconds == 1, "one and not zero"
+
+def test_skipped():
+    pytest.skip("not here")
+
+@pytest.fixture
+def broken():
+    raise RuntimeError("a fixture")
+
+def test_broken(broken):
+    pass
+"""
+
+
+def test_newest_releases_are_tried_and_failures_listed(tmp_path, monkeypatch):
+    (tmp_path / "test_some.py").write_text(OUTCOMES)
+    monkeypatch.setattr(newest_releases, "ROOT", tmp_path)
+    versions = {"deepspeed": "1.2.3", "transformers": "4.5.6"}
+    outcome = newest_releases.run(Path(sys.executable), "test_some.py", versions, 60)
+    text = newest_releases.table([outcome])
+    assert "| `test_some.py` | 1 | 2 | 1 |" in text
+    assert "test_wrong[0.0]: AssertionError: one and not zero" in text
+    assert "a fixture" in text
+    root = Path(__file__).parents[1]
+    assert [tests for tests in newest_releases.TESTS if not (root / tests).exists()] == []
+    assert {"torch", "triton", "accelerate", "trl", "peft"} < set(newest_releases.PACKAGES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import math
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ds_fp8
 from ds_fp8.config.errors import UserError, clipped
-from ds_fp8.config.files import apply_override, read_json
+from ds_fp8.config.files import apply_override, check_writable, read_json
 from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open
 
 if TYPE_CHECKING:
@@ -34,21 +35,17 @@ def add_stage(parser: argparse.ArgumentParser) -> None:
     """Add the stage's JSON, as first argument or as --deepspeed_config, and --set, which changes it."""
     parser.add_argument("stage", nargs="?", metavar="FILE", help="the stage's JSON, or one of `ds-fp8 configs`")
     parser.add_argument("--deepspeed_config", metavar="FILE", help="the same")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key of the stage, such as train.steps=50",
-    )
+    add_set(parser)
+
+
+def add_set(parser: argparse.ArgumentParser) -> None:
+    """Add --set, which changes a stage."""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                        help="override a key of the stage, such as train.steps=50")  # fmt: skip
 
 
 def stage_file(arguments: argparse.Namespace) -> Path:
-    """Return the stage's JSON that `add_stage` was given.
-
-    Raises:
-        UserError: There is none.
-    """
+    """Return the stage's JSON that `add_stage` was given."""
     given = [name for name in (arguments.stage, arguments.deepspeed_config) if name is not None]
     if len(given) != 1:
         raise UserError(
@@ -59,15 +56,24 @@ def stage_file(arguments: argparse.Namespace) -> Path:
 
 
 def read_stage(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the JSON of the stage that `add_stage` was given, with the changes of --set.
-
-    Raises:
-        UserError: There is none, it is no JSON object, or a change is malformed.
-    """
+    """Return the content of that JSON, with the changes of --set."""
     raw = read_json(stage_file(arguments))
     for override in arguments.set:
         apply_override(raw, override)
     return raw
+
+
+def check_file(option: str, file: Path) -> None:
+    """Raise UserError where a command could not write this file at its end."""
+    check_writable(file.resolve().parent, option)
+    if file.is_dir():
+        raise UserError(f"{file} is a folder", key=option, remedy="name a file")
+
+
+def tokenizer_of_folder(folder: Path) -> str:
+    """Return the change of a stage that takes the tokenizer of a Hugging Face folder."""
+    # A name with a slash is a folder's, whatever it ends in; as JSON it stays a string.
+    return f"data.tokenizer={json.dumps(f'{folder}/')}"
 
 
 def say(text: str) -> None:
@@ -88,11 +94,7 @@ def fp8_in_words(raw: Mapping[str, Any], fp8: FP8Config) -> str:
 
 
 def config_file(name: str) -> Path:
-    """Return the file of this name: a path, or one that comes with the package (`infir2_7b/cpt.json`).
-
-    Raises:
-        UserError: there is neither.
-    """
+    """Return the file of this name: a path, or one that comes with the package (`infir2_7b/cpt.json`)."""
     path = Path(name)
     if os.path.isfile(path):  # False for a name that no file can have
         return path
@@ -141,3 +143,37 @@ def amount(text: str) -> float:
     if not (math.isfinite(number) and number > 0):
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a finite number above 0")
     return number
+
+
+def add_out(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """Add --out, the folder that the command writes to; --output is the same."""
+    parser.add_argument(
+        "--out", "--output", type=Path, metavar="FOLDER", default=default and Path(default),
+        help=f"folder (default {default})" if default else "folder",
+    )  # fmt: skip
+
+
+def add_grid(parser: argparse.ArgumentParser) -> None:
+    """Add --grid and --sweep, which name the points of a grid."""
+    parser.add_argument("--grid", action="append", default=[], metavar="KEY=VALUE,...",
+                        help="values to try for a key; repeatable, every combination is run")  # fmt: skip
+    parser.add_argument("--sweep", metavar="FILE", help="file with a grid or with named points")
+
+
+def read_points(arguments: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """Return the changes KEY=VALUE of every point by its name; without a grid the stage itself, named ""."""
+    from ds_fp8.memory.sweep import GPUS, read_sweep
+
+    if not arguments.grid and arguments.sweep is None:
+        return {"": ()}
+    config, points = read_sweep(arguments.sweep and config_file(arguments.sweep), 1, arguments.grid)
+    varied = {
+        key for settings in (config.set, config.grid, *(named.set for named in config.points)) for key in settings
+    }
+    if GPUS in varied:
+        raise UserError("all points of a comparison need the same number of ranks", key=GPUS, remedy="--gpus 4")
+    if "fp8.enabled" in varied:
+        raise UserError(
+            "a comparison runs every point with FP8 and with BF16 already", key="fp8.enabled", remedy="leave it out"
+        )
+    return {point.name: tuple(point.overrides(measuring=False)) for point in points}

@@ -1,7 +1,7 @@
 """Perplexity and exact match of a Hugging Face folder on a stage's held-out data, and tasks of lm_eval.
 
-ds-fp8 evaluate runs/cpt/model quickstart/cpt.json
-ds-fp8 evaluate served quickstart/cpt.json --set data.path=my.jsonl       an export in FP8 as well
+ds-fp8 evaluate runs/cpt/model my_stage.json
+ds-fp8 evaluate served my_stage.json --set data.path=my.jsonl       an export in FP8 as well
 ds-fp8 evaluate served --tasks gsm8k,hellaswag --out served.json          needs pip install "lm_eval[hf]"
 
 FOLDER is any model that transformers loads: BF16, block-scaled FP8 or compressed-tensors. One with FP8 weights is
@@ -18,20 +18,29 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_fp8.commands.arguments import add_stage, count, count_or_none, parser_of, stage_file
+from ds_fp8.commands.arguments import (
+    add_stage,
+    check_file,
+    count,
+    count_or_none,
+    parser_of,
+    read_stage,
+    say,
+    stage_file,
+    tokenizer_of_folder,
+)
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.files import apply_override, check_writable, read_json
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ds_fp8.data import StageData
     from ds_fp8.train.served_model import Serving
     from ds_fp8.train.stage import Stage
 
@@ -46,59 +55,45 @@ def main() -> int:
     add_stage(parser)
     parser.add_argument("--batches", type=count, help="validation batches (default train.eval_batches)")
     parser.add_argument("--gpus", type=count, help="ranks of the run (default: what the stage's batch fixes, or 1)")
-    parser.add_argument(
-        "--problems",
-        type=count_or_none,
-        default=100,
-        help="held-out problems to answer, if the data has answers (default 100)",
-    )
+    parser.add_argument("--problems", type=count_or_none, default=100,
+                        help="held-out problems to answer, if the data has answers (default 100)")  # fmt: skip
     parser.add_argument("--tasks", metavar="NAMES", help="tasks of lm_eval, separated by commas")
     parser.add_argument("--include", metavar="FOLDER", help="folder with additional tasks as YAML")
     parser.add_argument("--limit", type=count, help="documents of each task (default all)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
-    if not (arguments.folder / "config.json").is_file():
-        raise UserError(f"{arguments.folder} is not a Hugging Face folder", remedy="give a folder with a config.json")
-    if not any((arguments.folder / name).is_file() for name in TOKENIZERS):
-        raise UserError(
-            f"{arguments.folder} has no tokenizer", remedy="copy tokenizer.json and tokenizer_config.json there"
-        )
     has_stage = arguments.stage is not None or arguments.deepspeed_config is not None
-    if not has_stage and arguments.tasks is None:
-        raise UserError(
-            "neither a stage nor --tasks is given",
-            remedy="name a stage, such as quickstart/cpt.json, whose held-out data is read; or --tasks",
-        )
-    if arguments.tasks is not None:
-        _require_lm_eval()
-    if arguments.out is not None:
-        check_writable(arguments.out.parent, "--out")
-        if arguments.out.is_dir():
-            raise UserError(f"{arguments.out} is a folder", key="--out", remedy="name a file")
-
-    _say(f"loading {arguments.folder}")
-    from ds_fp8.data import load_tokenizer
+    _check(arguments, has_stage)
+    say(f"loading {arguments.folder}")
 
     # Imported once the arguments are right: torch and transformers take seconds, and a typo should not cost them.
+    from ds_fp8.data import build_data, build_tokenizer, check_embeddings, load_tokenizer
     from ds_fp8.train import processes
 
     # The evaluation of a stage runs its collectives in a process group, here one of a single rank.
     processes.set_single_process_env()
-    result: dict[str, Any] = {"folder": str(arguments.folder)}
     stage = _stage(arguments) if has_stage else None
     processes.init_distributed()
     model, serving = _load(arguments.folder, stage.model.attn_implementation if stage else "sdpa")
+    result: dict[str, Any] = {"folder": str(arguments.folder)}
     if serving is not None:
         result["fp8"] = {**asdict(serving), "summary": str(serving)}
     if stage is not None:
-        result |= _on_stage(model, stage, arguments.batches or stage.train.eval_batches, arguments.problems)
+        tokenizer = build_tokenizer(stage.data)
+        check_embeddings(tokenizer, model.get_input_embeddings().num_embeddings)
+        data, batches = build_data(stage.data, tokenizer), arguments.batches or stage.train.eval_batches
+        loss = _loss(model, stage, data, batches, "batches measured")
+        rows = min(batches * stage.global_batch, len(data.validation))
+        result |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "rows": rows}
+        result |= _answers(model, stage, data, tokenizer, arguments.problems)
     if arguments.tasks is not None:
         tokenizer = load_tokenizer(str(arguments.folder))
         result["tasks"] = _on_tasks(model, tokenizer, arguments.tasks.split(","), arguments.include, arguments.limit)
     # Last, since it converts the model: what was measured before is the model as it is stored.
     if stage is not None and stage.fp8.enabled and serving is None:
-        result["loss_as_trained"] = _with_casts(model, stage, arguments.batches or stage.train.eval_batches)
+        _convert(model, stage)
+        result["loss_as_trained"] = _loss(model, stage, data, batches, "batches measured as trained")
     text = _as_json(result)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -107,23 +102,41 @@ def main() -> int:
     return 0
 
 
+def _check(arguments: argparse.Namespace, has_stage: bool) -> None:
+    """Raise UserError for what is wrong before anything is loaded."""
+    folder, out = arguments.folder, arguments.out
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} is not a Hugging Face folder", remedy="give a folder with a config.json")
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise UserError(f"{folder} has no tokenizer", remedy="copy tokenizer.json and tokenizer_config.json there")
+    if not has_stage and arguments.tasks is None:
+        raise UserError(
+            "neither a stage nor --tasks is given", remedy="name a stage, whose held-out data is read; or --tasks"
+        )
+    if arguments.tasks is not None:
+        try:
+            import lm_eval  # noqa: F401
+        except ImportError as error:
+            raise UserError(
+                f"--tasks needs lm_eval, which cannot be imported: {error}", remedy='pip install "lm_eval[hf]"'
+            ) from None
+    if out is not None:
+        check_file("--out", out)
+
+
 def _stage(arguments: argparse.Namespace) -> Stage:
     """Return the stage with the folder's tokenizer, and with the batch of the run that had so many ranks."""
     from ds_fp8.engine.sequence_parallel import sequence_parallel_size
     from ds_fp8.train import load_stage
     from ds_fp8.train.stage import ranks_of_batch
 
-    file = stage_file(arguments)
-    raw = read_json(file)
-    for change in arguments.set:
-        apply_override(raw, change)
-    # A name with a slash is a folder's, whatever it ends in; as JSON it stays a string.
-    tokenizer = f"data.tokenizer={json.dumps(f'{arguments.folder}/')}"
+    raw = read_stage(arguments)
     # The global batch of a stage depends on its ranks, and the validation rows read on the batch: the run's own number
     # is needed to read the same rows.
     ranks = arguments.gpus or (ranks_of_batch(raw) or 1) * sequence_parallel_size(raw)
+    changes = [*arguments.set, tokenizer_of_folder(arguments.folder)]
     # One rank evaluates, and shares its rows with no other.
-    return load_stage(file, [*arguments.set, tokenizer], ranks).unshared()
+    return load_stage(stage_file(arguments), changes, ranks).unshared()
 
 
 def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None]:
@@ -142,57 +155,37 @@ def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None
     return load_served_model(folder, device, {"dtype": torch.bfloat16, "attn_implementation": attention})
 
 
-def _on_stage(model: PreTrainedModel, stage: Stage, batches: int, problems: int) -> dict[str, Any]:
-    """Return loss (nats per token), perplexity and, where answers are known, exact match on held-out data.
-
-    Raises UserError where the stage's chat template has tokens that the model lacks.
-    """
-    from ds_fp8.data import build_data, build_tokenizer, check_embeddings, default_cache_dir
+def _loss(model: PreTrainedModel, stage: Stage, data: StageData, batches: int, words: str) -> float:
     from ds_fp8.export.folder import Progress
-    from ds_fp8.train.evaluation import exact_match, validation_loss
+    from ds_fp8.train.evaluation import validation_loss
 
-    tokenizer = build_tokenizer(stage.data, default_cache_dir())
-    check_embeddings(tokenizer, model.get_input_embeddings().num_embeddings)
-    data = build_data(stage.data, tokenizer, default_cache_dir())
-    engine = _alone(model)
-    progress = Progress("batches measured", batches, _say)
-    loss = validation_loss(engine, stage, data.validation, batches, lambda: progress.add(1))
-    rows = min(batches * stage.global_batch, len(data.validation))
-    result = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "rows": rows}
-    questions = data.questions[:problems]
-    if questions:
-        _say(f"answering {len(questions)} problems")
-        answers = exact_match(engine, stage, tokenizer, questions, data.answer_pattern, lambda: None)
-        result |= {"exact_match": answers.exact_match, "problems": len(questions)}
-    return result
+    progress = Progress(words, batches, say)
+    return validation_loss(_alone(model), stage, data.validation, batches, lambda: progress.add(1))
 
 
-def _with_casts(model: PreTrainedModel, stage: Stage, batches: int) -> float:
-    """Return the loss of the model, which is converted for it, with the casts of the stage's "fp8" section."""
+def _answers(
+    model: PreTrainedModel, stage: Stage, data: StageData, tokenizer: PreTrainedTokenizerBase, most: int
+) -> dict[str, Any]:
+    from ds_fp8.train.evaluation import exact_match
+
+    questions = data.questions[:most]
+    if not questions:
+        return {}
+    say(f"answering {len(questions)} problems")
+    answers = exact_match(_alone(model), stage, tokenizer, questions, data.answer_pattern, lambda: None)
+    return {"exact_match": answers.exact_match, "problems": len(questions)}
+
+
+def _convert(model: PreTrainedModel, stage: Stage) -> None:
+    """Give the model the casts of the stage's "fp8" section."""
     from ds_fp8 import convert
-    from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
-    from ds_fp8.export.folder import Progress
     from ds_fp8.layers.head.loss import fuse_loss
     from ds_fp8.layers.linear.recipe import recipe_from_config
     from ds_fp8.monitor.cast_monitor import CastMonitor
-    from ds_fp8.train.evaluation import validation_loss
 
     convert(model, stage.fp8)
     if stage.fp8.multiplies_head_in_fp8:
         fuse_loss(model, recipe_from_config(stage.fp8, CastMonitor(0)))
-    data = build_data(stage.data, build_tokenizer(stage.data, default_cache_dir()), default_cache_dir())
-    progress = Progress("batches measured as trained", batches, _say)
-    return validation_loss(_alone(model), stage, data.validation, batches, lambda: progress.add(1))
-
-
-def _require_lm_eval() -> None:
-    """Raise UserError where lm_eval is not installed: before a model is loaded."""
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"--tasks needs lm_eval, which cannot be imported: {error}", remedy='pip install "lm_eval[hf]"'
-        ) from None
 
 
 def _on_tasks(
@@ -202,7 +195,6 @@ def _on_tasks(
     include: str | None,
     limit: int | None,
 ) -> dict[str, dict[str, float]]:
-    """Return the metrics of each task of lm_eval. Raises UserError for a task that is not known."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -222,13 +214,7 @@ def _on_tasks(
     }
 
 
-def _say(line: str) -> None:
-    """Show what is done now; standard output has the figures alone."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def _as_json(result: dict[str, Any]) -> str:
-    """Return figures as JSON, null for a loss that is not finite: JSON has no such numbers."""
     finite = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in result.items()
     }

@@ -10,12 +10,10 @@ FP8 codes are cast from the FP32 master weights as training cast them.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_fp8.commands.arguments import config_file, parser_of
 from ds_fp8.config.errors import UserError
@@ -24,16 +22,12 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
 
 
-@dataclass
-class _Source:
-    """The model to export, with the files that belong to it."""
+class _Model(NamedTuple):
+    """The configuration of the model to export, with the files that belong to it."""
 
-    checkpoint: Path
     config: PretrainedConfig
     tokenizer: Callable[[Path], object] | None
     generation: GenerationConfig | None
-    raw: dict[str, Any] | None = field(default=None)
-    """The DeepSpeed configuration of the training, where it is known."""
 
 
 def main() -> int:
@@ -52,8 +46,7 @@ def main() -> int:
     from ds_fp8.config.fp8 import parse_fp8
     from ds_fp8.export import export_checkpoint
 
-    source = _find(arguments.source, arguments.model)
-    raw = source.raw
+    checkpoint, model, raw = _find(arguments.source, arguments.model)
     if arguments.deepspeed_config is not None:
         raw = read_json(config_file(arguments.deepspeed_config))
     if raw is None and arguments.format != "bf16":
@@ -62,16 +55,16 @@ def main() -> int:
             remedy='give the JSON with the "fp8" section: --deepspeed_config FILE, or export --format bf16',
         )
     plan = export_checkpoint(
-        source.checkpoint,
+        checkpoint,
         arguments.folder,
-        source.config,
+        model.config,
         parse_fp8(raw or {}, arguments.deepspeed_config),
         layout=arguments.format,
         deepspeed_config=raw,
-        generation=source.generation,
-        tokenizer=source.tokenizer,
+        generation=model.generation,
+        tokenizer=model.tokenizer,
         force=arguments.force,
-        source=f"{source.checkpoint.parent.parent.name}/{source.checkpoint.name}",
+        source=f"{checkpoint.parent.parent.name}/{checkpoint.name}",
     )
     for reason in dict.fromkeys(plan.left.values()):
         layers = [name for name, why in plan.left.items() if why == reason]
@@ -80,8 +73,8 @@ def main() -> int:
     return 0
 
 
-def _find(source: Path, model: str | None) -> _Source:
-    """Return the model that `source` holds. Raises UserError if it holds no checkpoint or its model is not known."""
+def _find(source: Path, model: str | None) -> tuple[Path, _Model, dict[str, Any] | None]:
+    """Return the checkpoint that `source` holds, its model, and the training's configuration where it is known."""
     from ds_fp8.config.files import read_json
     from ds_fp8.train.checkpoints import folder_of, newest_step
     from ds_fp8.train.run_folder import CHECKPOINTS, CONFIG
@@ -102,75 +95,52 @@ def _find(source: Path, model: str | None) -> _Source:
     if checkpoint.parent.name == CHECKPOINTS and (run_dir / CONFIG).is_file():
         raw = read_json(run_dir / CONFIG)
     # A finished run has its model in run_dir/model, Trainer beside or above the checkpoint.
-    near = [Path(model)] if model else [run_dir / "model", source, source.parent]
-    stored = next((folder for folder in near if _holds_model(folder)), None)
-    if stored is not None:
-        return _Source(checkpoint, *_read_model(stored), raw)
+    for folder in [Path(model)] if model else [run_dir / "model", source, source.parent]:
+        if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
+            return checkpoint, _read_model(folder), raw
     if raw is None or model is not None:
         raise UserError(
             f"the configuration of the model in {source} is not known",
             remedy="--model FOLDER, with its config.json and tokenizer",
         )
-    return _Source(checkpoint, *_model_of_stage(run_dir / CONFIG, checkpoint), raw)
+    return checkpoint, _model_of_stage(run_dir / CONFIG, checkpoint), raw
 
 
-def _holds_model(folder: Path) -> bool:
-    from ds_fp8.config.files import read_json
-
-    return (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json")
-
-
-def _read_model(folder: Path) -> tuple[PretrainedConfig, Callable | None, GenerationConfig | None]:
-    """Return configuration, tokenizer and generation settings of a Hugging Face folder."""
-    from transformers import AutoConfig, GenerationConfig
+def _read_model(folder: Path) -> _Model:
+    from transformers import GenerationConfig
 
     from ds_fp8.data import load_tokenizer, save_tokenizer
     from ds_fp8.export.folder import make_savable
-    from ds_fp8.research import munit
+    from ds_fp8.train.stored_model import ModelSource, first_line, stored_config
 
-    munit.register()
-    tokenizer = None
+    tokenizer = generation = None
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = partial(save_tokenizer, load_tokenizer(str(folder)))
-    generation = None
-    if (folder / "generation_config.json").is_file():
-        with _understood(folder / "generation_config.json"):
+    file = folder / "generation_config.json"
+    if file.is_file():
+        try:
             generation = GenerationConfig.from_pretrained(folder)
+        except Exception as error:  # transformers fails in its own way at each mistake
+            problem = f"transformers cannot read this {file.name}: {first_line(error)}"
+            raise UserError(problem, file=file, remedy="correct it, or give another folder: --model FOLDER") from None
         if left_out := make_savable(generation):
             print(f"note: {left_out}")
-    with _understood(folder / "config.json"):
-        config = AutoConfig.from_pretrained(folder)
-    return config, tokenizer, generation
+    return _Model(stored_config(ModelSource("--model", str(folder))), tokenizer, generation)
 
 
-@contextlib.contextmanager
-def _understood(file: Path) -> Iterator[None]:
-    """Raise UserError where transformers cannot read a file of a model."""
-    from ds_fp8.train.stored_model import first_line
-
-    try:
-        yield
-    except Exception as error:  # transformers fails in its own way at each mistake
-        raise UserError(
-            f"transformers cannot read this {file.name}: {first_line(error)}",
-            file=file,
-            remedy="correct it, install a transformers that reads it, or give another folder: --model FOLDER",
-        ) from None
-
-
-def _model_of_stage(stage_file: Path, checkpoint: Path) -> tuple[PretrainedConfig, Callable, GenerationConfig]:
-    """Return the same for a run that has not finished, from its stage."""
+def _model_of_stage(stage_file: Path, checkpoint: Path) -> _Model:
+    """Return the model of a run that has not finished."""
     from transformers import GenerationConfig
 
-    from ds_fp8.data import build_tokenizer, default_cache_dir, save_tokenizer, stop_tokens
+    from ds_fp8.data import build_tokenizer, save_tokenizer, stop_tokens
     from ds_fp8.train import load_stage
     from ds_fp8.train.model import load_model_config
 
     # The stage's batch is checked against the ranks that trained it.
     ranks = len(list(checkpoint.glob("*_optim_states.pt")))
     stage = load_stage(stage_file, world=ranks)
-    tokenizer = build_tokenizer(stage.data, default_cache_dir())
+    tokenizer = build_tokenizer(stage.data)
     config = load_model_config(stage, tokenizer)
     generation = GenerationConfig.from_model_config(config)
     generation.eos_token_id = stop_tokens(tokenizer, stage.data.format == "chat")
-    return config, partial(save_tokenizer, tokenizer), generation
+    return _Model(config, partial(save_tokenizer, tokenizer), generation)

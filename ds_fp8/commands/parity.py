@@ -13,19 +13,26 @@ Runs in BF16 are shared by points where they are the same. Of every point the pa
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_fp8.commands.arguments import add_stage, amount, count, count_or_none, parser_of, say, stage_file
-from ds_fp8.commands.comparisons import add_grid, add_out, read_points
+from ds_fp8.commands.arguments import (
+    add_grid,
+    add_out,
+    add_stage,
+    amount,
+    count,
+    parser_of,
+    read_points,
+    say,
+    stage_file,
+)
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import check_writable, read_json
 
 if TYPE_CHECKING:
-    from ds_fp8.report.parity import Cell
     from ds_fp8.train import Stage
 
 RATE = "optimizer.params.lr"
@@ -40,8 +47,6 @@ def main() -> int:
     parser.add_argument("--gpus", "--ranks", type=count, help="ranks of every run (default: the GPUs; without GPUs 1)")
     parser.add_argument("--rates", type=_amounts, metavar="X,X", help=f"--grid {RATE}=... in multiples of the stage's")
     parser.add_argument("--evaluations", type=count, default=10, help="evaluations along every run (default 10)")
-    parser.add_argument("--sharpness", type=count_or_none, default=0, metavar="BATCHES",
-                        help="validation batches for the sharpness in the logits (default 0: none)")  # fmt: skip
     parser.add_argument("--tolerance", type=amount, help="relative gap that is allowed (default 0.0025)")
     add_out(parser, "runs/parity")
     add_grid(parser)
@@ -64,22 +69,13 @@ def main() -> int:
     stages = {point: load_stage(file, [*arguments.set, *changes], ranks) for point, changes in points.items()}
     twins = twins_of(points, range(stage.train.seed, stage.train.seed + arguments.seeds))
     stages = {point: _with_length(stage) for point, stage in stages.items()}
-    runs = {
-        cell: [
-            *arguments.set,
-            *run_overrides(stages[fp8.point], cell, arguments.steps, arguments.evaluations, arguments.out),
-        ]
-        for fp8, bf16 in twins
-        for cell in (fp8, bf16)
-    }
-    _train_all({str(cell): changes for cell, changes in runs.items()}, file, ranks)
-    if arguments.sharpness:
-        print("\n== sharpness of the final models", flush=True)
-        # Not in between: runs would inherit this process's place in its process group.
-        for cell, changes in runs.items():
-            _measure(load_stage(file, changes, ranks), cell, arguments.sharpness)
-    tolerance = TOLERANCE if arguments.tolerance is None else arguments.tolerance
-    title = f"FP8 against BF16, {file.parent.name}/{file.name}"
+    changes = {}
+    for fp8, bf16 in twins:
+        for cell in (fp8, bf16):
+            own = run_overrides(stages[fp8.point], cell, arguments.steps, arguments.evaluations, arguments.out)
+            changes[str(cell)] = [*arguments.set, *own]
+    _train_all(changes, file, ranks)
+    title, tolerance = f"FP8 against BF16, {file.parent.name}/{file.name}", arguments.tolerance or TOLERANCE
     figures, page, verdict = write_parity(comparisons_in(arguments.out, twins), arguments.out, title, tolerance)
     print(f"\n{verdict}\nfigures: {figures}\nreport:  {page}")
     return 0 if verdict.passed else 1
@@ -98,7 +94,6 @@ def _rate(stage: Stage) -> float:
 
 
 def _amounts(text: str) -> list[float]:
-    """Parse "0.5,1,2"."""
     found = [amount(part) for part in text.split(",")]
     if len(set(found)) < len(found):
         raise argparse.ArgumentTypeError(f"{text!r} lists a value twice")
@@ -110,18 +105,13 @@ def _with_length(stage: Stage) -> Stage:
     schedule = stage.train.schedule
     if stage.train.steps is not None or max(schedule.warmup, schedule.decay) < 1:
         return stage
-    from ds_fp8.data import build_data, build_tokenizer, default_cache_dir
+    from ds_fp8.data import build_data, build_tokenizer
 
-    data = build_data(stage.data, build_tokenizer(stage.data, default_cache_dir()), default_cache_dir())
-    return stage.with_length(len(data.train))
+    return stage.with_length(len(build_data(stage.data, build_tokenizer(stage.data)).train))
 
 
 def _train_all(runs: Mapping[str, list[str]], config: Path, ranks: int) -> None:
-    """Load the stage as every run changes it, then make the runs that are not there, by their names, one by one.
-
-    Raises:
-        UserError: A run is wrong, or its folder holds another one; before the first has taken its time.
-    """
+    """Make the runs that are not there, by their names, one by one. Raises UserError where a folder holds another."""
     from ds_fp8.train import load_stage
     from ds_fp8.train.resume import inspect_run
 
@@ -139,7 +129,6 @@ def _train_all(runs: Mapping[str, list[str]], config: Path, ranks: int) -> None:
 
 
 def _check_same_length(stage: Stage) -> None:
-    """Raise UserError where the run in the stage's folder was started with other steps."""
     from ds_fp8.config.fp8 import section_of
     from ds_fp8.train.run_folder import CONFIG
 
@@ -162,39 +151,3 @@ def train_once(config: Path, ranks: int, overrides: list[str]) -> None:
     code = train_here(["--deepspeed_config", str(config), *changes], ranks)
     if code:
         sys.exit(code)
-
-
-def _measure(stage: Stage, cell: Cell, batches: int) -> None:
-    """Write the sharpness of a finished run's model beside its result, unless it is there or its loss is not finite."""
-    import torch
-    from deepspeed.accelerator import get_accelerator
-    from transformers import AutoModelForCausalLM
-
-    import ds_fp8
-    from ds_fp8.data import build_data, default_cache_dir, load_tokenizer
-    from ds_fp8.data.order import measured_rows
-    from ds_fp8.report.runs import SHARPNESS, RunRecord
-    from ds_fp8.research import munit
-    from ds_fp8.train import packed_attention, processes
-    from ds_fp8.train.batches import micro_batches
-    from ds_fp8.train.evaluation import logit_sharpness
-    from ds_fp8.train.run_folder import MODEL, write_atomically
-
-    folder, stage = stage.run_dir, stage.unshared()
-    if (folder / SHARPNESS).is_file() or RunRecord(folder).result["final_loss"] is None:
-        return
-    processes.set_single_process_env()
-    processes.init_distributed()
-    packed_attention.register()
-    munit.register()
-    model = AutoModelForCausalLM.from_pretrained(
-        folder / MODEL, dtype=torch.bfloat16, attn_implementation=stage.model.attn_implementation
-    ).to(get_accelerator().current_device_name())
-    # A run in FP8 is judged with the casts that it was trained with.
-    if cell.kind == "fp8":
-        ds_fp8.convert(model, stage.fp8)
-    rows = build_data(stage.data, load_tokenizer(str(folder / MODEL)), default_cache_dir()).validation
-    chosen = measured_rows(rows.rows_by_source, batches * stage.global_batch, stage.data.weights())
-    found = logit_sharpness(model, micro_batches(stage, rows, chosen, model.device))
-    # Atomically, for the file's presence says that this model has been measured.
-    write_atomically(folder / SHARPNESS, json.dumps(found, indent=2) + "\n")

@@ -21,8 +21,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_fp8.commands.arguments import amount, config_file, count, parser_of, say
-from ds_fp8.commands.comparisons import add_grid, add_out, read_points
+from ds_fp8.commands.arguments import (
+    add_grid,
+    add_out,
+    add_set,
+    amount,
+    check_file,
+    config_file,
+    count,
+    parser_of,
+    read_points,
+    say,
+    tokenizer_of_folder,
+)
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import apply_override, check_writable, read_json
 
@@ -45,7 +56,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a Hugging Face folder with weights in BF16")
     parser.add_argument("file", metavar="FILE", help="a stage's JSON, or documents")
     parser.add_argument("--preset", metavar="NAME", help="casts of this preset (default the stage's, or infir2)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the stage")
+    add_set(parser)
     parser.add_argument("--rows", type=count, default=16, help="rows of text (default 16)")
     parser.add_argument("--length", type=count, default=512, help="tokens of a row (default 512)")
     parser.add_argument("--budget", type=amount, default=0.06, help="share of the FLOPs to keep in BF16 (default 0.06)")
@@ -54,9 +65,7 @@ def main() -> int:
     add_grid(parser)
     arguments = parser.parse_args()
     if arguments.write is not None:
-        check_writable(arguments.write.resolve().parent, "--write")
-        if arguments.write.is_dir():
-            raise UserError(f"{arguments.write} is a folder", key="--write", remedy="name a file")
+        check_file("--write", arguments.write)
     if arguments.out is not None:
         check_writable(arguments.out, "--out")
     say("loading torch and transformers ...")
@@ -110,8 +119,7 @@ def _configuration(arguments: argparse.Namespace, point: Sequence[str]) -> dict[
             raise UserError(
                 'there is no "data" to measure on', file=file, key="data", remedy="give a stage, or a .jsonl file"
             )
-    # A name with a slash is a folder's, whatever it ends in; as JSON it stays a string.
-    own = [f"data.tokenizer={json.dumps(f'{arguments.folder}/')}", f"data.sequence_length={arguments.length}"]
+    own = [tokenizer_of_folder(arguments.folder), f"data.sequence_length={arguments.length}"]
     preset = [] if arguments.preset is None else [f"fp8.preset={json.dumps(arguments.preset)}"]
     for change in (*own, *preset, *arguments.set, *point):
         apply_override(raw, change)
@@ -119,7 +127,6 @@ def _configuration(arguments: argparse.Namespace, point: Sequence[str]) -> dict[
 
 
 def _casts(raw: dict[str, Any], arguments: argparse.Namespace) -> FP8Config:
-    """Return the section "fp8". Raises UserError where FP8 is off."""
     from ds_fp8.config.fp8 import parse_fp8
 
     fp8 = parse_fp8(raw, None if Path(arguments.file).suffix in DOCUMENTS else arguments.file)
@@ -129,15 +136,14 @@ def _casts(raw: dict[str, Any], arguments: argparse.Namespace) -> FP8Config:
 
 
 def _rows(section: dict[str, Any], wanted: int, embeddings: int) -> list[Batch]:
-    """Return held-out rows of the data. Raises UserError where there are none, or with too few embeddings for them."""
     from ds_fp8.config.schema import parse_section
-    from ds_fp8.data import DataConfig, build_data, build_tokenizer, check_embeddings, default_cache_dir
+    from ds_fp8.data import DataConfig, build_data, build_tokenizer, check_embeddings
     from ds_fp8.train.sensitivity import rows_of
 
     config = parse_section(DataConfig, section, key="data")
-    tokenizer = build_tokenizer(config, default_cache_dir())
+    tokenizer = build_tokenizer(config)
     check_embeddings(tokenizer, embeddings)
-    data = build_data(config, tokenizer, default_cache_dir())
+    data = build_data(config, tokenizer)
     rows = rows_of(data.validation, wanted, "cpu", data.weights)
     if not rows:
         raise UserError("the data has no held-out rows", key="data.path", remedy="more text, or a smaller --length")
@@ -145,7 +151,6 @@ def _rows(section: dict[str, Any], wanted: int, embeddings: int) -> list[Batch]:
 
 
 def _model(folder: Path) -> PreTrainedModel:
-    """Return the model with its weights in BF16, as numbers of FP32, on this machine's device."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
@@ -171,38 +176,18 @@ def _measure(
             model, rows, fp8, arguments.length, arguments.budget,
             lambda left: status.update(f"{left} measurements left"),
         )  # fmt: skip
-    figures["fused"] = _fused(model, fp8, figures["proposal"]["overrides"])
     facts = {"model": str(arguments.folder), "data": arguments.file, "preset": fp8.preset_name}
     return {**facts, "rows": len(rows), "length": arguments.length, "budget": arguments.budget, **figures}
 
 
-def _fused(model: PreTrainedModel, fp8: FP8Config, proposed: Mapping[str, str]) -> dict[str, list[int]]:
-    """Return how many decoder layers and MLPs are fused, [without, with] the proposal, which changes the model."""
-    from ds_fp8.layers.convert import convert, stop_casting
-
-    counts: dict[str, list[int]] = {"layers": [], "mlps": []}
-    for overrides in ({}, proposed):
-        linear = fp8.linear.model_copy(update={"overrides": _first(overrides, fp8.linear.overrides)})
-        fusion = convert(model, fp8.model_copy(update={"linear": linear})).fusion
-        counts["layers"].append(len(fusion.layers))
-        counts["mlps"].append(len(fusion.mlps))
-        stop_casting(model)
-    return counts
-
-
 def _stage_with(proposed: Mapping[str, str], raw: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return the stage with the overrides, before those that it has; of documents an "fp8" section."""
     result = {"fp8": raw["fp8"]} if file.suffix in DOCUMENTS else read_json(config_file(str(file)))
     result["fp8"] = {**result.get("fp8", {}), **raw["fp8"]}
     linear = dict(result["fp8"].get("linear", {}))
-    linear["overrides"] = _first(proposed, linear.get("overrides", {}))
+    # The proposed ones first: the first pattern that matches applies. Of one in both, too.
+    linear["overrides"] = {**proposed, **linear.get("overrides", {}), **proposed}
     result["fp8"]["linear"] = linear
     return result
-
-
-def _first(proposed: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return overrides with the proposed ones first: the first pattern that matches applies. Of one in both, too."""
-    return {**proposed, **own, **proposed}
 
 
 def _write(file: Path, content: dict[str, Any], console: Console) -> None:
@@ -242,9 +227,4 @@ def _print(figures: dict[str, Any], console: Console) -> None:
         f"{proposal['divergence']:.2e} in place of {everything['divergence']:.2e}",
         markup=False,
     )
-    (layers, layers_then), (mlps, mlps_then) = figures["fused"]["layers"], figures["fused"]["mlps"]
-    if (layers, mlps) != (layers_then, mlps_then):
-        console.print(
-            f"fused: {layers} decoder layers and {mlps} MLPs now, {layers_then} and {mlps_then} with these overrides: "
-            "a step may lose more time than the share of FLOPs says; measure it"
-        )
+    console.print("layers that are cast in part are not fused: a step may lose more time than the share of FLOPs says")

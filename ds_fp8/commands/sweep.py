@@ -12,8 +12,17 @@ import signal
 import sys
 from pathlib import Path
 
-from ds_fp8.commands.arguments import add_stage, amount, config_file, count, parser_of, say, stage_file
-from ds_fp8.commands.comparisons import add_grid, add_out
+from ds_fp8.commands.arguments import (
+    add_grid,
+    add_out,
+    add_stage,
+    amount,
+    config_file,
+    count,
+    parser_of,
+    say,
+    stage_file,
+)
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import read_json
 from ds_fp8.config.schema import nearest
@@ -26,22 +35,12 @@ def main() -> int:
     add_grid(parser)
     parser.add_argument("--gpus", type=count, default=1, help="ranks of points that do not set them (default 1)")
     parser.add_argument("--steps", type=count, default=4, help="optimizer steps to measure (default 4)")
-    parser.add_argument(
-        "--timeout", type=amount, default=900, metavar="SECONDS", help="limit for a point (default 900)"
-    )
+    parser.add_argument("--timeout", type=amount, default=900, metavar="SECONDS", help="of a point (default 900)")
     add_out(parser, None)
-    parser.add_argument(
-        "--plan", action="store_true", help="print the points and their estimates for GPUs, and run nothing"
-    )
+    parser.add_argument("--plan", action="store_true", help="print the points and their estimates, and run nothing")
     parser.add_argument("--memory", type=amount, metavar="GIB", help="with --plan: say which points fit on a GPU")
     parser.add_argument("--only", action="append", metavar="POINT", help="measure this point alone (repeatable)")
-    parser.add_argument(
-        "--rerun",
-        action="append",
-        default=[],
-        metavar="STATUS",
-        help="measure points with this status again: failed, ...",
-    )
+    parser.add_argument("--rerun", action="append", default=[], metavar="STATUS", help="measure such points again")
     arguments = parser.parse_args()
     # Terminated, it ends the point that is running as it does after Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

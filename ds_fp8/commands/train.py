@@ -1,6 +1,6 @@
 """Train one stage.
 
-ds-fp8 train quickstart/cpt.json --gpus 2 [--set train.steps=50 ...]
+ds-fp8 train my_stage.json --gpus 2 [--set train.steps=50 ...]
 ds-fp8 train my_stage.json --hostfile hosts              starts itself on all hosts, and ends with them
 deepspeed --module ds_fp8.commands.train my_stage.json   with the launcher's own options
 
@@ -100,7 +100,6 @@ def _train(file: Path, changes: list[str]) -> int:
 
 
 def _end(stage: Stage, result: dict[str, Any]) -> list[str]:
-    """Write the run's report; return the final loss, where model and report lie, and the command that exports."""
     from ds_fp8.report.page import write_report
     from ds_fp8.train.run_folder import MODEL
 
@@ -126,7 +125,7 @@ def _end(stage: Stage, result: dict[str, Any]) -> list[str]:
 
 def _served_layout(stage: Stage) -> str | None:
     """Return the first layout of an export that holds the weights as training cast them, or None."""
-    from ds_fp8.export.layouts import SCALE_SUFFIX, check_layout
+    from ds_fp8.export.plan import SCALE_SUFFIX, check_layout
 
     model = stage.model.config or {}
     if not stage.fp8.enabled or str(model.get("model_type", "")).startswith("munit"):

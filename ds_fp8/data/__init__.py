@@ -1,9 +1,9 @@
-"""Data of a stage: sources, tokens on disk, packing into rows, order of the rows, and the built-in corpus."""
+"""Data of a stage: sources, tokens on disk, packing into rows, order of the rows."""
 
 from ds_fp8.data.chat import IGNORED, stop_tokens
 from ds_fp8.data.config import DataConfig
-from ds_fp8.data.packing import PackedDataset
-from ds_fp8.data.stage import StageData, build_data, default_cache_dir
+from ds_fp8.data.rows import PackedDataset
+from ds_fp8.data.stage import StageData, build_data
 from ds_fp8.data.tokenizer import build_tokenizer, check_embeddings, load_tokenizer, save_tokenizer
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "build_data",
     "build_tokenizer",
     "check_embeddings",
-    "default_cache_dir",
     "load_tokenizer",
     "save_tokenizer",
     "stop_tokens",

@@ -54,28 +54,18 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
     if chat:
         # Found out by trial: a template does not name the token that closes a turn. It is the last that carries loss,
         # whatever is answered; where a template closes no turn the last token is the answer's own.
-        last = [_learnt(tokenizer, answer)[-1:] for answer in ("2", "3")]
-        stops = (last[0] if last[0] == last[1] else []) + stops
+        trials = [[{"role": "user", "content": "1"}, {"role": "assistant", "content": answer}] for answer in "23"]
+        one, two = ([n for n in chat.labels if n != IGNORED][-1:] for chat in tokenize_chats(tokenizer, trials))
+        stops = (one if one == two else []) + stops
     return list(dict.fromkeys(stops))
-
-
-def _learnt(tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
-    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": answer}]
-    return [label for label in tokenize_chat(tokenizer, turns)[1] if label != IGNORED]
-
-
-def tokenize_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[int], list[int]]:
-    """Return token ids and labels of a conversation; see `tokenize_chats`."""
-    return tokenize_chats(tokenizer, [messages])[0][:2]
 
 
 def tokenize_chats(tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]]) -> list[Tokenized]:
     """Tokenize conversations at once, which is several times faster than one by one.
 
     Raises:
-        UserError: With the key data.tokenizer: the tokenizer cannot tell where in the text its tokens are, or its
-            template has no {% generation %} mark and renders a turn differently once another follows it. With the key
-            data.chat_template: the template fails, does not end, or leaves out calls of tools.
+        UserError: The tokenizer cannot tell where in the text its tokens are; its template fails, does not end, leaves
+            out calls of tools, or has no {% generation %} mark and renders a turn differently once another follows it.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -178,7 +168,6 @@ def _weight(message: Message) -> bool:
 
 
 def _with_calls(tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]]) -> list[list[Message]]:
-    """Return conversations with calls of tools in the form that the template takes; see `_form_of_calls`."""
     if not any("tool_calls" in message for messages in conversations for message in messages):
         return conversations
     content, form = _form_of_calls(tokenizer)
@@ -229,11 +218,7 @@ def _form_of_calls(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, type
 
 @contextmanager
 def template_explained() -> Iterator[None]:
-    """Turn what a chat template raises, a program in a sandbox that may raise anything, into a UserError.
-
-    Raises:
-        UserError: also for a template that does not end.
-    """
+    """Turn what a chat template raises, a program in a sandbox that may raise anything, into a UserError."""
     try:
         with _time_limit(TEMPLATE_SECONDS):
             yield

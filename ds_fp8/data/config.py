@@ -12,9 +12,6 @@ from ds_fp8.config.schema import Section, Seed
 
 MAX_TOKENS = 1 << 24
 """Most tokens of a micro-batch on one GPU."""
-SMALLEST_VOCABULARY = 384
-"""Tokens of the built-in tokenizer, at the least: 256 bytes, the special tokens, every character of the built-in
-corpus, some merges."""
 
 
 class SourceConfig(Section):
@@ -33,10 +30,10 @@ class SourceConfig(Section):
 class DataConfig(Section):
     """The training data of a stage: sources, tokenizer, and the rows that examples are packed into."""
 
-    path: str = Field(default="synthetic", min_length=1)
-    """"synthetic" for the built-in corpus; a .txt, .jsonl, .json or .parquet file, compressed (.gz, .bz2, .xz, .zst) or
-    not, or a folder of one such kind; or a Hugging Face datasets name ("owner/name", or "owner/name:subset"). A .txt
-    file holds documents parted by blank lines."""
+    path: str | None = Field(default=None, min_length=1)
+    """A .txt, .jsonl, .json or .parquet file, compressed (.gz, .bz2, .xz, .zst) or not, or a folder of one such kind;
+    or a Hugging Face datasets name ("owner/name", or "owner/name:subset"). A .txt file holds documents parted by blank
+    lines."""
 
     sources: tuple[SourceConfig, ...] | None = None
     """Several paths with weights, in place of `path`."""
@@ -50,18 +47,14 @@ class DataConfig(Section):
     messages_key: str = "messages"
     """Column that holds a conversation: a list of {"role": ..., "content": ...}."""
 
-    tokenizer: str = Field(default="synthetic", min_length=1)
-    """"synthetic" for a sentencepiece model trained on the built-in corpus on first use; a sentencepiece .model file;
-    or a Hugging Face tokenizer folder or name."""
+    tokenizer: str | None = Field(default=None, min_length=1)
+    """A Hugging Face tokenizer folder or name."""
 
     tokenizer_revision: str | None = None
     """Branch, tag or commit of a tokenizer name; null: its main branch."""
 
     chat_template: str | None = None
     """Template that makes text of chats: "chatml", or a file with a Jinja template; null: as the tokenizer has it."""
-
-    vocab_size: int = Field(default=640, ge=SMALLEST_VOCABULARY, le=2048)
-    """Number of tokens of the "synthetic" tokenizer, special tokens and the 256 bytes included."""
 
     add_bos: bool = True
     """Begin a document with the tokenizer's beginning-of-text token, where it has one."""
@@ -85,12 +78,6 @@ class DataConfig(Section):
     """Regular expression whose first group is the answer in an assistant's last turn, as in "#### (.*)". With it, the
     exact match of generated and given answers is measured on held-out chats."""
 
-    examples: int = Field(default=20_000, ge=2, le=10_000_000)
-    """Number of documents or conversations of the "synthetic" corpus."""
-
-    difficulty: Literal["basic", "mixed"] = "basic"
-    """"basic": one step, numbers up to 9. "mixed": half of the problems have numbers up to 19 or two steps."""
-
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
     """Part of the examples that is held back to measure the validation loss."""
 
@@ -98,7 +85,7 @@ class DataConfig(Section):
     """Part of the examples that is held back to measure the test loss, after the last step."""
 
     seed: Seed = 1236
-    """Seed of the synthetic corpus and of the choice of held-out examples."""
+    """Seed of the choice of held-out examples."""
 
     workers: int | None = Field(default=None, ge=1, le=1024)
     """Processes that tokenise; null: one per CPU core. A small corpus is tokenised without."""
@@ -135,8 +122,15 @@ class DataConfig(Section):
             )
         return self
 
+    def check_named(self) -> None:
+        if self.path is None and self.sources is None:
+            raise UserError("no data is named", key="data.path", remedy="a file, a folder or a Hugging Face dataset")
+        if self.tokenizer is None:
+            raise UserError(
+                "no tokenizer is named", key="data.tokenizer", remedy="the model's folder or Hugging Face name"
+            )
+
     def check_budget(self, shared_by: int = 1) -> None:
-        """Raise UserError where an example may be longer than the micro-batch of the ranks that share a sequence."""
         if self.tokens_per_gpu is not None and self.tokens_per_gpu * shared_by < self.sequence_length:
             over = f" over {shared_by} GPUs" if shared_by > 1 else ""
             raise UserError(
@@ -147,26 +141,17 @@ class DataConfig(Section):
             )
 
     def each_source(self) -> list[DataConfig]:
-        """Return this section once per source, each with `path` and keys of that source and no `sources`."""
         if self.sources is None:
             return [self]
+        keys = ("path", "text_key", "messages_key")
         return [
-            self.model_copy(
-                update={
-                    "sources": None,
-                    "path": source.path,
-                    "text_key": source.text_key or self.text_key,
-                    "messages_key": source.messages_key or self.messages_key,
-                }
-            )
-            for source in self.sources
+            self.model_copy(update={"sources": None} | {k: getattr(each, k) or getattr(self, k) for k in keys})
+            for each in self.sources
         ]
 
     def weights(self) -> list[float]:
-        """Return the weight of each source."""
         return [1.0] if self.sources is None else [source.weight for source in self.sources]
 
     @property
     def overlong_policy(self) -> Literal["split", "cut", "drop"]:
-        """Return `overlong`, or what its null stands for."""
         return self.overlong or ("split" if self.format == "documents" else "drop")

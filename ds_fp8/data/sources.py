@@ -1,4 +1,4 @@
-"""Sources of examples: the built-in corpus, local files, or a Hugging Face dataset, read as a stream."""
+"""Sources of examples: local files, or a Hugging Face dataset, read as a stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import fsspec
 
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.data.config import DataConfig
-from ds_fp8.data.synthetic import conversations, documents
 
 Text = str
 Chat = list[dict[str, Any]]
@@ -40,20 +39,12 @@ class ExampleStream:
     def __init__(self, config: DataConfig, state: dict[str, Any] | None = None):
         self._config = config
         self._row = state["row"] if state else 0
-        self._table = None
-        if config.path != "synthetic":
-            self._table = _load(config.path)
-            if state:
-                self._table.load_state_dict(state["table"])
+        self._table = _load(config.path)
+        if state:
+            self._table.load_state_dict(state["table"])
 
     def __iter__(self) -> Iterator[Text | Chat]:
         config = self._config
-        if self._table is None:
-            generate = documents if config.format == "documents" else conversations
-            for example in islice(generate("train", config.seed, config.examples, config.difficulty), self._row, None):
-                self._row += 1
-                yield example
-            return
         chat = config.format == "chat"
         name, key = (config.messages_key, "data.messages_key") if chat else (config.text_key, "data.text_key")
         check = _checked_messages if chat else _checked_text
@@ -72,20 +63,7 @@ class ExampleStream:
                 yield example
 
     def state(self) -> dict[str, Any]:
-        """Return the position after the last example, from which the stream can continue."""
-        return {"row": self._row, "table": copy.deepcopy(self._table.state_dict()) if self._table is not None else None}
-
-
-def read_examples(config: DataConfig) -> list[Text] | list[Chat]:
-    """Return all examples of one source at once.
-
-    Raises:
-        UserError: As of `ExampleStream`, or there are none.
-    """
-    examples = list(ExampleStream(config))
-    if not examples:
-        raise empty(config.path)
-    return examples
+        return {"row": self._row, "table": copy.deepcopy(self._table.state_dict())}
 
 
 def empty(path: str) -> UserError:
@@ -99,7 +77,7 @@ def source_identity(path: str) -> list[Any]:
     A dataset of the Hugging Face hub is known by its name alone.
     """
     local = Path(path).expanduser()
-    if path == "synthetic" or not local.exists():
+    if not local.exists():
         return [path]
     # Not hashed: hundreds of gigabytes would be read at every start.
     facts = [(file, file.stat()) for file in _files(local)]
@@ -161,7 +139,6 @@ def _load(path: str) -> datasets.IterableDataset | _JSONRows:
 
 
 def _rows(table: datasets.IterableDataset | _JSONRows, path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `table`, which is read from `path`. Raises UserError where it cannot be read."""
     with _explained(path):
         rows = iter(table)
     while True:
@@ -196,12 +173,11 @@ def _explained(path: str) -> Iterator[None]:
         raise UserError(
             f"{path} is neither a local file nor a Hugging Face dataset that can be reached ({reason})",
             key="data.path",
-            remedy='give an existing file, a datasets name ("owner/name" or "owner/name:subset"), or "synthetic"',
+            remedy='give an existing file, or a datasets name ("owner/name" or "owner/name:subset")',
         ) from None
 
 
 def _remedy(reason: str) -> str:
-    """Return what helps against an error of reading a local file."""
     if "zstd not supported" in reason:
         return "pip install zstandard"
     if "Couldn't cast" in reason:
@@ -210,12 +186,10 @@ def _remedy(reason: str) -> str:
 
 
 def _ending(file: Path) -> str:
-    """Return the ending that gives the kind of a file: of data.jsonl.gz it is .jsonl."""
     return file.with_suffix("").suffix if file.suffix in COMPRESSIONS else file.suffix
 
 
 def _files(local: Path) -> list[Path]:
-    """Return the data files at `local`, all of one kind."""
     files = [local] if local.is_file() else sorted(file for file in _inside(local) if _ending(file) in LOADERS)
     endings = sorted({_ending(file) for file in files})
     known = ", ".join(LOADERS)
@@ -244,7 +218,6 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 
 def _checked_text(text: Any, row: int, config: DataConfig) -> str:
-    """Return the text, "" for a row that has none."""
     if text is None or (isinstance(text, str) and not text.strip()):
         return ""
     if not isinstance(text, str):
@@ -261,9 +234,7 @@ def _checked_messages(messages: Any, row: int, config: DataConfig) -> Chat:
         return UserError(
             f'"{config.messages_key}" of row {row} of {config.path} {problem}',
             key="data.path",
-            remedy='give a list of {"role": ..., "content": text}, roles '
-            + ", ".join(ROLES)
-            + ", with an assistant turn",
+            remedy=f'give a list of {{"role": ..., "content": text}}, roles {", ".join(ROLES)}, with an assistant turn',
         )
 
     if not isinstance(messages, list) or not messages:
@@ -298,7 +269,6 @@ def _checked_messages(messages: Any, row: int, config: DataConfig) -> Chat:
 
 
 def _without_none(value: Any) -> Any:
-    """Return a value without the keys that are None, at any depth."""
     if isinstance(value, Mapping):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,14 +17,22 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import check_writable
 from ds_fp8.config.log import logger
 from ds_fp8.data.config import DataConfig
-from ds_fp8.data.order import rows_of_step
-from ds_fp8.data.packing import PackedDataset, PackingStats, Plan, plan_rows
-from ds_fp8.data.questions import Question, answer_pattern, held_out_questions, synthetic_questions
+from ds_fp8.data.rows import PackedDataset, PackingStats, Plan, plan_rows, rows_of_step
 from ds_fp8.data.sources import empty
-from ds_fp8.data.token_store import TokenStore
-from ds_fp8.data.tokenise import Report, digest, exclusive, store_folder, tokenise_source
+from ds_fp8.data.token_store import NO_LOSS, Report, TokenStore, digest, exclusive, store_folder, tokenise_source
 
 SPLITS = ("train", "validation", "test")
+MOST_QUESTIONS = 400
+"""Questions that are collected; `train.exact_match_problems` says how many of them are asked."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt to be continued, and what must be found in the continuation."""
+
+    prompt: tuple[int, ...]
+    """Token ids."""
+    answer: str
 
 
 @dataclass(frozen=True)
@@ -47,32 +56,17 @@ class StageData:
     """Of each source its path, examples, tokens, and a digest of them."""
 
     def rows_of_step(self, step: int, global_batch: int, seed: int) -> list[int]:
-        """Return the training rows of optimizer step `step`, from 0."""
         return rows_of_step(step, self.train.rows_by_source, global_batch, seed, self.weights)
 
 
-def default_cache_dir() -> Path:
-    """Return the folder that keeps tokenizers and prepared data between runs: DS_FP8_CACHE, or ~/.cache/ds_fp8."""
-    return Path(os.environ.get("DS_FP8_CACHE", "~/.cache/ds_fp8")).expanduser()
-
-
-def build_data(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, report: Report | None = None
-) -> StageData:
+def build_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: Report | None = None) -> StageData:
     """Tokenise what `config` names unless that has been done, split it, and plan its rows. Deterministic.
 
-    Every process of a machine may call at once: one works, all share its files.
-
-    Args:
-        config: The section "data".
-        tokenizer: Tokenizer of the model.
-        cache_dir: Where the files are kept, unless `data.cache_dir` says otherwise.
-        report: Told what is done.
-
-    Raises:
-        UserError: Data are missing, malformed, or too few to hold back a validation example.
+    Every process of a machine may call at once: one works, all share its files. Raises UserError where data are
+    missing, malformed, or too few to hold back a validation example.
     """
-    cache_dir = Path(config.cache_dir or cache_dir).expanduser()
+    config.check_named()
+    cache_dir = Path(config.cache_dir or os.environ.get("DS_FP8_CACHE", "~/.cache/ds_fp8")).expanduser()
     check_writable(cache_dir, "data.cache_dir" if config.cache_dir else "DS_FP8_CACHE")
     parts: dict[str, list[tuple[TokenStore, Plan]]] = {split: [] for split in SPLITS}
     questions: list[Question] = []
@@ -86,23 +80,57 @@ def build_data(
         folder = store_folder(source, tokenizer, cache_dir)
         for split, plan in _plans(folder, source, store, chosen).items():
             parts[split].append((store, plan))
-        pattern = answer_pattern(source)
-        if source.path == "synthetic":
-            questions += synthetic_questions(source, tokenizer)
-        elif pattern and source.format == "chat":
+        if source.answer_pattern and source.format == "chat":
             held_out = np.concatenate([chosen["validation"], chosen["test"]])
-            questions += held_out_questions(store, held_out, pattern, tokenizer, source.sequence_length)
+            questions += held_out_questions(store, held_out, source, tokenizer)
     rows = {split: PackedDataset(parts[split], config.sequence_length, tokenizer.pad_token_id) for split in SPLITS}
-    _check_rows(config, rows)
+    counts = rows["train"].rows_by_source
+    empty_ones = [each.path for each, count in zip(config.each_source(), counts, strict=True) if not count]
+    if empty_ones or not len(rows["validation"]):
+        which = f"training examples of {empty_ones[0]}" if empty_ones else "validation examples"
+        raise UserError(
+            f"none of the {which} fits into {config.sequence_length} tokens and carries loss",
+            key="data.sequence_length",
+            remedy='raise data.sequence_length, set data.overlong to "cut", or give chats that have assistant turns',
+        )
     numbers = {split: dataset.report() for split, dataset in rows.items() if len(dataset)}
     numbers["train"]["open_ends"] = sum({id(store): store.open_ends for store, _ in parts["train"]}.values())
     weights = tuple(config.weights())
-    pattern = next(filter(None, map(answer_pattern, config.each_source())), None)
-    return StageData(rows["train"], rows["validation"], rows["test"], weights, questions, pattern, numbers, identity)
+    return StageData(
+        rows["train"], rows["validation"], rows["test"], weights, questions, config.answer_pattern, numbers, identity
+    )
+
+
+def extract_answer(pattern: str, text: str) -> str | None:
+    """Return the first group of the first match of `pattern` in `text`, None without a match."""
+    found = re.search(pattern, text)
+    return found.group(1).strip() if found else None
+
+
+def held_out_questions(
+    store: TokenStore, held_out: np.ndarray, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[Question]:
+    """Return the last assistant turns of held-out chats that hold an answer. All before such a turn is its prompt."""
+    questions: list[Question] = []
+    for example in held_out.tolist():
+        tokens = store[example]
+        spoken = np.flatnonzero(tokens < NO_LOSS)
+        if not len(spoken):
+            continue
+        # Runs of tokens with loss are the assistant's turns; the last run is the last turn.
+        breaks = np.flatnonzero(np.diff(spoken) > 1)
+        start, stop = int(spoken[breaks[-1] + 1] if len(breaks) else spoken[0]), int(spoken[-1]) + 1
+        text = tokenizer.decode(tokens[start:stop].tolist(), skip_special_tokens=True)
+        answer = extract_answer(config.answer_pattern, text)
+        # Without a prompt there is nothing to continue; one longer than a row was never seen in training.
+        if answer is not None and 0 < start < config.sequence_length:
+            questions.append(Question(tuple((tokens[:start] & ~NO_LOSS).tolist()), answer))
+        if len(questions) == MOST_QUESTIONS:
+            break
+    return questions
 
 
 def _split(source: DataConfig, examples: int) -> dict[str, np.ndarray]:
-    """Return which examples belong to which split, int64, in the order in which they are packed."""
     if examples == 0:
         raise empty(source.path)
     if examples == 1:
@@ -134,15 +162,9 @@ def _plans(folder: Path, source: DataConfig, store: TokenStore, chosen: dict[str
             return _kept(plans)
         except (OSError, ValueError, EOFError):  # none yet, or a power loss took part of them
             plans.mkdir(exist_ok=True)
+            how = {"together": together, "all_carry_loss": source.format == "documents"}
             made = {
-                split: plan_rows(
-                    store,
-                    examples,
-                    source.sequence_length,
-                    source.overlong_policy,
-                    together=together,
-                    all_carry_loss=source.format == "documents",
-                )
+                split: plan_rows(store, examples, source.sequence_length, source.overlong_policy, **how)
                 for split, examples in chosen.items()
             }
             for split, plan in made.items():
@@ -172,31 +194,13 @@ def _kept(plans: Path) -> dict[str, Plan]:
     }
 
 
-def _check_rows(config: DataConfig, rows: dict[str, PackedDataset]) -> None:
-    """Check that every source has something to train on, and some source to validate on."""
-    for source, count in zip(config.each_source(), rows["train"].rows_by_source, strict=True):
-        if not count:
-            raise _nothing_left(config, f"none of the training examples of {source.path}")
-    if not len(rows["validation"]):
-        raise _nothing_left(config, "none of the validation examples")
-
-
-def _nothing_left(config: DataConfig, which: str) -> UserError:
-    return UserError(
-        f"{which} fits into {config.sequence_length} tokens and carries loss",
-        key="data.sequence_length",
-        remedy='raise data.sequence_length, set data.overlong to "cut", or give chats that have assistant turns',
-    )
-
-
 def describe(report: dict[str, Any], progress: Callable[[str], None]) -> None:
     """Say what the data of a stage is, a line per split, and what was left out of it."""
     for split, numbers in report.items():
         line = f"{split}: {numbers['examples']:,} examples, {numbers['tokens']:,} tokens in {numbers['rows']:,} rows"
         if numbers["overlong"]:
-            line += (
-                f"; {numbers['overlong']:,} examples are longer than a row (the longest {numbers['longest']:,} tokens)"
-            )
+            longest = f"(the longest {numbers['longest']:,} tokens)"
+            line += f"; {numbers['overlong']:,} examples are longer than a row {longest}"
         if numbers["dropped"] or numbers["tokens_left_out"]:
             line += f"; {numbers['dropped']:,} examples and {numbers['tokens_left_out']:,} tokens are left out"
         if numbers.get("open_ends"):

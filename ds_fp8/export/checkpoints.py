@@ -18,8 +18,7 @@ from ds_fp8.config.files import check_writable
 from ds_fp8.config.fp8 import FP8Config, section_of
 from ds_fp8.config.presets import AXES
 from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, Progress, check_target, write_folder
-from ds_fp8.export.layouts import check_layout
-from ds_fp8.export.plan import Plan, adapters_refused, check_architecture, make_plan
+from ds_fp8.export.plan import Plan, adapters_refused, check_architecture, check_layout, make_plan
 from ds_fp8.layers.experts.selection import experts_left, names_of_experts
 from ds_fp8.layers.selection import unconverted
 from ds_fp8.zero.deepspeed.checkpoints import tensors_only
@@ -60,16 +59,12 @@ def export_checkpoint(
             hold it; DeepSpeed's defaults without.
         generation: Defaults for generate().
         tokenizer: Saves the tokenizer into a folder.
-        force: Replace an existing folder.
+        force: Replace an existing export.
         source: What was trained, for the model card.
         shard_bytes: Size limit of a file of weights.
 
     Returns:
         What was written: the tensors in FP8, and the layers in BF16 with reasons.
-
-    Raises:
-        UserError: an incomplete checkpoint, another model's configuration, a layout that cannot hold the weights, or a
-            folder that exists or cannot be written.
     """
     checkpoint, folder = Path(checkpoint), Path(folder)
     # All checks before the checkpoint is read, which takes minutes.
@@ -108,16 +103,8 @@ def export_checkpoint(
     _check_same_model(_masters(checkpoint), plan, model, checkpoint)
     weights = _cast(_read(checkpoint, plan, Progress(f"export {folder.name}", len(plan.entries))), plan, rounds_first)
     config.architectures = [type(model).__name__]
-    write_folder(
-        folder,
-        plan,
-        weights,
-        config,
-        generation=generation or model.generation_config,
-        tokenizer=tokenizer,
-        source=source,
-        shard_bytes=shard_bytes,
-    )
+    generation = generation or model.generation_config
+    write_folder(folder, plan, weights, config, generation, tokenizer, source, shard_bytes)
     return plan
 
 
@@ -144,7 +131,6 @@ def _masters(checkpoint: Path) -> dict[str, Any]:
 
 
 def _state(checkpoint: Path) -> Mapping[str, Any]:
-    """Return what the first rank's file says of the training beside its tensors; nothing where there is no file."""
     file = next(iter(sorted(checkpoint.glob("*_model_states.pt"))), None)
     if file is None:
         return {}
@@ -154,7 +140,6 @@ def _state(checkpoint: Path) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def _reading(checkpoint: Path) -> Iterator[None]:
-    """Raise UserError where a file of the checkpoint is missing, damaged or holds code."""
     try:
         with tensors_only(checkpoint):
             yield

@@ -1,25 +1,32 @@
-"""Folders, and weights one by one, from a live engine."""
+"""Folders, and weights one by one, from a live engine; what one rank cannot do ends all of them with its reason."""
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
-from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, Progress, check_target, write_folder
-from ds_fp8.export.plan import Plan, adapters_refused, make_plan, named_tensors, plan_to_serve
-from ds_fp8.export.together import gathered, together
+from ds_fp8.export.folder import SHARD_BYTES, Progress, check_target, write_folder
+from ds_fp8.export.plan import Entry, Plan, adapters_refused, make_plan, named_tensors, plan_to_serve
+from ds_fp8.export.together import together
 from ds_fp8.layers.experts.selection import names_of_experts
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.selection import linear_layers
 from ds_fp8.zero.deepspeed.parameters import full_shape
+
+T = TypeVar("T")
 
 
 def export_engine(
@@ -36,21 +43,7 @@ def export_engine(
 
     Rank 0 writes; one weight at a time is gathered, those in FP8 as the codes that training computes with.
 
-    Args:
-        engine: An engine of ds_fp8.initialize around a model of transformers.
-        folder: Where to write.
-        layout: "bf16", "fp8" or "compressed-tensors".
-        tokenizer: Saves the tokenizer into a folder.
-        force: Replace an existing folder.
-        source: What was trained, for the model card.
-        shard_bytes: Size limit of a file of weights.
-
-    Returns:
-        What was written: the tensors in FP8, and the layers in BF16 with reasons.
-
-    Raises:
-        UserError: the model is not a PreTrainedModel or has adapters, the layout cannot hold its weights, or the folder
-            exists or cannot be written. On all ranks, whichever of them finds it.
+    The arguments are those of `export_checkpoint`. Raises UserError on all ranks, whichever of them fails.
     """
     folder, model = Path(folder), engine.module
     if hasattr(model, "peft_config"):
@@ -71,7 +64,7 @@ def export_engine(
     together(check)
     progress = Progress(f"export {folder.name}", len(plan.entries))
     failures: list[Exception] = []
-    weights = _weights(engine, plan, failures, progress)
+    weights = ((entry.name, numbers) for entry, numbers in _gathered(engine, plan, failures, progress))
 
     def write() -> None:
         if dist.get_rank() != 0:
@@ -79,16 +72,7 @@ def export_engine(
             return
         model.config.architectures = [type(model).__name__]
         try:
-            write_folder(
-                folder,
-                plan,
-                weights,
-                model.config,
-                generation=model.generation_config,
-                tokenizer=tokenizer,
-                source=source,
-                shard_bytes=shard_bytes,
-            )
+            write_folder(folder, plan, weights, model.config, model.generation_config, tokenizer, source, shard_bytes)
         except Exception as error:
             failures.append(error)
             deque(weights, maxlen=0)  # the other ranks wait in the gathers that are left
@@ -99,22 +83,27 @@ def export_engine(
     return plan
 
 
-def _weights(
-    engine: deepspeed.DeepSpeedEngine, plan: Plan, failures: list[Exception], progress: Progress
-) -> Iterator[NamedWeight]:
-    """Yield the weights of a plan. Collective; at the end all ranks raise what failed on one, before it is kept."""
+def _gathered(
+    engine: deepspeed.DeepSpeedEngine,
+    plan: Plan,
+    failures: list[Exception] | None = None,
+    progress: Progress | None = None,
+) -> Iterator[tuple[Entry, torch.Tensor | QuantizedTensor]]:
+    """Yield the numbers of a plan. Collective; at the end all ranks raise what failed on one, before it is kept."""
+    failures = [] if failures is None else failures
     for entry, numbers in gathered(engine, plan):
         if isinstance(numbers, Exception):
             failures.append(numbers)
         else:
-            yield entry.name, numbers
-        progress.add(1)
-    together(lambda: _raise_first(failures))
+            yield entry, numbers
+        if progress is not None:
+            progress.add(1)
 
+    def raise_first() -> None:
+        if failures:
+            raise failures[0]
 
-def _raise_first(failures: list[Exception]) -> None:
-    if failures:
-        raise failures[0]
+    together(raise_first)
 
 
 def served_weights(
@@ -133,25 +122,17 @@ def served_weights(
     Raises:
         UserError: on all ranks and at the end, what failed on one.
     """
-    for name, numbers in _served(engine, served_plan(engine)):
-        quantized = isinstance(numbers, QuantizedTensor)
-        yield (name, numbers.data, numbers.scale) if quantized else (name, numbers, None)
+    for entry, whole in _gathered(engine, served_plan(engine)):
+        for name, numbers in entry.stored(whole).items():
+            quantized = isinstance(numbers, QuantizedTensor)
+            yield (name, numbers.data, numbers.scale) if quantized else (name, numbers, None)
 
 
 def served_tensors(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the same tensor by tensor, scales under the names of a folder. Collective."""
-    for name, numbers in _served(engine, plan):
-        yield from named_tensors(name, numbers, plan.layout).items()
-
-
-def _served(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[NamedWeight]:
-    failures: list[Exception] = []
-    for entry, whole in gathered(engine, plan):
-        if isinstance(whole, Exception):
-            failures.append(whole)
-        else:
-            yield from entry.stored(whole).items()
-    together(lambda: _raise_first(failures))
+    for entry, whole in _gathered(engine, plan):
+        for name, numbers in entry.stored(whole).items():
+            yield from named_tensors(name, numbers, plan.layout).items()
 
 
 def served_plan(engine: deepspeed.DeepSpeedEngine) -> Plan:
@@ -171,3 +152,55 @@ def _left(engine: deepspeed.DeepSpeedEngine) -> dict[str, str]:
         if gather is None or not gather.in_fp8(parameters[name]):
             left.setdefault(name, "in BF16 in training")
     return left
+
+
+def gathered(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[Entry, Any]]:
+    """Gather the parameters of a plan one by one. Collective: all ranks iterate to the end.
+
+    Yields:
+        An entry, and its numbers as training computes with them, a QuantizedTensor for FP8; or the error that this rank
+        met at it, to be raised by `together` once no rank is in a gather.
+    """
+    parameters = dict(engine.module.named_parameters())
+    owners = {name: linear for name, linear in linear_layers(engine.module).items() if isinstance(linear, FP8Linear)}
+    gather = engine.fp8.weights
+
+    def numbers_of(entry: Entry, parameter: torch.nn.Parameter, in_fp8: bool) -> Any:
+        if in_fp8:
+            return gather.whole(parameter)
+        with deepspeed.zero.GatheredParameters([parameter]), torch.no_grad():
+            # A copy: the gathered memory is freed on leaving the context.
+            numbers = parameter.detach().to(torch.bfloat16, copy=True)
+        return owners[entry.name.removesuffix(".weight")].recipe.cast_weight(numbers) if entry.quantized else numbers
+
+    for entry in plan.entries:
+        parameter = parameters[entry.name]
+        # The very codes that training multiplies by, gathered in one byte a parameter; the others are cast from BF16,
+        # as their layers do it.
+        in_fp8 = entry.quantized and gather is not None and gather.in_fp8(parameter)
+        yield entry, _joined(partial(numbers_of, entry, parameter, in_fp8), parameter)
+
+
+def _joined(gather: Callable[[], T], parameter: torch.nn.Parameter) -> T | Exception:
+    """Return what is gathered, or the error this rank met; it takes part in the collective in either case.
+
+    An error from before the collective began, out of memory say, leaves the other ranks waiting: memory is made, and
+    the collective joined for their sake. Should that fail, too, the process has to end, and its launcher the others.
+    """
+    # A weight that is whole on all ranks is not gathered, and is a shard afterwards.
+    before = _collectives(), parameter.shape
+    try:
+        return gather()
+    except Exception as error:
+        if (_collectives(), parameter.shape) == before:
+            traceback.clear_frames(error.__traceback__)  # they hold what it had allocated
+            gc.collect()
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()
+            gather()
+        return error
+
+
+def _collectives() -> int:
+    groups = distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups if group is not None)

@@ -24,8 +24,7 @@ import ds_fp8
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
-from ds_fp8.export.layouts import quantization_config
-from ds_fp8.export.plan import Plan, named_tensors
+from ds_fp8.export.plan import Plan, named_tensors, quantization_config
 
 SHARD_BYTES = 1 << 30
 CHECKSUMS = "checksums.sha256"
@@ -43,7 +42,6 @@ class Progress:
         self._done, self._said = 0, time.monotonic()
 
     def add(self, number: int) -> None:
-        """Count work that is done."""
         self._done += number
         if time.monotonic() - self._said > self.EVERY:
             self._said = time.monotonic()
@@ -82,7 +80,6 @@ def write_folder(
     plan: Plan,
     weights: Iterable[NamedWeight],
     config: PretrainedConfig,
-    *,
     generation: GenerationConfig | None = None,
     tokenizer: Callable[[Path], object] | None = None,
     source: str = "",
@@ -90,15 +87,8 @@ def write_folder(
 ) -> None:
     """Write the folder under another name and rename it when it is complete; an existing one is replaced then.
 
-    Args:
-        folder: Where to write.
-        plan: Its tensors.
-        weights: Name and numbers of every entry of the plan, in its order: a QuantizedTensor for those in FP8.
-        config: The model's configuration; `architectures` must name its class.
-        generation: Its defaults for generate(), without settings that have no effect: transformers refuses them.
-        tokenizer: Saves the tokenizer into a folder.
-        source: What was trained, for the model card.
-        shard_bytes: Size limit of a file of weights.
+    `weights` are name and numbers of every entry of the plan, in its order: a QuantizedTensor for those in FP8. The
+    configuration's `architectures` must name the model's class.
     """
     if generation is not None:
         generation = copy.deepcopy(generation)
@@ -190,49 +180,47 @@ _WEIGHTS = {
     "fp8": "Weights of {count} linear layers are in FP8 (E4M3) with one scale a 128x128 block (`weight_scale_inv`, the "
     "factor to multiply by); activations are to be cast per 1x128 group while serving.",
     "compressed-tensors": "Weights of {count} linear layers are in FP8 (E4M3) with scales by {granularity} "
-    "(`weight_scale`), in the compressed-tensors format; activations are to be cast while serving.",
+    "(`weight_scale`) in the compressed-tensors format; activations are to be cast while serving. transformers reads "
+    "it with `pip install compressed-tensors`, vLLM and SGLang without.",
 }
+_CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [ds_fp8{tag}]
+---
+
+# {model}
+
+Written by ds_fp8 {version}{source}.
+
+{weights}{casts}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("this folder", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("this folder")
+```
+
+`sha256sum -c checksums.sha256` checks the files.
+"""
 
 
 def model_card(plan: Plan, config: PretrainedConfig, source: str) -> str:
     """Return the text of README.md: what the folder holds and how to load it."""
-    kept = Counter(plan.left.values())
-    lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags: [ds_fp8" + (", fp8]" if plan.layout != "bf16" else "]"),
-        "---",
-        "",
-        f"# {config.architectures[0] if config.architectures else config.model_type}",
-        "",
-        f"Written by ds_fp8 {ds_fp8.__version__}" + (f" from {source}." if source else "."),
-        "",
-        _WEIGHTS[plan.layout].format(count=len(plan.quantized), granularity=plan.cast.granularity),
-    ]
+    casts = ""
     if plan.layout != "bf16":
-        lines += [
-            "The codes are those that training computed with, cast from its FP32 master weights.",
-            "",
-            "| linear layers in BF16 | why |",
-            "|---|---|",
-            *(f"| {count} | {reason} |" for reason, count in kept.items()),
-        ]
-    if plan.layout == "compressed-tensors":
-        lines += ["", "transformers reads it with `pip install compressed-tensors`; vLLM and SGLang without."]
-    lines += [
-        "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'model = AutoModelForCausalLM.from_pretrained("this folder", dtype="auto")',
-        'tokenizer = AutoTokenizer.from_pretrained("this folder")',
-        "```",
-        "",
-        "`sha256sum -c checksums.sha256` checks the files.",
-        "",
-    ]
-    return "\n".join(lines)
+        rows = "".join(f"| {count} | {reason} |\n" for reason, count in Counter(plan.left.values()).items())
+        casts = "\n\nThe codes are those that training computed with, cast from its FP32 master weights.\n"
+        casts += f"\n| linear layers in BF16 | why |\n|---|---|\n{rows}"
+    return _CARD.format(
+        tag="" if plan.layout == "bf16" else ", fp8",
+        model=config.architectures[0] if config.architectures else config.model_type,
+        version=ds_fp8.__version__,
+        source=f" from {source}" if source else "",
+        weights=_WEIGHTS[plan.layout].format(count=len(plan.quantized), granularity=plan.cast.granularity),
+        casts=casts.rstrip("\n"),
+    )
 
 
 _MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")
@@ -240,12 +228,9 @@ _MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")
 
 
 def make_savable(generation: GenerationConfig) -> str | None:
-    """Reset the settings that do nothing, such as a temperature without do_sample, in place.
+    """Reset the settings that do nothing, such as a temperature without do_sample, in place; return them in words.
 
     transformers loads them with a warning, and save_pretrained refuses them.
-
-    Returns:
-        What was reset, in words; None where nothing was.
     """
     modes = {name: getattr(generation, name) for name in _MODES if hasattr(generation, name)}
     settings = generation.to_diff_dict()

@@ -1,4 +1,10 @@
-"""Choose the tensors of a folder for serving, and those of them that are written as FP8 codes.
+"""Choose the tensors of a folder for serving, those of them that are written as FP8 codes, and their layout.
+
+    fp8                 DeepSeek's layout, transformers' "fine-grained FP8": X.weight in float8_e4m3fn with
+                        X.weight_scale_inv, FP32 factors of 128x128 blocks to multiply by
+    compressed-tensors  X.weight and X.weight_scale: blocks, output channels or the whole tensor
+
+vLLM, SGLang and transformers read both.
 
 Experts are stored as a matrix of each, under the names that the model's first release gave them. transformers stacks
 them into 3-D parameters when it loads a folder, and knows how to take them apart: the names, and which rows are whose,
@@ -7,9 +13,11 @@ come from it. Scales lie as their weight does, a block to an element.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +28,6 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.config.linear import LinearConfig, WeightCast
-from ds_fp8.export.layouts import SCALE_SUFFIX, check_layout
 from ds_fp8.layers.experts.selection import cast_of_experts, expert_weights, names_of_experts
 from ds_fp8.layers.selection import first_matches, linear_layers
 from ds_fp8.research import munit
@@ -29,6 +36,18 @@ Parts = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 """Returns the tensors that a parameter is stored as, by name."""
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that servers stack into one matrix, which is FP8 as a whole or not at all."""
+LAYOUTS = ("bf16", "fp8", "compressed-tensors")
+SCALE_SUFFIX = {"fp8": "_scale_inv", "compressed-tensors": "_scale"}
+"""Layout -> what follows a weight's name in the name of its scales."""
+
+_STRATEGIES = {
+    "128x128": {
+        "weights": {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
+        "input_activations": {"strategy": "group", "group_size": BLOCK},
+    },
+    "row": {"weights": {"strategy": "channel"}, "input_activations": {"strategy": "token"}},
+    "tensor": {"weights": {"strategy": "tensor"}, "input_activations": {"strategy": "token"}},
+}
 
 
 @dataclass(frozen=True)
@@ -43,11 +62,9 @@ class Entry:
     """How it is stored; None: as it is, under its name."""
 
     def stored(self, numbers: torch.Tensor | QuantizedTensor) -> dict[str, torch.Tensor | QuantizedTensor]:
-        """Return the tensors that the parameter is stored as, by name."""
         return {self.name: numbers} if self.parts is None else split(numbers, self.parts, self.shape)
 
     def tensors(self, plan: Plan) -> dict[str, torch.Tensor]:
-        """Return the tensors that are stored for this one, by name, without data (on the meta device)."""
         if not self.quantized:
             return self.stored(torch.empty(self.shape, dtype=torch.bfloat16, device="meta"))
         result = {}
@@ -71,7 +88,6 @@ class Plan:
 
     @property
     def quantized(self) -> list[str]:
-        """Return the names of the weights in FP8."""
         return [entry.name for entry in self.entries if entry.quantized]
 
 
@@ -112,15 +128,10 @@ def make_plan(
 
     Args:
         model: On any device, without data too.
-        left: Linear layers that training computed in BF16, and weights of experts, with the reason; all others were
-            FP8.
+        left: Linear layers, and weights of experts, that training computed in BF16, with the reason.
         linear: How training cast weights. Those that an override casts in another way are stored in BF16.
         layout: One of layouts.LAYOUTS.
         shape_of: Gives the whole shape of a parameter that is partitioned.
-
-    Raises:
-        UserError: servers do not know such models, the layout cannot hold weights of this cast, no layer is left to
-            store in FP8, or the model has adapters or keeps buffers beside its weights.
     """
     check_architecture(getattr(model, "config", None))
     # As PEFT marks a model, its own or one of transformers: layers below adapters have other names.
@@ -185,17 +196,7 @@ def plan_to_serve(
     linear: LinearConfig,
     shape_of: Callable[[nn.Parameter], Sequence[int]] | None = None,
 ) -> Plan:
-    """Plan the weights that a running server is given: in FP8 as training cast them, all in BF16 where no layout can.
-
-    Args:
-        model: See `make_plan`, as the others.
-        left: Layers that training computed in BF16.
-        linear: How training cast weights.
-        shape_of: Gives the whole shape of a parameter.
-
-    Raises:
-        UserError: servers do not know such models, or the model has adapters or keeps buffers beside its weights.
-    """
+    """Plan the weights of a running server: in FP8 as training cast them; all in BF16 where no layout can."""
     why = linear.why_not_served
     if why is None:
         layout = "fp8" if linear.weight.granularity == "128x128" else "compressed-tensors"
@@ -243,7 +244,6 @@ def _beside_experts(entries: Iterable[Entry], linears: Collection[str], experts:
 
 
 def _stored_name(entry: Entry) -> str:
-    """Return the name of the first tensor that an entry is stored as."""
     return next(iter(entry.stored(torch.empty(entry.shape, device="meta"))))
 
 
@@ -268,10 +268,7 @@ def split(
 ) -> dict[str, torch.Tensor | QuantizedTensor]:
     """Return what a parameter of `shape` is stored as, by name: BF16 tensors, or FP8 matrices of an expert each.
 
-    Args:
-        numbers: The parameter, or of experts [E, N, K] its codes and scales [E*N, K].
-        parts: How it is stored.
-        shape: Of the parameter.
+    The numbers of experts [E, N, K] in FP8 are codes and scales [E*N, K].
     """
     if not isinstance(numbers, QuantizedTensor):
         return parts(numbers)
@@ -284,3 +281,70 @@ def split(
         scale = scales[name].view(scale_shape(own.shape, numbers.granularity))
         result[name] = replace(numbers, data=own.view(numbers.data.dtype), scale=scale)
     return result
+
+
+def check_layout(layout: str, cast: WeightCast) -> None:
+    """Raise UserError for a layout that does not exist or cannot hold weights cast as `cast` says."""
+    if layout not in LAYOUTS:
+        raise UserError(f'unknown layout "{layout}"', key="--format", remedy=f"one of {', '.join(LAYOUTS)}")
+    if layout == "bf16":
+        return
+    if cast.format != "e4m3":
+        raise UserError(
+            f"servers read weights in E4M3, but these were trained in {cast.format.upper()}",
+            key="fp8.linear.weight.format",
+            remedy="--format bf16",
+        )
+    # Servers have kernels for these granularities only; converting to another would change the weights that were
+    # trained.
+    if cast.granularity not in _STRATEGIES:
+        raise UserError(
+            f"no layout holds weights with one scale a {cast.granularity}",
+            key="fp8.linear.weight.granularity",
+            remedy="--format bf16",
+        )
+    if layout == "fp8" and cast.granularity != "128x128":
+        raise UserError(
+            f"the layout fp8 has one scale a 128x128 block, and these weights have one a {cast.granularity}",
+            key="fp8.linear.weight.granularity",
+            remedy="--format compressed-tensors",
+        )
+
+
+def quantization_config(layout: str, cast: WeightCast, left: Iterable[str]) -> dict[str, Any]:
+    """Return the "quantization_config" section of config.json.
+
+    `left` are the full names of all linear layers, and modules of experts, in BF16: vLLM compares them exactly,
+    transformers as prefix and suffix.
+    """
+    if layout == "fp8":
+        result = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": list(left),
+            "ignored_layers": list(left),  # the same to vLLM, which did not always know the other name
+        }
+        return result | ({"scale_fmt": "ue8m0"} if cast.scale == "pow2" else {})
+    # Weights have stored scales ("dynamic": False); inputs get theirs from the numbers of each token or group, as in
+    # training.
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    strategies = _STRATEGIES[cast.granularity]
+    group = {
+        "targets": ["Linear"],
+        "weights": {**number, **strategies["weights"], "dynamic": False},
+        "input_activations": {**number, **strategies["input_activations"], "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": [_all_of_experts(name) for name in left],
+        "config_groups": {"group_0": group},
+    }
+
+
+def _all_of_experts(name: str) -> str:
+    """Return a pattern for the matrices of a module of experts: readers of compressed-tensors ask for one by one."""
+    return rf"re:{re.escape(name)}\..*" if name.rpartition(".")[2] == "experts" else name

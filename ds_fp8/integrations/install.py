@@ -11,13 +11,14 @@ from inspect import signature
 from typing import Any, Literal
 
 import deepspeed
+import torch
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import read_config
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.log import logger
 from ds_fp8.engine.initialize import initialize
-from ds_fp8.integrations.batches import noting
+from ds_fp8.layers.attention import documents
 from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
 VARIABLE = "DS_FP8"
@@ -42,16 +43,11 @@ def install(
             DS_FP8, for programs whose DeepSpeed configuration is not a file.
         without_section: How to treat a configuration without a section if there is no default: "accept" it, "say" so
             in one line of rank 0, or "refuse" it with a UserError.
-
-    Raises:
-        UserError: `fp8` or DS_FP8 is neither a preset's name nor a valid "fp8" section.
     """
     global _default, _without
     _without = without_section
-    if fp8 is None:
-        _default = _as_section(os.environ.get(VARIABLE), f"environment variable {VARIABLE}")
-    else:
-        _default = _as_section(fp8, None)
+    source = f"environment variable {VARIABLE}" if fp8 is None else None
+    _default = _as_section(os.environ.get(VARIABLE) if fp8 is None else fp8, source)
     # Once: a second wrapper would apply the default section twice.
     if _replaced:
         return
@@ -107,7 +103,6 @@ def _with_default(original: Callable) -> Callable:
 
 
 def _note_without_section(file: str | None) -> None:
-    """Say that a program started for FP8 trains without. Raises UserError where that is not wanted."""
     problem = 'the DeepSpeed configuration has no "fp8" section: training is without FP8'
     remedy = f'add "fp8": {{"preset": "infir2"}} to it, or set the environment variable {VARIABLE}=infir2'
     if _without == "refuse":
@@ -131,7 +126,6 @@ def _without_section(original: Callable) -> Callable:
 
 
 def _as_section(fp8: str | Mapping[str, Any] | None, source: str | None) -> dict[str, Any] | None:
-    """Return the section that a preset's name, a JSON object or a mapping stands for, checked."""
     if fp8 is None:
         return None
     section = fp8
@@ -144,3 +138,25 @@ def _as_section(fp8: str | Mapping[str, Any] | None, source: str | None) -> dict
             ) from None
     parse_fp8({"fp8": section}, source)
     return dict(section)
+
+
+def noting(send_to_device: Callable) -> Callable:
+    """Return Accelerate's move of batches to a device, with notes on the masks and positions that arrive."""
+
+    def note_mask(here: torch.Tensor, there: torch.Tensor) -> None:
+        documents.note_whole(there, bool(here.all()))
+
+    @functools.wraps(send_to_device)
+    def send_and_note(batch: Any, *args: Any, **keywords: Any) -> Any:
+        moved = send_to_device(batch, *args, **keywords)
+        if isinstance(batch, Mapping) and isinstance(moved, Mapping):
+            for name, learn in (("attention_mask", note_mask), ("position_ids", documents.note_as)):
+                here, there = batch.get(name), moved.get(name)
+                both = torch.is_tensor(here) and torch.is_tensor(there) and here.dim() == there.dim() == 2
+                # Read on the host, where it costs microseconds; asking the device later would make the host wait in
+                # every step.
+                if both and here.device.type == "cpu" and not there.is_inference():
+                    learn(here, there)
+        return moved
+
+    return send_and_note

@@ -13,8 +13,7 @@ import torch
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.export.engines import served_plan, served_tensors
-from ds_fp8.export.layouts import quantization_config
-from ds_fp8.export.plan import plan_to_serve
+from ds_fp8.export.plan import plan_to_serve, quantization_config
 from ds_fp8.integrations.install import with_section
 from ds_fp8.integrations.vllm import sync_weights, transfer_config
 from ds_fp8.layers.experts.selection import experts_left
@@ -30,9 +29,6 @@ def install() -> None:
     Call it before the trainer is made, beside `ds_fp8.install()`. Colocated vLLMs are started for the training's codes.
     A server of its own (vllm_mode="server") is to be started on a folder in the same layout, by `ds-fp8 export`.
     Trainers without the section, and adapters, which TRL merges and sends in BF16, are left as they are.
-
-    Raises:
-        UserError: TRL is not installed, or is too old.
     """
     try:
         from trl.generation.vllm_generation import VLLMGeneration
@@ -61,9 +57,6 @@ def vllm_arguments(model: torch.nn.Module, fp8: FP8Config) -> dict[str, Any]:
     """Return the arguments of a vLLM that takes the weights of this model, trained with this section.
 
     It starts on the model's own folder without reading its weights: `sync_weights` brings them.
-
-    Raises:
-        UserError: `sync_weights` would refuse the weights.
     """
     # As `served_plan`, before there is an engine.
     left = unconverted(model, fp8.linear) | experts_left(model, fp8)
@@ -99,7 +92,6 @@ def _section(generation: Any) -> FP8Config | None:
 
 
 def _engine(generation: Any) -> Any:
-    """Return the trainer's engine where it trains in FP8."""
     wrapped = generation.accelerator.deepspeed_engine_wrapped
     if wrapped is None or _section(generation) is None:
         return None

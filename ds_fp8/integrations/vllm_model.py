@@ -19,12 +19,9 @@ def refuse(problem: str, remedy: str) -> NoReturn:
 
 
 def check_same_model(model: nn.Module, tensors: Iterable[Sequence], ranks: int = 1) -> None:
-    """Raise ValueError where tensors are not, by name, type and shape, those that the model loads from a folder.
+    """Raise ValueError where the tensors that are to be sent are not, by name, type and shape, those of the model.
 
-    Args:
-        model: As vLLM has built it.
-        tensors: (name, type, shape) of each that is to be sent.
-        ranks: Over which tensor parallelism spreads the model.
+    `ranks` are those over which vLLM's tensor parallelism spreads it.
     """
     sent = {name: (dtype, tuple(shape)) for name, dtype, shape in tensors}
     other = "start the server with the folder of the model that is trained, exported in the same layout"
@@ -130,7 +127,6 @@ def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
 
 
 def _some(names: list[str]) -> str:
-    """Return a few tensors that a server stacks, in words."""
     return " + ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} others, stacked,"
 
 

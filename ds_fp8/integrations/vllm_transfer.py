@@ -104,7 +104,6 @@ class WeightTransfer(WeightTransferEngine[Announced, Chunk]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Not used: `sync_weights` sends."""
         raise NotImplementedError("call ds_fp8.integrations.vllm.sync_weights")
 
 

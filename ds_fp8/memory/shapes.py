@@ -252,7 +252,7 @@ def _read(
     model_section = parse_section(ModelConfig, raw.get("model", {}), key="model")
     data = parse_section(DataConfig, raw.get("data", {}), key="data")
     if model is None:
-        model = _model_config(model_section, data, section_of(raw, "train"))
+        model = _model_config(model_section, section_of(raw, "train"))
     if configuration.stage == 0:
         raise UserError(
             "there is no estimate for ZeRO stage 0", key="zero_optimization.stage", remedy="stage 1, 2 or 3"
@@ -296,12 +296,11 @@ def _read(
     )
 
 
-def _model_config(section: ModelConfig, data: DataConfig, train: Mapping[str, Any]) -> PretrainedConfig:
+def _model_config(section: ModelConfig, train: Mapping[str, Any]) -> PretrainedConfig:
     if section.config is not None:
         values = dict(section.config)
         kind = values.pop("model_type", None)
-        values.setdefault("vocab_size", data.vocab_size if data.tokenizer == "synthetic" else None)
-        if values["vocab_size"] is None:
+        if values.get("vocab_size") is None:
             raise UserError(
                 "the vocabulary of the model is the tokenizer's, which an estimate does not read",
                 key="model.config.vocab_size",

@@ -62,13 +62,14 @@ styled = matplotlib.rc_context(_STYLE)
 """Decorator of functions that draw: matplotlib takes its style when each part is made."""
 
 
-def chart(height: float = 2.9) -> tuple[Figure, Any]:
+def chart(title: str, unit: str = "", height: float = 2.9) -> tuple[Figure, Any]:
     """Return an empty figure and its axes, `height` in inches."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = figure.subplots()
     axes.grid(axis="y", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
+    axes.set(ylabel=unit, title=title)
     return figure, axes
 
 
@@ -96,21 +97,13 @@ def as_svg(figure: Figure, description: str) -> str:
 @styled
 def losses(comparison: Comparison) -> str:
     """Draw training and validation losses over the steps."""
-    figure, axes = chart()
+    figure, axes = chart("Loss", "nats per token")
     late = []
-    for (label, run), style in zip(comparison.columns.items(), _styles(comparison), strict=False):
-        line = {"color": style["color"], "linestyle": style["linestyle"]}
-        steps, values = run.series("loss")
-        axes.plot(*_thinned(steps, values, MAX_POINTS), **line, linewidth=1.3, label=f"{label} training")
-        points = run.series("validation_loss")
-        axes.plot(
-            *points, style["marker"], color=style["color"], fillstyle="none", markersize=6, linestyle="",
-            label=f"{label} validation",
-        )  # fmt: skip
-        late += _late(steps, values) + _late(*points)
-    _set_range(axes, late)
-    _over(axes, "Loss", "nats per token")
-    return as_svg(figure, f"Loss over the steps, {comparison.name}")
+    for (label, run), (line, marker) in zip(comparison.columns.items(), _styles(comparison), strict=False):
+        late += _draw(axes, *run.series("loss"), label=f"{label} training", **line)
+        points = {"marker": marker, "color": line["color"], "linestyle": "", "fillstyle": "none", "markersize": 6}
+        late += _draw(axes, *run.series("validation_loss"), label=f"{label} validation", **points)
+    return _over_steps(figure, axes, late, f"Loss over the steps, {comparison.name}")
 
 
 @styled
@@ -118,108 +111,88 @@ def gap(comparison: Comparison, tolerance: float) -> str | None:
     """Draw FP8 / BF16 - 1 of the losses over the steps, or return None where no step has both."""
     if comparison.twin is None:
         return None
-    figure, axes = chart()
-    axes.axhspan(-tolerance, tolerance, color=GRID, linewidth=0, label=f"±{tolerance:.2%}")
-    axes.axhline(0, color=MUTED, linewidth=0.8)
-    late, drawn = [tolerance, -tolerance], False
-    for key, name in (("loss", "training, means"), ("validation_loss", "validation")):
-        steps, values = comparison.gaps(key)
-        # Before the first step both are the same model.
-        steps, values = (part[1:] if steps[:1] == [0] else part for part in (steps, values))
-        if key == "loss":
-            steps, values = _thinned(steps, values, GAP_POINTS)
-            axes.plot(steps, values, color=MUTED, linewidth=1, label=name if steps else None)
-        else:
-            line = "-" if len(steps) >= LEAST_CURVE else ""
-            axes.plot(steps, values, "o", linestyle=line, color=FP8, linewidth=1.5, markersize=5, label=name)
-        late, drawn = late + _late(steps, values), drawn or bool(steps)
-    if not drawn:
-        return None
-    _set_range(axes, late)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     kinds = {run.kind for run in comparison.columns.values()}
     title = "FP8 against BF16" if kinds == set(KINDS) else "the first against the second"
-    _over(axes, f"Loss: {title}", "")
-    return as_svg(figure, f"Relative gap of the losses over the steps, {comparison.name}")
+    figure, axes = chart(f"Loss: {title}")
+    axes.axhspan(-tolerance, tolerance, color=GRID, linewidth=0, label=f"±{tolerance:.2%}")
+    axes.axhline(0, color=MUTED, linewidth=0.8)
+    # Without those before the first step, where both are the same model.
+    training, validation = (comparison.gaps(key, first=1) for key in ("loss", "validation_loss"))
+    if not (training[0] or validation[0]):
+        return None
+    late = [tolerance, -tolerance]
+    if training[0]:
+        late += _draw(axes, *training, GAP_POINTS, color=MUTED, linewidth=1, label="training, means")
+    late += _draw(axes, *validation, color=FP8, marker="o", linestyle=_joined(validation[0]), label="validation")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    return _over_steps(figure, axes, late, f"Relative gap of the losses over the steps, {comparison.name}")
 
 
 @styled
 def gaps_of_seeds(comparisons: Sequence[Comparison], noise: float | None, tolerance: float) -> str:
     """Draw FP8 / BF16 - 1 of the validation losses, one line a seed, and how far BF16's own seeds are apart."""
-    figure, axes = chart()
+    figure, axes = chart("Validation loss: FP8 against BF16")
     if noise is not None:
         axes.axhspan(-noise, noise, color=GRID, linewidth=0, label="BF16's own seeds")
     axes.axhline(0, color=MUTED, linewidth=0.8)
     axes.axhline(tolerance, color=MUTED, linewidth=0.8, linestyle=":", label=f"{tolerance:.2%}")
     late = [tolerance, -(noise or 0)]
-    for comparison, colour, marker in zip(comparisons, itertools.cycle(SERIES), itertools.cycle("osD^v"), strict=False):
-        steps, values = comparison.gaps("validation_loss")
-        line = "-" if len(steps) >= LEAST_CURVE else ""
-        axes.plot(steps, values, marker, linestyle=line, color=colour, markersize=4, linewidth=1.2,
-                  label=comparison.name)  # fmt: skip
-        late += _late(steps, values)
-    _set_range(axes, late)
+    for each, colour, marker in zip(comparisons, itertools.cycle(SERIES), itertools.cycle("osD^v"), strict=False):
+        steps, gaps = each.gaps("validation_loss")
+        line = {"color": colour, "marker": marker, "markersize": 4, "linestyle": _joined(steps)}
+        late += _draw(axes, steps, gaps, label=each.name, **line)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _over(axes, "Validation loss: FP8 against BF16", "")
-    return as_svg(figure, "Relative gap of the validation losses over the steps, one line a seed")
+    return _over_steps(figure, axes, late, "Relative gap of the validation losses over the steps, one line a seed")
 
 
 @styled
 def over_points(title: str, unit: str, points: Sequence[str], values: Mapping[str, Sequence[Sequence[float]]]) -> str:
     """Draw what the runs of each kind have at each point of a grid, and a line through their means."""
-    figure, axes = chart()
+    figure, axes = chart(title, unit)
     for (kind, found), colour, marker, line in zip(values.items(), (FP8, BF16), "os", ("-", "--"), strict=True):
         for place, those in enumerate(found):
             axes.plot([place] * len(those), those, marker, color=colour, fillstyle="none", markersize=5)
         means = {place: sum(those) / len(those) for place, those in enumerate(found) if those}
         axes.plot(list(means), list(means.values()), color=colour, linestyle=line, linewidth=1.3, label=kind.upper())
     axes.set_xticks(range(len(points)), points, rotation=0 if max(map(len, points)) < 12 else 30, ha="center")
-    axes.set(ylabel=unit, title=title)
     return as_svg(figure, f"{title} over the points, FP8 beside BF16")
 
 
 def over_steps(comparison: Comparison) -> list[str]:
     """Draw what the runs recorded at their steps: learning rate, gradient norm, speed on a GPU, routing of experts."""
-    pictures = [
-        _over_steps(comparison, "learning_rate", "Learning rate"),
-        _over_steps(comparison, "gradient_norm", "Gradient norm, before clipping"),
-    ]
+    keys = {"learning_rate": "Learning rate", "gradient_norm": "Gradient norm, before clipping"}
     if comparison.run.result["device"] != "cpu":
-        pictures.append(_over_steps(comparison, "tokens_per_second", "Tokens per second"))
+        keys["tokens_per_second"] = "Tokens per second"
+    keys["auxiliary_loss"] = "Auxiliary loss"
+    pictures = [_series(comparison, key, title) for key, title in keys.items()]
     pictures += [_routing(comparison, figure) for figure in ROUTING]
-    pictures.append(_over_steps(comparison, "auxiliary_loss", "Auxiliary loss"))
     return [picture for picture in pictures if picture is not None]
 
 
 @styled
-def _routing(comparison: Comparison, figure: str) -> str | None:
-    title, worst, name = ROUTING[figure]
-    drawing, axes = chart(2.6)
-    for (label, run), style in zip(comparison.columns.items(), _styles(comparison), strict=False):
+def _routing(comparison: Comparison, key: str) -> str | None:
+    title, worst, name = ROUTING[key]
+    figure, axes = chart(title, height=2.6)
+    for (label, run), (line, _) in zip(comparison.columns.items(), _styles(comparison), strict=False):
         steps = [record["step"] for record in run.routing]
-        mean = [record["routing"]["mean"][figure] for record in run.routing]
-        layer = [worst(record["routing"][figure]) for record in run.routing]
+        mean = [record["routing"]["mean"][key] for record in run.routing]
+        layer = [worst(record["routing"][key]) for record in run.routing]
         if steps:
-            line = {"color": style["color"], "linestyle": style["linestyle"]}
-            axes.plot(*_thinned(steps, mean, MAX_POINTS), **line, linewidth=1.3, label=f"{label} mean")
-            axes.plot(*_thinned(steps, layer, MAX_POINTS), **line, linewidth=0.8, alpha=0.6, label=f"{label} {name}")
-    if not axes.lines:
-        return None
-    _over(axes, title, "")
-    return as_svg(drawing, f"{title}, over the steps, {comparison.name}")
+            _draw(axes, steps, mean, label=f"{label} mean", **line)
+            _draw(axes, steps, layer, label=f"{label} {name}", **{**line, "linewidth": 0.8, "alpha": 0.6})
+    return _over_steps(figure, axes, (), f"{title}, over the steps, {comparison.name}") if axes.lines else None
 
 
 @styled
-def _over_steps(comparison: Comparison, key: str, title: str) -> str | None:
+def _series(comparison: Comparison, key: str, title: str) -> str | None:
     """Draw one figure of the training steps from zero upwards, the norm of the gradient by its logarithm."""
     curves = {label: run.series(key) for label, run in comparison.columns.items()}
     values = [value for _, series in curves.values() for value in series]
     if not values:
         return None
-    figure, axes = chart(2.6)
-    for (label, series), style in zip(curves.items(), _styles(comparison), strict=False):
-        points = _thinned(*series, MAX_POINTS)
-        axes.plot(*points, color=style["color"], linestyle=style["linestyle"], linewidth=1.3, label=label)
+    figure, axes = chart(title, height=2.6)
+    for (label, series), (line, _) in zip(curves.items(), _styles(comparison), strict=False):
+        _draw(axes, *series, label=label, **line)
     if key == "gradient_norm" and min(values) > 0:
         axes.set_yscale("log")  # in every stage: which one has a spike must not change how the others look
         low, high = min(values) / 1.2, max(values) * 1.2
@@ -229,40 +202,36 @@ def _over_steps(comparison: Comparison, key: str, title: str) -> str | None:
         axes.yaxis.set_major_formatter("{x:g}")
     else:
         axes.set_ylim(bottom=0)
-    _over(axes, title, "")
-    return as_svg(figure, f"{title} over the steps, {comparison.name}")
+    return _over_steps(figure, axes, (), f"{title} over the steps, {comparison.name}")
 
 
-def _over(axes: Any, title: str, unit: str) -> None:
+def _draw(axes: Any, steps: Sequence[int], values: Sequence[float], most: int = MAX_POINTS, **line: Any) -> list[float]:
+    """Draw a curve, and return its values after the first steps: those say nothing about what a run comes to."""
+    late = [value for step, value in zip(steps, values, strict=True) if step > EARLY * steps[-1]]
+    if len(steps) > most:
+        steps, values = (
+            [part.mean() for part in np.array_split(np.array(each, dtype=float), most)] for each in (steps, values)
+        )
+    axes.plot(steps, values, **{"linewidth": 1.3, "markersize": 5, **line})
+    return late
+
+
+def _over_steps(figure: Figure, axes: Any, late: Sequence[float], description: str) -> str:
+    """Return the chart, whose axis shows the `late` values; curves may leave it upwards and downwards."""
+    if late:
+        low, high = min(late), max(late)
+        room = 0.07 * (high - low) or 0.1 * abs(high) or 1.0
+        axes.set_ylim(low - room, high + room)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.set(xlabel="step", ylabel=unit, title=title)
+    axes.set_xlabel("step")
+    return as_svg(figure, description)
 
 
-def _late(steps: Sequence[float], values: Sequence[float]) -> list[float]:
-    """Return the values after the first steps, which say nothing about what a run comes to."""
-    return [value for step, value in zip(steps, values, strict=True) if step > EARLY * steps[-1]]
+def _joined(steps: Sequence[int]) -> str:
+    return "-" if len(steps) >= LEAST_CURVE else ""
 
 
-def _set_range(axes: Any, values: Sequence[float]) -> None:
-    """Let an axis show these values; curves may leave it upwards and downwards."""
-    if not values:
-        return
-    low, high = min(values), max(values)
-    room = 0.07 * (high - low) or 0.1 * abs(high) or 1.0
-    axes.set_ylim(low - room, high + room)
-
-
-def _styles(comparison: Comparison) -> list[Mapping[str, Any]]:
-    """Return the line styles of the first and the second run; BF16 alone is drawn as beside FP8."""
-    styles = [
-        {"color": FP8, "linestyle": "-", "marker": "o"},
-        {"color": BF16, "linestyle": (0, (4, 2)), "marker": "s"},
-    ]
+def _styles(comparison: Comparison) -> list[tuple[dict[str, Any], str]]:
+    """Return line and marker of the first and the second run; BF16 alone is drawn as beside FP8."""
+    styles = [({"color": FP8, "linestyle": "-"}, "o"), ({"color": BF16, "linestyle": (0, (4, 2))}, "s")]
     return styles[::-1] if comparison.run.kind == "bf16" else styles
-
-
-def _thinned(steps: Sequence[int], values: Sequence[float], count: int) -> tuple[Sequence[float], Sequence[float]]:
-    if len(steps) <= count:
-        return steps, values
-    means = [[part.mean() for part in np.array_split(np.array(line, dtype=float), count)] for line in (steps, values)]
-    return means[0], means[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from ds_fp8.monitor.records import health_matrix, health_sites
 from ds_fp8.report.runs import Comparison, RunRecord
 from ds_fp8.report.verdict import TRAINED, WEIGHTS, Verdict, concerns, exact_match_of, gap_of, share_error
 
+SENT = ("all_gather_bytes", "grad_bytes", "exchange_bytes")
 RATIOS = ("all_gather_bytes", "grad_bytes", "peak_memory_bytes", "tokens_per_second")
 
 
@@ -45,14 +46,10 @@ def run_figures(run: RunRecord) -> dict[str, Any]:
         "exact_match_problems": answers["problems"],
         "exact_match_standard_error": share_error(answers["after"], answers["problems"]),
         # One rank alone sends nothing.
-        **{
-            key: result["bytes_per_step"].get(key) or None
-            for key in ("all_gather_bytes", "grad_bytes", "exchange_bytes")
-        },
+        **{key: result["bytes_per_step"].get(key) or None for key in SENT},
         **{key: result[key] for key in ("tokens_per_second", "peak_memory_bytes", "skipped_steps")},
         "routing": routing and {**routing["routing"]["mean"], "auxiliary_loss": routing.get("auxiliary_loss")},
         "spikes": run.spikes,
-        "sharpness": run.sharpness,
         "concerns": concerns(run),
     }
 
@@ -77,54 +74,58 @@ class HealthTable:
     """The worst value of one figure by decoder layer and tensor class, over all measured steps."""
 
     title: str
-    unit: str
     digits: int
     """Digits after the point that are shown."""
     columns: list[str]
     rows: list[tuple[str, list[tuple[float | None, float]]]]
     """Names of the layers; of each value also how alarming it is, from 0 to 1."""
-
-    @property
-    def all_clear(self) -> bool:
-        """Return whether it is a share, and 0 everywhere."""
-        return self.unit == "%" and not any(value for _, cells in self.rows for value, _ in cells)
+    all_clear: str
+    """What can be said where every value is 0; else empty."""
 
 
-def health_tables(run: RunRecord) -> dict[str, HealthTable]:
-    """Return the table of each figure: "flushed", "saturated" and "snr_db"."""
-    return {figure: _table(run, figure, *description) for figure, description in _FIGURES.items()}
+class _Figure(NamedTuple):
+    title: str
+    digits: int
+    worst: Callable[[np.ndarray], float]
+    heat: Callable[[float], float]
+    """How alarming a value is."""
+    all_clear: str = ""
 
 
 _FIGURES = {
-    "flushed": ("Underflow: flushed to zero, most", "%", 2, np.max, lambda percent: (percent / 10) ** 0.5),
-    "saturated": ("Saturated, most", "%", 3, np.max, lambda percent: percent**0.5),
-    "snr_db": ("Signal-to-noise ratio, least", "dB", 1, np.min, lambda decibels: (30 - decibels) / 10),
+    "flushed": _Figure(
+        "Underflow: flushed to zero, most, %",
+        2,
+        np.max,
+        lambda percent: (percent / 10) ** 0.5,
+        "Nothing flushed to zero in any layer.",
+    ),
+    "saturated": _Figure(
+        "Saturated, most, %", 3, np.max, lambda percent: percent**0.5, "Nothing saturated in any layer."
+    ),
+    "snr_db": _Figure("Signal-to-noise ratio, least, dB", 1, np.min, lambda decibels: (30 - decibels) / 10),
 }
-"""Figure -> its title, unit, digits, the worst of several values, and how alarming a value is."""
 
 
-def _table(
-    run: RunRecord,
-    figure: str,
-    title: str,
-    unit: str,
-    digits: int,
-    worst: Callable[[np.ndarray], float],
-    heat: Callable[[float], float],
-) -> HealthTable:
-    measured = run.measurements
+def health_tables(run: RunRecord) -> list[HealthTable]:
+    """Return a table of each figure of the casts' health."""
+    measured, tables = run.measurements, []
     sites = health_sites(measured)
     layers = [_layer_of(site) for site in sites]
     classes = [name for name in LABELS if any(name in record["health"] for record in measured)]
-    rows: dict[str, list[tuple[float | None, float]]] = {layer: [] for layer in layers}
-    for tensor_class in classes:
-        matrix = health_matrix(measured, tensor_class, figure, sites)
-        for layer, cells in rows.items():
-            known = matrix[[index for index, name in enumerate(layers) if name == layer]]
-            known = known[np.isfinite(known)]
-            value = float(worst(known)) if known.size else None
-            cells.append((value, 0.0 if value is None else float(np.clip(heat(value), 0, 1))))
-    return HealthTable(title, unit, digits, [LABELS[name] for name in classes], list(rows.items()))
+    for key, figure in _FIGURES.items():
+        rows: dict[str, list[tuple[float | None, float]]] = {layer: [] for layer in layers}
+        for tensor_class in classes:
+            matrix = health_matrix(measured, tensor_class, key, sites)
+            for layer, cells in rows.items():
+                known = matrix[[index for index, name in enumerate(layers) if name == layer]]
+                known = known[np.isfinite(known)]
+                value = float(figure.worst(known)) if known.size else None
+                cells.append((value, 0.0 if value is None else float(np.clip(figure.heat(value), 0, 1))))
+        clear = "" if any(value for cells in rows.values() for value, _ in cells) else figure.all_clear
+        names = [LABELS[name] for name in classes]
+        tables.append(HealthTable(figure.title, figure.digits, names, list(rows.items()), clear))
+    return tables
 
 
 def _layer_of(site: str) -> str:

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.report import charts
-from ds_fp8.report.figures import health_tables, run_figures, stage_figures, summarise
+from ds_fp8.report.figures import health_tables, run_figures, summarise
 from ds_fp8.report.runs import Comparison, RunRecord, find, seeds
 from ds_fp8.report.verdict import (
     TOLERANCE,
@@ -33,7 +33,6 @@ from ds_fp8.train.run_folder import METRICS, RESULT, write_atomically
 
 HTML, JSON = "report.html", "summary.json"
 NOT_MEASURED = "–"
-ALL_CLEAR = {"flushed": "Nothing flushed to zero in any layer.", "saturated": "Nothing saturated in any layer."}
 EMULATED = (
     "Measured on a CPU, where FP8 is emulated: losses, answers and bytes are those of FP8, memory and speed say "
     "nothing about a GPU."
@@ -47,8 +46,6 @@ ROUTING_ROWS = (
 """Figures of a mixture of experts: name, key, how it is shown and in which unit; means over the layers."""
 OPEN_ANSWERS = 3
 """Answers that are shown before the fold."""
-FEW = 4
-"""Tiles of gaps; the table has all of them."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,6 @@ class Page:
 
     title: str
     verdict: Verdict | None = None
-    tiles: Sequence[tuple[str, str]] = ()
-    """Figures and what they are."""
     notes: Sequence[str] = ()
     tables: Sequence[Table] = ()
     charts: Sequence[str] = ()
@@ -78,12 +73,7 @@ class Page:
     stages: Sequence[Mapping[str, Any]] = ()
     start_report: Mapping[str, Any] = field(default_factory=dict)
 
-    def write(self, file: Path) -> Path:
-        """Write the page and return its path."""
-        return _written(self.html(), file)
-
     def html(self) -> str:
-        """Return the page as HTML."""
         environment = Environment(
             loader=PackageLoader("ds_fp8.report", "templates"),
             autoescape=True,
@@ -110,29 +100,23 @@ def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -
         ) from error
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / JSON, json.dumps(summary, indent=2) + "\n")
-    return out / JSON, _written(page, out / HTML), verdict
-
-
-def _written(text: str, file: Path) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, text)
-    return file
+    write_atomically(out / HTML, page)
+    return out / JSON, out / HTML, verdict
 
 
 def page_of_runs(comparisons: Sequence[Comparison], verdict: Verdict, title: str, tolerance: float = TOLERANCE) -> Page:
     """Return the page of stages, of seeds, or of one run."""
     first, several = comparisons[0], seeds(comparisons) is not None
-    fp8 = [run for run in first.columns.values() if run.kind == "fp8"]
+    fp8 = next((run for run in first.columns.values() if run.kind == "fp8"), None)
     return Page(
         title,
         verdict,
-        tiles=_tiles(comparisons),
         notes=[EMULATED] if first.run.result["device"] == "cpu" else [],
         tables=[_overview(comparisons)] if first.twin is not None else [],
         charts=[charts.gaps_of_seeds(comparisons, seed_noise(comparisons), tolerance)] if several else [],
         facts=facts_of(comparisons),
         stages=[_stage(comparison, tolerance) for comparison in comparisons],
-        start_report=_start_report(fp8[0]) if fp8 else {},
+        start_report=_start_report(fp8) if fp8 else {},
     )
 
 
@@ -147,18 +131,12 @@ def facts_of(comparisons: Sequence[Comparison]) -> dict[str, str]:
             "begun": min(each["started"] for each in made),
             "took": f"{_duration(whole)} in {len(made)} run{'s' * (len(made) > 1)}"
             + (", the last start of each alone" if any(each["first_step"] for each in made) else ""),
-            "host": _all(each["host"] for each in made),
-            "hardware": _all(each["processor"] for each in made),
-            "seed": _all(str(each["seed"]) for each in made),
-            "commit": _all(each["commit"] or "installed package" for each in made),
-            "command": made[0]["command"],
         }
+        for name, key in {"host": "host", "hardware": "processor", "seed": "seed", "commit": "commit"}.items():
+            facts[name] = ", ".join(dict.fromkeys(str(each[key] or "installed package") for each in made))
+        facts["command"] = made[0]["command"]
     facts["versions"] = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return facts
-
-
-def _all(values: Any) -> str:
-    return ", ".join(dict.fromkeys(values))
 
 
 def _duration(seconds: float) -> str:
@@ -168,7 +146,6 @@ def _duration(seconds: float) -> str:
 
 
 def _overview(comparisons: Sequence[Comparison]) -> Table:
-    """Return the one table over all stages, or seeds, or of the single run."""
     labels = ["FP8", "BF16"] if all(set(each.columns) == {"FP8", "BF16"} for each in comparisons) else None
     of = labels or [run.label for run in comparisons[0].columns.values()]
     columns = ["seed" if seeds(comparisons) else "stage", "steps", f"validation loss {of[0]}", *of[1:]]
@@ -203,20 +180,10 @@ def _stage(comparison: Comparison, tolerance: float) -> dict[str, Any]:
         "charts": [picture for picture in pictures if picture],
         "answers": _answers(comparison),
         "concerns": [(label, line) for label, run in runs.items() for line in concerns(run)],
-        "health": [_health(label, run) for label, run in runs.items() if run.measurements],
+        "health": [(label, health_tables(run)) for label, run in runs.items() if run.measurements],
         "differences": Table(
             ["key", *runs], [[key, *map(_shown, values)] for key, *values in comparison.differences()]
         ),
-    }
-
-
-def _health(label: str, run: RunRecord) -> dict[str, Any]:
-    tables = health_tables(run)
-    alarming = [figure for figure, table in tables.items() if not table.all_clear]
-    return {
-        "label": label,
-        "tables": [tables[figure] for figure in alarming],
-        "all_clear": [words for figure, words in ALL_CLEAR.items() if figure not in alarming],
     }
 
 
@@ -232,24 +199,6 @@ def _answers(comparison: Comparison) -> list[dict[str, Any]]:
         for prompt, sample in first.items()
         if all(prompt in answers for answers in rest)
     ]
-
-
-def _tiles(comparisons: Sequence[Comparison]) -> list[tuple[str, str]]:
-    """Return figures for the head of the page: the gap of every stage or seed; of the rest the least favourable."""
-    if comparisons[0].twin is None:
-        return []
-    stages = [stage_figures(comparison) for comparison in comparisons]
-    gaps = {comparison.name: gap for comparison in comparisons if (gap := gap_of(comparison)) is not None}
-    tiles = [(f"{gap:+.2%}", f"final loss against BF16's, {name}") for name, gap in list(gaps.items())[:FEW]]
-    words = {"all_gather_bytes": "bytes of parameter gathers", "grad_bytes": "bytes of gradients"}
-    if comparisons[0].run.result["device"] != "cpu":
-        words |= {"peak_memory_bytes": "peak memory", "tokens_per_second": "tokens per second"}
-    for key, what in words.items():
-        ratios = [stage[f"{key}_ratio"] for stage in stages if stage[f"{key}_ratio"] is not None]
-        if ratios:
-            worst, of = (min(ratios), "least") if key == "tokens_per_second" else (max(ratios), "largest")
-            tiles.append((f"{worst:.2f}×", f"{what}{f', {of} of {len(stages)}' * (len(stages) > 1)}"))
-    return tiles
 
 
 def _figures(comparison: Comparison) -> Table:

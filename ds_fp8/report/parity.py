@@ -30,21 +30,16 @@ from ds_fp8.report.verdict import (
     seed_noise,
     sign_test,
 )
-from ds_fp8.train.evaluation import RELATIVE
-from ds_fp8.train.metrics import LEAST_HISTORY
 from ds_fp8.train.run_folder import write_atomically
 from ds_fp8.train.stage import Stage
 
 JSON = "parity.json"
 TEXT = (
     "A run diverged when its final validation loss is not finite, or nearer to the loss before the first step than to "
-    "the best of the grid. A spike is a logged training loss that stands out from those before it, as "
-    "train.spike_threshold and train.spike_window say; a run's first "
-    f"{LEAST_HISTORY}, which have too few before them, are none.",
+    "the best of the grid. A spike is a training loss that stands out from those before it, as train.spike_threshold "
+    "and train.spike_window say.",
     "Gap is FP8's final validation loss against BF16's of the same seed, a mean over seeds ± its standard error, of "
     "the seeds at which neither diverged.",
-    "Sharpness is by how much, in percent of one plus the loss, the validation loss grows at most when every logit z "
-    f"moves by up to {RELATIVE} · (|z| + 1).",
 )
 Points = Mapping[str, Sequence[Comparison]]
 """The twins of each point of a grid, one a seed; the stage as it is has the name ""."""
@@ -65,7 +60,6 @@ class Cell:
         return ", ".join(filter(None, (self.kind, self.point, f"seed {self.seed}")))
 
     def folder(self, out: Path) -> Path:
-        """Return the run's folder."""
         return out / self.kind / point_folder(self.point) / f"seed_{self.seed}"
 
 
@@ -77,10 +71,7 @@ def point_folder(point: str) -> str:
 def twins_of(points: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[tuple[Cell, Cell]]:
     """Return the run in FP8 of every point (its changes KEY=VALUE by its name) and seed, and its twin in BF16.
 
-    Points that differ in "fp8" keys alone have the same twin.
-
-    Raises:
-        UserError: The names of two points make the same folder.
+    Points that differ in "fp8" keys alone have the same twin; names of points that make the same folder are refused.
     """
     result, folders = [], {}
     for point, changes in points.items():
@@ -119,11 +110,7 @@ def run_overrides(stage: Stage, cell: Cell, steps: int, evaluations: int, out: P
 
 
 def comparisons_in(out: Path, twins: Sequence[tuple[Cell, Cell]]) -> dict[str, list[Comparison]]:
-    """Return the finished twins of every point.
-
-    Raises:
-        UserError: One is missing.
-    """
+    """Return the finished twins of every point."""
     records = {cell: RunRecord(cell.folder(out)) for pair in twins for cell in pair}
     found: dict[str, list[Comparison]] = {}
     for fp8, bf16 in twins:
@@ -191,43 +178,30 @@ def write_parity(points: Points, folder: Path, title: str, tolerance: float = TO
         page = page_of_runs(next(iter(points.values())), verdict, title, tolerance)
     else:
         page = _page_of_points(points, verdict, title)
-    return folder / JSON, page.write(folder / HTML), verdict
+    write_atomically(folder / HTML, page.html())
+    return folder / JSON, folder / HTML, verdict
 
 
 def _page_of_points(points: Points, verdict: Verdict, title: str) -> Page:
     grid = grid_of(points)
     columns = ["point", "loss FP8", "BF16", "gap", "BF16 better at", "diverged FP8", "BF16", "spikes FP8", "BF16"]
-    rows, drawn = [], {TRAINED: ([], []), "sharpness": ([], [])}
+    rows, losses = [], {kind: [] for kind in KINDS}
     for point, found in points.items():
         runs = [runs_of(found, kind) for kind in KINDS]
         kept = healthy(found, grid)
         gap, signs = mean_gap(kept) if kept else None, sign_test(kept)
-        row = [point, *(_mean([run.result[TRAINED] for run in kind], "{:.4f}") for kind in runs)]
+        for kind, those in zip(KINDS, runs, strict=True):
+            losses[kind].append([loss for run in those if (loss := run.result[TRAINED]) is not None])
+        row = [point, *(f"{fmean(losses[kind][-1]):.4f}" if losses[kind][-1] else NOT_MEASURED for kind in KINDS)]
         row += [str(gap or NOT_MEASURED), NOT_MEASURED if signs is None else f"{signs[0]} of {signs[1]}"]
-        row += [f"{sum(diverged(run, grid) for run in kind)} of {len(kind)}" for kind in runs]
-        row += [f"{sum(run.spikes for run in kind)}" for kind in runs]
-        rows.append(row + [_mean([run.sharpness for run in kind], "{:.2f}") for kind in runs])
-        for number, kind in enumerate(runs):
-            drawn[TRAINED][number].append([v for run in kind if (v := run.result[TRAINED]) is not None])
-            drawn["sharpness"][number].append([v for run in kind if (v := run.sharpness) is not None])
-    pictures = [("Final validation loss", "nats per token", drawn[TRAINED])]
-    if any(drawn["sharpness"][0]):
-        columns += ["sharpness, % FP8", "BF16"]
-        pictures.append(("Sharpness in the logits", "percent", drawn["sharpness"]))
+        row += [f"{sum(diverged(run, grid) for run in those)} of {len(those)}" for those in runs]
+        rows.append(row + [f"{sum(run.spikes for run in those)}" for those in runs])
     return Page(
         title,
         verdict,
-        tables=[Table(columns, [row[: len(columns)] for row in rows])],
+        tables=[Table(columns, rows)],
         notes=[EMULATED] if grid[0].run.result["device"] == "cpu" else [],
-        charts=[
-            charts.over_points(name, unit, list(points), dict(zip(KINDS, values, strict=True)))
-            for name, unit, values in pictures
-        ],
+        charts=[charts.over_points("Final validation loss", "nats per token", list(points), losses)],
         facts=facts_of(grid),
         text=TEXT,
     )
-
-
-def _mean(values: Sequence[float | None], shape: str) -> str:
-    known = [value for value in values if value is not None]
-    return shape.format(fmean(known)) if known else NOT_MEASURED

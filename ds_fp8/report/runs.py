@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,14 +11,9 @@ from typing import Any
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import flat, read_json
-from ds_fp8.config.fp8 import section_of
-from ds_fp8.config.schema import parse_section
-from ds_fp8.train.metrics import SpikeDetector, read_lines
+from ds_fp8.train.metrics import read_lines
 from ds_fp8.train.run_folder import CONFIG, METRICS, RESULT, Invalid, read_object
-from ds_fp8.train.stage import MAX_STEPS, TrainConfig
 
-SHARPNESS = "sharpness.json"
-"""Sharpness of a run's model in the logits (train/sharpness.py), where `ds-fp8 parity` has measured it."""
 KINDS = ("fp8", "bf16")
 """Folders of a comparison: FP8 runs in fp8/NAME, their BF16 twins in bf16/NAME."""
 
@@ -28,11 +22,6 @@ class RunRecord:
     """The record of a finished run, read from its folder."""
 
     def __init__(self, folder: Path):
-        """Read `folder`.
-
-        Raises:
-            UserError: The run has not finished or a file is damaged.
-        """
         self.folder = folder
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}", remedy="give the train.run_dir of a finished run")
@@ -48,48 +37,27 @@ class RunRecord:
 
     @property
     def label(self) -> str:
-        """Return the kind as people write it."""
         return self.kind.upper()
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Return steps and values of every record that has `key`."""
         pairs = [(record["step"], record[key]) for record in self.metrics if record.get(key) is not None]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
-    def by_step(self, key: str) -> dict[int, float]:
-        """Return the same as a mapping, the last value of each step."""
-        return dict(zip(*self.series(key), strict=True))
-
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the records of the event `name`."""
         return [record for record in self.metrics if record.get("event") == name]
 
     @cached_property
     def measurements(self) -> list[dict[str, Any]]:
-        """Return records with the health of the casts."""
         return [record for record in self.metrics if record.get("health")]
 
     @cached_property
     def routing(self) -> list[dict[str, Any]]:
-        """Return records with the router statistics of a mixture of experts."""
         return [record for record in self.metrics if record.get("routing")]
 
-    @cached_property
+    @property
     def spikes(self) -> int:
-        """Return how many logged losses stand out from those before, by the run's own threshold and window."""
-        own = section_of(self.config, "train")
-        known = {key: own[key] for key in ("spike_window", "spike_threshold") if key in own}
-        known |= {"run_dir": str(self.folder), "steps": 1}  # a stage's must be there
-        train = parse_section(TrainConfig, known, key="train", file=self.folder / CONFIG)
-        detector = SpikeDetector(min(train.spike_window, MAX_STEPS), train.spike_threshold)
-        return sum(detector.observe(loss) is not None for loss in self.series("loss")[1])
-
-    @cached_property
-    def sharpness(self) -> float | None:
-        """Return the sharpness in the logits, percent, where it was measured and is finite."""
-        file = self.folder / SHARPNESS
-        found = read_json(file).get("sharpness") if file.is_file() else None
-        return found if isinstance(found, float) and math.isfinite(found) else None
+        """Return how many losses stood out from those before, by train.spike_threshold and train.spike_window."""
+        return len(self.events("spike")) + len(self.events("rollback"))
 
     def _result(self) -> dict[str, Any]:
         try:
@@ -136,7 +104,6 @@ class Comparison:
 
     @property
     def columns(self) -> dict[str, RunRecord]:
-        """Return the runs by a label that distinguishes them."""
         if self.twin is None:
             return {self.run.label: self.run}
         labels = [self.run.label, self.twin.label]
@@ -144,16 +111,16 @@ class Comparison:
             labels = [str(self.run.folder), str(self.twin.folder)]
         return dict(zip(labels, (self.run, self.twin), strict=True))
 
-    def gaps(self, key: str) -> tuple[list[int], list[float]]:
-        """Return FP8 / BF16 - 1 of a loss, and the steps at which both have it."""
-        ours, theirs = (run.by_step(key) for run in self.columns.values())
-        steps = [step for step in ours if theirs.get(step)]
+    def gaps(self, key: str, first: int = 0) -> tuple[list[int], list[float]]:
+        """Return the steps from `first` on at which both have a loss, and FP8 / BF16 - 1 of it."""
+        ours, theirs = (dict(zip(*run.series(key), strict=True)) for run in self.columns.values())
+        steps = [step for step in ours if step >= first and theirs.get(step)]
         return steps, [ours[step] / theirs[step] - 1 for step in steps]
 
     def differences(self) -> list[tuple[str, Any, Any]]:
-        """Return (dotted key, value of the run, value of the twin) of what their configurations do not share.
+        """Return the keys in which the configurations differ, with the values of run and twin, None where one has none.
 
-        None stands for a key that is not there. Paths that always differ are left out.
+        Paths that always differ are left out.
         """
         if self.twin is None:
             return []
@@ -163,14 +130,7 @@ class Comparison:
 
 
 def find(folders: Iterable[Path]) -> list[Comparison]:
-    """Return the comparisons that one or two folders hold.
-
-    Args:
-        folders: a run; a run and its twin; or one folder with fp8/NAME and bf16/NAME.
-
-    Raises:
-        UserError: a folder is missing, is not a finished run, or has no twin.
-    """
+    """Return the comparisons of a run, of a run and its twin, or of one folder with fp8/NAME and bf16/NAME."""
     first, *rest = folders
     if rest:
         return [Comparison(first.name, RunRecord(first), RunRecord(rest[0]))]

@@ -39,7 +39,6 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Return whether nothing speaks against FP8."""
         return self.level == "good"
 
     def __str__(self) -> str:
@@ -58,7 +57,6 @@ class Gap:
     """Standard error of the mean, None for one seed."""
 
     def level(self, tolerance: float) -> Level:
-        """Return what the gap says where so much is allowed: one beyond it does not pass for being noisy."""
         if self.mean <= tolerance:
             return "good"
         return "undecided" if self.error is not None and self.mean <= SIGMAS * self.error else "bad"
@@ -78,24 +76,17 @@ class ExactMatch:
 
     @property
     def difference(self) -> float:
-        """Return FP8's share less BF16's."""
         return self.fp8 - self.bf16
 
     @property
     def worse(self) -> bool:
-        """Return whether FP8 answers fewer problems than the standard error explains."""
         return self.difference < 0 and -self.difference > SIGMAS * self.error
 
 
 def judge(trained: Gap, weights: Gap | None, tolerance: float, answers: ExactMatch | None = None) -> Level:
-    """Judge how far FP8's final losses are from BF16's, by the worse of the two, and whether it answers as well.
+    """Judge by the worse of the gaps of the losses as trained and of the weights in BF16, and by the answers.
 
-    Args:
-        trained: gap of the loss computed as in training, with casts.
-        weights: gap of the loss of the exported BF16 weights, without casts; None where it was not measured.
-        tolerance: the gap that is allowed.
-        answers: exact match, where it was measured. Its error over one seed leaves out what another seed changes, so
-            that one seed decides nothing.
+    The error of exact match over one seed leaves out what another seed changes: one seed decides nothing.
     """
     levels = [gap.level(tolerance) for gap in (trained, weights) if gap is not None]
     if answers is not None and answers.worse:
@@ -158,7 +149,7 @@ def judge_all(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -
     level = max((verdict.level for verdict in found.values()), key=LEVELS.index)
     worst = " and ".join(name for name, verdict in found.items() if verdict.level == level)
     runs = worst if level == "bad" else f"all {len(found)} stages"
-    figures = [", ".join(f"{gap:+.2%}" for gap in gaps_of(comparisons, key)) for key in measured(comparisons)]
+    figures = [", ".join(f"{gap_of(each, key):+.2%}" for each in comparisons) for key in measured(comparisons)]
     words = f"final losses of FP8 against BF16 {'; of its weights in BF16 '.join(figures)} ({tolerance:.2%} allowed)"
     return Verdict(level, _of_one_seed(level, runs, f" in {worst}"), words)
 
@@ -212,14 +203,9 @@ def gap_of(comparison: Comparison, key: str = TRAINED) -> float | None:
     return losses[0] / losses[1] - 1 if len(losses) == 2 and all(losses) else None
 
 
-def gaps_of(comparisons: Sequence[Comparison], key: str = TRAINED) -> list[float | None]:
-    """Return `gap_of` every comparison."""
-    return [gap_of(comparison, key) for comparison in comparisons]
-
-
 def mean_gap(comparisons: Sequence[Comparison], key: str = TRAINED) -> Gap | None:
     """Return the mean of the gaps over seeds with its standard error, None where one of them is not known."""
-    gaps = gaps_of(comparisons, key)
+    gaps = [gap_of(each, key) for each in comparisons]
     return None if None in gaps else Gap(fmean(gaps), _standard_error(gaps))
 
 

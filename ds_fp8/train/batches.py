@@ -11,7 +11,7 @@ from deepspeed import comm as dist
 from torch.nn import functional as F
 
 from ds_fp8.data import IGNORED, PackedDataset, StageData
-from ds_fp8.data.order import budgeted_micro_batches, local_micro_batches
+from ds_fp8.data.rows import budgeted_micro_batches, local_micro_batches
 from ds_fp8.layers.attention import documents
 from ds_fp8.train.stage import Stage
 

@@ -1,32 +1,19 @@
-"""Measuring a model without training it: loss on held-out rows, answers to held-out problems, sharpness of the loss.
-
-The sharpness tells how much worse the loss gets when logits move a little, as far as they can.
-
-    box          |d[v]| <= relative · (|z[v]| + 1)     for every logit z[v] of a token (Keskar et al., arXiv 1609.04836)
-    loss(d)      logsumexp(z + d) - (z + d)[y]         of the label y
-    sharpness    100 · (max over the box of mean loss(d) - mean loss(0)) / (1 + mean loss(0))
-
-Lee et al. (To FP8 and Back Again, arXiv 2405.18710) measure language models in their logits, for which the input and
-the weights, as Keskar et al. perturb them, are too many and not comparable between models. Their exact search and size
-of the box are not taken over: the loss grows in every logit but the label's, in which it falls, so its largest value
-over the box is at a corner, d[v] = +limit for all v but the label and -limit for that, and no search is needed.
-"""
+"""Measuring a model without training it: loss per token on held-out rows, and answers to held-out problems."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
 from transformers import PreTrainedTokenizerBase
 
 from ds_fp8.data import IGNORED, PackedDataset, stop_tokens
-from ds_fp8.data.order import measured_rows
-from ds_fp8.data.questions import Question, extract_answer
+from ds_fp8.data.rows import measured_rows
+from ds_fp8.data.stage import Question, extract_answer
 from ds_fp8.layers.attention.sequence_parallel import whole_sequences
 from ds_fp8.layers.head.loss import withholds_logits
 from ds_fp8.train.batches import Batch, label_tokens, micro_batches
@@ -35,8 +22,6 @@ from ds_fp8.train.stage import Stage
 QUESTIONS_AT_ONCE = 64
 MAX_SAMPLES = 12
 """Answers that are kept as text."""
-RELATIVE = 0.01
-"""Size of the box."""
 
 
 @dataclass(frozen=True)
@@ -151,27 +136,3 @@ def label_logits(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, to
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     logits, labels = model(**inputs, use_cache=False).logits[:, :-1], batch["labels"][:, 1:]
     return logits[labels != IGNORED], labels[labels != IGNORED]
-
-
-def losses_at_worst(logits: torch.Tensor, labels: torch.Tensor, relative: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of every token [T], and the largest that moving its logits within the box makes of it."""
-    logits = logits.float()
-    moved = logits.abs().add(1).mul(relative)
-    # The corner of the box: all logits up, the label's down.
-    moved.scatter_(1, labels[:, None], -moved.gather(1, labels[:, None]))
-    return F.cross_entropy(logits, labels, reduction="none"), F.cross_entropy(logits + moved, labels, reduction="none")
-
-
-@torch.no_grad()
-def logit_sharpness(model: torch.nn.Module, batches: Iterable[Batch], relative: float = RELATIVE) -> dict[str, float]:
-    """Return the mean loss per label token, its largest value within the box, in nats, and the sharpness in percent."""
-    model.eval()
-    totals = torch.zeros(3, dtype=torch.float64)
-    for batch in batches:
-        logits, labels = label_logits(model, batch)
-        loss, worst = losses_at_worst(logits, labels, relative)
-        totals += torch.stack([loss.double().sum(), worst.double().sum(), loss.new_tensor(len(labels)).double()]).cpu()
-    total, at_worst, count = totals.tolist()
-    loss, worst = total / max(count, 1), at_worst / max(count, 1)
-    sharpness = 100 * (worst - loss) / (1 + loss)
-    return {"loss": loss, "worst_loss": worst, "relative": relative, "sharpness": sharpness}

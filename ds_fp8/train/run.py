@@ -28,9 +28,9 @@ import ds_fp8
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
-from ds_fp8.data import StageData, build_data, build_tokenizer, default_cache_dir, save_tokenizer, stop_tokens
+from ds_fp8.data import StageData, build_data, build_tokenizer, save_tokenizer, stop_tokens
 from ds_fp8.data.stage import describe
-from ds_fp8.data.tokenise import tokenizer_identity
+from ds_fp8.data.token_store import tokenizer_identity
 from ds_fp8.export.folder import make_readable
 from ds_fp8.monitor.records import layers_in_bf16
 from ds_fp8.train import processes, resume
@@ -74,8 +74,8 @@ def train(stage: Stage, times: StartTimes | None = None) -> dict[str, Any]:
         if state.result is not None:
             logger.info("%s has finished its %s steps: nothing to do", stage.run_dir, state.step)
             return state.result
-        tokenizer = build_tokenizer(stage.data, default_cache_dir())
-        data = build_data(stage.data, tokenizer, default_cache_dir(), TokeniserProgress())
+        tokenizer = build_tokenizer(stage.data)
+        data = build_data(stage.data, tokenizer, TokeniserProgress())
         stage = stage.with_length(len(data.train))
         resume.check_length(stage, state)
         resume.check_data(stage, state, data.identity)

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from ds_fp8.config.fp8 import AttentionConfig, FP8Config
 from ds_fp8.data import PackedDataset
-from ds_fp8.data.order import measured_rows
+from ds_fp8.data.rows import measured_rows
 from ds_fp8.layers.convert import convert, stop_casting
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import GATHERED, scale_columns, weight_operand

@@ -334,6 +334,7 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
     model = parse_section(ModelConfig, raw.get("model", {}), key="model", file=file)
     data = parse_section(DataConfig, raw["data"], key="data", file=file)
     train = parse_section(TrainConfig, raw["train"], key="train", file=file)
+    data.check_named()
     shared_by = sequence_parallel_size(raw)
     check_ranks(shared_by, world)
     _check_shared(configuration, model, data, shared_by)

@@ -59,7 +59,6 @@ def torch_attention(kernel: SDPBackend | None, q: torch.Tensor, k: torch.Tensor,
 
 
 def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Compute attention in FP32, by a kernel that does not hold all scores."""
     groups = q.shape[1] // k.shape[1]
     q, k, v = q.float(), *(x.float().repeat_interleave(groups, dim=1) for x in (k, v))
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION if q.is_cuda else SDPBackend.MATH]):
@@ -104,7 +103,6 @@ def operands_of(size: ModelSize, rows: int, length: int) -> tuple[list[torch.Ten
 
 
 def step(attention: Attention, operands: list[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
-    """Return the output and the gradients of the operands."""
     output = attention(*operands)
     return [output.detach(), *torch.autograd.grad(output, operands, gradient.to(output.dtype))]
 
@@ -149,7 +147,6 @@ def measure_row(
 
 
 def measure_kernels(operands: list[torch.Tensor], gradient: torch.Tensor, milliseconds: float) -> dict[str, Any]:
-    """Return the row of the FP8 kernels alone, their operands cast before."""
     q, _, v = operands
     with torch.no_grad():
         casts = [cast_heads(x.transpose(1, 2), FORWARD) for x in operands]

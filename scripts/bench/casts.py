@@ -65,7 +65,6 @@ class Operation:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes that have to move at least."""
         return round(self.elements * self.bytes_per_element)
 
 
@@ -95,7 +94,6 @@ def cast_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Itera
 
 
 def norm_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[Operation]:
-    """Yield RMSNorm of x [T, H], with and without the residual add before it."""
     x, residual, weight = normal(tokens, size.hidden), normal(tokens, size.hidden), normal(size.hidden)
     _, rstd, cast = rms_norm_cast(x, weight, EPS, recipe)
     casts, columnwise = in_words(cast), in_words(None, recipe.cast_input_columnwise(x, rstd, weight))
@@ -169,7 +167,6 @@ def copy_time(bytes: int, milliseconds: float) -> float:
 
 
 def measure_operation(operation: Operation, milliseconds: float) -> dict[str, Any]:
-    """Measure one operation and return its row."""
     time, copy = measure(operation.run, milliseconds=milliseconds), copy_time(operation.bytes, milliseconds)
     return {
         "operation": operation.name,
@@ -184,7 +181,6 @@ def measure_operation(operation: Operation, milliseconds: float) -> dict[str, An
 
 
 def measure_presets(presets: list[str], size: ModelSize, tokens: int, milliseconds: float) -> list[dict[str, Any]]:
-    """Return a row for every distinct operation of `presets`."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for preset in presets:
         for operation in operations(preset_recipe(preset), size, tokens):

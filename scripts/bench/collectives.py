@@ -76,7 +76,6 @@ def allocated() -> int | None:
 
 
 def measure_gathers(size: str, fp8: dict[str, Any] | None, repeats: int) -> dict[str, Measured]:
-    """Measure the gather of each group of weights, and in FP8 a refresh."""
     engine = engine_of(size, fp8)
     found = {}
     for name, weights in groups_of(engine).items():
@@ -129,7 +128,6 @@ class SymmetricCollectives(Collectives):
         torch.distributed.barrier(self._group)  # makes the communicator, which `rendezvous` needs
 
     def allocate(self, numel: int) -> torch.Tensor:
-        """Return memory for outputs of `gather`, the same on all ranks."""
         with torch.cuda.use_mem_pool(self._symmetric.get_mem_pool(self.local.device)):
             memory = self.local.new_empty(numel)
         self._symmetric.rendezvous(memory, group=self._group.group_name)

@@ -111,7 +111,6 @@ def normal(*shape: int, std: float = 1.0, seed: int = 0) -> torch.Tensor:
 
 
 def random_operands(tokens: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return BF16 x [T, K], w [N, K] and dy [T, N], the same on every call."""
     return normal(tokens, k, seed=0), normal(n, k, std=WEIGHT_STD, seed=1), normal(tokens, n, std=GRADIENT_STD, seed=2)
 
 
@@ -155,13 +154,11 @@ def _processor() -> str:
 
 
 def print_banner(facts: dict[str, str]) -> None:
-    """Print one line: the device, then every version."""
     rest = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "device")
     print(f"{facts['device']}, {rest}", flush=True)
 
 
 def begin() -> dict[str, str]:
-    """Print the banner and return it."""
     facts = banner()
     print_banner(facts)
     return facts
@@ -206,7 +203,6 @@ def write_json(path: str | os.PathLike, **sections: Any) -> None:
 
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the arguments that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small shapes and few repetitions, for any machine")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
@@ -257,5 +253,4 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def words(text: str) -> list[str]:
-    """Split a comma-separated argument into its words."""
     return [part.strip() for part in text.split(",") if part.strip()]

@@ -48,7 +48,6 @@ class Shape:
 
 
 def recompute_in_backward(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return function(x), keeping nothing for backward but x."""
     return checkpoint(function, x, use_reentrant=False)
 
 
@@ -98,7 +97,6 @@ class Contestant:
 
 
 def transformers_layers(shape: Shape) -> Stack:
-    """Return unchanged Qwen2 layers with the fastest attention that runs."""
     size = shape.size
     config = Qwen2Config(
         hidden_size=size.hidden,
@@ -130,14 +128,12 @@ def _fastest_attention() -> AbstractContextManager:
 
 
 def compiled(stack: Stack) -> Stack:
-    """Compile each layer of a stack and return the stack."""
     for layer in stack.layers:
         layer.compile()
     return stack
 
 
 def torchao_layers(shape: Shape, recipe: str) -> Stack:
-    """Return Qwen2 layers with torchao's FP8 linears, compiled."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     stack = transformers_layers(shape)

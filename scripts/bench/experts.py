@@ -84,7 +84,6 @@ class Operands(NamedTuple):
 
 
 def operands(shape: Shape, tokens: int) -> Operands:
-    """Return the same operands on every call; the router chooses at random."""
     hidden, features, experts, choices = shape
     scores = normal(tokens, experts, seed=3).float().softmax(-1)
     router_weights, index = scores.topk(choices)
@@ -109,7 +108,6 @@ def bf16_times(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, layout: Exper
 
 
 def measure_products(given: Operands, recipe: LinearRecipe, milliseconds: float, sweep: bool) -> list[dict[str, Any]]:
-    """Return a row for each product of gate_up and down."""
     rows = []
     layout = expert_layout(given.index, len(given.gate_up))
     used, pairs = layout.source >= 0, given.index.numel()
@@ -155,7 +153,6 @@ def measure_products(given: Operands, recipe: LinearRecipe, milliseconds: float,
 
 
 def best_launch(product: Callable[[], object], milliseconds: float) -> str:
-    """Return the fastest of SWEEP for a product, with its time."""
     from ds_fp8.gemm import grouped_triton as kernels
 
     names = ("STAGES", "WARPS", "PANEL", "REGISTERS")
@@ -221,7 +218,6 @@ def parts(given: Operands, recipe: LinearRecipe) -> dict[str, tuple[str, Callabl
 
 
 def layer(given: Operands, recipe: LinearRecipe) -> Callable[[], torch.Tensor]:
-    """Return a step, forward and backward, of experts in FP8."""
     x, router_weights = (t.detach().clone().requires_grad_() for t in (given.x, given.router_weights))
     weights = []
     for weight in (given.gate_up, given.down):
@@ -335,7 +331,6 @@ def compiled_figures() -> dict[str, dict[str, int]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and print tables."""
     parser = argument_parser(__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default=None, help="experts of a model (qwen3-30b)")
     parser.add_argument("--tokens", type=integers, default=None, help="tokens, separated by commas (2048,8192)")

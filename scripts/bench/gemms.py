@@ -65,11 +65,9 @@ class Product(NamedTuple):
 
     @property
     def casts(self) -> str:
-        """Return both casts in words, "1x128 · 128x128"."""
         return f"{describe_cast(self.a)} · {describe_cast(self.b)}"
 
     def teraflops(self, milliseconds: float) -> float:
-        """Return the TFLOP/s of one product that takes `milliseconds`."""
         return 2 * self.a.shape[0] * self.b.shape[0] * self.a.shape[1] / milliseconds / 1e9
 
 

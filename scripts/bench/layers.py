@@ -132,7 +132,6 @@ def measure_row(row: Row, shape: Shape, repeats: int, exact: tuple[torch.Tensor,
 
 
 def operands(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x and dy [B, S, H]."""
     sizes = shape.sequences, shape.length, shape.size.hidden
     return normal(*sizes, seed=0), normal(*sizes, std=GRADIENT_STD, seed=1)
 
@@ -145,7 +144,6 @@ def free_memory() -> None:
 
 
 def measure_rows(rows: list[Row], shape: Shape, repeats: int) -> Iterator[dict[str, Any]]:
-    """Yield one result a row; of a peer that fails print the reason instead."""
     x, dy = operands(shape)
     y, dx = contestants()[0].build(shape).step(x, dy)
     exact = sampled_difference(y, x), sampled_difference(dx, dy)

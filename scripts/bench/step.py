@@ -2,7 +2,7 @@
 
     python scripts/bench/step.py --gpus 2 --size 7b --layers 8 --json step.json
     python scripts/bench/step.py --gpus 2 --size 7b --layers 28 --sequences 1 --length 8192 --steps 8 --profile
-        --peers FOLDER --variants deepspeed,torchao,te-fsdp2,te-megatron,infir2,hybrid_fast+coat
+        --variants bf16,infir2,hybrid_fast+coat
     python scripts/bench/step.py --gpus 2 --size 1.5b --steps 200 --json curves.json    loss curves, same seed
     NCCL_P2P_DISABLE=1 python scripts/bench/step.py --gpus 2 ...                        a slower link
     python scripts/bench/step.py --quick                                                seconds on a CPU
@@ -10,11 +10,10 @@
 Each variant runs in processes of its own, for DeepSpeed keeps an engine's memory until its process ends. On several
 hosts start them yourself, one variant at a time: deepspeed --hostfile HOSTS scripts/bench/step.py --variants infir2.
 
-A variant is "bf16" (plain DeepSpeed), PRESET[+OPTIMIZER][/CHOICE...] such as hybrid_fast+coat (the optimizer section of
-coat), infir2/bf16-wire (gathering and reducing in BF16), infir2/graph-auto or infir2/fp8-attention, or a peer whose
-script lies in the folder --peers (all names: step_variants.py). Weak scaling is the default (--sequences x --length x
---accumulation tokens a GPU); --global-tokens fixes the tokens of a step for strong scaling. --profile prints where the
-time of one more step goes, for this library's variants.
+A variant is "bf16" (plain DeepSpeed) or PRESET[+OPTIMIZER][/CHOICE...] such as hybrid_fast+coat (the optimizer section
+of coat), infir2/bf16-wire (gathering and reducing in BF16), infir2/graph-auto or infir2/fp8-attention (all names:
+step_variants.py). Weak scaling is the default (--sequences x --length x --accumulation tokens a GPU); --global-tokens
+fixes the tokens of a step for strong scaling. --profile prints where the time of one more step goes.
 
 The time of a step is that from the end of the step before to its own end, on the GPU; medians are shown. The host runs
 as far ahead as the code lets it, as in training.
@@ -39,7 +38,7 @@ import torch
 from common import banner, device, print_banner, print_table, words, write_json
 from deepspeed import comm as dist
 from step_profile import marked, print_profiles, profiled
-from step_variants import PEERS, failure, fp8_section, peer_command, peer_row, run_ranks
+from step_variants import failure, fp8_section, run_ranks
 from zero_ranks import (
     Intervals,
     causal_lm_config,
@@ -214,7 +213,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="decoder layers (default 8, --quick: 2)")
     parser.add_argument("--vocabulary", type=int, help="default 152064, --quick: 512")
     parser.add_argument("--variants", type=words, metavar="NAME,...", help="default bf16,infir2,infir2/bf16-wire")
-    parser.add_argument("--peers", metavar="FOLDER", help="of the peers' scripts")
     parser.add_argument("--limit", type=float, metavar="S", help="seconds after which a variant is given up")
     parser.add_argument("--sequences", type=int, help="of a micro-batch and GPU (default 2, --quick: 2)")
     parser.add_argument("--length", type=int, help="tokens of a sequence (default 4096, --quick: 64)")
@@ -245,19 +243,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     if options.steps <= options.warmup:
         raise UserError(f"{options.steps} steps are not enough", key="--steps", remedy=f"more than {options.warmup}")
     for variant in options.variants:
-        if variant not in PEERS:
-            fp8_section(variant)
-        elif not options.peers:
-            raise UserError(f"{variant} is a peer", key="--peers", remedy="name the folder of the peers' scripts")
-        else:
-            peer_command(variant, options, Path())
+        fp8_section(variant)
     if options.text and not Path(options.text).is_file():
         raise UserError(f"there is no file {options.text}", key="--text", remedy="name a file to train on")
     return options
 
 
 def micro_batches(options: argparse.Namespace, ranks: int) -> int:
-    """Return the micro-batches of a step on one GPU."""
     if not options.global_tokens:
         return options.accumulation
     tokens = options.sequences * options.length * ranks
@@ -271,7 +263,6 @@ def micro_batches(options: argparse.Namespace, ranks: int) -> int:
 
 
 def measure_here(options: argparse.Namespace) -> None:
-    """Measure the one variant of `options` as a rank that a launcher started."""
     join_ranks()
     if len(options.variants) > 1:
         raise UserError(
@@ -291,7 +282,6 @@ def measure_here(options: argparse.Namespace) -> None:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that the figures depend on."""
     names = ["size", "layers", "vocabulary", "sequences", "length", "accumulation"]
     names += ["recompute", "prefetch", "lora", "dpo", "deterministic"]
     return {**{name: getattr(options, name) for name in names}, "monitor": options.measure_every}
@@ -305,18 +295,6 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> None:
         write_json(options.json, **found)
 
 
-def _as_written(variant: str, output: str, file: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a rank of this script would have written, of a peer too. Raise ValueError, KeyError or OSError."""
-    if variant not in PEERS:
-        return json.loads(file.read_text())
-    return {
-        "banner": banner(),
-        "link": link(),
-        "settings": settings_of(options),
-        "rows": [peer_row(variant, output, file)],
-    }
-
-
 def measure_apart(arguments: list[str], options: argparse.Namespace) -> int:
     """Measure every variant in processes of its own; return the exit status of the first failure."""
     ranks = options.gpus or max(torch.cuda.device_count(), 1)
@@ -326,14 +304,11 @@ def measure_apart(arguments: list[str], options: argparse.Namespace) -> int:
         for number, variant in enumerate(options.variants):
             file = Path(folder) / f"{number}.json"
             print(f"{variant} ...", flush=True)
-            if variant in PEERS:
-                command = peer_command(variant, options, file)
-            else:
-                command = [__file__, *arguments, "--variants", variant, "--json", str(file)]
+            command = [__file__, *arguments, "--variants", variant, "--json", str(file)]
             status, output = run_ranks(command, ranks, options.limit)
             try:
-                one = _as_written(variant, output, file, options) if status == 0 else None
-            except (OSError, ValueError, KeyError) as error:
+                one = json.loads(file.read_text()) if status == 0 else None
+            except (OSError, ValueError) as error:
                 one, output = None, f"{output}\n{error}"
             if one is None:
                 print(failure(variant, status, output), file=sys.stderr, flush=True)

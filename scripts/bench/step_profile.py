@@ -37,12 +37,7 @@ PARTS = (*NAMED, *MARKS, "other")
 
 
 def profiled(run: Callable[[], None], trace: str | None = None) -> dict[str, Any]:
-    """Profile one run: waits by kind and caller, and the GPU's time.
-
-    Args:
-        run: What to profile; it ends with the GPU.
-        trace: File to write the trace to.
-    """
+    """Profile one run, which ends with the GPU: waits by kind and caller, and the GPU's time."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device().type == "cuda")
     with profile(activities=activities) as profiler, callers_of_waits() as callers:
         run()
@@ -62,7 +57,7 @@ def profiled(run: Callable[[], None], trace: str | None = None) -> dict[str, Any
     return {
         "waits": {name: counts[name] for name in WAITS},
         "callers": dict(callers),
-        "gpu": gpu_time(kernels) if kernels else None,
+        "kernels": longest_kernels(kernels),
         "split": split_of_step(kernels, marks) if kernels else None,
     }
 
@@ -95,15 +90,11 @@ def marked(engine: Any) -> Iterator[None]:
 
 
 def split_of_step(kernels: list[tuple[str, float, float]], marks: Mapping[str, list[Interval]]) -> dict[str, float]:
-    """Return the milliseconds of each part of a step.
+    """Return the milliseconds of each part of a step, from kernels (name, start, end in microseconds).
 
-    Args:
-        kernels: (name, start, end in microseconds).
-        marks: part of the step -> ranges in microseconds that its kernels lie in, whatever their names.
-
-    Returns:
-        Kernel time by PARTS; "exposed gather" and "exposed reduce", when only NCCL runs (an all-gather, else anything
-        else); "idle", when nothing runs; and "span", the whole. Parts that run at the same time are counted twice.
+    Kernels within a range of `marks` belong to its part, whatever their names. "exposed gather" and "exposed reduce":
+    only NCCL runs (an all-gather, else anything else); "idle": nothing runs; "span": the whole. Parts that run at the
+    same time are counted twice.
     """
     parts = dict.fromkeys(PARTS, 0.0)
     gathers, reductions, others = [], [], []
@@ -122,32 +113,17 @@ def split_of_step(kernels: list[tuple[str, float, float]], marks: Mapping[str, l
     return {part: microseconds / 1e3 for part, microseconds in {"span": span, **parts}.items()}
 
 
-def gpu_time(kernels: list[tuple[str, float, float]]) -> dict[str, Any]:
-    """Return the ms of kernels (name, start, end in microseconds): of NCCL's, of all others, of neither; by name.
-
-    Copies count as compute.
-    """
-    communication = [(start, end) for name, start, end in kernels if "nccl" in name.lower()]
-    others = [(start, end) for name, start, end in kernels if "nccl" not in name.lower()]
-    busy, computing = covered([*communication, *others]), covered(others)
-    span = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
+def longest_kernels(kernels: list[tuple[str, float, float]]) -> list[tuple[str, int, float]]:
+    """Return name, calls and ms of the kernels (name, start, end in microseconds) that take most of the time."""
     by_name: dict[str, list[float]] = {}
     for name, start, end in kernels:
         short = name.replace("(anonymous namespace)::", "").split("<")[0].split("(")[0].removeprefix("void ")
         by_name.setdefault(short[:60], []).append(end - start)
     longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:KERNELS]
-    return {
-        "span": span / 1e3,
-        "compute": computing / 1e3,
-        "communication": covered(communication) / 1e3,
-        "communication alone": (busy - computing) / 1e3,
-        "idle": (span - busy) / 1e3,
-        "kernels": [(name, len(times), sum(times) / 1e3) for name, times in longest],
-    }
+    return [(name, len(times), sum(times) / 1e3) for name, times in longest]
 
 
 def covered(intervals: Iterable[Interval]) -> float:
-    """Return the length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -182,7 +158,6 @@ def callers_of_waits() -> Iterator[Counter[str]]:
 
 
 def print_profiles(profiles: Mapping[str, dict[str, Any]], layers: int) -> None:
-    """Print tables of what `profiled` found, by variant."""
     print_table(
         f"how often the host waits in one step ({layers} layers)",
         ("variant", *WAITS),
@@ -193,22 +168,16 @@ def print_profiles(profiles: Mapping[str, dict[str, Any]], layers: int) -> None:
         ("variant", "function", "times"),
         [(variant, *caller) for variant, found in profiles.items() for caller in found["callers"].items()],
     )
-    measured = {variant: found["gpu"] for variant, found in profiles.items() if found["gpu"]}
-    if not measured:
+    split = {variant: found["split"] for variant, found in profiles.items() if found["split"]}
+    if not split:
         return
     print_table(
         "where the time of rank 0's GPU goes in one step, ms",
-        ("variant", *next(found["split"] for found in profiles.values() if found["split"])),
-        [(variant, *found["split"].values()) for variant, found in profiles.items() if found["split"]],
-    )
-    kinds = ("span", "compute", "communication", "communication alone", "idle")
-    print_table(
-        "rank 0's GPU in one step, ms",
-        ("variant", *kinds),
-        [(variant, *(gpu[kind] for kind in kinds)) for variant, gpu in measured.items()],
+        ("variant", *next(iter(split.values()))),
+        [(variant, *parts.values()) for variant, parts in split.items()],
     )
     print_table(
         "its kernels",
         ("variant", "kernel", "times", "ms"),
-        [(variant, *kernel) for variant, gpu in measured.items() for kernel in gpu["kernels"]],
+        [(variant, *kernel) for variant in split for kernel in profiles[variant]["kernels"]],
     )

@@ -40,12 +40,10 @@ def leave_ranks() -> None:
 
 
 def is_first() -> bool:
-    """Return whether this is rank 0, which prints and writes."""
     return dist.get_rank() == 0
 
 
 def link() -> str:
-    """Describe what the ranks are joined by, as far as the environment says."""
     switches = [f"{name}={os.environ[name]}" for name in LINK_SWITCHES if name in os.environ]
     return " ".join(switches) or ("as NCCL chooses" if device().type == "cuda" else "gloo on one host")
 
@@ -62,7 +60,6 @@ class Intervals:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Mark the end of all that is enqueued; on a CPU, now."""
         if device().type != "cuda":
             self._marks.append(time.perf_counter())
             return
@@ -71,7 +68,6 @@ class Intervals:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Return the intervals; the host waits for the last mark."""
         synchronize()
         if device().type != "cuda":
             return [end - begin for begin, end in itertools.pairwise(self._marks)]
@@ -92,7 +88,6 @@ def timed(function: Callable[[], Any], repeats: int) -> float:
 
 
 def slowest(value: float) -> float:
-    """Return the largest of all ranks' values. Collective."""
     agreed = torch.tensor([value], dtype=torch.float64, device=device())
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
     return agreed.item()

@@ -62,7 +62,6 @@ class Victim:
         return bool(self._parts_since(started))
 
     def finish(self) -> None:
-        """Resume the run and let it end."""
         self._look_back()
         if ForkedRun.start(self.stage, self.run_dir, self.output).wait():
             raise SystemExit(f"the run did not end well:\n{self.output.read_text()[-3000:]}")
@@ -115,7 +114,6 @@ class Victim:
         return True
 
     def _wait_until(self, condition, run: ForkedRun | subprocess.Popen) -> bool:
-        """Wait for the condition; return False when the run ended before."""
         while not condition():
             ended = run.poll() is not None if isinstance(run, subprocess.Popen) else run.has_ended()
             if ended:

@@ -76,7 +76,6 @@ def drawn(rng: random.Random) -> dict[str, Any]:
 
 
 def configuration(chosen: dict[str, Any], fp8: bool) -> dict[str, Any]:
-    """Return the DeepSpeed configuration of a combination."""
     zero = {key: value for key, value in chosen.items() if key not in NOT_OF_ZERO and value is not None}
     if chosen["stage"] != 3:
         zero = {key: value for key, value in zero.items() if key not in ONLY_STAGE_3}
@@ -108,7 +107,6 @@ def configuration(chosen: dict[str, Any], fp8: bool) -> dict[str, Any]:
 
 
 def build(kind: str) -> Any:
-    """Return a model of random weights, the same on all ranks."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

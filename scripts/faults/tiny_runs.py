@@ -75,17 +75,14 @@ class ForkedRun:
         return cls(launcher, ranks)
 
     def kill(self, *processes: int) -> None:
-        """Send SIGKILL to these processes of the run."""
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
     def has_ended(self) -> bool:
-        """Return whether the launcher has ended, which it does after its ranks."""
         return os.waitid(os.P_PID, self.launcher, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def wait(self) -> int:
-        """Wait for the end of launcher and ranks, and return the exit code."""
         _, status = os.waitpid(self.launcher, 0)
         while any(_is_running(rank) for rank in self.ranks):
             time.sleep(0.01)

@@ -1,15 +1,17 @@
-"""The built-in tokenizer, trained once for all tests."""
+"""The quickstart's tokenizer, and a cache of the test's own."""
 
 import pytest
 
 from ds_fp8.data import DataConfig, build_tokenizer
+from tests.corpus import CHATS
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_FP8_CACHE", str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("tokenizers")
-
-
-@pytest.fixture(scope="session")
-def tokenizer(cache_dir):
-    return build_tokenizer(DataConfig(), cache_dir)
+def tokenizer():
+    return build_tokenizer(DataConfig(**CHATS))

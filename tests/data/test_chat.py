@@ -1,19 +1,17 @@
 """Which tokens of a conversation carry loss."""
 
-import io
 import json
 
 import pytest
-import sentencepiece
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.data import DataConfig, build_data, build_tokenizer
-from ds_fp8.data.chat import IGNORED, stop_tokens, tokenize_chat, tokenize_chats
-from ds_fp8.data.sources import read_examples
+from ds_fp8.data import DataConfig, build_data
+from ds_fp8.data.chat import CHATML_TEMPLATE, CHATML_TOKENS, IGNORED, stop_tokens, tokenize_chats
+from ds_fp8.data.sources import ExampleStream
 from ds_fp8.data.stage import describe
-from ds_fp8.data.synthetic import conversations
+from tests.corpus import CHATS, MAKE
 
 CHAT = [
     {"role": "system", "content": "Show your steps."},
@@ -48,6 +46,10 @@ def with_template(tokenizer):
 
     yield use
     tokenizer.chat_template = own
+
+
+def tokenize_chat(tokenizer, chat):
+    return tokenize_chats(tokenizer, [chat])[0][:2]
 
 
 def _spans(tokenizer, labels):
@@ -94,7 +96,7 @@ def test_conversation_that_begins_with_the_assistant(with_template):
 
 
 def test_both_methods_agree_on_the_corpus(with_template):
-    chats = list(conversations("train", 2, 60, "mixed"))
+    chats = list(MAKE["chats"](60, mixed=True))
     marked = tokenize_chats(with_template(None), chats)
     assert marked == tokenize_chats(with_template(PLAIN_CHATML), chats)
     assert [chat[:2] for chat in marked] == [tokenize_chat(with_template(None), chat) for chat in chats]
@@ -220,7 +222,7 @@ def test_marks_that_leave_out_the_end_of_a_turn_are_counted(mark, ends, with_tem
     tokenizer = with_template(template + "{{ '\n' }}{% else %}{{ m['content'] }}{% endif %}{% endfor %}")
     assert [chat.ends for chat in tokenize_chats(tokenizer, [CHAT, CHAT[:2]])] == [ends, True]
     (tmp_path / "own.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n" + json.dumps({"messages": CHAT}))
-    data = build_data(DataConfig(path=str(tmp_path / "own.jsonl"), format="chat"), tokenizer, tmp_path)
+    data = build_data(DataConfig(**CHATS | {"path": str(tmp_path / "own.jsonl")}), tokenizer)
     said = []
     describe(data.report, said.append)
     assert data.report["train"]["open_ends"] == (0 if ends else 2)
@@ -254,8 +256,8 @@ def test_files_of_openai_train(kind, with_template, tmp_path):
     template += "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     tokenizer = with_template(template)
-    chats = read_examples(DataConfig(path=str(tmp_path / "own.jsonl"), format="chat"))
-    ids, labels = tokenize_chat(tokenizer, chats[0])
+    (chat,) = ExampleStream(DataConfig(path=str(tmp_path / "own.jsonl"), format="chat"))
+    ids, labels = tokenize_chat(tokenizer, chat)
     first, last = _spans(tokenizer, labels)
     assert all(part in first for part in ("<call>", "weather", '"city": null'))
     assert last == "Yes.<|im_end|>"
@@ -272,22 +274,22 @@ def test_calls_that_a_template_leaves_out_are_not_dropped(with_template):
 
 
 @pytest.fixture(scope="module")
-def sentencepiece_tokenizer(tmp_path_factory):
-    """One that drops spaces, as spm_train makes it unless told otherwise."""
-    model, folder = io.BytesIO(), tmp_path_factory.mktemp("sentencepiece")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["The quick brown fox jumps over the lazy dog, assistant."] * 50),
-        model_writer=model, model_type="bpe", vocab_size=300, byte_fallback=True, pad_id=3, minloglevel=2,
-    )  # fmt: skip
-    (folder / "own.model").write_bytes(model.getvalue())
-    return build_tokenizer(DataConfig(tokenizer=str(folder / "own.model"), format="chat"), folder)
+def dropping_tokenizer():
+    """One that drops spaces, and what it has no word for, before and behind words, as sentencepiece's models do."""
+    words = [*CHATML_TOKENS, "</s>", "quick", "lazy", "system", "user", "assistant", "Show", "steps", "And", "more"]
+    model = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="</s>"))
+    model.normalizer = normalizers.Replace(Regex(r"[^\w\s]"), "")
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", chat_template=CHATML_TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": words[:2]})
+    return tokenizer
 
 
 @pytest.mark.parametrize("answer", ["lazy", " lazy", "\n\nlazy", "\u200blazy", " ", "\n\n", ""])
-def test_turns_after_an_answer_that_begins_with_dropped_characters_carry_loss(answer, sentencepiece_tokenizer):
+def test_turns_after_an_answer_that_begins_with_dropped_characters_carry_loss(answer, dropping_tokenizer):
     chat = [*CHAT[:2], {"role": "assistant", "content": answer}, CHAT[3], {"role": "assistant", "content": "quick"}]
-    _, labels = tokenize_chat(sentencepiece_tokenizer, chat)
-    spans = [span.strip() for span in _spans(sentencepiece_tokenizer, labels)]
+    _, labels = tokenize_chat(dropping_tokenizer, chat)
+    spans = [span.replace(" ", "") for span in _spans(dropping_tokenizer, labels)]
     assert spans == [f"{answer.strip().strip(chr(0x200B))}<|im_end|>", "quick<|im_end|>"]
 
 

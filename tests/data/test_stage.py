@@ -7,98 +7,79 @@ import pytest
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.schema import parse_section
 from ds_fp8.data import IGNORED, DataConfig, build_data
-from ds_fp8.data.sources import read_examples
-from ds_fp8.data.stage import describe
+from ds_fp8.data.stage import describe, extract_answer
+from tests.corpus import CHATS, DOCUMENTS, MAKE
 
 
-@pytest.mark.parametrize("format", ["documents", "chat"])
-def test_every_example_is_in_training_or_validation(format, tokenizer, tmp_path):
-    config = DataConfig(format=format, examples=101, validation_fraction=0.1, sequence_length=256)
-    data = build_data(config, tokenizer, tmp_path)
-    assert data.report["train"]["examples"] == 91
-    assert data.report["validation"]["examples"] == 10
-    for name, dataset in (("train", data.train), ("validation", data.validation)):
-        assert data.report[name]["rows"] == len(dataset)
-        assert data.report[name]["tokens"] == dataset.tokens <= len(dataset) * 256
-        assert data.report[name]["dropped"] == 0
-        for row in dataset:
-            assert (row["labels"] != IGNORED).any()
-    first = tokenizer.bos_token_id if format == "documents" else tokenizer.convert_tokens_to_ids("<|im_start|>")
-    assert {int(row["input_ids"][0]) for row in data.train} == {first}
-
-
-def test_rows_hold_the_documents(tokenizer, tmp_path):
-    config = DataConfig(examples=40, sequence_length=128)
-    data = build_data(config, tokenizer, tmp_path)
-    found = []
-    for dataset in (data.train, data.validation):
-        for row in dataset:
-            text = tokenizer.decode(row["input_ids"])
-            found += [part.removeprefix("<s>").split("</s>")[0] for part in text.split("<s>") if "</s>" in part]
-    assert sorted(found) == sorted(read_examples(config))
+def build(own, source=DOCUMENTS, **keys):
+    return build_data(DataConfig(**{**source, **keys}), own)
 
 
 def _ids(data):
     return [row["input_ids"].tolist() for row in data.train]
 
 
-def test_the_same_configuration_gives_the_same_rows(tokenizer, tmp_path):
-    config = DataConfig(examples=60)
-    first, again = build_data(config, tokenizer, tmp_path), build_data(config, tokenizer, tmp_path)
-    other = build_data(DataConfig(examples=60, seed=2), tokenizer, tmp_path)
-    assert _ids(first) == _ids(again)
-    assert first.questions == again.questions
-    assert _ids(first) != _ids(other)
+@pytest.mark.parametrize("source", [DOCUMENTS, CHATS], ids=["documents", "chats"])
+def test_every_example_is_in_training_or_validation(source, tokenizer):
+    data = build(tokenizer, source, validation_fraction=0.1, sequence_length=512)
+    assert data.report["train"]["examples"] == 270
+    assert data.report["validation"]["examples"] == 30
+    for name, dataset in (("train", data.train), ("validation", data.validation)):
+        assert data.report[name]["rows"] == len(dataset)
+        assert data.report[name]["tokens"] == dataset.tokens <= len(dataset) * 512
+        assert data.report[name]["dropped"] == 0
+        for row in dataset:
+            assert (row["labels"] != IGNORED).any()
+    first = tokenizer.bos_token_id if source is DOCUMENTS else tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert {int(row["input_ids"][0]) for row in data.train} == {first}
+
+
+def test_rows_hold_the_documents_and_splits_have_none_in_common(tokenizer):
+    data = build(tokenizer, validation_fraction=0.05, test_fraction=0.05, sequence_length=128)
+    assert [data.report[split]["examples"] for split in ("train", "validation", "test")] == [270, 15, 15]
+    found = []
+    for dataset in (data.train, data.validation, data.test):
+        for row in dataset:
+            text = tokenizer.decode(row["input_ids"])
+            found += [part.removeprefix("<s>").split("</s>")[0] for part in text.split("<s>") if "</s>" in part]
+    assert sorted(found) == sorted(MAKE["documents"](300))
+
+
+def test_the_same_configuration_gives_the_same_rows(tokenizer):
+    assert _ids(build(tokenizer)) == _ids(build(tokenizer)) != _ids(build(tokenizer, seed=2))
 
 
 @pytest.mark.parametrize("left", [0, 5])
-def test_what_a_power_loss_left_of_prepared_data_is_made_again(left, tokenizer, tmp_path):
+def test_what_a_power_loss_left_of_prepared_data_is_made_again(left, tokenizer, cache_dir):
     """The file system may keep a file's name and lose what was written into it."""
-    config = DataConfig(examples=60)
-    expected = _ids(build_data(config, tokenizer, tmp_path))
-    files = sorted(file for file in (tmp_path / "tokens").rglob("*") if file.is_file() and file.stat().st_size)
+    expected = _ids(build(tokenizer))
+    files = sorted(file for file in (cache_dir / "tokens").rglob("*") if file.is_file() and file.stat().st_size)
     assert len(files) == 11  # tokens, ends, state, digest; and statistics, and pieces and rows of three splits
     for file in files:
         whole = file.read_bytes()
         file.write_bytes(whole[:left])
-        assert _ids(build_data(config, tokenizer, tmp_path)) == expected, file
+        assert _ids(build(tokenizer)) == expected, file
         assert file.read_bytes() == whole
         file.unlink()
-        assert _ids(build_data(config, tokenizer, tmp_path)) == expected, file
+        assert _ids(build(tokenizer)) == expected, file
 
 
-def test_own_data_has_no_questions_and_the_built_in_corpus_has_400(tokenizer, tmp_path):
-    assert len(build_data(DataConfig(examples=20), tokenizer, tmp_path).questions) == 400
-    (tmp_path / "own.txt").write_text("One text.\n\nAnother text.\n\nA third, with naïve words.")
-    own = build_data(DataConfig(path=str(tmp_path / "own.txt")), tokenizer, tmp_path)
-    assert own.questions == []
-    assert own.report["train"]["examples"] == 2
-
-
-def test_conversations_longer_than_a_row_are_counted(tokenizer, tmp_path):
-    config = DataConfig(format="chat", examples=100, sequence_length=80, validation_fraction=0.3)
-    report = build_data(config, tokenizer, tmp_path).report
-    assert 0 < report["train"]["dropped"] < report["train"]["examples"]
-    with pytest.raises(UserError) as error:
-        build_data(DataConfig(format="chat", examples=50, sequence_length=12), tokenizer, tmp_path)
-    assert error.value.key == "data.sequence_length"
-
-
-def test_a_single_document_leaves_nothing_to_validate_on(tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    ("source", "keys", "key", "remedy"),
+    [
+        ({}, {"tokenizer": "t"}, "data.path", "a file"),
+        ({}, {"path": "p"}, "data.tokenizer", "folder"),
+        (CHATS, {"sequence_length": 12}, "data.sequence_length", "cut"),
+        (DOCUMENTS, {"path": "own.txt"}, "data.path", "blank line"),
+    ],
+)
+def test_mistakes_name_their_key(source, keys, key, remedy, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "own.txt").write_text("Only one text.\nOf two lines.")
     with pytest.raises(UserError) as error:
-        build_data(DataConfig(path=str(tmp_path / "own.txt")), tokenizer, tmp_path)
-    assert error.value.key == "data.path"
-    assert "blank line" in error.value.remedy
-
-
-def test_the_three_splits_have_no_example_in_common(tokenizer, tmp_path):
-    config = DataConfig(examples=100, validation_fraction=0.05, test_fraction=0.05, sequence_length=64)
-    data = build_data(config, tokenizer, tmp_path)
-    assert [data.report[split]["examples"] for split in ("train", "validation", "test")] == [90, 5, 5]
-    texts = [{tokenizer.decode(row["input_ids"]) for row in rows} for rows in (data.train, data.validation, data.test)]
-    assert not texts[0] & texts[1]
-    assert not texts[1] & texts[2]
+        build(tokenizer, source, **keys)
+    assert error.value.key == key
+    assert remedy in error.value.remedy
 
 
 def test_a_mixture_has_the_rows_of_all_its_sources(tokenizer, tmp_path):
@@ -109,8 +90,8 @@ def test_a_mixture_has_the_rows_of_all_its_sources(tokenizer, tmp_path):
         {"path": str(tmp_path / "a.jsonl"), "weight": 3},
         {"path": str(tmp_path / "b.jsonl"), "weight": 1, "text_key": "body"},
     )
-    config = DataConfig(sources=sources, sequence_length=32, validation_fraction=0.2)
-    data = build_data(config, tokenizer, tmp_path)
+    more = {"sources": sources, "sequence_length": 32, "validation_fraction": 0.2}
+    data = build(tokenizer, {"tokenizer": DOCUMENTS["tokenizer"]}, **more)
     assert data.weights == (3, 1)
     assert len(data.train.rows_by_source) == 2
     text = " ".join(tokenizer.decode(row["input_ids"]) for row in [*data.train, *data.validation])
@@ -119,30 +100,25 @@ def test_a_mixture_has_the_rows_of_all_its_sources(tokenizer, tmp_path):
     assert of_b == 1024
 
 
-def test_with_a_budget_of_tokens_every_chat_has_a_row_of_its_own(tokenizer, tmp_path):
-    config = DataConfig(format="chat", examples=50, sequence_length=256, tokens_per_gpu=512)
-    data = build_data(config, tokenizer, tmp_path)
-    assert len(data.train) == data.report["train"]["examples"] == 48
-    assert sum(map(data.train.row_tokens, range(48))) == data.train.tokens
+def test_with_a_budget_of_tokens_every_chat_has_a_row_of_its_own(tokenizer):
+    data = build(tokenizer, CHATS, sequence_length=512, tokens_per_gpu=512)
+    assert len(data.train) == data.report["train"]["examples"] == 285
+    assert sum(map(data.train.row_tokens, range(285))) == data.train.tokens
 
 
-@pytest.mark.parametrize("choice", ["cut", "drop", "split"])
-def test_what_happens_to_long_chats_is_chosen_and_said(choice, tokenizer, tmp_path):
-    config = DataConfig(format="chat", examples=100, sequence_length=80, overlong=choice, validation_fraction=0.3)
-    report = build_data(config, tokenizer, tmp_path).report
+@pytest.mark.parametrize("choice", ["cut", "drop", "split", None])
+def test_what_happens_to_long_chats_is_chosen_and_said(choice, tokenizer):
+    report = build(tokenizer, CHATS, sequence_length=80, overlong=choice, validation_fraction=0.3).report
     train = report["train"]
-    assert train["overlong"] > 0
+    assert 0 < train["overlong"] < train["examples"]
     assert train["longest"] > 80
-    assert (train["dropped"] > 0) == (choice == "drop")
+    assert (0 < train["dropped"] < train["examples"]) == (choice in ("drop", None))
     said = []
     describe(report, said.append)
     assert f"{train['overlong']} examples are longer than a row (the longest {train['longest']} tokens)" in said[0]
-    assert train["tokens"] + train["tokens_left_out"] == sum(
-        build_data(
-            DataConfig(format="chat", examples=100, sequence_length=1000, validation_fraction=0.3), tokenizer, tmp_path
-        ).report["train"][name]
-        for name in ("tokens", "tokens_left_out")
-    )
+    whole = build(tokenizer, CHATS, sequence_length=1000, validation_fraction=0.3).report["train"]
+    names = ("tokens", "tokens_left_out")
+    assert sum(train[name] for name in names) == sum(whole[name] for name in names)
 
 
 def test_questions_come_from_the_last_turns_of_held_out_chats(tokenizer, tmp_path):
@@ -156,16 +132,27 @@ def test_questions_come_from_the_last_turns_of_held_out_chats(tokenizer, tmp_pat
         for n in range(40)
     ]
     (tmp_path / "own.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    config = DataConfig(
-        path=str(tmp_path / "own.jsonl"), format="chat", validation_fraction=0.4, answer_pattern=r"#### (\d+)"
-    )
-    data = build_data(config, tokenizer, tmp_path)
+    own = {"path": str(tmp_path / "own.jsonl"), "validation_fraction": 0.4, "answer_pattern": r"#### (\d+)"}
+    data = build(tokenizer, CHATS, **own)
     assert 0 < len(data.questions) < 16
     for question in data.questions:
         prompt = tokenizer.decode(question.prompt)
         n = int(question.answer) // 2
         assert n % 2
         assert prompt == tokenizer.apply_chat_template(chats[n][:3], tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The answer is -12 apples.", "-12"),
+        ("The answer is 7. The answer is 8.", "7"),
+        ("3 + 4 = 7.", None),
+        ("", None),
+    ],
+)
+def test_extract_answer(text, answer):
+    assert extract_answer(r"\b[Tt]he answer is (-?\d+)", text) == answer
 
 
 @pytest.mark.parametrize(
@@ -181,11 +168,8 @@ def test_questions_come_from_the_last_turns_of_held_out_chats(tokenizer, tmp_pat
         ({"pth": "x"}, "data.pth"),
         ({"format": "chats"}, "data.format"),
         ({"sequence_length": 7}, "data.sequence_length"),
-        ({"vocab_size": 300}, "data.vocab_size"),
         ({"validation_fraction": 0}, "data.validation_fraction"),
         ({"validation_fraction": 1.0}, "data.validation_fraction"),
-        ({"examples": 1}, "data.examples"),
-        ({"difficulty": "hard"}, "data.difficulty"),
     ],
 )
 def test_values_out_of_range(values, key):

@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.export import export_checkpoint
-from ds_fp8.export.layouts import quantization_config
-from ds_fp8.export.plan import make_plan
+from ds_fp8.export.plan import make_plan, quantization_config
 from ds_fp8.layers.experts.selection import names_of_experts
 from tests.layers.moe import EXPERTS, mixture
 from tests.zero import models

@@ -12,6 +12,7 @@ from ds_fp8.export.folder import make_savable, write_folder
 from ds_fp8.export.plan import make_plan
 from ds_fp8.train import load_stage
 from ds_fp8.train.model import build_model, load_model_config
+from tests.corpus import DOCUMENTS
 
 VICUNA = {"temperature": 0.9, "top_p": 0.6, "max_length": 4096}
 
@@ -53,7 +54,7 @@ def test_what_does_nothing_is_reset_and_named(values, reset, tmp_path):
 @pytest.fixture
 def model(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = AutoConfig.for_model("llama", num_key_value_heads=1, vocab_size=512, **sizes)
+    config = AutoConfig.for_model("llama", num_key_value_heads=1, vocab_size=560, **sizes)
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
@@ -62,14 +63,14 @@ def test_a_base_model_is_savable_once_it_is_loaded(model, tmp_path, caplog):
     model.save_pretrained(tmp_path / "base")
     (tmp_path / "base/generation_config.json").write_text(json.dumps(VICUNA))
     file = tmp_path / "stage.json"
-    data = {"path": "synthetic", "vocab_size": 512, "sequence_length": 64}
+    data = {**DOCUMENTS, "sequence_length": 64}
     train = {"run_dir": str(tmp_path / "run"), "steps": 1}
     batch = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
     optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
     sections = {"zero_optimization": {"stage": 3}, "model": {"path": str(tmp_path / "base")}}
     file.write_text(json.dumps(batch | optimizer | sections | {"data": data, "train": train}))
     stage = load_stage(file)
-    loaded = build_model(stage, load_model_config(stage, build_tokenizer(stage.data, tmp_path)))
+    loaded = build_model(stage, load_model_config(stage, build_tokenizer(stage.data)))
     assert "temperature 0.9, top_p 0.6 had no effect" in caplog.text
     loaded.save_pretrained(tmp_path / "model")
     assert "temperature" not in json.loads((tmp_path / "model/generation_config.json").read_text())

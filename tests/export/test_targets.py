@@ -9,6 +9,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.data import DataConfig, build_data
 from ds_fp8.export import export_checkpoint
 from ds_fp8.export.folder import _complete, check_target
+from tests.corpus import DOCUMENTS
 
 
 @pytest.mark.parametrize(
@@ -81,9 +82,10 @@ def test_a_full_disk_leaves_nothing_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize(("own", "key"), [(True, "data.cache_dir"), (False, "DS_FP8_CACHE")])
-def test_a_cache_that_cannot_be_written(own, key, tmp_path):
+def test_a_cache_that_cannot_be_written(own, key, tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_FP8_CACHE", str(tmp_path / "file/cache"))
     (tmp_path / "file").touch()
-    config = DataConfig(path="synthetic", cache_dir=str(tmp_path / "file/cache") if own else None)
+    config = DataConfig(**DOCUMENTS, cache_dir=str(tmp_path / "file/cache") if own else None)
     with pytest.raises(UserError, match="cannot be written") as caught:
-        build_data(config, None, tmp_path / "file/cache")
+        build_data(config, None)
     assert caught.value.key == key

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.casts.peers import assert_same_as_torchao
+from tests.corpus import DOCUMENTS
 from tests.integrations.programs import counting, small_model, small_tokenizer
 from tests.zero.models import config, take_step
 
@@ -67,7 +68,7 @@ def test_weights_trained_with_torchao_go_on_here(ranks, tmp_path):
     before = train_with_torchao(tmp_path)
     stage = TRAINING | {
         "model": {"path": str(tmp_path)},
-        "data": {"path": "synthetic", "tokenizer": str(tmp_path), "sequence_length": 64},
+        "data": {**DOCUMENTS, "tokenizer": str(tmp_path), "sequence_length": 64},
         "train": {"run_dir": "run", "steps": 4},
     }
     (tmp_path / "stage.json").write_text(json.dumps(stage))

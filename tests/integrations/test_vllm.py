@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.integrations import vllm_links
+from ds_fp8.integrations import vllm
 from tests.integrations.vllm_models import engine_of
 
 
@@ -145,23 +145,21 @@ def test_weights_that_no_server_reads_in_fp8_are_sent_in_bf16(ranks, fp8, width,
     assert server.granularity == granularity
 
 
-def test_a_server_that_runs_requests_is_left_alone(ranks):
-    server = StandIn()
-    assert all("POST /pause first" in error for error in ranks(2, said, server.url, None))
-    assert server.calls == ["/is_paused"]
+REFUSED = "[ds_fp8] no [remedy: none]"
 
 
-def test_a_server_that_was_paused_before_stays_so(ranks):
-    server = StandIn("[ds_fp8] no [remedy: none]", paused=True)
-    ranks(1, said, server.url, None)
-    assert server.calls == ["/is_paused", "/init_weight_transfer_engine"]
-
-
-def test_a_server_without_these_calls_is_named_with_versions(ranks):
-    server = StandIn(development=False)
-    (error,) = ranks(1, said, server.url, "wait")
-    assert "VLLM_SERVER_DEV_MODE=1" in error
-    assert "vLLM 0.22 or later" in error
+@pytest.mark.parametrize(
+    ("server", "pause", "words", "calls"),
+    [
+        ({}, None, "POST /pause first", ["/is_paused"]),  # requests may run
+        ({"refusal": REFUSED, "paused": True}, None, "no", ["/is_paused", "/init_weight_transfer_engine"]),
+        ({"development": False}, "wait", "VLLM_SERVER_DEV_MODE=1 in its environment (vLLM 0.22 or later", []),
+    ],
+)
+def test_a_server_that_cannot_be_updated_is_left_as_it_was(ranks, server, pause, words, calls):
+    server = StandIn(**server)
+    assert all(words in error for error in ranks(2, said, server.url, pause))
+    assert server.calls == calls
 
 
 def test_no_server_at_all(ranks):
@@ -203,17 +201,17 @@ def of_http(body: bytes, length: int | None = None, status: str = "200 OK") -> b
     ],
 )
 def test_what_is_no_vllm_is_an_error_about_the_address(monkeypatch, content, words):
-    monkeypatch.setattr(vllm_links.dist, "get_rank", lambda: 0)
-    link = vllm_links.link_to("localhost" if content is None else answering(content), "wait", 20)
+    monkeypatch.setattr(vllm.dist, "get_rank", lambda: 0)
+    link = vllm.link_to("localhost" if content is None else answering(content), "wait", 20)
     with pytest.raises(UserError, match=words) as caught:
         link.open()
     assert "check the address" in caught.value.remedy
 
 
 def test_an_error_without_words_has_its_status(monkeypatch):
-    monkeypatch.setattr(vllm_links.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(vllm.dist, "get_rank", lambda: 0)
     with pytest.raises(RuntimeError, match="503"):
-        vllm_links.link_to(answering(of_http(b"", status="503 Service Unavailable")), "wait", 20).open()
+        vllm.link_to(answering(of_http(b"", status="503 Service Unavailable")), "wait", 20).open()
 
 
 def test_a_server_whose_requests_outlast_the_timeout_is_resumed(ranks):

@@ -22,6 +22,7 @@ from ds_fp8.memory import sweep as sweep_module
 from ds_fp8.memory.report import best_of, print_records, write_report
 from ds_fp8.memory.sweep import Point, Results, check_points, only_driver, read_sweep
 from ds_fp8.train import load_stage
+from tests.corpus import DOCUMENTS
 from tests.memory import workloads
 
 SWEEPS = sorted((Path(__file__).parents[2] / "ds_configs" / "sweeps").glob("*.json"))
@@ -228,7 +229,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     stage = workloads.stage(
         model={"config": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}},
-        data={"path": "synthetic", "examples": 300, "sequence_length": 64},
+        data={**DOCUMENTS, "sequence_length": 64},
         fp8={"monitor": {"every": 0}},
     )
     sweep = {"grid": {"fp8.enabled": [False, True]}}

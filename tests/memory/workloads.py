@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_fp8.config.presets import merge
+from tests.corpus import DOCUMENTS
 
 MODEL = {
     "model_type": "qwen2",
@@ -42,7 +43,7 @@ STAGE: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "reduce_bucket_size": 300_000, "stage3_param_persistence_threshold": 1000},
     "fp8": {},
     "model": {"config": MODEL, "attn_implementation": "sdpa"},
-    "data": {"sequence_length": 128},
+    "data": {**DOCUMENTS, "sequence_length": 128},
     "train": {"run_dir": "run", "steps": 3},
 }
 

@@ -75,9 +75,6 @@ def test_the_page_is_whole_and_begins_with_title_verdict_and_one_table(folder):
     shown = " ".join(page.texts)
     head = shown[: shown.index("fp8/cpt")]
     for words in (
-        "+1.00% final loss against BF16's, cpt",
-        "+1.00% final loss against BF16's, sft",
-        "0.53× bytes of parameter gathers, largest of 2",
         "stage steps validation loss FP8 BF16 gap exact match FP8 BF16 cpt 10 0.5050 0.5000 +1.00% 80% 70% sft 10",
         "begun 2026-11-25 04:00:00 UTC took 6 min 40 s in 4 runs",
         "hardware a <processor> seed 1234 commit 8cc33d18606e command ds-fp8 train cpt.json",
@@ -270,16 +267,6 @@ def test_folders_that_hold_no_finished_run_are_named(tmp_path):
         RunRecord(folder / "fp8" / "cpt")
 
 
-def _changed(name: str, **values: object):
-    """Change keys of result.json or config.json, or of the last line of metrics.jsonl."""
-
-    def change(folder):
-        *before, last = (folder / name).read_text().splitlines()
-        (folder / name).write_text("\n".join([*before, json.dumps({**json.loads(last), **values})]) + "\n")
-
-    return change
-
-
 def _is(name: str, content: str):
     return lambda folder: (folder / name).write_text(content)
 
@@ -293,12 +280,8 @@ DAMAGES = {
         (folder / "result.json").symlink_to("/dev/zero"),
     ),
     "no line": _is("metrics.jsonl", "[]\n"),
-    "a line in words": _changed("metrics.jsonl", step="x"),
-    "a true step": _changed("metrics.jsonl", step=True),
-    "a nested line": _is("metrics.jsonl", "[" * 100_000 + "\n"),
-    "a window in words": _is("config.json", '{"train": {"spike_window": "x"}}'),
+    "a line in words": _is("metrics.jsonl", '{"step": "x", "loss": 1.0}\n{"step": 2}\n'),
     "a configuration in a list": _is("config.json", "[]"),
-    "a nested configuration": _is("config.json", '{"a":' * 5000 + "1" + "}" * 5000),
 }
 
 

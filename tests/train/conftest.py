@@ -19,8 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def cache_home(tmp_path_factory) -> Path:
-    """A cache of the test run's own, so that the tokenizer is trained once."""
+    """A cache of the test run's own, so that each corpus is tokenised once."""
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(cache_home, monkeypatch):
+    monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def test_length_and_reporting_may_change(override, stage):
         "train.seed=7",
         "fp8.enabled=false",
         "optimizer.params.lr=1",
-        "data.examples=301",
+        "data.seed=301",
         "model.config.hidden_size=66",
         "gradient_accumulation_steps=2",
         "train.schedule.min_ratio=0.2",
@@ -132,8 +132,8 @@ def moved(stage, tmp_path):
         (["model.config=null", "model.path={}/first"], ["model.config=null", "model.path={}/second"]),
         (["data.path={}/first"], ["data.path={}/second"]),
         (
-            ['data={"sources": [{"path": "{}/first"}], "sequence_length": 64}'],
-            ['data={"sources": [{"path": "{}/second"}], "sequence_length": 64}'],
+            ['data={"sources": [{"path": "{}/first"}], "tokenizer": "t", "sequence_length": 64}'],
+            ['data={"sources": [{"path": "{}/second"}], "tokenizer": "t", "sequence_length": 64}'],
         ),
     ],
 )

@@ -21,7 +21,7 @@ from ds_fp8.zero.deepspeed.checkpoints import load_tensors
 from tests.train.damage import save_two, step
 from tests.train.test_checkpoints_damage import settle
 
-STEPS = ["train.steps=2", "train.save_every=2", "train.eval_batches=1", "data.examples=100"]
+STEPS = ["train.steps=2", "train.save_every=2", "train.eval_batches=1"]
 ON_ONE_RANK = "gradient_accumulation_steps=2"
 """The batch of two ranks on one."""
 
@@ -108,7 +108,7 @@ def test_deepspeeds_own_loading_reads_tensors_alone(tiny, write, ranks, tmp_path
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
 def test_a_model_folder_with_code_is_refused(name, tiny, write, tmp_path, cache_home):
     stage = load_stage(write(tiny))
-    tokenizer = build_tokenizer(stage.data, cache_home)
+    tokenizer = build_tokenizer(stage.data)
     model = build_model(stage, load_model_config(stage, tokenizer))
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()

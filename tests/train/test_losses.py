@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ds_fp8.commands.evaluate import _alone, _as_json, _on_stage, _stage
+from ds_fp8.commands.evaluate import _alone, _as_json, _loss, _stage
 from ds_fp8.data import build_data, build_tokenizer
 from ds_fp8.research import munit
 from ds_fp8.train import load_stage, packed_attention, train
 from ds_fp8.train.evaluation import validation_loss
 from ds_fp8.train.model import build_model, load_model_config
+from tests.corpus import TOKENIZER
 
 MANY = {"stage3_max_reuse_distance": 10**9, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
 """As DeepSpeed's defaults: weights stay gathered from one forward to the next."""
@@ -52,7 +53,7 @@ def trained_and_loaded(file, cache):
     model = AutoModelForCausalLM.from_pretrained(
         stage.run_dir / "model", dtype=torch.bfloat16, attn_implementation=stage.model.attn_implementation
     )
-    data = build_data(stage.data, build_tokenizer(stage.data, cache), cache)
+    data = build_data(stage.data, build_tokenizer(stage.data))
     return validation_loss(_alone(model), stage, data.validation, stage.train.eval_batches, lambda: None)
 
 
@@ -67,8 +68,8 @@ def label_tokens_seen(file, cache):
             seen.append(set(labels.flatten().tolist()) - {-100})
             return SimpleNamespace(loss=torch.zeros(()))
 
-    tokenizer = build_tokenizer(stage.data, cache)
-    validation_loss(Listening(), stage, build_data(stage.data, tokenizer, cache).validation, 2, lambda: None)
+    tokenizer = build_tokenizer(stage.data)
+    validation_loss(Listening(), stage, build_data(stage.data, tokenizer).validation, 2, lambda: None)
     return seen, [set(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("1 1", "2 2")]
 
 
@@ -77,7 +78,13 @@ def test_a_validation_reads_every_source_of_a_mixture(tiny, write, ranks, tmp_pa
         text = f"{name} " * 40
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(40)))
     sources = [{"path": str(tmp_path / "1.jsonl"), "weight": 3}, {"path": str(tmp_path / "2.jsonl"), "weight": 1}]
-    tiny["data"] = {"sources": sources, "sequence_length": 64, "validation_fraction": 0.5, "overlong": "cut"}
+    tiny["data"] = {
+        "tokenizer": TOKENIZER,
+        "sources": sources,
+        "sequence_length": 64,
+        "validation_fraction": 0.5,
+        "overlong": "cut",
+    }
     batches, (first, second) = ranks(1, label_tokens_seen, write(tiny), cache_home)[0]
     assert len(batches) == 2
     assert all(batch & first for batch in batches)
@@ -94,7 +101,7 @@ def losses_alone_and_shared(folder, alone, shared, cache):
     """The validation loss of an untrained model by `ds-fp8 evaluate` for a stage, and for one of shared rows."""
     os.environ["DS_FP8_CACHE"] = str(cache)
     stage = load_stage(alone)
-    tokenizer = build_tokenizer(stage.data, cache)
+    tokenizer = build_tokenizer(stage.data)
     model = build_model(stage, load_model_config(stage, tokenizer))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -102,7 +109,7 @@ def losses_alone_and_shared(folder, alone, shared, cache):
         _stage(Namespace(stage=str(file), deepspeed_config=None, set=[], folder=folder, gpus=gpus))
         for file, gpus in ((alone, None), (shared, None), (shared, 2))
     ]
-    return [_on_stage(model, each, 2, 0) for each in stages]
+    return [_loss(model, each, build_data(each.data, tokenizer), 2, "measured") for each in stages]
 
 
 @pytest.mark.parametrize("budget", [None, 64])

@@ -10,6 +10,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_tokenizer
 from ds_fp8.train import load_stage
 from ds_fp8.train.model import build_model, load_model_config
+from tests.corpus import MAKE
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def load(tiny, write, cache_home):
 
     def load(*overrides: str):
         stage = load_stage(write(tiny), overrides)
-        return stage, build_tokenizer(stage.data, cache_home)
+        return stage, build_tokenizer(stage.data)
 
     return load
 
@@ -141,7 +142,9 @@ def test_a_tokenizer_other_than_the_stored_models_is_refused(load, tmp_path):
     stage, tokenizer = load()
     build_model(stage, load_model_config(stage, tokenizer)).save_pretrained(tmp_path / "before")
     tokenizer.save_pretrained(tmp_path / "before")
-    stage, other = load("model.config=null", f"model.path={tmp_path / 'before'}", "data.vocab_size=500")
+    MAKE["train_tokenizer"](500).save_pretrained(tmp_path / "other")
+    changes = ("model.config=null", f"model.path={tmp_path / 'before'}", f"data.tokenizer={tmp_path / 'other'}")
+    stage, other = load(*changes)
     with pytest.raises(UserError, match="assigns other token ids") as caught:
         load_model_config(stage, other)
     assert caught.value.key == "data.tokenizer"

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from ds_fp8.data import build_data, build_tokenizer
 from ds_fp8.train import learning_rate_factor, load_stage, train
 from ds_fp8.train.metrics import read_metrics
+from tests.corpus import FOLDER, TOKENIZER
 from tests.train.tiny_stage import TINY
 
 TOLERANCE = 1e-3
@@ -20,17 +21,21 @@ TOLERANCE = 1e-3
 CONFIGS = Path(__file__).parents[2] / "ds_configs" / "infir2_1.5b"
 MODEL = {**TINY["model"]["config"], "max_position_embeddings": 256, "tie_word_embeddings": False}
 SMALL = [
-    "data.path=synthetic",
-    "data.tokenizer=synthetic",
-    "data.examples=400",
+    f"data.tokenizer={TOKENIZER}",
     "data.sequence_length=192",
     "zero_optimization.stage3_param_persistence_threshold=100",
     "train.eval_every=100",
     "train.eval_batches=1",
     "train.save_every=2",
 ]
-CPT = ["train_batch_size=4", "model.path=null", f"model.config={json.dumps(MODEL)}"]
-SFT = ["train_batch_size=8", "data.tokens_per_gpu=200", "train.epochs=0.1", "optimizer.params.lr=1e-3"]
+CPT = [
+    f"data.path={FOLDER}/documents.jsonl",
+    "train_batch_size=4",
+    "model.path=null",
+    f"model.config={json.dumps(MODEL)}",
+]
+SFT = [f"data.path={FOLDER}/basic.jsonl", "train_batch_size=8", "data.tokens_per_gpu=200", "train.epochs=0.1"]
+SFT += ["optimizer.params.lr=1e-3"]
 
 
 def run(stage: str, folder: str, cache: str, overrides: list[str]) -> tuple[dict, str]:
@@ -58,7 +63,7 @@ def recipe(ranks, folder):
         "cpt": [*CPT, *steps],
         "cpt_decay": [*CPT, *rest],
         "sft_stage1": [*SFT, f"train.init_from={folder}/cpt"],
-        "sft_stage2": [*SFT, f"train.init_from={folder}/sft_stage1", "data.difficulty=mixed"],
+        "sft_stage2": [*SFT, f"train.init_from={folder}/sft_stage1", f"data.path={FOLDER}/mixed.jsonl"],
     }
     cache = str(folder / "cache")
     return {stage: ranks(2, run, stage, str(folder), cache, more)[0] for stage, more in overrides.items()}
@@ -93,8 +98,8 @@ def test_a_step_of_chats_has_their_mean_loss_per_token(recipe, ranks, folder, mo
     )
     result = ranks(2, run, "sft_stage1", str(folder / "bf16"), cache, own)[0][0]
     stage = load_stage(CONFIGS / "sft_stage1.json", [*SMALL, *own])
-    tokenizer = build_tokenizer(stage.data, folder / "cache")
-    data = build_data(stage.data, tokenizer, folder / "cache")
+    tokenizer = build_tokenizer(stage.data)
+    data = build_data(stage.data, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(folder / "cpt" / "model", dtype=torch.bfloat16).eval()
     total = count = 0
     for row in data.rows_of_step(0, 8, 1236):

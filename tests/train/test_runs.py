@@ -20,11 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ds_fp8.commands.train import main
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_data, build_tokenizer
-from ds_fp8.data.order import rows_of_step
+from ds_fp8.data.rows import rows_of_step
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.metrics import read_metrics
 from ds_fp8.train.model import build_model, load_model_config
 from ds_fp8.train.stage import learning_rate_factor
+from tests.corpus import CHATS
 
 TRAINING = ("step", "loss", "learning_rate", "gradient_norm", "skipped_steps", "validation_loss", "exact_match")
 
@@ -154,7 +155,7 @@ def token_mean_loss(model: torch.nn.Module, rows: list[dict[str, torch.Tensor]])
 def test_losses_are_means_over_all_label_tokens_and_the_result_is_usable(tiny, write, ranks, tmp_path, cache_home):
     """Chats spread their label tokens unevenly over rows: a mean of means would be another number."""
     tiny["fp8"]["enabled"] = False
-    tiny["data"] |= {"format": "chat", "sequence_length": 128, "examples": 60, "validation_fraction": 0.3}
+    tiny["data"] = {**CHATS, "sequence_length": 128, "validation_fraction": 0.06, "answer_pattern": r"answer is (\d+)"}
     tiny |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
     tiny["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "tiny"}
     tiny["train"] |= {"steps": 2, "eval_batches": 100, "exact_match_problems": 3, "max_new_tokens": 4}
@@ -162,8 +163,8 @@ def test_losses_are_means_over_all_label_tokens_and_the_result_is_usable(tiny, w
     ranks(2, train_on_these_ranks, file, tmp_path / "run", 2, str(cache_home))
 
     stage = load_stage(file)
-    tokenizer = build_tokenizer(stage.data, cache_home)
-    data = build_data(stage.data, tokenizer, cache_home)
+    tokenizer = build_tokenizer(stage.data)
+    data = build_data(stage.data, tokenizer)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
 
     untrained = build_model(stage, load_model_config(stage, tokenizer)).eval()
@@ -231,6 +232,7 @@ def test_bad_input_is_one_screen_and_writes_nothing(tiny, write, launch, tmp_pat
 def test_bad_input_names_file_and_key_before_anything_is_written(
     change, word, tiny, write, tmp_path, cache_home, monkeypatch
 ):
+    tiny["data"] |= {**CHATS, "answer_pattern": r"answer is (\d+)"}
     file = write(tiny)
     monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
     monkeypatch.chdir(tmp_path)

@@ -181,7 +181,7 @@ def slices(file, cache):
 
     os.environ["DS_FP8_CACHE"] = cache
     stage = load_stage(file)
-    data = build_data(stage.data, build_tokenizer(stage.data, cache), cache)
+    data = build_data(stage.data, build_tokenizer(stage.data))
     batches = micro_batches(stage, data.train, [0, 1], torch.device("cpu"))
     return [(batch, int(label_tokens(batch))) for batch in batches], [data.train[row] for row in (0, 1)]
 

@@ -23,6 +23,7 @@ from ds_fp8.train.stored_model import (
     stored_config,
     stored_model,
 )
+from tests.corpus import MAKE
 
 SHAPE = {
     "hidden_size": 256,
@@ -205,15 +206,15 @@ def test_names_are_found_in_the_cache_of_the_hub(name, hub, tmp_path):
     models = {"main": small_model(), "v2": small_model(tie_word_embeddings=True)}
     for n, (revision, model) in enumerate(models.items()):
         model.save_pretrained(tmp_path / revision, max_shard_size="300KB")
-        build_tokenizer(DataConfig(vocab_size=400 + n), tmp_path).save_pretrained(tmp_path / revision)
+        MAKE["train_tokenizer"](400 + n).save_pretrained(tmp_path / revision)
         cached(hub, name, revision, tmp_path / revision)
     for revision, tied, tokens in ((None, False, 400), ("v2", True, 401), (COMMITS["v2"], True, 401)):
         model = load(name, revision)
         assert model.config.tie_word_embeddings is tied
         assert same(model, models["v2" if tied else "main"].state_dict())
         assert len(load_tokenizer(name, revision)) == tokens
-        config = DataConfig(tokenizer=name, tokenizer_revision=revision)
-        assert len(build_tokenizer(config, tmp_path)) == tokens
+        config = DataConfig(path="x", tokenizer=name, tokenizer_revision=revision)
+        assert len(build_tokenizer(config)) == tokens
     assert "can be reached" in str(refusal("somebody/else"))
     with pytest.raises(UserError, match="can be reached"):
         load(name, "v3")

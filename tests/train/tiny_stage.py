@@ -1,5 +1,7 @@
 """A stage that trains within seconds on CPUs and its result, for tests and for scripts that do harm to runs."""
 
+from tests.corpus import DOCUMENTS
+
 TINY = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 1,
@@ -26,7 +28,7 @@ TINY = {
             "tie_word_embeddings": True,
         }
     },
-    "data": {"path": "synthetic", "examples": 300, "sequence_length": 64},
+    "data": {**DOCUMENTS, "sequence_length": 64},
     "train": {"run_dir": "run", "steps": 12, "schedule": {"type": "cosine", "warmup": 2}, "eval_batches": 2},
 }
 

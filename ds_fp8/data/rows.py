@@ -1,35 +1,29 @@
-"""Tokenised examples packed into rows, with no attention from one example to another.
+"""Rows: which piece of which example lies in which row, the rows of each step, and each rank's share of them.
 
-Which piece of which example lies in which row is planned once, from lengths; tokens are read when a row is asked for.
-Position ids restart at every example: the model's block-diagonal mask follows from that.
+Packing is planned once, from lengths; tokens are read when a row is asked for. Position ids restart at every example:
+the model's block-diagonal mask follows from that.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal, Protocol
+from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from ds_fp8.data.chat import IGNORED
-from ds_fp8.data.token_store import NO_LOSS
+from ds_fp8.data.token_store import NO_LOSS, TokenStore
 
+BLOCK = 4096
+"""Places in the order of a mixture over which the shares of its sources are kept; each source has at least one."""
 WINDOW = 1 << 16
 """Examples that are packed together before the next ones are looked at, which bounds time and memory."""
-
-
-class Store(Protocol):
-    """The interface that packing reads examples through; `TokenStore` has it."""
-
-    def lengths(self) -> np.ndarray:
-        """Return int64 [examples]: how many tokens each example has."""
-
-    def read(self, example: int, start: int, length: int) -> np.ndarray:
-        """Return `length` tokens of an example from its token `start` on."""
 
 
 @dataclass
@@ -64,20 +58,18 @@ class Plan:
         return len(self.row_ends)
 
     def row(self, index: int) -> np.ndarray:
-        """Return the pieces of a row, int64 [pieces of it, 3]."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         return self.pieces[self.row_ends[index - 1] if index else 0 : self.row_ends[index]]
 
     def row_tokens(self) -> np.ndarray:
-        """Return int64 [rows]: how many tokens each row has, padding left out."""
         # Tokens before each piece, so that a row's are a difference: no loop over millions of rows.
         before = np.concatenate([[0], np.cumsum(self.pieces[:, 2])])
         return np.diff(before[self.row_ends], prepend=0)
 
 
 def plan_rows(
-    store: Store,
+    store: TokenStore,
     chosen: np.ndarray,
     sequence_length: int,
     overlong: Literal["split", "cut", "drop"] = "split",
@@ -91,9 +83,9 @@ def plan_rows(
         store: Tokens of the examples.
         chosen: int64 indices of the examples to pack, in this order.
         sequence_length: Most tokens of a row.
-        overlong: What happens to an example longer than a row: "split" into pieces, "cut" to a row, or "drop".
-        together: Whether an example goes into the fullest row that still has room for it; else into a new row.
-        all_carry_loss: Whether every token of the store carries loss.
+        overlong: For an example longer than a row: "split" into pieces, "cut" to a row, or "drop".
+        together: An example goes into the fullest row that still has room for it; else into a new row.
+        all_carry_loss: Every token of the store carries loss.
     """
     lengths = store.lengths()
     pieces: list[tuple[int, int, int]] = []
@@ -141,7 +133,7 @@ def _pieces(example: int, length: int, sequence_length: int, overlong: str) -> I
             yield example, start, min(sequence_length, length - start)
 
 
-def _carries_loss(store: Store, piece: tuple[int, int, int], all_carry_loss: bool) -> bool:
+def _carries_loss(store: TokenStore, piece: tuple[int, int, int], all_carry_loss: bool) -> bool:
     # The first token of an example is never predicted: what stands before it belongs to another.
     if all_carry_loss or piece[2] < 2:
         return piece[2] >= 2
@@ -155,7 +147,7 @@ class PackedDataset(Dataset):
     there is no loss) and `position_ids` (from 0 in every example, and in the padding), int64 [sequence_length].
     """
 
-    def __init__(self, parts: Sequence[tuple[Store, Plan]], sequence_length: int, pad_id: int):
+    def __init__(self, parts: Sequence[tuple[TokenStore, Plan]], sequence_length: int, pad_id: int):
         self._parts, self.sequence_length, self._pad_id = list(parts), sequence_length, pad_id
         self.rows_by_source = tuple(len(plan) for _, plan in parts)
         """Number of rows of each source."""
@@ -170,16 +162,13 @@ class PackedDataset(Dataset):
 
     @property
     def tokens(self) -> int:
-        """Return the tokens in all rows, padding left out."""
         return sum(plan.stats.tokens for _, plan in self._parts)
 
     def row_tokens(self, index: int) -> int:
-        """Return the tokens of a row, padding left out."""
         source, local = self._place(index)
         return int(self._row_tokens[source][local])
 
     def label_tokens(self, index: int) -> int:
-        """Return how many tokens of a row carry loss."""
         source, local = self._place(index)
         store, plan = self._parts[source]
         # The first token of a piece is never predicted.
@@ -211,7 +200,6 @@ class PackedDataset(Dataset):
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def report(self) -> dict[str, int | float]:
-        """Return the number of rows, and the sums of `PackingStats` over the sources."""
         total = PackingStats()
         for _, plan in self._parts:
             for name, value in asdict(plan.stats).items():
@@ -224,3 +212,139 @@ class PackedDataset(Dataset):
         # side="right": a source without rows begins where the next one does, and is skipped.
         source = int(np.searchsorted(self._first, index, side="right")) - 1
         return source, int(index - self._first[source])
+
+
+def rows_of_step(
+    step: int, num_rows: int | Sequence[int], global_batch: int, seed: int, weights: Sequence[float] = (1.0,)
+) -> list[int]:
+    """Return the row indices of an optimizer step, a function of the arguments alone.
+
+    Every epoch of a source visits each of its rows once in a new order; a step may end one and begin the next.
+    Indices count through the rows of all sources.
+    """
+    counts = (num_rows,) if isinstance(num_rows, int) else tuple(num_rows)
+    if min(counts, default=0) < 1 or global_batch < 1 or step < 0 or len(counts) != len(weights):
+        raise ValueError(f"no rows for step {step}, num_rows {num_rows}, global_batch {global_batch}")
+    places = np.arange(step * global_batch, (step + 1) * global_batch)
+    rows = np.empty(global_batch, dtype=np.int64)
+    first = 0
+    for source, (count, (mine, visits)) in enumerate(zip(counts, _visits(places, tuple(weights), seed), strict=True)):
+        for epoch in np.unique(visits // count).tolist():
+            now = visits // count == epoch
+            # From seed, epoch and source alone: a resumed run needs the number of the step and nothing else.
+            rows[np.flatnonzero(mine)[now]] = first + _epoch_order(source, epoch, count, seed)[visits[now] % count]
+        first += count
+    return rows.tolist()
+
+
+def measured_rows(num_rows: Sequence[int], most: int, weights: Sequence[float]) -> list[int]:
+    """Return the rows that a loss is measured on, the same ones every time.
+
+    They are the first rows of each source, in turns, so that any number of them has the sources by their shares. Once a
+    source has no more the others go on.
+    """
+    wanted = min(most, sum(num_rows))
+    if len(num_rows) == 1:
+        return list(range(wanted))
+    firsts = np.cumsum([0, *num_rows]).tolist()
+    # By the place in a mixture at which a source's next row is due.
+    due = [(1 / weight, source, 0) for source, weight in enumerate(weights) if num_rows[source]]
+    heapq.heapify(due)
+    rows = []
+    while len(rows) < wanted:
+        _, source, row = due[0]
+        rows.append(firsts[source] + row)
+        if row + 1 < num_rows[source]:
+            heapq.heapreplace(due, ((row + 2) / weights[source], source, row + 1))
+        else:
+            heapq.heappop(due)
+    return rows
+
+
+def local_micro_batches(
+    rows: Sequence[int], rank: int, world: int, micro_batch: int, accumulation: int
+) -> list[list[int]]:
+    """Return the `accumulation` micro-batches that a rank takes of a step's rows."""
+    if len(rows) != world * micro_batch * accumulation:
+        raise ValueError(f"{len(rows)} rows do not make {world} x {micro_batch} x {accumulation}")
+    # Micro-batch by micro-batch over all ranks: on another number of ranks a step has the same rows.
+    starts = [(index * world + rank) * micro_batch for index in range(accumulation)]
+    return [list(rows[start : start + micro_batch]) for start in starts]
+
+
+def budgeted_micro_batches(
+    rows: Sequence[int], tokens: Sequence[int], world: int, budget: int
+) -> list[list[list[int]]]:
+    """Return for each rank the micro-batches that it takes of some rows, each of at most `budget` tokens.
+
+    All ranks get equally many micro-batches, those they run at the same time alike in tokens; one may be empty when
+    there are fewer rows than ranks.
+    """
+    if max(tokens, default=0) > budget:
+        raise ValueError(f"a row of {max(tokens)} tokens does not fit into {budget}")
+    longest_first = sorted(range(len(rows)), key=lambda place: (-tokens[place], place))
+    fewest = max(1, -(-sum(tokens) // (budget * world)))
+    # From the fewest that the sum of tokens allows; rarely more than one or two more are needed.
+    for rounds in range(fewest, len(rows) + 1):
+        bins = _spread(longest_first, tokens, rounds * world)
+        if max(filled for filled, _ in bins) <= budget:
+            break
+    # Neighbours after sorting run at the same time on different ranks: they differ least in tokens.
+    bins.sort(key=lambda entry: (-entry[0], entry[1]))
+    batches = [[rows[place] for place in places] for _, places in bins]
+    return [batches[rank::world] for rank in range(world)]
+
+
+def _spread(places: Sequence[int], tokens: Sequence[int], number: int) -> list[tuple[int, list[int]]]:
+    filled, members = [0] * number, [[] for _ in range(number)]
+    for place in places:
+        # The longest rows are placed first, the short ones even out the bins at the end.
+        emptiest = min(range(number), key=filled.__getitem__)
+        filled[emptiest] += tokens[place]
+        members[emptiest].append(place)
+    return list(zip(filled, members, strict=True))
+
+
+def _visits(places: np.ndarray, weights: tuple[float, ...], seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return for each source which of `places` are its own (bool), and each place's ordinal within its source."""
+    if len(weights) == 1:
+        return [(np.ones(len(places), dtype=bool), places)]
+    share = _shares(weights)
+    source_of = np.empty(len(places), dtype=np.int64)
+    visit = np.empty(len(places), dtype=np.int64)
+    blocks = places // BLOCK
+    for block in np.unique(blocks).tolist():
+        sources, ordinals = _block(block, share, seed)
+        now = blocks == block
+        inside = places[now] % BLOCK
+        source_of[now] = sources[inside]
+        visit[now] = block * np.array(share)[sources[inside]] + ordinals[inside]
+    return [(source_of == source, visit[source_of == source]) for source in range(len(weights))]
+
+
+def _shares(weights: tuple[float, ...]) -> tuple[int, ...]:
+    """Return each source's rows in a block: proportional, at least one, the largest remainders rounded up."""
+    exact = np.array(weights) / sum(weights) * BLOCK
+    share = np.maximum(np.floor(exact).astype(int), 1)
+    while share.sum() < BLOCK:
+        share[np.argmax(exact - share)] += 1
+    # At least one row each may have used up more than the remainders leave; the largest share then gives it back.
+    while share.sum() > BLOCK:
+        share[np.argmax(share)] -= 1
+    return tuple(share.tolist())
+
+
+@lru_cache(maxsize=4)
+def _block(block: int, share: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the source of each place of a block, and each place's ordinal within its source."""
+    # A permutation of exact shares, not draws: every block has each source as often as it should.
+    sources = np.random.default_rng([seed, block, BLOCK]).permutation(np.repeat(np.arange(len(share)), share))
+    ordinals = np.empty(BLOCK, dtype=np.int64)
+    for source, count in enumerate(share):
+        ordinals[sources == source] = np.arange(count)
+    return sources, ordinals
+
+
+@lru_cache(maxsize=64)
+def _epoch_order(source: int, epoch: int, num_rows: int, seed: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch, source][: 3 if source else 2]).permutation(num_rows)

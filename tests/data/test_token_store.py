@@ -13,12 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.data import DataConfig
-from ds_fp8.data import tokenise as module
-from ds_fp8.data.token_store import NO_LOSS, TokenStore, TokenWriter, is_complete, pack_batch, read_state
-from ds_fp8.data.tokenise import store_folder, tokenise_batch, tokenise_source
+from ds_fp8.data import DataConfig, build_tokenizer
+from ds_fp8.data import token_store as module
+from ds_fp8.data.token_store import (
+    NO_LOSS,
+    TokenStore,
+    TokenWriter,
+    is_complete,
+    pack_batch,
+    read_state,
+    store_folder,
+    tokenise_batch,
+    tokenise_source,
+)
+from tests.corpus import CHATS, DOCUMENTS, TOKENIZER
 
-DOCUMENTS = 60_000
+COUNT = 60_000
 """Enough to be killed while they are tokenised."""
 
 
@@ -87,7 +97,7 @@ def test_shards_that_a_killed_run_began_after_its_last_commit_do_not_count(commi
 def corpus(tmp_path_factory):
     """A file of many short documents, and one text of each kind that is left out."""
     file = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    texts = [f"Document {n} has {n % 7} lines of {n * n} words. " * (n % 3 + 1) for n in range(DOCUMENTS)]
+    texts = [f"Document {n} has {n % 7} lines of {n * n} words. " * (n % 3 + 1) for n in range(COUNT)]
     texts[10:10] = ["", None, "  "]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return file
@@ -101,10 +111,10 @@ def whole(corpus, tokenizer, tmp_path_factory):
 
 
 def test_a_store_is_the_documents_in_order(whole, corpus, tokenizer):
-    assert len(whole) == DOCUMENTS
+    assert len(whole) == COUNT
     texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
     texts = [text for text in texts if text and text.strip()]
-    for index in (0, 10, 511, 512, DOCUMENTS - 1):
+    for index in (0, 10, 511, 512, COUNT - 1):
         ids = tokenizer(texts[index], add_special_tokens=False)["input_ids"]
         assert whole[index].tolist() == [tokenizer.bos_token_id, *ids, tokenizer.eos_token_id]
 
@@ -114,26 +124,26 @@ import os, signal, sys
 from pathlib import Path
 
 if __name__ == "__main__":  # workers import this file, too
-    from ds_fp8.data import DataConfig, build_tokenizer, tokenise
-    from ds_fp8.data.tokenise import tokenise_source
+    from ds_fp8.data import DataConfig, build_tokenizer, token_store
 
-    tokenise.COMMIT_SECONDS = 0
-    corpus, tokenizers, cache, documents = sys.argv[1:]
+    token_store.COMMIT_SECONDS = 0
+    corpus, tokenizer, cache, documents = sys.argv[1:]
 
     def killed(path, examples, tokens, done):
         if examples >= int(documents):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    config = DataConfig(path=corpus, workers=2)
-    tokenise_source(config, build_tokenizer(DataConfig(), Path(tokenizers)), Path(cache), killed)
+    config = DataConfig(path=corpus, tokenizer=tokenizer, workers=2)
+    token_store.tokenise_source(config, build_tokenizer(config), Path(cache), killed)
 """
 
 
-def test_killed_and_started_again_nothing_is_lost_or_repeated(corpus, whole, tokenizer, cache_dir, tmp_path):
+def test_killed_and_started_again_nothing_is_lost_or_repeated(corpus, whole, tmp_path):
+    tokenizer = build_tokenizer(DataConfig(path="x", tokenizer=TOKENIZER))
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     cache = tmp_path / "cache"
-    command = [sys.executable, str(script), str(corpus), str(cache_dir), str(cache), str(DOCUMENTS // 10)]
+    command = [sys.executable, str(script), str(corpus), TOKENIZER, str(cache), str(COUNT // 10)]
     folder = store_folder(DataConfig(path=str(corpus)), tokenizer, cache)
     # Its workers keep the pipe open: it closes when the last of them has ended.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
@@ -141,11 +151,11 @@ def test_killed_and_started_again_nothing_is_lost_or_repeated(corpus, whole, tok
     assert process.returncode == -signal.SIGKILL
     assert not is_complete(folder)
     before = read_state(folder)["shards"][0][1]
-    assert 0 < before < DOCUMENTS
+    assert 0 < before < COUNT
     again = tokenise_source(DataConfig(path=str(corpus), workers=1), tokenizer, cache)
-    assert len(again) == DOCUMENTS
+    assert len(again) == COUNT
     np.testing.assert_array_equal(again.lengths(), whole.lengths())
-    assert all((again[index] == whole[index]).all() for index in range(DOCUMENTS))
+    assert all((again[index] == whole[index]).all() for index in range(COUNT))
 
 
 def test_processes_that_come_together_share_one_store(tokenizer, tmp_path, monkeypatch):
@@ -153,7 +163,7 @@ def test_processes_that_come_together_share_one_store(tokenizer, tmp_path, monke
     fill = module._fill
     monkeypatch.setattr(module, "_fill", lambda *arguments: (filled.append(1), time.sleep(0.2), fill(*arguments)))
     stores = []
-    config = DataConfig(examples=20)
+    config = DataConfig(**DOCUMENTS)
     threads = [
         threading.Thread(target=lambda: stores.append(tokenise_source(config, tokenizer, tmp_path))) for _ in range(4)
     ]
@@ -168,21 +178,17 @@ def test_processes_that_come_together_share_one_store(tokenizer, tmp_path, monke
 @pytest.mark.parametrize(
     "change",
     [
-        {"seed": 2},
-        {"examples": 21},
-        {"difficulty": "mixed"},
-        {"format": "chat"},
+        CHATS,
+        {"text_key": "content"},
         {"add_eos": False},
         {"add_bos": False},
     ],
 )
 def test_what_tokens_depend_on_names_another_store(change, tokenizer, tmp_path):
-    first = DataConfig(examples=20)
-    assert store_folder(first, tokenizer, tmp_path) != store_folder(
-        DataConfig(**{"examples": 20, **change}), tokenizer, tmp_path
-    )
-    same = DataConfig(examples=20, sequence_length=64, workers=3, validation_fraction=0.2)
-    assert store_folder(first, tokenizer, tmp_path) == store_folder(same, tokenizer, tmp_path)
+    def folder(**keys):
+        return store_folder(DataConfig(**{**DOCUMENTS, **keys}), tokenizer, tmp_path)
+
+    assert folder(**change) != folder() == folder(sequence_length=64, workers=3, validation_fraction=0.2, seed=2)
 
 
 def test_a_changed_file_is_tokenised_anew(tokenizer, tmp_path):

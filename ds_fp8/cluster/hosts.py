@@ -62,11 +62,8 @@ def parse_hostfile(text: str, file: Path) -> list[Host]:
             continue
         host = _host(words, f"line {number}", file)
         if host.name in hosts:
-            raise UserError(
-                f"line {number}: {host.name} is already in line {hosts[host.name][0]}",
-                file=file,
-                remedy="give each host one line with all of its slots",
-            )
+            problem = f"line {number}: {host.name} is already in line {hosts[host.name][0]}"
+            raise UserError(problem, file=file, remedy="give each host one line with all of its slots")
         hosts[host.name] = number, host
     if not hosts:
         raise UserError("the hostfile lists no hosts", file=file, remedy=_LINE)

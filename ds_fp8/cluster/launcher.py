@@ -94,11 +94,8 @@ def meaning(code: int) -> int:
 def with_restarts(start: Callable[[int], int], max_restarts: int, settle: float = 0.0) -> int:
     """Run a job, `start(attempt)`, and up to `max_restarts` times again, after `settle` seconds, if it was lost."""
     if max_restarts < 0:
-        raise UserError(
-            f"--max-restarts must be at least 0, got {max_restarts}",
-            key="--max-restarts",
-            remedy="0 for none, or a number",
-        )
+        problem = f"--max-restarts must be at least 0, got {max_restarts}"
+        raise UserError(problem, key="--max-restarts", remedy="0 for none, or a number")
     for attempt in range(max_restarts + 1):
         if attempt:
             time.sleep(settle)
@@ -156,11 +153,8 @@ def launch(hostfile: str | os.PathLike, job: Launch) -> int:
             )
     fewest = len(hosts) if job.min_hosts is None else job.min_hosts
     if not 1 <= fewest <= len(hosts):
-        raise UserError(
-            f"--min-hosts {fewest} is not possible with {len(hosts)} hosts",
-            key="--min-hosts",
-            remedy=f"a number from 1 to {len(hosts)}",
-        )
+        problem = f"--min-hosts {fewest} is not possible with {len(hosts)} hosts"
+        raise UserError(problem, key="--min-hosts", remedy=f"a number from 1 to {len(hosts)}")
 
     def start(attempt: int) -> int:
         # Asked before every attempt: a host may have come back.

@@ -163,10 +163,9 @@ def _check_shared(store: Store, run_dir: Path) -> None:
             store.set("unshared", f"what rank 0 writes into {run_dir} is not seen on {missing}" if missing else "")
         problem = store.get("unshared").decode()
     if problem:
+        problem = f"the run folder is not shared: {problem}" if name else problem
         raise UserError(
-            f"the run folder is not shared: {problem}" if name else problem,
-            key="train.run_dir",
-            remedy="give a folder that all hosts mount under the same path, such as NFS",
+            problem, key="train.run_dir", remedy="give a folder that all hosts mount under the same path, such as NFS"
         )
 
 

@@ -258,11 +258,8 @@ def _read(
             "there is no estimate for ZeRO stage 0", key="zero_optimization.stage", remedy="stage 1, 2 or 3"
         )
     if model_section.attn_implementation == "eager":
-        raise UserError(
-            "there is no estimate for eager attention, whose scores take heads x length x length",
-            key="model.attn_implementation",
-            remedy='"packed"',
-        )
+        problem = "there is no estimate for eager attention, whose scores take heads x length x length"
+        raise UserError(problem, key="model.attn_implementation", remedy='"packed"')
     shared_by = sequence_parallel_size(raw)
     check_ranks(shared_by, gpus)
     for check in (check_layers, check_rotation, check_heads):
@@ -301,19 +298,13 @@ def _model_config(section: ModelConfig, train: Mapping[str, Any]) -> PretrainedC
         values = dict(section.config)
         kind = values.pop("model_type", None)
         if values.get("vocab_size") is None:
-            raise UserError(
-                "the vocabulary of the model is the tokenizer's, which an estimate does not read",
-                key="model.config.vocab_size",
-                remedy='give "vocab_size" in model.config',
-            )
+            problem = "the vocabulary of the model is the tokenizer's, which an estimate does not read"
+            raise UserError(problem, key="model.config.vocab_size", remedy='give "vocab_size" in model.config')
         try:
             return AutoConfig.for_model(kind, **values)
         except Exception as error:  # each configuration class validates in its own way
-            raise UserError(
-                f"model.config is refused: {str(error).splitlines()[0]}",
-                key="model.config",
-                remedy="change what the message names",
-            ) from None
+            problem = f"model.config is refused: {str(error).splitlines()[0]}"
+            raise UserError(problem, key="model.config", remedy="change what the message names") from None
     path, init_from = section.path, train.get("init_from")
     if path is None and init_from is None:
         raise UserError(

@@ -26,7 +26,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -159,11 +158,8 @@ def _points(config: SweepConfig, gpus: int) -> list[Point]:
     count = max(1, len(config.points)) * math.prod(map(len, config.grid.values()))
     if count > MOST_POINTS:
         sizes = " x ".join(str(len(values)) for values in config.grid.values())
-        raise UserError(
-            f"the sweep has {count:,} points ({len(config.points) or 1} named x {sizes}), and every one is a run",
-            key="sweep.grid",
-            remedy=f"at most {MOST_POINTS}: fewer values, or several sweeps",
-        )
+        problem = f"the sweep has {count:,} points ({len(config.points) or 1} named x {sizes}), and every one is a run"
+        raise UserError(problem, key="sweep.grid", remedy=f"at most {MOST_POINTS}: fewer values, or several sweeps")
     points: dict[str, Point] = {}
     for named, values in itertools.product(config.points or [None], itertools.product(*config.grid.values())):
         chosen = dict(zip(config.grid, values, strict=True))
@@ -269,7 +265,7 @@ def run_point(
         while status is None:
             time.sleep(_POLL)
             ended = process.poll() is not None
-            records = [record for record in read_metrics(metrics, sys.maxsize) if "loss" in record]
+            records = [record for record in read_metrics(metrics) if "loss" in record]
             tick(min(len(records), steps))
             if len(records) >= steps:
                 status = OK
@@ -299,15 +295,16 @@ def _end_leftover(run_dir: str) -> None:
 
 def _end(group: int) -> None:
     """Kill the processes of a group, and what its leader has started besides."""
-    members: list[psutil.Process] = []
+    members: set[psutil.Process] = set()
     with suppress(psutil.Error):
-        members = psutil.Process(group).children(recursive=True)
-    with suppress(OSError):
-        os.killpg(group, signal.SIGKILL)
+        members.update(psutil.Process(group).children(recursive=True))
+    for process in psutil.process_iter():
+        with suppress(OSError):
+            members |= {process} if os.getpgid(process.pid) == group else set()
     for process in members:
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(members, timeout=30)
+    psutil.wait_procs([process for process in members if process.pid != group], timeout=30)
 
 
 def _how_it_ended(code: int, output: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import flat, read_json
-from ds_fp8.train.metrics import read_lines
+from ds_fp8.train.metrics import read_metrics
 from ds_fp8.train.run_folder import CONFIG, METRICS, RESULT, Invalid, read_object
 
 KINDS = ("fp8", "bf16")
@@ -73,10 +73,7 @@ class RunRecord:
     def _records(self) -> list[dict[str, Any]]:
         if not (self.folder / METRICS).exists():
             raise self._missing(METRICS)
-        records, mistakes = read_lines(self.folder / METRICS, finished=True)
-        if mistakes:
-            raise self._damaged(METRICS, mistakes[0])
-        return records
+        return read_metrics(self.folder / METRICS)
 
     def _missing(self, name: str) -> UserError:
         return UserError(

@@ -58,34 +58,15 @@ LEAST_SPREAD = 1e-3
 """Part of the median below which the spread of losses is not believed."""
 
 
-def read_lines(file: Path, finished: bool = False) -> tuple[list[Record], list[str]]:
-    """Return the records of a metrics.jsonl, and what is wrong with each of the other lines; nothing without a file.
-
-    The last line of a run that has not `finished` may be cut off.
-    """
-    try:
-        if file.exists() and not file.is_file():  # a device may have no end
-            return [], ["is not a regular file"]
-        text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-    except OSError as error:
-        return [], [f"cannot be read: {error.strerror or error}"]
-    records, mistakes = [], []
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
-        try:
+def read_metrics(file: Path, last_step: int = sys.maxsize) -> list[Record]:
+    """Return the records of `file` up to `last_step`, without lines that are damaged or that a kill cut off."""
+    records = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
+        with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        plain = isinstance(record, dict) and isinstance(record.get("loss") or 0.0, int | float)
-        if plain and type(record.get("step")) is int:
-            records.append(record)
-        elif finished or line.endswith("\n"):
-            mistakes.append(f"line {number} is not a JSON object with a step")
-    return records, mistakes
-
-
-def read_metrics(file: Path, last_step: int) -> list[Record]:
-    """Return the records of `file` up to `last_step`, without lines that are damaged or cut off."""
-    return [record for record in read_lines(file)[0] if record["step"] <= last_step]
+            if isinstance(record, dict) and type(record.get("step")) is int and record["step"] <= last_step:
+                records.append(record)
+    return records
 
 
 class MetricsLog:
@@ -212,6 +193,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory this process had so far: allocated on the accelerator, or resident on a CPU."""
     if device.type != "cpu":
         return get_accelerator().max_memory_allocated() + allocated_bytes()
+    with contextlib.suppress(OSError):
+        # Not getrusage: its peak begins at what the process that started this one held.
+        return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

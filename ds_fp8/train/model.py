@@ -205,11 +205,8 @@ def _prepare(stage: Stage, model: torch.nn.Module) -> torch.nn.Module:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if stage.model.activation_checkpointing == "offload":
         if not keep_on_host(model):
-            raise UserError(
-                f"{type(model).__name__} recomputes its layers by a function of its own, which keeps their inputs",
-                key="model.activation_checkpointing",
-                remedy="true",
-            )
+            problem = f"{type(model).__name__} recomputes its layers by a function of its own, which keeps their inputs"
+            raise UserError(problem, key="model.activation_checkpointing", remedy="true")
         if get_accelerator().is_synchronized_device():
             logger.info('note: on a CPU model.activation_checkpointing "offload" saves no memory')
     return model.train()
@@ -269,11 +266,8 @@ def untrained_config(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase)
     for key in values:
         if not hasattr(known, key) and key not in _UNLISTED_KEYS:
             choices = set(known.to_dict()) | _UNLISTED_KEYS
-            raise UserError(
-                f'unknown key "{key}" in model.config of type {kind}',
-                key=f"model.config.{key}",
-                remedy=nearest(key, choices),
-            )
+            problem = f'unknown key "{key}" in model.config of type {kind}'
+            raise UserError(problem, key=f"model.config.{key}", remedy=nearest(key, choices))
     layers = values.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MAX_LAYERS:  # configurations list their layers one by one
         raise UserError(

@@ -163,11 +163,8 @@ def _check_problems(stage: Stage, data: StageData) -> None:
     if not there:
         return  # data without known answers: the run says so and measures the loss alone
     if wanted > there:
-        raise UserError(
-            f"{wanted} problems are to be answered, but the data has {there} held-out ones",
-            key="train.exact_match_problems",
-            remedy=f"at most {there}",
-        )
+        problem = f"{wanted} problems are to be answered, but the data has {there} held-out ones"
+        raise UserError(problem, key="train.exact_match_problems", remedy=f"at most {there}")
 
 
 def _prepare_wandb(stage: Stage) -> None:

@@ -143,10 +143,9 @@ def lock(run_dir: Path, say: Callable[[str], None]) -> int:
             return descriptor
         holder = os.pread(descriptor, 4096, 0).decode(errors="replace") or "which has not written its name yet"
         os.close(descriptor)
+        problem = f"{run_dir} is in use by another run: {clipped(holder, 300)}"
         raise UserError(
-            f"{run_dir} is in use by another run: {clipped(holder, 300)}",
-            key="train.run_dir",
-            remedy="wait for that run, stop it, or choose another run_dir",
+            problem, key="train.run_dir", remedy="wait for that run, stop it, or choose another run_dir"
         ) from None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}: {' '.join(sys.argv)}".encode(), 0)

@@ -144,11 +144,8 @@ class ModelConfig(Section):
     @classmethod
     def _known_word(cls, value: Any) -> Any:
         if isinstance(value, str) and value != "offload":
-            raise UserError(
-                f"model.activation_checkpointing is {shown(value)}",
-                key="model.activation_checkpointing",
-                remedy='true, false or "offload"',
-            )
+            problem = f"model.activation_checkpointing is {shown(value)}"
+            raise UserError(problem, key="model.activation_checkpointing", remedy='true, false or "offload"')
         return value
 
 
@@ -213,16 +210,12 @@ class TrainConfig(Section):
         if self.steps is not None:
             self.schedule.check_lengths(self.steps)
         if self.spike == "rollback" and self.save_every is None:
-            raise UserError(
-                "there is no checkpoint to roll back to without train.save_every",
-                key="train.spike",
-                remedy='"save_every": 1000, or "spike": "warn"',
-            )
+            problem = "there is no checkpoint to roll back to without train.save_every"
+            raise UserError(problem, key="train.spike", remedy='"save_every": 1000, or "spike": "warn"')
         if self.keep_best and (not self.save_every or not self.eval_every or self.save_every % self.eval_every):
+            problem = "the best checkpoint is known only where every checkpoint is validated"
             raise UserError(
-                "the best checkpoint is known only where every checkpoint is validated",
-                key="train.keep_best",
-                remedy="set train.save_every to a multiple of train.eval_every",
+                problem, key="train.keep_best", remedy="set train.save_every to a multiple of train.eval_every"
             )
         return self
 
@@ -286,11 +279,8 @@ class Stage:
             return self
         length = self.train.epochs * training_rows / self.global_batch
         if length >= MAX_STEPS:
-            raise UserError(
-                f"{self.train.epochs:g} epochs of {training_rows:,} rows are more steps than a run can have",
-                key="train.epochs",
-                remedy='"epochs": 3, say',
-            )
+            problem = f"{self.train.epochs:g} epochs of {training_rows:,} rows are more steps than a run can have"
+            raise UserError(problem, key="train.epochs", remedy='"epochs": 3, say')
         steps = max(1, math.ceil(length))
         try:
             self.train.schedule.check_lengths(steps)
@@ -368,32 +358,21 @@ def _check_shared(configuration: Configuration, model: ModelConfig, data: DataCo
     if shared_by == 1:
         return
     if model.attn_implementation != "packed":
-        raise UserError(
-            f'attention "{model.attn_implementation}" loses the mask of packed rows where ranks share sequences',
-            key="model.attn_implementation",
-            remedy='"packed"',
-        )
+        problem = f'attention "{model.attn_implementation}" loses the mask of packed rows where ranks share sequences'
+        raise UserError(problem, key="model.attn_implementation", remedy='"packed"')
     if data.sequence_length % shared_by:
-        raise UserError(
-            f"{shared_by} ranks cannot share rows of {data.sequence_length} tokens evenly",
-            key="data.sequence_length",
-            remedy=f"a multiple of {shared_by}",
-        )
+        problem = f"{shared_by} ranks cannot share rows of {data.sequence_length} tokens evenly"
+        raise UserError(problem, key="data.sequence_length", remedy=f"a multiple of {shared_by}")
     if configuration.stage != 3 or "data_parallel_size" in configuration.values:
-        raise UserError(
-            "a stage whose ranks share sequences trains in ZeRO stage 3, without a device mesh",
-            key=KEY,
-            remedy='"zero_optimization": {"stage": 3}, and no "data_parallel_size"',
-        )
+        problem = "a stage whose ranks share sequences trains in ZeRO stage 3, without a device mesh"
+        raise UserError(problem, key=KEY, remedy='"zero_optimization": {"stage": 3}, and no "data_parallel_size"')
 
 
 def _world_size() -> int:
     size = os.environ.get("WORLD_SIZE", "1")
     if not size.isdecimal() or not 1 <= int(size[:10]) <= MAX_RANKS:
-        raise UserError(
-            f"the environment variable WORLD_SIZE is {shown(size)}, which is not a number of ranks",
-            remedy="leave it to the launcher: unset WORLD_SIZE",
-        )
+        problem = f"the environment variable WORLD_SIZE is {shown(size)}, which is not a number of ranks"
+        raise UserError(problem, remedy="leave it to the launcher: unset WORLD_SIZE")
     return int(size)
 
 
@@ -408,11 +387,8 @@ def _check_model_source(model: ModelConfig, train: TrainConfig) -> None:
             "train.init_from (an earlier run)",
         )
     if len(present) > 1:
-        raise UserError(
-            f"{' and '.join(present)} contradict each other: the weights can come from one place only",
-            key=present[0],
-            remedy=f"keep one of {', '.join(present)}",
-        )
+        problem = f"{' and '.join(present)} contradict each other: the weights can come from one place only"
+        raise UserError(problem, key=present[0], remedy=f"keep one of {', '.join(present)}")
 
 
 # ---------------------------------------------------------------- DeepSpeed's own sections

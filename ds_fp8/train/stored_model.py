@@ -127,11 +127,8 @@ def _read_config(source: ModelSource) -> PretrainedConfig:
 def check_trainable(source: ModelSource, config: PretrainedConfig) -> None:
     """Refuse a stored model that is no causal language model, or quantised to something else than FP8."""
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not munit.is_munit(config):
-        raise UserError(
-            f'{source.path} is a "{config.model_type}", for which transformers has no causal language model',
-            key=source.key,
-            remedy="give a model that AutoModelForCausalLM loads",
-        )
+        problem = f'{source.path} is a "{config.model_type}", for which transformers has no causal language model'
+        raise UserError(problem, key=source.key, remedy="give a model that AutoModelForCausalLM loads")
     quantization = quantization_of(source)
     if forms_of(quantization) is None:
         kind = " ".join(filter(None, (quantization.get("quant_method"), quantization.get("quant_algo"))))
@@ -179,11 +176,8 @@ def load_with_codes(
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"the weights in {source.path} are incomplete or cannot be reached: {first_line(error)}",
-            key=source.key,
-            remedy="write, copy or download all of its files again",
-        ) from None
+        problem = f"the weights in {source.path} are incomplete or cannot be reached: {first_line(error)}"
+        raise UserError(problem, key=source.key, remedy="write, copy or download all of its files again") from None
     except Exception as error:  # every reader fails in its own way at damaged files
         raise UserError(
             f"the weights in {source.path} cannot be read: {unreadable(error)}",

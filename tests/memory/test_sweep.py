@@ -256,7 +256,7 @@ def output_of(folder, command, *arguments):
 
 
 def records(out):
-    return [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines() if line]
 
 
 def assert_measured(record):

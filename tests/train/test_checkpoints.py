@@ -42,11 +42,92 @@ def store(stage, steps: list[int], ranks: int = 1, **values) -> None:
         manifest(stage, step, ranks, **values).write(folder)
 
 
-def test_an_absent_or_empty_folder_starts_from_nothing(stage, run_dir):
-    assert inspect_run(stage()).step == 0
-    run_dir.mkdir()
-    (run_dir / "notes.txt").write_text("mine")
-    assert inspect_run(stage()).step == 0
+COMPACT = ('fp8={"optimizer": {"exp_avg": "e4m3_expanded"}}', "train.compact_checkpoints=true")
+WHOLE = {f"{rank}.pt": SavedFile(1, "0" * 32, rank) for rank in range(3)}
+"""Of an optimizer that every rank has whole, as in ZeRO stage 0."""
+
+
+def saved(*overrides, steps=(4,), **values):
+    """Prepare a run of a stage with these overrides that was stopped after the last of `steps`."""
+    return lambda stage, run_dir: store(stage(*overrides), list(steps), **values)
+
+
+def of_another_start(stage, run_dir):
+    """On other ranks, say: it rewrote config.json and failed before its first checkpoint."""
+    store(stage(), [4])
+    (run_dir / "config.json").write_text(json.dumps(stage().raw | {"gradient_accumulation_steps": 7}))
+
+
+GOES_ON = {  # what is there: how it came there, overrides, the step that a run goes on from
+    "nothing": (lambda stage, run_dir: None, [], 0),
+    "a folder with notes": (lambda stage, run_dir: (run_dir.mkdir(), (run_dir / "notes").touch()), [], 0),
+    "a run before its first save": (saved(steps=()), [], 0),
+    "of a start that saved nothing": (of_another_start, [], 4),
+    "of other ranks": (saved(ranks=3, global_batch=6), ["train_micro_batch_size_per_gpu=6"], 4),
+    "compact and whole, of other ranks": (saved(*COMPACT, ranks=3, files=WHOLE), COMPACT, 4),
+    **{
+        change: (saved(), [change], 4)
+        for change in ("train.steps=90", "train.eval_every=3", "train.save_every=2", "train.log_every=4")
+    },
+    "monitors": (saved(), ['csv_monitor={"enabled": false}'], 4),
+}
+
+
+@pytest.mark.parametrize("case", GOES_ON)
+def test_what_a_run_goes_on_from(case, stage, run_dir):
+    prepare, overrides, step = GOES_ON[case]
+    prepare(stage, run_dir)
+    assert inspect_run(stage(*overrides)).step == step
+
+
+LONG, DEEP = "x" * 300, "x/" * 3000
+REFUSED = {  # what is wrong: how it came there, overrides, words, key
+    **{
+        change: (saved(), [change], "holds a run with", change.partition("=")[0])
+        for change in (
+            "train.seed=7",
+            "fp8.enabled=false",
+            "optimizer.params.lr=1",
+            "data.seed=301",
+            "model.config.hidden_size=66",
+            "gradient_accumulation_steps=2",
+            "train.schedule.min_ratio=0.2",
+        )
+    },
+    "fewer steps": (saved(), ["train.steps=3"], "already done 4", "train.steps"),
+    "other batches": (saved(ranks=3, global_batch=6), [], "batches of 6", "train_batch_size"),
+    "compact, of other ranks": (saved(*COMPACT, ranks=3), COMPACT, "over 1 ranks", "train.compact_checkpoints"),
+    "no run's": (lambda stage, run_dir: (run_dir / "model").mkdir(parents=True), [], "not the folder", "train.run_dir"),
+    "a file": (lambda stage, run_dir: run_dir.write_text(""), [], "cannot be written to", "train.run_dir"),
+    **{
+        f"nothing to resume: {name[:30]}": (
+            lambda stage, run_dir: (run_dir.parent / "parent" / "checkpoints" / "step_5").mkdir(parents=True),
+            [f"train.resume={name}"],
+            "no complete checkpoint",
+            "train.resume",
+        )
+        for name in ("nowhere", "parent", "parent/checkpoints/step_5", LONG, DEEP, "loop")
+    },
+    **{
+        f"run_dir {name[:30]}": (lambda stage, run_dir: None, [f"train.run_dir={name}"], words, "train.run_dir")
+        for name, words in {
+            **dict.fromkeys(("/", "//", "/tmp/..", "/."), "root folder"),
+            **dict.fromkeys((LONG, DEEP, "loop"), "cannot be written to"),
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_go_on_is_refused_with_key_and_remedy(case, stage, run_dir, tmp_path, monkeypatch):
+    prepare, overrides, words, key = REFUSED[case]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    prepare(stage, run_dir)
+    with pytest.raises(UserError, match=words) as caught:
+        inspect_run(stage(*overrides))
+    assert caught.value.key == key
+    assert caught.value.remedy
 
 
 def test_the_newest_complete_checkpoint_counts_and_a_half_written_one_does_not(stage, run_dir):
@@ -69,41 +150,6 @@ def test_pruning_keeps_the_newest_complete_checkpoints_only(keep, stage, run_dir
     checkpoints.prune(run_dir, keep)
     left = sorted(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*"))
     assert left == [2, 9, 10][-keep:]
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "train.steps=90",
-        "train.eval_every=3",
-        "train.save_every=2",
-        "train.log_every=4",
-        'csv_monitor={"enabled": false}',
-    ],
-)
-def test_length_and_reporting_may_change(override, stage):
-    store(stage(), [4])
-    assert inspect_run(stage(override)).step == 4
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "train.seed=7",
-        "fp8.enabled=false",
-        "optimizer.params.lr=1",
-        "data.seed=301",
-        "model.config.hidden_size=66",
-        "gradient_accumulation_steps=2",
-        "train.schedule.min_ratio=0.2",
-    ],
-)
-def test_anything_else_that_changes_is_refused_and_named(override, stage):
-    store(stage(), [4])
-    with pytest.raises(UserError, match="holds a run with") as caught:
-        inspect_run(stage(override))
-    assert caught.value.key == override.partition("=")[0]
-    assert "run_dir" in caught.value.remedy
 
 
 @pytest.fixture
@@ -183,60 +229,12 @@ def test_a_branch_that_has_begun_goes_on_from_its_own_checkpoint(stage, run_dir,
     assert (state.step, state.checkpoint) == (2, run_dir / "checkpoints" / "step_2")
 
 
-@pytest.mark.parametrize("named", ["nowhere", "parent", "parent/checkpoints/step_5"])
-def test_nothing_to_resume_is_named(named, stage, tmp_path):
-    (tmp_path / "parent" / "checkpoints" / "step_5").mkdir(parents=True)
-    with pytest.raises(UserError, match="no complete checkpoint") as caught:
-        inspect_run(stage(f"train.resume={tmp_path / named}"))
-    assert caught.value.key == "train.resume"
-
-
-def test_another_number_of_ranks_goes_on_with_the_same_batches(stage, run_dir):
-    store(stage(), [4], ranks=3, global_batch=6)
-    with pytest.raises(UserError, match="batches of 6") as caught:
-        inspect_run(stage())
-    assert caught.value.key == "train_batch_size"
-    state = inspect_run(stage("train_micro_batch_size_per_gpu=6"))
-    assert (state.step, state.ranks) == (4, 3)
-
-
-def test_fewer_steps_than_done_are_refused(stage):
-    store(stage(), [4])
-    with pytest.raises(UserError, match="already done 4"):
-        inspect_run(stage("train.steps=3"))
-
-
 def test_a_finished_run_is_known_by_its_result_and_goes_on_with_more_steps(stage, run_dir):
     store(stage(), [12])
     (run_dir / "result.json").write_text(json.dumps(RESULT))
     assert inspect_run(stage()).result == RESULT
     longer = inspect_run(stage("train.steps=20"))
     assert (longer.step, longer.result) == (12, None)
-
-
-def test_a_start_that_saved_nothing_leaves_no_mark(stage, run_dir):
-    """One on other ranks, say, that rewrote config.json and failed before its first checkpoint."""
-    store(stage(), [4])
-    (run_dir / "config.json").write_text(json.dumps(stage().raw | {"gradient_accumulation_steps": 7}))
-    assert inspect_run(stage()).step == 4
-
-
-def test_a_folder_that_is_not_a_runs_is_left_alone(stage, run_dir):
-    (run_dir / "model").mkdir(parents=True)
-    with pytest.raises(UserError, match="not the folder of a run"):
-        inspect_run(stage())
-
-
-def test_a_file_in_place_of_the_folder_is_refused(stage, run_dir):
-    run_dir.write_text("")
-    with pytest.raises(UserError, match="cannot be written to"):
-        inspect_run(stage())
-
-
-def test_a_run_that_was_ended_before_its_first_save_begins_again(stage, run_dir):
-    store(stage(), [])
-    (run_dir / "metrics.jsonl").write_text('{"step": 0, "validation_loss": 6.0}\n{"step": 1, "loss": 6.0}\n')
-    assert inspect_run(stage()).step == 0
 
 
 @pytest.mark.parametrize(
@@ -253,38 +251,6 @@ def test_data_that_changed_are_refused_by_file_and_what_changed(changed, word, s
     assert word in caught.value.problem
     assert "3,000 tokens in 10 examples (digest 01234567)" in caught.value.problem
     assert "train.run_dir" in caught.value.remedy
-
-
-def test_compact_checkpoints_need_as_many_ranks(stage):
-    compressed = ['fp8={"optimizer": {"exp_avg": "e4m3_expanded"}}', "train.compact_checkpoints=true"]
-    store(stage(*compressed), [4], ranks=3)
-    with pytest.raises(UserError, match=r"is compact: .* over 1 ranks") as caught:
-        inspect_run(stage(*compressed))
-    assert caught.value.key == "train.compact_checkpoints"
-    assert caught.value.remedy.startswith("3 ranks")
-
-
-def test_compact_checkpoints_of_whole_optimizers_go_on_on_any_ranks(stage):
-    """In ZeRO stage 0 every rank has all of the moments."""
-    compressed = ['fp8={"optimizer": {"exp_avg": "e4m3_expanded"}}', "train.compact_checkpoints=true"]
-    store(stage(*compressed), [4], ranks=3, files={f"{rank}.pt": SavedFile(1, "0" * 32, rank) for rank in range(3)})
-    assert inspect_run(stage(*compressed)).ranks == 3
-
-
-@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "loop"])
-def test_names_that_no_folder_can_have(name, stage, tmp_path):
-    (tmp_path / "loop").symlink_to("loop")
-    name = str(tmp_path / "loop") if name == "loop" else name
-    with pytest.raises(UserError, match="no complete checkpoint"):
-        inspect_run(stage(f"train.resume={name}"))
-    with pytest.raises(UserError, match="cannot be written to"):
-        stage(f"train.run_dir={name}")
-
-
-def test_the_root_folder_is_no_run_dir(stage):
-    for root in ("/", "//", "/tmp/..", "/."):
-        with pytest.raises(UserError, match="root folder"):
-            stage(f"train.run_dir={root}")
 
 
 @pytest.mark.parametrize("what", ["a folder", "a link", "a link to itself", "a link to a device"])

@@ -24,7 +24,7 @@ def training(step: int, loss: float) -> dict:
 
 def test_reading_stops_at_the_resumed_step_and_skips_a_line_cut_off(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    lines = [json.dumps(training(step, 1.0)) for step in range(1, 6)]
+    lines = [*(json.dumps(training(step, 1.0)) for step in range(1, 6)), "[]", '{"step": "x"}', "[" * 100_000, "null"]
     file.write_text("\n".join(lines) + '\n{"step": 3, "lo')
     assert [record["step"] for record in read_metrics(file, 3)] == [1, 2, 3]
 

@@ -9,7 +9,7 @@ from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import apply_override
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
-from ds_fp8.config.linear import Cast, LinearConfig
+from ds_fp8.config.linear import LinearConfig
 from ds_fp8.config.presets import AXES, PRESETS, merge
 from ds_fp8.engine.preflight import check
 
@@ -86,9 +86,6 @@ def test_infir2_is_the_default_everywhere():
 @pytest.mark.parametrize("raw", [{}, {"bf16": {"enabled": True}}])
 def test_no_section_is_disabled(raw):
     assert not parse_fp8(raw).enabled
-
-
-def test_a_section_can_be_disabled():
     assert not parse({"enabled": False, "preset": "tensorwise"}).enabled
 
 
@@ -112,10 +109,6 @@ def test_a_section_can_be_disabled():
 def test_a_preset_supplies_what_the_user_leaves_out(section, name, expected):
     preset = TENSORWISE if section.get("preset") == "tensorwise" else INFIR2
     assert casts(parse(section)) == {**preset, name: expected}
-
-
-def test_python_and_json_agree():
-    assert FP8Config(linear={"weight": {"scale": "fp32"}}) == parse({"linear": {"weight": {"scale": "fp32"}}})
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -142,6 +135,9 @@ def test_sections_may_come_from_different_presets():
     assert mixed.optimizer == FP8Config(preset="coat").optimizer
     assert mixed.grad_reduce == FP8Config().grad_reduce != FP8Config(preset="coat").grad_reduce
     assert mixed.monitor.every == 0
+    # An object is taken whole, a mapping changes keys.
+    assert FP8Config.from_preset("tensorwise", linear=LinearConfig()).linear == LinearConfig()
+    assert FP8Config.from_preset("tensorwise", linear={"skip": []}).linear.input.granularity == "tensor"
     assert parse({"preset": {"linear": "infir2", "optimizer": "coat"}}).optimizer == mixed.optimizer
     other = FP8Config.from_preset("fp8lm_o3", optimizer="coat", linear={"skip": []})
     assert other.linear == FP8Config(preset="tensorwise", linear={"skip": []}).linear
@@ -149,11 +145,6 @@ def test_sections_may_come_from_different_presets():
     assert "optimizer of coat" in other.preset_name
     changed = parse({"preset": {"optimizer": "coat"}, "optimizer": {"exp_avg": "fp32"}})
     assert (changed.optimizer.exp_avg, changed.optimizer.exp_avg_sq) == ("fp32", "e4m3_expanded")
-
-
-def test_a_section_object_is_taken_whole_and_a_mapping_changes_keys():
-    assert FP8Config.from_preset("tensorwise", linear=LinearConfig()).linear == LinearConfig()
-    assert FP8Config.from_preset("tensorwise", linear={"skip": []}).linear.input.granularity == "tensor"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +172,6 @@ def test_what_is_parsed_is_left_alone():
     assert presets == PRESETS
 
 
-@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(
     ("section", "key", "meant"),
     [
@@ -194,8 +184,8 @@ def test_what_is_parsed_is_left_alone():
         ({"monitor": {"evry": 1}}, "fp8.monitor.evry", "every"),
     ],
 )
-def test_an_unknown_key_names_the_nearest(preset, section, key, meant):
-    error = mistake({"preset": preset, **section})
+def test_an_unknown_key_names_the_nearest(section, key, meant):
+    error = mistake({"preset": "coat", **section})
     assert error.key == key
     assert f'"{meant}"' in error.remedy
 
@@ -268,11 +258,6 @@ def test_an_unknown_preset_names_the_nearest(preset, remedy):
     assert remedy in error.remedy
 
 
-@pytest.mark.parametrize("preset", [None, 3, ["infir2"], {"name": "infir2"}])
-def test_a_preset_that_is_no_word(preset):
-    assert mistake({"preset": preset}).key == "fp8.preset"
-
-
 @pytest.mark.parametrize("key", ["FP8", "fp_8", "fp-8", "Fp8"])
 def test_a_misspelt_section_is_no_silent_bf16(key):
     with pytest.raises(UserError) as error:
@@ -289,11 +274,6 @@ def test_gathered_bytes_are_those_multiplied():
     weight = {"linear": {"weight": {"format": "e5m2"}}}
     assert parse({**weight, "param_gather": {"format": "e5m2"}}).param_gather.format == "e5m2"
     assert parse({**weight, "param_gather": {"format": "bf16"}}).param_gather.format == "bf16"
-
-
-def test_a_cast_is_comparable():
-    assert Cast() == Cast(format="e4m3")
-    assert Cast() != Cast(format="e5m2")
 
 
 CONTRADICTIONS = [

@@ -54,10 +54,6 @@ def test_an_unknown_key_at_any_depth_names_the_nearest(values, key, meant):
     assert f'"{meant}"' in error.remedy
 
 
-def test_an_unknown_key_like_no_other_lists_the_known_ones():
-    assert mistake({"needed": 1, "middle": {"zzzz": 1}}).remedy == "Known keys: inner, name, optional."
-
-
 @pytest.mark.parametrize(
     ("values", "key", "shown"),
     [

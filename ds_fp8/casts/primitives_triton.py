@@ -128,7 +128,7 @@ def format_arguments(format: str, scale: str) -> dict[str, object]:
         "DTYPE": TRITON_DTYPES.get(format, tl.float8e4nv),
         "LARGEST": FORMATS[format].max,
         "SMALLEST": SMALLEST_SCALE,
-        "POW2": has_power_of_two_scales(scale),
+        "POW2": int(has_power_of_two_scales(scale)),
     }
 
 

@@ -107,7 +107,7 @@ class LinearConfig(LinearCasts):
 
     casts_of_overrides: ClassVar[type[LinearCasts]] = LinearCasts
 
-    backend: Literal["auto", "deep_gemm", "cublas", "mxfp8", "reference"] = "auto"
+    backend: Literal["auto", "deep_gemm", "cublas", "reference"] = "auto"
     """Library that multiplies. auto: the first of the others that computes a small product of each pair of casts on
     this machine. reference emulates FP8 on any device; auto takes it for emulated formats, and without a GPU."""
     expert_products: Literal["auto", "bf16", "fp8"] = "auto"

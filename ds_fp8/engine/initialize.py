@@ -31,8 +31,7 @@ from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open
 from ds_fp8.engine import preflight
 from ds_fp8.engine.attach import attach
 from ds_fp8.engine.model import apply_checkpointing_section, weights_are_trained, wider_prefetch
-from ds_fp8.engine.report import start_report
-from ds_fp8.engine.report_panel import log_report
+from ds_fp8.engine.report import log_report, start_report
 from ds_fp8.engine.sequence_parallel import check_training_data, sequence_parallel_size, share_sequences
 from ds_fp8.engine.state import FP8State
 from ds_fp8.layers.attention.cudnn import load_cudnn
@@ -74,20 +73,9 @@ def initialize(
     With FP8 enabled the linears of `model` are converted in place, and under ZeRO stage 3 the parameter all-gather and
     the gradient reduce-scatter of the engine are replaced, until engine.destroy(). Rank 0 logs one report.
 
-    Args:
-        args: As of deepspeed.initialize; `args.deepspeed_config` is read if no configuration is passed.
-        model: The model; required.
-        optimizer: As of deepspeed.initialize. With compressed state an AdamW of torch or DeepSpeed is taken over.
-        model_parameters: As of deepspeed.initialize.
-        training_data: As of deepspeed.initialize.
-        lr_scheduler: As of deepspeed.initialize.
-        distributed_port: As of deepspeed.initialize.
-        mpu: As of deepspeed.initialize.
-        dist_init_required: As of deepspeed.initialize.
-        collate_fn: As of deepspeed.initialize.
-        config: A DeepSpeed configuration, as a file or a mapping, with or without an "fp8" section.
-        mesh_param: As of deepspeed.initialize.
-        config_params: The same as `config`, which wins.
+    Arguments are those of deepspeed.initialize, of which `model` is required. `config` (or `config_params`, or
+    `args.deepspeed_config`) is a file or a mapping, with or without an "fp8" section. With compressed state an AdamW of
+    torch or DeepSpeed is taken over.
 
     Returns:
         (engine, optimizer, dataloader, scheduler), as deepspeed.initialize; `engine.fp8` is the FP8State of the engine.

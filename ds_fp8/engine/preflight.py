@@ -284,7 +284,11 @@ def _check_optimizer(configuration: Configuration, refuse: Refuse, mistakes: lis
     if stage and not tested and not configuration.given("zero_allow_untested_optimizer"):
         problem = f"DeepSpeed has not tested {kind.__name__} with ZeRO"
         refuse("optimizer.type", problem, '"zero_allow_untested_optimizer": true, to use it nevertheless')
-    _check_call(kind, params, "optimizer.params", refuse)
+    if not _check_call(kind, params, "optimizer.params", refuse) and registry.OPTIMIZERS.knows(name.lower()):
+        try:
+            kind([nn.Parameter(torch.ones(1))], **params)  # which says itself what is out of range
+        except UserError as error:
+            mistakes.append(error)
 
 
 def _check_numbers(params: Mapping[str, Any], refuse: Refuse) -> None:

@@ -1,19 +1,24 @@
-"""Facts of the start report: every parameter, in FP8 or in BF16 and why, the bytes that follow, and what is slow."""
+"""The start report: every parameter, in FP8 or in BF16 and why, the bytes that follow, what is slow; and its panel.
+
+The panel has ten lines, or with "report": "full" all that is known.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from rich.panel import Panel
+from rich.table import Table
 from torch import nn
 
 from ds_fp8.config.formats import FORMATS, NATIVE_FORMATS
 from ds_fp8.config.fp8 import MOMENTS, FP8Config
+from ds_fp8.config.log import show
 from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
 from ds_fp8.graphs.conditions import code_of_others
@@ -66,48 +71,16 @@ LITTLE = 1 / 3
 """Share of the parameters in FP8 below which the start report warns."""
 
 
-@dataclass
-class Kept:
-    """Parameters that stay in BF16 for one reason."""
-
-    reason: str
-    parameters: int = 0
-    names: list[str] = field(default_factory=list)
-    """Names of the tensors."""
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """Counts of a model's parameters, in FP8 and kept in BF16; shared ones are counted once."""
-
-    total: int
-    in_fp8: int
-    """Weights of FP8 linears."""
-    gathered: int
-    """Experts gathered in FP8, and decoded to BF16 where they are multiplied."""
-    kept: list[Kept]
-    """Experts first, then the most parameters."""
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "parameters": self.total,
-            "fp8_parameters": self.in_fp8,
-            "fp8_gathered_experts": self.gathered,
-            "kept_in_bf16": [asdict(kept) for kept in self.kept],
-        }
-
-    def warning(self) -> str | None:
-        in_fp8 = self.in_fp8 + self.gathered
-        if in_fp8 >= LITTLE * self.total:
-            return None
-        return f"only {in_fp8 / self.total:.0%} of the parameters are in FP8: expect little gain"
-
-
 def coverage(
     model: nn.Module, left: Mapping[str, str], gathers: Callable[[nn.Parameter], bool] = lambda parameter: False
-) -> Coverage:
-    """Count the parameters of a converted model, partitioned or not."""
-    kept: dict[str, Kept] = {}
+) -> dict[str, Any]:
+    """Count the parameters of a converted model, partitioned or not; shared ones once.
+
+    `left` has the reason of each linear and weight of experts that was not converted, by name. Experts that are
+    gathered in FP8 and decoded where they are multiplied have an entry of their own. What is kept in BF16 is in the
+    order of experts first, whatever their size, then the most parameters.
+    """
+    kept: dict[str, dict[str, Any]] = {}
     seen: set[int] = set()
     total = in_fp8 = gathered = 0
     for owner_name, owner in model.named_modules():
@@ -129,12 +102,16 @@ def coverage(
                 reason = f"{EXPERTS}, {left.get(name, NOT_GATHERED)}"
             else:
                 reason = _reason(owner_name, owner, shape, left)
-            part = kept.setdefault(reason, Kept(reason))
-            part.parameters += math.prod(shape)
-            part.names.append(name)
-    # Experts first, whatever their size: they are the reason a report of a mixture of experts is read for.
-    order = sorted(kept.values(), key=lambda part: (not part.reason.startswith(EXPERTS), -part.parameters))
-    return Coverage(total, in_fp8, gathered, order)
+            part = kept.setdefault(reason, {"reason": reason, "parameters": 0, "names": []})
+            part["parameters"] += math.prod(shape)
+            part["names"].append(name)
+    order = sorted(kept.values(), key=lambda part: (not part["reason"].startswith(EXPERTS), -part["parameters"]))
+    return {
+        "parameters": total,
+        "fp8_parameters": in_fp8,
+        "fp8_gathered_experts": gathered,
+        "kept_in_bf16": order,
+    }
 
 
 def _reason(name: str, owner: nn.Module, shape: torch.Size, left: Mapping[str, str]) -> str:
@@ -176,7 +153,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     partitioned = [m.weight for m in linears if is_partitioned(m.weight)]
     gathered = [weight for weight in partitioned if gather is not None and gather.in_fp8(weight)]
     # Whole shapes: a partitioned parameter's own shape is that of an empty tensor.
-    gathered_count = sum(math.prod(full_shape(weight)) for weight in gathered) + covered.gathered
+    gathered_count = sum(math.prod(full_shape(weight)) for weight in gathered) + covered["fp8_gathered_experts"]
     whole, read = len(linears) - len(partitioned), len(partitioned) - len(gathered)
     fp8, recipe = state.config, state.conversion.recipe
     precision = fp8.optimizer.precision()
@@ -191,7 +168,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "remarks": fp8.linear.remarks([linear.recipe for linear in linears]),
         "outlier_channels": fp8.linear.outlier_channels,
         "fp8_linears": len(linears),
-        **covered.as_json(),
+        **covered,
         "left_in_bf16": left,
         "experts_multiplied_in_fp8": len(state.conversion.experts.multiplied),
         "experts_decoded": state.conversion.experts.decoded,
@@ -236,10 +213,10 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         )
     if untrained := untrained_parameters(engine):
         report["notes"].append(_forgotten(untrained))
-    if not linears and not covered.gathered:
+    if not linears and not covered["fp8_gathered_experts"]:
         report["notes"].append("no linear layer is in FP8: fp8.linear.overrides keeps them in BF16")
-    elif (warning := covered.warning()) is not None:
-        report["notes"].append(warning)
+    elif (in_fp8 := covered["fp8_parameters"] + covered["fp8_gathered_experts"]) < LITTLE * total:
+        report["notes"].append(f"only {in_fp8 / total:.0%} of the parameters are in FP8: expect little gain")
     if state.conversion.unmatched:
         report["notes"].append(f"fp8.linear.skip matches no linear: {', '.join(state.conversion.unmatched)}")
     report["notes"] += [
@@ -335,4 +312,143 @@ def _overrides(state: FP8State) -> list[dict[str, Any]]:
 
 def _name_of_optimizer(engine: deepspeed.DeepSpeedEngine) -> str:
     optimizer = getattr(engine, "basic_optimizer", None)
-    return "none" if optimizer is None else type(optimizer).__name__
+    return NO_OPTIMIZER if optimizer is None else type(optimizer).__name__
+
+
+# ---------------------------------------------------------------- as it is printed
+
+FUSED = {
+    "fused_layers": "decoder layers",
+    "fused_attention_halves": "attention halves of layers with experts",
+    "fused_mlps": "MLPs",
+}
+"""Keys of the report that count fused parts -> what these are."""
+OTHERS_FORWARD = "replaced on the instance"
+"""Words of the description of a loss whose forward another package, such as TRL, has put on the model."""
+NO_OPTIMIZER = "none"
+Rows = Iterator[tuple[str, str]]
+
+
+def log_report(report: Mapping[str, Any], full: bool = False) -> None:
+    """Log the report as one panel."""
+    if not report["enabled"]:
+        show("[bold]FP8 is off[/bold]: plain DeepSpeed in BF16")
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for title, text in _rows(report, full):
+        table.add_row(title, text)
+    show(Panel(table, title=f"ds_fp8, preset {report['preset']}", title_align="left", expand=False))
+
+
+def _rows(report: Mapping[str, Any], full: bool) -> Rows:
+    total, shared_by = report["parameters"], report["sequence_parallel_size"]
+    if report["preset_reason"] is not None:
+        yield "preset", f"not named in the configuration; {report['preset_reason']}"
+    if full or report["hosts"] > 1 or shared_by > 1:
+        shared = f", {shared_by} ranks share a sequence" if shared_by > 1 else ""
+        yield "hosts x ranks", f"{report['ranks_of_hosts']}{shared}"
+    yield from _experts(report)
+    linears = f"{report['fp8_linears']} ({report['fp8_parameters'] / total:.1%} of {total:,} parameters)"
+    fused = ", ".join(f"{report[key]} {what}" for key, what in FUSED.items() if report[key]) or "nothing"
+    yield "linears in FP8", f"{linears}; fused: {fused}"
+    if report["fp8_attention_layers"]:
+        yield "attention in FP8", f"{report['fp8_attention_layers']} layers, {report['attention']}"
+    shares = [(part, f"{part['parameters'] / total:.1%}") for part in report["kept_in_bf16"]]
+    if not full:
+        yield "in BF16", "; ".join(f"{part['reason']} ({share})" for part, share in shares)
+    for part, share in shares if full else ():
+        count = f"{len(part['names'])} tensor{'s' * (len(part['names']) > 1)}, {part['parameters']:,} parameters"
+        yield "in BF16", f"{part['reason']}: {count} ({share}), {_first(part['names'], 2)}"
+    # Once a reason, with a few names: large models have many layers with the same one.
+    for reason, names in _by_reason(report["not_fused"]):
+        yield "not fused", f"{names}: {reason}"
+    for reason, names in _by_reason(report["attention_in_bf16"] if full else {}):
+        yield "attention in BF16", f"{names}: {reason}"
+    yield "products", f"{_casts(report)}; by {report['backend']} ({report['backend_description']})"
+    if full:
+        yield from report["remarks"].items()
+    for part in report["overrides"] if full else ():
+        backend = "" if part["backend"] in ("bf16", report["backend"]) else f", by {part['backend']}"
+        count = f"{part['linears']} linear{'s' * (part['linears'] != 1)}"
+        yield "override", f"{part['pattern']}: {count}, {part['casts']}{backend}"
+    yield "wire", f"weights {_gather(report)}; gradients {_reduction(report)}"
+    if full and report["attention_exchange"] is not None:
+        yield "attention's exchange", report["attention_exchange"]
+    step = "" if report["optimizer"] == NO_OPTIMIZER else f"{report['optimizer_step']}; "
+    yield "optimizer step", f"{step}{_optimizer(report)}"
+    yield "CUDA graphs", report["graphs"]
+    yield "loss", _loss(report)
+    if full:
+        every, fallback = report["monitor"]["every"], report["monitor"]["fallback"]
+        measured = f"measured every {every} steps; a layer that degrades {'runs in BF16' if fallback else 'is named'}"
+        yield "health of casts", measured if every else "not measured"
+        yield "memory of shards", f"{report['fp8_shard_bytes_per_rank']:,} bytes of FP8 codes and scales a rank"
+    yield from (("note", note) for note in report["notes"])
+
+
+def _experts(report: Mapping[str, Any]) -> Rows:
+    total, kept = report["parameters"], report["kept_in_bf16"]
+    in_bf16 = sum(part["parameters"] for part in kept if part["reason"].startswith(EXPERTS))
+    if in_bf16:
+        yield "experts", f"[bold]{in_bf16 / total:.0%} of the parameters stay BF16: experts[/bold]"
+    if report["fp8_gathered_experts"]:
+        count, decoded = report["experts_multiplied_in_fp8"], report["experts_decoded"]
+        products = "decoded and multiplied in BF16"
+        if count:
+            products = f"multiplied in FP8{f' in {count} of {count + len(decoded)} layers' if decoded else ''}"
+        yield "experts", f"{report['fp8_gathered_experts'] / total:.1%} of the parameters: gathered in FP8, {products}"
+        for reason, names in _by_reason(decoded):
+            yield "experts", f"multiplied in BF16: {names} ({reason})"
+
+
+def _casts(report: Mapping[str, Any]) -> str:
+    words = ", ".join(f"{name} {cast}" for name, cast in report["casts"].items())
+    if not report["outlier_channels"]:
+        return words
+    experts = ", experts without" if report["experts_multiplied_in_fp8"] or report["experts_decoded"] else ""
+    return f"{words}; {report['outlier_channels']} outlier channels a product{experts}"
+
+
+def _gather(report: Mapping[str, Any]) -> str:
+    share = f"{report['gathered_bytes_per_parameter']:.2f} bytes a parameter (BF16: 2)"
+    return f"{report['param_gather']}, {report['param_transport']}, {share}"
+
+
+def _reduction(report: Mapping[str, Any]) -> str:
+    scale = ["one scale a tensor"] * (report["grad_scale"] == "tensor")
+    return ", ".join([report["grad_reduce"], report["grad_hierarchy"], *scale])
+
+
+def _optimizer(report: Mapping[str, Any]) -> str:
+    name = report["optimizer"]
+    if name == NO_OPTIMIZER:
+        return f"{name}: this engine evaluates"
+    return f"{name}, {_moments(report)}" if "Adam" in name else name
+
+
+def _moments(report: Mapping[str, Any]) -> str:
+    state, parts = report["optimizer_state"], report["stochastic_parts"]
+    kept = ", ".join(f"{name} {state[name]}" for name in ("exp_avg", "exp_avg_sq"))
+    rounding = f", {' and '.join(parts)} rounded stochastically" if parts else ""
+    return f"{kept}{rounding}, {report['moment_bytes_per_parameter']:.2f} bytes of moments a parameter"
+
+
+def _loss(report: Mapping[str, Any]) -> str:
+    if OTHERS_FORWARD not in report["loss"]:
+        return report["loss"]
+    return (
+        f"{report['loss']} (by TRL, say): whether logits are in memory is up to it (TRL's chunked loss has none), and "
+        "fp8.loss has no effect"
+    )
+
+
+def _by_reason(reasons: Mapping[str, str]) -> Rows:
+    """Yield each reason once, with the first few names that have it."""
+    for reason in dict.fromkeys(reasons.values()):
+        yield reason, _first([name for name, why in reasons.items() if why == reason], 3)
+
+
+def _first(names: list[str], count: int) -> str:
+    return ", ".join(names[:count]) + (" ..." if len(names) > count else "")

@@ -14,32 +14,29 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 
 import torch
 
 from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config import registry
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import FORMATS, CastSpec, scale_shape
-from ds_fp8.gemm import cublas, deep_gemm, mxfp8, reference
+from ds_fp8.config.registry import Registry
+from ds_fp8.gemm import cublas, deep_gemm, reference
 
 __all__ = ["BACKENDS", "DESCRIPTIONS", "reads_transposed", "scaled_matmul", "select_backend", "unavailable"]
 
-BACKENDS: dict[str, ModuleType] = {
-    "deep_gemm": deep_gemm,
-    "cublas": cublas,
-    "mxfp8": mxfp8,
-    "reference": reference,
-}
-"""Backends in order of preference. Each has unavailable(), unsupported(formats and granularities), and a scaled_matmul
-that is called with operands it supports, none of them empty; where it matters, unsupported_scale(type, granularity) and
-READS_TRANSPOSED."""
+BACKENDS: Registry[ModuleType] = Registry(deep_gemm=deep_gemm, cublas=cublas, reference=reference)
+"""Backends in order of preference; research registers those that have not been seen to run.
+
+Each has unavailable(), unsupported(formats and granularities), and a scaled_matmul that is called with operands it
+supports, none of them empty; where it matters, unsupported_scale(type, granularity) and READS_TRANSPOSED."""
 
 DESCRIPTIONS = {
     "deep_gemm": "DeepGEMM for 1x128 by 128x128, cuBLASLt for the rest",
     "cublas": "cuBLASLt through torch.nn.functional.scaled_mm",
-    "mxfp8": "MXFP8 products of Blackwell through Transformer Engine, never run on such a GPU",
     "reference": "emulated: FP8 operands multiplied as BF16 (exact for pow2 scales) or FP32, FP32 sums",
 }
 
@@ -96,7 +93,7 @@ def select_backend(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()
     products = list(products)
     if name == "auto":
         return _first_able(products)
-    if name not in BACKENDS:
+    if not BACKENDS.knows(name):
         raise UserError(
             f'unknown GEMM backend "{name}"', key="fp8.linear.backend", remedy=f"use auto or {', '.join(BACKENDS)}"
         )
@@ -116,10 +113,7 @@ def select_backend(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()
 def _first_able(products: Sequence[tuple[CastSpec, CastSpec]]) -> str:
     """Return the first backend that can run all products: no emulation that a machine with a GPU was not asked for."""
     reasons: dict[str, str] = {}
-    for backend in BACKENDS:
-        # Not tried here: it runs anywhere, and whether it may is decided below.
-        if backend == "reference":
-            break
+    for backend in _to_be_tried():
         reason = unavailable(backend, products)
         if reason is None:
             return backend
@@ -130,6 +124,15 @@ def _first_able(products: Sequence[tuple[CastSpec, CastSpec]]) -> str:
             f"no FP8 products on this machine ({listed})", key="fp8.linear.backend", remedy=_remedy(products)
         )
     return "reference"
+
+
+def _to_be_tried() -> Iterator[str]:
+    """Yield the backends but the reference, which runs anywhere; on a GPU those of research last."""
+    own = [name for name in BACKENDS if name != "reference"]
+    yield from own
+    if torch.cuda.is_available():
+        registry.load()
+        yield from (name for name in BACKENDS if name not in (*own, "reference"))
 
 
 def _remedy(products: Sequence[tuple[CastSpec, CastSpec]]) -> str:

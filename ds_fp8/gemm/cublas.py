@@ -13,7 +13,7 @@ Both operands are E4M3, or one of them E5M2 where the scales are per tensor or p
 zeros to multiples of 16, the alignment that cuBLASLt asks for.
 
 Scales per tensor and per row run on later GPUs too; block scales need Hopper and cuBLASLt 12.9. What this machine takes
-is not listed here but tried out (trial.py).
+is not listed here but tried out (`why_not_multiplied`).
 """
 
 from __future__ import annotations

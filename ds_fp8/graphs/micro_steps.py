@@ -1,7 +1,7 @@
 """Micro-steps of an engine as CUDA graphs: choose which to capture and when, and report reasons against it.
 
 All ranks do the same: NCCL does not document that a captured collective may match an eager one on another rank. So
-before every micro-step they compare facts, on the host and beside the device; decision.py decides from them.
+before every micro-step they compare facts, on the host and beside the device; agreement.py decides from them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ds_fp8.graphs.agreement import GraphChecks, RankAgreement
+from ds_fp8.graphs.agreement import Action, Facts, GraphChecks, RankAgreement, decide
 from ds_fp8.graphs.capture import (
     before_process_groups_end,
     end_failed_capture,
@@ -30,15 +30,19 @@ from ds_fp8.graphs.capture import (
 )
 from ds_fp8.graphs.conditions import (
     COMPILED,
+    ITEMS,
     SAVED_ELSEWHERE,
     Call,
-    Calls,
     Capacities,
     PythonState,
+    by_name,
+    code_of_others,
+    fingerprint,
     is_compiled,
+    rows_in_a_graph,
     why_auto_disabled,
+    why_eager,
 )
-from ds_fp8.graphs.decision import Action, Facts, decide
 from ds_fp8.graphs.replay import CapturedGraphs, MicroStepGraph
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.zero.collectives import WireMeter
@@ -176,7 +180,9 @@ class MicroStepGraphs:
         self._capacities = Capacities()
         self._logged: set[str] = set()
         self._eager = EagerForwards(engine.module, self._stock, engine.device, self._graphs.stream)
-        self._calls = Calls(engine.module, engine.device, self._micro_step, gradients, self._forget_other_code)
+        self._code = 0
+        """Fingerprint of the model's code at the last micro-step that could be a graph."""
+        self._code_of_others: str | None = None
         # NCCL would have all ranks exchange addresses in a capture, where one may fail.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         self._agreement = RankAgreement(engine.device)
@@ -218,7 +224,7 @@ class MicroStepGraphs:
             self._give_way(evaluates=True)
             return self._stock(*args, **kwargs)
         # Local knowledge only; no rank may act on it before `_decide` has compared it with the others'.
-        here = self._calls.look_at(args, kwargs, pending=self._graphs.pending or self._eager.pending)
+        here = self._look_at(args, kwargs)
         action, reason = self._decide(here)
         # The capture has computed nothing. Decided again, so that a new graph is checked against Python before its
         # first replay.
@@ -239,6 +245,46 @@ class MicroStepGraphs:
             return self._stock(*args, **kwargs)
         self._give_way()
         return self._launch(here)
+
+    def _look_at(self, args: tuple, kwargs: dict[str, Any]) -> Call:
+        """Find out whether this rank could run a call as a graph, and of which signature."""
+        module = self._engine.module
+        args, kwargs = by_name(module, args, kwargs)
+        if isinstance(kwargs.get(ITEMS), (int, float)):  # a number would be part of the graph
+            kwargs[ITEMS] = torch.tensor(float(kwargs[ITEMS]))
+        if torch.is_tensor(kwargs.get(ITEMS)):
+            # As a tensor on the device it is copied into the graph's buffer at every replay: the loss divides by the
+            # number of this batch, not of the captured one.
+            kwargs[ITEMS] = kwargs[ITEMS].to(self._device)
+        here = Call(args, kwargs, pending=self._graphs.pending or self._eager.pending)
+        here.why = why_eager(self._micro_step.modules, self._device, args, kwargs)
+        if here.why is None:
+            here.documents, here.why = rows_in_a_graph(module, kwargs)
+        if here.why is None and self._micro_step.reduced_later:
+            here.why = "gradients are reduced later"
+        if here.why is None and here.pending:
+            # A replay adds its gradients to none of another forward's, and all graphs share their memory.
+            here.why = "a forward ran before the backward of another"
+        if here.why is None:
+            # Only for calls that could be graphs: the fingerprint walks over all modules.
+            self._forget_changed_code()
+            # A mask is of ones only, and then transformers leaves it out as well.
+            here.batch = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+            here.signature = self._signature(here.batch)
+        return here
+
+    def _signature(self, kwargs: Mapping[str, Any]) -> object:
+        """Return what micro-steps that one graph can run have in common, on all ranks alike."""
+        batch = tuple(
+            (name, tuple(value.shape), value.dtype, value.device.type) if torch.is_tensor(value) else (name, value)
+            for name, value in sorted(kwargs.items())
+        )
+        accumulates = self._micro_step.accumulates
+        # Gradients that arrive for the first time in a step are added to zeros, which clears them before.
+        arrived = sorted(self._gradients.arrived) if accumulates else None
+        # Each part changes the kernels: the first micro-batch of a step overwrites gradients and later ones add, frozen
+        # parameters have no wgrad, and dropout depends on the mode of its module.
+        return batch, accumulates, arrived and tuple(arrived), self._micro_step.trained, self._micro_step.training
 
     def _give_way(self, evaluates: bool = False) -> None:
         """Free the graphs, for good, where they leave too little memory to what runs beside them on this rank."""
@@ -360,7 +406,7 @@ class MicroStepGraphs:
             return False
         self._graphs.add(here.signature, graph, kept)
         # Code of others may fail in backward where it did not with another batch.
-        self._graphs.needs_dry_run = self._calls.code_of_others is not None
+        self._graphs.needs_dry_run = self._code_of_others is not None
         self._captured_once = True
         self._log(f"forward and backward now run as CUDA graphs, which keep {kept / 2**30:.2f} GiB")
         return True
@@ -379,11 +425,16 @@ class MicroStepGraphs:
 
     def _launch(self, here: Call) -> Any:
         """Launch a micro-step by Python."""
-        watches = self._auto and self._calls.code_of_others is not None
+        watches = self._auto and self._code_of_others is not None
         return self._eager.launch(here.args, here.kwargs, here.signature, here.why == SAVED_ELSEWHERE, watches)
 
-    def _forget_other_code(self) -> None:
-        """Free the graphs of a model whose hooks or settings have been changed since, on this rank."""
+    def _forget_changed_code(self) -> None:
+        """Free the graphs of a model whose hooks or settings have changed since the last call, on this rank."""
+        module, step = self._engine.module, self._micro_step
+        code = fingerprint(step.modules, step.parameters, getattr(module, "config", None))
+        if code == self._code:
+            return
+        self._code, self._code_of_others = code, code_of_others(module)
         # A model that is changed before its first graph costs nothing; capturing again and again takes time.
         self._changes += len(self._graphs) > 0
         self._gives_up = self._gives_up or self._changes >= MAX_CHANGES

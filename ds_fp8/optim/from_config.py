@@ -66,12 +66,6 @@ def choose_optimizer(
 ) -> AdamW | Callable[[Iterable], torch.optim.Optimizer] | None:
     """Return this package's optimizer to hand to deepspeed.initialize, or None for the one that it has.
 
-    Args:
-        configuration: What was given to `initialize`.
-        given: The caller's optimizer: None, a ds_fp8.optim.AdamW, or another AdamW, which is taken over.
-        parameters: The caller's `model_parameters`.
-        rank: Asked when the optimizer is made; ranks draw different random numbers.
-
     Returns:
         An optimizer; a function of parameters that makes one; None for DeepSpeed's own, for the caller's, and for an
         engine without one, such as a reference model's.
@@ -144,10 +138,6 @@ def _state(configuration: Configuration, rank: Callable[[], int]) -> dict[str, A
 
 def make_adamw(configuration: Configuration, rank: Callable[[], int]) -> Callable[[Iterable], AdamW]:
     """Return a function of parameters that makes the AdamW that a configuration asks for.
-
-    Args:
-        configuration: Its "optimizer" section is read; its "fp8" section says in what formats the state is kept.
-        rank: Asked for this process's rank when the optimizer is made; ranks draw different random numbers.
 
     Raises:
         UserError: Here and not later: the section does not describe Adam with decoupled weight decay.

@@ -265,6 +265,9 @@ class ResearchLinear(ResearchCasts, LinearConfig):
     """The linear layers, with casts of papers."""
 
     casts_of_overrides: ClassVar[type[LinearCasts]] = ResearchCasts
+    backend: Literal["auto", "deep_gemm", "cublas", "mxfp8", "reference"] = "auto"
+    """As core's, and mxfp8: products of Blackwell through Transformer Engine, for block scales that are powers of two;
+    never run on such a GPU. auto takes it last."""
     smooth_swiglu: bool = False
     """Divide every channel of act(gate) · up in gated MLPs by a power of two before the cast, and multiply the input
     channels of down_proj by it before theirs. The function is unchanged, and outlier channels are gone."""

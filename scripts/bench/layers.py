@@ -49,7 +49,7 @@ from decoder_stacks import Contestant, Shape, Stack, contestants, our_layers
 from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.config.schema import nearest
-from ds_fp8.gemm import mxfp8
+from ds_fp8.research import mxfp8
 
 SAMPLE = 256
 """Tokens whose results are compared."""

@@ -28,18 +28,6 @@ def test_scales_of_another_shape_are_refused(granularity, shape):
         QuantizedTensor(data, torch.ones(shape), granularity)
 
 
-def test_data_that_is_not_fp8_is_refused():
-    with pytest.raises(ValueError, match="bfloat16"):
-        QuantizedTensor(torch.zeros(4, 4, dtype=torch.bfloat16), torch.ones(()), "tensor")
-
-
-@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
-def test_format_and_shape_are_those_of_the_data(format):
-    quantized = quantize(torch.randn(3, 5), format)
-    assert quantized.format == format
-    assert quantized.shape == (3, 5)
-
-
 @pytest.mark.parametrize("granularity", ["tensor", "128x128"])
 def test_transposing_shares_the_bytes(granularity):
     quantized = quantize(torch.randn(130, 7), granularity=granularity)
@@ -56,8 +44,3 @@ def test_stacked_matrices_are_transposed_one_by_one(granularity):
     expected = stacked.dequantize().unflatten(0, (3, 256)).transpose(1, 2).flatten(0, 1)
     assert torch.equal(turned.dequantize(), expected)
     assert turned.data.is_contiguous()
-
-
-def test_stacked_matrices_cast_along_their_rows_are_not_transposed():
-    with pytest.raises(ValueError, match="1x128"):
-        transpose(quantize(torch.randn(256, 128)), 2)

@@ -1,10 +1,13 @@
 """Decisions on graphs of micro-steps: ranks agree, no gradient is lost, and what has changed is captured anew."""
 
+import itertools
+from dataclasses import fields
+
 import pytest
 import torch
 
 from ds_fp8.graphs import micro_steps
-from ds_fp8.graphs.agreement import LEAST_TIMEOUT, RankAgreement
+from ds_fp8.graphs.agreement import LEAST_TIMEOUT, Action, Facts, RankAgreement, decide
 from ds_fp8.graphs.conditions import code_of_others, fingerprint, hook_of_others
 from tests.engine.graphs_in_python import Graphs, engine_of
 
@@ -96,27 +99,24 @@ def evaluate(graphs):
     graphs._evaluated = True
 
 
-def evict_often(graphs):
+def give_up(graphs):
     graphs._gives_up = True
 
 
-def test_ranks_agree_although_one_has_freed_its_graphs(ranks):
-    ours, theirs = ranks(2, of_one_rank, evict, 1)
-    assert [one for one in ours[0] if one != "closed"] == theirs[0]
-    assert theirs[0][-2:] == ["eager", "eager"]  # the other has as many as there may be
-    assert any("too many shapes" in line for line in ours[2])
+AGREED = [
+    (evict, 1, ["eager", "eager"], "too many shapes"),  # the other has as many as there may be
+    (evaluate, None, ["eager", "captured for 0", "checked", "eager"], ""),
+    (give_up, None, [], "changes again and again"),
+]
 
 
-def test_ranks_agree_although_one_has_evaluated(ranks):
-    ours, theirs = ranks(2, of_one_rank, evaluate)
-    assert ours[0] == theirs[0]
-    assert theirs[0][-4:] == ["eager", "captured for 0", "checked", "eager"]
-
-
-def test_no_rank_captures_what_one_frees_again_and_again(ranks):
-    ours, theirs = ranks(2, of_one_rank, evict_often)
-    assert [one for one in ours[0] if one != "closed"] == [one for one in theirs[0] if one != "closed"]
-    assert any("changes again and again" in line for line in theirs[2])
+@pytest.mark.parametrize(("what", "most", "end", "words"), AGREED)
+def test_ranks_agree_whatever_happens_on_one(ranks, what, most, end, words):
+    ours, theirs = ranks(2, of_one_rank, what, most)
+    ours_done, theirs_done = ([one for one in log if one != "closed"] for log, *_ in (ours, theirs))
+    assert ours_done == theirs_done
+    assert theirs_done[len(theirs_done) - len(end) :] == end
+    assert all(any(words in line for line in said) for *_, said in (ours, theirs))
 
 
 def changed(_):
@@ -233,3 +233,44 @@ def timeout(_):
 
 def test_ranks_wait_for_each_other_for_long(ranks):
     assert ranks(2, timeout, None) == [LEAST_TIMEOUT] * 2
+
+
+# ---------------------------------------------------------------- the decision, over all that may be known
+
+
+NAMES = [field.name for field in fields(Facts)]
+ALL = [Facts(*values) for values in itertools.product((False, True), repeat=len(NAMES))]
+
+TABLE = [
+    ({"alone": 0}, Action.END),
+    ({"lasting": 0}, Action.END),
+    ({"alike": 0}, Action.EAGER),
+    # With a graph.
+    ({"usable": 1, "unmeasured": 1, "unchecked": 1}, Action.REPLAY),
+    ({"usable": 1, "unmeasured": 1, "comparable": 0}, Action.REPLAY),
+    ({"usable": 1, "comparable": 1}, Action.CHECK),
+    ({"usable": 1}, Action.EAGER),
+    # Without one.
+    ({"unmeasured": 0}, Action.EAGER),
+    ({"has_capacity": 0}, Action.EAGER),
+    ({"ready": 1}, Action.CAPTURE),
+    ({}, Action.EAGER),
+]
+"""The first row that holds decides."""
+
+
+def row_of(facts):
+    return next(i for i, (row, _) in enumerate(TABLE) if all(getattr(facts, name) == row[name] for name in row))
+
+
+def test_every_combination_is_decided_by_the_table():
+    assert {row_of(facts) for facts in ALL} == set(range(len(TABLE)))  # no row is in vain
+    for facts in ALL:
+        assert decide(facts)[0] is TABLE[row_of(facts)][1], facts
+
+
+@pytest.mark.parametrize("facts", [Facts(alone=False), Facts(alone=True, alike=True, unmeasured=True)])
+def test_an_end_has_a_reason(facts):
+    action, reason = decide(facts)
+    assert action is Action.END
+    assert reason

@@ -61,7 +61,7 @@ def test_attention_in_fp8_and_what_of_it_is_not(ranks):
     window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
     report, text = ranks(2, printed, "qwen2", window, {"attention": {"format": "e4m3"}})[0]
     assert report["fp8_attention_layers"] == 1
-    assert "1 layers e4m3, gradients e5m2 (emulated), in rows without padding" in text
+    assert "1 layers, e4m3, gradients e5m2 (emulated), in rows without padding" in text
     assert "model.layers.1.self_attn: it has a sliding window" in text
 
 

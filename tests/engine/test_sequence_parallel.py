@@ -328,8 +328,6 @@ def test_a_batch_without_positions_is_warned_of(own_ranks, given, documents, tim
 def test_no_number_of_ranks(size):
     with pytest.raises(UserError, match="whole number of at least 1"):
         sequence_parallel_size({"sequence_parallel_size": size})
-
-
-def test_a_device_mesh_is_left_to_deepspeed():
+    # A device mesh is left to DeepSpeed.
     assert sequence_parallel_size({"sequence_parallel_size": 2, "data_parallel_size": 1}) == 1
     assert sequence_parallel_size({}) == 1

@@ -2,15 +2,6 @@ import pytest
 
 from ds_fp8 import gemm
 from tests.gemm.deep_gemm_on_cpu import Library, forget
-from tests.gemm.mxfp8_library import install
-
-
-@pytest.fixture
-def library(monkeypatch):
-    """Transformer Engine's MXFP8 products in torch; the layouts that were asked for."""
-    gemm._tried.cache_clear()
-    yield install(monkeypatch)
-    gemm._tried.cache_clear()  # outcomes of products without the real library
 
 
 @pytest.fixture

@@ -35,13 +35,6 @@ def test_product_of_dequantised_operands(m, k, n, a_granularity, b_granularity, 
     assert_is_product(product, a.dequantize(), b.dequantize())
 
 
-@pytest.mark.parametrize("backend", ["reference"])
-@pytest.mark.parametrize(("a_scale", "b_scale"), [("pow2", "fp32"), ("fp32", "pow2")])
-def test_scale_types_may_be_mixed(backend, a_scale, b_scale):
-    a, b = quantize(random(9, 200), scale=a_scale), quantize(random(5, 200), scale=b_scale)
-    assert_is_product(scaled_matmul(a, b, backend=backend), a.dequantize(), b.dequantize())
-
-
 def test_a_transposed_operand():
     a, b = quantize(random(9, 200), "e4m3"), quantize(random(200, 130), "e4m3", "128x128")
     assert_is_product(scaled_matmul(a, b.t()), a.dequantize(), b.dequantize().t())
@@ -77,6 +70,7 @@ def test_a_backend_is_selected_by_its_name_or_refused_with_the_reason(backend):
     reason = unavailable(backend)
     if reason is None:
         assert select_backend(backend) == backend
+        assert select_backend("auto") in BACKENDS
         return
     with pytest.raises(UserError) as error:
         select_backend(backend)
@@ -97,15 +91,3 @@ def test_what_hopper_does_not_multiply_is_refused_with_the_reason(a, b, word):
     assert word in BACKENDS["cublas"].unsupported(*a, *b)
     assert BACKENDS["cublas"].unsupported("e4m3", a[1], "e4m3", b[1]) is None
     assert BACKENDS["reference"].unsupported(*a, *b) is None
-
-
-def test_auto_selects_a_backend_that_runs_here():
-    assert select_backend("auto") in BACKENDS
-
-
-def test_an_unknown_backend_is_refused_with_the_known_ones():
-    with pytest.raises(UserError) as error:
-        select_backend("cutlas")
-    assert "cutlas" in error.value.problem
-    assert error.value.key == "fp8.linear.backend"
-    assert all(name in error.value.remedy for name in ["auto", *BACKENDS])

@@ -311,13 +311,6 @@ def test_arguments_that_are_refused(keywords, key):
     assert caught.value.remedy
 
 
-def test_sparse_gradients_are_refused():
-    embedding = nn.Embedding(5, 3, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(UserError, match="sparse"):
-        AdamW(embedding.parameters()).step()
-
-
 # ---------------------------------------------------------------- state
 
 

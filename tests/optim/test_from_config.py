@@ -104,11 +104,6 @@ def test_presets_keep_state_in_the_formats_of_their_sources(preset, precision):
     assert adamw({"preset": preset}).precision == precision
 
 
-def test_fp8lm_shards_weights_in_16_bits_until_o3():
-    gathered = [parse_fp8(raw({"preset": f"fp8lm_o{level}"})).param_gather.format for level in (1, 2, 3)]
-    assert gathered == ["bf16", "bf16", "e4m3"]
-
-
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "adamw"])
 def test_the_params_are_those_of_deepspeeds_section(name):
     params = {
@@ -164,20 +159,6 @@ def test_an_optimizer_section_that_does_not_fit_is_explained(optimizer, key):
 
 
 @pytest.mark.parametrize(
-    ("section", "key"),
-    [
-        ({"exp_avg": "e4m4"}, "fp8.optimizer.exp_avg"),
-        ({"exp_avg": "e4m3_expanded", "granularity": "tensor"}, "fp8.optimizer.granularity"),
-        ({"momentum": "fp32"}, "fp8.optimizer.momentum"),
-    ],
-)
-def test_a_section_that_does_not_fit_is_explained(section, key):
-    with pytest.raises(UserError) as caught:
-        parse_fp8(raw({"optimizer": section}))
-    assert caught.value.key == key
-
-
-@pytest.mark.parametrize(
     ("sections", "key"),
     [
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "offload_optimizer.device"),
@@ -191,11 +172,6 @@ def test_what_handles_fp32_state_itself_is_refused(sections, key):
     with pytest.raises(UserError) as caught:
         check(Configuration(config))
     assert caught.value.key.endswith(key)
-
-
-def test_cpu_offload_is_not_refused():
-    config = raw({"optimizer": COAT}, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
-    check(Configuration(config))
 
 
 def test_a_stage_is_checked_before_anything_starts(tmp_path):

@@ -13,7 +13,7 @@ from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder.decoder import FusedMLP
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.recipe import recipe_from_config
-from ds_fp8.research.smoothing import channel_factors
+from ds_fp8.research.recipe import channel_factors
 from tests.layers.hugging_face import causal_lm
 from tests.numerics import error
 

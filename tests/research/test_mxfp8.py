@@ -10,10 +10,11 @@ from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.gemm import DESCRIPTIONS, mxfp8, scaled_matmul, select_backend, unavailable
+from ds_fp8.gemm import scaled_matmul, select_backend, unavailable
 from ds_fp8.layers.convert import convert
-from tests.gemm.mxfp8_library import DTYPES
+from ds_fp8.research import mxfp8
 from tests.layers.hugging_face import causal_lm, tokens
+from tests.research.mxfp8_library import DTYPES
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has libraries and products of its own")
 SIZES = [(1, 1), (7, 130), (32, 32), (96, 160), (128, 128), (129, 127), (257, 300), (300, 512)]
@@ -185,16 +186,6 @@ def test_hopper_is_named_as_too_old(monkeypatch):
     on_gpu(monkeypatch, (9, 0))
     assert "NVIDIA X" in mxfp8.unavailable.__wrapped__()
     assert "10.0" in mxfp8.unavailable.__wrapped__()
-
-
-@no_gpu
-def test_blackwell_without_the_library_is_told_what_to_install(monkeypatch):
-    on_gpu(monkeypatch, (10, 0))
-    assert "pip install ds-fp8[te]" in mxfp8.unavailable.__wrapped__()
-
-
-def test_the_start_report_says_that_it_has_never_run():
-    assert "never run" in DESCRIPTIONS["mxfp8"]
 
 
 def in_order_of_cublas(scales: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ def initialized(size, length, architecture="qwen3", section=SECTION, training_da
     return ds_fp8.initialize(model=model, model_parameters=parameters, config=config, training_data=training_data)[0]
 
 
-def losses(size, length, steps, documents=2):
+def losses(size, length, steps, parts=2):
     """Mean losses of steps over two rows of one document or two, which ranks share or not."""
     documents.LONG = length // 4
     engine = initialized(size, length)
@@ -47,7 +47,7 @@ def losses(size, length, steps, documents=2):
         starts = torch.randint(1, 97, (RANKS, 1), generator=torch.Generator().manual_seed(number))
         ids = (starts + torch.arange(length)) % 97
         targets = F.pad(ids[:, 1:], (0, 1), value=-100)
-        places = torch.arange(length).expand(RANKS, -1) % (5 * length // 8 if documents == 2 else length)
+        places = torch.arange(length).expand(RANKS, -1) % (5 * length // 8 if parts == 2 else length)
         whole = {"input_ids": ids, "position_ids": places, "labels": targets, "shift_labels": targets}
         # Label tokens of the step, of the mean over ranks and the sum over micro-batches: the mean over all of them.
         items = torch.tensor((length - 1) * RANKS / RANKS, device=engine.device)

@@ -44,6 +44,8 @@ _LISTED_KEYS = {"optimizer": {"type", "params", "legacy_fusion"}, "scheduler": {
 """Keys of sections that DeepSpeed reads key by key."""
 _OF_DEEPSPEEDS_ADAM = {ADAM_W_MODE, TORCH_ADAM_PARAM, "fp32_optimizer_states", "bias_correction", "set_grad_none"}
 _USUAL = {"lr": "1e-4", "betas": "[0.9, 0.95]", "eps": "1e-8", "weight_decay": "0.1"}
+MAX_BUCKET = 2**33
+"""Elements: no device holds larger buffers."""
 Refuse = Callable[[str, str, str], None]
 
 
@@ -136,6 +138,15 @@ def _check_values(configuration: Configuration, parsed: Any, refuse: Refuse) -> 
             "export can read",
             '"zero_optimization": {"stage": 2}, which takes less memory, or "data_types": {"grad_accum_dtype": "bf16"}',
         )
+    zero = configuration.zero
+    for key in ("prescale_gradients", "gradient_predivide_factor") if stage and zero.reduce_scatter else ():
+        if getattr(parsed, key) != DeepSpeedValues.model_fields[key].default:
+            problem = f"{key} does not go with ZeRO's reduce-scatter, which divides by the number of ranks itself"
+            refuse(key, problem, f'remove "{key}"')
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        if getattr(zero, key) > MAX_BUCKET:
+            problem = f"{key} {getattr(zero, key):,} is a buffer larger than a device's memory"
+            refuse(f"zero_optimization.{key}", problem, f'"{key}": 500000000, DeepSpeed\'s default, or less')
 
 
 def _check_fp8(given: Configuration, configuration: Configuration, parsed: Any, refuse: Refuse) -> None:

@@ -69,7 +69,7 @@ def losses_and_bytes(length, steps, codes):
     """Losses of rows of one document that ranks share, and the bytes that attention exchanged for them."""
     before = exchanges.bytes_sent()
     with contextlib.nullcontext() if codes else in_bf16():
-        found = losses(RANKS, length, steps, documents=1)
+        found = losses(RANKS, length, steps, parts=1)
     return found, exchanges.bytes_sent() - before
 
 

@@ -232,13 +232,13 @@ class ShardedWeights:
         return (self.codes.data_ptr(), *(key for key, weight in self._weights.items() if weight.in_fp8))
 
     def observe(self, show: Callable[[nn.Parameter, torch.Tensor, QuantizedTensor, int], None]) -> None:
-        """Call `show(parameter, rows, cast, elements)` for every weight that this rank has a part of. Between steps.
+        """Call `show(parameter, rows, cast, elements)` for all that this rank has a part of and gathers in FP8. Between steps.
 
         The rows are those that the shard of so many elements touches, in high precision and as they are sent.
         """
         self.wait_for_cast()
         for weight in self:
-            if weight.shard.valid:
+            if weight.in_fp8 and weight.shard.valid:
                 numbers = weight.before_cast(on_device(weight.numbers(), self.codes.device))
                 cast = QuantizedTensor.of_bytes(weight.cover(weight.data), weight.covered(weight.scale), weight.spec)
                 show(weight.parameter, weight.cover(numbers), cast, weight.shard.valid)

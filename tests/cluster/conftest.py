@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ def _rank(rank: int, world: int, port: int, output: str, own: bool, body: Callab
     os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     if own:
+        # As a shell starts it: the server of forks has what a test before it ignored.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         body(rank, *arguments)
     else:
         rank_entry(lambda: body(rank, *arguments))

@@ -14,6 +14,7 @@ from ds_fp8.layers.attention import documents
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.batches import label_tokens, micro_batches
 from ds_fp8.train.metrics import read_metrics
+from tests.corpus import CHATS
 from tests.ranks import RankPool
 
 STEPS = 6
@@ -74,13 +75,14 @@ def two(own_ranks):
     "changes",
     [
         {},
-        pytest.param({"data__tokens_per_gpu": 64, "data__format": "chat"}, marks=pytest.mark.slow),
+        pytest.param({"data__tokens_per_gpu": 64}, marks=pytest.mark.slow),
         pytest.param({"fp8__enabled": False}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_two_ranks_that_share_sequences_are_one(tiny, write, tmp_path, cache_home, ranks, two, changes):
-    changes = {"train__exact_match_problems": 2, **changes}
+    chats = {"data__path": CHATS["path"], "data__format": "chat", "data__answer_pattern": r"answer is (\d+)"}
+    changes = {"train__exact_match_problems": 2, **chats, **changes}
     one = dict(changes)
     if "data__tokens_per_gpu" in changes:
         changes |= {"train_batch_size": 6, "gradient_accumulation_steps": 6}

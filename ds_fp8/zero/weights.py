@@ -232,7 +232,7 @@ class ShardedWeights:
         return (self.codes.data_ptr(), *(key for key, weight in self._weights.items() if weight.in_fp8))
 
     def observe(self, show: Callable[[nn.Parameter, torch.Tensor, QuantizedTensor, int], None]) -> None:
-        """Call `show(parameter, rows, cast, elements)` for all that this rank has a part of and gathers in FP8. Between steps.
+        """Call `show(parameter, rows, cast, elements)` for each shard that is gathered in FP8. Between steps.
 
         The rows are those that the shard of so many elements touches, in high precision and as they are sent.
         """

@@ -18,7 +18,7 @@ from ds_fp8.zero.deepspeed.parameters import flat_parameters, is_partitioned, li
 from ds_fp8.zero.hosts import find_hosts, find_nodes
 from ds_fp8.zero.leaf_modules import LeafCalls, weights_read_in_leaf_modules
 from ds_fp8.zero.lifecycle import CheckpointState, Lifecycle
-from ds_fp8.zero.reduce import GradientReduce, Reduction
+from ds_fp8.zero.reduce import Reduction
 from ds_fp8.zero.step import Step, why_not
 from ds_fp8.zero.weights import ShardedWeights
 
@@ -47,12 +47,10 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
         if sharded:
             life.leaf_calls = LeafCalls(engine)
             _gather_in_fp8(engine, state, life)
-        _reduce_in_fp8(engine, state)
         # Needs the flat shards in their final place, and must come before the first step allocates moments.
         _register_segments(engine, state, life)
     if sharded and has_optimizer(engine):
-        shards = state.step.gradients if state.step is not None else None
-        life.reduction = Reduction(state.wire, state.gradient_reduce, shards)
+        life.reduction = _reduction(state)
     if state.conversion is not None:
         # Last of the parts: it asks them for reasons against graphs, and wraps the call of the module that includes
         # them all.
@@ -92,14 +90,15 @@ def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lif
         state.step.write_bf16 = sharded.write_bf16
 
 
-def _reduce_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
-    """Make what reduces gradients in FP8."""
-    config = state.config.grad_reduce
-    if config.format == "bf16" or not has_optimizer(engine):
-        return
+def _reduction(state: FP8State) -> Reduction:
+    """Return what reduces gradients, in FP8 where the configuration says so."""
+    shards, config = state.step.gradients if state.step is not None else None, state.config.grad_reduce
+    if state.conversion is None or config.format == "bf16":
+        return Reduction(state.wire, shards)
     state.nodes = find_nodes(state.hosts)
-    state.gradient_reduce = GradientReduce(config, state.wire, state.nodes, state.health.observe_gradient)
-    state.health.gradient_reduce = state.gradient_reduce
+    reduction = Reduction(state.wire, shards, config, state.nodes, state.health.observe_gradient)
+    state.gradient_reduce = state.health.gradient_reduce = reduction
+    return reduction
 
 
 def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lifecycle) -> None:

@@ -26,7 +26,7 @@ from ds_fp8.monitor.cast_monitor import CastMonitor, Degradation, Measurement, T
 from ds_fp8.monitor.routing import RoutingMeasurement, RoutingMonitor
 from ds_fp8.zero.deepspeed.methods import on_destroy
 from ds_fp8.zero.deepspeed.parameters import data_parallel_group
-from ds_fp8.zero.reduce import GradientReduce
+from ds_fp8.zero.reduce import Reduction
 from ds_fp8.zero.weights import ShardedWeights
 
 
@@ -52,7 +52,7 @@ class Health:
         self.say: Callable[[str], None] = logger.info
         self.warn: Callable[[str], None] = logger.warning
         self.weights: ShardedWeights | None = None
-        self.gradient_reduce: GradientReduce | None = None
+        self.gradient_reduce: Reduction | None = None
         self.on_move: Callable[[], None] = lambda: None
         """Called when a layer has moved to BF16."""
         self._model, self._monitor, self._config = engine.module, monitor, config

@@ -21,7 +21,7 @@ from ds_fp8.zero.collectives import WireMeter
 from ds_fp8.zero.deepspeed.parameters import partition_all
 from ds_fp8.zero.hosts import Hosts, Nodes
 from ds_fp8.zero.lifecycle import Lifecycle
-from ds_fp8.zero.reduce import GradientReduce
+from ds_fp8.zero.reduce import Reduction
 from ds_fp8.zero.step import Step
 from ds_fp8.zero.weights import ShardedWeights
 
@@ -42,7 +42,7 @@ class FP8State:
         self.loss: LossFusion | None = None
         self.health: Health | None = None
         self.weights: ShardedWeights | None = None
-        self.gradient_reduce: GradientReduce | None = None
+        self.gradient_reduce: Reduction | None = None
         self.hosts: Hosts | None = None
         """Ranks by host; known with FP8 enabled."""
         self.nodes: Nodes | None = None

@@ -1,12 +1,14 @@
 """Handlers of DeepSpeed's calls: the order of a step, of gathers and releases, of a load and an offload.
 
-DeepSpeed's methods (deepspeed/methods.py has their names) call the methods of `Lifecycle` in place of their own code:
+A method of `Lifecycle` is called in place of one of DeepSpeed's (tables in deepspeed/methods.py), which it gets first:
 
-    step                             wait for the last cast, update, cast, gather what stays whole, callbacks
-    unshard, unshard_bf16, reshard   parameters, for modules and for users
-    reduce, accumulate               gradients, added to the shards or handed to DeepSpeed
-    write_..., offload, reload       whatever else changes or moves masters, moments and gradients, between steps
-    load_checkpoint                  callbacks, load, states of this package
+    step                   of the optimizer                   wait for the last cast, update, cast, gather what stays whole
+    unshard                a parameter's all_gather_coalesced codes for modules
+    unshard_bf16           zero.Init._all_gather              numbers for users, and what stays whole between steps
+    reshard                zero.Init._partition               and what users wrote
+    reduce, accumulate     __avg_scatter_grads and on         gradients, added to the shards or handed to DeepSpeed
+    write_..., offload ... load_state_dict, set_full_hp_param whatever else changes or moves masters, moments, gradients
+    load_checkpoint        of the engine                      callbacks, load, states of this package
 
 CUDA graphs hold forward and backward of a micro-batch, with their gathers and reductions. They are replayed before the
 step (graphs/micro_steps.py), which no graph contains.

@@ -115,11 +115,31 @@ def pack_reference(
 
 
 class Reduction:
-    """Reduces gradients: some in FP8, the others as DeepSpeed does."""
+    """Reduces gradients: those that are large enough to be worth a cast in FP8, the others as DeepSpeed does."""
 
-    def __init__(self, wire: WireMeter, in_fp8: GradientReduce | None, shards: GradientShards | None):
-        """Make a reduction that adds means to `shards`, or returns them for DeepSpeed to add."""
-        self._wire, self._in_fp8, self._shards = wire, in_fp8, shards
+    def __init__(
+        self,
+        wire: WireMeter,
+        shards: GradientShards | None = None,
+        config: GradientReduceConfig | None = None,
+        nodes: Nodes | None = None,
+        observe: Callable[[torch.Tensor, str, torch.Tensor | None], None] | None = None,
+    ):
+        """Make a reduction with these settings.
+
+        Args:
+            wire: Counts the bytes that this rank sends.
+            shards: What the means are added to; None where DeepSpeed adds the slices that are returned.
+            config: The section "grad_reduce", of an FP8 format; None casts nothing.
+            nodes: Groups of two levels for reductions over all ranks; those over fewer ranks are flat.
+            observe: Is shown every gradient that is cast, its name, and its scale or None where every 128 elements have
+                their own.
+        """
+        self._wire, self._shards, self._config, self._nodes, self._observe = wire, shards, config, nodes, observe
+        self._left_out = frozenset[str]()
+        self._automatic_scale: AutomaticScale | None = None
+        if config is not None and config.scale == "tensor":
+            self._automatic_scale = AutomaticScale(config.format)
 
     @torch.no_grad()
     def __call__(
@@ -142,9 +162,7 @@ class Reduction:
             to the shards.
         """
         group = shard_group(next(iter(named.values())))
-        cast = [
-            name for name, p in named.items() if self._in_fp8 is not None and self._in_fp8.casts(p.grad.shape, name)
-        ]
+        cast = [name for name, parameter in named.items() if self.casts(parameter.grad.shape, name)]
         # Both lists keep the order of `named`: collectives come in one order on all ranks.
         others = [name for name in named if name not in cast]
         slices: dict[str, torch.Tensor] = {}
@@ -157,34 +175,9 @@ class Reduction:
                 self._shards.add_slices(parts, others, accumulate)
             slices.update(zip(others, parts, strict=True))
         if cast:
-            gradients = [named[name].grad for name in cast]
-            parts = self._in_fp8.reduce(gradients, group, cast, self._shards, accumulate)
+            parts = self._reduce_in_fp8([named[name].grad for name in cast], group, cast, accumulate)
             slices.update(zip(cast, parts, strict=False))
         return [] if self._shards is not None else [slices[name] for name in named]
-
-
-class GradientReduce:
-    """The part of the reduction in FP8, for gradients that are large enough to be worth a cast."""
-
-    def __init__(
-        self,
-        config: GradientReduceConfig,
-        wire: WireMeter,
-        nodes: Nodes | None = None,
-        observe: Callable[[torch.Tensor, str, torch.Tensor | None], None] | None = None,
-    ):
-        """Make a reduction with these settings.
-
-        Args:
-            config: The section "grad_reduce", of an FP8 format.
-            wire: Counts the bytes that this rank sends.
-            nodes: Groups of two levels for reductions over all ranks; those over fewer ranks are flat.
-            observe: Is shown every gradient that is cast, its name, and its scale or None where every 128 elements have
-                their own.
-        """
-        self._observe, self._left_out = observe, frozenset[str]()
-        self._config, self._wire, self._nodes = config, wire, nodes
-        self._automatic_scale = AutomaticScale(config.format) if config.scale == "tensor" else None
 
     def leave_fp8(self, names: Iterable[str]) -> None:
         """Reduce the gradients of these parameters as DeepSpeed does from now on, on all ranks alike."""
@@ -203,25 +196,16 @@ class GradientReduce:
 
     def casts(self, shape: torch.Size, name: str) -> bool:
         """Return whether a gradient of this shape, of the parameter `name`, travels in FP8."""
-        return is_reduced_in_fp8(shape) and name not in self._left_out
+        return self._config is not None and is_reduced_in_fp8(shape) and name not in self._left_out
 
-    def reduce(
-        self,
-        tensors: list[torch.Tensor],
-        group: object,
-        names: list[str],
-        shards: GradientShards | None = None,
-        accumulate: bool = False,
+    def _reduce_in_fp8(
+        self, tensors: list[torch.Tensor], group: object, names: list[str], accumulate: bool
     ) -> list[torch.Tensor]:
-        """Reduce full gradients, all of which `casts` accepts; they are read once, and not kept. Collective.
-
-        Returns:
-            Without shards to add the means to, this rank's slices of them, FP32, without padding.
-        """
+        """Reduce full gradients, which are read once, and not kept; return FP32 slices if there are no shards."""
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         message, shape, places = self._send(tensors, group, names)
-        if shards is not None:
-            shards.add_message(message, shape, self._config.format, world, places, names, accumulate)
+        if self._shards is not None:
+            self._shards.add_message(message, shape, self._config.format, world, places, names, accumulate)
             return []
         total = sum_rows(message, shape, self._config.format, world)
         return [

@@ -2,7 +2,7 @@
 
 A method of `Lifecycle` is called in place of one of DeepSpeed's (tables in deepspeed/methods.py), which it gets first:
 
-    step                   of the optimizer                   wait for the last cast, update, cast, gather what stays whole
+    step                   of the optimizer                   wait for the cast, update, cast, gather persistent ones
     unshard                a parameter's all_gather_coalesced codes for modules
     unshard_bf16           zero.Init._all_gather              numbers for users, and what stays whole between steps
     reshard                zero.Init._partition               and what users wrote

@@ -82,22 +82,7 @@ def convert(
 ) -> Conversion:
     """Let the linear layers of a model compute in FP8, in place, and fuse its decoder layers where they can be.
 
-    Parameters, their names and checkpoint keys do not change. docs/support.md lists the layers that stay in BF16. A
-    model can be converted again, after adapters were added or with another configuration.
-
-    Args:
-        model: Any module, wrapped by PEFT or not.
-        config: FP8Config() by default.
-        monitor: Counts saturated and flushed elements; made from `config.monitor` by default.
-        filter: Called as `filter(name, layer)` for each linear layer that `config.linear.skip` does not name. Layers
-            for which it returns False stay in BF16, in later conversions without a filter too.
-
-    Returns:
-        The names of all linear layers, converted or with the reason why not, and the fused layers.
-
-    Raises:
-        UserError: No linear layer can be converted and no override keeps one in BF16, an override matches no layer, or
-            this machine cannot run the casts of `config`.
+    As ds_fp8.convert (engine/initialize.py), with the preset of `config` whatever the weights are.
     """
     config = config or FP8Config()
     recipe = recipe_from_config(config, monitor)

@@ -30,6 +30,7 @@ from ds_fp8.zero.deepspeed.parameters import (
     in_use,
     master_shard,
     put_bf16_shard,
+    reshard,
 )
 
 SCALE_ALIGNMENT = 4
@@ -152,7 +153,7 @@ class ShardedWeight:
                     "a weight gathered in FP8 was asked for in BF16 while its layer is computing; "
                     'name the layer in "fp8": {"linear": {"skip": [...]}}'
                 )
-            self.parameter.partition()  # which comes to `reshard`
+            reshard(self.parameter)  # which comes back to the method of this name
         self.make_bf16()
         self.state = State.UNSHARDED_BF16
 

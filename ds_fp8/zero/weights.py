@@ -33,7 +33,15 @@ from ds_fp8.zero import streams
 from ds_fp8.zero.collectives import GATHER, Transport, WireMeter, choose
 from ds_fp8.zero.deepspeed.methods import on_destroy
 from ds_fp8.zero.deepspeed.optimizer import FlatBf16
-from ds_fp8.zero.deepspeed.parameters import bf16_shard, is_gathered, is_trained, on_external_parameter, order, shard_of
+from ds_fp8.zero.deepspeed.parameters import (
+    bf16_shard,
+    is_gathered,
+    is_trained,
+    on_external_parameter,
+    order,
+    reshard,
+    shard_of,
+)
 from ds_fp8.zero.residuals import OutlierResiduals
 from ds_fp8.zero.streams import profiled
 from ds_fp8.zero.weight import (
@@ -371,14 +379,14 @@ class ShardedWeights:
         """Gather one weight for a reader other than its layer. Collective, between two steps."""
         weight = self._weights[id(parameter)]
         if weight.state is State.UNSHARDED_FP8:
-            parameter.partition()
+            reshard(parameter)
         self.cast()
         # Begun and awaited at once: the reader wants the numbers now, and nothing runs beside it.
         self._unshard([weight])()
         if weight.operand_is_shard:  # which the next cast overwrites: the reader gets a copy to keep
             weight.copy_operand()
         whole = weight.operand
-        parameter.partition()
+        reshard(parameter)
         return whole
 
     def unshard_bf16(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -442,7 +450,7 @@ class ShardedWeights:
         """Leave to DeepSpeed what it would have: every weight sharded, in BF16."""
         for weight in self:
             if weight.state is State.UNSHARDED_FP8:
-                weight.parameter.partition()
+                reshard(weight.parameter)
         self.restore_bf16()
 
     # ---------------------------------------------------------------- out of FP8

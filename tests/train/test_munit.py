@@ -64,7 +64,7 @@ def munit_stage(tiny):
     tiny["model"]["config"] |= {"model_type": "munit_qwen2", "tie_word_embeddings": False}
     tiny["fp8"] = {"preset": "munit", "monitor": {"every": 3}}
     tiny["optimizer"]["params"] |= {"lr": 0.05, "eps": 1e-12}
-    tiny["train"] |= {"steps": 6, "save_every": 3, "exact_match_problems": 2, "max_new_tokens": 2}
+    tiny["train"] |= {"steps": 6, "save_every": 3}
     return tiny
 
 

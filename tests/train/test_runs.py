@@ -65,6 +65,7 @@ def test_a_run_stopped_by_signals_and_resumed_equals_an_uninterrupted_one(
     tiny, write, launch, ranks, tmp_path, cache_home, monkeypatch, caplog
 ):
     """Stopped by a rank and by the launcher; undisturbed, and resumed for the last time, on ranks without one."""
+    tiny["data"] = {**CHATS, "sequence_length": 128, "answer_pattern": r"answer is (\d+)"}
     tiny["train"] |= {
         "schedule": {"type": "constant", "warmup": 0},
         "eval_every": 8,

@@ -193,6 +193,11 @@ def end_gather(parameter: torch.nn.Parameter) -> None:
     parameter.ds_status = ZeroParamStatus.AVAILABLE
 
 
+def reshard(parameter: torch.nn.Parameter) -> None:
+    """Drop the gathered data of a parameter, which no module uses."""
+    parameter.partition()
+
+
 def is_gathered(parameter: torch.nn.Parameter) -> bool:
     """Return whether a parameter is whole now, or about to be."""
     return parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE

@@ -438,7 +438,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("status", DEEDS)
 def test_how_a_point_ends(run, tmp_path, status):
-    outcome = run(DEEDS[status], STEPS.get(status, 3), 6 if status == "timeout" else 60)
+    outcome = run(DEEDS[status], STEPS.get(status, 3), 15 if status == "timeout" else 60)
     assert outcome.status == status
     if status == "ok":
         assert outcome.measured["peak_bytes"] == 20

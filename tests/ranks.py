@@ -13,6 +13,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,9 @@ def _worker(
             connection.send((False, traceback.format_exc()))
         # DeepSpeed keeps engines, and collects garbage several times an engine: not through those of all tests before.
         gc.collect()
+        if accelerator == "cuda" and torch.cuda.memory_allocated() > 2**28:  # of an engine that was still held
+            gc.unfreeze()
+            gc.collect()
         gc.freeze()
         if accelerator == "cuda":
             torch.cuda.empty_cache()  # other processes of tests share the GPU
@@ -135,21 +139,29 @@ class RankPool:
     def _run(self, function: Callable, args: tuple) -> list[Any]:
         for connection in self._connections:
             connection.send((function, args))
-        results, failures = [], []
-        for rank, connection in enumerate(self._connections):
+        waiting, answers = dict(zip(self._connections, range(self.world), strict=True)), {}
+        while waiting:
             # Once one rank has failed the others may wait for it in a collective for ever.
-            if not connection.poll(TIMEOUT if not failures else 2):
+            failed = [value for good, value in answers.values() if not good]
+            ready = wait(list(waiting), 2 if failed else TIMEOUT)
+            if not ready:
                 self.close()
-                raise AssertionError("\n".join(failures) or f"rank {rank} of {self.world} did not answer")
-            good, value = connection.recv()
-            if good:
-                results.append(value)
-            else:
-                failures.append(f"rank {rank}: {value}")
+                silent = f"ranks {sorted(waiting.values())} of {self.world} did not answer"
+                raise AssertionError("\n".join(failed) or silent)
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    good, value = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    if not failed:
+                        raise
+                    continue  # it was ended because of another's failure
+                answers[rank] = good, value if good else f"rank {rank}: {value}"
+        failures = [value for good, value in answers.values() if not good]
         if failures:
             self.close()
             raise AssertionError("\n".join(failures))
-        return results
+        return [answers[rank][1] for rank in range(self.world)]
 
     @property
     def worn(self) -> bool:

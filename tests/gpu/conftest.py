@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.xdist_group(f"ranks{number % GROUPS}"))
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _memory_for_others():
     yield
     torch.cuda.empty_cache()

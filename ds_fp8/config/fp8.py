@@ -25,6 +25,9 @@ class ActivationsConfig(Section):
     recompute: Literal["none", "mlp"] = "none"
     """mlp: gated MLPs do not keep gate and up, and compute them again in backward. (To recompute whole layers use the
     model's gradient_checkpointing.)"""
+    keep_attention: bool = False
+    """Layers that the model recomputes (gradient_checkpointing) keep what attention returns, 2 bytes x tokens x hidden
+    size a layer, 1 with attention in FP8, and run its forward once. For [long rows](long_context.md#memory)."""
     mlp_tile_tokens: int | None = Field(None, gt=0)
     """A multiple of 128: gated MLPs of fused layers compute so many tokens at a time, forward and backward, and keep
     neither gate nor up. For [long rows](long_context.md#memory). Gradients of their weights are summed in FP32 over the

@@ -35,6 +35,7 @@ from ds_fp8.engine.report import log_report, start_report
 from ds_fp8.engine.sequence_parallel import check_training_data, sequence_parallel_size, share_sequences
 from ds_fp8.engine.state import FP8State
 from ds_fp8.layers.attention.cudnn import load_cudnn
+from ds_fp8.layers.attention.kept import keep_attention
 from ds_fp8.layers.convert import Conversion
 from ds_fp8.layers.convert import convert as convert_layers
 from ds_fp8.layers.decoder.rotary import restore_inverse_frequencies
@@ -130,6 +131,8 @@ def initialize(
         # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
         set_z3_leaf_modules(model, sorted(conversion.leaf_classes, key=lambda leaf: leaf.__name__))
     apply_checkpointing_section(configuration, model)
+    if fp8.enabled and fp8.activations.keep_attention and model is not None:
+        _located(file, keep_attention, model)
     if "fp8" in configuration.values and optimizer is None and own_optimizer is None and _is_compiled(configuration):
         words = 'DeepSpeed\'s own %s%s is compiled once, for minutes ("torch_adam": true in its "params" avoids it)'
         logger.info(words, configuration.optimizer_type, "" if fp8.enabled else ", which steps where FP8 is off,")

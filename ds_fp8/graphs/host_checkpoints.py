@@ -20,10 +20,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from ds_fp8.layers.attention.kept import FUNCTION
 from ds_fp8.zero.streams import current_stream, new_stream, on_stream, record_event, wait_event, wait_stream
-
-FUNCTION = "_gradient_checkpointing_func"
-"""Attribute in which transformers keeps the function that recomputes a layer."""
 
 
 class _Input:

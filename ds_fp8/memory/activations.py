@@ -44,11 +44,16 @@ EMULATED_CASTS = 11
 def kept(layer: LayerShape, w: Workload) -> int:
     """Return the bytes between forward and backward: all that backward reads, or with activation_checkpointing 2TH.
 
-    None with offload, where the GPU holds those of one layer at a time (`input_on_device`).
+    With offload the GPU holds the inputs of one layer at a time (`input_on_device`).
     """
-    if w.offloads_activations:
-        return 0
-    return BF16 * w.tokens * layer.hidden if w.activation_checkpointing else everything(layer, w)
+    if not w.activation_checkpointing:
+        return everything(layer, w)
+    inputs = 0 if w.offloads_activations else BF16 * w.tokens * layer.hidden
+    if not (w.fp8.enabled and w.fp8.activations.keep_attention):
+        return inputs
+    # The output and a number a head and token.
+    element = 1 if _attention_in_fp8(layer, w) else BF16
+    return inputs + w.tokens * layer.heads * (element * layer.head_dim + FP32)
 
 
 def input_on_device(w: Workload) -> int:

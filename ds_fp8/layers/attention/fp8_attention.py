@@ -155,11 +155,39 @@ def attend(
         v: [B, S, kv_heads, D], of values less their mean.
         v_norm: max_j ‖v_j‖ of these before the cast.
     """
-    o, log_sums = implementation.forward(q, k, v, scaling)
     data, scales = zip(*((x.data, x.scale) for x in (q, k, v)), strict=True)
+    o, log_sums = _forward(*data, *scales, scaling, isinstance(implementation, Reference))
     ctx.scaling, ctx.implementation = scaling, implementation
     ctx.save_for_backward(*data, *scales, o, log_sums, v_norm)
     return o
+
+
+FORWARD_OPERATOR = "ds_fp8::attention_forward"
+"""An operator of torch's, so that recomputed layers can keep what it returns (kept.py)."""
+_LIBRARY = torch.library.Library(FORWARD_OPERATOR.split("::")[0], "DEF")
+_LIBRARY.define(
+    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale, float scaling, "
+    "bool reference) -> (Tensor, Tensor)"
+)
+
+
+def _run_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_scale: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    scaling: float,
+    reference: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    pairs = (q, q_scale), (k, k_scale), (v, v_scale)
+    casts = (QuantizedTensor(codes, scale, "tensor", "pow2") for codes, scale in pairs)
+    return (Reference() if reference else cudnn).forward(*casts, scaling)
+
+
+_LIBRARY.impl("attention_forward", _run_forward, "CompositeExplicitAutograd")
+_forward = torch.ops.ds_fp8.attention_forward
 
 
 def find_gradients(ctx: FunctionCtx, do: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,0 +1,70 @@
+"""Recomputed layers that keep what attention returns: its forward, which long rows make the largest part, runs once.
+
+torch's selective activation checkpointing keeps what the operators below return, an output of 2 bytes (FP8: 1) and 4
+bytes a head and token; all else of a layer is computed again.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.layers.attention.fp8_attention import FORWARD_OPERATOR
+
+FUNCTION = "_gradient_checkpointing_func"
+"""Attribute in which transformers keeps the function that recomputes a layer."""
+KEY = "fp8.activations.keep_attention"
+OPERATORS = (
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "torch_attn::_varlen_attn",
+    FORWARD_OPERATOR,
+)
+"""Forward kernels of attention; of those that this torch lacks there is nothing to keep."""
+
+
+def keep_attention(model: nn.Module) -> None:
+    """Let the layers of a model that transformers recomputes keep their attention's results.
+
+    Called after `model.gradient_checkpointing_enable()`, which takes it back when it is called again.
+
+    Raises:
+        UserError: The model recomputes no layer, or does so with reentrant checkpointing.
+    """
+    parts = [part for part in model.modules() if vars(part).get("gradient_checkpointing") and hasattr(part, FUNCTION)]
+    for part in parts:
+        function = getattr(part, FUNCTION)
+        options = getattr(function, "keywords", {})
+        if options.get("use_reentrant", True):
+            problem = "layers are recomputed by reentrant checkpointing, which keeps nothing else than their inputs"
+            raise UserError(problem, key=KEY, remedy='gradient_checkpointing_enable({"use_reentrant": False})')
+        setattr(part, FUNCTION, functools.partial(function, context_fn=_contexts))
+    if not parts:
+        raise UserError(
+            "no layer of this model is recomputed, so that attention's results are kept anyhow",
+            key=KEY,
+            remedy="model.gradient_checkpointing_enable() before initialize (in a stage "
+            '"model": {"activation_checkpointing": true}), or remove the key',
+        )
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(list(_known()))
+
+
+@functools.lru_cache(maxsize=1)
+def _known() -> tuple[torch._ops.OpOverload, ...]:
+    found = []
+    for name in OPERATORS:
+        namespace, operator = name.split("::")
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
+        if packet is not None:
+            found.append(packet.default)
+    return tuple(found)

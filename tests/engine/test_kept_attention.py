@@ -1,0 +1,94 @@
+"""Recomputed layers that keep attention's results: the same gradients, and each forward of attention once."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ds_fp8
+from ds_fp8.config.errors import UserError
+from ds_fp8.graphs.conditions import why_not_recomputed
+from ds_fp8.graphs.host_checkpoints import keep_on_host
+from ds_fp8.layers.attention.format import use_fp8_attention
+from ds_fp8.layers.attention.kept import OPERATORS, keep_attention
+from tests.layers.hugging_face import causal_lm, tokens
+from tests.zero import models
+
+LAYERS = 3
+
+
+class Forwards(TorchDispatchMode):
+    """Counts attention's forward kernels."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.name().removesuffix(".default") in OPERATORS
+        return function(*args, **(kwargs or {}))
+
+
+def step(model):
+    """Loss and gradients of one step, and how often attention ran forward."""
+    model.zero_grad()
+    ids = tokens(2, 32)
+    with Forwards() as forwards:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    return forwards.count, loss.detach(), [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("attention", ["bf16", "e4m3"])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_attention_runs_once_and_no_bit_changes(architecture, attention, on_host):
+    model = causal_lm(architecture, num_hidden_layers=LAYERS, attn_implementation="sdpa")
+    in_fp8 = attention == "e4m3" and architecture != "gemma3_text"  # whose windows stay in BF16
+    if in_fp8:
+        use_fp8_attention(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if on_host:
+        keep_on_host(model)
+    twice, *expected = step(model)
+    keep_attention(model)
+    assert on_host or why_not_recomputed(list(model.modules())) is None
+    for _ in range(2):
+        once, loss, gradients = step(model)
+        assert (twice, once) == (2 * LAYERS, LAYERS)
+        assert torch.equal(loss, expected[0])
+        for found, wanted in zip(gradients, expected[1], strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_without_recomputed_layers_an_error_names_the_key():
+    with pytest.raises(UserError, match="no layer") as error:
+        keep_attention(causal_lm("llama"))
+    assert error.value.key == "fp8.activations.keep_attention"
+
+
+def test_reentrant_checkpointing_is_refused():
+    model = causal_lm("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(UserError, match="reentrant"):
+        keep_attention(model)
+
+
+def losses(activations):
+    model = causal_lm("qwen2", hidden_size=256, intermediate_size=384)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    config = models.config({"preset": "hybrid_fast", "activations": activations})
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    rows, found = tokens(2, 64), []
+    for _ in range(3):
+        with Forwards() as forwards:
+            loss = engine(input_ids=rows, labels=rows, use_cache=False).loss
+            found.append(models.take_step(engine, loss))
+        found.append(forwards.count)
+    return found
+
+
+def test_an_engine_keeps_it_and_trains_to_the_same_bits(ranks):
+    plain, kept = (ranks(2, losses, {"keep_attention": keep}) for keep in (False, True))
+    layers = kept[0][1]
+    for one, other in zip(plain, kept, strict=True):
+        assert one[::2] == other[::2]
+        assert one[1::2] == [2 * layers] * 3
+        assert other[1::2] == [layers] * 3

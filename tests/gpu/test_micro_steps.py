@@ -179,6 +179,11 @@ CASES = {
     "packed rows, several micro-batches": {"attention": "packed", "micro_batches": 2},
     "packed rows, measured steps between": {"attention": "packed", "monitor": 4},
     "packed rows, recomputed activations": {"attention": "packed", "recompute": {"use_reentrant": False}},
+    "packed rows, recomputed activations, attention kept": {
+        "attention": "packed",
+        "recompute": {"use_reentrant": False},
+        "activations": {"keep_attention": True},
+    },
     "an MLP in tiles": {"activations": {"mlp_tile_tokens": 128}, "lengths": (2 * LENGTH,)},
     "two forwards": {"between": two_forwards},
     "a layer that now runs in BF16": {"between": move_a_layer},

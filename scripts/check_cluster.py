@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import warnings
 
 from ds_fp8.cluster import watchdog
 from ds_fp8.cluster.entry import rank_entry
-from ds_fp8.cluster.launcher import add_launch_options, check_launch_options, launch_as
+from ds_fp8.cluster.launcher import add_launch_options, check_launch_options, launch
 from ds_fp8.cluster.start_checks import Job, check_ranks
 
 
@@ -31,7 +32,9 @@ def main() -> int:
         command = [__file__, "--timeout", str(arguments.timeout)]
         if arguments.deepspeed_config:
             command += ["--deepspeed_config", arguments.deepspeed_config]
-        return launch_as(arguments, command + [part for change in arguments.set for part in ("--set", change)])
+        command += [part for change in arguments.set for part in ("--set", change)]
+        options = shlex.split(arguments.launcher_options)
+        return launch(arguments.hostfile, command, options, arguments.max_restarts)
 
     from deepspeed.utils.logging import set_log_level_from_string
 

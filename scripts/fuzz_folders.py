@@ -20,7 +20,7 @@ FOLDER_KINDS = ("models", "commands")
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
                "pytorch_model.bin")  # fmt: skip
 OPTIONS = {
-    "train": ("--gpus", "--set", "--hostfile", "--max-restarts", "--min-hosts", "--launcher-options", "--local_rank"),
+    "train": ("--gpus", "--set", "--hostfile", "--max-restarts", "--launcher-options", "--local_rank"),
     "estimate": ("--gpus", "--memory", "--set", "--json"),
     "sweep": (
         "--sweep",
@@ -172,7 +172,7 @@ class FolderJudges:
         with contextlib.ExitStack() as work:
             for name in (
                 "ds_fp8.commands.train.train_here",
-                "ds_fp8.commands.train.launch_as",
+                "ds_fp8.commands.train.launch",
                 "ds_fp8.commands.train._train",
                 "ds_fp8.commands.parity.train_once",
                 "ds_fp8.train.processes.init_distributed",

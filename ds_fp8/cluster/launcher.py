@@ -9,11 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from ds_fp8.cluster.hosts import Host, free_port, read_hostfile
@@ -126,24 +124,12 @@ def train_here(arguments: Sequence[str], ranks: int, max_restarts: int = 0) -> i
 # ---------------------------------------------------------------- many hosts
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A job to start, and how often to start it again."""
+def launch(
+    hostfile: str | os.PathLike, command: Sequence[str], options: Sequence[str] = (), max_restarts: int = 0
+) -> int:
+    """Run a script, or "--module" and a name, with its arguments on the hosts of a hostfile; returns an exit code.
 
-    command: Sequence[str]
-    """The script and its arguments, the same on all hosts."""
-    options: Sequence[str] = ()
-    """Further options of the deepspeed command, such as `--master_port 29501`."""
-    max_restarts: int = 0
-    """Times that it is started again after a loss."""
-    min_hosts: int | None = None
-    """Hosts that must be left for that; None for all of them."""
-
-
-def launch(hostfile: str | os.PathLike, job: Launch) -> int:
-    """Run a job on the hosts of a hostfile until it is done, has failed, or was lost too often.
-
-    Returns an exit code of config.errors.
+    It is run until it is done, has failed, or was lost too often. `options` are further ones of the deepspeed command.
     """
     hosts = read_hostfile(hostfile)
     for program in ("pdsh", "ssh"):
@@ -151,28 +137,24 @@ def launch(hostfile: str | os.PathLike, job: Launch) -> int:
             raise UserError(
                 f"{program} is not installed on this host", remedy=f"install {program} (Debian: apt install pdsh)"
             )
-    fewest = len(hosts) if job.min_hosts is None else job.min_hosts
-    if not 1 <= fewest <= len(hosts):
-        problem = f"--min-hosts {fewest} is not possible with {len(hosts)} hosts"
-        raise UserError(problem, key="--min-hosts", remedy=f"a number from 1 to {len(hosts)}")
+    script = command[0] if command[0].startswith("--") else str(Path(command[0]).resolve())
+    append = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    environment = {**os.environ, "PDSH_SSH_ARGS_APPEND": f"{append} {shlex.join([*_SSH, *_DEAD_LINK])}".strip()}
 
     def start(attempt: int) -> int:
-        # Asked before every attempt: a host may have come back.
-        silent = _unreachable(hosts)
-        there = [host for host in hosts if host.name not in silent]
-        # The first start is on all hosts: one that is missing then is a mistake, not a loss.
-        if silent and (attempt == 0 or len(there) < fewest):
+        if silent := _unreachable(hosts):
             raise UserError(
                 "no ssh to " + ", ".join(f"{name} ({reason})" for name, reason in silent.items()),
                 file=hostfile,
-                remedy="make `ssh HOST true` work without a password, or take the host out"
-                + (f"; {fewest} hosts are needed (--min-hosts)" if attempt else ""),
+                remedy="make `ssh HOST true` work without a password, or take the host out",
             )
-        if silent:
-            _say(f"continuing with {len(there)} of {len(hosts)} hosts, without {', '.join(silent)}")
-        return _run(there, job, attempt, first_is_there=there[0] == hosts[0])
+        # --force_multi: a single host is not necessarily this one. A port that the user's options may change (of two
+        # the last counts): the last attempt's may still be taken.
+        runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--force_multi"]
+        runner += ["--master_port", str(_PORT + attempt), *options, script, *command[1:]]
+        return run_job([(runner, environment)])
 
-    return with_restarts(start, job.max_restarts, _SETTLE)
+    return with_restarts(start, max_restarts, _SETTLE)
 
 
 def _unreachable(hosts: Sequence[Host]) -> dict[str, str]:
@@ -194,38 +176,16 @@ def _unreachable(hosts: Sequence[Host]) -> dict[str, str]:
     return {name: reason for name, reason in answers.items() if reason is not None}
 
 
-def _run(hosts: Sequence[Host], job: Launch, attempt: int, first_is_there: bool) -> int:
-    append = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
-    environment = {**os.environ, "PDSH_SSH_ARGS_APPEND": f"{append} {shlex.join([*_SSH, *_DEAD_LINK])}".strip()}
-    with tempfile.NamedTemporaryFile("w", prefix="hostfile-") as hostfile:
-        hostfile.writelines(f"{host.name} slots={host.slots}\n" for host in hosts)
-        # Flushed, for the child opens the file by its name.
-        hostfile.flush()
-        # --force_multi: a single host that is left is not necessarily this one.
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile.name, "--force_multi"]
-        command += attempt_options(job.options, attempt, first_is_there)
-        return run_job([([*command, *job.command], environment)])
-
-
-def attempt_options(options: Sequence[str], attempt: int, first_is_there: bool) -> list[str]:
-    """Return the options of the deepspeed command for one attempt; of those given twice the last counts."""
-    # First a port, which the user's options may change: the last attempt's may still be taken. Last an empty address,
-    # where the user's is that of a host which does not take part: deepspeed then takes the first host that is left.
-    return ["--master_port", str(_PORT + attempt), *options, *([] if first_is_there else ["--master_addr="])]
-
-
 # ---------------------------------------------------------------- options of a script
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `launch_as` reads."""
+    """Add the options of a start on many hosts."""
     add = parser.add_argument_group("many hosts").add_argument
     words = "start on the hosts of this file over ssh; its lines are NAME slots=GPUS"
     add("--hostfile", metavar="FILE", help=words)
     words = "restart up to N times after a host or a rank is lost"
     add("--max-restarts", type=int, default=0, metavar="N", help=words)
-    words = "restart with the hosts that are left, if these are N or more (default: all)"
-    add("--min-hosts", type=int, metavar="N", help=words)
     words = 'further options of the deepspeed command, such as "--master_addr 10.0.0.1 --ssh_port 2222"'
     add("--launcher-options", default="", metavar="TEXT", help=words)
 
@@ -235,7 +195,7 @@ def check_launch_options(arguments: argparse.Namespace, local_restarts: bool = F
 
     With `local_restarts` --max-restarts also goes without --hostfile.
     """
-    needs_hosts = {"--min-hosts": arguments.min_hosts is not None, "--launcher-options": arguments.launcher_options}
+    needs_hosts = {"--launcher-options": arguments.launcher_options}
     restarts = {"--max-restarts": arguments.max_restarts != 0}
     if "RANK" in os.environ:
         refused = {"--hostfile": arguments.hostfile} | restarts | needs_hosts
@@ -249,11 +209,3 @@ def check_launch_options(arguments: argparse.Namespace, local_restarts: bool = F
     for option, given in refused.items():
         if given:
             raise UserError(f"{option} has no effect here: {why}", key=option, remedy=remedy)
-
-
-def launch_as(arguments: argparse.Namespace, command: Sequence[str]) -> int:
-    """Start `command`, a script or "--module" and a name, and its arguments, on the hosts that the options name."""
-    script = command[0] if command[0].startswith("--") else str(Path(command[0]).resolve())
-    options = shlex.split(arguments.launcher_options)
-    job = Launch([script, *command[1:]], options, arguments.max_restarts, arguments.min_hosts)
-    return launch(arguments.hostfile, job)

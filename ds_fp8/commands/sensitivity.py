@@ -6,10 +6,10 @@
     ds-fp8 sensitivity model my_stage.json --grid fp8.preset=infir2,rowwise --out runs/sensitivity
 
 FOLDER is a Hugging Face causal language model, FILE a stage's JSON, or a .txt, .jsonl or .parquet file of documents.
-Each part of the model (all linear layers, those of one kind, those of one decoder layer) is cast alone, and its inputs
-and weights alone; the loss and the divergence of the predictions from those without casts are printed by cost for the
-FLOPs. The costliest parts that together have at most --budget of the FLOPs are proposed as fp8.linear.overrides, and
-measured. --write puts them into the stage, or into a JSON with an "fp8" section alone. Only forward is measured.
+Each part of the model (all linear layers, those of one kind, those of one decoder layer) is cast alone; the loss and
+the divergence of the predictions from those without casts are printed by cost for the FLOPs. The costliest parts that
+together have at most --budget of the FLOPs are proposed as fp8.linear.overrides, and measured. --write puts them into
+the stage, or into a JSON with an "fp8" section alone. Only forward is measured.
 --out leaves that and all figures in a folder: sensitivity.json and stage.json, or those of every point of a grid.
 """
 
@@ -198,8 +198,8 @@ def _write(file: Path, content: dict[str, Any], console: Console) -> None:
 def _print(figures: dict[str, Any], console: Console) -> None:
     from rich.table import Table
 
-    table = Table("part", "cast", "FLOPs", "loss", "divergence", "for 1% of FLOPs")
-    for column in table.columns[2:]:
+    table = Table("part", "FLOPs", "loss", "divergence", "for 1% of FLOPs")
+    for column in table.columns[1:]:
         column.justify = "right"
     costs, proposal = figures["costs"], figures["proposal"]
     for cost in sorted(costs, key=lambda cost: -cost["divergence_per_percent_of_flops"]):
@@ -207,7 +207,7 @@ def _print(figures: dict[str, Any], console: Console) -> None:
         loss = f"{cost['loss_increase']:+.3%}"
         loss += f" ± {cost['loss_standard_error']:.3%}" if figures["rows"] > 1 else ""
         numbers = (f"{cost[key]:.2e}" for key in ("divergence", "divergence_per_percent_of_flops"))
-        table.add_row(part, cost["operand"], f"{cost['flops_share']:.2%}", loss, *numbers)
+        table.add_row(part, f"{cost['flops_share']:.2%}", loss, *numbers)
     console.print(f"preset {figures['preset']}, {figures['tokens']:,} tokens, loss without casts {figures['loss']:.4f}")
     console.print(table)
     console.print("divergence: nats a token from the predictions without casts; chance moves it less than the loss")
@@ -220,7 +220,7 @@ def _print(figures: dict[str, Any], console: Console) -> None:
             markup=False,
         )
         return
-    everything = next(cost for cost in costs if cost["pattern"] == "*" and cost["operand"] == "both")
+    everything = next(cost for cost in costs if cost["pattern"] == "*")
     console.print(
         f"in BF16, {proposal['flops_share']:.2%} of the FLOPs: {', '.join(proposal['overrides'])}; all other casts: "
         f"loss {proposal['loss_increase']:+.3%} in place of {everything['loss_increase']:+.3%}, divergence "

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_fp8.cluster.entry import rank_entry
-from ds_fp8.cluster.launcher import TRAIN, add_launch_options, check_launch_options, launch_as, train_here
+from ds_fp8.cluster.launcher import TRAIN, add_launch_options, check_launch_options, launch, train_here
 from ds_fp8.commands.arguments import add_stage, count, parser_of, stage_file
 from ds_fp8.config.errors import EXIT_INTERRUPTED, UserError
 
@@ -46,7 +46,8 @@ def main() -> int:
             raise UserError(
                 "--gpus has no effect together with --hostfile", key="--gpus", remedy="its lines have slots=GPUS"
             )
-        return launch_as(arguments, ["--module", TRAIN, *own])
+        options = shlex.split(arguments.launcher_options)
+        return launch(arguments.hostfile, ["--module", TRAIN, *own], options, arguments.max_restarts)
     # A launcher sets RANK for the processes that it starts: without it this one starts the ranks.
     if "RANK" not in os.environ:
         import torch
@@ -65,11 +66,8 @@ def _train(file: Path, changes: list[str]) -> int:
     from ds_fp8.cluster import watchdog
     from ds_fp8.cluster.start_checks import Job, check_ranks
     from ds_fp8.train import load_stage, train
-    from ds_fp8.train.metrics import StartTimes
     from ds_fp8.train.processes import Interrupted
 
-    times = StartTimes.of_process()
-    times.end("imports")
     # Ranks on one CPU share its cores: as many threads each as there are cores would slow all of them down.
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         ranks_here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
@@ -89,7 +87,7 @@ def _train(file: Path, changes: list[str]) -> int:
             same = check_ranks(store, Job(stage.raw, stage.file, stage.paths(), stage.run_dir))
             if int(os.environ["RANK"]) == 0:
                 print(same, flush=True)
-        result = train(stage, times)
+        result = train(stage)
     except Interrupted:
         return EXIT_INTERRUPTED
     if int(os.environ["RANK"]) == 0:

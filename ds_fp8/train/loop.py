@@ -162,12 +162,12 @@ class TrainingLoop:
         tokenizer: PreTrainedTokenizerBase,
         engine: deepspeed.DeepSpeedEngine,
         log: MetricsLog,
-        progress: RunProgress,
         interrupt: Interrupt,
         state: RunState,
     ):
         self.stage, self.data, self.tokenizer, self.engine = stage, data, tokenizer, engine
-        self.log, self.progress, self.interrupt = log, progress, interrupt
+        self.log, self.interrupt = log, interrupt
+        self.progress = RunProgress(stage.train.steps)
         # A forward may have kernels to compile, or hundreds of tokens to generate, before the next check.
         self._check_slow = partial(interrupt.check, slow=True)
         self.steps = Steps(stage, data, engine)

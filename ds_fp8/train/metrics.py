@@ -20,8 +20,6 @@ import psutil
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.log import logger
@@ -48,8 +46,8 @@ PICTURE = "health.png"
 PICTURE_SECONDS = 600.0
 """At least between two pictures of a run that goes on: all ranks wait a second or more while one is drawn."""
 LINES = 20
-"""Lines about steps that a run prints where its output is not a terminal."""
-SECONDS_BETWEEN_LINES = 30.0
+"""Lines about steps that a run prints."""
+SECONDS_BETWEEN_LINES = 10.0
 LEAST_HISTORY = 20
 """Losses to have seen before one can stand out."""
 NORMAL_MAD = 1.4826
@@ -273,55 +271,16 @@ def _mean(records: list[Record], key: str) -> int | None:
 # ---------------------------------------------------------------- what a run shows
 
 
-class StartTimes:
-    """Seconds of each part of a start, in their order."""
-
-    def __init__(self, since: float | None = None) -> None:
-        self._last = time.time() if since is None else since
-        self._seconds: dict[str, float] = {}
-
-    @classmethod
-    def of_process(cls) -> StartTimes:
-        """Count from the beginning of this process: its first part are the imports."""
-        return cls(psutil.Process().create_time())
-
-    def end(self, part: str) -> None:
-        """Count the time since the last call as that of `part`."""
-        now = time.time()
-        self._seconds[part] = self._seconds.get(part, 0.0) + max(0.0, now - self._last)
-        self._last = now
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self._seconds.items())
-        return f"ready after {sum(self._seconds.values()):.1f} s ({parts})"
-
-
 class RunProgress:
-    """Shows training steps on rank 0: a bar on a terminal, anywhere else a line every few steps."""
+    """Says how training goes, in a line every few steps."""
 
-    def __init__(self, name: str, total: int, done: int, shown: bool) -> None:
+    def __init__(self, total: int) -> None:
         self._total, self._every, self._line_due = total, max(1, total // LINES), 1
-        self._bar, console = None, Console(highlight=False, soft_wrap=True)
-        if shown and console.is_terminal:
-            columns = (TextColumn(name), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, TextColumn("{task.fields[figures]}"), console=console)
-            self._task = self._bar.add_task(name, total=total, completed=done, figures="")
-
-    def __enter__(self) -> RunProgress:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar:
-            self._bar.stop()
 
     def step(self, record: Record) -> None:
         """Show a training step's record."""
         step = record["step"]
-        if self._bar:
-            self._bar.update(self._task, completed=step, figures=_figures(record))
-        elif step >= self._line_due or step == self._total:
+        if step >= self._line_due or step == self._total:
             logger.info("step %s/%s  %s", step, self._total, _figures(record))
             self._line_due = (step // self._every + 1) * self._every
 
@@ -330,7 +289,6 @@ class TokeniserProgress:
     """Says every few seconds how far the tokenising of a source has come."""
 
     def __init__(self) -> None:
-        self._every = 5.0 if Console().is_terminal else SECONDS_BETWEEN_LINES
         self._said = time.monotonic()
         self._first: dict[str, tuple[int, float]] = {}
 
@@ -342,7 +300,7 @@ class TokeniserProgress:
         first, started = self._first.setdefault(path, (tokens, now))
         if complete:
             logger.info("tokenised %s: %s examples, %s tokens", path, f"{examples:,}", f"{tokens:,}")
-        elif now - self._said > self._every:
+        elif now - self._said > SECONDS_BETWEEN_LINES:
             self._said, rate = now, (tokens - first) / max(now - started, 1e-3)
             logger.info(f"tokenising {path}: {examples:,} examples, {tokens:,} tokens, {rate:,.0f} tokens/s")
 

@@ -36,7 +36,7 @@ from ds_fp8.monitor.records import layers_in_bf16
 from ds_fp8.train import processes, resume
 from ds_fp8.train.checkpoints import RunState
 from ds_fp8.train.loop import TrainingLoop
-from ds_fp8.train.metrics import MetricsLog, RunProgress, StartTimes, TokeniserProgress, read_metrics, summarise
+from ds_fp8.train.metrics import MetricsLog, TokeniserProgress, read_metrics, summarise
 from ds_fp8.train.model import build_sharded_model, load_model_config, parameters_to_train
 from ds_fp8.train.processes import Interrupt, Interrupted
 from ds_fp8.train.run_folder import (
@@ -56,7 +56,7 @@ from ds_fp8.zero.deepspeed.checkpoints import consolidated_state_dict
 from ds_fp8.zero.deepspeed.parameters import full_shape
 
 
-def train(stage: Stage, times: StartTimes | None = None) -> dict[str, Any]:
+def train(stage: Stage) -> dict[str, Any]:
     """Run the stage on this rank, from where its run folder left off, and return what result.json holds. Collective.
 
     Nothing is written before every check has passed.
@@ -65,7 +65,6 @@ def train(stage: Stage, times: StartTimes | None = None) -> dict[str, Any]:
         UserError: On all ranks alike, for a mistake in the stage.
         Interrupted: After a signal, once the checkpoint is saved.
     """
-    times = times or StartTimes()
     processes.set_single_process_env()
     watchdog.beat("preparing data and model", slow=True)
     try:
@@ -79,9 +78,7 @@ def train(stage: Stage, times: StartTimes | None = None) -> dict[str, Any]:
         stage = stage.with_length(len(data.train))
         resume.check_length(stage, state)
         resume.check_data(stage, state, data.identity)
-        _check_problems(stage, data)
         config = load_model_config(stage, tokenizer)
-        times.end("data")
         processes.init_distributed()
         processes.check_same_everywhere(
             "the data it prepared",
@@ -89,12 +86,10 @@ def train(stage: Stage, times: StartTimes | None = None) -> dict[str, Any]:
             key="data.path",
             remedy="give every host the same files; what was prepared earlier from others lies in DS_FP8_CACHE",
         )
-        times.end("meeting the other ranks")
         model = build_sharded_model(stage, config)
-        times.end("model")
         # Taken last, and held to the end: what comes before writes nothing into the run folder.
         with only_run_in(stage.run_dir, logger.info):
-            return _train(stage, data, tokenizer, model, resume.settle(stage, logger.info), times)
+            return _train(stage, data, tokenizer, model, resume.settle(stage, logger.info))
     except UserError as error:
         raise error.located(stage.file) from None
 
@@ -105,7 +100,6 @@ def _train(
     tokenizer: PreTrainedTokenizerBase,
     model: torch.nn.Module,
     state: RunState,
-    times: StartTimes,
 ) -> dict[str, Any]:
     rank = dist.get_rank()
     records = read_metrics(stage.run_dir / METRICS, state.step if state.step else -1)
@@ -134,37 +128,23 @@ def _train(
         if not state.step:
             engine.skipped_steps = 0  # those before were the other run's
     log = MetricsLog(stage.run_dir / METRICS, records, writes=rank == 0)
-    with RunProgress(stage.run_dir.name, stage.train.steps, state.step, shown=rank == 0) as progress:
-        describe(data.report, logger.info)
-        times.end("ZeRO-3 and FP8")
-        logger.info(str(times))
-        run = TrainingLoop(stage, data, tokenizer, engine, log, progress, Interrupt(engine.device), state)
-        try:
-            run.all_steps()
-            run.evaluate_bf16_weights()
-        except Interrupted:
-            run.save()
-            run.finish_save()
-            run.draw()
-            logger.info(
-                f"interrupted: {run.step} steps are done and {'saved' if run.saved.step == run.step else 'not saved'}; "
-                "the same command resumes"
-            )
-            raise
+    describe(data.report, logger.info)
+    run = TrainingLoop(stage, data, tokenizer, engine, log, Interrupt(engine.device), state)
+    try:
+        run.all_steps()
+        run.evaluate_bf16_weights()
+    except Interrupted:
+        run.save()
+        run.finish_save()
+        run.draw()
+        done = "saved" if run.saved.step == run.step else "not saved"
+        logger.info(f"interrupted: {run.step} steps are done and {done}; the same command resumes")
+        raise
     watchdog.beat("writing the result", slow=True)
     result = write_result(stage, engine, tokenizer, log, data.report, state.step)
     # Other ranks may not end the job while rank 0 still writes.
     dist.barrier()
     return result
-
-
-def _check_problems(stage: Stage, data: StageData) -> None:
-    wanted, there = stage.train.exact_match_problems, len(data.questions)
-    if not there:
-        return  # data without known answers: the run says so and measures the loss alone
-    if wanted > there:
-        problem = f"{wanted} problems are to be answered, but the data has {there} held-out ones"
-        raise UserError(problem, key="train.exact_match_problems", remedy=f"at most {there}")
 
 
 def _prepare_wandb(stage: Stage) -> None:

@@ -1,11 +1,9 @@
 """Measure what each part's casts cost the loss of a model on rows of text, and propose layers to keep in BF16.
 
 A part of the model is cast and nothing else: all linear layers of one kind (q_proj, ... down_proj), those of one
-decoder layer, or all of them; of their operands the inputs, the weights or both. One forward each over the rows gives
-the loss and the divergence from the model without casts: the mean over tokens of KL(without casts || with them), which
-unlike a difference of losses is never negative and nearly free of chance, so that parts are told apart on a few rows.
-Both operands together are computed by FP8Linear itself, by its reference; where one alone is cast, its codes are
-decoded and multiplied with the other as it is.
+decoder layer, or all of them. One forward each over the rows gives the loss and the divergence from the model without
+casts: the mean over tokens of KL(without casts || with them), which unlike a difference of losses is never negative and
+nearly free of chance, so that parts are told apart on a few rows.
 
 The model is one in FP32 with weights of BF16: in BF16 whatever changes a little changes the roundings after it, and the
 divergence of a single layer's casts drowns in that.
@@ -17,9 +15,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +29,11 @@ from ds_fp8.data import PackedDataset
 from ds_fp8.data.rows import measured_rows
 from ds_fp8.layers.convert import convert, stop_casting
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.weights import GATHERED, scale_columns, weight_operand
+from ds_fp8.layers.linear.weights import GATHERED
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.train.batches import Batch
 from ds_fp8.train.evaluation import label_logits
 
-Operand = Literal["both", "input", "weight"]
-OPERANDS: tuple[str, ...] = get_args(Operand)
 _LAYER = re.compile(r"^(.*?\b(?:layers|h|blocks)\.\d+)\.")
 """Beginning of the name of a linear in a decoder layer."""
 
@@ -116,7 +112,6 @@ class Cost(NamedTuple):
     """Cost of the casts of a part, while nothing else is cast."""
 
     part: Part
-    operand: str
     loss: float
     """Loss with these casts over that without, less 1."""
     loss_error: float
@@ -131,7 +126,6 @@ class Cost(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         return {
             "pattern": self.part.pattern,
-            "operand": self.operand,
             "linears": len(self.part.linears),
             "flops_share": self.part.share,
             "loss_increase": self.loss,
@@ -139,33 +133,6 @@ class Cost(NamedTuple):
             "divergence": self.divergence,
             "divergence_per_percent_of_flops": self.per_share,
         }
-
-
-class _OneOperand(FP8Linear):
-    """A linear layer of which one operand is rounded as its cast rounds it."""
-
-    cast_operand: str
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return input · weightᵀ + bias, with the input or the weight cast and decoded before."""
-        recipe, weight, x = self.recipe, self.weight, input.reshape(-1, input.shape[-1])
-        factors = recipe.channel_factors(x)
-        inverse = None if factors is None else factors.reciprocal()
-        if self.cast_operand == "input":
-            decoded = recipe.cast_input(x, column_factor=inverse).dequantize(x.dtype)
-            x = self._exact_outliers(scale_columns(recipe.input.after_cast(decoded), factors), x)
-        else:
-            decoded = weight_operand(weight, recipe, factors).dequantize(x.dtype)
-            weight = self._exact_outliers(scale_columns(recipe.weight.after_cast(decoded), inverse), weight)
-        return F.linear(x, weight, self.bias).view(*input.shape[:-1], -1)
-
-    def _exact_outliers(self, decoded: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-        """Return a decoded operand [M, K] with its outlier channels as they were: their products are all but exact."""
-        outliers = self.recipe.outliers
-        if outliers is not None and outliers.channels is not None:
-            channels = outliers.channels.long()
-            decoded[:, channels] = exact.detach()[:, channels]
-        return decoded
 
 
 class CastSwitch:
@@ -182,32 +149,27 @@ class CastSwitch:
         for linear in self.linears.values():
             # Once, and not in every forward.
             setattr(linear.weight, GATHERED, linear.recipe.cast_weight(linear.weight.detach()))
-        self._switch({})
+        self._switch(())
 
-    def _switch(self, cast: Mapping[str, str]) -> None:
+    def _switch(self, cast: Collection[str]) -> None:
         for name, linear in self.linears.items():
-            operand = cast.get(name)
             # Switched by class, so that a part that is not cast runs the very forward of the model.
-            linear.__class__ = {None: linear.own_class, "both": FP8Linear}.get(operand, _OneOperand)
-            linear.cast_operand = operand
+            linear.__class__ = FP8Linear if name in cast else linear.own_class
 
     @contextmanager
-    def only(self, linears: Sequence[str], operand: str = "both") -> Iterator[None]:
-        """Cast an operand of these linears for a while."""
-        self._switch(dict.fromkeys(linears, operand))
+    def only(self, linears: Collection[str]) -> Iterator[None]:
+        """Cast these linears for a while."""
+        self._switch(linears)
         try:
             yield
         finally:
-            self._switch({})
+            self._switch(())
 
     def close(self) -> None:
         """Give the model back as it was."""
-        self._switch(dict.fromkeys(self.linears, "both"))
+        self._switch(self.linears)
         for linear in self.linears.values():
-            # As before the conversion: neither the switch's attribute nor the cached operand may reach what converts or
-            # saves the model next.
-            linear.__dict__.pop("cast_operand", None)
-            delattr(linear.weight, GATHERED)
+            delattr(linear.weight, GATHERED)  # the cached operand must not reach what converts or saves the model next
         stop_casting(self._model)
 
 
@@ -254,21 +216,16 @@ def _attention(model: PreTrainedModel, length: int) -> float:
 def measure(
     model: PreTrainedModel, switch: CastSwitch, judge: Judge, parts: Parts, left: Callable[[int], None] = lambda n: None
 ) -> list[Cost]:
-    """Return the cost of every part: of the whole and of kinds by operand, of decoder layers with both operands.
-
-    `left` is called with the number of measurements that are left.
-    """
+    """Return the cost of every part; `left` is called with the number of measurements that are left."""
     plain = judge.measure(model)
-    asked = [(part, operand) for part in (parts.all, *parts.kinds) for operand in OPERANDS]
-    asked += [(part, "both") for part in parts.layers]
-    costs = []
-    for part, operand in asked:
+    asked, costs = (parts.all, *parts.kinds, *parts.layers), []
+    for part in asked:
         left(len(asked) - len(costs))
-        with switch.only(part.linears, operand):
+        with switch.only(part.linears):
             found = judge.measure(model)
         _, error = difference(found.losses, plain.losses)
         # The error is that of the difference by rows, in which what a row's text costs in itself cancels.
-        costs.append(Cost(part, operand, found.loss / plain.loss - 1, error / plain.loss, found.divergence))
+        costs.append(Cost(part, found.loss / plain.loss - 1, error / plain.loss, found.divergence))
     return costs
 
 
@@ -288,7 +245,7 @@ def propose(costs: Sequence[Cost], shares: Mapping[str, float], budget: float) -
     One after the other the part with the highest divergence for its FLOPs is taken that still fits into the budget, a
     share of the FLOPs of all products. Of a linear in two parts only the first pays.
     """
-    candidates = [c for c in costs if c.operand == "both" and c.part.pattern != "*" and c.divergence > 0]
+    candidates = [c for c in costs if c.part.pattern != "*" and c.divergence > 0]
     taken: dict[str, None] = {}
     overrides, spent = {}, 0.0
     for cost in sorted(candidates, key=lambda cost: -cost.per_share):

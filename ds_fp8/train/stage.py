@@ -30,22 +30,12 @@ MAX_RANKS = 1 << 20
 MAX_ROWS = 1 << 24
 """Most rows of a step: more than any training uses, and few enough to be listed."""
 
-_NOT_IN_A_STAGE = {
-    "scheduler": "the learning-rate schedule belongs to the stage: set train.schedule",
-    "fp16": "a stage trains in BF16",
-    "torch_autocast": "a stage trains in BF16 as it is",
-    "autotuning": "the autotuner starts other runs; `ds-fp8 sweep` tries settings of a stage",
-    "data_efficiency": "a stage orders its data itself",
-    "hybrid_engine": "a stage does not train on what it generates",
-    "tensor_parallel": "a stage shards its model by ZeRO alone",
-    "expert_parallel": "a stage shards its model by ZeRO alone",
-    "pipeline": "a stage shards its model by ZeRO alone",
-    "weight_quantization": "a stage trains all weights in the precision that the fp8 section gives them",
-    "datastates_ckpt": "a stage writes its checkpoints with DeepSpeed's default engine",
-}
-"""Sections of DeepSpeed's that a stage has no use for, and what takes their place."""
-_SWITCHED = ("fp16", "torch_autocast", "autotuning", "data_efficiency", "hybrid_engine", "expert_parallel")
-"""Sections among them that "enabled" switches on."""
+_NOT_IN_A_STAGE = (
+    *("fp16", "torch_autocast", "weight_quantization"),  # it trains in the precision of its "fp8" section
+    *("data_efficiency", "hybrid_engine", "autotuning", "datastates_ckpt"),
+    *("tensor_parallel", "expert_parallel", "pipeline"),  # it shards by ZeRO alone
+)
+"""Sections of DeepSpeed's that a stage has no use for."""
 _MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 # ---------------------------------------------------------------- learning rate
@@ -443,11 +433,13 @@ def ranks_of_batch(raw: Mapping[str, Any]) -> int | None:
 def check_sections(configuration: Configuration) -> None:
     """Refuse sections of DeepSpeed's that a stage has no use for, and monitors that cannot write."""
     raw = configuration.values
-    for key, reason in _NOT_IN_A_STAGE.items():
+    if "scheduler" in raw:
+        problem = "the learning-rate schedule belongs to the stage"
+        raise UserError(problem, key="scheduler", remedy="set train.schedule")
+    for key in _NOT_IN_A_STAGE:
         section = raw.get(key)
-        is_off = isinstance(section, Mapping) and key in _SWITCHED and not section.get("enabled")
-        if key in raw and not is_off:
-            raise UserError(f'"{key}" does not go with a stage: {reason}', key=key, remedy=f'remove "{key}"')
+        if key in raw and not (isinstance(section, Mapping) and section.get("enabled") is False):
+            raise UserError(f'"{key}" does not go with a stage', key=key, remedy=f'remove "{key}"')
     section = raw.get("activation_checkpointing")
     if isinstance(section, Mapping) and any(section.values()):
         raise UserError(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from deepspeed.launcher.runner import fetch_hostfile, parse_args
+from deepspeed.launcher.runner import fetch_hostfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,7 +150,6 @@ def test_a_rank_under_any_launcher_says_that_it_leaves(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "rank", "refused"),
     [
-        (["--min-hosts", "1"], None, "--min-hosts"),
         (["--launcher-options", "--ssh_port 22"], None, "--launcher-options"),
         (["--gpus", "2", "--hostfile", "hosts"], None, "--gpus"),
         (["--max-restarts", "1"], "0", "--max-restarts"),
@@ -176,32 +175,6 @@ def test_restarts_need_hosts_where_a_script_has_no_other(monkeypatch):
     with pytest.raises(UserError, match="--max-restarts"):
         launcher.check_launch_options(parser.parse_args(["--max-restarts", "1"]))
     launcher.check_launch_options(parser.parse_args([]))
-
-
-@pytest.mark.parametrize(
-    ("options", "first_is_there", "address", "port"),
-    [
-        ("--master_addr a --master_port 29777", True, "a", 29777),
-        ("--master_addr=a --master_port=29777", True, "a", 29777),
-        ("--master_addr a --ssh_port 22", False, "", 29502),
-        ("--master_addr=a", False, "", 29502),
-        ("", False, "", 29502),
-    ],
-)
-def test_an_attempt_has_a_port_of_its_own_and_the_address_of_a_host_that_is_there(
-    options, first_is_there, address, port
-):
-    found = parse_args([*launcher.attempt_options(options.split(), 2, first_is_there), "script.py"])
-    assert (found.master_addr, found.master_port) == (address, port)
-
-
-@pytest.mark.parametrize("fewest", [0, -1, 3])
-def test_hosts_that_are_to_be_left_are_some_of_those_there(fewest, tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda program: program)
-    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
-    with pytest.raises(UserError) as caught:
-        launcher.launch(tmp_path / "hosts", launcher.Launch(["x"], min_hosts=fewest))
-    assert caught.value.key == "--min-hosts"
 
 
 # ---------------------------------------------------------------- hostfiles

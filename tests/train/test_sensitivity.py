@@ -55,59 +55,30 @@ def config(**section):
     return parse_fp8({"fp8": section})
 
 
-@pytest.mark.parametrize(
-    "section",
-    [
-        {},
-        {"preset": "rowwise", "linear": {"input": {"scale": "fp32"}}},
-        {"linear": {"rotation": {"fprop": "in_features"}}, "fuse": "off"},
-        {"preset": "fishman"},
-        {"attention": {"format": "e4m3"}},
-        {"linear": {"outlier_channels": 16}},
-    ],
-    ids=["blocks", "rows", "rotated", "smooth", "attention", "outliers"],
-)
-def test_one_operand_cast_and_the_other_together_are_both(section):
-    """In one linear: casts of the input and of the weight, each decoded, are what FP8Linear multiplies."""
+def test_a_part_is_cast_and_nothing_else_and_the_model_given_back():
+    """Against casts by hand of the operands of the one layer."""
     model = model_in_fp32()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     classes = [type(module) for module in model.modules()]
     plain = model(input_ids=tokens()).logits
-    switch = CastSwitch(model, config(**section))
+    name = "model.layers.1.self_attn.o_proj"
+    switch = CastSwitch(model, config())
     assert torch.equal(model(input_ids=tokens()).logits, plain)  # nothing is cast
-    name = "model.layers.0.mlp.down_proj"
-    layer, x = model.get_submodule(name), torch.randn(32, 384)
-    exact, found = layer(x), {}
-    for operand in ("both", "input", "weight"):
-        with switch.only([name], operand):
-            found[operand] = layer(x) - exact
-    for operand in ("input", "weight"):
-        assert 0.005 < found[operand].norm() / exact.norm() < 0.08
-    # Both errors add up, but for their product.
-    rest = found["both"] - found["input"] - found["weight"]
-    assert rest.norm() < 0.1 * found["both"].norm()
+    with switch.only([name]):
+        found = model(input_ids=tokens()).logits
     switch.close()
     assert [type(module) for module in model.modules()] == classes
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert torch.equal(model(input_ids=tokens()).logits, plain)
-
-
-def test_a_part_is_cast_and_nothing_else():
-    """Against casts by hand of the inputs of the one layer."""
-    model = model_in_fp32()
-    name = "model.layers.1.self_attn.o_proj"
-    switch = CastSwitch(model, config())
-    with switch.only([name], "input"):
-        found = model(input_ids=tokens()).logits
-    switch.close()
     layer = model.get_submodule(name)
+    layer.weight.data = quantize(layer.weight.data, "e4m3", "128x128", "pow2").dequantize(torch.float32)
 
     def by_hand(module, args):
         x = args[0]
         return (quantize(x.flatten(0, -2), "e4m3", "1x128", "pow2").dequantize(torch.float32).view(x.shape),)
 
     layer.register_forward_pre_hook(by_hand)
-    assert torch.allclose(found, model(input_ids=tokens()).logits, atol=1e-6)
+    assert torch.allclose(found, model(input_ids=tokens()).logits, atol=1e-5)
 
 
 def test_all_parts_are_those_of_a_conversion():
@@ -121,14 +92,13 @@ def test_all_parts_are_those_of_a_conversion():
     assert [part.pattern for part in parts.kinds] == [f"*.{kind}" for kind in kinds]
     left = []
     costs = measure(model, switch, judge, parts, left.append)
-    assert len(costs) == len(left) == left[0] == 3 * 7 + 2
+    assert len(costs) == len(left) == left[0] == 7 + 2
     switch.close()
     convert(model, fp8)
     found = judge.measure(model)
     assert found.divergence == pytest.approx(costs[0].divergence, rel=1e-4)
     assert all(cost.divergence > 0 for cost in costs)
-    by_part = {(cost.part.pattern, cost.operand): cost for cost in costs}
-    assert max(by_part, key=lambda key: by_part[key].divergence) == ("*", "both")
+    assert max(costs, key=lambda cost: cost.divergence).part.pattern == "*"
 
 
 def test_shares_are_of_the_flops_of_all_products():
@@ -143,8 +113,8 @@ def test_shares_are_of_the_flops_of_all_products():
     assert parts.layers[0].share == pytest.approx(sum(in_layer.values()) / total)
 
 
-def cost(pattern, linears, share, divergence, operand="both"):
-    return Cost(Part(pattern, tuple(linears), share), operand, 0.0, 0.0, divergence)
+def cost(pattern, linears, share, divergence):
+    return Cost(Part(pattern, tuple(linears), share), 0.0, 0.0, divergence)
 
 
 def test_the_costliest_for_their_flops_are_proposed_within_the_budget():
@@ -153,7 +123,6 @@ def test_the_costliest_for_their_flops_are_proposed_within_the_budget():
         cost("*", shares, 0.06, 9.0),
         cost("*.q", ["a.q", "b.q"], 0.04, 4.0),
         cost("*.k", ["a.k", "b.k"], 0.02, 3.0),
-        cost("*.k", ["a.k", "b.k"], 0.02, 8.0, "input"),
         cost("a", ["a.q", "a.k"], 0.03, 2.5),
         cost("b", ["b.q", "b.k"], 0.03, 0.0),
     ]
@@ -181,7 +150,7 @@ def run(folder, cache_home, monkeypatch, capsys):
 def test_the_command_on_documents(run, folder, tmp_path):
     figures, printed = run(folder / "text.txt", "--budget", "0.2", "--write", tmp_path / "fp8.json")
     found = [entry for entry in figures["costs"] if entry["pattern"] == "*.up_proj"]
-    assert [entry["operand"] for entry in found] == ["both", "input", "weight"]
+    assert len(found) == 1
     assert all(entry["divergence"] > 0 and math.isfinite(entry["loss_standard_error"]) for entry in found)
     proposal = figures["proposal"]
     everything = next(entry for entry in figures["costs"] if entry["pattern"] == "*")

@@ -99,7 +99,7 @@ def test_a_program_that_does_not_catch_a_mistake_ends_with_one_screen(rank, wait
         ),
         (
             "raise PermissionError(13, 'no', 'a')",
-            ["error: Permission denied", "  file:   a", "  remedy: choose another"],
+            ["error: Permission denied", "  file:   a", "  remedy: check the path"],
         ),
     ],
 )

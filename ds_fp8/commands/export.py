@@ -76,17 +76,17 @@ def main() -> int:
 def _find(source: Path, model: str | None) -> tuple[Path, _Model, dict[str, Any] | None]:
     """Return the checkpoint that `source` holds, its model, and the training's configuration where it is known."""
     from ds_fp8.config.files import read_json
-    from ds_fp8.train.checkpoints import folder_of, newest_step
+    from ds_fp8.train.checkpoints import folder_of, steps_in
     from ds_fp8.train.run_folder import CHECKPOINTS, CONFIG
 
     if not source.is_dir():
         raise UserError(f"there is no folder {source}", remedy="give a run_dir or a checkpoint")
     checkpoint = source
     if (source / CHECKPOINTS).is_dir():
-        step = newest_step(source)
-        if step is None:
+        steps = steps_in(source)
+        if not steps:
             raise UserError(f"{source} holds no complete checkpoint", remedy="finish or resume the run first")
-        checkpoint = folder_of(source, step)
+        checkpoint = folder_of(source, steps[-1])
     elif (source / "latest").is_file():
         # A folder of DeepSpeed's: `latest` names the checkpoint that was saved last.
         checkpoint = source / (source / "latest").read_text(encoding="utf-8", errors="replace").strip()

@@ -90,44 +90,24 @@ def refusal_in(file: str | os.PathLike | None) -> Callable[[str, str, str], NoRe
     return refuse
 
 
-_FULL = "make room there, or choose another place"
-_RIGHTS = "choose another place, or change its rights"
-_PATH = "check the path"
-_LINK = "remove the link, which leads to itself"
-_DISK = "check the disk and its file system"
-_REMEDIES = {
-    errno.ENOSPC: _FULL,
-    errno.EDQUOT: _FULL,
-    errno.EROFS: _RIGHTS,
-    errno.EACCES: _RIGHTS,
-    errno.EPERM: _RIGHTS,
-    errno.ENOENT: _PATH,
-    errno.ENOTDIR: _PATH,
-    errno.EISDIR: _PATH,
-    errno.ENAMETOOLONG: _PATH,
-    errno.EEXIST: _PATH,
-    errno.ENOTEMPTY: _PATH,
-    errno.ELOOP: _LINK,
-    errno.EIO: _DISK,
-    errno.ESTALE: _DISK,
-}
-"""Remedies of errors of the file system."""
-_WITHOUT_NAME = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of writing to an open file, which name no path."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_OF_A_PATH = (
+    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
+    *(errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.EIO, errno.ESTALE),
+)
 
 
 def as_user_error(error: Exception) -> UserError | None:
     """Return an error as the user's: a UserError itself, or what the file system refused; None for any other."""
     if isinstance(error, UserError):
         return error
-    if not isinstance(error, OSError) or error.errno not in _REMEDIES:
-        return None
+    full = isinstance(error, OSError) and error.errno in _NO_ROOM
     # Without a name it may be a socket's or a pipe's error, which no change of a path mends.
-    if error.filename is None and error.errno not in _WITHOUT_NAME:
+    if not full and not (isinstance(error, OSError) and error.errno in _OF_A_PATH and error.filename is not None):
         return None
     named = isinstance(error.filename, (str, bytes, os.PathLike))
-    file = os.fsdecode(error.filename) if named else None
-    return UserError(os.strerror(error.errno), file=file, remedy=_REMEDIES[error.errno])
+    remedy = "make room there, or choose another place" if full else "check the path, its rights and its disk"
+    return UserError(os.strerror(error.errno), file=os.fsdecode(error.filename) if named else None, remedy=remedy)
 
 
 def show_without_traceback() -> None:

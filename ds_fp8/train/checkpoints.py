@@ -20,7 +20,6 @@ import torch
 import xxhash
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ds_fp8.config.errors import UserError
 from ds_fp8.train.run_folder import CHECKPOINTS, Invalid, read_object, remove, write_atomically
 from ds_fp8.train.stage import MAX_RANKS, MAX_STEPS
 from ds_fp8.zero.deepspeed.checkpoints import load_tensors
@@ -217,49 +216,26 @@ def save_file(state: Any, file: Path, rank: int) -> SavedFile:
     return SavedFile(stream.bytes, stream.hash.hexdigest(), rank)
 
 
-def survey(run_dir: Path) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]:
-    """Return the checkpoints of a run with a sound manifest, newest first, and by folder what is wrong with others.
-
-    Files other than manifests are not read.
-    """
-    parent, named = run_dir / CHECKPOINTS, []
+def steps_in(run_dir: Path) -> list[int]:
+    """Return the steps that a run has checkpoints of, from the oldest: a folder gets its name once it is whole."""
     try:
-        named = [(_STEP.fullmatch(path.name), path) for path in parent.iterdir()]
+        named = [_STEP.fullmatch(path.name) for path in (run_dir / CHECKPOINTS).iterdir()]
     except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        raise UserError(
-            f"{parent} cannot be read: {error.strerror}", key="train.run_dir", remedy="repair it, or choose another"
-        ) from None
-    whole, damaged = [], {}
-    for _, folder in sorted(((int(match[1]), path) for match, path in named if match), reverse=True):
-        try:
-            whole.append((folder, Manifest.read(folder)))
-        except Damaged as error:
-            damaged[folder] = str(error)
-    return whole, damaged
-
-
-def _complete_steps(run_dir: Path) -> list[int]:
-    return sorted(manifest.step for _, manifest in survey(run_dir)[0])
-
-
-def newest_step(run_dir: Path) -> int | None:
-    """Return the steps done at the newest checkpoint with a sound manifest."""
-    return max(_complete_steps(run_dir), default=None)
+        return []
+    return sorted(int(match[1]) for match in named if match)
 
 
 def best_step(run_dir: Path, losses: Mapping[int, float]) -> int | None:
     """Return the step of the checkpoint with the lowest of the validation losses by step."""
-    known = [step for step in _complete_steps(run_dir) if losses.get(step) is not None]
+    known = [step for step in steps_in(run_dir) if losses.get(step) is not None]
     return min(known, key=lambda step: (losses[step], step), default=None)
 
 
 def prune(run_dir: Path, keep_last: int, keep: Collection[int | None] = ()) -> None:
-    """Delete all checkpoints but the `keep_last` newest ones and those of steps `keep`, and what a kill left behind."""
-    steps = _complete_steps(run_dir)
+    """Delete all checkpoints but the `keep_last` newest and those of steps `keep`, and what a kill left behind."""
+    steps = steps_in(run_dir)
     for step in set(steps) - {*steps[-keep_last:], *keep}:
-        # Renamed first: a checkpoint that is half deleted must not look like a damaged one.
+        # Renamed first: a checkpoint that is half deleted must not count.
         folder = folder_of(run_dir, step)
         folder.rename(folder.with_name(f"{folder.name}.deleted"))
     for leftover in (run_dir / CHECKPOINTS).iterdir():

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from argparse import Namespace
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.engine.sequence_parallel import KEY
 from ds_fp8.export.together import together
 from ds_fp8.optim.from_config import needs_own_optimizer
-from ds_fp8.train.checkpoints import Damaged, Manifest, RunState, problems_of, random_file, survey
+from ds_fp8.train.checkpoints import Damaged, Manifest, RunState, folder_of, problems_of, random_file, steps_in
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.run_folder import (
     BATCH_KEYS,
@@ -31,7 +31,6 @@ from ds_fp8.train.run_folder import (
     RESULT,
     Invalid,
     check_same_run,
-    flush,
     read_object,
     remove,
 )
@@ -40,20 +39,19 @@ from ds_fp8.train.stage import Stage
 from ds_fp8.zero.deepspeed.checkpoints import load_tensors, tensors_only
 
 
-def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
+def inspect_run(stage: Stage) -> RunState:
     """Return the state in the stage's run folder, or the one that `train.resume` names. Writes nothing.
 
     Raises:
-        UserError: the folder belongs to another run, this run cannot go on from it, or all its checkpoints are damaged
-            or `rejected`.
+        UserError: the folder belongs to another run, this run cannot go on from it, or its newest checkpoint is
+            damaged.
     """
     run_dir = stage.run_dir
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"{run_dir} is not a folder", key="train.run_dir", remedy="choose another run_dir")
-    whole, damaged = survey(run_dir)
-    folder, manifest = next(((folder, found) for folder, found in whole if folder not in rejected), (None, None))
+    newest = _newest(run_dir, "train.run_dir")
     # A start that failed before its first checkpoint may have rewritten config.json; the manifest has a checksum.
-    stored = manifest.config if manifest else _object_or_none(run_dir / CONFIG)
+    stored = newest[1].config if newest else _object_or_none(run_dir / CONFIG)
     if stored is None:
         foreign = [name for name in (CONFIG, CHECKPOINTS, METRICS, MODEL, RESULT) if os.path.lexists(run_dir / name)]
         if foreign:
@@ -61,24 +59,16 @@ def inspect_run(stage: Stage, rejected: Container[Path] = ()) -> RunState:
             raise UserError(
                 f"{run_dir} is not the folder of a run: {why}", key="train.run_dir", remedy="choose another run_dir"
             )
-        return _branch(stage, rejected)
+        return _branch(stage)
     # Other ranks need other numbers for the same batch, which is checked as a whole.
-    check_same_run(stage, stored, BATCH_KEYS if manifest and manifest.ranks != stage.world else ())
+    check_same_run(stage, stored, BATCH_KEYS if newest and newest[1].ranks != stage.world else ())
     result = _object_or_none(run_dir / RESULT) or {}
     length = "steps" if stage.train.steps else "epochs"
     if result.get(length) == getattr(stage.train, length) and type(result.get("steps")) is int:
         return RunState(result["steps"], result=result)
-    if manifest is None:
-        lost = [f"{folder.name}: {reason}" for folder, reason in damaged.items()]
-        lost += [path.name for path in (run_dir / CHECKPOINTS).glob("step_*") if path.suffix != ".part"]
-        if lost:
-            raise UserError(
-                f"no checkpoint of the run in {run_dir} is good ({'; '.join(dict.fromkeys(lost))})",
-                key="train.run_dir",
-                remedy=f"restore a checkpoint into {run_dir / CHECKPOINTS}, or start again in another run_dir",
-            )
-        return _branch(stage, rejected)
-    state = _state(folder, manifest, stage, manifest.step)
+    if newest is None:
+        return _branch(stage)
+    state = _state(*newest, stage, newest[1].step)
     check_length(stage, state)
     return state
 
@@ -117,71 +107,56 @@ def check_data(stage: Stage, state: RunState, data: list[dict[str, Any]]) -> Non
 
 
 def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
-    """Return the state of `inspect_run` after checking every file of its checkpoint, each rank a part. Collective.
-
-    A damaged checkpoint of the run is named and renamed to step_N.damaged.
-    """
-    rejected: set[Path] = set()
-
-    def reject_damaged() -> None:
-        for folder, reason in survey(stage.run_dir)[1].items():
-            _reject(folder, reason, stage, say)
-
-    on_first_rank(reject_damaged)
-    # Each turn rejects one checkpoint more, and ends at the first that is whole or where none is left.
-    while True:
-        # One rank looks and all get its answer: with a shared folder two hosts may see different states of it.
-        state = on_first_rank(lambda: inspect_run(stage, rejected))
-        if state.checkpoint is None:
-            return state
-        started, rank, world = time.monotonic(), dist.get_rank(), dist.get_world_size()
-        found = together(partial(problems_of, state.checkpoint, rank, world))
-        problems = [problem for part in found for problem in part]
-        if not problems:
-            say(f"checkpoint {state.checkpoint.name}: all as it was saved ({time.monotonic() - started:.1f} s)")
-            return state
-        if rank == 0:
+    """Return the state of `inspect_run` after checking every file of its checkpoint, each rank a part. Collective."""
+    # One rank looks and all get its answer: with a shared folder two hosts may see different states of it.
+    state = on_first_rank(lambda: inspect_run(stage))
+    if state.checkpoint is not None:
+        started = time.monotonic()
+        found = together(partial(problems_of, state.checkpoint, dist.get_rank(), dist.get_world_size()))
+        if problems := [problem for part in found for problem in part]:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-            _reject(state.checkpoint, problems[0] + more, stage, say)
-        rejected.add(state.checkpoint)
+            raise _damaged(state.checkpoint, problems[0] + more, "train.run_dir" if state.step else "train.resume")
+        say(f"checkpoint {state.checkpoint.name}: all as it was saved ({time.monotonic() - started:.1f} s)")
+    return state
 
 
-def _reject(folder: Path, reason: str, stage: Stage, say: Callable[[str], None]) -> None:
-    done = "passed over"
-    if folder.parent.parent == stage.run_dir:
-        aside = folder.with_name(f"{folder.name}.damaged")
-        try:
-            remove(aside)
-            folder.rename(aside)
-            flush(folder.parent)
-            done = f"renamed to {aside.name}"
-        except OSError as error:
-            done = f"it cannot be renamed ({error.strerror})"
-    say(f"WARNING: checkpoint {folder} is damaged: {reason}; {done}")
+def _newest(run_dir: Path, key: str) -> tuple[Path, Manifest] | None:
+    """Return the newest checkpoint of a run, None where there is none."""
+    steps = steps_in(run_dir)
+    return _sound(folder_of(run_dir, steps[-1]), key) if steps else None
 
 
-def _branch(stage: Stage, rejected: Container[Path]) -> RunState:
+def _sound(folder: Path, key: str) -> tuple[Path, Manifest]:
+    try:
+        return folder, Manifest.read(folder)
+    except Damaged as error:
+        raise _damaged(folder, str(error), key) from None
+
+
+def _damaged(folder: Path, reason: str, key: str) -> UserError:
+    return UserError(
+        f"the checkpoint {folder} is damaged: {reason}",
+        key=key,
+        remedy="restore it, or remove it: the run then goes on from the checkpoint before",
+    )
+
+
+def _branch(stage: Stage) -> RunState:
     """Return the state to begin with: nothing, or the checkpoint that `train.resume` names."""
     if stage.train.resume is None:
         return RunState()
-    named = Path(stage.train.resume).expanduser()
-    found, damaged = [], {}
+    named, found = Path(stage.train.resume).expanduser(), None
     if os.path.isdir(named / CHECKPOINTS):  # False for a name that no folder can have
-        found, damaged = survey(named)
+        found = _newest(named, "train.resume")
     elif os.path.isdir(named):
-        try:
-            found = [(named, Manifest.read(named))]
-        except Damaged as error:
-            damaged[named] = str(error)
-    found = [(folder, manifest) for folder, manifest in found if folder not in rejected]
-    if not found:
-        reasons = "".join(f"; {folder.name}: {reason}" for folder, reason in damaged.items())
+        found = _sound(named, "train.resume")
+    if found is None:
         raise UserError(
-            f"{clipped(str(named))} holds no complete checkpoint{reasons}",
+            f"{clipped(str(named))} holds no checkpoint",
             key="train.resume",
             remedy=f"give a run_dir with checkpoints, or one of them: run_dir/{CHECKPOINTS}/step_N",
         )
-    return _state(*found[0], stage, 0)
+    return _state(*found, stage, 0)
 
 
 def _state(folder: Path, manifest: Manifest, stage: Stage, step: int) -> RunState:

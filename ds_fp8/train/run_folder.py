@@ -3,7 +3,6 @@
 run_dir/config.json                      the stage as it was started
 run_dir/checkpoints/step_N/              DeepSpeed's checkpoint after N steps, with its manifest (checkpoints.py)
 run_dir/checkpoints/step_N.part/         one that is being written (saving.py)
-run_dir/checkpoints/step_N.damaged/      one that was found damaged (resume.py)
 run_dir/metrics.jsonl, result.json, model/
 run_dir/run.lock                         locked by the run in the folder
 """

@@ -231,7 +231,6 @@ class CheckpointWriter:
     def _commit(self, part: Path, folder: Path, step: int, losses: Mapping[int, float]) -> None:
         if self._rank:
             return
-        remove(folder)  # what a resume found damaged and could not rename
         # Atomic: a reader sees no checkpoint of this step or a whole one.
         part.rename(folder)
         flush(folder.parent)
@@ -250,8 +249,7 @@ class CheckpointWriter:
         # For DeepSpeed's tools; before anything older is deleted: at no moment does it name a folder that is gone.
         write_atomically(self._stage.run_dir / CHECKPOINTS / "latest", f"step_{step}")
         best = checkpoints.best_step(self._stage.run_dir, losses) if train.keep_best else None
-        # A newer one may lie there that is damaged and could not be set aside: `step` is kept in any case.
-        checkpoints.prune(self._stage.run_dir, train.keep_last, (step, best))
+        checkpoints.prune(self._stage.run_dir, train.keep_last, (best,))
 
 
 def _tensor_bytes(state: Any) -> int:

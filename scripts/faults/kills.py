@@ -68,9 +68,9 @@ class Victim:
         self.losses.update(logged(self.run_dir))
 
     def _look_back(self) -> None:
-        from ds_fp8.train.checkpoints import newest_step
+        from ds_fp8.train.checkpoints import steps_in
 
-        step = newest_step(self.run_dir)
+        step = (steps_in(self.run_dir) or [None])[-1]
         self.resumed_from += [step] if step else []
 
     def _command(self) -> subprocess.Popen:

@@ -1,9 +1,6 @@
 """Ways to damage a run folder with checkpoints of steps 4 and 6, and what a resume must make of each.
 
-DAMAGES[name] = (outcome, change), where `change(run_dir)` does the damage and the outcome is
-back       step 6 is named and renamed, and the run goes on from step 4
-refused    there is nothing good left, and an error says so
-unharmed   the run goes on from step 6: nothing that counts was damaged
+DAMAGES[name](run_dir) does the damage, which an error names, but where the run goes on FROM a step.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from ds_fp8.train.saving import random_states
 from ds_fp8.train.stage import Stage
 
 Change = Callable[[Path], None]
-BACK, REFUSED, UNHARMED = "back", "refused", "unharmed"
 
 FILES = {
     "model": "zero_pp_rank_0_mp_rank_00_model_states.pt",
@@ -207,36 +203,39 @@ _WRONG_VALUES = {
     "files_bytes": (None, "x", -1),
     "files_hash": (None, "x"),
 }
-DAMAGES: dict[str, tuple[str, Change]] = {
+DAMAGES: dict[str, Change] = {
+    **{f"{file}: {how}": _of_step_6(FILES[file], change) for file in FILES for how, change in OF_A_FILE.items()},
     **{
-        f"{file}: {how}": (BACK, _of_step_6(FILES[file], change)) for file in FILES for how, change in OF_A_FILE.items()
-    },
-    **{
-        f"manifest, signed: {key} = {str(value)[:20]}": (BACK, _manifest(True, **{key: value}))
+        f"manifest, signed: {key} = {str(value)[:20]}": _manifest(True, **{key: value})
         for key, values in _WRONG_VALUES.items()
         for value in values
     },
-    "optimizer shards of two ranks swapped": (BACK, _swapped("*optim_states.pt")),
-    "model shards of two ranks swapped": (BACK, _swapped("*model_states.pt")),
-    "optimizer shards of an older step": (BACK, _of_step_4("*optim_states.pt")),
-    "all shards of an older step": (BACK, _of_step_4("*.pt")),
-    "manifest: of an older step": (BACK, _of_step_4("manifest.json")),
-    "a shard of a rank that does not exist": (BACK, _of_a_rank_more),
-    "checkpoint: an older one under its name": (BACK, _older_under_its_name),
-    "checkpoint: an empty folder": (BACK, _emptied),
-    "checkpoint: deleted": (BACK, lambda run_dir: shutil.rmtree(step(run_dir, 6))),
-    "checkpoint: named as a later step": (BACK, _renamed("step_8")),
-    "checkpoint: half written": (BACK, _renamed("step_6.part")),
-    "checkpoint: half deleted": (BACK, _renamed("step_6.deleted")),
-    "manifest: another place in the data": (BACK, _manifest(False, data_step=5)),
-    "manifest: no files": (BACK, _manifest(False, files={})),
-    "manifest: of another format": (BACK, _manifest(True, format=1)),
-    "manifest: nested without end": (BACK, _written("checkpoints/step_6/manifest.json", b"[" * 100_000)),
-    "latest: garbage": (UNHARMED, _written("checkpoints/latest", b"\xff\xfe\x00")),
-    "config: garbage": (UNHARMED, _written("config.json", b"{")),
-    "metrics: garbage": (UNHARMED, _written("metrics.jsonl", b"\xff[{\n")),
-    "both checkpoints": (REFUSED, _in_both(FILES["model"], Path.unlink)),
-    "both manifests": (REFUSED, _in_both(FILES["manifest"], lambda file: file.write_text("{}") and None)),
-    "checkpoints: a link to itself": (REFUSED, _link_to_itself),
-    "config: garbage, and no checkpoint": (REFUSED, _garbage_alone),
+    "optimizer shards of two ranks swapped": _swapped("*optim_states.pt"),
+    "model shards of two ranks swapped": _swapped("*model_states.pt"),
+    "optimizer shards of an older step": _of_step_4("*optim_states.pt"),
+    "all shards of an older step": _of_step_4("*.pt"),
+    "manifest: of an older step": _of_step_4("manifest.json"),
+    "a shard of a rank that does not exist": _of_a_rank_more,
+    "checkpoint: an older one under its name": _older_under_its_name,
+    "checkpoint: an empty folder": _emptied,
+    "checkpoint: deleted": lambda run_dir: shutil.rmtree(step(run_dir, 6)),
+    "checkpoint: named as a later step": _renamed("step_8"),
+    "checkpoint: half written": _renamed("step_6.part"),
+    "checkpoint: half deleted": _renamed("step_6.deleted"),
+    "manifest: another place in the data": _manifest(False, data_step=5),
+    "manifest: no files": _manifest(False, files={}),
+    "manifest: of another format": _manifest(True, format=1),
+    "manifest: nested without end": _written("checkpoints/step_6/manifest.json", b"[" * 100_000),
+    "latest: garbage": _written("checkpoints/latest", b"\xff\xfe\x00"),
+    "config: garbage": _written("config.json", b"{"),
+    "metrics: garbage": _written("metrics.jsonl", b"\xff[{\n"),
+    "both checkpoints": _in_both(FILES["model"], Path.unlink),
+    "both manifests": _in_both(FILES["manifest"], lambda file: file.write_text("{}") and None),
+    "checkpoints: a link to itself": _link_to_itself,
+    "config: garbage, and no checkpoint": _garbage_alone,
 }
+FROM = {
+    **dict.fromkeys(("checkpoint: deleted", "checkpoint: half written", "checkpoint: half deleted"), 4),
+    **dict.fromkeys(("latest: garbage", "config: garbage", "metrics: garbage"), 6),
+}
+"""Damages that leave a whole checkpoint of this step as the newest."""

@@ -103,10 +103,13 @@ REFUSED = {  # what is wrong: how it came there, overrides, words, key
         f"nothing to resume: {name[:30]}": (
             lambda stage, run_dir: (run_dir.parent / "parent" / "checkpoints" / "step_5").mkdir(parents=True),
             [f"train.resume={name}"],
-            "no complete checkpoint",
+            words,
             "train.resume",
         )
-        for name in ("nowhere", "parent", "parent/checkpoints/step_5", LONG, DEEP, "loop")
+        for name, words in {
+            **dict.fromkeys(("nowhere", LONG, DEEP, "loop"), "holds no checkpoint"),
+            **dict.fromkeys(("parent", "parent/checkpoints/step_5"), "manifest.json is missing"),
+        }.items()
     },
     **{
         f"run_dir {name[:30]}": (lambda stage, run_dir: None, [f"train.run_dir={name}"], words, "train.run_dir")
@@ -128,16 +131,6 @@ def test_what_cannot_go_on_is_refused_with_key_and_remedy(case, stage, run_dir, 
         inspect_run(stage(*overrides))
     assert caught.value.key == key
     assert caught.value.remedy
-
-
-def test_the_newest_complete_checkpoint_counts_and_a_half_written_one_does_not(stage, run_dir):
-    store(stage(), [2, 10, 9])
-    half = run_dir / "checkpoints" / "step_11"
-    half.mkdir()
-    (half / "zero_pp_rank_0_mp_rank_00_model_states.pt").write_bytes(b"cut off")
-    # DeepSpeed writes this name while other ranks may still be writing.
-    (run_dir / "checkpoints" / "latest").write_text("step_11")
-    assert inspect_run(stage()).step == 10
 
 
 @pytest.mark.parametrize("keep", [1, 2, 9])

@@ -54,7 +54,7 @@ def test_the_crafted_file_would_run_code(tmp_path):
 
 @pytest.mark.parametrize("kind", ["*rank_1*model_states.pt", "*rank_0*optim_states.pt", "random_rank_00001.pt"])
 @pytest.mark.parametrize("own", [True, False])
-def test_a_checkpoint_with_code_is_passed_over(kind, own, tiny, write, ranks, tmp_path, monkeypatch):
+def test_a_checkpoint_with_code_is_refused(kind, own, tiny, write, ranks, tmp_path, monkeypatch):
     """In the run's own folder, and in that of another run which `train.resume` names."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     tiny["train"]["run_dir"] = str(tmp_path / "run")
@@ -63,7 +63,7 @@ def test_a_checkpoint_with_code_is_passed_over(kind, own, tiny, write, ranks, tm
     craft(next(step(run_dir, 6).glob(kind)), tmp_path / "trace")
     overrides = [] if own else [f"train.run_dir={tmp_path}/branch", f"train.resume={run_dir}"]
     went_on_from, lines = ranks(2, settle, str(file), overrides)[0]
-    assert went_on_from == (4 if own else 0)
+    assert went_on_from is None
     assert "more than tensors and plain values: it names posix.mkdir" in lines[0]
     assert not (tmp_path / "trace").exists()
 

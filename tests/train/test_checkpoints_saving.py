@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.train import load_stage, train
-from ds_fp8.train.checkpoints import newest_step, survey
+from ds_fp8.train.checkpoints import steps_in
 from ds_fp8.train.run_folder import lock
 from ds_fp8.train.saving import HostCopies
 from tests.train.conftest import ROOT
@@ -91,7 +91,7 @@ def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write
     errors, said = go("cut", failing=True)
     assert all("2 checkpoints in a row could not be saved" in error for error in errors), errors
     assert all("train.max_failed_saves" in error for error in errors)
-    assert [step.name for step, _ in survey(folder)[0]] == ["step_1"]
+    assert steps_in(folder) == [1]
     assert not list((folder / "checkpoints").glob("*.part"))
     assert "step 2 was not saved: rank 0" in said
     assert "GiB are needed, and 0.00 GiB are free" in said
@@ -110,7 +110,7 @@ def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write
     (folder / "checkpoints" / "step_3.part").write_text("")
     (folder / "checkpoints" / "step_4.part").symlink_to(tmp_path / "elsewhere")
     assert go("cut", "train.async_save=true")[0] == ["", ""]
-    assert newest_step(folder) == 4
+    assert steps_in(folder)[-1] == 4
     assert [file.name for file in (tmp_path / "elsewhere").iterdir()] == ["mine"]
     weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

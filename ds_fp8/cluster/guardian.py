@@ -327,7 +327,6 @@ class Guardian:
         return time.monotonic() - self._ended > FAREWELL and not self._judge.present
 
     def _obey(self) -> None:
-        """Follow what the rank writes."""
         for message in self._rank.received():
             self._moved = time.monotonic()
             if "doing" in message:
@@ -437,7 +436,6 @@ class Guardian:
         self._over = self._judge is not None or now - self._ended > TICK
 
     def _give_up(self, why: str) -> None:
-        """End the rank without the judge."""
         if self._told is None and self._ended is None:
             self._tell(CODES[LOST])
             with suppress(OSError):
@@ -458,7 +456,6 @@ class Guardian:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return what /proc says of a process, from its state (the third field) on; nothing where it does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
@@ -471,13 +468,11 @@ def _state(pid: int) -> str:
 
 
 def _zombie(pid: int) -> int | None:
-    """Return the wait status of a process that has ended and that its parent has yet to ask for, else None."""
     fields = _stat(pid)
     return int(fields[49]) if fields[:1] == ["Z"] else None
 
 
 def _hung_up(descriptor: int) -> bool:
-    """Return whether the reader of a pipe, or the other end of a socket, is gone."""
     mode = os.fstat(descriptor).st_mode
     if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
         return False

@@ -158,7 +158,6 @@ def launch(
 
 
 def _unreachable(hosts: Sequence[Host]) -> dict[str, str]:
-    """Return the reason, in ssh's words, for every host on which ssh cannot run a command."""
 
     def ask(host: Host) -> str | None:
         # BatchMode: a host that asks for a password counts as silent, and does not wait for a terminal.

@@ -61,9 +61,6 @@ def check_ranks(store: Store, job: Job | None = None) -> str:
     """Compare versions, configuration, files, free memory and clocks of all ranks. Collective.
 
     Without a job versions and machines alone. Returns one line, or several with warnings, that says what was compared.
-
-    Raises:
-        UserError: on all ranks alike, with the hosts that differ from rank 0's and what they have otherwise.
     """
     started = time.monotonic()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -207,7 +207,6 @@ class _Watchdog:
         threading.Thread(target=self._obey, name="guardian", daemon=True).start()
 
     def meet_all(self, store: torch.distributed.Store) -> None:
-        """Meet the guardian of rank 0, and wait until those of all ranks have."""
         with suppress(RuntimeError):  # rank 0, which serves the store, is gone
             self.meet(store)
             if store.add("ds_fp8/met", 1) == self._world:
@@ -220,7 +219,6 @@ class _Watchdog:
             os.write(self._guardian.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
     def failed(self, error: BaseException) -> None:
-        """Report an exception that ends this process."""
         if not isinstance(error, (SystemExit, KeyboardInterrupt)):
             told = error.problem if isinstance(error, UserError) else str(error)
             text = told.strip().splitlines() or [""]

@@ -103,7 +103,6 @@ def main() -> int:
 
 
 def _check(arguments: argparse.Namespace, has_stage: bool) -> None:
-    """Raise UserError for what is wrong before anything is loaded."""
     folder, out = arguments.folder, arguments.out
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is not a Hugging Face folder", remedy="give a folder with a config.json")
@@ -125,7 +124,6 @@ def _check(arguments: argparse.Namespace, has_stage: bool) -> None:
 
 
 def _stage(arguments: argparse.Namespace) -> Stage:
-    """Return the stage with the folder's tokenizer, and with the batch of the run that had so many ranks."""
     from ds_fp8.engine.sequence_parallel import sequence_parallel_size
     from ds_fp8.train import load_stage
     from ds_fp8.train.stage import ranks_of_batch
@@ -177,7 +175,6 @@ def _answers(
 
 
 def _convert(model: PreTrainedModel, stage: Stage) -> None:
-    """Give the model the casts of the stage's "fp8" section."""
     from ds_fp8 import convert
     from ds_fp8.layers.head.loss import fuse_loss
     from ds_fp8.layers.linear.recipe import recipe_from_config

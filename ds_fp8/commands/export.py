@@ -74,7 +74,6 @@ def main() -> int:
 
 
 def _find(source: Path, model: str | None) -> tuple[Path, _Model, dict[str, Any] | None]:
-    """Return the checkpoint that `source` holds, its model, and the training's configuration where it is known."""
     from ds_fp8.config.files import read_json
     from ds_fp8.train.checkpoints import folder_of, steps_in
     from ds_fp8.train.run_folder import CHECKPOINTS, CONFIG
@@ -129,7 +128,6 @@ def _read_model(folder: Path) -> _Model:
 
 
 def _model_of_stage(stage_file: Path, checkpoint: Path) -> _Model:
-    """Return the model of a run that has not finished."""
     from transformers import GenerationConfig
 
     from ds_fp8.data import build_tokenizer, save_tokenizer, stop_tokens

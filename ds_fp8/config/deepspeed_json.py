@@ -60,9 +60,6 @@ class Configuration:
         """Return DeepSpeed's own parse of everything but the batch sizes, all of which are 1 in it.
 
         Those must fit the number of ranks, which is not known before a process group exists.
-
-        Raises:
-            UserError: DeepSpeed refuses values, or would fail at them later. It names file, keys and remedies.
         """
         # Copied: DeepSpeed changes the dictionary that it is given.
         judged = copy.deepcopy(dict(self.values)) | {MICRO_BATCH: 1, ACCUMULATION: 1}
@@ -290,7 +287,6 @@ def known_keys() -> frozenset[str]:
 
 
 def _explain(error: ValidationError, mistake: Any, section: str) -> UserError:
-    """Return one mistake of a validation by one of DeepSpeed's models, with its full dotted key."""
     path = [str(part) for part in mistake["loc"]]
     dotted = ".".join(path if path[:1] == [section] else [section, *path]).strip(".")
     got = "" if mistake["type"] == "missing" else f" (got {shown(mistake.get('input'))})"

@@ -28,11 +28,7 @@ class _NotJson(ValueError):
 
 
 def read_config(config: str | os.PathLike | Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """Return a private copy of a DeepSpeed configuration, and the name of its file.
-
-    Raises:
-        UserError: the file is missing or holds no JSON object.
-    """
+    """Return a private copy of a DeepSpeed configuration, and the name of its file."""
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config)), None
     if isinstance(config, str) and not os.path.exists(config):
@@ -45,11 +41,7 @@ def read_config(config: str | os.PathLike | Mapping[str, Any]) -> tuple[dict[str
 
 
 def read_json(file: str | os.PathLike) -> dict[str, Any]:
-    """Return the object in a JSON file; comments and trailing commas are read as DeepSpeed reads them.
-
-    Raises:
-        UserError: the file is missing, no JSON object (with line and column), or has a key twice in one object.
-    """
+    """Return the object in a JSON file; comments and trailing commas are read as DeepSpeed reads them."""
     try:
         path = Path(file)
         if path.exists() and not path.is_file():
@@ -92,11 +84,7 @@ def parse_json(text: str, file: str | os.PathLike | None = None) -> dict[str, An
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Set `a.b.c=value` in `raw`; the value is JSON where it parses as JSON, otherwise a string.
-
-    Raises:
-        UserError: no key, a key inside a value that is not an object, or a value that no configuration can have.
-    """
+    """Set `a.b.c=value` in `raw`; the value is JSON where it parses as JSON, otherwise a string."""
     dotted, equals, text = override.partition("=")
     path = dotted.strip().split(".")
     if not equals or not all(path) or len(path) > MAX_DEPTH:
@@ -129,7 +117,6 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _opened(section: Any, path: list[str]) -> Any:
-    """Return the "fp8" section with objects in the place of the words that `path` leads into."""
     section = as_section(section)
     if path[0] == "preset" and len(path) == 2 and isinstance(section, dict) and isinstance(section.get("preset"), str):
         return {**section, "preset": dict.fromkeys(AXES, section["preset"])}
@@ -175,11 +162,7 @@ def _parse(text: str) -> Any:
 
 
 def _parse_hjson(text: str, json_error: Exception, file: str | os.PathLike | None) -> dict[str, Any]:
-    """Return the object that DeepSpeed's parser finds in text that is not strict JSON.
-
-    Raises:
-        UserError: it finds none. The error gives the position where JSON ends, or Hjson if that is as far as JSON goes.
-    """
+    """Return the object that DeepSpeed's parser finds in text that is not strict JSON."""
     try:
         raw = hjson.loads(text, object_pairs_hook=_without_duplicates)
         if isinstance(raw, dict) and raw:
@@ -231,11 +214,7 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def check_writable(folder: Path, key: str = "") -> None:
-    """Check that `folder` is there or can be made, and can be written to, without making it.
-
-    Raises:
-        UserError: it is not a folder, its parent cannot be written to, or no folder can have its name.
-    """
+    """Check that `folder` is there or can be made, and can be written to, without making it."""
     try:
         there = folder
         # The folder itself need not exist yet: its nearest existing parent decides.

@@ -110,11 +110,7 @@ _GROUP = re.compile("([1-9][0-9]*)x([1-9][0-9]*)")
 
 
 def group_shape(granularity: str) -> tuple[int, int]:
-    """Return (rows, columns) of a group or block of a granularity such as "1x128".
-
-    Raises:
-        ValueError: For anything else, such as "tensor".
-    """
+    """Return (rows, columns) of a group or block of a granularity such as "1x128"."""
     found = _GROUP.fullmatch(granularity)
     if found is None:
         raise ValueError(f"granularity {granularity!r} is not one of {', '.join(NATIVE_GRANULARITIES)}")
@@ -179,11 +175,7 @@ class CastSpec:
 
 
 def format_of(dtype: torch.dtype) -> Format:
-    """Return the format stored as `dtype`.
-
-    Raises:
-        ValueError: For a dtype that is not an FP8 one.
-    """
+    """Return the format stored as `dtype`."""
     native = [FORMATS[name] for name in NATIVE_FORMATS]
     for candidate in native:
         if candidate.dtype is dtype:
@@ -200,9 +192,6 @@ def scale_shape(shape: tuple[int, ...] | torch.Size, granularity: str) -> tuple[
     Args:
         shape: Shape of the tensor that is cast.
         granularity: Elements that share a scale.
-
-    Raises:
-        ValueError: If the granularity is unknown or does not fit the number of dimensions.
     """
     shape = tuple(shape)
     if granularity == "tensor":

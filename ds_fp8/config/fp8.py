@@ -239,9 +239,6 @@ class FP8Config(Section):
             preset: its name, or a mapping from sections to names.
             changes: by key of the "fp8" section. A mapping changes some keys of a section; a section object replaces
                 it; the name of another preset (for linear, param_gather, grad_reduce, optimizer) takes it from there.
-
-        Raises:
-            UserError: for an unknown preset, key or value.
         """
         return parse_section(cls, {**changes, "preset": preset}, key="fp8")
 
@@ -330,9 +327,6 @@ def parse_fp8(raw: Mapping[str, Any], file: str | os.PathLike | None = None) -> 
 
     Returns:
         The parsed "fp8" section; without one, a configuration with `enabled` false.
-
-    Raises:
-        UserError: For anything the section may not contain, with file, key and remedy.
     """
     if "fp8" not in raw:
         for key in raw:

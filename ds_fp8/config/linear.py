@@ -153,5 +153,4 @@ class LinearConfig(LinearCasts):
 
 
 def _as_mapping(value: Any) -> Any:
-    """Return a section as the mapping it was made of, anything else as it is."""
     return value.model_dump() if isinstance(value, Section) else value

@@ -97,7 +97,6 @@ def digest(path: str) -> str | None:
 
 
 def _definitions(parent: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Yield the functions and classes of a module, class or function, not those inside them."""
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, _DEFINITIONS):
             yield node
@@ -107,7 +106,6 @@ def _definitions(parent: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctio
 
 @functools.lru_cache(maxsize=1)  # functions of one module are asked for one after the other
 def _parsed(module: str) -> tuple[str, ast.AST]:
-    """Return the source of a module and its tree; empty where there is none."""
     try:
         spec = importlib.util.find_spec(module)
         with tokenize.open(spec.origin) as file:
@@ -148,7 +146,6 @@ def _tokens(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _between(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
-    """Return the text from (line, column) to (line, column), lines counted from 1."""
     (first, begin), (last, stop) = start, end
     if first == last:
         return lines[first - 1][begin:stop]

@@ -71,11 +71,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset_values(preset: Any) -> dict[str, Any]:
-    """Return the partial section that `preset` stands for.
-
-    Raises:
-        UserError: for anything else, naming the nearest preset or axis.
-    """
+    """Return the partial section that `preset` stands for."""
     if isinstance(preset, str):
         return _named(preset, "fp8.preset")
     if isinstance(preset, Mapping):
@@ -121,7 +117,6 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(name: Any, key: str) -> dict[str, Any]:
-    """Return the preset of a name, one of core's or of those that are registered (registry.py)."""
     if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
     registry.load()

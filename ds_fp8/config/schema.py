@@ -100,7 +100,6 @@ def parse_section(
 
 
 def _explained(section: type[BaseModel], mistake: Any, key: str, file: str | os.PathLike | None) -> UserError:
-    """Return one of pydantic's errors, with its dotted key and what would be right."""
     path = [clipped(part) if isinstance(part, str) else part for part in mistake["loc"]]
     dotted = ".".join(filter(None, [key, *map(str, path)]))
     if mistake["type"] == "extra_forbidden":

@@ -61,12 +61,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
 
 
 def tokenize_chats(tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message]]) -> list[Tokenized]:
-    """Tokenize conversations at once, which is several times faster than one by one.
-
-    Raises:
-        UserError: The tokenizer cannot tell where in the text its tokens are; its template fails, does not end, leaves
-            out calls of tools, or has no {% generation %} mark and renders a turn differently once another follows it.
-    """
+    """Tokenize conversations at once, which is several times faster than one by one."""
     if not tokenizer.is_fast:
         raise UserError(
             "the loss on assistant turns needs the offsets of tokens, which this tokenizer does not return",

@@ -31,9 +31,6 @@ class ExampleStream:
 
     Iterating leaves out empty texts. `state()` says how far it has come, in a form that JSON can hold, and a stream
     made with that state goes on right there.
-
-    Raises:
-        UserError: The source cannot be read, the column is missing or a conversation is malformed.
     """
 
     def __init__(self, config: DataConfig, state: dict[str, Any] | None = None):

@@ -149,7 +149,6 @@ def _split(source: DataConfig, examples: int) -> dict[str, np.ndarray]:
 
 
 def _plans(folder: Path, source: DataConfig, store: TokenStore, chosen: dict[str, np.ndarray]) -> dict[str, Plan]:
-    """Return the plan of each split, memory-mapped; made and kept beside the tokens the first time it is asked for."""
     together = source.tokens_per_gpu is None
     # Everything that a plan depends on beside the tokens, which the parent folder is named after: a change makes
     # another plan beside the old one.

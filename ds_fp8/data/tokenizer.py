@@ -28,9 +28,6 @@ def build_tokenizer(config: DataConfig) -> PreTrainedTokenizerBase:
     A tokenizer without a chat template gets ChatML for format "chat", as does any with `data.chat_template` "chatml".
     Its two markers become special tokens where they are none yet: the tokenizer may then be larger than the model's
     vocabulary (compare `embeddings_needed`).
-
-    Raises:
-        UserError: With the key data.tokenizer: there is no such tokenizer or it has no end-of-text token.
     """
     config.check_named()
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)

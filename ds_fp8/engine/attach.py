@@ -24,11 +24,7 @@ from ds_fp8.zero.weights import ShardedWeights
 
 
 def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -> None:
-    """Replace collectives and step of an engine as its configuration asks, until engine.destroy(). Collective.
-
-    Raises:
-        UserError: The configuration asks for what these ranks cannot do.
-    """
+    """Replace collectives and step of an engine as its configuration asks, until engine.destroy(). Collective."""
     sharded = engine.zero_optimization_partition_weights()
     if sharded and measured:
         state.wire = WireMeter()
@@ -61,7 +57,6 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
 
 
 def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lifecycle) -> None:
-    """Gather the weights in FP8 that can be."""
     if state.config.param_gather.format == "bf16":
         return
     read = {id(weight) for weight in weights_read_in_leaf_modules(engine.module)}
@@ -91,7 +86,6 @@ def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lif
 
 
 def _reduction(state: FP8State) -> Reduction:
-    """Return what reduces gradients, in FP8 where the configuration says so."""
     shards, config = state.step.gradients if state.step is not None else None, state.config.grad_reduce
     if state.conversion is None or config.format == "bf16":
         return Reduction(state.wire, shards)
@@ -102,7 +96,6 @@ def _reduction(state: FP8State) -> Reduction:
 
 
 def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lifecycle) -> None:
-    """Give AdamW, if it is the optimizer, the tensor boundaries of ZeRO's flat shards."""
     optimizer = getattr(engine, "basic_optimizer", None)
     if not isinstance(optimizer, AdamW):
         return
@@ -114,7 +107,6 @@ def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State, life:
 
 
 def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
-    """Let micro-steps run as CUDA graphs, where all ranks can capture them."""
     why = why_no_graphs(engine, state.config, state.why_no_step)
     if state.step is not None and untrained_parameters(engine):
         why = why or "some parameters have gradients but are not in the optimizer"

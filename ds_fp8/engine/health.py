@@ -206,7 +206,6 @@ def _watch_routing(
 
 
 def _add_over_ranks(group: object, sums: torch.Tensor) -> None:
-    """Add up over all ranks, in place."""
     dist.all_reduce(sums, group=group)
     # What follows is decided by every rank for itself: not one bit may differ.
     dist.broadcast(sums, dist.get_global_rank(group, 0), group=group)

@@ -221,7 +221,6 @@ def _end_gloo() -> None:
 
 
 def _is_compiled(configuration: Configuration) -> bool:
-    """Return whether DeepSpeed makes a kernel for the optimizer of a configuration at its first use."""
     kind, params = configuration.optimizer_type, configuration.optimizer_params
     return kind in ("adam", "adamw", "lion", "adagrad") and not params.get("torch_adam")
 
@@ -245,7 +244,6 @@ def _of_one_rank(record: logging.LogRecord) -> bool:
 def _choose_preset(
     configuration: Configuration, model: torch.nn.Module, port: int, init_required: bool | None
 ) -> tuple[Configuration, str]:
-    """Return the configuration with the preset that fits the weights of a model, and why. Collective."""
     if not dist.is_initialized():
         backend = get_accelerator().communication_backend_name()
         deepspeed.init_distributed(dist_backend=backend, distributed_port=port, dist_init_required=init_required)
@@ -287,7 +285,6 @@ def _for_deepspeed(configuration: Configuration, own_optimizer: bool, prefetch: 
 
 
 def _micro_batch_tokens(configuration: Configuration, engine: deepspeed.DeepSpeedEngine) -> int | None:
-    """Return the tokens of one micro-batch on one GPU, where the configuration has a "data" section that says so."""
     length = configuration.given("data", "sequence_length")
     shared_by = sequence_parallel_size(configuration.values)
     return configuration.given("data", "tokens_per_gpu") or (
@@ -296,7 +293,6 @@ def _micro_batch_tokens(configuration: Configuration, engine: deepspeed.DeepSpee
 
 
 def _fuse_loss(model: torch.nn.Module, fp8: FP8Config) -> LossFusion:
-    """Fuse the loss of `model` as `fp8` says. Raises UserError for a head in FP8 whose loss cannot be fused."""
     if not fp8.multiplies_head_in_fp8:
         return fuse_loss(model)
     # The head is no site of the monitor: what degrades there has no layer to fall back.
@@ -318,5 +314,4 @@ def _located(file: str | None, function: Any, *args: Any) -> Any:
 
 
 def _rank() -> int:
-    """Return this process's rank, before torch.distributed is initialised too."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))

@@ -54,9 +54,6 @@ def check(configuration: Configuration, *, optimizer_given: bool = False, schedu
 
     "auto" is accepted: the programs that fill it in come before DeepSpeed. Sections in whose place the caller passes an
     optimizer or scheduler are not judged.
-
-    Raises:
-        UserError: For the first mistake; it lists all others too.
     """
     mistakes: list[UserError] = []
 
@@ -196,7 +193,6 @@ def _check_other_stages(configuration: Configuration, parsed: Any, refuse: Refus
 
 
 def _check_stage_3(configuration: Configuration, parsed: Any, refuse: Refuse) -> None:
-    """Refuse what of ZeRO-3 replaces or bypasses the FP8 all-gather, reduction and step."""
     zero, fp8 = configuration.zero, configuration.fp8
     gathers, reduces = fp8.param_gather.format != "bf16", fp8.grad_reduce.format != "bf16"
     if zero.zero_hpz_partition_size != 1:
@@ -240,7 +236,6 @@ def _check_stage_3(configuration: Configuration, parsed: Any, refuse: Refuse) ->
 
 
 def _check_compressed_state(configuration: Configuration, refuse: Refuse) -> None:
-    """Refuse offloads that manage optimizer state, which they expect in FP32."""
     offload, section = configuration.zero.offload_optimizer, "zero_optimization.offload_optimizer"
     fp32 = 'or "fp8": {"optimizer": {"exp_avg": "fp32", "exp_avg_sq": "fp32"}}'
     if configuration.optimizer_device == "nvme" and configuration.stage != 3:

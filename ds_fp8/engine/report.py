@@ -239,7 +239,6 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
 
 
 def _without_outlier_channels(state: FP8State) -> str | None:
-    """Return a note on linears that have no outlier channels although they are asked for, or None."""
     recipes = [state.conversion.recipe, *(override.recipe for override in state.conversion.overrides.values())]
     listed = [name for name in state.conversion.converted if of_listed_expert(name)]
     if not listed or not any(recipe is not None and recipe.outlier_channels for recipe in recipes):
@@ -248,7 +247,6 @@ def _without_outlier_channels(state: FP8State) -> str | None:
 
 
 def _forgotten(names: list[str]) -> str:
-    """Return a note on parameters that require gradients for which there is no optimizer."""
     count = "1 parameter that requires" if len(names) == 1 else f"{len(names)} parameters that require"
     return (
         f"the optimizer lacks {count} gradients, {names[0]}{' among them' * (len(names) > 1)}: whole gradients are "
@@ -257,7 +255,6 @@ def _forgotten(names: list[str]) -> str:
 
 
 def _hierarchy(state: FP8State) -> str:
-    """Return the levels of the reduction, with the reason where several hosts have one."""
     if state.nodes is not None:
         return f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}"
     several = state.hosts.count > 1 and state.gradient_reduce is not None
@@ -265,7 +262,6 @@ def _hierarchy(state: FP8State) -> str:
 
 
 def _attention(attention: AttentionFormat | None) -> dict[str, Any]:
-    """Return what of attention is in FP8, and when."""
     if attention is None:
         return {"attention": "bf16", "fp8_attention_layers": 0, "attention_in_bf16": {}}
     how = "emulated" if attention.emulated else "cuDNN through Transformer Engine"
@@ -279,7 +275,6 @@ def _attention(attention: AttentionFormat | None) -> dict[str, Any]:
 
 
 def _exchange(attention: AttentionFormat | None, shared_by: int) -> str | None:
-    """Return the form in which ranks that share sequences send what attention reads and writes; None without any."""
     if shared_by == 1:
         return None
     if attention is None:
@@ -288,7 +283,6 @@ def _exchange(attention: AttentionFormat | None, shared_by: int) -> str | None:
 
 
 def _emulated_state(fp8: FP8Config) -> list[str]:
-    """Return the emulated formats of moments and of gradients on the wire."""
     formats = {"gradients on the wire": fp8.grad_reduce.format}
     formats |= {name: getattr(fp8.optimizer, name) for name in MOMENTS}
     return [
@@ -297,7 +291,6 @@ def _emulated_state(fp8: FP8Config) -> list[str]:
 
 
 def _overrides(state: FP8State) -> list[dict[str, Any]]:
-    """Return the effect of every override of fp8.linear, in the order they are tried."""
     casts = state.config.linear.overrides
     return [
         {

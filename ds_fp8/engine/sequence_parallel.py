@@ -33,11 +33,7 @@ BY_LENGTH = ("dynamic", "longrope")
 
 
 def sequence_parallel_size(raw: Mapping[str, Any]) -> int:
-    """Return how many ranks share a sequence: 1 where the configuration does not say, or leaves it to a device mesh.
-
-    Raises:
-        UserError: The number is none.
-    """
+    """Return how many ranks share a sequence: 1 where the configuration does not say, or leaves it to a device mesh."""
     size = raw.get(KEY, 1)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise UserError(
@@ -121,9 +117,6 @@ def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, m
 
     Returns:
         The `mpu` for deepspeed.initialize.
-
-    Raises:
-        UserError: The model or the number of ranks does not allow it.
     """
     size = sequence_parallel_size(raw)
     if mpu is None and mesh_param is None and size > 1:

@@ -124,7 +124,6 @@ def _model_without_data(config: PretrainedConfig) -> torch.nn.Module:
 
 
 def _masters(checkpoint: Path) -> dict[str, Any]:
-    """Return the FP32 master weights by name; those of ZeRO-3 are read when `.contiguous()` is called."""
     silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
     with _reading(checkpoint), silent[0], silent[1]:
         return get_fp32_state_dict_from_zero_checkpoint(checkpoint.parent, tag=checkpoint.name, lazy_mode=True)

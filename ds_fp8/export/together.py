@@ -39,7 +39,6 @@ def together(call: Callable[[], T], words: Callable[[Exception], UserError] | No
 
 
 def _words(error: Exception) -> tuple[str, str, str]:
-    """Return problem, remedy and key of what failed on this rank, for the others."""
     known = as_user_error(error)
     if known is not None:
         return f"{known.problem} ({known.file})" if known.file else known.problem, known.remedy, known.key

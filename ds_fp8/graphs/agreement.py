@@ -31,7 +31,6 @@ class RankAgreement:
     """A process group of all ranks over gloo. Making one is collective."""
 
     def __init__(self, device: torch.device):
-        """Make the group; its ranks wait for each other as long as in the collectives of `device`, if that is long."""
         self._group = None
         if dist.get_world_size() > 1:
             backend = torch.distributed.group.WORLD._get_backend(device)
@@ -132,7 +131,6 @@ class ForwardState:
     """Random states and buffers of the model, which a forward can change beside its outputs."""
 
     def __init__(self, module: nn.Module, device: torch.device):
-        """Remember them."""
         self._device = device
         self._host = torch.get_rng_state()
         self._random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -253,7 +251,6 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _distance(a: Any, b: Any) -> float:
-    """Return the largest difference of two tensors; infinite where they have no such thing."""
     if not (torch.is_tensor(a) and torch.is_tensor(b)) or a.shape != b.shape or not a.is_floating_point():
         return 0.0 if _same(a, b) else float("inf")
     if not a.numel():

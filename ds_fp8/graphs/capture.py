@@ -62,7 +62,6 @@ def process_groups_used(names: set[str]) -> Iterator[None]:
 
 
 def _collectives() -> dict[str, int]:
-    """Return the number of collectives of each process group so far, by the name of the group."""
     if not torch.distributed.is_initialized():
         return {}
     groups = torch.distributed.distributed_c10d._world.pg_names

@@ -70,7 +70,6 @@ def code_of_others(module: nn.Module) -> str | None:
 
 
 def _attention_function(config: Any) -> object | None:
-    """Return the function that transformers has for the attention of a configuration, or None."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = getattr(config, "_attn_implementation", None)
@@ -84,7 +83,6 @@ class PythonState:
     """
 
     def __init__(self, module: nn.Module):
-        """Remember the attributes."""
         self._before = [
             (name, part, self._attributes(part)) for name, part in module.named_modules() if not _is_known(part)
         ]
@@ -165,7 +163,6 @@ def _package(code: object) -> str:
 
 
 def _module_of(code: object) -> str:
-    """Return the Python module that a class, a function or a callable object comes from."""
     code = getattr(code, "func", code)  # of a functools.partial
     return getattr(code, "__module__", None) or type(code).__module__
 
@@ -316,7 +313,6 @@ class Capacities:
     """
 
     def __init__(self):
-        """Begin with rows that are one sequence each."""
         self._max_seen: dict[object, int] = {}
 
     def take(self, signature: object, documents: int) -> int:

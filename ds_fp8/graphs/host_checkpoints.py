@@ -28,7 +28,6 @@ class _Input:
     """A layer's input: on the host, and for a while on the device."""
 
     def __init__(self, x: torch.Tensor, before: weakref.ref[_Input] | None):
-        """Keep `x`, which is still on its device only."""
         self.device = x.device
         self.on_device: torch.Tensor | None = x
         self.copied: object | None = None
@@ -38,7 +37,6 @@ class _Input:
 
     @property
     def before(self) -> _Input | None:
-        """Return the input that was kept before this one, or None where it is gone."""
         return None if self._before is None else self._before()
 
     def take(self) -> torch.Tensor | None:
@@ -60,7 +58,6 @@ class HostCheckpoints:
     """torch's activation checkpointing, with the inputs on the host."""
 
     def __init__(self) -> None:
-        """Begin without a stream: the device may not have been chosen yet."""
         self._stream: object | None = None
         self._newest: weakref.ref[_Input] | None = None
 
@@ -93,7 +90,6 @@ class HostCheckpoints:
         return x
 
     def _fetch(self, kept: _Input) -> None:
-        """Begin to bring an input back, if it is not on the device."""
         if kept.on_device is None:
             kept.on_device = torch.empty_like(kept.host, device=kept.device, pin_memory=False)
             self._copy(kept.on_device, kept.host, kept)

@@ -338,14 +338,12 @@ class MicroStepGraphs:
         return action, reason
 
     def _addresses(self) -> tuple[int, ...]:
-        """Return the addresses of all that a graph reads and writes besides its own memory."""
         gather = self._gather
         if gather is None:
             return self._micro_step.addresses(lambda parameter: False)
         return (*self._micro_step.addresses(gather.in_fp8), *gather.addresses())
 
     def _settle(self) -> None:
-        """Bring parameters and shards to the state in which graphs begin, on the current stream."""
         self._micro_step.reset()
         gather = self._gather
         if gather is not None:
@@ -424,7 +422,6 @@ class MicroStepGraphs:
         return output
 
     def _launch(self, here: Call) -> Any:
-        """Launch a micro-step by Python."""
         watches = self._auto and self._code_of_others is not None
         return self._eager.launch(here.args, here.kwargs, here.signature, here.why == SAVED_ELSEWHERE, watches)
 
@@ -444,13 +441,11 @@ class MicroStepGraphs:
         self._eager.draws, self._eager.changes = False, None
 
     def _end(self, why: str) -> None:
-        """Capture nothing any more, and log why. On all ranks alike."""
         self.reset()
         self.off = why
         self._say(f"CUDA graphs are off: {why}")
 
     def _end_where_compiled(self) -> None:
-        """End the graphs after a step if a module was compiled since the start."""
         if self.off is None and is_compiled(self._engine.module):
             self._end(COMPILED)
 

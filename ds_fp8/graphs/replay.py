@@ -255,11 +255,7 @@ class MicroStepGraph:
 
 
 def differentiable(leaves: Sequence[Any]) -> list[int]:
-    """Return the places of the outputs that have a gradient.
-
-    Raises:
-        ValueError: An output is neither a tensor nor a plain value, or none has a gradient.
-    """
+    """Return the places of the outputs that have a gradient."""
     for leaf in leaves:
         if not (leaf is None or torch.is_tensor(leaf) or isinstance(leaf, (bool, int, float, str))):
             raise ValueError(f'the model returns a {type(leaf).__name__}: pass "use_cache": False, if it is a cache')
@@ -322,12 +318,7 @@ class CapturedGraphs:
         return graph.replay(batch)
 
     def capture(self, make: Make, max_documents: int, drawn: bool, ordered: bool) -> tuple[MicroStepGraph, int]:
-        """Return a graph and the bytes that it keeps; it is not known before `add`.
-
-        Raises:
-            torch.OutOfMemoryError: It leaves too little memory for the optimizer's step and what is beside it.
-            Exception: What the model raises.
-        """
+        """Return a graph and the bytes that it keeps; it is not known before `add`."""
 
         # Called twice by MicroStepGraph: forward and backward are two graphs of one pool.
         def capturing(graph: torch.cuda.CUDAGraph) -> AbstractContextManager:

@@ -82,7 +82,6 @@ def vllm_arguments(model: torch.nn.Module, fp8: FP8Config) -> dict[str, Any]:
 
 
 def _section(generation: Any) -> FP8Config | None:
-    """Return the "fp8" section that the trainer's engine has or will have; None: TRL's own way."""
     plugin = generation.accelerator.state.deepspeed_plugin
     if plugin is None or hasattr(generation.model, "peft_config"):
         return None

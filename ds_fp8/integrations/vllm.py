@@ -127,7 +127,6 @@ def announcement(plan: Plan) -> dict[str, Any]:
 
 
 def _room(plan: Plan, chunk_bytes: int) -> int:
-    """Return the bytes that the largest chunk can take."""
     sizes = [padded(tensor) for entry in plan.entries for tensor in entry.tensors(plan).values()]
     return min(sum(sizes), max(chunk_bytes, *sizes))
 
@@ -248,7 +247,6 @@ def _name_of(device: torch.device | int) -> str:
 
 
 def _handles(buffer: torch.Tensor) -> dict[str, list[Any]]:
-    """Return this GPU's name and CUDA's handle of the buffer, fit for JSON."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     # The last value asks a reader to wait for an event, which would be the buffer's making: `filled` waits itself.
@@ -413,7 +411,6 @@ class _Address(Link):
 
 
 def _message(text: str) -> str:
-    """Return the message in an error that vLLM's server answers with."""
     try:
         return json.loads(text)["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -97,7 +97,6 @@ def names_in_folder(model: nn.Module) -> Callable[[str], list[str]]:
 
 
 def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield the names in a folder, the type and the (stacked) shape of every tensor that the model loads."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     names_of = names_in_folder(model)
@@ -138,14 +137,12 @@ def _stacked(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _fits(whole: tuple[int, ...], held: tuple[int, ...], ranks: int) -> bool:
-    """Return whether a rank's share can be `held`: all of a side, or as much as its part, with repeated key heads."""
     return len(whole) == len(held or (1,)) and all(
         own <= side <= own * ranks for side, own in zip(whole, held or (1,), strict=True)
     )
 
 
 def _kernels(module: nn.Module) -> Iterator[str]:
-    """Yield the names of the kernels that multiply by a layer's weights, of experts that of vLLM's kind of them."""
     method = getattr(module, "quant_method", None)
     if hasattr(method, "fp8_backend"):
         yield method.fp8_backend.value  # DEEPGEMM, TRITON, ...

@@ -140,7 +140,6 @@ def _tensors(chunk: Chunk) -> Named:
 
 
 def _opened(chunk: Chunk) -> torch.Tensor:
-    """Return a copy of the trainer's buffer on this worker's GPU."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     device = torch.accelerator.current_device_index()

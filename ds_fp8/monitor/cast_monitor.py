@@ -199,7 +199,6 @@ def _empty(columns: int, device: torch.device) -> torch.Tensor:
 
 
 def _parts(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the views of the sums [5, columns] and the peaks [3, columns], each contiguous."""
     return buffer[: len(SUMS)], buffer[len(SUMS) :]
 
 

@@ -185,7 +185,6 @@ def _routing(comparison: Comparison, key: str) -> str | None:
 
 @styled
 def _series(comparison: Comparison, key: str, title: str) -> str | None:
-    """Draw one figure of the training steps from zero upwards, the norm of the gradient by its logarithm."""
     curves = {label: run.series(key) for label, run in comparison.columns.items()}
     values = [value for _, series in curves.values() for value in series]
     if not values:
@@ -232,6 +231,5 @@ def _joined(steps: Sequence[int]) -> str:
 
 
 def _styles(comparison: Comparison) -> list[tuple[dict[str, Any], str]]:
-    """Return line and marker of the first and the second run; BF16 alone is drawn as beside FP8."""
     styles = [({"color": FP8, "linestyle": "-"}, "o"), ({"color": BF16, "linestyle": (0, (4, 2))}, "s")]
     return styles[::-1] if comparison.run.kind == "bf16" else styles

@@ -129,6 +129,5 @@ def health_tables(run: RunRecord) -> list[HealthTable]:
 
 
 def _layer_of(site: str) -> str:
-    """Return the decoder layer that a linear belongs to, or its own name."""
     found = re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", site)
     return f"layer {found.group(1)}" if found else site

@@ -169,7 +169,6 @@ def _overview(comparisons: Sequence[Comparison]) -> Table:
 
 
 def _stage(comparison: Comparison, tolerance: float) -> dict[str, Any]:
-    """Return the template's values for one comparison."""
     pictures = [charts.losses(comparison), charts.gap(comparison, tolerance), *charts.over_steps(comparison)]
     runs = comparison.columns
     return {
@@ -253,7 +252,6 @@ def _exact_match(comparison: Comparison, figures: Sequence[Mapping[str, Any]]) -
 
 
 def _start_report(run: RunRecord) -> dict[str, Any]:
-    """Return the start report as names and values, without those that are empty or shown elsewhere, and its notes."""
     hidden = ("enabled", "notes", "torch", "deepspeed", "ranks", "parameters", "left_in_bf16", "kept_in_bf16")
     report = {key: value for key, value in run.result["fp8"].items() if key not in hidden}
     rows = [[key.replace("_", " "), _shown(value)] for key, value in report.items() if value not in (None, [], {}, "")]

@@ -154,6 +154,5 @@ def seeds(comparisons: Iterable[Comparison]) -> list[int] | None:
 
 
 def _finished(folder: Path) -> list[str]:
-    """Return the names of the finished runs in `folder`, those that ended first before the others."""
     results = sorted(folder.glob(f"*/{RESULT}"), key=lambda file: (file.stat().st_mtime, file))
     return [file.parent.name for file in results]

@@ -123,7 +123,6 @@ def _own_batches(stage: Stage, dataset: PackedDataset, plans: list[list[tuple[li
 
 
 def _slice(batch: Batch, place: int, shared_by: int) -> Batch:
-    """Return slice `place` of a batch; what comes after its last token is the first token of the next slice."""
     # Shifted before the cut, since the target of a slice's last token lies in the next slice, on another rank.
     targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
     # Under both names: models take `shift_labels` where they know them, and `labels` tells them that a loss is wanted.
@@ -157,11 +156,9 @@ def _plans(stage: Stage, dataset: PackedDataset, rows: Sequence[int]) -> list[li
 
 
 def _padded(count: int, multiple: int, budget: int) -> int:
-    """Return the length of a row that holds so many tokens."""
     return max(count, min(-(-max(count, 1) // multiple) * multiple, budget))
 
 
 def _stacked(dataset: PackedDataset, lines: list[list[int]], length: int) -> Batch:
-    """Return one batch with a row for each list of rows of the dataset."""
     items = [dataset.joined(rows, length) for rows in lines]
     return {name: torch.stack([item[name] for item in items]) for name in items[0]}

@@ -97,11 +97,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Return the manifest of the checkpoint in `folder`.
-
-        Raises:
-            Damaged: it is missing, unreadable, altered, of another step than the folder's name says, or lacks files.
-        """
+        """Return the manifest of the checkpoint in `folder`."""
         try:
             content = read_object(folder / MANIFEST)
             # Before anything is read from it: an altered step or position in the data would be used without notice.
@@ -149,7 +145,6 @@ def problems_of(folder: Path, rank: int, world: int) -> list[str]:
 
 
 def _problem(file: Path, saved: SavedFile) -> str | None:
-    """Return the damage of a file of a checkpoint, None if it is as it was saved."""
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):

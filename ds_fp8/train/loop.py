@@ -348,7 +348,6 @@ class TrainingLoop:
         self._send({f"Train/{key}": value})
 
     def _send(self, values: Record) -> None:
-        """Send figures to DeepSpeed's monitors (wandb, TensorBoard, CSV), which count in samples."""
         if self.engine.monitor.enabled:
             samples = self.engine.global_samples
             with self._written("the monitors' figures"):

@@ -293,7 +293,6 @@ class TokeniserProgress:
         self._first: dict[str, tuple[int, float]] = {}
 
     def __call__(self, path: str, examples: int, tokens: int, complete: bool) -> None:
-        """Report what has been tokenised of a source."""
         watchdog.beat(f"tokenising {path}", slow=True)
         now = time.monotonic()
         # From the first report on: what an earlier, killed process had tokenised took no time here.

@@ -134,7 +134,6 @@ class _OneByOne(torch.nn.Module):
 
 
 def _in_order(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters in the order in which they are sent: the largest while shards are still few."""
     embeddings = [
         module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None
     ]
@@ -142,7 +141,6 @@ def _in_order(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype of every parameter and buffer, by each of its names."""
     everything = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return {name: tensor.dtype for named in everything for name, tensor in named}
 
@@ -232,7 +230,6 @@ def _source(stage: Stage) -> ModelSource:
 
 
 def _check_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the stored model's tokenizer, where it is stored beside it, gives every token the same id."""
     if Path(source.path).is_dir() and not Path(source.path, "tokenizer.json").is_file():
         return
     try:

@@ -64,9 +64,6 @@ def packed_mask(
     """Return where the documents of a batch of rows end, counted through all rows: int32 [documents + 1], from 0.
 
     For a mask that is not one of packed documents, return what sdpa takes: None, or bool [B, 1, S, S].
-
-    Raises:
-        ValueError: In the capture of a graph: the mask of packed rows is more than their documents.
     """
     if not allow_is_causal_skip and attention_mask is None and not use_vmap and q_length == kv_length > 1:
         ends = _document_ends(mask_function, batch_size, q_length, device)
@@ -134,7 +131,6 @@ def _is_of_documents(mask_function: Callable[..., torch.Tensor]) -> bool:
 
 
 def _variables(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return the variables that a function has of those around it."""
     return inspect.getclosurevars(function).nonlocals
 
 

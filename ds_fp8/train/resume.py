@@ -40,12 +40,7 @@ from ds_fp8.zero.deepspeed.checkpoints import load_tensors, tensors_only
 
 
 def inspect_run(stage: Stage) -> RunState:
-    """Return the state in the stage's run folder, or the one that `train.resume` names. Writes nothing.
-
-    Raises:
-        UserError: the folder belongs to another run, this run cannot go on from it, or its newest checkpoint is
-            damaged.
-    """
+    """Return the state in the stage's run folder, or the one that `train.resume` names. Writes nothing."""
     run_dir = stage.run_dir
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"{run_dir} is not a folder", key="train.run_dir", remedy="choose another run_dir")
@@ -121,7 +116,6 @@ def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
 
 
 def _newest(run_dir: Path, key: str) -> tuple[Path, Manifest] | None:
-    """Return the newest checkpoint of a run, None where there is none."""
     steps = steps_in(run_dir)
     return _sound(folder_of(run_dir, steps[-1]), key) if steps else None
 
@@ -142,7 +136,6 @@ def _damaged(folder: Path, reason: str, key: str) -> UserError:
 
 
 def _branch(stage: Stage) -> RunState:
-    """Return the state to begin with: nothing, or the checkpoint that `train.resume` names."""
     if stage.train.resume is None:
         return RunState()
     named, found = Path(stage.train.resume).expanduser(), None

@@ -220,7 +220,6 @@ def write_result(
 
 
 def _made(stage: Stage, device: torch.device, first_step: int) -> dict[str, Any]:
-    """Return when, where and how the run was made, since its last start after `first_step` steps."""
     started = psutil.Process().create_time()
     launched = Path(sys.argv[0]).parts[-3:] == ("ds_fp8", "commands", "train.py")
     program = "ds-fp8 train" if launched or sys.argv[0].startswith("ds-fp8 ") else shlex.quote(sys.argv[0])
@@ -244,7 +243,6 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of this package's clone; None where it is installed."""
     clone = Path(ds_fp8.__file__).parents[1]
     if not (clone / ".git").exists():
         return None

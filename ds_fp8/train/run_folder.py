@@ -182,7 +182,6 @@ def _same_place(before: Any, now: str) -> bool:
 
 
 def _fixed(raw: dict[str, Any], free: set[str]) -> dict[str, Any]:
-    """Return dotted keys and values of everything that may not change within a run."""
     found = {key: value for key, value in flat(raw) if value != {}}
     for number, source in enumerate(found.pop("data.sources", None) or ()):
         found |= flat(source, f"data.sources[{number}].")

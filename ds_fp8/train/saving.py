@@ -165,7 +165,6 @@ class CheckpointWriter:
         return saved
 
     def _write(self, files: dict[str, Any], state: RunState, losses: Mapping[int, float]) -> None:
-        """Make the checkpoint; on all ranks alike it is in `_saved` afterwards, or the reason why not in `_error`."""
         folder = checkpoints.folder_of(self._stage.run_dir, state.step)
         part = folder.with_name(f"{folder.name}.part")
         try:

@@ -206,7 +206,6 @@ def parts_of(model: PreTrainedModel, linears: Sequence[str], length: int) -> Par
 
 
 def _attention(model: PreTrainedModel, length: int) -> float:
-    """Return the multiplications of a token in attention's two products, over causal rows of `length` tokens."""
     config = model.config.get_text_config()
     heads, hidden = config.num_attention_heads, config.hidden_size
     head_dim = getattr(config, "head_dim", None) or hidden // heads

@@ -144,10 +144,6 @@ def load_stored_model(source: ModelSource, config: PretrainedConfig, options: di
     """Load a stored model in BF16 to the CPU. Weights in BF16 are mapped from their files, not copied.
 
     `options` are further arguments of from_pretrained.
-
-    Raises:
-        UserError: files are missing or damaged or hold code, weights of the model are in none of them, or codes have
-            other scales than the folder states.
     """
     with ExitStack() as opened:
         return load_with_codes(source, config, options, opened)[0]
@@ -190,7 +186,6 @@ def load_with_codes(
 
 
 def _weight_files(source: ModelSource) -> list[Path]:
-    """Return the safetensors files that transformers reads; none where weights are of another kind."""
     index, single = _file(source, SAFE_WEIGHTS_INDEX_NAME), _file(source, SAFE_WEIGHTS_NAME)
     if single is not None or index is None:
         return [] if single is None else [single]

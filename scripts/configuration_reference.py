@@ -22,7 +22,6 @@ from ds_fp8.config import registry
 from ds_fp8.config.fp8 import FP8Config, OptimizerStateConfig
 from ds_fp8.config.presets import DEFAULT, PRESETS
 from ds_fp8.data import DataConfig
-from ds_fp8.research.formats import EMULATED
 from ds_fp8.research.presets import PRESETS as RESEARCH_PRESETS
 from ds_fp8.train.stage import ModelConfig, TrainConfig
 
@@ -31,12 +30,11 @@ FILES = (DOCS / "configuration.md", DOCS / "research_formats.md")
 SCHEMA = DOCS / "fp8.schema.json"
 WORDS = 30
 """Of a cell."""
-RESEARCH_FORMATS = "[a research format](research_formats.md#formats)"
 LINEARS = {
     "infir2": "E4M3, 128x128 weights, 1x128 activations and gradients, power-of-two scales (arXiv 2509.22536)",
-    "hybrid_fast": "as `infir2`, wgrad's input in 128x128 blocks: the faster block-scaled product on Hopper",
-    "precise": "as `hybrid_fast`, with FP32 scales for inputs and weights, and a correction of fprop in 128 outlier "
-    "channels of every input: for models that are already trained ([losses](performance.md#loss))",
+    "hybrid_fast": "as `infir2`, wgrad's input in 128x128 blocks: a faster product on Hopper",
+    "precise": "as `hybrid_fast`, with FP32 scales for inputs and weights, and fprop corrected in 128 [outlier "
+    "channels](#outlier-channels)",
     "rowwise": "E4M3, one scale per token and per output channel",
     "tensorwise": "one scale per tensor, E5M2 output gradients (arXiv 2209.05433)",
     "fp8lm_o1": "as `tensorwise` (arXiv 2310.18313)",
@@ -44,14 +42,14 @@ LINEARS = {
     "fp8lm_o3": "as `tensorwise`",
     "coat": "as `tensorwise` (arXiv 2410.19313)",
     "fishman": "as `tensorwise`, with Smooth-SwiGLU (arXiv 2409.12517)",
-    "munit": "per tensor with static scales: E4M3 in units of 1, E5M2 output gradients in units of 2^-24; "
-    "nothing looks for an amax (arXiv 2502.05967)",
+    "munit": "per tensor with static scales: E4M3 in units of 1, E5M2 output gradients in units of 2^-24 "
+    "(arXiv 2502.05967)",
     "mxfp8": "emulated: E4M3 in groups of 32 with power-of-two scales",
     "halo": "emulated: INT8 with one scale per tensor, Hadamard rotations of level 2 (arXiv 2501.02625)",
-    "nvfp4": "emulated: E2M1 in groups of 16 with E4M3 scales, weights in 16x16 blocks, output gradients rounded "
-    "stochastically, random Hadamard transforms of 16 in wgrad (arXiv 2509.25149)",
-    "quartet": "emulated: E2M1 in groups of 32 with power-of-two scales, of least squared error forward; Hadamard "
-    "transforms of 32 everywhere; backward from forward's operands, rounded stochastically (arXiv 2505.14669)",
+    "nvfp4": "emulated: E2M1 in groups of 16 with E4M3 scales, weights in 16x16 blocks, stochastic output gradients, "
+    "random Hadamard transforms in wgrad (arXiv 2509.25149)",
+    "quartet": "emulated: E2M1 in groups of 32 with power-of-two scales, Hadamard transforms of 32 everywhere, "
+    "backward from forward's operands (arXiv 2505.14669)",
 }
 """The linears of every preset in words, with the source; the other columns of the table follow from its values."""
 SECTIONS: dict[str, type[BaseModel]] = {
@@ -60,7 +58,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "data": DataConfig,
     "train": TrainConfig,
 }
-NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", NoneType: "null", Any: "anything"}
+NAMES = {int: "integer", float: "number", str: "text", tuple: "list", list: "list", dict: "object"}
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -73,41 +71,33 @@ def keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
             yield prefix + name, field
 
 
-def values(annotation: Any) -> str:
+def values(annotation: Any) -> list[str]:
+    """Return what a key takes, null left out: only defaults are."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        shown = [f"`{json.dumps(value)}`" for value in inner if value not in EMULATED]
-        return ", ".join(shown + [RESEARCH_FORMATS] * bool({*inner} & {*EMULATED}))
+        return [f"`{json.dumps(value)}`" for value in inner]
     if origin in (Union, UnionType):
-        return ", ".join(values(one) for one in inner)
-    if origin in (tuple, list):
-        return f"list of {values(inner[0])}"
-    if origin is dict:
-        return f"object of {values(inner[1])}"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "section"
-    return NAMES.get(annotation) or values(inner[0])  # Annotated
+        return [value for one in inner if one is not NoneType for value in values(one)]
+    if annotation is bool:
+        return ["`true`", "`false`"]
+    name = NAMES.get(origin or annotation)
+    return [name] if name else values(inner[0])  # Annotated
 
 
 def row(names: list[str], field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
     shown = "required" if field.is_required() else f"`{json.dumps(default, default=lambda value: value.model_dump())}`"
-    meaning = shortened(re.sub(r"\s+", " ", field.description or ""))
-    cells = [", ".join(f"`{name}`" for name in names), values(field.annotation), shown, meaning.replace("|", "\\|")]
-    return f"| {' | '.join(cells)} |"
+    taken = ", ".join([shown, *(value for value in values(field.annotation) if value != shown)])
+    meaning = first_paragraph(field.description or "")
+    return f"| {', '.join(f'`{name}`' for name in names)} | {taken} | {meaning.replace('|', chr(92) + '|')} |"
 
 
-def shortened(text: str) -> str:
-    """Return as many sentences, or clauses, of a description as a cell has room for; the schema has all of it."""
-    for end in (r"(?<=[.)]) (?=[A-Z{(\"\w])", r"(?<=[;,:]) "):
-        kept = ""
-        for part in re.split(end, text):
-            if len(f"{kept} {part}".split()) > WORDS:
-                break
-            kept = f"{kept} {part}".strip()
-        if kept:
-            return kept if kept == text else f"{kept.rstrip(';,:')} ..."
-    return f"{' '.join(text.split()[:WORDS])} ..."
+def first_paragraph(text: str) -> str:
+    """Return what a cell shows of a description; the schema has all of it."""
+    found = re.sub(r"\s+", " ", text.split("\n\n")[0])
+    if len(found.split()) > WORDS:
+        raise ValueError(f"more than {WORDS} words for a cell; begin a new paragraph after the most important: {found}")
+    return found
 
 
 def tables() -> str:
@@ -123,14 +113,14 @@ def key_table(section: type[BaseModel]) -> str:
 
 
 def research_table() -> str:
-    """Return the table of the keys that extensions of the "fp8" section's parts have, or take more values for."""
+    """Return the table of the keys that only extensions of the "fp8" section's parts have."""
     found: list[tuple[str, FieldInfo]] = []
     for name, field in FP8Config.model_fields.items():
         core = field.annotation
         extension = registry.extension_of(core) if isinstance(core, type) else None
         if extension is not None:
-            known = {row([key], field) for key, field in keys(core, f"{name}.")}
-            found += [(key, field) for key, field in keys(extension, f"{name}.") if row([key], field) not in known]
+            known = dict(keys(core, f"{name}."))
+            found += [(key, field) for key, field in keys(extension, f"{name}.") if key not in known]
     return _table(found)
 
 
@@ -139,7 +129,7 @@ def _table(found: Iterable[tuple[str, FieldInfo]]) -> str:
     for key, field in found:
         alike.setdefault(row([key.rpartition(".")[2]], field), ([], field))[0].append(key)
     lines = "".join(f"{row(names, field)}\n" for names, field in alike.values())
-    return f"| key | values | default | meaning |\n|---|---|---|---|\n{lines}"
+    return f"| key | default, other values | meaning |\n|---|---|---|\n{lines}"
 
 
 def schema() -> str:

@@ -20,18 +20,22 @@ class ActivationsConfig(Section):
     """Activations kept for backward by FP8 linears and by the gated MLPs between them."""
 
     save: Literal["fp8", "bf16"] = "fp8"
-    """fp8: a linear layer keeps its input cast along tokens for wgrad, and a gated MLP keeps gate and up in FP8. bf16:
-    the input is kept in BF16 and cast in backward, gate and up are kept in BF16."""
+    """Inputs of linears, and gate and up of gated MLPs, kept for backward: cast (fp8), or in BF16 and cast in
+    backward."""
     recompute: Literal["none", "mlp"] = "none"
-    """mlp: gated MLPs do not keep gate and up, and compute them again in backward. (To recompute whole layers use the
-    model's gradient_checkpointing.)"""
+    """mlp: gated MLPs compute gate and up again in backward. For whole layers use the model's
+    gradient_checkpointing."""
     keep_attention: bool = False
-    """Layers that the model recomputes (gradient_checkpointing) keep what attention returns, 2 bytes x tokens x hidden
-    size a layer, 1 with attention in FP8, and run its forward once. For [long rows](long_context.md#memory)."""
+    """Layers recomputed by gradient_checkpointing keep what attention returns, and run its forward once, for [long
+    rows](long_context.md#memory).
+
+    2 bytes x tokens x hidden size a layer, 1 with attention in FP8."""
     mlp_tile_tokens: int | None = Field(None, gt=0)
-    """A multiple of 128: gated MLPs of fused layers compute so many tokens at a time, forward and backward, and keep
-    neither gate nor up. For [long rows](long_context.md#memory). Gradients of their weights are summed in FP32 over the
-    tiles. Needs scales of groups of tokens, as `infir2`, `hybrid_fast` and `precise` have them."""
+    """A multiple of 128: gated MLPs of fused layers compute so many tokens at a time, for [long
+    rows](long_context.md#memory).
+
+    Forward and backward; neither gate nor up is kept. Gradients of their weights are summed in FP32 over the tiles.
+    Needs scales of groups of tokens, as `infir2`, `hybrid_fast` and `precise` have them."""
 
     @model_validator(mode="after")
     def _whole_blocks(self) -> ActivationsConfig:
@@ -49,28 +53,30 @@ class AttentionConfig(Section):
     """The products of attention: of queries and keys, of probabilities and values, and those of their gradients."""
 
     format: Literal["bf16", "e4m3"] = "bf16"
-    """e4m3: causal attention over whole rows, and within documents of at least 16384 tokens in packed rows, computes
-    forward and backward in FP8 (E4M3, gradients E5M2, one scale a tensor), through Transformer Engine on a Hopper GPU,
-    for heads of 128 features, with DeepSpeed's sequence parallelism or without. All other attention stays BF16: of
-    padded rows and shorter documents, with a sliding window or dropout, and of generation."""
+    """e4m3: causal attention of whole rows and long documents runs in FP8 ([conditions](support.md#attention-in-fp8)).
+
+    Documents of at least 16384 tokens in packed rows; forward and backward (E4M3, gradients E5M2, one scale a tensor),
+    through Transformer Engine on a Hopper GPU, for heads of 128 features, with DeepSpeed's sequence parallelism or
+    without. All other attention stays BF16: of padded rows and shorter documents, with a sliding window or dropout, and
+    of generation."""
 
 
 class ParameterGatherConfig(Section):
     """Format of ZeRO-3's parameter all-gather, for the weights of FP8 linears."""
 
     format: FormatName | Literal["bf16"] = "e4m3"
-    """The format of linear.weight, or bf16. Weights with an override are gathered in its cast, or in BF16 where
-    that cannot be sharded. FP8 takes a byte an element."""
+    """That of linear.weight, or bf16. Weights with an override travel in its cast, or in BF16 where that cannot be
+    sharded."""
 
 
 class GradientReduceConfig(Section):
     """Format of ZeRO-3's gradient reduce-scatter, for every gradient of two or more dimensions."""
 
     format: FormatName | Literal["bf16"] = "e4m3"
-    """bf16: DeepSpeed's reduce-scatter. e4m3, e5m2: a byte an element."""
+    """bf16: DeepSpeed's reduce-scatter. Others: a byte an element."""
     scale: Literal["group", "tensor"] = "group"
-    """group: one scale for every 128 elements. tensor: one for each gradient, agreed by all ranks and adapted over
-    time, as in FP8-LM (arXiv 2310.18313)."""
+    """group: one for every 128 elements. tensor: one a gradient, agreed by all ranks and adapted over time (FP8-LM,
+    arXiv 2310.18313)."""
 
     @model_validator(mode="after")
     def _scales_need_a_cast(self) -> GradientReduceConfig:
@@ -141,19 +147,20 @@ class OptimizerStateConfig(Section):
     """
 
     exp_avg: CodecName = "fp32"
-    """Format of the first moment. e4m3_expanded (COAT): the range of each group is stretched over E4M3's. Research
-    formats are emulated by torch, a byte an element. Moments in a byte are rounded stochastically, but not exp_avg in
-    e4m3_expanded."""
+    """First moment. e4m3_expanded (COAT) stretches the range of each group over E4M3's.
+
+    Moments in a byte are rounded stochastically, but not exp_avg in e4m3_expanded. Research formats are emulated by
+    torch, a byte an element."""
     exp_avg_sq: CodecName = "fp32"
-    """Format of the second moment."""
+    """Second moment."""
     granularity: StateGranularity = "1x128"
     """Elements of a moment that share a scale: 128 in a row of the flat shard, or a rank's part of a tensor."""
     scale: StateScale = "fp32"
-    """fp32: a group's largest magnitude is almost exact, and decays while gradients are zero. pow2: it may get stuck.
-    e4m3_expanded always has FP32 scales."""
+    """fp32: the largest number of a group is almost exact, and decays while gradients are zero. pow2: it may get stuck.
+    e4m3_expanded always has fp32."""
     implementation: Literal["auto", "ds_fp8"] = "auto"
-    """auto: this package's AdamW for compressed state, and in ZeRO-3 without optimizer offload, where it moves fewer
-    bytes; otherwise DeepSpeed's. ds_fp8: always this package's."""
+    """auto: this package's AdamW for compressed state, and in ZeRO-3 without optimizer offload; otherwise DeepSpeed's.
+    ds_fp8: always this package's."""
 
     @model_validator(mode="after")
     def _fits(self) -> OptimizerStateConfig:
@@ -169,11 +176,12 @@ class LossConfig(Section):
     """The language-model head and its cross entropy. A word alone, "loss": "off", stands for its mode."""
 
     mode: Literal["auto", "fused", "off"] = "auto"
-    """auto: the cross entropy is computed from the last hidden state without materialising logits, where the model's
-    own loss allows it. fused: the same, with FP8 disabled too. off: the model's own loss."""
+    """auto: cross entropy without logits in memory, where the model's own loss allows it. fused: with FP8 disabled too.
+    off: the model's own loss."""
     head: Literal["bf16", "fp8"] = "bf16"
-    """fp8: the three products of the head are computed in FP8 with the casts of `linear`, while FP8 is enabled. Its
-    effect on the loss is known from one short run only."""
+    """fp8: the three products of the head in FP8, with the casts of `linear`.
+
+    While FP8 is enabled. Its effect on the loss is known from one short run only."""
 
     @model_validator(mode="after")
     def _fp8_needs_the_fused_loss(self) -> LossConfig:
@@ -192,35 +200,41 @@ class MonitorConfig(Section):
     every: int = Field(100, ge=0)
     """Optimizer steps between two measurements of the casts; 0: none."""
     min_snr_db: float = 20.0
-    """A layer degrades when the signal-to-noise ratio of one of its casts is lower in 3 measurements in a row, or more
-    than half of the elements of one are flushed to zero. Rounding alone leaves about 31 dB in E4M3 and 25 dB in E5M2
-    for any tensor; 20 dB is an error of a tenth of the signal."""
+    """A layer degrades when a cast's signal-to-noise ratio is lower in 3 measurements in a row, or most of its elements
+    are flushed to zero.
+
+    Rounding alone leaves about 31 dB in E4M3 and 25 dB in E5M2 for any tensor; 20 dB is an error of a tenth of the
+    signal."""
     fallback: bool = False
     """true: a layer that degrades runs in BF16 from then on. false: a warning names it."""
 
 
 class FP8Config(Section):
-    """The whole "fp8" section. Every key is optional; `preset` supplies what the user leaves out."""
+    """The whole "fp8" section. `preset` supplies what the user leaves out."""
 
     enabled: bool = True
     """false: plain BF16, for a twin run from the same file."""
     preset: str | dict[Axis, str] = DEFAULT
-    """Supplies the keys that you leave out: a name of the table above, or one for each of some sections: {"linear":
-    "infir2", "optimizer": "coat"}; left out, `precise` where weights are trained, `infir2` where they are random. The
-    start report says which. Beside casts of your own in `linear` it is `infir2`."""
+    """A name of the table above, or one a section: {"linear": "infir2", "optimizer": "coat"}. Left out, the weights of
+    the model decide.
+
+    Supplies the keys that you leave out. `precise` where weights are trained, `infir2` where they are random; the start
+    report says which. Beside casts of your own in `linear` it is `infir2`."""
     # SerializeAsAny: an extension (registry.py) is dumped with its own keys.
     linear: SerializeAsAny[LinearConfig] = LinearConfig()
     activations: ActivationsConfig = ActivationsConfig()
     fuse: Literal["auto", "off"] = "auto"
-    """auto: decoder layers of the usual structure run as a few fused operations instead of linear by linear. off: every
-    layer keeps its own forward."""
+    """auto: decoder layers of the usual structure run as a few fused operations. off: every layer keeps its own
+    forward."""
     attention: AttentionConfig = AttentionConfig()
     graph: Literal["off", "auto", "on"] = "auto"
-    """auto: forward and backward of a micro-batch are captured as CUDA graphs once its shape has come twice, so that
-    the GPU does not wait for Python. Needs equal shapes on all ranks, rows without padding (packed attention if rows
-    hold several documents), no hooks of unknown packages, and a forward that does not change attributes of its modules.
-    Graphs are compared with Python at intervals, and end at a difference. on: also with such hooks and forwards. off:
-    never. The start report or a line in the log gives the reason if there are none."""
+    """auto: micro-batches run as [CUDA graphs](cuda_graphs.md) once their shape has come twice. on: unknown hooks and
+    forwards that change attributes too.
+
+    Needs equal shapes on all ranks, rows without padding (packed attention if rows hold several documents), no hooks of
+    unknown packages, and a forward that does not change attributes of its modules. Graphs are compared with Python at
+    intervals, and end at a difference. on: also with such hooks and forwards. off: never. The start report or a line in
+    the log gives the reason if there are none."""
     loss: LossConfig = LossConfig()
     param_gather: SerializeAsAny[ParameterGatherConfig] = ParameterGatherConfig()
     grad_reduce: SerializeAsAny[GradientReduceConfig] = GradientReduceConfig()

@@ -19,11 +19,12 @@ class Cast(Section):
     format: FormatName = "e4m3"
     """Storage format of one element."""
     granularity: Granularity = "1x128"
-    """Elements that share a scale: all of a tensor, a row (of a token or an output channel), 128 along the contraction
-    of the product the cast feeds, or a 128x128 block."""
+    """Elements that share a scale: a tensor; a row (a token, an output channel); 128 along the product's contraction; a
+    128x128 block."""
     scale: ScaleName = "pow2"
-    """pow2: powers of two; a second cast of the result is exact. fp32: amax / largest code, so that the largest number
-    of a group is exact."""
+    """pow2: powers of two. fp32: amax / largest code.
+
+    A second cast of the result of pow2 is exact. With fp32 the largest number of a group is exact."""
 
     @property
     def spec(self) -> CastSpec:
@@ -61,9 +62,9 @@ class LinearCasts(Section):
     grad_output: Cast = Cast()
     wgrad: WgradConfig = WgradConfig()
     outlier_channels: int = Field(0, ge=0, le=256)
-    """Number of input channels, those with the largest mean square, in which fprop also multiplies the cast errors of
-    input and weight. Every 64 of them take the time of 128 more input features. For inputs in 1x128 and weights in
-    128x128; 64 or 128 are enough for all models tried."""
+    """Input channels, those with the largest mean square, whose cast errors fprop corrects; 64 or 128 are enough.
+
+    Every 64 of them take the time of 128 more input features. For inputs in 1x128 and weights in 128x128."""
 
     @property
     def why_not_served(self) -> str | None:
@@ -108,20 +109,25 @@ class LinearConfig(LinearCasts):
     casts_of_overrides: ClassVar[type[LinearCasts]] = LinearCasts
 
     backend: Literal["auto", "deep_gemm", "cublas", "reference"] = "auto"
-    """Library that multiplies. auto: the first of the others that computes a small product of each pair of casts on
-    this machine. reference emulates FP8 on any device; auto takes it for emulated formats, and without a GPU."""
+    """auto: the first of the others that computes a small product of each pair of casts here. reference emulates FP8 on
+    any device.
+
+    auto takes reference for emulated formats, and without a GPU."""
     expert_products: Literal["auto", "bf16", "fp8"] = "auto"
-    """Products of experts that are gathered in FP8. bf16: transformers' own, with decoded weights. fp8: this package's
-    grouped products, where experts and casts have a form that they know; the start report names the others. auto: fp8
-    beside cublas and deep_gemm, hence on Hopper, where this package's own kernels have been measured, and bf16 beside
-    the others; fp8 beside deep_gemm takes its products of groups."""
+    """Of experts gathered in FP8. fp8: grouped products in FP8. bf16: transformers' own, with decoded weights. auto:
+    fp8 beside cublas and deep_gemm.
+
+    fp8 is for experts and casts of a form that the products know; the start report names the others. auto is fp8 on
+    Hopper, where this package's own kernels have been measured. fp8 beside deep_gemm takes its products of groups."""
     skip: tuple[str, ...] = ("lm_head",)
-    """Names, parts of dotted names, or glob patterns of linears that stay BF16."""
+    """Linears that stay BF16: names, parts of dotted names, or glob patterns."""
     overrides: dict[str, SerializeAsAny[LinearCasts] | Literal["bf16"]] = Field(default_factory=dict)
-    """Pattern as in `skip` -> "bf16", or casts for the layers that match: {"*.down_proj": {"input": {"granularity":
-    "tensor"}}}. Keys that an override leaves out are as above. The first matching pattern applies; one that matches no
-    layer is an error. Exports store weights with other casts in BF16. {"*": "bf16"} keeps every layer in BF16, with
-    this package's step and graphs. `ds-fp8 sensitivity` proposes overrides."""
+    """Patterns as in `skip`, each with "bf16" or casts: {"*.down_proj": {"input": {"granularity": "tensor"}}}. The
+    first match applies.
+
+    Keys that an override leaves out are as above. A pattern that matches no layer is an error. Exports store weights
+    with other casts in BF16. {"*": "bf16"} keeps every layer in BF16, with this package's step and graphs. `ds-fp8
+    sensitivity` proposes overrides."""
 
     def remarks(self, recipes: Iterable[Any]) -> dict[str, str]:
         """Return what the start report says of these casts beside their words, by title."""

@@ -31,67 +31,69 @@ class DataConfig(Section):
     """The training data of a stage: sources, tokenizer, and the rows that examples are packed into."""
 
     path: str | None = Field(default=None, min_length=1)
-    """A .txt, .jsonl, .json or .parquet file, compressed (.gz, .bz2, .xz, .zst) or not, or a folder of one such kind;
-    or a Hugging Face datasets name ("owner/name", or "owner/name:subset"). A .txt file holds documents parted by blank
-    lines."""
+    """A .txt, .jsonl, .json or .parquet file, or a folder of one such kind; or a Hugging Face data set, "owner/name" or
+    "owner/name:subset".
+
+    Files may be compressed (.gz, .bz2, .xz, .zst). A .txt file holds documents parted by blank lines."""
 
     sources: tuple[SourceConfig, ...] | None = None
     """Several paths with weights, in place of `path`."""
 
     format: Literal["documents", "chat"] = "documents"
-    """"documents": loss on every token of a text. "chat": loss on the assistant's turns of a list of messages."""
+    """documents: loss on every token of a text. chat: loss on the assistant's turns of a list of messages."""
 
     text_key: str = "text"
-    """Column that holds the text of a document."""
+    """Column with the text of a document."""
 
     messages_key: str = "messages"
-    """Column that holds a conversation: a list of {"role": ..., "content": ...}."""
+    """Column with a conversation: a list of {"role": ..., "content": ...}."""
 
     tokenizer: str | None = Field(default=None, min_length=1)
-    """A Hugging Face tokenizer folder or name."""
+    """A Hugging Face folder or name."""
 
     tokenizer_revision: str | None = None
-    """Branch, tag or commit of a tokenizer name; null: its main branch."""
+    """Branch, tag or commit; null: its main branch."""
 
     chat_template: str | None = None
-    """Template that makes text of chats: "chatml", or a file with a Jinja template; null: as the tokenizer has it."""
+    """"chatml", or a file with a Jinja template; null: the tokenizer's."""
 
     add_bos: bool = True
-    """Begin a document with the tokenizer's beginning-of-text token, where it has one."""
+    """Begin documents with the tokenizer's beginning-of-text token, if any."""
 
     add_eos: bool = True
-    """End a document with the tokenizer's end-of-text token."""
+    """End documents with its end-of-text token."""
 
     sequence_length: int = Field(default=512, ge=8, le=MAX_TOKENS)
-    """Tokens in a row of a batch, into which several examples are packed; no example is longer."""
+    """Tokens of a row, into which several examples are packed; no example is longer."""
 
     tokens_per_gpu: int | None = Field(default=None, ge=8, le=MAX_TOKENS)
-    """Null: batch sizes count rows of `sequence_length` tokens. A number: batch sizes count examples, and each GPU
-    packs its examples of a step into as few micro-batches of at most this many tokens as they need. GPUs that share
-    sequences pack into this many tokens times their number."""
+    """Batch sizes count examples, packed into micro-batches of at most so many tokens a GPU; null: they count rows.
+
+    Each GPU packs its examples of a step into as few micro-batches as they need. GPUs that share sequences pack into
+    this many tokens times their number. Rows are of `sequence_length` tokens."""
 
     overlong: Literal["split", "cut", "drop"] | None = None
-    """For examples longer than `sequence_length`. "split": the pieces become separate examples; "cut": the end is
-    dropped; "drop": the example is dropped. Null: "split" for documents and "drop" for chats."""
+    """Of examples longer than a row: "split" makes several of one, "cut" drops the end, "drop" the example. Null: split
+    for documents, drop for chats."""
 
     answer_pattern: str | None = None
-    """Regular expression whose first group is the answer in an assistant's last turn, as in "#### (.*)". With it, the
-    exact match of generated and given answers is measured on held-out chats."""
+    """Regular expression whose first group is the answer in the last turn, as "#### (.*)": exact match is measured on
+    held-out chats."""
 
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
-    """Part of the examples that is held back to measure the validation loss."""
+    """Part of the examples held back for the validation loss."""
 
     test_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Part of the examples that is held back to measure the test loss, after the last step."""
+    """Part held back for the test loss, after the last step."""
 
     seed: Seed = 1236
-    """Seed of the choice of held-out examples."""
+    """Of the choice of held-out examples."""
 
     workers: int | None = Field(default=None, ge=1, le=1024)
-    """Processes that tokenise; null: one per CPU core. A small corpus is tokenised without."""
+    """Processes that tokenise a large corpus; null: one per CPU core."""
 
     cache_dir: str | None = None
-    """Folder for tokenised data, 4 bytes a token; null: DS_FP8_CACHE, or ~/.cache/ds_fp8."""
+    """Of tokenised data, 4 bytes a token; null: DS_FP8_CACHE, or ~/.cache/ds_fp8."""
 
     @field_validator("answer_pattern")
     @classmethod

@@ -35,7 +35,7 @@ class ResearchCast(Cast):
     2^static_exponent for a whole tensor ("granularity": "tensor"), without an amax; larger numbers saturate. For models
     whose tensors stay near variance 1."""
     static_exponent: int = Field(0, ge=-100, le=100)
-    """Exponent of a static scale, which is 2^static_exponent."""
+    """Exponent of a static scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """stochastic: unbiased, with torch's random numbers."""
 
@@ -117,20 +117,21 @@ class RotationConfig(Section):
     """
 
     fprop: Literal["in_features"] | None = None
-    """Transforms input and weight. The weight is gathered so, and dgrad's result transformed back; ZeRO-3's shards must
-    be whole blocks for that."""
+    """Input and weight. The weight is gathered so, and dgrad's result transformed back; ZeRO-3's shards must be whole
+    blocks."""
     dgrad: Literal["tokens", "out_features"] | None = None
-    """tokens: the output gradient, transformed back in the result. out_features: output gradient and weight, for
-    weights in 1x32 or 1x16, which are cast for each product; a weight cast once serves both and cannot be."""
+    """tokens: output gradient, transformed back in the result. out_features: output gradient and weight, if that is in
+    1x32 or 1x16.
+
+    Such weights are cast for each product; a weight cast once serves both and cannot be."""
     wgrad: Literal["tokens", "in_features"] | None = None
     """tokens: output gradient and input, as in NVFP4. in_features: the input, transformed back in the result."""
     block: Literal[16, 32, 64, 128] = 128
-    """Elements that are transformed together. in_features and out_features must be multiples of it; tokens are padded
-    with zeros."""
+    """Elements transformed together. Features must be multiples of it; tokens are padded."""
     random: bool = False
-    """Change random signs in a block before, the same ones in all blocks, layers and steps."""
+    """Random signs before, the same ones in all blocks, layers and steps."""
     seed: Seed = 0
-    """Seed of the random signs."""
+    """Of the random signs."""
 
     @property
     def products(self) -> dict[str, str]:
@@ -152,12 +153,14 @@ class RecastConfig(Section):
     """Sources of the second casts of input and weight, for wgrad and dgrad, which contract over other dimensions."""
 
     of: Literal["high_precision", "fprop"] = "high_precision"
-    """fprop: what fprop multiplied is cast again, as in Quartet (arXiv 2505.14669), so that the gradients are of the
-    function that forward computed; for weights in 1x32 or 1x16. high_precision: input and weight, cast as for fprop."""
+    """fprop: what fprop multiplied is cast again for dgrad and wgrad, as in Quartet; for weights in 1x32 or 1x16.
+
+    The gradients are then of the function that forward computed (arXiv 2505.14669). high_precision: input and weight,
+    cast as for fprop."""
     scale: Literal["fp32", "pow2", "e4m3"] = "pow2"
-    """Scales of operands that are cast again."""
+    """Of operands that are cast again."""
     rounding: Literal["nearest", "stochastic"] = "stochastic"
-    """Rounding of operands that are cast again; stochastic: right on average."""
+    """Of operands that are cast again."""
     clipped: Literal["zero", "pass"] = "zero"
     """Gradient of elements that fprop's cast clipped (scale "mse"); zero keeps a byte an element of every input."""
 
@@ -269,8 +272,10 @@ class ResearchLinear(ResearchCasts, LinearConfig):
     """As core's, and mxfp8: products of Blackwell through Transformer Engine, for block scales that are powers of two;
     never run on such a GPU. auto takes it last."""
     smooth_swiglu: bool = False
-    """Divide every channel of act(gate) · up in gated MLPs by a power of two before the cast, and multiply the input
-    channels of down_proj by it before theirs. The function is unchanged, and outlier channels are gone."""
+    """Powers of two move outlier channels of act(gate) · up in gated MLPs into the weight of down_proj. The function is
+    unchanged.
+
+    Every channel is divided before the cast, and the input channels of down_proj are multiplied before theirs."""
 
     def remarks(self, recipes: Iterable[Any]) -> dict[str, str]:
         """Return what the start report says of these casts beside their words, by title."""

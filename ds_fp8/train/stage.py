@@ -56,10 +56,9 @@ class Schedule(Section):
     warmup: float = Field(0.05, ge=0)
     """Linear warmup: steps, or below 1 a fraction of all steps."""
     decay: float = Field(0.2, ge=0)
-    """The last part of a wsd run, counted like `warmup`; ignored by the other types."""
+    """The last part of a wsd run, counted like `warmup`."""
     decay_shape: Literal["cosine", "linear", "1-sqrt"] = "cosine"
-    """Shape of the decay of a wsd run: half a cosine wave, a straight line, or one minus the square root of the
-    progress."""
+    """Of a wsd run: half a cosine wave, a line, or one minus the square root of the progress."""
     min_ratio: float = Field(0.1, ge=0, le=1)
     """The last step's share of the peak learning rate."""
 
@@ -119,16 +118,17 @@ class ModelConfig(Section):
     path: str | None = None
     """A Hugging Face folder or model name."""
     revision: str | None = None
-    """Branch, tag or commit of a model name; null: its main branch."""
+    """Branch, tag or commit; null: its main branch."""
     config: dict[str, Any] | None = None
-    """A Hugging Face configuration to start untrained, `model_type` included. Without a `vocab_size` it takes the
-    tokenizer's."""
+    """A Hugging Face configuration to start untrained, with `model_type`. A missing `vocab_size` is the tokenizer's."""
     attn_implementation: Literal["packed", "sdpa", "eager", "flex_attention"] = "packed"
-    """packed: variable-length attention within each document. The others are transformers' own, which build a mask of
-    sequence_length x sequence_length for packed rows."""
+    """packed: attention within each document, of variable lengths. Others are transformers' own, which build a mask of
+    row x row."""
     activation_checkpointing: bool | Literal["offload"] = False
-    """Recompute each decoder layer in backward. offload: and keep the layers' inputs in pinned host memory until then
-    (2 bytes x tokens x hidden size x layers), which ends CUDA graphs; for [long rows](long_context.md#memory)."""
+    """Recompute each decoder layer in backward. offload: and keep the layers' inputs in host memory, for [long
+    rows](long_context.md#memory).
+
+    Pinned memory, 2 bytes x tokens x hidden size x layers; ends CUDA graphs."""
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod
@@ -143,52 +143,57 @@ class TrainConfig(Section):
     """Length of the training, its starting point, and the files it writes."""
 
     run_dir: str
-    """Folder of checkpoints, metrics, result and final model. On many nodes it must be shared."""
+    """Folder of checkpoints, metrics, result and final model; shared by all hosts."""
     init_from: str | None = None
-    """Weights to start from, and nothing else: the run_dir of a finished run, or a Hugging Face folder."""
+    """Weights to start from: the run_dir of a finished run, or a Hugging Face folder."""
     resume: str | None = None
-    """Another run to continue with all of its state (weights, optimizer, position in the data), but with this stage's
-    steps, schedule and optimizer settings: a run_dir, for its newest checkpoint, or run_dir/checkpoints/step_N. To
-    resume the same run, start the same command again."""
+    """Another run to continue, with its state but this stage's steps, schedule and optimizer settings: a run_dir or
+    run_dir/checkpoints/step_N.
+
+    The state is weights, optimizer and position in the data. A run_dir stands for its newest checkpoint. To resume the
+    same run, start the same command again."""
     steps: int | None = Field(None, gt=0)
-    """Optimizer steps of this stage."""
+    """Optimizer steps."""
     epochs: float | None = Field(None, gt=0)
     """Passes through the training data, in place of `steps`."""
     seed: Seed = 1236
-    """Seed of untrained weights, of dropout and of the order of the data."""
+    """Of untrained weights, dropout and the order of the data."""
     schedule: Schedule = Schedule()
     log_every: int = Field(1, gt=0)
-    """Steps between lines of metrics.jsonl. In between losses are read, and spikes and signals noticed, at the latest
-    after about 2 s; with `spike` "rollback" at every step."""
+    """Steps between lines of metrics.jsonl.
+
+    In between losses are read, and spikes and signals noticed, at the latest after about 2 s; with `spike` "rollback"
+    at every step."""
     eval_every: int | None = Field(None, gt=0)
-    """Steps between validations; there is always one before the first step and one after the last."""
+    """Steps between validations, beside those before the first step and after the last."""
     eval_batches: int = Field(8, gt=0)
-    """Batches of a validation, each as large as that of a training step."""
+    """Batches of a validation, as large as training's."""
     save_every: int | None = Field(None, gt=0)
-    """Steps between checkpoints; there is always one after the last step."""
+    """Steps between checkpoints, beside the one after the last step."""
     keep_last: int = Field(2, gt=0)
     """Checkpoints to keep."""
     async_save: bool = False
-    """Copy the state to host memory, as much as it takes, and write it while training goes on."""
+    """Copy the state to host memory, and write it while training goes on."""
     max_failed_saves: int = Field(3, gt=0)
-    """Checkpoints in a row that may fail, as on a full disk, before the run ends."""
+    """Failed checkpoints in a row, as on a full disk, that end the run."""
     compact_checkpoints: bool = False
-    """Store compressed moments as they are, in a quarter of the bytes, rather than decoded to FP32. Such a checkpoint
-    resumes the run, and cannot be converted to DeepSpeed's universal format. Without effect where FP8 is off."""
+    """Store compressed moments as they are, in a quarter of the bytes, not decoded to FP32.
+
+    Such a checkpoint resumes the run, and cannot be converted to DeepSpeed's universal format. Without effect where FP8
+    is off."""
     keep_best: bool = False
-    """Also keep the checkpoint with the lowest validation loss; `eval_every` must divide `save_every`."""
+    """Also keep the checkpoint of the lowest validation loss; `eval_every` must divide `save_every`."""
     exact_match_problems: int = Field(0, ge=0)
-    """Held-out problems to answer before the first step and after the last, where the data has any."""
+    """Held-out problems to answer before the first step and after the last."""
     max_new_tokens: int = Field(48, gt=0)
     """Length limit of an answer."""
     timeout: float = Field(300.0, ge=1)
-    """Seconds without progress after which the job ends on all hosts; six times as many for preparing data and model,
-    for the first step, for saving and for evaluation."""
+    """Seconds without progress until the job ends on all hosts; six times as many for preparing, the first step, saving
+    and evaluation."""
     spike: Literal["off", "warn", "rollback"] = "warn"
-    """Reaction to a loss above `spike_threshold`: warn, or return to the last checkpoint and skip the data of the steps
-    since then."""
+    """Reaction to a loss above `spike_threshold`; rollback: to the last checkpoint, skipping the data since then."""
     spike_threshold: float = Field(10.0, gt=0)
-    """Standard deviations, estimated by the median absolute deviation, above the median of the last losses."""
+    """Standard deviations (from the median absolute deviation) above the median of the last losses."""
     spike_window: int = Field(100, gt=1)
     """Losses that a loss is compared with."""
 

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ds_fp8.layers.decoder.decoder import Fused
+from ds_fp8.layers.linear.adapters import is_lora
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import BEFORE_BACKWARD
 from ds_fp8.monitor.routing import in_backward
@@ -189,12 +190,12 @@ def weights_read_in_leaf_modules(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights of FP8 linears inside leaf modules that a module around the linear may read itself.
 
     A module may read the weights below it if its forward, or a method that this calls, accesses an attribute `weight`.
-    Of fused layers, whose forwards are known, none.
+    Of fused layers and of LoRA, whose forwards are known, none.
     """
     found: dict[int, nn.Parameter] = {}
     for leaf in _leaf_modules(model.parameters()):
         for module in leaf.modules():
-            if not isinstance(module, (Fused, FP8Linear)) and _reads_a_weight(module):
+            if not isinstance(module, (Fused, FP8Linear)) and not is_lora(module) and _reads_a_weight(module):
                 linears = (part for part in module.modules() if isinstance(part, FP8Linear))
                 found.update((id(linear.weight), linear.weight) for linear in linears)
     return list(found.values())

@@ -85,9 +85,13 @@ def test_gated_activation_forward(tokens, features, activation):
     gate_up = random(tokens, 2 * features)
     gate, up = gate_up.float().chunk(2, -1)
     expected = activate(gate, activation) * up
-    _, cast, saved = gated_kernels.gated_forward(gate_up, activation, recipe().input, True)
+    none, cast, saved = gated_kernels.gated_forward(gate_up, activation, recipe().input, True)
+    assert none is None
     assert_cast(cast, expected)
     assert_cast(saved, gate_up)
+    product, both, _ = gated_kernels.gated_forward(gate_up, activation, recipe().input, True, product=True)
+    assert torch.equal(both.data.view(torch.uint8), cast.data.view(torch.uint8))
+    assert error(product, expected) < BF16_ERROR
     product, cast, saved = gated_kernels.gated_forward(
         gate_up, activation, recipe(input={"granularity": "row"}).input, False
     )
@@ -116,7 +120,8 @@ def test_gated_activation_of_rows_with_factors(activation, saved_as, wgrad_input
     kernel = gated_kernels.gated_backward_cast(dproduct, saved, activation, mixed, mixed, factor)
     host = saved if DEVICE == "cpu" else numbers.cpu()
     reference = gated_activation_backward(dproduct.cpu(), host, activation, mixed, mixed, row_factor=factor.cpu())
-    for row, column, product_column, dfactor in (kernel, reference):
+    for row, column, product_column, dfactor, *none in (kernel, reference):
+        assert none == [None, None]
         assert_cast(row, leaf.grad)
         assert_cast(column, leaf.grad.t())
         assert_cast(product_column, product.detach().t())
@@ -149,7 +154,10 @@ def test_gated_activation_backward(tokens, features, activation, saved_as):
         if features % 128 or tokens % 128:
             continue
         mixed = recipe(wgrad={"input": wgrad_input})
-        row, column, product_column, _ = gated_kernels.gated_backward_cast(dproduct, saved, activation, mixed, mixed)
+        row, column, product_column, _, *uncast = gated_kernels.gated_backward_cast(
+            dproduct, saved, activation, mixed, mixed, uncast=(True, True)
+        )
+        assert all(torch.equal(x, y) for x, y in zip(uncast, plain, strict=True))
         assert (row.granularity, column.granularity, product_column.granularity) == ("1x128", "1x128", wgrad_input)
         assert_cast(row, leaf.grad)
         assert_cast(column, leaf.grad.t())

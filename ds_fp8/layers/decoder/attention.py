@@ -1,7 +1,7 @@
 """Attention of a fused decoder layer: RMSNorm, one product for q, k and v, rotary embedding, attention core.
 
     n            = RMSNorm(x)                              never stored: only its cast is
-    qkv [T, N]   = n [T, H] · [q; k; v] [N, H]ᵀ + bias
+    qkv [T, N]   = n [T, H] · [q; k; v] [N, H]ᵀ + bias     and the low-rank products of adapters
     q, k, v      = rotate(qkv)                             in place; head norms where the model has them (Qwen3)
     o            = attention(q, k, v)                      BF16, through the model's attention implementation
 
@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_fp8.layers.attention.format import window_of
 from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast
 from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, HeadTransform, rotate, rotate_backward
+from ds_fp8.layers.linear.adapters import Adapters
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, gathered_for_backward, split_rows
 
@@ -52,12 +53,15 @@ class NormedHeads:
 
 class _NormedHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm, cos, sin, q_norm, k_norm, heads: NormedHeads, keep: bool, *weights_and_biases):
+    def forward(
+        ctx, x, norm, cos, sin, q_norm, k_norm, heads: NormedHeads, keep: bool, adapters: Adapters, *parameters
+    ):
         recipe, layout = heads.recipe, heads.layout
-        weights, biases = weights_and_biases[:3], weights_and_biases[3:]
+        weights, biases, x_TH = parameters[:3], parameters[3:6], x.reshape(-1, x.shape[-1])
         # rstd is all that backward needs to make n again from x: 4 bytes a token instead of 2H.
-        _, rstd, cast = rms_norm_cast(x.reshape(-1, x.shape[-1]), norm, heads.eps, recipe)
-        qkv = recipe.multiply(cast, fprop_weight(weights, recipe), x.dtype)
+        _, rstd, cast = rms_norm_cast(x_TH, norm, heads.eps, recipe)
+        low_rank = adapters.project(x_TH, rstd, norm)
+        qkv = adapters.add(recipe.multiply(cast, fprop_weight(weights, recipe), x.dtype), low_rank)
         bias = None if biases[0] is None else torch.cat(biases)
         norms = None if q_norm is None else HeadNorms(q_norm, k_norm, heads.head_eps)
         # Without head norms in place of qkv: the rotation is undone from the gradients alone. With them backward needs
@@ -65,14 +69,15 @@ class _NormedHeads(torch.autograd.Function):
         rotated = rotate(qkv, HeadTransform(cos, sin, layout, bias, norms))
         # Parameters are kept as themselves, not through save_for_backward: their storage is released after forward.
         ctx.heads, ctx.weights, ctx.biases, ctx.norm, ctx.head_norms = heads, weights, biases, norm, norms
+        ctx.adapters = adapters
         if keep:
-            ctx.save_for_backward(x, rstd, cos, sin, None if norms is None else qkv)
+            ctx.save_for_backward(x, rstd, cos, sin, None if norms is None else qkv, *low_rank)
         return *layout.split(rotated, *x.shape[:2]), x
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv, dresidual):
-        x, rstd, cos, sin, qkv = ctx.saved_tensors
+        x, rstd, cos, sin, qkv, *low_rank = ctx.saved_tensors
         heads, recipe, weights, norm = ctx.heads, ctx.heads.recipe, ctx.weights, ctx.norm
         # ZeRO-3 gathers the layer again when a gradient reaches its output; keys and values may bring one by a cache.
         gathered_for_backward(weights[0])
@@ -88,6 +93,7 @@ class _NormedHeads(torch.autograd.Function):
         dy_cast, dy_columnwise = recipe.cast_grad_output(dqkv, True, wants_wgrad, factor)
         dn = recipe.multiply(dy_cast, stacked, dqkv.dtype)
         x_TH = x.reshape(-1, x.shape[-1])
+        of_adapters = ctx.adapters.backward(dqkv, dn, low_rank, x_TH, rstd, norm)
         dweights = (None, None, None)
         if wants_wgrad:
             n_columnwise = recipe.cast_input_columnwise(x_TH, rstd, norm)
@@ -97,13 +103,13 @@ class _NormedHeads(torch.autograd.Function):
         if norms is not None:
             dnorms = [d.to(w.dtype) if w.requires_grad else None for d, w in zip(dnorms, norms[:2], strict=True)]
         dnorm = dnorm if norm.requires_grad else None
-        return dx.view(x.shape), dnorm, None, None, *dnorms, None, None, *dweights, *dbiases
+        return dx.view(x.shape), dnorm, None, None, *dnorms, None, None, None, *dweights, *dbiases, *of_adapters
 
 
 def normed_heads(
     x: torch.Tensor,
     norm: nn.Parameter,
-    projections: tuple[nn.Linear, nn.Linear, nn.Linear],
+    projections: tuple[nn.Module, nn.Module, nn.Module],
     head_norms: tuple[nn.Parameter, nn.Parameter] | tuple[None, None],
     rotation: tuple[torch.Tensor, torch.Tensor],
     heads: NormedHeads,
@@ -114,8 +120,9 @@ def normed_heads(
         (q [B, heads, S, D], k and v [B, kv_heads, S, D], x). Use this x, not the given one, as the residual.
     """
     # Passed as arguments, not closed over: autograd calls the hooks of parameters that it has seen as inputs only.
-    parameters = [p.weight for p in projections] + [p.bias for p in projections]
-    return _NormedHeads.apply(x, norm, *rotation, *head_norms, heads, torch.is_grad_enabled(), *parameters)
+    adapters = Adapters(projections)
+    parameters = [p.weight for p in projections] + [p.bias for p in projections] + adapters.parameters
+    return _NormedHeads.apply(x, norm, *rotation, *head_norms, heads, torch.is_grad_enabled(), adapters, *parameters)
 
 
 def attention_of(module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:

@@ -4,6 +4,8 @@
     o          = o_proj(attention(q, k, v))          FP8Linear; attention keeps its output anyway, o_proj keeps nothing
     y          = normed_mlp(o, residual = x)         add -> RMSNorm -> gated MLP -> add
 
+Low-rank products of plain LoRA (PEFT) are part of it, of the adapters that are active as a forward begins.
+
 Which layers this is the same computation for is found by their structure and proved by trying (structure.py). Of a
 layer with experts the attention half is fused and the rest called. A layer of another structure keeps its forward;
 where its MLP is a gated one, that alone is fused.
@@ -24,7 +26,14 @@ from torch import nn
 
 from ds_fp8.layers.attention.format import is_exchanged, runs_in_fp8
 from ds_fp8.layers.decoder.attention import NormedHeads, attend, normed_heads
-from ds_fp8.layers.decoder.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp, why_not_tiled
+from ds_fp8.layers.decoder.gated_mlp import (
+    GatedMLP,
+    MLPAdapters,
+    MLPWeights,
+    gated_mlp,
+    normed_mlp,
+    why_not_tiled,
+)
 from ds_fp8.layers.decoder.structure import (
     MLP_HALF,
     MLP_PARTS,
@@ -38,7 +47,15 @@ from ds_fp8.layers.decoder.structure import (
     prove_mlp,
 )
 from ds_fp8.layers.experts.selection import expert_weights
-from ds_fp8.layers.linear.linear import FP8Linear, Swapped, runs_eagerly, swapped_class
+from ds_fp8.layers.linear.adapters import Adapters
+from ds_fp8.layers.linear.linear import (
+    FP8Linear,
+    Swapped,
+    base_of,
+    call_with_adapters,
+    runs_eagerly,
+    swapped_class,
+)
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import GROUP, WeightGroup, can_stack
 
@@ -100,12 +117,15 @@ class FusedDecoderLayer(Fused):
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, attention.layer_idx)
         output = attend(attention, q, k, v, attention_mask, position_ids=position_ids, use_cache=use_cache, **kwargs)
-        y = self._mlp_half(attention.o_proj(output), residual)
+        y = self._mlp_half(call_with_adapters(attention.o_proj, output), residual)
         return (y,) if self.fused_returns_tuple else y
 
     def _mlp_half(self, output: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         norm = self.post_attention_layernorm
-        return normed_mlp(output, residual, norm.weight, norm_eps(norm), weights_of(self.mlp), self.fused_mlp)
+        mlp = self.mlp
+        return normed_mlp(
+            output, residual, norm.weight, norm_eps(norm), weights_of(mlp), self.fused_mlp, adapters_of(mlp)
+        )
 
 
 class FusedAttentionHalf(FusedDecoderLayer):
@@ -123,11 +143,15 @@ class FusedMLP(Fused):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fused_parts.must_be_called():
             return super().forward(x)
-        return gated_mlp(x, weights_of(self), self.fused_mlp)
+        return gated_mlp(x, weights_of(self), self.fused_mlp, adapters_of(self))
 
 
 def weights_of(mlp: nn.Module) -> MLPWeights:
     return MLPWeights(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+
+
+def adapters_of(mlp: nn.Module) -> MLPAdapters:
+    return MLPAdapters(Adapters((mlp.gate_proj, mlp.up_proj)), Adapters((mlp.down_proj,)))
 
 
 def fuse_decoder(model: nn.Module) -> Fusion:
@@ -165,7 +189,7 @@ def _fuse_layer(layer: nn.Module, name: str, half: bool) -> None:
     _check_own_forward(layer)
     layout = head_layout_of(layer.self_attn)
     activation = None if half else gated_activation_of(layer.mlp)
-    projections = [getattr(layer.self_attn, part) for part in ("q_proj", "k_proj", "v_proj")]
+    projections = [base_of(getattr(layer.self_attn, part)) for part in ("q_proj", "k_proj", "v_proj")]
     heads_recipe = _stacked_recipe(projections).at(f"{name}.self_attn.qkv_proj")
     if not half:
         _check_mlp(layer.mlp)
@@ -181,7 +205,7 @@ def _fuse_layer(layer: nn.Module, name: str, half: bool) -> None:
     layer.fused_parts = Parts(layer, MLP_HALF if half else ())
     # Attention in FP8 keeps its output in a byte an element, of which o_proj's product could make nothing, and between
     # exchanges it keeps that of other heads.
-    layer.self_attn.o_proj.input_is_saved = not (runs_in_fp8(layer.self_attn) or is_exchanged(layer.self_attn))
+    base_of(layer.self_attn.o_proj).input_is_saved = not (runs_in_fp8(layer.self_attn) or is_exchanged(layer.self_attn))
     _group(projections)
     if not half:
         layer.fused_mlp = _fused_part(layer.mlp, f"{name}.mlp", activation)
@@ -199,10 +223,11 @@ def _fuse_mlp(mlp: nn.Module, name: str) -> None:
 
 
 def _fused_part(mlp: nn.Module, name: str, activation: str) -> GatedMLP:
-    gate_up, down = mlp.gate_proj.recipe.at(f"{name}.gate_up_proj"), mlp.down_proj.recipe.at(f"{name}.down_proj")
-    mlp.gate_proj.recipe = mlp.up_proj.recipe = gate_up
-    mlp.down_proj.recipe = down
-    _group([mlp.gate_proj, mlp.up_proj])
+    gate, up, down_proj = _bases(mlp)
+    gate_up, down = gate.recipe.at(f"{name}.gate_up_proj"), down_proj.recipe.at(f"{name}.down_proj")
+    gate.recipe = up.recipe = gate_up
+    down_proj.recipe = down
+    _group([gate, up])
     return GatedMLP(activation, gate_up, down)
 
 
@@ -224,11 +249,18 @@ def _check_own_forward(module: nn.Module) -> None:
         raise Unfusable("its forward is set on the instance (as Liger does)")
 
 
+def _bases(mlp: nn.Module) -> tuple[FP8Linear, ...]:
+    return tuple(base_of(part) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+
+
 def _check_mlp(mlp: nn.Module) -> None:
-    gate_up, down = _stacked_recipe([mlp.gate_proj, mlp.up_proj]), mlp.down_proj.recipe
+    gate, up, down_proj = _bases(mlp)
+    gate_up, down = _stacked_recipe([gate, up]), down_proj.recipe
     _check_recipe(down)
     if gate_up.mlp_tile_tokens is not None:
-        why = why_not_tiled(gate_up) or why_not_tiled(down)
+        carries = any(hasattr(mlp.get_submodule(part), "base_layer") for part in MLP_PARTS)
+        why = "an MLP that carries an adapter is not computed in tiles" if carries else None
+        why = why or why_not_tiled(gate_up) or why_not_tiled(down)
         if why is not None:
             raise Unfusable(why)
 

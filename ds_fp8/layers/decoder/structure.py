@@ -4,9 +4,10 @@ A layer with the right parts may still do something else with them (scale its re
 half of a head). So its own forward runs once, on the CPU and in FP32, on a stand-in: the same object with every matrix
 replaced by a small random one. Only where the result is that of the plain formula may the fused forward take its place.
 
-A fused forward computes with the weights of its submodules and calls none of them, so that hooks, adapters and other
-forwards on one of these would silently not run. Conversion refuses to fuse what carries such an attachment already; a
-fused module looks again at every forward (`Parts`), and calls its modules where something has come.
+A fused forward computes with the weights of its submodules, of plain LoRA around them too, and calls none of them, so
+that hooks, other adapters and other forwards on one of these would silently not run. Conversion refuses to fuse what
+carries such an attachment already; a fused module looks again at every forward (`Parts`), and calls its modules where
+something has come.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, HeadTransform, rotate_reference
+from ds_fp8.layers.linear.adapters import is_lora, why_not_plain
 from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, activate
-from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.linear import FP8Linear, base_of
 
 
 def attachment_of(module: nn.Module) -> str | None:
@@ -54,6 +56,7 @@ class Parts:
             for own_name, part in owner.named_children()
             if f"{name}.{own_name}".lstrip(".").split(".")[0] not in called
         ]
+        self._lora = [(name, part) for _, _, part, _, name in self._parts if is_lora(part)]
         self._said = False
 
     def attachment(self) -> str | None:
@@ -65,6 +68,11 @@ class Parts:
                 return f"{name} was replaced by a {type(now).__module__}.{type(now).__qualname__}"
             if (found := attachment_of(part)) is not None:
                 return f"{name} has {found}"
+        for name, part in self._lora:
+            if part.merged:
+                return f"{name} has merged adapters"
+            if (found := why_not_plain(part)) is not None:
+                return f"{name} has an adapter beyond plain LoRA ({found})"
         return None
 
     def must_be_called(self) -> bool:
@@ -307,8 +315,10 @@ def _expect(
 
 
 def _fp8_linear(module: nn.Module, name: str) -> FP8Linear:
-    if hasattr(module, "base_layer"):
-        raise Unfusable(f"{name} carries an adapter ({type(module).__name__}), which a fused forward would not run")
-    if not isinstance(module, FP8Linear):
+    """Return the FP8Linear that a module is, or that plain LoRA is around."""
+    adapted = hasattr(module, "base_layer") or type(module).__module__.startswith("peft.")
+    if adapted and (what := why_not_plain(module)) is not None:
+        raise Unfusable(f"{name} carries an adapter beyond plain LoRA ({what}), which a fused forward would not run")
+    if not isinstance(base_of(module), FP8Linear):
         raise Unfusable(f"{name} is not computed in FP8")
-    return module
+    return base_of(module)

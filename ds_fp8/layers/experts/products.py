@@ -154,7 +154,7 @@ class ExpertProducts:
         rows, _ = permute_cast(x, layout, spec.format, "1x128", None, spec.scale)
         operand = expert_operand(weights.gate_up, self.gate_up)
         gate_up = self._multiply(rows, operand, layout, self.gate_up, x.dtype)
-        product, saved, _ = gated_activation_cast(gate_up, self.activation, self.down, keep, factors)
+        product, saved, *_ = gated_activation_cast(gate_up, self.activation, self.down, keep, factors)
         return product, saved
 
     @staticmethod

@@ -59,6 +59,8 @@ class GatedCast(NamedTuple):
     """gate and up as kept for backward."""
     factors: torch.Tensor | None
     """FP32 [F]: what the channels of the product were divided by before the cast, where they were."""
+    uncast: torch.Tensor | None = None
+    """The product [T, F] in gate_up's dtype, where it is asked for."""
 
 
 class GatedGradients(NamedTuple):
@@ -70,6 +72,9 @@ class GatedGradients(NamedTuple):
     """[F, T], for wgrad of down_proj; None where there is no wgrad."""
     drow_factor: torch.Tensor | None = None
     """FP32 [T], the gradient of the rows' factors, where they have some."""
+    dgate_up_uncast: torch.Tensor | None = None
+    """[T, 2F] in dproduct's dtype, as the product [T, F], where they are asked for."""
+    product_uncast: torch.Tensor | None = None
 
 
 def gated_product_reference(
@@ -98,18 +103,20 @@ def gated_activation_cast(
     recipe: LinearRecipe,
     keep: bool = True,
     row_factor: torch.Tensor | None = None,
+    product: bool = False,
 ) -> GatedCast:
     """Compute the product of gate_up [T, 2F] and cast it with down_proj's recipe.
 
     Args:
         keep: Whether anything is saved for backward.
         row_factor: FP32 [T], multiplied into the product; only without outlier channels.
+        product: Whether the product itself is wanted, too.
     """
     in_fp8 = keep and recipe.save == "fp8"
     if gate_up.device.type == "cuda":
         from ds_fp8.layers.linear.gated_activation_triton import gated_forward
 
-        product, cast, saved = gated_forward(
+        uncast, cast, saved = gated_forward(
             gate_up,
             activation,
             recipe.input,
@@ -117,20 +124,22 @@ def gated_activation_cast(
             fuse_cast=recipe.fuses_casts,
             room=recipe.room_for_outliers(gate_up.shape[1] // 2),
             row_factor=row_factor,
+            product=product,
         )
     else:
-        product, cast, saved = gated_product_reference(gate_up, activation, row_factor), None, None
+        uncast, cast, saved = gated_product_reference(gate_up, activation, row_factor), None, None
     if in_fp8 and saved is None:
         saved = recipe.keep_gate_up(gate_up)
-    factors = recipe.channel_factors(product)
+    factors = recipe.channel_factors(uncast)
     if cast is None:
-        cast = recipe.cast_input(product, column_factor=None if factors is None else factors.reciprocal())
+        cast = recipe.cast_input(uncast, column_factor=None if factors is None else factors.reciprocal())
     elif recipe.monitor.active:
         factor = (lambda rows: None) if row_factor is None else row_factor.__getitem__
         recipe.observe("input", lambda rows: gated_product_reference(gate_up[rows], activation, factor(rows)), cast)
     if recipe.outliers is not None:
         cast = _with_outliers(cast, gate_up, activation, recipe.outliers.observe(cast, recipe.monitor.active))
-    return GatedCast(cast, gate_up if keep and not in_fp8 else saved, factors)
+    uncast = uncast.to(gate_up.dtype) if product else None
+    return GatedCast(cast, gate_up if keep and not in_fp8 else saved, factors, uncast)
 
 
 def _with_outliers(
@@ -155,6 +164,7 @@ def gated_activation_backward(
     product_factor: torch.Tensor | None = None,
     row_factor: torch.Tensor | None = None,
     wgrad: bool = True,
+    uncast: tuple[bool, bool] = (False, False),
 ) -> GatedGradients:
     """Return the casts of backward from the gradient of the product [T, F].
 
@@ -165,6 +175,7 @@ def gated_activation_backward(
         product_factor: [F], multiplied into the product for wgrad.
         row_factor: FP32 [T], what forward multiplied the rows of the product by.
         wgrad: Whether any of the three weights has a gradient.
+        uncast: Whether dgate_up, and the product, are wanted in high precision, too.
     """
     if dproduct.device.type == "cuda":
         from ds_fp8.layers.linear.gated_activation_triton import gated_backward, gated_backward_cast
@@ -173,7 +184,9 @@ def gated_activation_backward(
         whole_tiles = all(length % BLOCK == 0 for length in dproduct.shape)
         by_tile = recipe.casts_by_tile and not down.input.by_torch and down.wgrad_input in ("1x128", "128x128")
         if dgrad_factor is None and product_factor is None and by_tile and whole_tiles:
-            casts = GatedGradients(*gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor, wgrad))
+            casts = GatedGradients(
+                *gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast)
+            )
             if recipe.monitor.active:
                 dgate_up, _ = gated_backward(dproduct, saved, activation)
                 recipe.observe("grad_output", dgate_up, casts.dgate_up, row_factor)
@@ -189,4 +202,5 @@ def gated_activation_backward(
         dgate_up, product = (x * row_factor[:, None] for x in (dgate_up, product))
     row, column = recipe.cast_grad_output(dgate_up, wgrad=wgrad, column_factor=dgrad_factor)
     columns = down.cast_input_columnwise(product, column_factor=product_factor) if wgrad else None
-    return GatedGradients(row, column, columns, drow_factor)
+    high = (x.to(dproduct.dtype) if wanted else None for x, wanted in zip((dgate_up, product), uncast, strict=True))
+    return GatedGradients(row, column, columns, drow_factor, *high)

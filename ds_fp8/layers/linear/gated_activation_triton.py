@@ -82,8 +82,8 @@ def _load(x, m, k, M, stride, offset, F, EVEN: tl.constexpr):
 
 @triton.jit
 def _forward_tiles(
-    gate_up, row_factor, M, F, stride, product, pitch, product_scale, saved, saved_scale,
-    ACTIVATION: tl.constexpr, CAST: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    gate_up, row_factor, M, F, stride, product, cast, pitch, cast_scale, saved, saved_scale,
+    ACTIVATION: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
     #     product = act(gate) * up                              gate = gate_up[:, :F], up = gate_up[:, F:]
@@ -97,11 +97,9 @@ def _forward_tiles(
     p = value * u
     if row_factor is not None:
         p *= tl.load(row_factor + m, mask=m < M, other=0.0)[:, None]
-    if CAST:
-        store_cast(
-            p, k, m, F, M, product, pitch, product_scale, None, M, 1, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN
-        )
-    else:
+    if cast is not None:
+        store_cast(p, k, m, F, M, cast, pitch, cast_scale, None, M, 1, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+    if product is not None:
         inside = (m < M)[:, None] & (k < F)[None, :]
         tl.store(product + m[:, None].to(tl.int64) * F + k[None, :], p.to(product.dtype.element_ty), mask=inside)
     if SAVE:  # gate and up are groups of their own: F is a multiple of 128 here
@@ -121,29 +119,29 @@ def gated_forward(
     fuse_cast: bool = True,
     room: int = 0,
     row_factor: torch.Tensor | None = None,
+    product: bool = False,
 ) -> tuple[torch.Tensor | None, QuantizedTensor | None, QuantizedTensor | None]:
     """Return (product [T, F] or None, its row-wise cast or None, gate_up [T, 2F] in FP8 or None).
 
-    The cast is given where `fuse_cast` and `spec` has granularity 1x128, the product where not. `room` is that of
-    empty_result, of the cast.
+    The cast is given where `fuse_cast` and `spec` has granularity 1x128, the product where not, or where `product` asks
+    for it. `room` is that of empty_result, of the cast.
     """
     M, width = gate_up.shape
     F = width // 2
     gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
-    cast = product = saved = None
+    cast = uncast = saved = None
     if fuse_cast and spec.granularity == "1x128":
         cast = empty_result(M, F, spec.format, "1x128", spec.scale, gate_up.device, room)
-    else:
-        product = torch.empty(M, F, dtype=gate_up.dtype, device=gate_up.device)
+    if cast is None or product:
+        uncast = torch.empty(M, F, dtype=gate_up.dtype, device=gate_up.device)
     if save and F % 128 == 0:
         saved = empty_result(M, 2 * F, "e4m3", "1x128", "pow2", gate_up.device)
     if gate_up.numel():
         rows = 16
         _forward_tiles[(tiles(F), triton.cdiv(M, rows))](
-            gate_up, row_factor, M, F, gate_up.stride(0), product if cast is None else cast.data, F + room,
-            cast and cast.scale,
+            gate_up, row_factor, M, F, gate_up.stride(0), uncast, cast and cast.data, F + room, cast and cast.scale,
             saved and saved.data, saved and saved.scale,
-            ACTIVATION=ACTIVATION_CODES[activation], CAST=cast is not None, SAVE=saved is not None, ROWS=rows,
+            ACTIVATION=ACTIVATION_CODES[activation], SAVE=saved is not None, ROWS=rows,
             EVEN=M % rows == 0 and is_even(F), num_warps=4, **format_arguments(spec.format, spec.scale),
         )
     if save and saved is None:
@@ -151,7 +149,7 @@ def gated_forward(
 
         # Ragged rows: gate and up share the group in the middle, which the kernel above would split.
         saved = quantize(gate_up, "e4m3", "1x128", "pow2")
-    return product, cast, saved
+    return uncast, cast, saved
 
 
 @triton.jit
@@ -186,14 +184,14 @@ def _gradients(
 @triton.jit
 def _backward_rows(
     dproduct, gate_up, scale, row_factor, M, F, stride, scale_group, data, row_scale, along, across, product_amax,
-    drow_factor,
+    drow_factor, dgate_up, product,
     ROWS: tl.constexpr, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
     """Store the row-wise cast of dgate and dup, ROWS tokens x 128 features.
 
-    Where they are wanted, also the product's amax by tile, and the gradient of the rows' factors that these features
-    are part of, [F/128, M].
+    Where they are wanted, also the product's amax by tile, the gradient of the rows' factors that these features are
+    part of, [F/128, M], and dgate, dup and the product in high precision.
     """
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -208,6 +206,13 @@ def _backward_rows(
     store_cast(
         du, F + k, m, 2 * F, M, data, 2 * F, row_scale, None, along, across, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, True
     )
+    at = m[:, None].to(tl.int64) * F + k[None, :]
+    if product is not None:
+        tl.store(product + at, p.to(product.dtype.element_ty))
+    if dgate_up is not None:
+        at += m[:, None].to(tl.int64) * F
+        tl.store(dgate_up + at, dg.to(dgate_up.dtype.element_ty))
+        tl.store(dgate_up + F + at, du.to(dgate_up.dtype.element_ty))
     if product_amax is not None:
         # A tile of 128 tokens is several programs': they raise one number, whose order does not matter to a maximum.
         tile = tl.program_id(1) * ROWS // 128 * tl.num_programs(0) + tl.program_id(0)
@@ -304,8 +309,11 @@ def gated_backward_cast(
     down: LinearRecipe,
     row_factor: torch.Tensor | None = None,
     wgrad: bool = True,
-) -> tuple[QuantizedTensor, QuantizedTensor | None, QuantizedTensor | None, torch.Tensor | None]:
+    uncast: tuple[bool, bool] = (False, False),
+) -> tuple[QuantizedTensor | torch.Tensor | None, ...]:
     """Return the casts of dgate_up [T, 2F] and [2F, T] and of the product [F, T], and the gradient of row_factor.
+
+    After them dgate_up and the product as `uncast` asks for them, or None.
 
     T and F are multiples of 128.
 
@@ -320,8 +328,12 @@ def gated_backward_cast(
     column = empty_result(2 * F, M, dy.format, "1x128" if wgrad else None, dy.scale, dproduct.device)
     product = empty_result(F, M, x.format, down.wgrad_input if wgrad else None, x.scale, dproduct.device)
     shares = None if row_factor is None else torch.empty(tiles(F), M, device=dproduct.device)
+    high = [
+        torch.empty(M, width, dtype=dproduct.dtype, device=dproduct.device) if wanted else None
+        for width, wanted in zip((2 * F, F), uncast, strict=True)
+    ]
     if dproduct.numel() == 0:
-        return row, column, product, None if shares is None else shares.sum(0)
+        return row, column, product, None if shares is None else shares.sum(0), *high
     data, scale, stride, scale_group = _saved_arguments(saved)
     source = (dproduct, data, scale, row_factor, M, F, stride, scale_group)
     common = {"ACTIVATION": ACTIVATION_CODES[activation], "SAVED_FP8": scale is not None}
@@ -334,7 +346,7 @@ def gated_backward_cast(
         product_amax = torch.zeros(M // BLOCK * tiles(F), dtype=torch.int32, device=dproduct.device)
     rows = 32 if product_amax is None else 16  # as registers allow
     _backward_rows[(tiles(F), M // rows)](
-        *source, *result_arguments(row), product_amax, shares, ROWS=rows, num_warps=4, **common, **gradient
+        *source, *result_arguments(row), product_amax, shares, *high, ROWS=rows, num_warps=4, **common, **gradient
     )
     if wgrad:
         width = 16
@@ -342,7 +354,7 @@ def gated_backward_cast(
             *source, *result_arguments(column), *result_arguments(product), product_amax, WIDTH=width,
             PRODUCT=MODES[down.wgrad_input], num_warps=4, **common, **gradient, **of_product,
         )
-    return row, column, product, None if shares is None else shares.sum(0)
+    return row, column, product, None if shares is None else shares.sum(0), *high
 
 
 def gated_backward(

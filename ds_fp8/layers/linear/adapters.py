@@ -1,0 +1,218 @@
+"""Plain LoRA of PEFT beside FP8 products: y += s u Bᵀ with u = n Aᵀ, in place, by products in BF16.
+
+    forward   u  [T, R]  = n Aᵀ               one skinny product for all adapters that share n, R the sum of their ranks
+              y_i       += s_i u_i B_iᵀ       y_i: the columns of y that the adapter's linear has written
+    backward  du_i       = s_i dy_i B_i
+              dB_i       = s_i dy_iᵀ u_i
+              dA         = duᵀ n
+              dn        += du A
+
+B is multiplied slice by slice: a block-diagonal one would read and write y as often, and multiply zeros. n is x, or
+RMSNorm(x) = x · rstd · w, which nothing needs to hold: u = rstd ∘ (x (A ∘ w)ᵀ) and dA = ((du ∘ rstd)ᵀ x) ∘ w, both from
+x itself, in BF16. Of FP8 codes dA would have their error, 2.6% of its norm beside 0.3% (tests/layers/test_adapters.py).
+
+With dropout every adapter has a mask of its own, drawn as PEFT draws it: n_i = n ∘ mask_i / (1 - p).
+
+T tokens, K input and N output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+Kept = tuple[torch.Tensor | None, ...]
+"""u [T, R] and every adapter's mask or None, or nothing where there is no adapter."""
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Return whether a module is PEFT's LoRA around an nn.Linear, of whatever variant."""
+    # By name: PEFT need not be installed, and takes seconds to import.
+    return type(module).__module__ == "peft.tuners.lora.layer" and type(module).__qualname__ == "Linear"
+
+
+def why_not_plain(module: nn.Module) -> str | None:
+    """Return what a module with a base_layer has beyond plain LoRA, or None."""
+    if not is_lora(module):
+        return type(module).__name__
+    variants = getattr(module, "lora_variant", {}).values()
+    found = {
+        **{type(variant).__name__: True for variant in variants},
+        "LoRA with a bias": any(part.bias is not None for part in module.lora_B.values()),
+        "LoRA of a transposed weight": module.fan_in_fan_out,
+        "LoRA with a dropout of its own": any(
+            not isinstance(part, (nn.Dropout, nn.Identity)) for part in module.lora_dropout.values()
+        ),
+    }
+    return next((what for what, applies in found.items() if applies), None)
+
+
+class Adapter(NamedTuple):
+    a: nn.Parameter
+    """[r, K]"""
+    b: nn.Parameter
+    """[N_i, r]"""
+    scale: float
+    dropout: float
+    columns: slice
+    """Of the product."""
+
+
+class Adapters(Sequence[Adapter]):
+    """The active adapters of linears that are one product, in the order of their columns, as they are now."""
+
+    def __init__(self, linears: Sequence[nn.Module]):
+        self._adapters = []
+        first = 0
+        for linear in linears:
+            columns = slice(first, first := first + linear.out_features)
+            self._adapters += (Adapter(*of_linear, columns) for of_linear in _active(linear))
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    def __getitem__(self, index):
+        return self._adapters[index]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return A and B of every adapter in turn: arguments of autograd functions, and the order of gradients."""
+        return [parameter for adapter in self for parameter in adapter[:2]]
+
+    @property
+    def kept(self) -> int:
+        """Return how many tensors `project` returns."""
+        return 1 + len(self) if self else 0
+
+    def project(self, x: torch.Tensor, rstd: torch.Tensor | None = None, norm: torch.Tensor | None = None) -> Kept:
+        """Return u of n = x [T, K], or x · rstd · norm, and the masks."""
+        if not self:
+            return ()
+        masks = [None] * len(self)
+        if self._drops:
+            parts = []
+            for index, adapter in enumerate(self):
+                dropped, masks[index] = _dropped(x, adapter.dropout)
+                parts.append(dropped @ self._a(x.dtype, norm, [adapter]).t())
+            u = torch.cat(parts, 1)
+        else:
+            u = x @ self._a(x.dtype, norm).t()
+        return (u if rstd is None else u.mul_(rstd[:, None]), *masks)
+
+    def add(self, y: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Add every s u Bᵀ to y [T, N] in place, and return y."""
+        for adapter, u in self._slices(kept):
+            y[:, adapter.columns].addmm_(u, adapter.b.to(u.dtype).t(), alpha=adapter.scale)
+        return y
+
+    def output_backward(self, dy: torch.Tensor, kept: Kept) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """Return du [T, R], and dB of every adapter, from dy [T, N]."""
+        if not self:
+            return None, []
+        du, gradients = torch.empty_like(kept[0]), []
+        for (adapter, u), own in zip(self._slices(kept), du.split(self._ranks, 1), strict=True):
+            dy_i, b, s = dy[:, adapter.columns], adapter.b, adapter.scale
+            torch.addmm(own, dy_i, b.to(dy.dtype), beta=0, alpha=s, out=own)
+            gradients.append(_scaled_product(dy_i.t(), u, s).to(b.dtype) if b.requires_grad else None)
+        return du, gradients
+
+    def add_to_input(self, dn: torch.Tensor, du: torch.Tensor | None, kept: Kept) -> None:
+        """Add du A to dn [T, K] in place."""
+        if not self:
+            return
+        if not self._drops:
+            dn.addmm_(du, self._a(dn.dtype))
+            return
+        for adapter, own, mask in zip(self, du.split(self._ranks, 1), kept[1:], strict=True):
+            a = adapter.a.to(dn.dtype)
+            if mask is None:
+                dn.addmm_(own, a)
+            else:
+                dn.add_(torch.ops.aten.native_dropout_backward(own @ a, mask, _factor(adapter.dropout)))
+
+    def a_backward(
+        self,
+        du: torch.Tensor | None,
+        x: torch.Tensor,
+        kept: Kept,
+        rstd: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+    ) -> list[torch.Tensor | None]:
+        """Return dA of every adapter; x, rstd and norm as given to `project`."""
+        if not any(adapter.a.requires_grad for adapter in self):
+            return [None] * len(self)
+        du = du if rstd is None else du * rstd[:, None]
+        du = du.to(x.dtype)
+        if self._drops:
+            drop = torch.ops.aten.native_dropout_backward  # the same function of the mask as dropout
+            found = [
+                own.t() @ (x if mask is None else drop(x, mask, _factor(adapter.dropout)))
+                for adapter, own, mask in zip(self, du.split(self._ranks, 1), kept[1:], strict=True)
+            ]
+        else:
+            found = (du.t() @ x).split(self._ranks)
+        found = [da if norm is None else da * norm.to(da.dtype) for da in found]
+        return [da.to(a.dtype) if a.requires_grad else None for da, (a, *_) in zip(found, self, strict=True)]
+
+    def backward(
+        self,
+        dy: torch.Tensor,
+        dn: torch.Tensor,
+        kept: Kept,
+        x: torch.Tensor | None,
+        rstd: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+    ) -> list[torch.Tensor | None]:
+        """Add the adapters' part to dn in place; return the gradients of `parameters`."""
+        du, db = self.output_backward(dy, kept)
+        self.add_to_input(dn, du, kept)
+        return self.in_order(self.a_backward(du, x, kept, rstd, norm), db)
+
+    @staticmethod
+    def in_order(da: Sequence[torch.Tensor | None], db: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return [gradient for both in zip(da, db, strict=True) for gradient in both]
+
+    @property
+    def _ranks(self) -> list[int]:
+        return [len(adapter.a) for adapter in self]
+
+    @property
+    def _drops(self) -> bool:
+        return any(adapter.dropout for adapter in self)
+
+    def _slices(self, kept: Kept) -> Iterator[tuple[Adapter, torch.Tensor]]:
+        return zip(self, kept[0].split(self._ranks, 1), strict=True) if self else iter(())
+
+    def _a(
+        self, dtype: torch.dtype, norm: torch.Tensor | None = None, some: Sequence[Adapter] | None = None
+    ) -> torch.Tensor:
+        """Return A of all adapters, or of some, below one another, its columns times the norm's weight: [R, K]."""
+        stacked = [adapter.a for adapter in some or self]
+        stacked = (torch.cat(stacked) if len(stacked) > 1 else stacked[0]).to(dtype)
+        return stacked if norm is None else (stacked * norm).to(dtype)
+
+
+def _active(linear: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter, float, float]]:
+    if not is_lora(linear) or linear.disable_adapters:
+        return
+    for name in linear.active_adapters:
+        if name in linear.lora_A:
+            dropout = linear.lora_dropout[name]
+            share = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+            yield linear.lora_A[name].weight, linear.lora_B[name].weight, linear.scaling[name], share
+
+
+def _dropped(x: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.ops.aten.native_dropout(x, share, True) if share else (x, None)
+
+
+def _factor(share: float) -> float:
+    return 1 / (1 - share) if share < 1 else 0.0
+
+
+def _scaled_product(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
+    result = torch.empty(len(x), y.shape[1], dtype=x.dtype, device=x.device)
+    return torch.addmm(result, x, y, beta=0, alpha=scale, out=result)

@@ -1,11 +1,11 @@
-"""Names and functions of other packages: what is missing, and what has changed."""
+"""Digests of other packages' functions."""
 
 import importlib
 import itertools
 
 import pytest
 
-from ds_fp8.config.other_packages import KnownFunction, changed, digest, find, missing
+from ds_fp8.config.other_packages import digest
 
 SOURCE = '''
 import functools
@@ -89,20 +89,3 @@ def test_what_is_not_there_has_no_digest(module):
     assert digest(f"{name}:Outer.method.inner.other") is None
     assert digest("module_that_is_nowhere:f") is None
     assert digest("sys:exit") is None  # has no source
-
-
-def test_changed_functions_are_named(module):
-    name = module(SOURCE)
-    known = {
-        f"{name}:Outer.method": KnownFunction("is replaced", ("another", DIGESTS["Outer.method"])),
-        f"{name}:Outer.method.inner": KnownFunction("is called", ("another",)),
-        f"{name}:Outer.gone": KnownFunction("is wrapped", ("another",)),
-    }
-    assert changed(known) == {"inner": "is called", "gone": "is wrapped"}
-
-
-def test_missing_names_are_named(module):
-    name = module(SOURCE)
-    names = {name: ("Outer", "other"), f"{name}:Outer": ("method", "gone"), "nowhere.at_all": ("f",)}
-    assert missing(names) == [f"{name}.other", "Outer.gone", "nowhere.at_all.f"]
-    assert find(f"{name}:Outer.method").__name__ == "print"

@@ -1,82 +1,21 @@
-"""Names and functions of other packages that this one depends on: found by their paths, compared by digests."""
+"""Digests of other packages' functions, by which those that this package depends on are compared."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import hashlib
-import importlib
 import importlib.util
 import io
 import textwrap
 import tokenize
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator
 
 _LEFT_OUT = {tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER, tokenize.ENCODING}
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _BETWEEN = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 _PIECES = {"FSTRING_START": 1, "FSTRING_END": -1, "TSTRING_START": 1, "TSTRING_END": -1}
 """Ends of the strings that newer Pythons give in pieces."""
-
-
-class KnownFunction(NamedTuple):
-    """A function that this package replaces, imitates or relies on, as it was when that was written."""
-
-    meaning: str
-    """The part of it that this package relies on."""
-    digests: tuple[str, ...]
-    """`digest` of it in the versions that were looked at."""
-
-
-def find(path: str) -> object | None:
-    """Return the module, class or function at a path, or None."""
-    module, _, names = path.partition(":")
-    try:
-        found: object | None = importlib.import_module(module)
-    except ImportError:
-        return None
-    for name in filter(None, names.split(".")):
-        found = getattr(found, name, None)
-    return found
-
-
-def missing(names: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return which names are not there."""
-    found = {owner: find(owner) for owner in names}
-    return [
-        f"{owner.rpartition(':')[2]}.{name}"
-        for owner, wanted in names.items()
-        for name in wanted
-        if not hasattr(found[owner], name)
-    ]
-
-
-def not_set(names: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return which names are not set where they should be."""
-    mentioned = {function: _names_in(find(function)) for function in names}
-    return [
-        f"{name} (set by {function.rpartition(':')[2]})"
-        for function, wanted in names.items()
-        for name in wanted
-        if name not in mentioned[function]
-    ]
-
-
-def _names_in(function: object) -> set[str]:
-    """Return the names that a function mentions, those inside it, and the one that a decorator has wrapped."""
-    code = getattr(function, "__code__", function)
-    cells = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
-    inner = [x for x in (*getattr(code, "co_consts", ()), *cells) if hasattr(x, "co_names") or hasattr(x, "__code__")]
-    names = (name for kind in ("co_names", "co_cellvars") for name in getattr(code, kind, ()))
-    return {*names, *(name for each in inner for name in _names_in(each))}
-
-
-def changed(functions: Mapping[str, KnownFunction]) -> dict[str, str]:
-    """Return the functions whose source is none of the known ones, by name, with what is relied on."""
-    return {
-        path.rpartition(".")[2]: known.meaning for path, known in functions.items() if digest(path) not in known.digests
-    }
 
 
 def digest(path: str) -> str | None:

@@ -1,5 +1,7 @@
 """The layers that run in FP8 (linears, fused decoder layers, the head and its loss), and the conversion of models."""
 
-from ds_fp8.layers import transformers_versions
+from importlib.metadata import version
 
-transformers_versions.check_names()
+from ds_fp8.layers.transformers_versions import check_version
+
+check_version(version("transformers"))

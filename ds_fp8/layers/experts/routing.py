@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,13 +41,11 @@ def mixtures(model: nn.Module) -> dict[str, nn.Module]:
 def record(model: nn.Module) -> Iterator[Routes]:
     """Record which experts the tokens of a model's forwards go to.
 
+    The mapping is filled when the context ends: by layer, int64 [tokens, top_k] on the model's device. Tokens of
+    several forwards follow each other in their order; what gradient checkpointing computes again is not among them.
+
     Args:
         model: A Hugging Face model with experts, in FP8 or not, or its DeepSpeed engine.
-
-    Returns:
-        A context manager whose mapping is filled when it ends: by layer, the experts of each token, int64 [tokens,
-        top_k] on the model's device. Tokens of several forwards follow each other in their order; what gradient
-        checkpointing computes again is not among them.
 
     Raises:
         UserError: The model has no experts, or a layer finds them without torch.topk.
@@ -60,10 +58,9 @@ def record(model: nn.Module) -> Iterator[Routes]:
         if not in_backward():
             calls[name].append(chosen.detach().clone())
 
-    choices = {
-        name: _Choices(name, experts, functools.partial(observe, name=name)) for name, (_, experts) in layers.items()
-    }
-    with _routed(layers, choices):
+    with _routed(
+        {name: _Choices(name, *layer, functools.partial(observe, name=name)) for name, layer in layers.items()}
+    ):
         yield routes
     routes.update({name: torch.cat(chosen) for name, chosen in calls.items() if chosen})
 
@@ -77,7 +74,7 @@ def replay(model: nn.Module, routes: Mapping[str, torch.Tensor] | Sequence[torch
     stays that of the router's own choice.
 
     Args:
-        model: A Hugging Face model with experts, in FP8 or not, or its DeepSpeed engine.
+        model: As for `record`.
         routes: Experts of each token, [tokens, top_k] integers on any device: by layer as of `record`, or in the order
             of the layers.
 
@@ -87,19 +84,36 @@ def replay(model: nn.Module, routes: Mapping[str, torch.Tensor] | Sequence[torch
     """
     layers, root = _layers(model), getattr(model, "module", model)
     given = _checked(routes, {name: experts for name, (_, experts) in layers.items()})
-    recomputes = any(vars(part).get("gradient_checkpointing") for part in model.modules())
-    choices = {
-        name: _Choices(name, experts, replayed=given[name], recomputes=recomputes)
-        for name, (_, experts) in layers.items()
-    }
-    checked = root.register_forward_hook(functools.partial(_check_reentrant, choices.values()))
+    choices = {name: _Choices(name, *layer, replayed=given[name]) for name, layer in layers.items()}
+    ended = False
+
+    def check_inside(gradient: torch.Tensor) -> None:
+        if ended:
+            raise UserError(
+                "gradient checkpointing computes layers with experts again, outside the context that replayed their "
+                "routing",
+                remedy="call backward inside the context",
+            )
+
+    def watch(module: nn.Module, args: tuple, output: Any) -> None:
+        for value in tree_leaves(output):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(check_inside)
+
+    hooks = []
+    if any(vars(part).get("gradient_checkpointing") for part in model.modules()):
+        # A layer that is computed again after the context would choose by itself, unnoticed. One in a reentrant
+        # checkpoint has no output that takes hooks: those of the modules around it do.
+        parts = [name.split(".") for name in layers]
+        around = {".".join(each[:end]) for each in parts for end in range(len(each) - 1)}
+        hooks = [root.get_submodule(name).register_forward_hook(watch) for name in around]
     try:
-        with _routed(layers, choices):
+        with _routed(choices):
             yield
     finally:
-        checked.remove()
-        for choice in choices.values():
-            choice.ended = True
+        ended = True
+        for hook in hooks:
+            hook.remove()
     unused = next((name for name, choice in choices.items() if not choice.calls), None)
     if unused is not None:
         raise UserError(
@@ -138,16 +152,14 @@ class _Choices(TorchFunctionMode):
 
     def __init__(
         self,
-        layer: str,
+        name: str,
+        around: nn.Module,
         experts: int,
         observe: Callable[[torch.Tensor], None] | None = None,
         replayed: torch.Tensor | None = None,
-        recomputes: bool = False,
     ):
         super().__init__()
-        self.layer, self.calls, self.ended, self.recomputes = layer, 0, False, recomputes
-        self.without_graph = False
-        """True where the last forward outside of backward recorded nothing for autograd."""
+        self.name, self.around, self.calls = name, around, 0
         self._experts, self._observe, self._replayed = experts, observe, replayed
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -161,15 +173,6 @@ class _Choices(TorchFunctionMode):
             return result
         return self._answer(*args, **kwargs)
 
-    def check_inside(self, gradient: torch.Tensor) -> None:
-        """Raise UserError in a backward behind the context: a hook of tensors."""
-        if self.ended:
-            raise UserError(
-                f"gradient checkpointing computes the layer around {self.layer} again, outside the context that "
-                "replayed its routing",
-                remedy="call backward inside the context",
-            )
-
     def _chooses_experts(self, input: torch.Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> bool:
         # Groups of experts are chosen from scores of another shape.
         return input.dim() == 2 and input.shape[1] == self._experts and dim in (-1, 1)
@@ -177,54 +180,34 @@ class _Choices(TorchFunctionMode):
     def _answer(self, input: torch.Tensor, k: int, *_: Any, **__: Any) -> Any:
         if self._replayed.shape != (input.shape[0], k):
             raise UserError(
-                f"routes of {self.layer} are {_size(self._replayed)}, and its router chooses {k} experts for each of "
+                f"routes of {self.name} are {_size(self._replayed)}, and its router chooses {k} experts for each of "
                 f"{input.shape[0]} tokens",
                 remedy="replay what was recorded from this batch, in one context for each micro-batch",
             )
         self._replayed = self._replayed.to(input.device)
         return torch.return_types.topk((input.gather(1, self._replayed), self._replayed))
 
+    def routed_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def routed(*args: Any, **kwargs: Any) -> Any:
+            before = self.calls
+            with self:
+                output = forward(*args, **kwargs)
+            if self.calls == before:
+                raise UserError(
+                    f"the layer around {self.name} chooses experts without torch.topk",
+                    remedy="record or replay its routing in the model's own code",
+                )
+            return output
 
-def _routed_forward(forward: Callable[..., Any], choices: _Choices) -> Callable[..., Any]:
-    def routed(*args: Any, **kwargs: Any) -> Any:
-        before = choices.calls
-        with choices:
-            output = forward(*args, **kwargs)
-        if choices.calls == before:
-            raise UserError(
-                f"the layer around {choices.layer} chooses experts without torch.topk",
-                remedy="record or replay its routing in the model's own code",
-            )
-        if choices.recomputes:
-            # A layer that is computed again after the context would choose by itself, unnoticed.
-            first = output[0] if isinstance(output, tuple) else output
-            if first.requires_grad:
-                first.register_hook(choices.check_inside)
-            if not in_backward():
-                choices.without_graph = not torch.is_grad_enabled()
-        return output
-
-    routed.records_or_replays = True
-    return routed
-
-
-def _check_reentrant(choices: Iterable[_Choices], module: nn.Module, args: tuple, output: Any) -> None:
-    """Let the output of a model check its backward where layers ran in reentrant checkpoints: a forward hook.
-
-    Such a layer records nothing for autograd before backward computes it again, and its output takes no hook.
-    """
-    for choice in choices:
-        if choice.without_graph:
-            for value in tree_leaves(output):
-                if isinstance(value, torch.Tensor) and value.requires_grad:
-                    value.register_hook(choice.check_inside)
-            return
+        routed.records_or_replays = True
+        return routed
 
 
 @contextlib.contextmanager
-def _routed(layers: Mapping[str, tuple[nn.Module, int]], choices: Mapping[str, _Choices]) -> Iterator[None]:
+def _routed(choices: Mapping[str, _Choices]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for name, (around, _) in layers.items():
+        for choice in choices.values():
+            around = choice.around
             if is_routed(around):
                 raise UserError(
                     "routing is being recorded or replayed already", remedy="end that context before the next"
@@ -234,7 +217,7 @@ def _routed(layers: Mapping[str, tuple[nn.Module, int]], choices: Mapping[str, _
                 stack.callback(setattr, around, "forward", around.forward)
             else:
                 stack.callback(delattr, around, "forward")
-            around.forward = _routed_forward(around.forward, choices[name])
+            around.forward = choice.routed_forward(around.forward)
         yield
 
 
@@ -251,7 +234,7 @@ def _layers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
 
 
 def _checked(routes: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], experts: Mapping[str, int]) -> Routes:
-    """Return routes by layer in int64. Raises UserError for those that cannot be a model's."""
+    """Return routes by layer in int64, or raise."""
     if not isinstance(routes, Mapping):
         if len(routes) != len(experts):
             raise UserError(

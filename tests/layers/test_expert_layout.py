@@ -51,13 +51,10 @@ def assert_is_layout(layout, top_k_index, experts):
     assert all(place[pair] == -1 for pair, of in enumerate(chosen) if not 0 <= of < experts)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize(
-    ("tokens", "choices", "experts"), [(1, 1, 1), (7, 2, 64), (300, 8, 8), (64, 4, 16), (1000, 3, 5), (129, 1, 1)]
-)
-def test_every_pair_has_a_row(tokens, choices, experts, dtype):
+@pytest.mark.parametrize(("tokens", "choices", "experts"), [(0, 2, 4), (7, 2, 64), (300, 8, 8), (129, 1, 1)])
+def test_every_pair_has_a_row(tokens, choices, experts):
     torch.manual_seed(0)
-    index = torch.rand(tokens, experts).topk(choices if choices <= experts else experts).indices.to(dtype)
+    index = torch.rand(tokens, experts).topk(choices).indices
     assert_is_layout(expert_layout(index, experts), index, experts)
 
 
@@ -75,11 +72,6 @@ def test_choices_of_other_ranks_get_no_row():
     assert layout.place[2].tolist() == [-1, -1]
 
 
-def test_without_tokens_nothing_belongs_to_an_expert():
-    layout = expert_layout(torch.empty(0, 2, dtype=torch.int64), 4)
-    assert_is_layout(layout, torch.empty(0, 2, dtype=torch.int64), 4)
-
-
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=20))
 def test_the_worst_case_is_never_exceeded(counts):
     needed = sum(-(-count // BLOCK) * BLOCK for count in counts)
@@ -87,33 +79,23 @@ def test_the_worst_case_is_never_exceeded(counts):
     assert worst_case_rows(sum(counts), len(counts)) <= sum(counts) + (BLOCK - 1) * len(counts) + BLOCK
 
 
-def test_the_worst_case_can_happen():
-    counts = [1] * 7 + [129]
-    assert worst_case_rows(sum(counts), len(counts)) == sum(-(-count // BLOCK) * BLOCK for count in counts)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize(
-    ("tokens", "choices", "experts"), [(1, 1, 1), (7, 2, 64), (300, 8, 8), (700, 4, 200), (1000, 3, 5), (4096, 2, 16)]
+    ("tokens", "choices", "experts", "ours", "dtype"),
+    [
+        (1, 1, 1, 1, torch.int64),
+        (7, 2, 64, 63, torch.int32),  # the last expert is another rank's
+        (700, 4, 200, 200, torch.int64),
+        (4096, 2, 16, 15, torch.int32),
+    ],
 )
-def test_kernels_lay_out_as_the_reference(tokens, choices, experts, dtype, monkeypatch):
+def test_kernels_lay_out_as_the_reference(tokens, choices, experts, ours, dtype, monkeypatch):
     monkeypatch.setattr(kernels, "CELLS", 2048)
     torch.manual_seed(0)
-    for ours in (experts, experts - 1):  # without the last one's choices, which are those of other ranks then
-        if not ours:
-            continue
-        index = torch.rand(tokens, experts).topk(choices).indices.to(dtype)
-        found = ExpertLayout(*kernels.lay_out(index.to(DEVICE), ours, worst_case_rows(index.numel(), ours)))
-        for name, one, other in zip(ExpertLayout._fields, found, expert_layout_reference(index, ours), strict=True):
-            assert one.dtype is other.dtype, name
-            assert torch.equal(one.cpu(), other), name
-
-
-def test_kernels_read_any_strides():
-    index = torch.randint(0, 5, (3, 40)).t()
-    found = kernels.lay_out(index.to(DEVICE), 5, worst_case_rows(120, 5))
-    for one, other in zip(found, expert_layout_reference(index, 5), strict=True):
-        assert torch.equal(one.cpu(), other)
+    index = torch.rand(tokens, experts).topk(choices).indices.to(dtype).t().contiguous().t()
+    found = ExpertLayout(*kernels.lay_out(index.to(DEVICE), ours, worst_case_rows(index.numel(), ours)))
+    for name, one, other in zip(ExpertLayout._fields, found, expert_layout_reference(index, ours), strict=True):
+        assert one.dtype is other.dtype, name
+        assert torch.equal(one.cpu(), other), name
 
 
 EXPERTS = 5
@@ -162,11 +144,15 @@ def test_values_of_pairs_and_rows(tokens, choices):
     assert torch.equal(pair_values(factors, layout), weights.float().masked_fill(layout.place < 0, 0))
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, "pow2"), (torch.float32, "fp32")])
 @pytest.mark.parametrize(
-    ("rowwise", "columnwise"), [("1x128", None), ("1x128", "1x128"), (None, "128x128"), ("1x128", "128x128")]
+    ("tokens", "choices", "rowwise", "columnwise", "scale", "dtype"),
+    [
+        (1, 1, "1x128", "1x128", "fp32", torch.float32),
+        (50, 2, "1x128", None, "pow2", torch.bfloat16),
+        (50, 2, None, "128x128", "fp32", torch.bfloat16),
+        (130, 3, "1x128", "128x128", "pow2", torch.float32),
+    ],
 )
-@pytest.mark.parametrize(("tokens", "choices"), ROUTINGS[:3])
 def test_kernel_of_casts(tokens, choices, rowwise, columnwise, scale, dtype):
     layout = expert_layout(routing(tokens, choices, True), EXPERTS)
     x = torch.randn(tokens, 256).to(dtype)
@@ -180,8 +166,8 @@ def test_kernel_of_casts(tokens, choices, rowwise, columnwise, scale, dtype):
         assert result is None or torch.equal(result.dequantize(), wanted.dequantize())
 
 
-@pytest.mark.parametrize("tokens", [1, 70])
-def test_kernel_of_casts_of_other_strides(tokens):
+def test_kernel_of_casts_of_other_strides():
+    tokens = 70
     layout = expert_layout(routing(tokens, 2), EXPERTS)
     wide = torch.randn(tokens, 600).bfloat16()
     for x in (wide[:, 40:296], torch.randn(256, tokens).bfloat16().t(), wide[:1, :256].expand(tokens, -1)):
@@ -191,8 +177,7 @@ def test_kernel_of_casts_of_other_strides(tokens):
             assert_same(result, wanted)
 
 
-@pytest.mark.parametrize("features", [128, 384, 1152])
-@pytest.mark.parametrize(("tokens", "choices"), ROUTINGS[:3])
+@pytest.mark.parametrize(("tokens", "choices", "features"), [(1, 1, 1152), (50, 2, 384), (130, 3, 128)])
 def test_kernel_of_sums(tokens, choices, features):
     layout = expert_layout(routing(tokens, choices, True), EXPERTS)
     rows = torch.randn(len(layout.source), features)

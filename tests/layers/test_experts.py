@@ -14,7 +14,7 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.layers.convert import convert, layer_of, restore
 from ds_fp8.layers.decoder.decoder import FusedAttentionHalf
-from ds_fp8.layers.experts.experts import FP8Experts, convert_experts, decode
+from ds_fp8.layers.experts.experts import FP8Experts, convert_experts, decode, products_of
 from ds_fp8.layers.experts.selection import backend_of_experts, multiplies_experts
 from ds_fp8.layers.linear.linear import FP8Linear, Swapped
 from ds_fp8.layers.linear.recipe import recipe_from_config
@@ -79,8 +79,10 @@ def results(experts, batch, call=None):
 @pytest.mark.parametrize("reached", [range(EXPERTS), (1, 3)])
 def test_they_compute_with_the_decoded_weights(implementation, reached):
     experts, twin = pair(implementation)
-    for ours, expected in zip(results(experts, inputs(reached)), results(twin, inputs(reached)), strict=True):
-        assert torch.equal(ours, expected)
+    ours = results(experts, inputs(reached))
+    assert all(map(torch.equal, ours, results(twin, inputs(reached))))
+    for gradient in ours[-2:]:
+        assert [bool(part.any()) for part in gradient] == [expert in reached for expert in range(EXPERTS)]
     assert all(weight.isnan().all() for weight in experts.parameters())
 
 
@@ -93,16 +95,8 @@ def test_weights_are_decoded_in_pieces(monkeypatch, first, rows):
     assert torch.equal(decode(experts.gate_up_proj, first, rows), expected[first:stop])
 
 
-def test_experts_without_tokens_have_zero_gradients():
+def test_a_batch_without_tokens_has_zero_gradients():
     experts, _ = pair("grouped_mm")
-    *_, gate_up, down = results(experts, inputs((1, 3)))
-    for gradient in (gate_up, down):
-        assert [bool(part.any()) for part in gradient] == [False, True, False, True]
-
-
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
-def test_a_batch_without_tokens_has_zero_gradients(implementation):
-    experts, _ = pair(implementation)
     empty = torch.empty(0, 2, dtype=torch.int64)
     x = torch.empty(0, 128, dtype=torch.bfloat16, requires_grad=True)
     y = experts(x, empty, torch.empty(0, 2, dtype=torch.bfloat16))
@@ -338,27 +332,24 @@ def test_router_logits_and_the_auxiliary_loss_are_as_before():
     assert output.loss.item() == pytest.approx(expected.loss.item(), rel=0.05)
 
 
-def multiplied(implementation="grouped_mm", preset="infir2", **linear):
-    """(experts whose gathered codes are multiplied in FP8, the same decoded and multiplied in BF16)."""
-    model = mixture("qwen3_moe")
-    model.config._experts_implementation = implementation
-    twin = copy.deepcopy(model)
-    for each, products in ((model, "fp8"), (twin, "bf16")):
-        linear_section = {"backend": "reference", "expert_products": products, **linear}
-        conversion = convert(each, FP8Config.from_preset(preset=preset, linear=linear_section))
-        gathered_in_fp8(each.model.layers[0].mlp.experts)
-    return *(each.model.layers[0].mlp.experts for each in (model, twin)), conversion
-
-
-@pytest.mark.parametrize("preset", ["infir2", "hybrid_fast", "precise"])
+@pytest.mark.parametrize(
+    ("architecture", "preset"),
+    [("qwen3_moe", "infir2"), ("mixtral", "hybrid_fast"), ("olmoe", "precise"), ("deepseek_v3", "infir2")],
+)
 @pytest.mark.parametrize("reached", [range(EXPERTS), (1, 3)])
-def test_products_in_fp8_are_those_of_decoded_weights_but_for_the_casts(preset, reached):
-    ours, twin, _ = multiplied(preset=preset)
-    for found, expected in zip(results(ours, inputs(reached)), results(twin, inputs(reached)), strict=True):
+def test_products_in_fp8_are_those_of_decoded_weights_but_for_the_casts(architecture, preset, reached):
+    model = mixture(architecture)
+    both = []
+    for each, products in ((model, "fp8"), (copy.deepcopy(model), "bf16")):
+        section = {"backend": "reference", "expert_products": products}
+        convert(each, FP8Config.from_preset(preset=preset, linear=section))
+        both.append(each.model.layers[-1].mlp.experts)
+        gathered_in_fp8(both[-1])
+    ours, twin = (results(experts, inputs(reached)) for experts in both)
+    for found, expected in zip(ours, twin, strict=True):
         assert 0.001 < error(found, expected) < 3 * FP8_ERROR
-    *_, gate_up, down = results(ours, inputs((1, 3)))
-    for gradient in (gate_up, down):
-        assert [bool(part.any()) for part in gradient] == [False, True, False, True]
+    for gradient in ours[-2:]:
+        assert [bool(part.any()) for part in gradient] == [expert in reached for expert in range(EXPERTS)]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -370,6 +361,31 @@ def test_experts_of_presets_in_blocks_are_multiplied_in_fp8(preset):
     for layer in model.model.layers:
         # Their codes are gathered without outlier blocks.
         assert all(not recipe.outlier_channels for recipe in getattr(layer.mlp.experts, "expert_recipes", {}).values())
+
+
+def experts_of(architecture, **changes):
+    return mixture(architecture, **changes).model.layers[0].mlp.experts
+
+
+def known(**linear):
+    recipe = recipe_from_config(config(linear=linear))
+    return {"gate_up_proj": recipe, "down_proj": recipe}
+
+
+@pytest.mark.parametrize(("word", "name"), [("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh")])
+def test_the_activation_is_found_out(word, name):
+    assert products_of(experts_of("mixtral", hidden_act=word), known()).activation == name
+
+
+def test_experts_that_are_not_known_say_why():
+    assert "has_bias" in products_of(experts_of("gpt_oss"), known())
+    assert "act(gate)" in products_of(experts_of("mixtral", hidden_act="relu"), known())
+    assert "multiples of 128" in products_of(experts_of("qwen3_moe", moe_intermediate_size=96), known())
+    assert "128x128" in products_of(experts_of("mixtral"), known(weight={"granularity": "tensor"}))
+    assert "has_gate = not set" in products_of(torch.nn.Linear(2, 2), known())
+    module = experts_of("mixtral")
+    module._apply_gate = lambda gate_up: gate_up.chunk(2, -1)[0].clamp(max=2) * gate_up.chunk(2, -1)[1]
+    assert "act(gate)" in products_of(module, known())
 
 
 def test_products_that_experts_cannot_have_are_said():
@@ -385,20 +401,11 @@ def test_products_that_experts_cannot_have_are_said():
     assert set(conversion.experts.decoded.values()) == {"down_proj not gathered in FP8"}
 
 
-@pytest.mark.parametrize(
-    ("asked", "backend", "in_fp8"),
-    [
-        ("auto", "cublas", True),
-        ("auto", "deep_gemm", True),
-        ("fp8", "deep_gemm", True),
-        ("auto", "mxfp8", False),
-        ("auto", "reference", False),
-        ("fp8", "reference", True),
-        ("bf16", "cublas", False),
-    ],
-)
-def test_experts_are_multiplied_in_fp8_where_the_kernels_have_run(asked, backend, in_fp8):
-    assert multiplies_experts(asked, backend) is in_fp8
+def test_experts_are_multiplied_in_fp8_where_the_kernels_have_run():
+    assert all(multiplies_experts("auto", backend) for backend in ("cublas", "deep_gemm"))
+    assert not any(multiplies_experts("auto", backend) for backend in ("mxfp8", "reference"))
+    assert multiplies_experts("fp8", "reference")
+    assert not multiplies_experts("bf16", "cublas")
 
 
 def test_groups_are_multiplied_by_deep_gemm_only_if_that_was_asked_for():

@@ -17,9 +17,7 @@ ARCHITECTURES = {
     "mixtral": {},
     "qwen3_moe": {"norm_topk_prob": True},
     "olmoe": {},
-    "deepseek_v3": {},
     "deepseek_v3 in groups": {"n_group": 2, "topk_group": 1, "norm_topk_prob": True},
-    "qwen2_moe": {},
     "gpt_oss": {},
 }
 
@@ -91,17 +89,10 @@ def test_other_routing_gives_its_experts_with_weights_of_the_routers_own_scores(
         router = getattr(module, "gate", None) or module.router
         gradient = next(g for key, g in gradients.items() if model.get_parameter(key) is router.weight)
         assert gradient.abs().max() > 0
-    # The scores of experts are those of the router: asked for its own experts in another order, it weighs them alike.
-    turned = {layer: chosen.flip(1) for layer, chosen in own.items()}
-    logits, _ = step(model)
-    with routing.replay(model, list(turned.values())):
-        again, _ = step(model)
-    assert torch.allclose(again, logits, atol=1e-4)
 
 
 OTHERS = """
-    afmoe cohere2_moe deepseek_v2 ernie4_5_moe flex_olmo glm4_moe granitemoe hunyuan_v1_moe jamba minimax_m2 nemotron_h
-    qwen3_next
+    afmoe cohere2_moe deepseek_v2 ernie4_5_moe glm4_moe granitemoe hunyuan_v1_moe jamba minimax_m2 qwen3_next
 """.split()  # noqa: SIM905
 """Architectures whose layers find experts in other ways: without a router of its own, with biases, with sigmoids."""
 
@@ -137,7 +128,7 @@ def test_weights_of_replayed_experts_are_those_of_the_formula():
     inputs = []
     block.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach().flatten(0, 1)))
     seen = experts_called(model)
-    with routing.replay(model, routes):
+    with routing.replay(model, list(routes.values())):
         step(model)
     layer = "model.layers.0.mlp.experts"
     probabilities = (inputs[-1] @ block.gate.weight.T).softmax(-1).gather(1, routes[layer])
@@ -193,6 +184,10 @@ def test_tokens_that_change_expert_are_counted_by_sets():
     first = {"a": torch.tensor([[0, 1], [2, 3], [1, 2], [0, 3]])}
     assert routing.changed_tokens(first, {"a": torch.tensor([[1, 0], [3, 2], [2, 1], [3, 0]])}) == {"a": 0.0}
     assert routing.changed_tokens(first, {"a": torch.tensor([[1, 0], [3, 1], [2, 1], [3, 0]])}) == {"a": 0.25}
+    with pytest.raises(UserError, match="only one of the two routings has b"):
+        routing.changed_tokens(first, {**first, "b": first["a"]})
+    with pytest.raises(UserError, match="4 x 2 and 1 x 2"):
+        routing.changed_tokens(first, {"a": torch.tensor([[0, 1]])})
 
 
 def test_fp8_beside_bf16():
@@ -224,14 +219,11 @@ def changed(**layers):
 ROWS = tokens().numel()
 REFUSED = {
     "other tokens": (changed(_1=torch.tensor([[0, 1]] * 7)), "7 x 2, and its router chooses 2 experts for each of 32"),
-    "other top_k": (changed(_0=torch.tensor([[0]] * ROWS)), "32 x 1, and its router chooses 2"),
     "an expert that is not there": (changed(_0=torch.tensor([[0, EXPERTS]] * ROWS)), "not among 0 to 3"),
     "padding": (changed(_0=torch.tensor([[0, -1]] * ROWS)), "not among 0 to 3"),
     "one expert twice": (changed(_1=torch.tensor([[2, 2]] * ROWS)), "one expert twice"),
     "fractions": (changed(_1=torch.ones(ROWS, 2)), "torch.float32 of shape"),
-    "rows and tokens": (changed(_1=torch.ones(2, 16, 2).long()), r"torch.int64 of shape \(2, 16, 2\)"),
     "no tensor": (changed(_0=[[0, 1]] * ROWS), "model.layers.0.mlp.experts are a list"),
-    "an array": (changed(_1=torch.ones(ROWS, 2).long().numpy()), "model.layers.1.mlp.experts are a ndarray"),
     "no such layer": (changed(_2=torch.ones(ROWS, 2)), "the model has no experts model.layers.2.mlp.experts"),
     "a layer less": (lambda routes: dict(list(routes.items())[:1]), "routes of model.layers.1.mlp.experts are missing"),
     "a list of one layer": (lambda routes: list(routes.values())[:1], "routes of 1 layers, and the model has 2"),
@@ -271,19 +263,10 @@ def test_models_that_cannot_be_recorded_are_named():
         step(phimoe)
 
 
-def test_the_comparison_names_what_differs():
-    routes = {"a": torch.tensor([[0, 1]])}
-    with pytest.raises(UserError, match="only one of the two routings has b"):
-        routing.changed_tokens(routes, {**routes, "b": routes["a"]})
-    with pytest.raises(UserError, match="1 x 2 and 2 x 2"):
-        routing.changed_tokens(routes, {"a": torch.tensor([[0, 1], [1, 2]])})
-
-
 WITH_LOSS = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss")
 
 
-@pytest.mark.parametrize("length", [1, 4, 129])
-@pytest.mark.parametrize("size", [0, 1, 1000])
+@pytest.mark.parametrize(("size", "length"), [(0, 4), (1, 1), (1000, 129)])
 def test_counts_are_those_of_bincount(size, length):
     indices = torch.randint(length, (size,))
     assert torch.equal(counts(indices, length), torch.bincount(indices, minlength=length))
@@ -300,6 +283,9 @@ def test_the_loss_and_its_gradients_do_not_change(architecture, masked, monkeypa
         model = mixture(architecture, torch.float32, output_router_logits=True, router_aux_loss_coef=0.5)
         if changed:
             count_without_waiting(model)
+            function = getattr(module, NAME)
+            count_without_waiting(model)
+            assert getattr(module, NAME) is function, "replaced once"
         output = model(input_ids=ids, labels=ids, attention_mask=mask if masked else None, use_cache=False)
         output.loss.backward()
         return output.aux_loss, [p.grad for p in model.parameters() if p.grad is not None]
@@ -314,12 +300,3 @@ def test_the_loss_and_its_gradients_do_not_change(architecture, masked, monkeypa
     assert torch.equal(found, expected)
     assert expected.item() > 0
     assert all(map(torch.equal, ours, gradients))
-
-
-def test_a_function_is_replaced_once():
-    model = mixture("mixtral")
-    count_without_waiting(model)
-    module = __import__(type(model).__module__, fromlist=[NAME])
-    function = getattr(module, NAME)
-    count_without_waiting(model)
-    assert getattr(module, NAME) is function

@@ -23,7 +23,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,25 +50,24 @@ FLAGS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concat
 """By flag of transformers' interface: the value of the experts whose products are known."""
 
 
-def products_of(module: nn.Module, gate_up: LinearRecipe, down: LinearRecipe) -> ExpertProducts | str:
-    """Return the FP8 products of experts of transformers' ExpertsInterface, or the reason why they can have none."""
+def products_of(module: nn.Module, recipes: Mapping[str, LinearRecipe]) -> ExpertProducts | str:
+    """Return the FP8 products of experts of transformers' ExpertsInterface, or the reason why they can have none.
+
+    `recipes`: by the name of each parameter that can be gathered in FP8.
+    """
+    missing = [name for name in ("gate_up_proj", "down_proj") if name not in recipes]
+    if missing:
+        return f"{' and '.join(missing)} not gathered in FP8"
     for flag, value in FLAGS.items():
         if getattr(module, flag, None) is not value:
             return f"{type(module).__name__} has {flag} = {getattr(module, flag, 'not set')}"
-    shapes = [shape_of(getattr(module, name, None)) for name in ("gate_up_proj", "down_proj")]
-    reason = unsupported(gate_up) or unsupported(down) or unsupported_shapes(*shapes)
+    gate_up, down = recipes["gate_up_proj"], recipes["down_proj"]
+    reason = unsupported(gate_up) or unsupported(down)
+    reason = reason or unsupported_shapes(shape_of(module.gate_up_proj), shape_of(module.down_proj))
     activation = _activation(module)
     if reason is None and activation is None:
         reason = f"its gating is not act(gate) · up with act one of {', '.join(ACTIVATIONS)}"
     return reason or ExpertProducts(activation, gate_up, down)
-
-
-def multiply_experts(
-    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """Return the sum [T, H] of each token's experts [T, k], times the router's weights [T, k], in FP8 products."""
-    weights = ExpertWeights(module.gate_up_proj, module.down_proj)
-    return expert_products(hidden_states, top_k_index, top_k_weights, weights, getattr(module, PRODUCTS))
 
 
 def _activation(module: nn.Module) -> str | None:
@@ -126,7 +125,8 @@ class FP8Experts(Swapped):
 
     def _own_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if PRODUCTS in vars(self):
-            return multiply_experts(self, *args, **kwargs)
+            weights = ExpertWeights(self.gate_up_proj, self.down_proj)
+            return expert_products(*args, **kwargs, weights=weights, products=getattr(self, PRODUCTS))
         gathered = {name: self._parameters[name] for name in self.expert_recipes}
         gathered = {name: weight for name, weight in gathered.items() if getattr(weight, GATHERED, None) is not None}
         if not gathered:
@@ -186,17 +186,14 @@ class _Untouched(torch.autograd.Function):
         )
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """A view of a decoded weight that an operation saved for its backward."""
 
     weight: nn.Parameter
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
     first: int
-    """First and number of the rows that it touches, and where it begins in them."""
     rows: int
-    offset: int
+    view: tuple[tuple[int, ...], tuple[int, ...], int]
+    """Size, stride and offset in those rows."""
 
 
 def _decoded_again(weights: Mapping[int, nn.Parameter]) -> contextlib.AbstractContextManager:
@@ -207,7 +204,7 @@ def _decoded_again(weights: Mapping[int, nn.Parameter]) -> contextlib.AbstractCo
     """
     # torch calls the innermost hooks alone, and has no public name for those around them.
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack, unpack = outer if outer is not None else (_same, _same)
+    pack, unpack = outer if outer is not None else (lambda value: value,) * 2
 
     def save(tensor: torch.Tensor) -> Any:
         weight = weights.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
@@ -217,20 +214,14 @@ def _decoded_again(weights: Mapping[int, nn.Parameter]) -> contextlib.AbstractCo
         last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         first = start // columns
         rows = last // columns - first + 1
-        return _Part(weight, tuple(tensor.shape), tensor.stride(), first, rows, start - first * columns)
+        return _Part(weight, first, rows, (tensor.shape, tensor.stride(), start - first * columns))
 
     def restore(saved: Any) -> torch.Tensor:
-        return _decoded_part(saved) if isinstance(saved, _Part) else unpack(saved)
+        if not isinstance(saved, _Part):
+            return unpack(saved)
+        return decode(saved.weight, saved.first, saved.rows).as_strided(*saved.view)
 
     return torch.autograd.graph.saved_tensors_hooks(save, restore)
-
-
-def _decoded_part(part: _Part) -> torch.Tensor:
-    return decode(part.weight, part.first, part.rows).as_strided(part.size, part.stride, part.offset)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 @contextlib.contextmanager
@@ -266,25 +257,15 @@ def convert_experts(
                 result.converted.append(full_name)
         if recipes:
             module.expert_recipes = recipes
-            if multiply and (reason := _multiply_in_fp8(module, recipes)) is not None:
-                result.decoded[name] = reason
+            products = products_of(module, recipes) if multiply else None
+            if isinstance(products, str):
+                result.decoded[name] = products
             elif multiply:
+                setattr(module, PRODUCTS, products)
                 result.multiplied.append(name)
             module.__class__ = swapped_class(FP8Experts, type(module))
             result.classes.add(type(module))
     return result
-
-
-def _multiply_in_fp8(module: nn.Module, recipes: Mapping[str, LinearRecipe]) -> str | None:
-    """Give experts their FP8 products, or return why they cannot have any."""
-    missing = [name for name in ("gate_up_proj", "down_proj") if name not in recipes]
-    if missing:
-        return f"{' and '.join(missing)} not gathered in FP8"
-    products = products_of(module, recipes["gate_up_proj"], recipes["down_proj"])
-    if isinstance(products, str):
-        return products
-    setattr(module, PRODUCTS, products)
-    return None
 
 
 def restore_experts(module: nn.Module) -> list[nn.Parameter]:

@@ -45,16 +45,6 @@ class ExpertWeights(NamedTuple):
     """[E, H, F]"""
 
 
-class ExpertGradients(NamedTuple):
-    """Gradients of the inputs of `ExpertProducts.forward`; None where none is wanted."""
-
-    x: torch.Tensor
-    row_factors: torch.Tensor
-    """FP32 [R]"""
-    gate_up: torch.Tensor | None
-    down: torch.Tensor | None
-
-
 def unsupported(recipe: LinearRecipe) -> str | None:
     if recipe.why_not_grouped is not None:
         return recipe.why_not_grouped
@@ -118,8 +108,8 @@ class ExpertProducts:
         factors: torch.Tensor,
         weights: ExpertWeights,
         saved: Saved | None,
-    ) -> ExpertGradients:
-        """Return the gradients from dy [T, H] and forward's arguments; `saved` as forward returned it."""
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of x, factors and weights (None where unwanted); `saved` as forward returned it."""
         recipe, down, dtype = self.gate_up, self.down, dy.dtype
         wants = [weight.requires_grad for weight in weights]
         if saved is None:
@@ -144,7 +134,7 @@ class ExpertProducts:
             spec = recipe.input
             _, x_columnwise = permute_cast(x, layout, spec.format, None, recipe.wgrad_input, spec.scale)
             dgate_up = self._wgrad(casts.dgate_up_columnwise, x_columnwise, layout, recipe, weights.gate_up.dtype)
-        return ExpertGradients(dx, casts.drow_factor, dgate_up, ddown)
+        return dx, casts.drow_factor, dgate_up, ddown
 
     def _product(
         self, x: torch.Tensor, layout: ExpertLayout, factors: torch.Tensor, weights: ExpertWeights, keep: bool
@@ -196,17 +186,16 @@ class _ExpertProducts(torch.autograd.Function):
     def backward(ctx, dy):
         if not ctx.routed:
             of_weights = (
-                torch.zeros(w.shape, dtype=w.dtype, device=w.device) if w.requires_grad else None for w in ctx.weights
+                torch.zeros_like(w, memory_format=torch.contiguous_format) if w.requires_grad else None
+                for w in ctx.weights
             )
             dweights = dy.new_zeros(ctx.weight_shape, dtype=ctx.weight_dtype)
             return torch.zeros_like(dy), None, dweights, *of_weights, None, None
         x, factors, *tensors = ctx.saved_tensors
         layout = ExpertLayout(*tensors[:5])
-        gradients = ctx.products.backward(
-            dy, x, layout, factors, ctx.weights, saved_from(tensors[5:], ctx.products.down)
-        )
-        dweights = pair_values(gradients.row_factors, layout).to(ctx.weight_dtype)
-        return gradients.x, None, dweights, gradients.gate_up, gradients.down, None, None
+        saved = saved_from(tensors[5:], ctx.products.down)
+        dx, dfactors, *of_weights = ctx.products.backward(dy, x, layout, factors, ctx.weights, saved)
+        return dx, None, pair_values(dfactors, layout).to(ctx.weight_dtype), *of_weights, None, None
 
 
 def expert_products(

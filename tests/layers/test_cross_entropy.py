@@ -13,7 +13,6 @@ from ds_fp8.layers.head.cross_entropy import (
     IGNORED,
     LOGITS_BYTES,
     MAX_LOGITS_BYTES,
-    FP8Head,
     chunk_tokens,
     linear_cross_entropy,
     linear_cross_entropy_reference,
@@ -41,10 +40,10 @@ def loss_and_gradients(function, hidden, weight, targets, factor=1.0):
     return loss.detach(), *torch.autograd.grad(loss * factor, (hidden, weight))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_loss_and_gradients_are_those_of_all_logits(sizes, chunked, dtype, monkeypatch):
+def test_loss_and_gradients_are_those_of_all_logits(sizes, chunked, monkeypatch):
+    dtype = torch.bfloat16 if sizes[0] % 2 else torch.float32
     if chunked:
         limit_chunks(monkeypatch, 3, sizes[2])
     given = operands(*sizes, dtype)
@@ -64,17 +63,13 @@ def test_ignored_tokens_and_no_tokens():
         assert (result == 0).all()
 
 
-def test_an_ignored_token_does_not_spread_its_nan():
+def test_a_nan_is_seen_in_counted_tokens_alone():
     hidden, weight, targets = operands(5, 3, 7)
     with torch.no_grad():
-        hidden[1] = math.nan
+        hidden[1] = math.nan  # an ignored one
     loss, dhidden, _ = loss_and_gradients(linear_cross_entropy, hidden, weight, targets)
     assert loss.isfinite()
     assert dhidden.isfinite().all()
-
-
-def test_a_nan_in_a_counted_token_is_seen():
-    hidden, weight, targets = operands(5, 3, 7)
     with torch.no_grad():
         hidden[0, 0] = math.nan
     assert all(result.isnan().any() for result in loss_and_gradients(linear_cross_entropy, hidden, weight, targets))
@@ -90,22 +85,19 @@ def test_the_gradient_of_the_loss_is_not_rounded_to_bf16():
         assert (3 * part.double() * one.double()).sum() == pytest.approx(one.double().square().sum().item(), rel=2e-4)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_operand_gets_no_gradient(frozen):
-    given = operands(17, 8, 131)
-    expected = loss_and_gradients(linear_cross_entropy_reference, *given)[2 - frozen]
+def test_a_frozen_operand_gets_no_gradient_and_the_loss_is_the_same(frozen, in_fp8):
+    recipe = recipe_from_config(FP8Config(linear={"backend": "reference"})) if in_fp8 else None
+    given = operands(17, 128, 131, torch.bfloat16 if in_fp8 else torch.float32)
+    expected = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)
     given[frozen].requires_grad_(False)
-    linear_cross_entropy(*given).backward()
+    loss = linear_cross_entropy(*given, recipe)
+    loss.backward()
     assert given[frozen].grad is None
-    assert error(given[1 - frozen].grad, expected) < TOLERANCE[torch.float32]
-
-
-def test_without_gradients_the_loss_is_the_same():
-    given = operands(17, 8, 131)
+    assert torch.equal(given[1 - frozen].grad, expected[2 - frozen])
     with torch.no_grad():
-        loss = linear_cross_entropy(*given)
-    assert not loss.requires_grad
-    assert loss == linear_cross_entropy(*given)
+        assert linear_cross_entropy(*given, recipe) == loss == expected[0]
 
 
 def test_backward_twice_and_no_second_derivative():
@@ -135,8 +127,9 @@ def test_autocast_computes_in_its_dtype():
         assert error(result, expected) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("preset", ["infir2", "hybrid_fast", "rowwise", "tensorwise"])
-@pytest.mark.parametrize("tokens_of_chunk", [None, 256], ids=["one", "chunks"])
+@pytest.mark.parametrize(
+    ("preset", "tokens_of_chunk"), [("infir2", 256), ("hybrid_fast", None), ("rowwise", 256), ("tensorwise", None)]
+)
 def test_a_head_in_fp8_is_off_by_no_more_than_its_casts(preset, tokens_of_chunk, monkeypatch):
     if tokens_of_chunk:
         limit_chunks(monkeypatch, tokens_of_chunk, 1009)
@@ -148,23 +141,10 @@ def test_a_head_in_fp8_is_off_by_no_more_than_its_casts(preset, tokens_of_chunk,
     for result, wanted in zip(ours[1:], expected[1:], strict=True):
         assert result.dtype is torch.bfloat16
         assert 1e-3 < error(result, wanted) < 0.1
-    with torch.no_grad():
-        assert linear_cross_entropy(*given, recipe) == ours[0]
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_operand_of_a_head_in_fp8_gets_no_gradient(frozen):
-    recipe = recipe_from_config(FP8Config(linear={"backend": "reference"}))
-    given = operands(17, 128, 131, torch.bfloat16)
-    expected = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)[2 - frozen]
-    given[frozen].requires_grad_(False)
-    linear_cross_entropy(*given, recipe).backward()
-    assert given[frozen].grad is None
-    assert torch.equal(given[1 - frozen].grad, expected)
-
-
-@pytest.mark.parametrize(("vocabulary", "hidden"), [(152064, 3584), (151936, 1536), (50257, 768), (512, 256)])
-@pytest.mark.parametrize("tokens", [1, 100, 2048, 8192, 32768])
+@pytest.mark.parametrize(("vocabulary", "hidden"), [(152064, 3584), (50257, 768), (512, 256)])
+@pytest.mark.parametrize("tokens", [1, 2048, 32768])
 def test_chunks_on_a_gpu_are_few_and_do_not_raise_the_peak(tokens, vocabulary, hidden):
     chunk = chunk_tokens(tokens, vocabulary, hidden, on_gpu=True)
     logits, gradient = 2 * vocabulary * min(chunk, tokens), 2 * vocabulary * hidden
@@ -177,9 +157,11 @@ def test_chunks_on_a_gpu_are_few_and_do_not_raise_the_peak(tokens, vocabulary, h
         assert chunk % 128 == 0
 
 
-@pytest.mark.parametrize("gradient", [True, False])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("sizes", [(1, 7), (5, 61), (17, 131), (6, 1009), (3, 5003)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "gradient"),
+    [((1, 7), torch.float32, True), ((17, 131), torch.bfloat16, False), ((3, 5003), torch.bfloat16, True)],
+    ids=str,
+)
 def test_the_kernel_computes_the_softmax_gradient(sizes, dtype, gradient):
     kernels = pytest.importorskip("ds_fp8.layers.head.softmax_gradient_triton", reason="Triton is not installed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -238,7 +220,7 @@ def test_a_head_in_fp8_casts_by_tile_as_it_does_by_chunk(preset, monkeypatch):
     monkeypatch.setattr(cross_entropy, "chunk_tokens", lambda *_: 128)
     given = operands(384, 64, 256, torch.bfloat16, "cuda" if torch.cuda.is_available() else "cpu")
     by_chunk = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)
-    monkeypatch.setattr(FP8Head, "_casts_by_tile", lambda *_: True)
+    monkeypatch.setattr(cross_entropy, "_casts_by_tile", lambda *_: True)
     by_tile = loss_and_gradients(lambda *each: linear_cross_entropy(*each, recipe), *given)
     assert error(by_tile[0], by_chunk[0]) < 1e-5
     for one, other in zip(by_tile[1:], by_chunk[1:], strict=True):

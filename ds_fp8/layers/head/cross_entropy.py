@@ -9,11 +9,12 @@ computed together, a chunk of tokens at a time, so that only a small piece of th
     dhidden_C       = dlogits_C · weight,    dweight += dlogits_Cᵀ · hidden_C
 
 T tokens, C of them in a chunk, H the hidden size. Backward scales what forward computed and never reads the weight,
-which ZeRO-3 has released by then. The products are in high precision (HighPrecisionHead) or in FP8 (FP8Head); either
-head holds what the chunks share: the weight, cast or not, and the sum of its gradient.
+which ZeRO-3 has released by then.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -130,122 +131,120 @@ def _compute(
     wants_dweight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return (summed loss, dhidden or None, dweight or None), gradients for a loss gradient of one."""
-    tokens = len(hidden)
-    dhidden = torch.empty_like(hidden) if wants_dhidden else None
+    tokens, dhidden = len(hidden), torch.empty_like(hidden) if wants_dhidden else None
     if not tokens:
         return hidden.new_zeros((), dtype=torch.float32), dhidden, torch.zeros_like(weight) if wants_dweight else None
     chunk = chunk_tokens(tokens, *weight.shape, hidden.is_cuda, recipe is not None)
-    head = HighPrecisionHead(weight, tokens > chunk) if recipe is None else FP8Head(weight, recipe)
-    losses = head.losses(hidden, targets, dhidden, wants_dweight, chunk)
-    return losses.sum(), dhidden, head.dweight
+    options = hidden, weight, targets, dhidden, wants_dweight, chunk
+    losses, dweight = _in_high_precision(*options) if recipe is None else _in_fp8(*options, recipe.for_head())
+    return losses.sum(), dhidden, dweight
 
 
-class HighPrecisionHead:
-    """The products in the dtype of weight [V, H]; on a CPU logits and their gradient are in FP32."""
+def _in_high_precision(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    dhidden: torch.Tensor | None,
+    wants_dweight: bool,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (losses FP32 [T], dweight or None), and write dhidden where it is given.
 
-    def __init__(self, weight: torch.Tensor, several_chunks: bool):
-        self._weight = weight
-        # A GPU's product rounds its FP32 sums once, so that the gradient of a single chunk needs no sum in FP32.
-        self._dtype = torch.float32 if several_chunks or not weight.is_cuda else weight.dtype
-        self.dweight: torch.Tensor | None = None
-
-    def losses(
-        self, hidden: torch.Tensor, targets: torch.Tensor, dhidden: torch.Tensor | None, wants_dweight: bool, chunk: int
-    ) -> torch.Tensor:
-        """Return the losses of hidden [T, H], FP32 [T]; write dhidden where it is given, and `dweight` where wanted."""
-        weight, losses = self._weight, []
-        for rows in _slices(len(hidden), chunk):
-            #     logits = x W';   dlogits = softmax(logits) - onehot      in the memory of the logits
-            #     dx = dlogits W;  dW += dlogits' x                        chunk by chunk: never all logits at once
-            x = hidden[rows]
-            logits = F.linear(x, weight)
-            if not x.is_cuda:
-                logits = logits.float()
-            losses.append(softmax_gradient(logits, targets[rows], dhidden is not None or wants_dweight))
-            if dhidden is not None:
-                # `logits` holds dlogits by now, on a GPU in the weight's dtype already.
-                torch.mm(logits.to(weight.dtype), weight, out=dhidden[rows])
-            if wants_dweight:
-                beta = 0 if self.dweight is None else 1
-                if self.dweight is None:
-                    # Uninitialised: beta 0 reads nothing of it, so that the first chunk is no addition to zeros.
-                    self.dweight = torch.empty_like(weight, dtype=self._dtype)
-                if x.is_cuda:
-                    torch.addmm(self.dweight, logits.t(), x, out_dtype=self._dtype, beta=beta, out=self.dweight)
-                else:
-                    self.dweight.addmm_(logits.t(), x.float(), beta=beta)
-            del logits
-        return torch.cat(losses)
+    Products are in the weight's dtype; on a CPU logits and their gradient are in FP32.
+    """
+    losses, dweight = [], None
+    # A GPU's product rounds its FP32 sums once, so that the gradient of a single chunk needs no sum in FP32.
+    dtype = torch.float32 if len(hidden) > chunk or not weight.is_cuda else weight.dtype
+    for rows in _slices(len(hidden), chunk):
+        #     logits = x W';   dlogits = softmax(logits) - onehot      in the memory of the logits
+        #     dx = dlogits W;  dW += dlogits' x                        chunk by chunk: never all logits at once
+        x = hidden[rows]
+        logits = F.linear(x, weight)
+        if not x.is_cuda:
+            logits = logits.float()
+        losses.append(softmax_gradient(logits, targets[rows], dhidden is not None or wants_dweight))
+        if dhidden is not None:
+            # `logits` holds dlogits by now, on a GPU in the weight's dtype already.
+            torch.mm(logits.to(weight.dtype), weight, out=dhidden[rows])
+        if wants_dweight:
+            beta = 0 if dweight is None else 1
+            if dweight is None:
+                # Uninitialised: beta 0 reads nothing of it, so that the first chunk is no addition to zeros.
+                dweight = torch.empty_like(weight, dtype=dtype)
+            if x.is_cuda:
+                torch.addmm(dweight, logits.t(), x, out_dtype=dtype, beta=beta, out=dweight)
+            else:
+                dweight.addmm_(logits.t(), x.float(), beta=beta)
+        del logits
+    return torch.cat(losses), dweight
 
 
-class FP8Head:
-    """The products with a recipe's casts: weight [V, H] is cast once, x and dlogits by chunk.
+def _in_fp8(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    dhidden: torch.Tensor | None,
+    wants_dweight: bool,
+    chunk: int,
+    recipe: LinearRecipe,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Do _in_high_precision with a recipe's casts: the weight is cast once, x and dlogits by chunk.
 
     dweight is one product of the tokens of several chunks, a group, for which dlogits are kept cast along the tokens;
     it is rounded to the weight's dtype, and summed in FP32 where there are several groups.
     """
-
-    def __init__(self, weight: torch.Tensor, recipe: LinearRecipe):
-        self._recipe = recipe = recipe.for_head()
-        # Cast once for all chunks: V x H elements, more than the activations of a chunk.
-        self._high_precision, self._weight = weight, recipe.cast_weight(weight)
-        self._transposed, self._factor = None, None
-        self.dweight: torch.Tensor | None = None
-
-    def losses(
-        self, hidden: torch.Tensor, targets: torch.Tensor, dhidden: torch.Tensor | None, wants_dweight: bool, chunk: int
-    ) -> torch.Tensor:
-        """Return the losses of hidden [T, H], FP32 [T]; write dhidden where it is given, and `dweight` where wanted."""
-        recipe, weight, losses, wants_dx = self._recipe, self._high_precision, [], dhidden is not None
-        if wants_dx:
-            if recipe.casts_weight_twice:
-                self._transposed = recipe.cast_weight_columnwise(weight)
+    losses, dweight, wants_dx = [], None, dhidden is not None
+    # Cast once for all chunks: V x H elements, more than the activations of a chunk.
+    cast, transposed, factor = recipe.cast_weight(weight), None, None
+    if wants_dx and recipe.casts_weight_twice:
+        transposed = recipe.cast_weight_columnwise(weight)
+    elif wants_dx:
+        transposed, factor = dgrad_operand(cast, recipe.transposed)
+    by_tile = factor is None and _casts_by_tile(recipe, hidden, len(weight), chunk)
+    for group in _slices(len(hidden), group_tokens(weight.shape[1], chunk) if by_tile else chunk):
+        x, target, dx = hidden[group], targets[group], dhidden[group] if wants_dx else None
+        # One operand [V, T] for all chunks of the group, each of which writes its own range of tokens.
+        columns = _empty_columns(recipe, len(weight), x) if by_tile and wants_dweight else None
+        for rows in _slices(len(x), chunk):
+            logits, row = recipe.multiply(recipe.cast_input(x[rows]), cast, x.dtype), None
+            if by_tile:
+                found, row = _cast_gradient(recipe, logits, target[rows], wants_dx, columns, rows.start)
             else:
-                self._transposed, self._factor = dgrad_operand(self._weight, recipe.transposed)
-        by_tile = self._casts_by_tile(hidden, chunk)
-        for group in _slices(len(hidden), group_tokens(weight.shape[1], chunk) if by_tile else chunk):
-            x, target, dx = hidden[group], targets[group], dhidden[group] if wants_dx else None
-            # One operand [V, T] for all chunks of the group, each of which writes its own range of tokens.
-            columns = self._empty_columns(x) if by_tile and wants_dweight else None
-            for rows in _slices(len(x), chunk):
-                logits, row = recipe.multiply(recipe.cast_input(x[rows]), self._weight, x.dtype), None
-                if by_tile:
-                    found, row = self._cast_gradient(logits, target[rows], wants_dx, columns, rows.start)
-                else:
-                    found = softmax_gradient(logits, target[rows], wants_dx or wants_dweight)
-                    if wants_dx or wants_dweight:
-                        row, columns = recipe.cast_grad_output(logits, wants_dx, wants_dweight, self._factor)
-                losses.append(found)
-                del logits
-                if wants_dx:
-                    dx[rows] = recipe.multiply(row, self._transposed, x.dtype)
-                del row
-            if wants_dweight:
-                # One product over the tokens of several chunks: every product rounds its sum to BF16.
-                share = recipe.multiply(columns, recipe.cast_input_columnwise(x), weight.dtype)
-                del columns
-                # float() copies only the first time; from then on the sum is in FP32, in place.
-                self.dweight = share if self.dweight is None else self.dweight.float().add_(share)
-        return torch.cat(losses)
+                found = softmax_gradient(logits, target[rows], wants_dx or wants_dweight)
+                if wants_dx or wants_dweight:
+                    row, columns = recipe.cast_grad_output(logits, wants_dx, wants_dweight, factor)
+            losses.append(found)
+            del logits
+            if wants_dx:
+                dx[rows] = recipe.multiply(row, transposed, x.dtype)
+            del row
+        if wants_dweight:
+            # One product over the tokens of several chunks: every product rounds its sum to BF16.
+            share = recipe.multiply(columns, recipe.cast_input_columnwise(x), weight.dtype)
+            del columns
+            # float() copies only the first time; from then on the sum is in FP32, in place.
+            dweight = share if dweight is None else dweight.float().add_(share)
+    return torch.cat(losses), dweight
 
-    def _casts_by_tile(self, hidden: torch.Tensor, chunk: int) -> bool:
-        """Return whether a kernel can turn the logits of every chunk into both casts of their gradient."""
-        whole = all(length % BLOCK == 0 for length in (len(hidden), min(chunk, len(hidden)), self._weight.shape[0]))
-        return hidden.is_cuda and whole and self._recipe.casts_by_tile and self._factor is None
 
-    def _empty_columns(self, hidden: torch.Tensor) -> QuantizedTensor:
-        from ds_fp8.casts.primitives_triton import empty_result
+def _casts_by_tile(recipe: LinearRecipe, hidden: torch.Tensor, vocabulary: int, chunk: int) -> bool:
+    """Return whether a kernel can turn the logits of every chunk into both casts of their gradient."""
+    whole = all(length % BLOCK == 0 for length in (len(hidden), min(chunk, len(hidden)), vocabulary))
+    return hidden.is_cuda and whole and recipe.casts_by_tile
 
-        spec, shape = self._recipe.grad_output, (self._weight.shape[0], len(hidden))
-        return empty_result(*shape, spec.format, spec.granularity, spec.scale, hidden.device)
 
-    def _cast_gradient(
-        self, logits: torch.Tensor, targets: torch.Tensor, dgrad: bool, columns: QuantizedTensor | None, first: int
-    ) -> tuple[torch.Tensor, QuantizedTensor | None]:
-        """Return losses and dgrad's operand; write wgrad's, from its column `first` on, into `columns`."""
-        from ds_fp8.layers.head.softmax_gradient_triton import softmax_gradient_cast
+def _empty_columns(recipe: LinearRecipe, vocabulary: int, hidden: torch.Tensor) -> QuantizedTensor:
+    from ds_fp8.casts.primitives_triton import empty_result
 
-        return softmax_gradient_cast(logits, targets, IGNORED, self._recipe.grad_output, dgrad, columns, first)
+    spec = recipe.grad_output
+    return empty_result(vocabulary, len(hidden), spec.format, spec.granularity, spec.scale, hidden.device)
+
+
+def _cast_gradient(recipe: LinearRecipe, *arguments: Any) -> tuple[torch.Tensor, QuantizedTensor | None]:
+    from ds_fp8.layers.head.softmax_gradient_triton import softmax_gradient_cast
+
+    logits, targets, *others = arguments
+    return softmax_gradient_cast(logits, targets, IGNORED, recipe.grad_output, *others)
 
 
 def softmax_gradient(logits: torch.Tensor, targets: torch.Tensor, gradient: bool) -> torch.Tensor:

@@ -138,14 +138,8 @@ def _structural_objection(model: nn.Module, head: nn.Module | None) -> str | Non
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         return f"{kind} is not a model of transformers"
-    if head is None:
-        return f"{kind} has no output embeddings"
-    if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
-        return f"its head carries an adapter ({type(head).__module__}.{type(head).__name__})"
-    if type(head) is not nn.Linear:
-        return f"its head is a {type(head).__name__}, not a plain linear"
-    if head.bias is not None:
-        return "its head has a bias"
+    if type(head) is not nn.Linear or head.bias is not None:
+        return f"its head is no plain linear without bias ({type(head).__module__}.{type(head).__name__})"
     if model.loss_function is not ForCausalLMLoss:
         return "it has a custom loss function"
     # Both must be children of the model itself: the trial below puts stand-ins in their places.
@@ -158,7 +152,9 @@ def _structural_objection(model: nn.Module, head: nn.Module | None) -> str | Non
 class _FixedDecoder(nn.Module):
     """Stands in for a decoder: the same hidden states [B, T, H] for any arguments."""
 
-    hidden: torch.Tensor
+    def __init__(self, hidden: torch.Tensor):
+        super().__init__()
+        self.hidden = hidden
 
     def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=self.hidden)
@@ -183,9 +179,7 @@ def _behavioural_objection(model: PreTrainedModel, head: nn.Linear) -> str | Non
         labels[0, 2] = shifted[1, 1] = IGNORED
 
         twin = copy.copy(model)
-        decoder = _FixedDecoder()
-        decoder.hidden = hidden
-        stand_ins = {id(head): narrow, id(model.base_model): decoder}
+        stand_ins = {id(head): narrow, id(model.base_model): _FixedDecoder(hidden)}
         twin._modules = {name: stand_ins.get(id(child), child) for name, child in model._modules.items()}
 
         def loss_and_gradients(**more: Any) -> list[torch.Tensor]:

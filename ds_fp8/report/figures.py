@@ -7,10 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ds_fp8.monitor.cast_monitor import LABELS
-from ds_fp8.monitor.records import health_matrix, health_sites
 from ds_fp8.report.runs import Comparison, RunRecord
 from ds_fp8.report.verdict import TRAINED, WEIGHTS, Verdict, concerns, exact_match_of, gap_of, share_error
 
@@ -86,7 +83,8 @@ class HealthTable:
 class _Figure(NamedTuple):
     title: str
     digits: int
-    worst: Callable[[np.ndarray], float]
+    unit: float
+    worst: Callable[[list[float]], float]
     heat: Callable[[float], float]
     """How alarming a value is."""
     all_clear: str = ""
@@ -96,35 +94,40 @@ _FIGURES = {
     "flushed": _Figure(
         "Underflow: flushed to zero, most, %",
         2,
-        np.max,
+        100,
+        max,
         lambda percent: (percent / 10) ** 0.5,
         "Nothing flushed to zero in any layer.",
     ),
     "saturated": _Figure(
-        "Saturated, most, %", 3, np.max, lambda percent: percent**0.5, "Nothing saturated in any layer."
+        "Saturated, most, %", 3, 100, max, lambda percent: percent**0.5, "Nothing saturated in any layer."
     ),
-    "snr_db": _Figure("Signal-to-noise ratio, least, dB", 1, np.min, lambda decibels: (30 - decibels) / 10),
+    "snr_db": _Figure("Signal-to-noise ratio, least, dB", 1, 1, min, lambda decibels: (30 - decibels) / 10),
 }
 
 
 def health_tables(run: RunRecord) -> list[HealthTable]:
     """Return a table of each figure of the casts' health."""
-    measured, tables = run.measurements, []
-    sites = health_sites(measured)
-    layers = [_layer_of(site) for site in sites]
-    classes = [name for name in LABELS if any(name in record["health"] for record in measured)]
+    measured = [record["health"] for record in run.measurements]
+    classes = [name for name in LABELS if any(name in health for health in measured)]
+    # In the order of the model; layers that moved to BF16 on the way are in the longer lists alone.
+    sites = sorted((health["sites"] for health in measured), key=len, reverse=True)
+    layers = list(dict.fromkeys(_layer_of(site) for each in sites for site in each))
+    tables = []
     for key, figure in _FIGURES.items():
-        rows: dict[str, list[tuple[float | None, float]]] = {layer: [] for layer in layers}
-        for tensor_class in classes:
-            matrix = health_matrix(measured, tensor_class, key, sites)
-            for layer, cells in rows.items():
-                known = matrix[[index for index, name in enumerate(layers) if name == layer]]
-                known = known[np.isfinite(known)]
-                value = float(figure.worst(known)) if known.size else None
-                cells.append((value, 0.0 if value is None else float(np.clip(figure.heat(value), 0, 1))))
-        clear = "" if any(value for cells in rows.values() for value, _ in cells) else figure.all_clear
-        names = [LABELS[name] for name in classes]
-        tables.append(HealthTable(figure.title, figure.digits, names, list(rows.items()), clear))
+        values: dict[tuple[str, str], list[float]] = {}
+        for health in measured:
+            for name in health.keys() & set(classes):
+                for site, value in zip(health["sites"], health[name][key], strict=True):
+                    if value is not None:
+                        values.setdefault((_layer_of(site), name), []).append(figure.unit * value)
+        worst = {cell: figure.worst(found) for cell, found in values.items()}
+        heat = {cell: min(max(figure.heat(value), 0.0), 1.0) for cell, value in worst.items()}
+        rows = [
+            (layer, [(worst.get((layer, name)), heat.get((layer, name), 0.0)) for name in classes]) for layer in layers
+        ]
+        clear = "" if any(worst.values()) else figure.all_clear
+        tables.append(HealthTable(figure.title, figure.digits, [LABELS[name] for name in classes], rows, clear))
     return tables
 
 

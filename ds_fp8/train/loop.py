@@ -178,7 +178,7 @@ class TrainingLoop:
         self.rollbacks = 0
         """Rollbacks to the last checkpoint."""
         self.writer = CheckpointWriter(engine, stage, logger.info)
-        self.health = RunHealth(engine.fp8.health, stage.run_dir, log, self._send)
+        self.health = RunHealth(engine.fp8.health, log, self._send)
         self._go_to(state)
         # A stop between checkpoint and the files that name it leaves those behind: they are written again.
         if state.step and dist.get_rank() == 0:
@@ -199,7 +199,6 @@ class TrainingLoop:
             self.evaluate()
             if self.step == config.steps:
                 self.finish_save()
-                self.draw()
                 if self.writer.failure is not None:
                     raise UserError(
                         f"step {self.step}, the last, was not saved: {self.writer.failure}",
@@ -319,7 +318,6 @@ class TrainingLoop:
         self.data_step += 1
         spikes = self._read() if self._reads() else []
         self.health.log_step(self.step)
-        self.draw(now=False)
         return [] if self.stage.train.spike == "off" else spikes
 
     def _reads(self) -> bool:
@@ -352,11 +350,6 @@ class TrainingLoop:
             samples = self.engine.global_samples
             with self._written("the monitors' figures"):
                 self.engine.monitor.write_events([(key, value, samples) for key, value in values.items()])
-
-    def draw(self, now: bool = True) -> None:
-        """Draw all measurements so far; unless `now`, not more often than every few minutes."""
-        with self._written("the picture of all measurements"):
-            self.health.draw(now)
 
     @contextmanager
     def _written(self, what: str) -> Iterator[None]:

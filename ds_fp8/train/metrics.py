@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_fp8.cluster import watchdog
@@ -31,7 +30,6 @@ from ds_fp8.monitor.records import (
     health_record,
     routing_curves,
     routing_record,
-    write_heat_maps,
 )
 from ds_fp8.train.run_folder import write_atomically
 from ds_fp8.zero.collectives import allocated_bytes
@@ -42,9 +40,6 @@ BF16_LOSS = "validation_loss_bf16"
 """Validation loss, after the last step, of the BF16 weights without casts; in a run that casts."""
 BYTES = ("all_gather_bytes", "grad_bytes", "exchange_bytes")
 LAST_LOSSES = 10
-PICTURE = "health.png"
-PICTURE_SECONDS = 600.0
-"""At least between two pictures of a run that goes on: all ranks wait a second or more while one is drawn."""
 LINES = 20
 """Lines about steps that a run prints."""
 SECONDS_BETWEEN_LINES = 10.0
@@ -152,10 +147,8 @@ class SpikeDetector:
 class RunHealth:
     """Writes down what the measured steps of a run showed; does nothing for a run without FP8."""
 
-    def __init__(self, health: Health | None, run_dir: Path, log: MetricsLog, send: Callable[[Record], None]):
+    def __init__(self, health: Health | None, log: MetricsLog, send: Callable[[Record], None]):
         self._health, self._log, self._send = health, log, send
-        self._picture = run_dir / PICTURE
-        self._drawn = time.monotonic()
 
     def log_step(self, step: int) -> None:
         """Log and send what step `step`, the last one done, showed if it was a measured one."""
@@ -176,12 +169,6 @@ class RunHealth:
         """Log again, in a log that has gone back to `step`, which layers stay in BF16."""
         if self._health is not None and self._health.layers_in_bf16:
             self._log_layers(step)
-
-    def draw(self, now: bool = True) -> None:
-        """Draw all measurements of the run, on rank 0; unless `now`, only where PICTURE_SECONDS have passed."""
-        if dist.get_rank() == 0 and (now or time.monotonic() - self._drawn >= PICTURE_SECONDS):
-            write_heat_maps(self._picture, self._log.records)
-            self._drawn = time.monotonic()
 
     def _log_layers(self, step: int) -> None:
         self._log.append({"step": step, "event": FALLBACK, "layers": list(self._health.layers_in_bf16)})

@@ -136,7 +136,6 @@ def _train(
     except Interrupted:
         run.save()
         run.finish_save()
-        run.draw()
         done = "saved" if run.saved.step == run.step else "not saved"
         logger.info(f"interrupted: {run.step} steps are done and {done}; the same command resumes")
         raise

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import glob
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,41 +25,23 @@ LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parqu
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 
 
-class ExampleStream:
-    """The examples of one source in order: texts for format "documents", lists of messages for "chat".
+def read_examples(config: DataConfig) -> Iterator[Text | Chat]:
+    """Yield the examples of one source in order: texts for format "documents", lists of messages for "chat".
 
-    Iterating leaves out empty texts. `state()` says how far it has come, in a form that JSON can hold, and a stream
-    made with that state goes on right there.
+    Empty texts are left out. Raises UserError for a source that cannot be read and for malformed rows.
     """
-
-    def __init__(self, config: DataConfig, state: dict[str, Any] | None = None):
-        self._config = config
-        self._row = state["row"] if state else 0
-        self._table = _load(config.path)
-        if state:
-            self._table.load_state_dict(state["table"])
-
-    def __iter__(self) -> Iterator[Text | Chat]:
-        config = self._config
-        chat = config.format == "chat"
-        name, key = (config.messages_key, "data.messages_key") if chat else (config.text_key, "data.text_key")
-        check = _checked_messages if chat else _checked_text
-        for row in _rows(self._table, config.path):
-            if name not in row:
-                columns = ", ".join(row)
-                raise UserError(
-                    f'{config.path} has no column "{name}"', key=key, remedy=f"set {key} to one of: {columns}"
-                )
-            # A table gives every message, and every call of a tool in it, all keys that any of them has: without nulls.
-            value = row[name] if isinstance(self._table, _JSONRows) else _without_none(row[name])
-            example = check(value, self._row, config)
-            self._row += 1
-            # Counted also where it is empty: the number is that of the row in the source, for errors and for going on.
-            if example:
-                yield example
-
-    def state(self) -> dict[str, Any]:
-        return {"row": self._row, "table": copy.deepcopy(self._table.state_dict())}
+    chat = config.format == "chat"
+    name, key = (config.messages_key, "data.messages_key") if chat else (config.text_key, "data.text_key")
+    check = _checked_messages if chat else _checked_text
+    table = _load(config.path)
+    for number, row in enumerate(_rows(table, config.path)):
+        if name not in row:
+            columns = ", ".join(row)
+            raise UserError(f'{config.path} has no column "{name}"', key=key, remedy=f"set {key} to one of: {columns}")
+        # A table gives every message, and every call of a tool in it, all keys that any of them has: without nulls.
+        value = _without_none(row[name]) if isinstance(table, datasets.IterableDataset) else row[name]
+        if example := check(value, number, config):
+            yield example
 
 
 def empty(path: str) -> UserError:
@@ -81,35 +62,22 @@ def source_identity(path: str) -> list[Any]:
     return [path, [[str(file.resolve()), stat.st_size, stat.st_mtime_ns] for file, stat in facts]]
 
 
-class _JSONRows:
-    """Rows of JSON files, one a line or all in one list: as they are, without the keys that only other rows have."""
-
-    def __init__(self, files: list[Path]):
-        self._files = files
-        self._place = {"file": 0, "rows": 0}
-
-    def state_dict(self) -> dict[str, int]:
-        return self._place
-
-    def load_state_dict(self, place: dict[str, int]) -> None:
-        self._place = place
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        while self._place["file"] < len(self._files):
-            file, done = self._files[self._place["file"]], self._place["rows"]
-            with fsspec.open(str(file), "rt", encoding="utf-8-sig", compression=COMPRESSIONS.get(file.suffix)) as lines:
-                first = next((line for line in lines if line.strip()), "")
-                rows = json.loads(first + lines.read()) if first.lstrip().startswith("[") else chain([first], lines)
-                for row in islice((row for row in rows if not isinstance(row, str) or row.strip()), done, None):
-                    row = json.loads(row) if isinstance(row, str) else row
-                    if not isinstance(row, dict):
-                        raise ValueError(f"a row is a {type(row).__name__} and no object")
-                    self._place = {**self._place, "rows": self._place["rows"] + 1}
-                    yield row
-            self._place = {"file": self._place["file"] + 1, "rows": 0}
+def _json_rows(files: list[Path]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of JSON files, one a line or all in one list: without the keys that only other rows have."""
+    for file in files:
+        with fsspec.open(str(file), "rt", encoding="utf-8-sig", compression=COMPRESSIONS.get(file.suffix)) as lines:
+            first = next((line for line in lines if line.strip()), "")
+            rows = json.loads(first + lines.read()) if first.lstrip().startswith("[") else chain([first], lines)
+            for row in rows:
+                if isinstance(row, str) and not row.strip():
+                    continue
+                row = json.loads(row) if isinstance(row, str) else row
+                if not isinstance(row, dict):
+                    raise ValueError(f"a row is a {type(row).__name__} and no object")
+                yield row
 
 
-def _load(path: str) -> datasets.IterableDataset | _JSONRows:
+def _load(path: str) -> Iterable[dict[str, Any]]:
     local = Path(path).expanduser()
     if local.exists():
         files = _files(local)
@@ -119,7 +87,7 @@ def _load(path: str) -> datasets.IterableDataset | _JSONRows:
         if not files:
             raise empty(path)
         if kind == "json":
-            return _JSONRows(files)
+            return _json_rows(files)
         # A blank line parts documents in a text file; by lines, the default, each line would be one.
         options = {"sample_by": "paragraph"} if kind == "text" else {}
         # Escaped: datasets takes names for patterns, and "part[1].jsonl" would match no file, or another.
@@ -131,11 +99,11 @@ def _load(path: str) -> datasets.IterableDataset | _JSONRows:
         name, _, subset = path.partition(":")
         options = {}
     with _explained(path):
-        # Streamed: nothing is converted or cached, and the position can be saved with the tokens.
+        # Streamed: nothing is converted or cached.
         return datasets.load_dataset(name, subset or None, split="train", streaming=True, **options)
 
 
-def _rows(table: datasets.IterableDataset | _JSONRows, path: str) -> Iterator[dict[str, Any]]:
+def _rows(table: Iterable[dict[str, Any]], path: str) -> Iterator[dict[str, Any]]:
     with _explained(path):
         rows = iter(table)
     while True:

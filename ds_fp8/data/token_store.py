@@ -1,9 +1,9 @@
-"""A source as tokens on disk: read once, tokenised in parallel, continued where a killed run left off, memory-mapped.
+"""A source as tokens on disk: read once, tokenised in parallel, memory-mapped.
 
 folder/00000.tokens   uint32 [tokens]: token ids; the top bit marks a token that carries no loss
 folder/00000.ends     int64 [examples]: where each example ends in 00000.tokens
 folder/00001.tokens   ... a shard begins once the one before has reached SHARD_TOKENS
-folder/state.json     how much of these files counts, written after them: what a kill left behind it is cut off
+folder/state.json     tokens and examples of each shard; written last: without it nothing counts
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_fp8.data.chat import IGNORED, tokenize_chats
 from ds_fp8.data.config import DataConfig
-from ds_fp8.data.sources import ExampleStream, source_identity
+from ds_fp8.data.sources import read_examples, source_identity
 from ds_fp8.data.tokenizer import encode_documents
 
 NO_LOSS = np.uint32(1 << 31)
@@ -46,7 +46,7 @@ BATCH_CHARACTERS = 2_000_000
 """A batch ends with the example that reaches either number."""
 BATCHES_WITHOUT_WORKERS = 16
 """Starting processes costs seconds: a source of no more batches than this is tokenised without them."""
-COMMIT_SECONDS = 5.0
+REPORT_SECONDS = 5.0
 
 Batch = tuple[np.ndarray, np.ndarray, int]
 """uint32 tokens of several examples one after the other, with NO_LOSS marks; the length of each; how many are chats
@@ -65,12 +65,11 @@ def tokenise_source(
 ) -> TokenStore:
     """Return the token store of one source, made now unless it is there. Any number of processes may call at once.
 
-    One of them does the work, the others wait for it. Killed, it goes on where it was when it is called again. Raises
-    UserError for a source that cannot be read.
+    One of them does the work, the others wait for it. Raises UserError for a source that cannot be read.
     """
     folder = store_folder(config, tokenizer, cache_dir)
     with exclusive(folder):
-        if not is_complete(folder):
+        if read_state(folder) is None:
             _fill(folder, config, tokenizer, report)
     return TokenStore(folder)
 
@@ -123,44 +122,37 @@ def tokenise_batch(tokenizer: PreTrainedTokenizerBase, config: DataConfig, examp
 
 def _fill(folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: Report | None) -> None:
     with TokenWriter(folder) as writer:
-        # From the state of the last commit: what was appended behind it by a killed run has been cut off.
-        stream = ExampleStream(config, writer.reader)
-        committed = time.monotonic()
-        for (tokens, lengths, open_ends), state in _tokenised(_batches(stream), tokenizer, config):
+        reported = time.monotonic()
+        for tokens, lengths, open_ends in _tokenised(_batches(read_examples(config)), tokenizer, config):
             writer.append(tokens, lengths)
             writer.open_ends += open_ends
-            if time.monotonic() - committed > COMMIT_SECONDS:
-                writer.commit(state)
-                committed = time.monotonic()
-                if report:
-                    report(config.path, writer.examples, writer.tokens, False)
-        # No state of the stream: a complete store is never continued.
-        writer.commit(None, complete=True)
+            if report and time.monotonic() - reported > REPORT_SECONDS:
+                report(config.path, writer.examples, writer.tokens, False)
+                reported = time.monotonic()
+        writer.complete()
         if report:
             report(config.path, writer.examples, writer.tokens, True)
 
 
-def _batches(stream: ExampleStream) -> Iterator[tuple[list, dict]]:
+def _batches(examples: Iterator[Any]) -> Iterator[list]:
     batch, characters = [], 0
-    for example in stream:
+    for example in examples:
         batch.append(example)
         characters += len(example) if isinstance(example, str) else sum(len(turn["content"] or "") for turn in example)
         if len(batch) == BATCH_EXAMPLES or characters >= BATCH_CHARACTERS:
-            yield batch, stream.state()
+            yield batch
             batch, characters = [], 0
     if batch:
-        yield batch, stream.state()
+        yield batch
 
 
-def _tokenised(
-    batches: Iterator[tuple[list, dict]], tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> Iterator[tuple[Batch, dict]]:
+def _tokenised(batches: Iterator[list], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Iterator[Batch]:
     workers = config.workers or len(os.sched_getaffinity(0))
     # One more than the limit is enough to know, and `chain` gives them back.
     first = list(islice(batches, BATCHES_WITHOUT_WORKERS + 1))
     if workers == 1 or len(first) <= BATCHES_WITHOUT_WORKERS:
-        for batch, state in chain(first, batches):
-            yield tokenise_batch(tokenizer, config, batch), state
+        for batch in chain(first, batches):
+            yield tokenise_batch(tokenizer, config, batch)
         return
     # Not datasets.map(num_proc): it takes a table on disk, where rows of one schema have all keys that any of them has.
     # A fork of this process might inherit locks that its threads hold; the fork server has none.
@@ -168,14 +160,12 @@ def _tokenised(
     processes.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(workers, processes, _start_worker, (tokenizer, config)) as pool:
         running: deque = deque()
-        for batch, state in chain(first, batches):
-            running.append((pool.submit(_work, batch), state))
-            # Bounds what waits in memory, and keeps results in order: the stream's state must match what is written.
-            if len(running) > 3 * workers:
-                future, done = running.popleft()
-                yield future.result(), done
-        for future, done in running:
-            yield future.result(), done
+        for batch in chain(first, batches):
+            running.append(pool.submit(_work, batch))
+            if len(running) > 3 * workers:  # bounds what waits in memory, and keeps results in order
+                yield running.popleft().result()
+        for future in running:
+            yield future.result()
 
 
 _worker: tuple[PreTrainedTokenizerBase, DataConfig]
@@ -199,31 +189,24 @@ def _work(examples: list) -> Batch:
 
 
 class TokenWriter:
-    """Appends examples to a store. A context manager; `commit` makes what was appended count."""
+    """Writes a store anew. A context manager; `complete` makes what was appended count."""
 
     def __init__(self, folder: Path, shard_tokens: int = SHARD_TOKENS):
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / _STATE).unlink(missing_ok=True)
         self._folder, self._shard_tokens = folder, shard_tokens
-        state = read_state(folder) or {"shards": [[0, 0]], "reader": None, "complete": False}
-        self.reader: Any = state["reader"]
-        """The writer's state, as last committed."""
-        self.open_ends: int = state.get("open_ends", 0)
+        self.open_ends = 0
         """Chats whose last turn's end carries no loss."""
-        self._shards: list[list[int]] = state["shards"]
-        for shard, (tokens, examples) in enumerate(self._shards):
-            for name, size in ((_TOKENS, tokens * 4), (_ENDS, examples * 8)):
-                file = _file(folder, shard, name)
-                file.touch()
-                # Bytes behind the last commit are of batches that will be tokenised once more.
-                os.truncate(file, size)
-        self._open()
+        self._shards: list[list[int]] = []
+        self._files: list[Any] = []
+        self._begin_shard()
 
     def __enter__(self) -> TokenWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._tokens.close()
-        self._ends.close()
+        for file in self._files:
+            file.close()
 
     @property
     def tokens(self) -> int:
@@ -235,39 +218,34 @@ class TokenWriter:
 
     def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append examples: their uint32 tokens one after the other, and how many tokens each has."""
-        shard = self._shards[-1]
-        if shard[0] >= self._shard_tokens:
-            self.__exit__()
-            self._shards.append([0, 0])
-            self._open()
-            shard = self._shards[-1]
-        self._tokens.write(np.ascontiguousarray(tokens, dtype=np.uint32))
+        if self._shards[-1][0] >= self._shard_tokens:
+            self._end_shard()
+            self._begin_shard()
+        shard, (to_tokens, to_ends) = self._shards[-1], self._files
+        to_tokens.write(np.ascontiguousarray(tokens, dtype=np.uint32))
         # Ends count from the shard's beginning, so that a shard can be read alone.
-        self._ends.write(shard[0] + np.cumsum(lengths, dtype=np.int64))
+        to_ends.write(shard[0] + np.cumsum(lengths, dtype=np.int64))
         shard[0] += len(tokens)
         shard[1] += len(lengths)
 
-    def commit(self, reader: Any, complete: bool = False) -> None:
-        for file in (self._tokens, self._ends):
-            file.flush()
-            # Before the state that counts these bytes: after a power loss it may be too old, never too new.
-            os.fsync(file.fileno())
-        self.reader = reader
-        state = {"shards": self._shards, "reader": reader, "complete": complete, "open_ends": self.open_ends}
-        text = json.dumps(state)
+    def complete(self) -> None:
+        self._end_shard()
         part = self._folder / f"{_STATE}.part"
         with part.open("w") as file:
-            file.write(text)
+            json.dump({"shards": self._shards, "complete": True, "open_ends": self.open_ends}, file)
             file.flush()
             os.fsync(file.fileno())  # or a power loss may leave the name, and nothing behind it
         os.replace(part, self._folder / _STATE)
 
-    def _open(self) -> None:
-        last = len(self._shards) - 1
-        # Files of a shard that begins may hold what a killed run wrote behind its last commit.
-        mode = "ab" if self._shards[last][1] else "wb"
-        self._tokens = _file(self._folder, last, _TOKENS).open(mode)
-        self._ends = _file(self._folder, last, _ENDS).open(mode)
+    def _begin_shard(self) -> None:
+        self._shards.append([0, 0])
+        self._files = [_file(self._folder, len(self._shards) - 1, name).open("wb") for name in (_TOKENS, _ENDS)]
+
+    def _end_shard(self) -> None:
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())  # before the state that counts these bytes
+            file.close()
 
 
 class TokenStore:
@@ -340,7 +318,7 @@ def pack_batch(examples: Sequence[tuple[Sequence[int], Sequence[bool] | None]]) 
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """Return the state of the last commit; None before the first, and where files lack part of what it counts."""
+    """Return the state of a store; None where it is not complete, or files lack part of what it counts."""
     try:
         state = json.loads((folder / _STATE).read_text())
         for shard, (tokens, examples) in enumerate(state["shards"]):
@@ -349,13 +327,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
                     return None
     except (FileNotFoundError, ValueError):
         return None
-    return state
-
-
-def is_complete(folder: Path) -> bool:
-    """Return whether all of the source is in the store."""
-    state = read_state(folder)
-    return state is not None and state["complete"]
+    return state if state["complete"] else None
 
 
 def _file(folder: Path, shard: int, name: str) -> Path:

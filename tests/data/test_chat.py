@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import DataConfig, build_data
 from ds_fp8.data.chat import CHATML_TEMPLATE, CHATML_TOKENS, IGNORED, stop_tokens, tokenize_chats
-from ds_fp8.data.sources import ExampleStream
+from ds_fp8.data.sources import read_examples
 from ds_fp8.data.stage import describe
 from tests.corpus import CHATS, MAKE
 
@@ -256,7 +256,7 @@ def test_files_of_openai_train(kind, with_template, tmp_path):
     template += "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     tokenizer = with_template(template)
-    (chat,) = ExampleStream(DataConfig(path=str(tmp_path / "own.jsonl"), format="chat"))
+    (chat,) = read_examples(DataConfig(path=str(tmp_path / "own.jsonl"), format="chat"))
     ids, labels = tokenize_chat(tokenizer, chat)
     first, last = _spans(tokenizer, labels)
     assert all(part in first for part in ("<call>", "weather", '"city": null'))

@@ -4,7 +4,6 @@ import bz2
 import gzip
 import json
 import lzma
-from itertools import islice
 
 import datasets
 import fsspec.compression
@@ -12,7 +11,7 @@ import pytest
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import DataConfig, build_data
-from ds_fp8.data.sources import ExampleStream
+from ds_fp8.data.sources import read_examples
 
 TEXTS = ["The first text.", "The second text,\nof two lines.", "The third."]
 CHATS = [
@@ -42,7 +41,7 @@ def _write(path, column, values):
 def read(path, tokenizer=None, **keys):
     """Return the examples, or with a tokenizer the data of a stage."""
     config = DataConfig(path=str(path), tokenizer="given", **keys)
-    return build_data(config, tokenizer) if tokenizer else list(ExampleStream(config))
+    return build_data(config, tokenizer) if tokenizer else list(read_examples(config))
 
 
 def _error(path, tokenizer=None, **keys):
@@ -130,18 +129,6 @@ def test_files_with_other_columns_are_not_called_damaged(tmp_path):
     for name in "abc":
         (tmp_path / "tables" / f"{name}.parquet").unlink()
     assert read(tmp_path) == ["a", "b", "c"]  # rows of JSON need not be alike
-
-
-@pytest.mark.parametrize("after", [0, 1, 4, 7])
-def test_a_stream_goes_on_from_its_state(after, tmp_path):
-    for name, numbers in (("a.jsonl.gz", range(5)), ("b.jsonl", range(5, 9))):
-        text = "".join(json.dumps({"text": f"Text {n}." if n != 2 else None}) + "\n" for n in numbers)
-        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
-    config = DataConfig(path=str(tmp_path))
-    stream = ExampleStream(config)
-    seen = list(islice(stream, after))
-    state = json.loads(json.dumps(stream.state()))
-    assert seen + list(ExampleStream(config, state)) == [f"Text {n}." for n in range(9) if n != 2]
 
 
 @pytest.mark.parametrize(

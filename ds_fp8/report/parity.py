@@ -28,7 +28,6 @@ from ds_fp8.report.verdict import (
     mean_gap,
     runs_of,
     seed_noise,
-    sign_test,
 )
 from ds_fp8.train.run_folder import write_atomically
 from ds_fp8.train.stage import Stage
@@ -150,14 +149,13 @@ def compare(points: Points, tolerance: float = TOLERANCE) -> dict[str, Any]:
     verdict, verdicts = judge_grid(points, tolerance)
     grid, figures = grid_of(points), {}
     for point, found in points.items():
-        answers, signs = exact_match_of(found), sign_test(found)
+        answers = exact_match_of(found)
         figures[point] = entry = {
             "passed": verdicts[point].passed,
             "verdict": str(verdicts[point]),
             "seed_noise": seed_noise(found),
             "exact_match_difference": answers and answers.difference,
             "exact_match_difference_standard_error": answers and answers.error,
-            "evaluations": signs and dict(zip(("bf16_better", "of", "sign_test"), signs, strict=True)),
             "diverged": {kind: sum(diverged(run, grid) for run in runs_of(found, kind)) for kind in KINDS},
             "seeds": {each.name.removeprefix("seed_"): stage_figures(each) for each in found},
         }
@@ -184,16 +182,16 @@ def write_parity(points: Points, folder: Path, title: str, tolerance: float = TO
 
 def _page_of_points(points: Points, verdict: Verdict, title: str) -> Page:
     grid = grid_of(points)
-    columns = ["point", "loss FP8", "BF16", "gap", "BF16 better at", "diverged FP8", "BF16", "spikes FP8", "BF16"]
+    columns = ["point", "loss FP8", "BF16", "gap", "diverged FP8", "BF16", "spikes FP8", "BF16"]
     rows, losses = [], {kind: [] for kind in KINDS}
     for point, found in points.items():
         runs = [runs_of(found, kind) for kind in KINDS]
         kept = healthy(found, grid)
-        gap, signs = mean_gap(kept) if kept else None, sign_test(kept)
+        gap = mean_gap(kept) if kept else None
         for kind, those in zip(KINDS, runs, strict=True):
             losses[kind].append([loss for run in those if (loss := run.result[TRAINED]) is not None])
         row = [point, *(f"{fmean(losses[kind][-1]):.4f}" if losses[kind][-1] else NOT_MEASURED for kind in KINDS)]
-        row += [str(gap or NOT_MEASURED), NOT_MEASURED if signs is None else f"{signs[0]} of {signs[1]}"]
+        row.append(str(gap or NOT_MEASURED))
         row += [f"{sum(diverged(run, grid) for run in those)} of {len(those)}" for those in runs]
         rows.append(row + [f"{sum(run.spikes for run in those)}" for those in runs])
     return Page(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
@@ -22,8 +21,6 @@ Level = Literal["good", "undecided", "look", "bad"]
 WORDS: dict[Level, str] = {"good": "passed", "undecided": "undecided", "look": "needs a look", "bad": "failed"}
 """Levels, from the best to the worst. Undecided is neither: more seeds decide."""
 LEVELS = tuple(WORDS)
-LEAST_EVALUATIONS = 8
-"""Paired evaluations from which their signs are told."""
 MORE_SEEDS = "ds-fp8 parity --seeds 3"
 
 
@@ -83,12 +80,12 @@ class ExactMatch:
         return self.difference < 0 and -self.difference > SIGMAS * self.error
 
 
-def judge(trained: Gap, weights: Gap | None, tolerance: float, answers: ExactMatch | None = None) -> Level:
+def judge(trained: Gap, weights: Gap, tolerance: float, answers: ExactMatch | None = None) -> Level:
     """Judge by the worse of the gaps of the losses as trained and of the weights in BF16, and by the answers.
 
     The error of exact match over one seed leaves out what another seed changes: one seed decides nothing.
     """
-    levels = [gap.level(tolerance) for gap in (trained, weights) if gap is not None]
+    levels = [trained.level(tolerance), weights.level(tolerance)]
     if answers is not None and answers.worse:
         levels.append("undecided" if trained.error is None else "bad")
     return max(levels, key=LEVELS.index)
@@ -96,20 +93,17 @@ def judge(trained: Gap, weights: Gap | None, tolerance: float, answers: ExactMat
 
 def judge_seeds(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -> Verdict:
     """Judge twins of several seeds, which differ in nothing else, by the means of their gaps."""
-    gaps = [mean_gap(comparisons, key) for key in measured(comparisons)]
+    gaps = [mean_gap(comparisons, key) for key in LOSSES]
     if None in gaps:
         return NO_COMPARISON
-    answers, signs = exact_match_of(comparisons), sign_test(comparisons)
-    level = judge(gaps[0], gaps[1] if len(gaps) > 1 else None, tolerance, answers)
-    figures = f"final loss of FP8 against BF16 {gaps[0]}"
-    figures += "".join(f", of its weights in BF16 {gap}" for gap in gaps[1:]) + f" ({tolerance:.2%} allowed)"
+    answers = exact_match_of(comparisons)
+    level = judge(*gaps, tolerance, answers)
+    figures = f"final loss of FP8 against BF16 {gaps[0]}, of its weights in BF16 {gaps[1]} ({tolerance:.2%} allowed)"
     if answers is not None:
         figures += (
             f"; exact match {answers.fp8:.1%} against {answers.bf16:.1%} ({100 * answers.difference:+.1f} points, "
         )
         figures += f"standard error {100 * answers.error:.1f})"
-    if signs is not None and signs[1] >= LEAST_EVALUATIONS:
-        figures += "; BF16 better at {} of {} evaluations (sign test p {:.2g})".format(*signs)
     count = len(comparisons)
     if count == 1:
         headline = _of_one_seed(level, "this run")
@@ -149,7 +143,7 @@ def judge_all(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -
     level = max((verdict.level for verdict in found.values()), key=LEVELS.index)
     worst = " and ".join(name for name, verdict in found.items() if verdict.level == level)
     runs = worst if level == "bad" else f"all {len(found)} stages"
-    figures = [", ".join(f"{gap_of(each, key):+.2%}" for each in comparisons) for key in measured(comparisons)]
+    figures = [", ".join(f"{gap_of(each, key):+.2%}" for each in comparisons) for key in LOSSES]
     words = f"final losses of FP8 against BF16 {'; of its weights in BF16 '.join(figures)} ({tolerance:.2%} allowed)"
     return Verdict(level, _of_one_seed(level, runs, f" in {worst}"), words)
 
@@ -191,12 +185,6 @@ def runs_of(comparisons: Sequence[Comparison], kind: str) -> list[RunRecord]:
     return list({run.folder: run for run in found}.values())
 
 
-def measured(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return those of LOSSES that all runs measured: runs of earlier versions have no loss of BF16 weights."""
-    runs = [run for comparison in comparisons for run in (comparison.run, comparison.twin) if run is not None]
-    return [key for key in LOSSES if all(key in run.result for run in runs)]
-
-
 def gap_of(comparison: Comparison, key: str = TRAINED) -> float | None:
     """Return FP8 / BF16 - 1 of one of the final validation LOSSES, None where one of them is not known."""
     losses = [run.result.get(key) for run in (comparison.run, comparison.twin) if run is not None]
@@ -236,19 +224,6 @@ def exact_match_of(comparisons: Sequence[Comparison]) -> ExactMatch | None:
     # The mean of independent estimates; seeds that answer the same problems differ by more than that, or by less.
     error = (fmean(variances) / len(pairs)) ** 0.5
     return ExactMatch(fp8, bf16, max(error, _standard_error([ours - theirs for ours, theirs in pairs]) or 0.0))
-
-
-def sign_test(comparisons: Sequence[Comparison]) -> tuple[int, int, float] | None:
-    """Return at how many evaluations after the first step BF16 is better, of how many, and the two-sided p of that.
-
-    Evaluations of one run resemble each other, so p is too small. None where there are none.
-    """
-    gaps = [gap for each in comparisons for step, gap in zip(*each.gaps("validation_loss"), strict=True) if step]
-    better, count = sum(gap > 0 for gap in gaps), sum(gap != 0 for gap in gaps)
-    if not count:
-        return None
-    tail = sum(math.comb(count, k) for k in range(min(better, count - better) + 1)) / 2**count
-    return better, count, min(1.0, 2 * tail)
 
 
 def share_error(share: float | None, problems: int) -> float | None:

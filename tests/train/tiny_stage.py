@@ -39,6 +39,7 @@ RESULT = {
     "last_train_loss": 5.0,
     "first_validation_loss": 6.0,
     "final_loss": 5.0,
+    "final_loss_bf16": 5.0,
     "test_loss": None,
     "exact_match": {"before": None, "after": None, "problems": 0},
     "bytes_per_step": {"all_gather_bytes": 100, "grad_bytes": 100},

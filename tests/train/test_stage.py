@@ -82,6 +82,7 @@ WRONG = [
     ("train.epochs=3", "train.steps", "contradict"),
     ("train.spike=rollback", "train.spike", "no checkpoint"),
     ("train.keep_best=true", "train.keep_best", "multiple"),
+    ("train.compact_checkpoints=true", "train.compact_checkpoints", "compress"),
     ("train.schedule.decay_shape=step", "train.schedule.decay_shape", "1-sqrt"),
     ("model.attn_implementation=flash_attention_2", "model.attn_implementation", "packed"),
     ("model.activation_checkpointing=host", "model.activation_checkpointing", "offload"),

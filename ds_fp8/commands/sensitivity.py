@@ -1,16 +1,16 @@
 """Measure what casts cost a model on a few rows of text, and propose linear layers to keep in BF16.
 
     ds-fp8 sensitivity model corpus.jsonl                              the default preset's casts, on documents
-    ds-fp8 sensitivity model my_stage.json --write careful.json        those of a stage, on its held-out data
+    ds-fp8 sensitivity model my_stage.json --out careful               those of a stage, on its held-out data
     ds-fp8 sensitivity model my_stage.json --budget 0.03 --preset rowwise --set fp8.linear.input.scale=fp32
     ds-fp8 sensitivity model my_stage.json --grid fp8.preset=infir2,rowwise --out runs/sensitivity
 
 FOLDER is a Hugging Face causal language model, FILE a stage's JSON, or a .txt, .jsonl or .parquet file of documents.
 Each part of the model (all linear layers, those of one kind, those of one decoder layer) is cast alone; the loss and
 the divergence of the predictions from those without casts are printed by cost for the FLOPs. The costliest parts that
-together have at most --budget of the FLOPs are proposed as fp8.linear.overrides, and measured. --write puts them into
-the stage, or into a JSON with an "fp8" section alone. Only forward is measured.
---out leaves that and all figures in a folder: sensitivity.json and stage.json, or those of every point of a grid.
+together have at most --budget of the FLOPs are proposed as fp8.linear.overrides, and measured. Only forward is
+measured. --out leaves sensitivity.json, with all figures, and stage.json: the stage, or a JSON with an "fp8" section
+alone, with the proposed overrides; of a grid those of every point.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from ds_fp8.commands.arguments import (
     add_out,
     add_set,
     amount,
-    check_file,
     config_file,
     count,
     parser_of,
@@ -60,12 +59,9 @@ def main() -> int:
     parser.add_argument("--rows", type=count, default=16, help="rows of text (default 16)")
     parser.add_argument("--length", type=count, default=512, help="tokens of a row (default 512)")
     parser.add_argument("--budget", type=amount, default=0.06, help="share of the FLOPs to keep in BF16 (default 0.06)")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write a JSON with the proposed overrides")
     add_out(parser, None)
     add_grid(parser)
     arguments = parser.parse_args()
-    if arguments.write is not None:
-        check_file("--write", arguments.write)
     if arguments.out is not None:
         check_writable(arguments.out, "--out")
     say("loading torch and transformers ...")
@@ -76,8 +72,6 @@ def main() -> int:
     from ds_fp8.train.stored_model import ModelSource, stored_config
 
     points = read_points(arguments)
-    if len(points) > 1 and arguments.write:
-        raise UserError("one file cannot hold every point of a grid", key="--grid", remedy="--out FOLDER")
     raws = {point: _configuration(arguments, changes) for point, changes in points.items()}
     configs = {point: _casts(raw, arguments) for point, raw in raws.items()}
     console = Console(highlight=False, soft_wrap=True)
@@ -92,19 +86,16 @@ def main() -> int:
             console.print(f"\n== {point}", markup=False)
         figures = _measure(model, rows[point], configs[point], arguments, console)
         _print(figures, console)
-        proposed, written = figures["proposal"]["overrides"], arguments.write
+        proposed = figures["proposal"]["overrides"]
+        if proposed:
+            fragment = {"fp8": {"linear": {"overrides": proposed}}}
+            console.print(f"in the JSON: {json.dumps(fragment)}", markup=False)
         if arguments.out is not None:
             folder = arguments.out / point_folder(point)
             folder.mkdir(parents=True, exist_ok=True)
             _write(folder / "sensitivity.json", figures, console)
-            written = written or folder / "stage.json"
-        if proposed and written is not None:
-            _write(written, _stage_with(proposed, raw, Path(arguments.file)), console)
-        elif proposed:
-            fragment = {"fp8": {"linear": {"overrides": proposed}}}
-            console.print(f"in the JSON: {json.dumps(fragment)}", markup=False)
-        elif written is not None:
-            console.print(f"not written, since nothing is proposed: {written}", markup=False)
+            if proposed:
+                _write(folder / "stage.json", _stage_with(proposed, raw, Path(arguments.file)), console)
     return 0
 
 

@@ -165,10 +165,6 @@ class CastSpec:
         """Return the numbers of a shard, flat, as they are cast."""
         return numbers
 
-    def after_cast(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return what a cast matrix [M, K] stands for, from its decoded numbers."""
-        return numbers
-
     def in_granularity(self, granularity: str) -> CastSpec:
         """Return the same cast in another granularity."""
         return replace(self, granularity=granularity)

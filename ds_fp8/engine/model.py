@@ -10,7 +10,6 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.fp8 import section_of
@@ -102,7 +101,7 @@ def _layer_of(name: str) -> str:
 
 
 def apply_checkpointing_section(configuration: Configuration, model: nn.Module | None) -> None:
-    """Keep the inputs of recomputed layers on the host where DeepSpeed's section says so; warn of keys without effect.
+    """Keep the inputs of recomputed layers on the host where DeepSpeed's section says so.
 
     DeepSpeed reads the section in `deepspeed.checkpointing.configure` alone, for layers that call its own `checkpoint`;
     transformers recomputes layers by torch's.
@@ -111,28 +110,12 @@ def apply_checkpointing_section(configuration: Configuration, model: nn.Module |
     if "fp8" not in configuration.values or not asked or model is None or deepspeed.checkpointing.is_configured():
         return
     if ON_HOST in asked:
-        asked.remove(ON_HOST)
-        why = _why_not_on_host(model)
-        if why is not None:
-            logger.warning("warning: %s.%s has no effect: %s", SECTION, ON_HOST, why)
+        functions = [recomputed_by(part) for part in model.modules()]
+        if keep_on_host(model) or any(isinstance(function, HostCheckpoints) for function in functions):
+            asked.remove(ON_HOST)
     if asked:
-        keys = ", ".join(f"{SECTION}.{key}" for key in asked)
         logger.warning(
             "warning: %s has no effect: DeepSpeed reads it in deepspeed.checkpointing.configure alone, which was not "
-            "called; remove it",
-            keys,
+            "called, and no layer is recomputed by torch's checkpoint (model.gradient_checkpointing_enable())",
+            ", ".join(f"{SECTION}.{key}" for key in asked),
         )
-
-
-def _why_not_on_host(model: nn.Module) -> str | None:
-    """Keep inputs on the host, or return why there are none to keep."""
-    if keep_on_host(model):
-        return None
-    functions = [function for part in model.modules() if (function := recomputed_by(part)) is not None]
-    if not functions:
-        return "no layer of the model is recomputed; call model.gradient_checkpointing_enable() before initialize"
-    if all(isinstance(function, HostCheckpoints) for function in functions):
-        return None
-    other = next(function for function in functions if function is not checkpoint)
-    name = getattr(other, "__qualname__", type(other).__name__)
-    return f"layers are recomputed by {name}, which decides itself where it keeps their inputs"

@@ -43,7 +43,7 @@ from ds_fp8.config.formats import (
     ScaleType,
     is_of_groups,
 )
-from ds_fp8.layers.attention.hadamard import Rotation, rotate, unrotate
+from ds_fp8.layers.attention.hadamard import Rotation, rotate
 from ds_fp8.research.codecs import TableCodec
 
 EmulatedFormat = Literal[
@@ -232,10 +232,6 @@ class ResearchSpec(CastSpec):
         if self.rotation is None:
             return numbers
         return rotate(numbers.view(-1, self.rotation.block), self.rotation).flatten()
-
-    def after_cast(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return what a cast matrix [M, K] stands for, from its decoded numbers."""
-        return unrotate(numbers, self.rotation)
 
     def in_granularity(self, granularity: str) -> ResearchSpec:
         """Return the same cast in another granularity, not rotated."""

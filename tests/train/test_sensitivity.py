@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,13 +143,14 @@ def run(folder, cache_home, monkeypatch, capsys):
     def command(file, *options):
         arguments = ["--rows", "2", "--length", "41", "--out", str(folder / "out"), *map(str, options)]
         assert main(["sensitivity", str(folder), str(file), *arguments]) == 0
-        return json.loads((folder / "out" / "sensitivity.json").read_text()), capsys.readouterr().out
+        out = Path(arguments[-1]) if "--out" in options else folder / "out"
+        return json.loads((out / "sensitivity.json").read_text()), capsys.readouterr().out
 
     return command
 
 
 def test_the_command_on_documents(run, folder, tmp_path):
-    figures, printed = run(folder / "text.txt", "--budget", "0.2", "--write", tmp_path / "fp8.json")
+    figures, printed = run(folder / "text.txt", "--budget", "0.2")
     found = [entry for entry in figures["costs"] if entry["pattern"] == "*.up_proj"]
     assert len(found) == 1
     assert all(entry["divergence"] > 0 and math.isfinite(entry["loss_standard_error"]) for entry in found)
@@ -157,7 +159,7 @@ def test_the_command_on_documents(run, folder, tmp_path):
     assert 0 < proposal["flops_share"] <= 0.2
     assert proposal["divergence"] < everything["divergence"]
     assert "for 1% of FLOPs" in printed
-    written = json.loads((tmp_path / "fp8.json").read_text())
+    written = json.loads((folder / "out" / "stage.json").read_text())
     assert written["fp8"]["linear"]["overrides"] == proposal["overrides"]
     model = causal_lm("llama", intermediate_size=256)
     kept = len(convert(model, parse_fp8(written)).left) - 1  # and the head
@@ -168,11 +170,10 @@ def test_the_command_on_documents(run, folder, tmp_path):
 
 
 def test_a_budget_below_every_part_proposes_and_writes_nothing(run, folder, tmp_path):
-    figures, printed = run(folder / "text.txt", "--budget", "0.001", "--write", tmp_path / "careful.json")
+    figures, printed = run(folder / "text.txt", "--budget", "0.001", "--out", tmp_path / "none")
     smallest = min((entry for entry in figures["costs"]), key=lambda entry: entry["flops_share"])
     assert f"{smallest['pattern']}, has {smallest['flops_share']:.2%}" in printed
-    assert "not written" in printed
-    assert not (tmp_path / "careful.json").exists()
+    assert [file.name for file in (tmp_path / "none").iterdir()] == ["sensitivity.json"]
     enough = printed.partition("(--budget ")[2].split()[0]
     assert run(folder / "text.txt", "--budget", enough)[0]["proposal"]["overrides"]
 
@@ -180,10 +181,10 @@ def test_a_budget_below_every_part_proposes_and_writes_nothing(run, folder, tmp_
 def test_the_command_on_a_stage_changes_nothing_else_of_it(run, folder, tmp_path, write):
     stage = {**TINY, "fp8": {"preset": "hybrid_fast", "linear": {"overrides": {"*.o_proj": "bf16"}}}}
     stage["data"] = {"path": str(folder / "text.txt"), "validation_fraction": 0.5}
-    figures, _ = run(write(stage), "--budget", "0.1", "--write", tmp_path / "careful.json")
+    figures, _ = run(write(stage), "--budget", "0.1")
     assert figures["preset"] == "hybrid_fast"
     assert "*.o_proj" not in {entry["pattern"] for entry in figures["costs"]}
-    written = json.loads((tmp_path / "careful.json").read_text())
+    written = json.loads((folder / "out" / "stage.json").read_text())
     overrides = written["fp8"]["linear"].pop("overrides")
     assert overrides == {**figures["proposal"]["overrides"], "*.o_proj": "bf16"}
     expected = json.loads(json.dumps(stage))
@@ -197,10 +198,10 @@ def test_a_proposal_stands_before_a_cast_of_the_same_layers(run, folder, tmp_pat
     casts = {kind: {"input": {"granularity": "128x128"}} for kind in kinds}
     stage = {**TINY, "fp8": {"linear": {"overrides": casts}}}
     stage["data"] = {"path": str(folder / "text.txt"), "validation_fraction": 0.5}
-    figures, _ = run(write(stage), "--budget", "0.2", "--write", tmp_path / "careful.json")
+    figures, _ = run(write(stage), "--budget", "0.2")
     proposed = figures["proposal"]["overrides"]
     assert proposed.keys() & set(kinds)
-    overrides = json.loads((tmp_path / "careful.json").read_text())["fp8"]["linear"]["overrides"]
+    overrides = json.loads((folder / "out" / "stage.json").read_text())["fp8"]["linear"]["overrides"]
     assert list(overrides)[: len(proposed)] == list(proposed)
     assert {pattern: overrides[pattern] for pattern in proposed} == proposed
     assert overrides == {**casts, **proposed}
@@ -220,12 +221,11 @@ def test_the_command_over_a_grid(run, folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("file", "options", "key"),
     [
-        ("text.txt", ["--grid", "fp8.preset=infir2,coat", "--write", "x.json"], "--grid"),
         ("text.txt", ["--preset", "rowise"], "fp8.preset"),
         ("text.txt", ["--set", "fp8.enabled=false"], "fp8.enabled"),
         ("absent.txt", [], "data.path"),
         ("config.json", [], "data"),
-        ("text.txt", ["--write", "."], "--write"),
+        ("text.txt", ["--out", "/proc/x"], "--out"),
     ],
 )
 def test_mistakes(folder, cache_home, monkeypatch, file, options, key):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from ds_fp8.config.files import apply_override, read_json
+from ds_fp8.config.files import read_json
 from ds_fp8.memory import estimate, estimate_workload, read_workload
 from ds_fp8.memory.estimate import gpu_of, longest_contexts
 from ds_fp8.memory.shapes import SHAPES, with_known_model
@@ -116,21 +116,6 @@ def test_an_estimate_passes_over_json_that_is_no_stage(tmp_path):
     (tmp_path / "broken.json").write_text('{"train": ')
     found = with_known_model(raw, tmp_path / "sft.json")
     assert found["model"]["config"] == SHAPES["Qwen/Qwen3-0.6B-Base"]
-
-
-def test_the_page_of_long_context_has_the_figures_of_estimates():
-    file = FOLDER / "llama3.1_8b" / "cpt_128k.json"
-    page = (FOLDER.parent / "docs" / "long_context.md").read_text()
-    offload, tiles = "model.activation_checkpointing=offload", "fp8.activations.mlp_tile_tokens=8192"
-    figures = []
-    for changes in ((), (offload,), (offload, tiles)):
-        raw = with_known_model(json.loads(file.read_text()), file)
-        for change in changes:
-            apply_override(raw, change)
-        w = read_workload(raw, gpus=8)
-        longest = longest_contexts(w, gpu_of("h200").bytes)[4]
-        figures.append(f"| {estimate_workload(w).device_bytes / 2**30:.1f} | {longest:,} |")
-    assert [row for row in figures if row not in page] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -151,7 +151,7 @@ def test_steps_that_log_nothing_read_nothing_and_train_the_same(stage, ranks, tm
     """Losses are read, and looked at for spikes, when they are logged; none is missed."""
 
     def go(name, log_every, unread_seconds=1e9):
-        overrides = ["train.spike=warn", "train.save_every=null", "train.steps=12"]
+        overrides = ["train.spike=warn", "train.save_every=null", "train.steps=8"]
         overrides += [f"train.run_dir={tmp_path}/{name}", f"train.log_every={log_every}"]
         reductions = ranks(2, counted_run, stage, str(cache_home), overrides, unread_seconds)[0]
         records = read_metrics(tmp_path / name / "metrics.jsonl", 100)
@@ -160,17 +160,17 @@ def test_steps_that_log_nothing_read_nothing_and_train_the_same(stage, ranks, tm
 
     every_reductions, every, weights = go("every", 1)
     seldom_reductions, seldom, same = go("seldom", 4)
-    assert list(seldom) == [1, 4, 8, 12]
+    assert list(seldom) == [1, 4, 8]
     for number, record in seldom.items():
         for key in ("loss", "learning_rate", "gradient_norm", "tokens", "grad_bytes"):
             assert record[key] == every[number][key], key
     for name in ("every", "seldom"):
         assert [(e["event"], e["step"]) for e in events_of(tmp_path / name)] == [("spike", 6)]
     assert weights == same
-    assert every_reductions - seldom_reductions >= 8 * 3  # losses, figures and signals of eight steps
+    assert every_reductions - seldom_reductions >= 5 * 3  # losses, figures and signals of five steps
 
     # Steps as slow as SECONDS_UNREAD: signals are looked for after each, though no more is logged.
     slow_reductions, slow, same = go("slow", 4, 0.0)
-    assert list(slow) == [1, 4, 8, 12]
+    assert list(slow) == [1, 4, 8]
     assert slow_reductions == every_reductions
     assert weights == same

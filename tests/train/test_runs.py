@@ -215,7 +215,7 @@ def test_every_step_of_a_run_made_longer_has_the_rate_of_its_new_length(
 
 def test_bad_input_is_one_screen_and_writes_nothing(tiny, write, launch, tmp_path):
     file = write(tiny)
-    output = finish(launch(file, "data.sequence_length=500"), 2)
+    output = finish(launch(file, "data.sequence_length=500", ranks=0), 2)  # of two: cluster/test_watchdog.py
     assert "Traceback" not in output
     assert output.count("error: ") == 1
     words = ["max_position_embeddings 128", "data.sequence_length", str(file), "remedy:"]

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from ds_fp8.config import registry
 from ds_fp8.config.fp8 import FP8Config, OptimizerStateConfig
-from ds_fp8.config.presets import DEFAULT, PRESETS
+from ds_fp8.config.presets import PRESETS
 from ds_fp8.data import DataConfig
 from ds_fp8.research.presets import PRESETS as RESEARCH_PRESETS
 from ds_fp8.train.stage import ModelConfig, TrainConfig
@@ -87,7 +87,8 @@ def values(annotation: Any) -> list[str]:
 def row(names: list[str], field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
     shown = "required" if field.is_required() else f"`{json.dumps(default, default=lambda value: value.model_dump())}`"
-    taken = ", ".join([shown, *(value for value in values(field.annotation) if value != shown)])
+    others = (value for value in values(field.annotation) if value != shown)
+    taken = ", ".join([shown, *(value for value in others if default is None or value not in NAMES.values())])
     meaning = first_paragraph(field.description or "")
     return f"| {', '.join(f'`{name}`' for name in names)} | {taken} | {meaning.replace('|', chr(92) + '|')} |"
 
@@ -149,25 +150,22 @@ def schema() -> str:
 
 
 def preset_table(names: Iterable[str]) -> str:
-    columns = ("`fp8.preset`", "linears", "weights travel in", "gradients travel in", "optimizer state")
-    rows = [columns, ("---",) * len(columns)]
+    rows = ["| `fp8.preset` | linears | weights, gradients travel in; optimizer state |", "|---|---|---|"]
     for name in names:
         config = FP8Config.from_preset(name)
         gathered, reduced = config.param_gather.format.upper(), config.grad_reduce.format.upper()
         if config.grad_reduce.format != "bf16" and config.grad_reduce.scale == "tensor":
-            reduced += ", one adaptive scale per gradient"
-        title = f"`{name}`" + " (of random weights)" * (name == DEFAULT)
-        rows.append((title, LINEARS[name], gathered, reduced, _state_in_words(config.optimizer)))
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows).replace("| --- |", "|---|").replace(" --- |", "---|")
+            reduced += " (one adaptive scale a gradient)"
+        state = _state_in_words(config.optimizer)
+        rows.append(f"| `{name}` | {LINEARS[name]} | {gathered}, {reduced}; {state} |")
+    return "".join(f"{row}\n" for row in rows)
 
 
 def _state_in_words(state: OptimizerStateConfig) -> str:
     first, second = (
         name.upper().replace("_EXPANDED", " with its range expanded") for name in (state.exp_avg, state.exp_avg_sq)
     )
-    moments = first if first == second else f"{first} and {second}"
-    words = moments if moments == "FP32" else f"moments {moments}"
-    return words
+    return first if first == second else f"{first} and {second}"
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -215,11 +215,10 @@ class FP8Config(Section):
     enabled: bool = True
     """false: plain BF16, for a twin run from the same file."""
     preset: str | dict[Axis, str] = DEFAULT
-    """A name of the table above, or one a section: {"linear": "infir2", "optimizer": "coat"}. Left out, the weights of
-    the model decide.
+    """A name of the table above, or one a section: {"linear": "infir2", "optimizer": "coat"}. Left out: `precise` where
+    the model's weights are trained.
 
-    Supplies the keys that you leave out. `precise` where weights are trained, `infir2` where they are random; the start
-    report says which. Beside casts of your own in `linear` it is `infir2`."""
+    Supplies the keys that you leave out. The start report says which it is. Beside casts of your own in `linear` it is `infir2`."""
     # SerializeAsAny: an extension (registry.py) is dumped with its own keys.
     linear: SerializeAsAny[LinearConfig] = LinearConfig()
     activations: ActivationsConfig = ActivationsConfig()

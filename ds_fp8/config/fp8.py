@@ -218,7 +218,8 @@ class FP8Config(Section):
     """A name of the table above, or one a section: {"linear": "infir2", "optimizer": "coat"}. Left out: `precise` where
     the model's weights are trained.
 
-    Supplies the keys that you leave out. The start report says which it is. Beside casts of your own in `linear` it is `infir2`."""
+    Supplies the keys that you leave out. The start report says which it is. Beside casts of your own in `linear` it is
+    `infir2`."""
     # SerializeAsAny: an extension (registry.py) is dumped with its own keys.
     linear: SerializeAsAny[LinearConfig] = LinearConfig()
     activations: ActivationsConfig = ActivationsConfig()

@@ -53,7 +53,6 @@ class Lines:
             os.set_blocking(descriptor, False)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message, as far as there is room; the rest goes with the next."""
         self._unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
         try:
             self._unsent = self._unsent[os.write(self._writes, self._unsent) :]
@@ -181,7 +180,6 @@ class Judge:
         return [rank for rank in self._ranks.values() if not rank.gone]
 
     def look(self) -> None:
-        """Look at all ranks, and go on with a verdict that has begun."""
         now = time.monotonic()
         if now - self._looked > 10 * TICK:
             # This host stood still itself: what others sent meanwhile is yet to be read.

@@ -111,7 +111,6 @@ def this_host() -> str:
 
 
 def free_port() -> int:
-    """Return a port of this host that is free now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

@@ -179,7 +179,6 @@ def _unreachable(hosts: Sequence[Host]) -> dict[str, str]:
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a start on many hosts."""
     add = parser.add_argument_group("many hosts").add_argument
     words = "start on the hosts of this file over ssh; its lines are NAME slots=GPUS"
     add("--hostfile", metavar="FILE", help=words)

@@ -181,7 +181,6 @@ def _appears(folder: Path, name: str) -> bool:
 
 
 def versions() -> Facts:
-    """Return the versions of what computes, and of this package's own source files."""
     facts = {"python": platform.python_version(), "ds_fp8": f"source {_source_digest()}"}
     for package in _PACKAGES:
         try:

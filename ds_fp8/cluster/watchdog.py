@@ -124,7 +124,6 @@ def _at_exit() -> None:
 
 
 def set_timeout(seconds: float) -> None:
-    """Set the seconds without progress after which the job is ended."""
     if _watchdog is not None:
         _watchdog.timeout = seconds
 
@@ -157,7 +156,6 @@ def fail(kind: str, text: str, code: int) -> None:
 
 
 def leave() -> None:
-    """Say that this rank has done its work and its process is about to end."""
     if _watchdog is not None:
         _watchdog.tell({"leaving": True})
 

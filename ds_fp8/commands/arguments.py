@@ -27,25 +27,21 @@ MAX_COUNT = 2**31 - 1
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
-    """Return a parser that keeps the line breaks of its description."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_stage(parser: argparse.ArgumentParser) -> None:
-    """Add the stage's JSON, as first argument or as --deepspeed_config, and --set, which changes it."""
     parser.add_argument("stage", nargs="?", metavar="FILE", help="the stage's JSON, or one of `ds-fp8 configs`")
     parser.add_argument("--deepspeed_config", metavar="FILE", help="the same")
     add_set(parser)
 
 
 def add_set(parser: argparse.ArgumentParser) -> None:
-    """Add --set, which changes a stage."""
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="override a key of the stage, such as train.steps=50")  # fmt: skip
 
 
 def stage_file(arguments: argparse.Namespace) -> Path:
-    """Return the stage's JSON that `add_stage` was given."""
     given = [name for name in (arguments.stage, arguments.deepspeed_config) if name is not None]
     if len(given) != 1:
         raise UserError(
@@ -56,7 +52,6 @@ def stage_file(arguments: argparse.Namespace) -> Path:
 
 
 def read_stage(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the content of that JSON, with the changes of --set."""
     raw = read_json(stage_file(arguments))
     for override in arguments.set:
         apply_override(raw, override)
@@ -114,7 +109,6 @@ def config_file(name: str) -> Path:
 
 
 def shipped_configs() -> list[str]:
-    """Return the names of the configurations that come with the package."""
     return sorted(file.relative_to(CONFIGS).as_posix() for file in CONFIGS.glob("*/**/*.json"))
 
 
@@ -146,7 +140,6 @@ def amount(text: str) -> float:
 
 
 def add_out(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """Add --out, the folder that the command writes to; --output is the same."""
     parser.add_argument(
         "--out", "--output", type=Path, metavar="FOLDER", default=default and Path(default),
         help=f"folder (default {default})" if default else "folder",
@@ -154,7 +147,6 @@ def add_out(parser: argparse.ArgumentParser, default: str | None) -> None:
 
 
 def add_grid(parser: argparse.ArgumentParser) -> None:
-    """Add --grid and --sweep, which name the points of a grid."""
     parser.add_argument("--grid", action="append", default=[], metavar="KEY=VALUE,...",
                         help="values to try for a key; repeatable, every combination is run")  # fmt: skip
     parser.add_argument("--sweep", metavar="FILE", help="file with a grid or with named points")

@@ -9,7 +9,6 @@ from ds_fp8.commands.arguments import add_stage, count, fp8_in_words, parser_of,
 
 
 def main() -> int:
-    """Print what the configuration asks for."""
     parser = parser_of(__doc__)
     add_stage(parser)
     parser.add_argument("--gpus", type=count, default=1, help="data-parallel ranks (default 1)")

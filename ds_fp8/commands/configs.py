@@ -11,7 +11,6 @@ from ds_fp8.config.errors import UserError
 
 
 def main() -> int:
-    """Print the names, or copy one to the current folder."""
     parser = parser_of(__doc__)
     parser.add_argument("--copy", metavar="NAME", help="copy this configuration into the current folder")
     arguments = parser.parse_args()

@@ -24,7 +24,6 @@ STAGE = "as configured"
 
 
 def main() -> int:
-    """Print the estimates and, where the GPU's memory is given, whether the stage fits."""
     parser = parser_of(__doc__)
     add_stage(parser)
     parser.add_argument("--gpus", type=count, default=1, help="data-parallel ranks (default 1)")

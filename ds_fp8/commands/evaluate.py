@@ -49,7 +49,6 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "voc
 
 
 def main() -> int:
-    """Measure, print and write the figures."""
     parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a Hugging Face folder, in BF16 or FP8")
     add_stage(parser)

@@ -31,7 +31,6 @@ class _Model(NamedTuple):
 
 
 def main() -> int:
-    """Write the folder and say what is in it."""
     parser = parser_of(__doc__)
     parser.add_argument("source", type=Path, help="a run_dir, a DeepSpeed checkpoint in it, or a checkpoint of Trainer")
     parser.add_argument("folder", type=Path, help="where to write")

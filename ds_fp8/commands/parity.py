@@ -39,7 +39,6 @@ RATE = "optimizer.params.lr"
 
 
 def main() -> int:
-    """Train the twins and give the verdict."""
     parser = parser_of(__doc__)
     add_stage(parser)
     parser.add_argument("--steps", required=True, type=count, help="optimizer steps of every run")
@@ -144,7 +143,6 @@ def _check_same_length(stage: Stage) -> None:
 
 
 def train_once(config: Path, ranks: int, overrides: list[str]) -> None:
-    """Make one run, with what it prints; its failure is this command's."""
     from ds_fp8.cluster.launcher import train_here
 
     changes = [part for change in overrides for part in ("--set", change)]

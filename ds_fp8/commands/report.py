@@ -14,7 +14,6 @@ from ds_fp8.config.files import check_writable
 
 
 def main() -> int:
-    """Write both files and print the verdict."""
     parser = parser_of(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or one that holds fp8/ and bf16/")
     parser.add_argument("twin", type=Path, nargs="?", metavar="RUN2", help="folder of the run to compare with")

@@ -50,7 +50,6 @@ WIDTH = 120
 
 
 def main() -> int:
-    """Measure, print, and write what was asked for."""
     parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a Hugging Face folder with weights in BF16")
     parser.add_argument("file", metavar="FILE", help="a stage's JSON, or documents")

@@ -29,7 +29,6 @@ from ds_fp8.config.schema import nearest
 
 
 def main() -> int:
-    """Measure, and write the comparison; the exit code is 0 where every point was measured."""
     parser = parser_of(__doc__)
     add_stage(parser)
     add_grid(parser)

@@ -96,14 +96,12 @@ class Configuration:
 
     @cached_property
     def bf16(self) -> Any:
-        """Return DeepSpeed's model of the "bf16" section. Raises UserError where DeepSpeed refuses it."""
         try:
             return get_bfloat16_config(self.values)
         except Exception as error:
             raise joined(self._explained(error, "bf16")) from None
 
     def given(self, *keys: str) -> Any:
-        """Return the value at a path of keys as it was given, or None."""
         *sections, last = keys
         inner = self.values
         for name in sections:
@@ -132,7 +130,6 @@ class Configuration:
 
     @property
     def stage(self) -> int:
-        """Return the ZeRO stage."""
         return int(self.zero.stage)
 
     @property
@@ -147,7 +144,6 @@ class Configuration:
 
     @property
     def has_optimizer(self) -> bool:
-        """Return whether there is an "optimizer" section."""
         return "optimizer" in self.values
 
     @property
@@ -157,7 +153,6 @@ class Configuration:
 
     @property
     def optimizer_params(self) -> dict[str, Any]:
-        """Return a copy of the optimizer's params."""
         params = self.given("optimizer", "params")
         return dict(params) if isinstance(params, Mapping) else {}
 

@@ -32,7 +32,6 @@ _RANK_0_SAYS = 10
 
 
 def clipped(text: str, length: int = 200) -> str:
-    """Return `text`, or where it is long its beginning."""
     return text if len(text) <= length else f"{text[:length]}..."
 
 
@@ -51,7 +50,6 @@ class UserError(Exception):
 
     @property
     def all(self) -> tuple[UserError, ...]:
-        """Return this mistake and those found with it."""
         return (self, *self.others)
 
     def __str__(self) -> str:
@@ -75,7 +73,6 @@ class UserError(Exception):
 
 
 def joined(errors: Sequence[UserError]) -> UserError:
-    """Return the first of several errors, which lists the others too."""
     first, *others = errors
     first.others = tuple(others)
     return first

@@ -91,12 +91,10 @@ SCALE_TYPES: Registry[ScaleType] = Registry(fp32=ScaleType(), pow2=ScaleType(pow
 
 
 def has_power_of_two_scales(scale: str) -> bool:
-    """Return whether all scales of a type are powers of two."""
     return SCALE_TYPES[scale].powers_of_two
 
 
 def check_scale_type(scale: str) -> None:
-    """Raise ValueError unless the argument is a scale type."""
     if not SCALE_TYPES.knows(scale):
         raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALE_TYPES)}")
 
@@ -146,7 +144,6 @@ class CastSpec:
 
     @property
     def by_torch(self) -> bool:
-        """Return whether no kernel casts like this."""
         return not is_native(self.format, self.granularity, self.scale)
 
     @property
@@ -166,12 +163,10 @@ class CastSpec:
         return numbers
 
     def in_granularity(self, granularity: str) -> CastSpec:
-        """Return the same cast in another granularity."""
         return replace(self, granularity=granularity)
 
 
 def format_of(dtype: torch.dtype) -> Format:
-    """Return the format stored as `dtype`."""
     native = [FORMATS[name] for name in NATIVE_FORMATS]
     for candidate in native:
         if candidate.dtype is dtype:

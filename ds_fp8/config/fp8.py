@@ -136,7 +136,6 @@ class StatePrecision:
 
     @property
     def compressed(self) -> bool:
-        """Return whether anything is kept in less than FP32."""
         return (self.exp_avg, self.exp_avg_sq) != ("fp32", "fp32")
 
 
@@ -286,7 +285,6 @@ class FP8Config(Section):
 
     @property
     def preset_name(self) -> str:
-        """Return the preset in a few words, for people."""
         if isinstance(self.preset, str):
             return self.preset
         return ", ".join(f"{axis} of {name}" for axis, name in self.preset.items())
@@ -298,12 +296,10 @@ class FP8Config(Section):
 
     @property
     def fuses_loss(self) -> bool:
-        """Return whether the cross entropy is to be computed without logits."""
         return self.loss.mode == "fused" or (self.enabled and self.loss.mode == "auto")
 
     @property
     def multiplies_head_in_fp8(self) -> bool:
-        """Return whether the head's products run in FP8."""
         return self.enabled and self.loss.head == "fp8"
 
     @model_validator(mode="after")

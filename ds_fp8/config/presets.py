@@ -108,7 +108,6 @@ def with_preset(section: Any, name: str) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the values of `over`, section by section."""
     result = dict(base)
     for key, value in over.items():
         nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)

@@ -45,7 +45,6 @@ def read_examples(config: DataConfig) -> Iterator[Text | Chat]:
 
 
 def empty(path: str) -> UserError:
-    """Return the error for a source that holds no examples."""
     return UserError(f"{path} holds no examples", key="data.path", remedy="give data that is not empty")
 
 

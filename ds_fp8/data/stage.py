@@ -102,7 +102,6 @@ def build_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: R
 
 
 def extract_answer(pattern: str, text: str) -> str | None:
-    """Return the first group of the first match of `pattern` in `text`, None without a match."""
     found = re.search(pattern, text)
     return found.group(1).strip() if found else None
 

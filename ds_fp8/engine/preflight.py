@@ -386,7 +386,6 @@ def check_trains(configuration: Configuration, optimizer: Any, parameters: Itera
 
 
 def check_launch() -> None:
-    """Raise UserError where DeepSpeed cannot find its rank, the other ranks or its GPU."""
     if torch.distributed.is_initialized():
         missing = [] if {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys() else ["LOCAL_RANK"]
     elif importlib.util.find_spec("mpi4py") or {"AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV"} & os.environ.keys():

@@ -323,7 +323,6 @@ Rows = Iterator[tuple[str, str]]
 
 
 def log_report(report: Mapping[str, Any], full: bool = False) -> None:
-    """Log the report as one panel."""
     if not report["enabled"]:
         show("[bold]FP8 is off[/bold]: plain DeepSpeed in BF16")
         return

@@ -43,7 +43,6 @@ def sequence_parallel_size(raw: Mapping[str, Any]) -> int:
 
 
 def check_ranks(size: int, world: int) -> None:
-    """Raise UserError where `world` ranks do not divide into groups of `size`."""
     if world % size:
         raise UserError(
             f"{size} ranks share a sequence, but there are {world} ranks",
@@ -53,7 +52,6 @@ def check_ranks(size: int, world: int) -> None:
 
 
 def check_heads(config: PretrainedConfig, size: int) -> None:
-    """Raise UserError where the heads of a model cannot be spread over `size` ranks."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads

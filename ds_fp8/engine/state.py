@@ -80,7 +80,6 @@ class FP8State:
 
     @property
     def casts(self) -> bool:
-        """Return whether anything of the model is computed from casts."""
         return casts(self._engine.module)
 
     def stop_casting(self) -> None:

@@ -51,7 +51,6 @@ class RankAgreement:
         return found.tolist()
 
     def close(self) -> None:
-        """End the group. Collective."""
         if self._group is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group(self._group)
         self._group = None
@@ -207,7 +206,6 @@ class GraphChecks:
 
 
 def outputs_of(output: Any) -> list[Any]:
-    """Return the outputs of a model as a graph has them, tensors detached."""
     return [leaf.detach() if torch.is_tensor(leaf) else leaf for leaf in tree_leaves(output)]
 
 
@@ -225,12 +223,10 @@ def within(ours: Sequence[Any], theirs: Sequence[Any], spread: Sequence[float]) 
 
 
 def distances(ours: Sequence[Any], theirs: Sequence[Any]) -> list[float]:
-    """Return how far apart each output is in two replays."""
     return [_distance(a, b) for a, b in zip(ours, theirs, strict=True)]
 
 
 def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> str:
-    """Return where two lists of outputs differ, for a log line of one rank."""
     if len(ours) != len(theirs):
         return f"{len(ours)} and {len(theirs)} of them"
     for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):

@@ -190,5 +190,4 @@ def without_frames(error: BaseException | None) -> None:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the kind of an error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

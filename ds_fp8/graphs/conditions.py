@@ -144,7 +144,6 @@ def fingerprint(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
 
 
 def text_config(config: Any) -> Any:
-    """Return the part of a Hugging Face model's configuration that is about text; None of None."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -210,7 +209,6 @@ def why_auto_disabled(module: nn.Module) -> str | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a call of a module runs what torch.compile made of it (Module.compile, engine.compile)."""
     return module._compiled_call_impl is not None
 
 

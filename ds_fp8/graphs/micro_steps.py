@@ -201,12 +201,10 @@ class MicroStepGraphs:
 
     @property
     def captured(self) -> int:
-        """Return how many signatures are captured."""
         return len(self._graphs)
 
     @property
     def kept_bytes(self) -> int:
-        """Return the memory of the graphs' own."""
         return self._graphs.kept_bytes
 
     def reset(self) -> None:

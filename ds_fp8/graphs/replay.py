@@ -57,11 +57,9 @@ class CheckSchedule:
 
     @property
     def due(self) -> bool:
-        """Return whether the next micro-step checks the graph."""
         return self.replays >= self._next
 
     def checked(self) -> None:
-        """Note that the graph has been checked."""
         # Doubling: most values that go stale (warm-up of a schedule, a flag set after the first steps) do so early, and
         # the total cost of checks stays logarithmic until the interval reaches its limit.
         self._next = self.replays + min(max(self.replays, 1), MAX_INTERVAL)
@@ -186,7 +184,6 @@ class MicroStepGraph:
         return self._token is not None and self._token() is not None
 
     def replay(self, batch: Mapping[str, Any]) -> Any:
-        """Return what the model returns for a batch of this signature."""
         self.launch_forward(batch)
         # Held by the autograd graph of this forward and by nobody else: once the caller drops the loss the token dies,
         # and `pending` knows that no backward will come. Reference counting, so it is known at once.
@@ -255,7 +252,6 @@ class MicroStepGraph:
 
 
 def differentiable(leaves: Sequence[Any]) -> list[int]:
-    """Return the places of the outputs that have a gradient."""
     for leaf in leaves:
         if not (leaf is None or torch.is_tensor(leaf) or isinstance(leaf, (bool, int, float, str))):
             raise ValueError(f'the model returns a {type(leaf).__name__}: pass "use_cache": False, if it is a cache')
@@ -291,7 +287,6 @@ class CapturedGraphs:
         return len(self._graphs)
 
     def get(self, signature: object) -> MicroStepGraph | None:
-        """Return the graph of a signature, if there is one."""
         return self._graphs.get(signature)
 
     @property
@@ -300,7 +295,6 @@ class CapturedGraphs:
         return any(graph.pending for graph in self._graphs.values())
 
     def forget(self) -> None:
-        """Free all graphs and their memory."""
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
@@ -313,7 +307,6 @@ class CapturedGraphs:
             self.forget()
 
     def replay(self, graph: MicroStepGraph, batch: Mapping[str, Any]) -> Any:
-        """Return what the model returns for a batch, by one of these graphs."""
         graph.schedule.replays += 1
         return graph.replay(batch)
 
@@ -357,7 +350,6 @@ class CapturedGraphs:
             self._pool = pool
 
     def add(self, signature: object, graph: MicroStepGraph, kept: int) -> None:
-        """Keep a graph that `capture` returned, and that keeps so many bytes."""
         self._graphs[signature] = graph
         # Growth of the pool by this graph alone: later graphs reuse what earlier ones hold, and keep little more.
         self.kept_bytes += kept

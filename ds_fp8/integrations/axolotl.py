@@ -14,7 +14,6 @@ class FP8Plugin(BasePlugin):
     """Makes the DeepSpeed engine of an Axolotl run honour the "fp8" section of its configuration."""
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Install ds_fp8 before the model is built."""
         if getattr(cfg, "fp8", None):
             raise UserError(
                 "Axolotl's own FP8, which is torchao's, does not go with ds_fp8's", key="fp8", remedy="fp8: false"

@@ -45,7 +45,6 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`."""
     from trl.generation.vllm_generation import VLLMGeneration
 
     for name, original in _originals.items():

@@ -82,12 +82,10 @@ class CastMonitor:
 
     @property
     def due(self) -> bool:
-        """Return whether this step is one to measure."""
         return self.every > 0 and self.steps % self.every == 0
 
     @property
     def active(self) -> bool:
-        """Return whether casts are to be observed now."""
         return self.due and (self._model is None or self._model.training)
 
     def observe(

@@ -38,7 +38,6 @@ def health_record(step: int, measurement: Measurement) -> Record:
 
 
 def health_curves(measurement: Measurement) -> dict[str, float]:
-    """Return named figures for DeepSpeed's monitors."""
     return {
         f"FP8/{tensor_class}/{figure}/{site}": value
         for tensor_class, sites in measurement.items()

@@ -42,7 +42,6 @@ class RoutingMeasurement:
 
     @property
     def mean(self) -> RoutingFigures:
-        """Return the means over the layers."""
         return RoutingFigures(*(fmean(getattr(layer, name) for layer in self.layers.values()) for name in FIGURES))
 
 

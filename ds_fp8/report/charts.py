@@ -96,7 +96,6 @@ def as_svg(figure: Figure, description: str) -> str:
 
 @styled
 def losses(comparison: Comparison) -> str:
-    """Draw training and validation losses over the steps."""
     figure, axes = chart("Loss", "nats per token")
     late = []
     for (label, run), (line, marker) in zip(comparison.columns.items(), _styles(comparison), strict=False):

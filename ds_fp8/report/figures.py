@@ -27,7 +27,6 @@ def summarise(comparisons: Sequence[Comparison], verdict: Verdict) -> dict[str, 
 
 
 def run_figures(run: RunRecord) -> dict[str, Any]:
-    """Return the figures of one run; a figure that was not measured is None."""
     result = run.result
     answers = result["exact_match"]
     routing = run.routing[-1] if run.routing else None
@@ -107,7 +106,6 @@ _FIGURES = {
 
 
 def health_tables(run: RunRecord) -> list[HealthTable]:
-    """Return a table of each figure of the casts' health."""
     measured = [record["health"] for record in run.measurements]
     classes = [name for name in LABELS if any(name in health for health in measured)]
     # In the order of the model; layers that moved to BF16 on the way are in the longer lists alone.

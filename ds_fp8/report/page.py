@@ -105,7 +105,6 @@ def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -
 
 
 def page_of_runs(comparisons: Sequence[Comparison], verdict: Verdict, title: str, tolerance: float = TOLERANCE) -> Page:
-    """Return the page of stages, of seeds, or of one run."""
     first, several = comparisons[0], seeds(comparisons) is not None
     fp8 = next((run for run in first.columns.values() if run.kind == "fp8"), None)
     return Page(
@@ -121,7 +120,6 @@ def page_of_runs(comparisons: Sequence[Comparison], verdict: Verdict, title: str
 
 
 def facts_of(comparisons: Sequence[Comparison]) -> dict[str, str]:
-    """Return when, where and how the first run of each kind was made."""
     runs = [run for comparison in comparisons for run in comparison.columns.values()]
     result, made = runs[0].result, [run.result["made"] for run in runs if run.result.get("made")]
     facts = {"model": f"{result['parameters']:,} parameters, {result['ranks']} rank{'s' * (result['ranks'] > 1)}"}

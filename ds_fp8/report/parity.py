@@ -63,7 +63,6 @@ class Cell:
 
 
 def point_folder(point: str) -> str:
-    """Return the name of a point as that of a folder."""
     return re.sub(r"[^\w.+-]+", "_", point).strip("._")[:100]
 
 
@@ -109,7 +108,6 @@ def run_overrides(stage: Stage, cell: Cell, steps: int, evaluations: int, out: P
 
 
 def comparisons_in(out: Path, twins: Sequence[tuple[Cell, Cell]]) -> dict[str, list[Comparison]]:
-    """Return the finished twins of every point."""
     records = {cell: RunRecord(cell.folder(out)) for pair in twins for cell in pair}
     found: dict[str, list[Comparison]] = {}
     for fp8, bf16 in twins:
@@ -168,7 +166,6 @@ def compare(points: Points, tolerance: float = TOLERANCE) -> dict[str, Any]:
 
 
 def write_parity(points: Points, folder: Path, title: str, tolerance: float = TOLERANCE) -> tuple[Path, Path, Verdict]:
-    """Write folder/parity.json and folder/report.html; return their paths and the verdict."""
     verdict, _ = judge_grid(points, tolerance)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / JSON, json.dumps(compare(points, tolerance), indent=2) + "\n")

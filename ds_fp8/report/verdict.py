@@ -162,7 +162,6 @@ def judge_point(comparisons: Sequence[Comparison], grid: Sequence[Comparison], t
 
 
 def healthy(comparisons: Sequence[Comparison], grid: Sequence[Comparison]) -> list[Comparison]:
-    """Return the twins of which neither diverged."""
     return [each for each in comparisons if not any(diverged(run, grid) for run in each.columns.values())]
 
 
@@ -192,7 +191,6 @@ def gap_of(comparison: Comparison, key: str = TRAINED) -> float | None:
 
 
 def mean_gap(comparisons: Sequence[Comparison], key: str = TRAINED) -> Gap | None:
-    """Return the mean of the gaps over seeds with its standard error, None where one of them is not known."""
     gaps = [gap_of(each, key) for each in comparisons]
     return None if None in gaps else Gap(fmean(gaps), _standard_error(gaps))
 
@@ -227,12 +225,10 @@ def exact_match_of(comparisons: Sequence[Comparison]) -> ExactMatch | None:
 
 
 def share_error(share: float | None, problems: int) -> float | None:
-    """Return the standard error of a share of right answers among `problems`, None where it is not known."""
     return None if share is None or not problems else (share * (1 - share) / problems) ** 0.5
 
 
 def concerns(run: RunRecord) -> list[str]:
-    """Return the peculiarities of a run that deserve a look, each in a few words."""
     result, found = run.result, []
     if result["skipped_steps"]:
         found.append(f"{result['skipped_steps']} of {result['steps']} steps were skipped: gradients were not finite")

@@ -97,7 +97,6 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Return the manifest of the checkpoint in `folder`."""
         try:
             content = read_object(folder / MANIFEST)
             # Before anything is read from it: an altered step or position in the data would be used without notice.
@@ -127,7 +126,6 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 def checksum(content: dict[str, Any]) -> str:
-    """Return the checksum of a manifest's other content."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
@@ -221,7 +219,6 @@ def steps_in(run_dir: Path) -> list[int]:
 
 
 def best_step(run_dir: Path, losses: Mapping[int, float]) -> int | None:
-    """Return the step of the checkpoint with the lowest of the validation losses by step."""
     known = [step for step in steps_in(run_dir) if losses.get(step) is not None]
     return min(known, key=lambda step: (losses[step], step), default=None)
 
@@ -239,17 +236,14 @@ def prune(run_dir: Path, keep_last: int, keep: Collection[int | None] = ()) -> N
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    """Return the folder of a checkpoint."""
     return run_dir / CHECKPOINTS / f"step_{step}"
 
 
 def random_file(rank: int) -> str:
-    """Return the name of the file with a rank's random states."""
     return f"random_rank_{rank:05d}.pt"
 
 
 def move_in_data(state: RunState) -> None:
-    """Let a run that resumes from the checkpoint of `state` go on with the data of `state`."""
     # Only the manifest is written again; the tensors beside it stay as they were verified.
     manifest = Manifest.read(state.checkpoint)
     replace(manifest, data_step=state.data_step, losses=state.losses).write(state.checkpoint)

@@ -218,7 +218,6 @@ class TrainingLoop:
                 self.interrupt.check()
 
     def save(self) -> None:
-        """Save a checkpoint unless this step has one; an asynchronous one is begun."""
         self.finish_save()
         if self.step > self.saved.step:
             state = RunState(self.step, self.data_step, tuple(self.spikes.losses()), data=self.data.identity)
@@ -227,7 +226,6 @@ class TrainingLoop:
                 self.finish_save()
 
     def finish_save(self) -> None:
-        """Wait for the checkpoint that is being written, if any."""
         watchdog.beat("saving a checkpoint", slow=True)
         saved = self.writer.finish()
         if saved is not None:

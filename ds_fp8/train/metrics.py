@@ -80,7 +80,6 @@ class MetricsLog:
             self._file = file.open("a", buffering=1)
 
     def append(self, record: Record) -> None:
-        """Add one record; numbers that are not finite become null."""
         record = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
@@ -93,7 +92,6 @@ class MetricsLog:
                 logger.warning("WARNING: %s could not be written: %s", self._file.name, error.strerror)
 
     def go_back(self, step: int) -> None:
-        """Remove all records after `step`, in the file as well."""
         self.records = [record for record in self.records if record["step"] <= step]
         if self._file:
             # Closed before the file is replaced: lines appended to the old one would be lost with it.
@@ -105,15 +103,12 @@ class MetricsLog:
                 logger.warning("WARNING: %s still has what came after step %s: %s", name, step, error.strerror)
 
     def by_step(self, key: str) -> dict[int, Any]:
-        """Return the last value of `key` at each step that has one."""
         return {record["step"]: record[key] for record in self.records if record.get(key) is not None}
 
     def has(self, step: int, key: str) -> bool:
-        """Return whether a record of `step` has `key`, be its value finite or not."""
         return any(record["step"] == step and key in record for record in self.records)
 
     def value(self, step: int, key: str) -> Any:
-        """Return the last value of `key` at `step`, None if there is none."""
         found = [record[key] for record in self.records if record["step"] == step and key in record]
         return found[-1] if found else None
 
@@ -140,7 +135,6 @@ class SpikeDetector:
         return score if score > self._threshold else None
 
     def losses(self) -> list[float]:
-        """Return the losses it remembers, oldest first."""
         return list(self._losses)
 
 
@@ -166,7 +160,6 @@ class RunHealth:
             self._log_layers(step)
 
     def rolled_back(self, step: int) -> None:
-        """Log again, in a log that has gone back to `step`, which layers stay in BF16."""
         if self._health is not None and self._health.layers_in_bf16:
             self._log_layers(step)
 
@@ -265,7 +258,6 @@ class RunProgress:
         self._total, self._every, self._line_due = total, max(1, total // LINES), 1
 
     def step(self, record: Record) -> None:
-        """Show a training step's record."""
         step = record["step"]
         if step >= self._line_due or step == self._total:
             logger.info("step %s/%s  %s", step, self._total, _figures(record))

@@ -69,7 +69,6 @@ def load_model_config(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Pretr
 
 
 def parameters_to_train(stage: Stage, model: torch.nn.Module) -> list[Any]:
-    """Return the parameters that are trained, or groups of them where the model wants several learning rates."""
     if not munit.is_munit(model.config):
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
     rate = stage.configuration.optimizer_params.get("lr")
@@ -250,7 +249,6 @@ def _check_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def untrained_config(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """Return the configuration of an untrained model, from the section `model.config` and the tokenizer's sizes."""
     kind = values.get("model_type")
     known_types = [*(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & CONFIG_MAPPING_NAMES.keys()), *munit.MODEL_TYPES]
     if kind not in known_types:

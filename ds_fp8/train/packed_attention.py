@@ -44,7 +44,6 @@ LARGEST_HEAD = 256
 
 
 def register() -> None:
-    """Make `attn_implementation="packed"` known to transformers."""
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, packed_mask)
 

@@ -69,7 +69,6 @@ def inspect_run(stage: Stage) -> RunState:
 
 
 def check_length(stage: Stage, state: RunState) -> None:
-    """Refuse a stage with fewer steps than are done."""
     if stage.train.steps is not None and state.step > stage.train.steps:
         raise UserError(
             f"the run in {stage.run_dir} has already done {state.step} steps, and the stage has {stage.train.steps}",

@@ -80,7 +80,6 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Flush every file and folder in `folder`, and itself, to the disk."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
 

@@ -48,7 +48,6 @@ class SaveFailed(Exception):
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what computes a run."""
     others = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
     return {"python": platform.python_version(), "ds_fp8": ds_fp8.__version__, **others}
 
@@ -67,7 +66,6 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Set the generators of this process to what `random_states` returned."""
     kind, keys, *rest = states["numpy"]
     random.setstate(states["python"])
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

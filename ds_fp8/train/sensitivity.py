@@ -41,7 +41,6 @@ _LAYER = re.compile(r"^(.*?\b(?:layers|h|blocks)\.\d+)\.")
 def rows_of(
     dataset: PackedDataset, count: int, device: str | torch.device, weights: Sequence[float] = (1.0,)
 ) -> list[Batch]:
-    """Return at most `count` first rows of a data set, its sources by their weights, as batches of one."""
     chosen = measured_rows(dataset.rows_by_source, count, weights)
     return [{name: numbers[None].to(device) for name, numbers in dataset[index].items()} for index in chosen]
 
@@ -92,7 +91,6 @@ class Judge:
 
 
 def difference(first: torch.Tensor, second: torch.Tensor) -> tuple[float, float]:
-    """Return the mean of first - second over rows [R], and its standard error."""
     gaps = first - second
     error = gaps.std().item() / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
     return gaps.mean().item(), error
@@ -158,7 +156,6 @@ class CastSwitch:
 
     @contextmanager
     def only(self, linears: Collection[str]) -> Iterator[None]:
-        """Cast these linears for a while."""
         self._switch(linears)
         try:
             yield
@@ -166,7 +163,6 @@ class CastSwitch:
             self._switch(())
 
     def close(self) -> None:
-        """Give the model back as it was."""
         self._switch(self.linears)
         for linear in self.linears.values():
             delattr(linear.weight, GATHERED)  # the cached operand must not reach what converts or saves the model next

@@ -75,7 +75,6 @@ class Schedule(Section):
         return math.ceil(long / (1 - share)) + len(self.parts) if long else 1
 
     def check_lengths(self, total: int) -> None:
-        """Raise ValueError when the parts do not fit into `total` steps."""
         lengths = {name: _length(value, total) for name, value in self.parts.items()}
         if sum(lengths.values()) > total:
             shown = " + ".join(f"{name} {length}" for name, length in lengths.items())
@@ -436,7 +435,6 @@ def ranks_of_batch(raw: Mapping[str, Any]) -> int | None:
 
 
 def check_sections(configuration: Configuration) -> None:
-    """Refuse sections of DeepSpeed's that a stage has no use for, and monitors that cannot write."""
     raw = configuration.values
     if "scheduler" in raw:
         problem = "the learning-rate schedule belongs to the stage"

@@ -217,14 +217,12 @@ def check_complete(folder: str | Path, model: PreTrainedModel, missing: Iterable
 
 
 def unreadable(error: Exception) -> str:
-    """Return why weights could not be read, without torch's advice to let the file run code."""
     if isinstance(error, pickle.UnpicklingError):
         return "they hold more than tensors, which may be code"
     return first_line(error)
 
 
 def first_line(error: Exception) -> str:
-    """Return the first paragraph of an error's message in one line, or its type."""
     return " ".join(str(error).split("\n\n")[0].split())[:300] or type(error).__name__
 
 
@@ -354,7 +352,6 @@ def _sizes(form: Form, shape: list[int]) -> tuple[int, int]:
 
 
 def check_pickled(files: Iterable[Path], key: str) -> None:
-    """Refuse FP8 weights in files of torch.save."""
     for file in files:
         tensors = torch.load(file, map_location="meta", mmap=True, weights_only=True)
         found = next((name for name, tensor in tensors.items() if "float8" in str(getattr(tensor, "dtype", ""))), None)
